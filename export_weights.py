@@ -1,0 +1,471 @@
+"""
+The reference GPT-2, in PyTorch: makes the weights that the trainers start from, and the state that their tests compare with.
+
+    python export_weights.py                      # pretrained GPT-2 124M from Hugging Face
+    python export_weights.py --model d12          # the same architecture with random weights from a seed, no download
+    python export_weights.py --model my_gpt2/     # a Hugging Face folder (config.json, model.safetensors)
+
+It reads one batch (the first tokens of the validation file), trains on it for ten steps and prints them, generates a
+sample, and writes
+    gpt2_124M.bin                weights, float32
+    gpt2_124M_bf16.bin           weights, bfloat16
+    gpt2_124M_debug_state.bin    that batch, its logits, loss and gradients, and the losses of the ten steps
+    gpt2_tokenizer.bin           token id -> bytes
+
+The other direction: --to_hf model.bin DIR writes a trained checkpoint as a Hugging Face folder.
+It is a benchmark, too: --write_tensors 0 --inference_only 1 --compile 1 --dtype bfloat16 and so on.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import time
+
+import numpy as np
+import safetensors.torch
+import tiktoken.load
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from torch import nn
+from torch.nn import functional as F
+
+from prepro import load_encoding, reason
+from train_gpt2 import (
+    Config,
+    DebugState,
+    UserError,
+    allocate,
+    check_finite,
+    fingerprint,
+    make_directory,
+    open_tokens,
+    padded,
+    parameter_table,
+    read_model,
+    replacing,
+    run_main,
+    write_debug_state,
+    write_model,
+    write_tokenizer,
+)
+
+PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> in file names
+LARGE = {12: (12, 768), 24: (16, 1024), 36: (20, 1280), 48: (25, 1600)}  # depth -> (heads, channels), GPT-2's own shapes
+RANDOM = {f"d{depth}": depth for depth in (2, 4, 6, *LARGE)}
+VOCABULARIES = {"gpt2": 50257, "bytes": 257}
+ADAMW = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the model. Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Attribute names are Hugging Face's.
+
+
+class Attention(nn.Module):
+    """Causal self-attention, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config, flash):
+        super().__init__()
+        self.NH, self.flash = config.NH, flash
+        self.c_attn = nn.Linear(config.C, 3 * config.C)
+        self.c_proj = nn.Linear(config.C, config.C)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        query, key, value = (part.view(B, T, self.NH, C // self.NH).transpose(1, 2) for part in self.c_attn(x).split(C, dim=2))
+        if self.flash:
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            scores = query @ key.transpose(-2, -1) / math.sqrt(C // self.NH)  # (B, NH, T, T)
+            later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            y = scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ value  # (B, NH, T, HS)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """(B, T, C) -> (B, T, 4C) -> (B, T, C), with the tanh form of GELU."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.C, 4 * config.C)
+        self.c_proj = nn.Linear(4 * config.C, config.C)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config, flash):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.C)
+        self.attn = Attention(config, flash)
+        self.ln_2 = nn.LayerNorm(config.C)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class ReferenceGPT2(nn.Module):
+    """GPT-2 as PyTorch's autograd sees it; `flash` computes attention with F.scaled_dot_product_attention."""
+
+    def __init__(self, config, flash=False):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.V, config.C)
+        self.wpe = nn.Embedding(config.maxT, config.C)
+        self.h = nn.ModuleList(Block(config, flash) for _ in range(config.L))
+        self.ln_f = nn.LayerNorm(config.C)
+
+    def forward(self, inputs, targets=None):
+        """inputs (B, T) -> (logits (B, T, V), mean loss); without targets, the last position's logits (B, 1, V) and None."""
+        x = self.wte(inputs) + self.wpe(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.h:
+            x = block(x)
+        x = self.ln_f(x if targets is not None else x[:, -1:])
+        logits = F.linear(x, self.wte.weight)  # the classifier is tied to the embedding
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+    @torch.no_grad()
+    def generate(self, tokens, length, generator, top_k=40):
+        """Append `length` sampled tokens to tokens (1, T)."""
+        for _ in range(length):
+            logits = self(tokens[:, -self.config.maxT :])[0][:, -1].float()
+            best, ids = logits.topk(min(top_k, logits.shape[-1]))
+            choice = torch.multinomial(best.softmax(dim=-1), 1, generator=generator)
+            tokens = torch.cat((tokens, ids.gather(1, choice)), dim=1)
+        return tokens
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# weights: between the reference's modules, our 16 stacked tensors, Hugging Face, and random numbers
+
+LAYER_TENSORS = {  # ours -> the module's, within a layer
+    "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
+    "attprojw": "attn.c_proj.weight", "attprojb": "attn.c_proj.bias", "ln2w": "ln_2.weight", "ln2b": "ln_2.bias",
+    "fcw": "mlp.c_fc.weight", "fcb": "mlp.c_fc.bias", "fcprojw": "mlp.c_proj.weight", "fcprojb": "mlp.c_proj.bias",
+}  # fmt: skip
+GLOBAL_TENSORS = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
+TRANSPOSED = ("qkvw", "attprojw", "fcw", "fcprojw")  # Hugging Face's GPT-2 keeps these as (in, out)
+
+
+def named_slices(config, tensors):
+    """(our name, module's name, NumPy view) for every parameter of the reference, the padding of wte left out."""
+    for name in tensors.table:
+        tensor = getattr(tensors, name)
+        if name in GLOBAL_TENSORS:
+            yield name, GLOBAL_TENSORS[name], tensor[: config.V] if name == "wte" else tensor
+        else:
+            for l in range(config.L):
+                yield name, f"h.{l}.{LAYER_TENSORS[name]}", tensor[l]
+
+
+def to_reference(config, params, flash=False, dtype=torch.float32):
+    """Our parameters -> a ReferenceGPT2 on the CPU."""
+    with torch.device("meta"):
+        model = ReferenceGPT2(config, flash)
+    state = {module_name: torch.from_numpy(np.array(view)).to(dtype) for _, module_name, view in named_slices(config, params)}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def collect(config, model, attribute):
+    """The reference's parameters ('data') or gradients ('grad') in our layout, float32, wte's padding zero."""
+    tensors = allocate(parameter_table(config))
+    parameters = dict(model.named_parameters())
+    for _, module_name, view in named_slices(config, tensors):
+        view[:] = getattr(parameters[module_name], attribute).detach().float().cpu().numpy()
+    return tensors
+
+
+def random_model(depth, V, seed=42):
+    """(config, params): weights N(0, 0.02), the projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0."""
+    NH, C = LARGE.get(depth, (depth, 64 * depth))
+    config = Config(maxT=1024, V=V, L=depth, NH=NH, C=C, Vp=padded(V))
+    params = allocate(parameter_table(config))
+    generator = torch.Generator().manual_seed(seed)
+    for name, _, view in named_slices(config, params):
+        if name.startswith("ln"):
+            view[:] = 1.0 if name.endswith("w") else 0.0
+        elif view.ndim == 2:
+            std = 0.02 / math.sqrt(2 * depth) if name in ("attprojw", "fcprojw") else 0.02
+            torch.from_numpy(view).normal_(0.0, std, generator=generator)
+    return config, params
+
+
+def fetch_pretrained(name):
+    """Download openai-community/NAME through Hugging Face's cache (HF_ENDPOINT and HF_HUB_OFFLINE work); its folder."""
+    repository = f"openai-community/{name}"
+    try:
+        return snapshot_download(repository, allow_patterns=["config.json", "model.safetensors"])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise UserError(f"{repository}: the download from Hugging Face failed ({reason(error)}); random weights need none:"
+                        " python export_weights.py --model d12") from None
+
+
+HF_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise belongs to another architecture
+    "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}  # fmt: skip
+
+
+def read_hf_folder(folder):
+    """(config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors (never a pickle)."""
+    config_path, weights_path = (os.path.join(folder, name) for name in ("config.json", "model.safetensors"))
+    try:
+        with open(config_path, encoding="utf-8") as f:
+            hf = json.load(f)
+        for key, allowed in HF_EXPECTED.items():
+            if hf.get(key, allowed[0]) not in allowed:
+                raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}: not a GPT-2 that this project trains")
+        if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
+            raise UserError(f"{config_path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
+        V = hf["vocab_size"]
+        config = Config(maxT=hf["n_positions"], V=V, L=hf["n_layer"], NH=hf["n_head"], C=hf["n_embd"], Vp=padded(V))
+        if min(dataclasses.astuple(config)) < 1 or config.C % config.NH:
+            raise UserError(f"{config_path}: impossible sizes: {config.describe()}")
+        state = safetensors.torch.load_file(weights_path)
+    except OSError as error:
+        raise UserError(f"{error.filename or weights_path}: cannot be read ({error.strerror or error}): expected a Hugging Face"
+                        " folder with config.json and model.safetensors") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{config_path}: not the configuration of a GPT-2 ({error!r})") from None
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{weights_path}: not a safetensors file ({error})") from None
+
+    state = {key.removeprefix("transformer."): value for key, value in state.items()}
+    head = state.get("lm_head.weight")
+    if head is not None and not torch.equal(head, state.get("wte.weight", torch.empty(0))):
+        raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
+    params = allocate(parameter_table(config))
+    for name, module_name, view in named_slices(config, params):
+        if module_name not in state:
+            raise UserError(f"{weights_path}: tensor {module_name} is missing")
+        tensor = state[module_name].float().numpy()
+        tensor = tensor.T if name in TRANSPOSED else tensor
+        if tensor.shape != view.shape:
+            raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {view.shape} from config.json")
+        view[:] = tensor
+    check_finite(weights_path, params)
+    return config, params
+
+
+def write_hf_folder(model_path, folder):
+    """A checkpoint -> a folder that `transformers` and other tools load: config, weights, and GPT-2's tokenizer if it is that."""
+    config, params = read_model(model_path)
+    make_directory(folder)
+    eot = config.V - 1
+    hf = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+        "n_positions": config.maxT, "n_ctx": config.maxT, "vocab_size": config.V, "n_layer": config.L, "n_head": config.NH,
+        "n_embd": config.C, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot, "tie_word_embeddings": True,
+    }  # fmt: skip
+    state = {}
+    for name, module_name, view in named_slices(config, params):
+        state[f"transformer.{module_name}"] = torch.from_numpy(np.ascontiguousarray(view.T if name in TRANSPOSED else view))
+    files = {"config.json": json.dumps(hf, indent=2).encode(),
+             "model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"})}
+    if config.V == VOCABULARIES["gpt2"]:
+        files |= gpt2_tokenizer_files(config)
+    for name, data in files.items():
+        with replacing(os.path.join(folder, name)) as f:
+            f.write(data)
+    print(f"wrote {', '.join(files)} to {folder}")
+
+
+def gpt2_tokenizer_files(config):
+    """vocab.json, merges.txt and tokenizer_config.json, from the files that tiktoken's GPT-2 encoding is made of."""
+    load_encoding("gpt2")  # downloads both, or explains why it can't
+    source = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": config.maxT, "eos_token": "<|endoftext|>",
+                "bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+    return {
+        "vocab.json": tiktoken.load.read_file_cached(
+            source + "encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
+        "merges.txt": tiktoken.load.read_file_cached(
+            source + "vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
+        "tokenizer_config.json": json.dumps(settings, indent=2).encode(),
+    }
+
+
+def load_model(name, vocabulary):
+    """(config, params, label for file names) of --model."""
+    if name in RANDOM:
+        return *random_model(RANDOM[name], VOCABULARIES[vocabulary]), name
+    if name in PRETRAINED:
+        return *read_hf_folder(fetch_pretrained(name)), PRETRAINED[name]
+    if os.path.isdir(name):
+        return *read_hf_folder(name), os.path.basename(os.path.abspath(name))
+    if os.path.isfile(name):
+        return *read_model(name), os.path.splitext(os.path.basename(name))[0].removeprefix("gpt2_")
+    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *RANDOM])}, a Hugging Face folder or a .bin file")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the run on one batch
+
+
+def first_batch(path, V, B, T):
+    """x, y (B, T) int32: the first B*T+1 tokens of a token file, cut into inputs and the tokens after them."""
+    tokens = np.array(open_tokens(path, V, B * T + 1)[: B * T + 1], np.int32)
+    return tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
+
+
+def adamw(model, settings, **options):
+    return torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(settings["beta1"], settings["beta2"]),
+                             eps=settings["eps"], weight_decay=settings["weight_decay"], **options)
+
+
+def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, capture=None, report=None):
+    """Train on one batch; returns the loss of each iteration, before its update.
+
+    capture(logits, loss) is called once, after the first backward pass; report(iteration, loss, seconds) after each update.
+    """
+    optimizer, losses = adamw(model, settings), []
+    for iteration in range(iterations):
+        start = time.perf_counter()
+        with autocast():
+            logits, loss = model(x, y)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if capture and iteration == 0:
+            capture(logits, loss)
+        optimizer.step()
+        losses.append(loss.item())  # waits for a GPU, too
+        if report:
+            report(iteration, losses[-1], time.perf_counter() - start)
+    return losses
+
+
+def run_inference(model, x, y, iterations, autocast, report):
+    for iteration in range(iterations):
+        start = time.perf_counter()
+        with torch.no_grad(), autocast():
+            loss = model(x, y)[1].item()
+        report(iteration, loss, time.perf_counter() - start)
+
+
+def make_debug_state(config, params, x, y, iterations, report):
+    """The float32 run on one batch that the parity test replays."""
+    model, state = to_reference(config, params), {}
+
+    def capture(logits, loss):
+        state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect(config, model, "grad"))
+
+    losses = overfit(model, torch.from_numpy(x).long(), torch.from_numpy(y).long(), iterations, ADAMW, capture=capture, report=report)
+    return DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32), crc=fingerprint(config, params))
+
+
+def write_weights(args, config, params, label):
+    prefix = os.path.join(args.output_dir, f"gpt2_{label}")
+    for path, version in ((f"{prefix}.bin", args.model_version), (f"{prefix}_bf16.bin", 5)):
+        write_model(path, config, params, version)
+        print(f"wrote {path}")
+    return prefix
+
+
+def write_vocabulary(args, vocabulary):
+    encoding = load_encoding(vocabulary)
+    path = os.path.join(args.output_dir, f"{vocabulary}_tokenizer.bin")
+    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+    write_tokenizer(path, tokens, encoding.eot_token, args.tokenizer_version)
+    print(f"wrote {path}")
+
+
+def print_sample(model, vocabulary, device):
+    encoding = load_encoding(vocabulary)
+    start = torch.full((1, 1), encoding.eot_token, device=device)
+    tokens = model.generate(start, 32, torch.Generator(device).manual_seed(42))
+    print(f"generating:\n---\n{encoding.decode(tokens[0, 1:].tolist())}\n---")
+
+
+def choose_device(name):
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; expected cpu, cuda or mps") from None
+    return name
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    group = parser.add_argument_group("what")
+    group.add_argument("--model", default="gpt2", metavar="NAME",
+                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(RANDOM)} (random weights), a folder or a .bin file")
+    group.add_argument("--vocabulary", choices=tuple(VOCABULARIES), default="gpt2", help="of a model with random weights")
+    group.add_argument("--input", default=os.path.join("data", "tiny_shakespeare_val.bin"), help="token file of the batch")
+    group.add_argument("--output_dir", default=".", help="where the files go")
+    group.add_argument("--to_hf", nargs=2, metavar=("MODEL.bin", "DIR"), help="write a checkpoint as a Hugging Face folder, no more")
+    group = parser.add_argument_group("formats")
+    group.add_argument("--model_version", type=int, choices=(1, 3, 5), default=3, help="1: llm.c of April 2024, 3: float32, 5: bfloat16")
+    group.add_argument("--debug_state_version", type=int, choices=(1, 2), default=2, help="1: llm.c of April 2024")
+    group.add_argument("--tokenizer_version", type=int, choices=(1, 2), default=2, help="1: llm.c of April 2024")
+    group = parser.add_argument_group("run")
+    group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1, help="0: only run, write no file")
+    group.add_argument("--inference_only", type=int, choices=(0, 1), default=0, help="1: forward passes only")
+    group.add_argument("--num_iterations", type=int, default=10, help="steps on the batch")
+    group.add_argument("--batch_size", type=int, default=4, help="B")
+    group.add_argument("--sequence_length", type=int, default=64, help="T")
+    group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
+    group.add_argument("--compile", type=int, choices=(0, 1), default=0, help="torch.compile")
+    group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0, help="TF32 matrix products on a GPU")
+    group.add_argument("--flash", type=int, choices=(0, 1), default=0, help="F.scaled_dot_product_attention")
+    group.add_argument("--device", default="auto", help="cpu, cuda, mps; auto: a GPU when there is one")
+    args = parser.parse_args()
+    for name in ("num_iterations", "batch_size", "sequence_length"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} {getattr(args, name)}: expected at least 1")
+    return args
+
+
+def main():
+    args = parse_arguments()
+    if args.to_hf:
+        return write_hf_folder(*args.to_hf)
+    B, T, device = args.batch_size, args.sequence_length, choose_device(args.device)
+    if args.write_tensors:
+        make_directory(args.output_dir)
+    config, params, label = load_model(args.model, args.vocabulary)
+    if T > config.maxT:
+        raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
+    x, y = first_batch(args.input, config.V, B, T)
+    vocabulary = next((name for name, V in VOCABULARIES.items() if V == config.V), None)
+    print(f"model {args.model}: {config.describe()}, PyTorch {torch.__version__} on {device}, {args.dtype}")
+
+    def report(iteration, loss, seconds):
+        print(f"iteration {iteration}, loss: {loss:.6f}, time: {seconds * 1000:.3f} ms", flush=True)
+
+    if args.write_tensors:  # the debug state is float32 on the CPU, whatever the flags below say
+        prefix = write_weights(args, config, params, label)
+        path = f"{prefix}_debug_state.bin"
+        write_debug_state(path, config, make_debug_state(config, params, x, y, 10, None), args.debug_state_version)
+        print(f"wrote {path}")
+        if vocabulary:
+            write_vocabulary(args, vocabulary)
+
+    torch.backends.cuda.matmul.allow_tf32 = bool(args.tensorcores)
+    model = to_reference(config, params, bool(args.flash)).to(device)
+    autocast = contextlib.nullcontext
+    if args.dtype == "bfloat16":
+        autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16)  # noqa: E731
+    stepped = torch.compile(model) if args.compile else model
+    xy = [torch.from_numpy(ids).long().to(device) for ids in (x, y)]
+    if args.inference_only:
+        run_inference(stepped, *xy, args.num_iterations, autocast, report)
+    else:
+        overfit(stepped, *xy, args.num_iterations, ADAMW, autocast, report=report)
+    if vocabulary:
+        print_sample(model, vocabulary, device)
+
+
+if __name__ == "__main__":
+    run_main(main)

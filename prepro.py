@@ -1,0 +1,106 @@
+"""
+What the prepro_*.py scripts share: the two vocabularies, a checked download, and the train / validation pair of files.
+
+Not a program: run prepro_tinyshakespeare.py, prepro_tinystories.py or prepro_pystdlib.py.
+"""
+
+import argparse
+import hashlib
+import os
+
+import numpy as np
+import requests
+import tiktoken
+from tqdm import tqdm
+
+from train_gpt2 import UserError, make_directory, replacing, write_tokens
+
+TIMEOUT_SECONDS = 30  # without a byte from the server
+EOT = "<|endoftext|>"
+
+
+def load_encoding(vocabulary):
+    """The tiktoken.Encoding of 'gpt2' (50257 tokens, downloaded once by tiktoken) or 'bytes' (256 bytes and end of text)."""
+    if vocabulary == "bytes":
+        return tiktoken.Encoding(
+            name="bytes",
+            pat_str=r"(?s).",  # one character at a time, which its UTF-8 bytes then stand for
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={EOT: 256},
+        )
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (requests.RequestException, OSError, ValueError) as error:
+        raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a directory"
+                        " that holds it, or use the byte vocabulary (prepro_pystdlib.py)") from None
+
+
+def reason(error):
+    """The innermost cause of a network error, on one line."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def download(url, path, md5):
+    """Fetch a URL into a file with a progress bar, unless the file is there with that MD5 already.
+
+    Raises UserError that names the URL, the reason and --input; nothing is left half-written.
+    """
+    if os.path.exists(path) and file_hash(path, "md5") == md5:
+        return
+    make_directory(os.path.dirname(path))
+    found = hashlib.md5()
+    try:
+        with requests.get(url, stream=True, timeout=TIMEOUT_SECONDS) as response:
+            response.raise_for_status()
+            size = int(response.headers.get("Content-Length", 0)) or None
+            with replacing(path) as f, tqdm(total=size, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
+                for piece in response.iter_content(1 << 16):
+                    f.write(piece)
+                    found.update(piece)
+                    bar.update(len(piece))
+                if found.hexdigest() != md5:
+                    raise UserError(f"{url}: MD5 {found.hexdigest()}, expected {md5}: the download is damaged or the text"
+                                    " has changed; try again, or pass a good copy with --input FILE")
+    except requests.RequestException as error:
+        raise UserError(f"{url}: the download failed ({reason(error)}); fetch it by other means and pass --input FILE") from None
+
+
+def file_hash(path, algorithm):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, algorithm).hexdigest()
+
+
+def read_input(path):
+    """The bytes of the file that --input names."""
+    try:
+        with open(path, "rb") as f:
+            return f.read()
+    except OSError as error:
+        raise UserError(f"--input {path}: cannot be read ({error.strerror})") from None
+
+
+def save_tokens(path, pieces, count, format):
+    """Write a token file from an iterable of integer arrays, and say so."""
+    make_directory(os.path.dirname(path))
+    write_tokens(path, pieces, count, format)
+    print(f"Saved {count} tokens to {path}")
+
+
+def save_split(prefix, tokens, val_tokens, format):
+    """The first `val_tokens` tokens to PREFIX_val.bin, the others to PREFIX_train.bin."""
+    tokens = np.asarray(tokens)
+    if len(tokens) <= val_tokens:
+        raise UserError(f"{len(tokens)} tokens of text, expected more than the {val_tokens} that validation takes: give more text")
+    save_tokens(f"{prefix}_val.bin", [tokens[:val_tokens]], val_tokens, format)
+    save_tokens(f"{prefix}_train.bin", [tokens[val_tokens:]], len(tokens) - val_tokens, format)
+
+
+def make_parser(description, output, output_help="token files are named PREFIX_train.bin and PREFIX_val.bin"):
+    """The flags that every prepro script has: --format and --output."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--format", choices=("int32", "uint16"), default="int32",
+                        help="int32: llm.c of April 2024; uint16: with a header, llm.c of today")
+    parser.add_argument("--output", metavar="PREFIX", default=output, help=output_help)
+    return parser

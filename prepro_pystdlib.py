@@ -1,0 +1,49 @@
+"""
+The Python standard library's own source -> bytes as tokens: text to train on that is on every machine, with no download.
+
+    python prepro_pystdlib.py                 # prints:
+        Saved 65536 tokens to data/pystdlib_val.bin
+        Saved 4128768 tokens to data/pystdlib_train.bin
+
+Files come in sorted order, each after an end-of-text token, up to a fixed size. The first 65536 tokens validate, the rest
+train. The vocabulary is the 256 byte values and end of text (id 256).
+"""
+
+import os
+import sysconfig
+
+import numpy as np
+
+from prepro import load_encoding, make_parser, save_split
+from train_gpt2 import run_main
+
+LIMIT = 4 * 1024 * 1024  # tokens in all
+VAL_TOKENS = 65536
+SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
+
+
+def source_files(root):
+    """Paths of the .py files below root, sorted by path; tests and tables of data are left out."""
+    paths = []
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in SKIPPED]
+        paths += [os.path.join(directory, file) for file in files if file.endswith(".py")]
+    return sorted(paths, key=lambda path: os.path.relpath(path, root).replace(os.sep, "/"))
+
+
+def main():
+    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "pystdlib"))
+    args = parser.parse_args()
+    encoding, pieces, total = load_encoding("bytes"), [], 0
+    for path in source_files(sysconfig.get_path("stdlib")):
+        with open(path, "rb") as f:
+            text = f.read().decode("utf-8", errors="replace")
+        pieces.append(np.array([encoding.eot_token, *encoding.encode(text, disallowed_special=())], np.int32))
+        total += len(pieces[-1])
+        if total >= LIMIT:
+            break
+    save_split(args.output, np.concatenate(pieces)[:LIMIT], VAL_TOKENS, args.format)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,41 @@
+"""
+tiny_shakespeare -> GPT-2 tokens, for a first run that overfits in minutes.
+
+    python prepro_tinyshakespeare.py          # downloads 1.1 MB, prints:
+        Saved 32768 tokens to data/tiny_shakespeare_val.bin
+        Saved 305260 tokens to data/tiny_shakespeare_train.bin
+
+An end-of-text token opens the text and every speech. The first 32768 tokens validate, the rest train.
+--input FILE takes a text that is already there: any UTF-8 text with blank lines between its parts.
+"""
+
+import os
+
+from prepro import EOT, download, load_encoding, make_parser, read_input, save_split
+from train_gpt2 import UserError, run_main
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+MD5 = "6fb458f1232090904fb40fe944165e91"
+VAL_TOKENS = 32768
+
+
+def main():
+    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "tiny_shakespeare"))
+    parser.add_argument("--input", metavar="FILE", help="a text that is already there, instead of the download")
+    parser.add_argument("--url", default=URL, help="where the download comes from (the MD5 is checked)")
+    args = parser.parse_args()
+
+    path = args.input
+    if path is None:
+        path = f"{args.output}.txt"
+        download(args.url, path, MD5)
+    try:
+        text = read_input(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--input {path}: not UTF-8 text (byte {error.start})") from None
+    text = EOT + text.replace("\n\n", "\n\n" + EOT)
+    save_split(args.output, load_encoding("gpt2").encode(text, allowed_special={EOT}), VAL_TOKENS, args.format)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,101 @@
+"""
+TinyStories (https://arxiv.org/abs/2305.07759) -> GPT-2 tokens: 2.7 million short stories in simple words, 0.9 G tokens.
+
+    python prepro_tinystories.py              # downloads a 1.5 GB archive of 50 JSON shards, then prints two lines
+        Saved ... tokens to data/TinyStories_val.bin
+
+Shard 0 validates, the others train. Each story follows an end-of-text token; the stories of a shard are shuffled with the
+seed 1337 + shard, so that the same archive always gives the same files. Shards are tokenized by several processes.
+--input DIR takes a directory of data*.json shards that is already there.
+"""
+
+import glob
+import json
+import multiprocessing
+import os
+import random
+import tarfile
+
+import numpy as np
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from tqdm import tqdm
+
+from prepro import file_hash, load_encoding, make_parser, reason, save_tokens
+from train_gpt2 import UserError, make_directory, run_main
+
+REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
+
+
+def fetch_shards(directory):
+    """Download the archive through huggingface_hub's cache, check its SHA-256 against the hub's record, unpack the shards."""
+    try:
+        path = hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset")
+        record = HfApi().get_paths_info(REPOSITORY, ARCHIVE, repo_type="dataset")[0]
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, IndexError) as error:
+        raise UserError(f"{REPOSITORY}/{ARCHIVE}: the download failed ({reason(error)}); fetch and unpack it by other means"
+                        " and pass --input DIR") from None
+    expected, found = record.lfs and record.lfs.sha256, file_hash(path, "sha256")
+    if found != expected:
+        raise UserError(f"{path}: SHA-256 {found}, expected {expected}: the download is damaged; remove the file and try again")
+    unpacked = f"{directory}.tmp"  # renamed when complete
+    make_directory(unpacked)
+    try:
+        with tarfile.open(path) as archive:
+            members = [member for member in archive if member.isfile() and member.name.endswith(".json")]
+            for member in tqdm(members, desc="unpacking", unit="shard"):
+                archive.extract(member, unpacked, filter="data")
+        os.rename(unpacked, directory)
+    except (OSError, tarfile.TarError) as error:
+        raise UserError(f"{path}: cannot be unpacked into {directory} ({reason(error)})") from None
+
+
+def find_shards(directory):
+    """The data*.json shards of a directory, sorted; at least two, one to validate and one to train."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(directory), "data*.json")))
+    if len(paths) < 2:
+        raise UserError(f"{directory}: {len(paths)} shards named data*.json, expected at least 2 (one validates, the rest train)")
+    return paths
+
+
+def tokenize_shard(job):
+    """(shard number, path) -> its tokens, uint16: each story after an end-of-text token, in the shard's shuffled order."""
+    shard, path = job
+    encoding = load_encoding("gpt2")
+    try:
+        with open(path, encoding="utf-8") as f:
+            stories = [entry["story"].strip() for entry in json.load(f)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: expected a JSON list of objects with a 'story' text, found: {error!r}") from None
+    random.Random(1337 + shard).shuffle(stories)
+    tokens = []
+    for story in stories:
+        tokens.append(encoding.eot_token)
+        tokens += encoding.encode_ordinary(story)
+    return np.array(tokens, np.uint16)
+
+
+def main():
+    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "TinyStories"))
+    parser.add_argument("--input", metavar="DIR", help="directory of data*.json shards, instead of the download")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="shards tokenized at a time")
+    args = parser.parse_args()
+    if args.processes < 1:
+        raise UserError(f"--processes {args.processes}: expected at least 1")
+
+    directory = args.input
+    if directory is None:
+        directory = f"{args.output}_shards"
+        if not os.path.isdir(directory):
+            fetch_shards(directory)
+    paths = find_shards(directory)
+    load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
+    with multiprocessing.get_context("spawn").Pool(min(args.processes, len(paths))) as pool:
+        jobs = pool.imap(tokenize_shard, enumerate(paths))  # in order, whoever is done first
+        shards = list(tqdm(jobs, total=len(paths), desc="tokenizing", unit="shard"))
+    for split, chosen in (("val", shards[:1]), ("train", shards[1:])):
+        save_tokens(f"{args.output}_{split}.bin", chosen, sum(map(len, chosen)), args.format)
+
+
+if __name__ == "__main__":
+    run_main(main)
