@@ -174,12 +174,12 @@ def to_reference(config, params, flash=False, dtype=torch.float32):
     return model
 
 
-def collect(config, model, attribute):
-    """The reference's parameters ('data') or gradients ('grad') in our layout, float32, wte's padding zero."""
-    tensors = allocate(parameter_table(config))
+def collect_gradients(config, model, dtype="float32"):
+    """The reference's gradients in our layout, wte's padding zero."""
+    tensors = allocate(parameter_table(config, dtype))
     parameters = dict(model.named_parameters())
     for _, module_name, view in named_slices(config, tensors):
-        view[:] = getattr(parameters[module_name], attribute).detach().float().cpu().numpy()
+        view[:] = parameters[module_name].grad.cpu().numpy()
     return tensors
 
 
@@ -352,12 +352,12 @@ def run_inference(model, x, y, iterations, autocast, report):
         report(iteration, loss, time.perf_counter() - start)
 
 
-def make_debug_state(config, params, x, y, iterations, report):
+def make_debug_state(config, params, x, y, iterations, report=None):
     """The float32 run on one batch that the parity test replays."""
     model, state = to_reference(config, params), {}
 
     def capture(logits, loss):
-        state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect(config, model, "grad"))
+        state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect_gradients(config, model))
 
     losses = overfit(model, torch.from_numpy(x).long(), torch.from_numpy(y).long(), iterations, ADAMW, capture=capture, report=report)
     return DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32), crc=fingerprint(config, params))

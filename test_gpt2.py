@@ -1,0 +1,185 @@
+"""
+Parity with PyTorch, tensor by tensor: is the hand-written backward pass right, to the last digit that float32 holds?
+
+    python test_gpt2.py                       # gpt2_124M.bin and its debug state, from export_weights.py
+    pytest test_gpt2.py                       # random small models, made on the spot
+    pytest test_gpt2.py -m large              # random GPT-2 124M
+
+The ladder: logits, loss, 16 gradients, the losses of ten training steps, the same run twice. The first red row says where
+to look. Each row compares with PyTorch in float64; it may be off by at most twice what PyTorch in float32 (whose results the
+debug state holds) is off by, and by one unit in the last place where PyTorch happens to hit it.
+
+Ten steps of Adam multiply the rounding of the first forward pass by a hundred, and whether the errors then add up or cancel
+is luck. What PyTorch in float32 is off by in its losses is therefore the worst of four runs: the recorded one, and three
+with the model's channels in another order, which changes nothing but the rounding.
+"""
+
+import argparse
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from export_weights import ADAMW, VOCABULARIES, collect_gradients, make_debug_state, overfit, random_model, to_reference
+from train_gpt2 import (
+    GPT2,
+    Settings,
+    check_tensor,
+    flat,
+    read_debug_state,
+    read_model,
+    run_main,
+    views,
+    write_debug_state,
+    write_model,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# three runs on the debug state's batch; each returns {row name: array}
+
+
+def run_reference(config, params, x, y, steps, settings, dtype):
+    """PyTorch in the given dtype."""
+    model, rows = to_reference(config, params, dtype=dtype), {}
+
+    def capture(logits, loss):
+        rows["logits"], rows["loss"] = logits.detach().numpy(), np.array(loss.item())
+        grads = collect_gradients(config, model, str(dtype).removeprefix("torch."))
+        rows.update({f"d{name}": getattr(grads, name) for name in grads.table})
+
+    losses = overfit(model, torch.from_numpy(x).long(), torch.from_numpy(y).long(), steps, settings, capture=capture)
+    return {**rows, "losses": np.array(losses)}
+
+
+def run_recorded(state):
+    """What the debug state says of PyTorch in float32."""
+    grads = {f"d{name}": getattr(state.grads, name) for name in state.grads.table}
+    return {"logits": state.logits, "loss": np.array(state.loss), **grads, "losses": state.losses}
+
+
+def run_numpy(config, params, x, y, steps, settings):
+    """train_gpt2.py, from a copy of the weights; the last row is the weights after the last step."""
+    params = views(params.table, params.buffer.copy())
+    model = GPT2(config, params)
+    model.allocate_activations(x.shape)
+    model.allocate_training(*x.shape)
+    settings = Settings(**settings)
+    rows, losses = {}, []
+    for step in range(steps):
+        losses.append(model.forward(x, y))
+        if step == 0:
+            rows["logits"], rows["loss"] = model.acts.logits.copy(), np.array(losses[0])
+        model.backward()
+        if step == 0:
+            grads = views(model.grads.table, model.grads.buffer.copy())
+            rows.update({f"d{name}": getattr(grads, name) for name in grads.table})
+        model.update(settings, settings.learning_rate, step + 1)
+    return {**rows, "losses": np.array(losses), "params": flat(params)}
+
+
+BACKENDS = {"numpy": run_numpy}
+
+
+def reorder_channels(config, params, seed):
+    """The same model with the C channels of the residual stream in another order: the same function, rounded otherwise."""
+    order = np.random.default_rng(seed).permutation(config.C)
+    reordered = views(params.table, params.buffer.copy())
+    for name in params.table:
+        tensor = getattr(params, name)
+        if name in ("attprojw", "fcprojw"):  # these write to the stream
+            getattr(reordered, name)[:] = tensor[:, order]
+        elif name not in ("qkvb", "fcb"):  # the others read from it, or lie along it
+            getattr(reordered, name)[:] = tensor[..., order]
+    return reordered
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the ladder
+
+
+def own_error(recorded, exact):
+    """The largest error of a float32 result, and at least half a unit in the last place: no float32 comes closer."""
+    return max(float(np.abs(recorded - exact).max()), float(np.abs(exact).max()) * 2.0**-24)
+
+
+def climb(model_path, state_path, backend="numpy"):
+    """Print one row a tensor; True when all are within tolerance and a second run repeats the first bit for bit."""
+    config, params = read_model(model_path)
+    state = read_debug_state(state_path, config, params)
+    x, y, settings = state.x, state.y, state.optimizer or ADAMW
+    if state.losses is None:  # written by llm.c's own script
+        print("no training losses in the debug state: computing them with PyTorch in float32")
+        state.losses = run_reference(config, params, x, y, 10, settings, torch.float32)["losses"]
+    steps = len(state.losses)
+    print(f"{model_path}: {config.describe()}, B={x.shape[0]} T={x.shape[1]}, backend {backend}")
+
+    exact = run_reference(config, params, x, y, steps, settings, torch.float64)
+    recorded = run_recorded(state)
+    got = BACKENDS[backend](config, params, x, y, steps, settings)
+    errors = {name: own_error(recorded[name], reference) for name, reference in exact.items()}
+    for seed in range(3):
+        reordered = run_reference(config, reorder_channels(config, params, seed), x, y, steps, settings, torch.float32)
+        errors["losses"] = max(errors["losses"], own_error(reordered["losses"], exact["losses"]))
+    okay = True
+    for name, reference in exact.items():
+        okay &= check_tensor(name, got[name], reference, 2.0 * errors[name])
+    again = BACKENDS[backend](config, params, x, y, steps, settings)
+    same = all(np.array_equal(got[name], again[name]) for name in got)
+    print(f"{'run twice':<12} {'bit for bit the same' if same else 'differs'}  {'ok' if same else 'FAIL'}")
+    return okay and same
+
+
+def write_pair(directory, depth, vocabulary, B=4, T=64):
+    """Write a random model and its debug state on random tokens; returns their paths."""
+    config, params = random_model(depth, VOCABULARIES[vocabulary])
+    tokens = np.random.default_rng(1).integers(0, config.V, B * T + 1, dtype=np.int32)
+    x, y = tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
+    paths = str(directory / "model.bin"), str(directory / "debug_state.bin")
+    write_model(paths[0], config, params)
+    write_debug_state(paths[1], config, make_debug_state(config, params, x, y, 10))
+    return paths
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_small_models_agree_with_pytorch(tmp_path, vocabulary, backend):
+    assert climb(*write_pair(tmp_path, 2, vocabulary), backend)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
+    assert climb(*write_pair(tmp_path, 12, "gpt2"), backend)
+
+
+def test_a_wrong_gradient_is_seen(tmp_path, monkeypatch, capsys):
+    """The ladder must be able to fail: a factor of 1 + 1e-4 in one layer's backward pass turns rows red."""
+    import train_gpt2
+
+    right = train_gpt2.gelu_backward
+
+    def wrong(dinp, inp, dout, N):
+        right(dinp, inp, dout, N)
+        dinp *= np.float32(1.0001)
+
+    monkeypatch.setattr(train_gpt2, "gelu_backward", wrong)
+    assert not climb(*write_pair(tmp_path, 2, "bytes"))
+    rows = capsys.readouterr().out
+    assert "FAIL" not in next(line for line in rows.splitlines() if line.startswith("logits"))
+    assert "FAIL" in next(line for line in rows.splitlines() if line.startswith("dfcb "))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("--model", default="gpt2_124M.bin", help="model checkpoint")
+    parser.add_argument("--state", default="gpt2_124M_debug_state.bin", help="its debug state")
+    parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
+    args = parser.parse_args()
+    okay = climb(args.model, args.state, args.backend)
+    print(f"overall okay: {int(okay)}")
+    return 0 if okay else 1
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    run_main(main)
