@@ -19,6 +19,7 @@ It is a benchmark, too: --write_tensors 0 --inference_only 1 --compile 1 --dtype
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -344,43 +345,71 @@ def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, 
     return losses
 
 
-def run_inference(model, x, y, iterations, autocast, report):
+def run_inference(model, x, y, iterations, autocast):
     for iteration in range(iterations):
         start = time.perf_counter()
         with torch.no_grad(), autocast():
             loss = model(x, y)[1].item()
-        report(iteration, loss, time.perf_counter() - start)
+        print_iteration(iteration, loss, time.perf_counter() - start)
 
 
 def make_debug_state(config, params, x, y, iterations, report=None):
-    """The float32 run on one batch that the parity test replays."""
+    """(DebugState, trained model): the float32 run on one batch, on the CPU, that the parity test replays."""
     model, state = to_reference(config, params), {}
 
     def capture(logits, loss):
         state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect_gradients(config, model))
 
     losses = overfit(model, torch.from_numpy(x).long(), torch.from_numpy(y).long(), iterations, ADAMW, capture=capture, report=report)
-    return DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32), crc=fingerprint(config, params))
+    state = DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32), crc=fingerprint(config, params))
+    return state, model
 
 
-def write_weights(args, config, params, label):
+def write_files(args, config, params, label, x, y):
+    """All that the trainers and the tests read; returns the reference after its training steps."""
+    encoding = vocabulary_of(config)
+    tokenizer_path = os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin") if encoding else None
     prefix = os.path.join(args.output_dir, f"gpt2_{label}")
-    for path, version in ((f"{prefix}.bin", args.model_version), (f"{prefix}_bf16.bin", 5)):
-        write_model(path, config, params, version)
-        print(f"wrote {path}")
-    return prefix
+    make_directory(args.output_dir)
+    if encoding:
+        tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+        write_tokenizer(tokenizer_path, tokens, encoding.eot_token, args.tokenizer_version)
+    write_model(f"{prefix}.bin", config, params, args.model_version)
+    write_model(f"{prefix}_bf16.bin", config, params, 5)
+    state, model = make_debug_state(config, params, x, y, args.num_iterations, print_iteration)
+    write_debug_state(f"{prefix}_debug_state.bin", config, state, args.debug_state_version)
+    for path in (f"{prefix}.bin", f"{prefix}_bf16.bin", f"{prefix}_debug_state.bin", tokenizer_path):
+        if path:
+            print(f"wrote {path}")
+    return model
 
 
-def write_vocabulary(args, vocabulary):
-    encoding = load_encoding(vocabulary)
-    path = os.path.join(args.output_dir, f"{vocabulary}_tokenizer.bin")
-    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
-    write_tokenizer(path, tokens, encoding.eot_token, args.tokenizer_version)
-    print(f"wrote {path}")
+def run_benchmark(args, config, params, x, y):
+    """The same steps with the flags of the group 'benchmark'; returns the model."""
+    device = choose_device(args.device)
+    torch.backends.cuda.matmul.allow_tf32 = bool(args.tensorcores)
+    model = to_reference(config, params, bool(args.flash)).to(device)
+    step_model = torch.compile(model) if args.compile else model
+    autocast = functools.partial(torch.autocast, torch.device(device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    x, y = (torch.from_numpy(ids).long().to(device) for ids in (x, y))
+    if args.inference_only:
+        run_inference(step_model, x, y, args.num_iterations, autocast)
+    else:
+        overfit(step_model, x, y, args.num_iterations, ADAMW, autocast, report=print_iteration)
+    return model
 
 
-def print_sample(model, vocabulary, device):
-    encoding = load_encoding(vocabulary)
+def print_iteration(iteration, loss, seconds):
+    print(f"iteration {iteration}, loss: {loss:.6f}, time: {seconds * 1000:.3f} ms", flush=True)
+
+
+def vocabulary_of(config):
+    """The tiktoken.Encoding with the model's vocabulary, None when there is none of that size."""
+    return next((load_encoding(name) for name, V in VOCABULARIES.items() if V == config.V), None)
+
+
+def print_sample(model, encoding):
+    device = model.wte.weight.device
     start = torch.full((1, 1), encoding.eot_token, device=device)
     tokens = model.generate(start, 32, torch.Generator(device).manual_seed(42))
     print(f"generating:\n---\n{encoding.decode(tokens[0, 1:].tolist())}\n---")
@@ -410,11 +439,12 @@ def parse_arguments():
     group.add_argument("--debug_state_version", type=int, choices=(1, 2), default=2, help="1: llm.c of April 2024")
     group.add_argument("--tokenizer_version", type=int, choices=(1, 2), default=2, help="1: llm.c of April 2024")
     group = parser.add_argument_group("run")
-    group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1, help="0: only run, write no file")
-    group.add_argument("--inference_only", type=int, choices=(0, 1), default=0, help="1: forward passes only")
+    group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1, help="0: write no file, only run as the next group says")
     group.add_argument("--num_iterations", type=int, default=10, help="steps on the batch")
     group.add_argument("--batch_size", type=int, default=4, help="B")
     group.add_argument("--sequence_length", type=int, default=64, help="T")
+    group = parser.add_argument_group("benchmark", "for --write_tensors 0: files always come from a float32 run on the CPU")
+    group.add_argument("--inference_only", type=int, choices=(0, 1), default=0, help="1: forward passes only")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     group.add_argument("--compile", type=int, choices=(0, 1), default=0, help="torch.compile")
     group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0, help="TF32 matrix products on a GPU")
@@ -424,6 +454,10 @@ def parse_arguments():
     for name in ("num_iterations", "batch_size", "sequence_length"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least 1")
+    for action in group._group_actions:
+        if args.write_tensors and getattr(args, action.dest) != action.default:
+            raise UserError(f"{action.option_strings[0]} {getattr(args, action.dest)}: is for benchmarks, which write no files:"
+                            " add --write_tensors 0")
     return args
 
 
@@ -431,40 +465,16 @@ def main():
     args = parse_arguments()
     if args.to_hf:
         return write_hf_folder(*args.to_hf)
-    B, T, device = args.batch_size, args.sequence_length, choose_device(args.device)
-    if args.write_tensors:
-        make_directory(args.output_dir)
+    B, T = args.batch_size, args.sequence_length
     config, params, label = load_model(args.model, args.vocabulary)
     if T > config.maxT:
         raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
     x, y = first_batch(args.input, config.V, B, T)
-    vocabulary = next((name for name, V in VOCABULARIES.items() if V == config.V), None)
-    print(f"model {args.model}: {config.describe()}, PyTorch {torch.__version__} on {device}, {args.dtype}")
-
-    def report(iteration, loss, seconds):
-        print(f"iteration {iteration}, loss: {loss:.6f}, time: {seconds * 1000:.3f} ms", flush=True)
-
-    if args.write_tensors:  # the debug state is float32 on the CPU, whatever the flags below say
-        prefix = write_weights(args, config, params, label)
-        path = f"{prefix}_debug_state.bin"
-        write_debug_state(path, config, make_debug_state(config, params, x, y, 10, None), args.debug_state_version)
-        print(f"wrote {path}")
-        if vocabulary:
-            write_vocabulary(args, vocabulary)
-
-    torch.backends.cuda.matmul.allow_tf32 = bool(args.tensorcores)
-    model = to_reference(config, params, bool(args.flash)).to(device)
-    autocast = contextlib.nullcontext
-    if args.dtype == "bfloat16":
-        autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16)  # noqa: E731
-    stepped = torch.compile(model) if args.compile else model
-    xy = [torch.from_numpy(ids).long().to(device) for ids in (x, y)]
-    if args.inference_only:
-        run_inference(stepped, *xy, args.num_iterations, autocast, report)
-    else:
-        overfit(stepped, *xy, args.num_iterations, ADAMW, autocast, report=report)
-    if vocabulary:
-        print_sample(model, vocabulary, device)
+    print(f"model {args.model}: {config.describe()}, PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
+    model = write_files(args, config, params, label, x, y) if args.write_tensors else run_benchmark(args, config, params, x, y)
+    encoding = vocabulary_of(config)
+    if encoding:
+        print_sample(model, encoding)
 
 
 if __name__ == "__main__":

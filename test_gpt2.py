@@ -136,7 +136,7 @@ def write_pair(directory, depth, vocabulary, B=4, T=64):
     x, y = tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
     paths = str(directory / "model.bin"), str(directory / "debug_state.bin")
     write_model(paths[0], config, params)
-    write_debug_state(paths[1], config, make_debug_state(config, params, x, y, 10))
+    write_debug_state(paths[1], config, make_debug_state(config, params, x, y, 10)[0])
     return paths
 
 

@@ -112,6 +112,7 @@ class Settings:
     B: int = option(4, "-b", "--batch_size", group="batch", help="sequences in a batch, B")
     T: int = option(64, "-t", "--sequence_length", group="batch", help="tokens in a sequence, T")
     total_batch_size: int = option(0, "-d", group="batch", help="tokens in an update, a multiple of B*T: gradients of several batches are averaged (0: B*T)")  # noqa: E501
+    spread: int = option(0, group="batch", help="1: each row of a training batch reads on in its own part of the data, so that a batch is varied", choices=(0, 1))  # noqa: E501
     steps: int = option(41, "-x", group="batch", help="number of updates")
 
     learning_rate: float = option(1e-4, "-l", group="optimizer", help="peak learning rate")
@@ -714,7 +715,8 @@ def open_tokens(path, V, least=1):
 
 
 # Optimizer state: header [2] processes [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10] step, u64 at [20] sampler state,
-# at [30] shard index, at [32] sample index; this project adds [40] B [41] T. Then m, v, and the master weights if any, float32.
+# at [30] shard index, at [32] sample index; this project adds [40] B [41] T [42] spread. Then m, v, and the master weights if
+# any, float32.
 
 OPTIMIZER_MEND = "python train_gpt2.py ... -o DIR -n STEPS"
 
@@ -726,8 +728,7 @@ class Progress(NamedTuple):
     rng_state: int
     shard: int
     sample: int  # batches taken from the shard
-    B: int
-    T: int
+    batch: tuple  # (B, T, spread), which the place in the data depends on; (0, 0, 0) in a file of llm.c's
 
 
 def write_optimizer_state(path, config, moments, progress):
@@ -736,7 +737,7 @@ def write_optimizer_state(path, config, moments, progress):
     header[10] = progress.step
     for slot, value in ((20, progress.rng_state), (30, progress.shard), (32, progress.sample)):
         header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
-    header[40:42] = progress.B, progress.T
+    header[40:43] = progress.batch
     with replacing(path) as f:
         f.write(header)
         for tensors in moments:
@@ -746,7 +747,7 @@ def write_optimizer_state(path, config, moments, progress):
 def read_optimizer_state(path, config, moments, params):
     """Fill m and v, and params where the file has master weights (they are exact, a bfloat16 model file is not).
 
-    Returns the Progress; B and T are 0 in a file of llm.c's. Raises UserError for a state of another model.
+    Returns the Progress. Raises UserError for a state of another model.
     """
     with open_input(path, OPTIMIZER_MEND) as f:
         header = read_header(f, OPTIMIZER_MAGIC, OPTIMIZER_MEND)
@@ -761,7 +762,7 @@ def read_optimizer_state(path, config, moments, params):
         for tensors in targets:
             read_into(f, flat(tensors))
     numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
-    progress = Progress(int(header[10]), numbers[20], numbers[30], numbers[32], int(header[40]), int(header[41]))
+    progress = Progress(int(header[10]), numbers[20], numbers[30], numbers[32], tuple(header[40:43].tolist()))
     if progress.step < 0 or progress.rng_state == 0:
         raise UserError(f"{path}: step {progress.step} and sampler state {progress.rng_state}; the file is damaged")
     return progress
@@ -842,7 +843,7 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
     N, rows = B * T, 64
     dinp, dout, inp = dinp.reshape(N, C), dout.reshape(N, C), inp.reshape(N, C)
     mean, rstd = mean.reshape(N, 1), rstd.reshape(N, 1)
-    normed, dnormed = np.empty((2, rows, C), np.float32)
+    normed, dnormed = np.empty((2, rows, C), dout.dtype)
     dweight.fill(0.0)
     dbias.fill(0.0)
     for i in range(0, N, rows):
@@ -878,7 +879,7 @@ def matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC):
     np.matmul(dout, weight, out=dinp.reshape(B * T, C))
     np.matmul(dout.T, inp.reshape(B * T, C), out=dweight)
     if dbias is not None:
-        np.matmul(np.ones(B * T, np.float32), dout, out=dbias)  # the column sums: several times faster than np.add.reduce
+        np.matmul(np.ones(B * T, dout.dtype), dout, out=dbias)  # the column sums: several times faster than np.add.reduce
 
 
 def causal_mask(T):
@@ -1256,11 +1257,12 @@ def data_paths(settings):
 class DataLoader:
     """Reads (B, T) batches in order from one or more token files, and starts over when the last one is used up.
 
-    A batch needs B*T+1 tokens (the targets are the inputs, one token on) and moves on by B*T.
+    A batch needs B*T+1 tokens (the targets are the inputs, one token on) and moves on by B*T: its rows follow one another.
+    With `spread`, row b reads in the b-th of B equal parts of a file instead, and moves on by T.
     """
 
-    def __init__(self, paths, V, B, T):
-        self.B, self.T = B, T
+    def __init__(self, paths, V, B, T, spread=False):
+        self.B, self.T, self.spread = B, T, spread
         self.shards = [open_tokens(path, V, B * T + 1) for path in paths]
         self.num_batches = sum(tokens.size // (B * T) for tokens in self.shards)
         self.reset()
@@ -1270,21 +1272,25 @@ class DataLoader:
 
     def seek(self, shard, sample):
         """Continue after `sample` batches of shard number `shard`; raises UserError when the data has no such place."""
-        size = self.B * self.T
-        if shard >= len(self.shards) or sample > (self.shards[shard].size - 1) // size:
+        if shard >= len(self.shards) or sample > self.batches_of(shard):
             raise UserError(f"checkpoint is at batch {sample} of data shard {shard}, which these token files do not have:"
                             " resume with the -i, -b and -t of the first run")
         self.shard, self.sample = shard, sample
 
+    def batches_of(self, shard):
+        """Whole batches in a shard, the last target included."""
+        return (self.shards[shard].size - 1) // (self.B * self.T)
+
     def next_batch(self):
         """inputs (B, T) and targets (B, T), int32."""
-        size = self.B * self.T
-        start = self.sample * size
-        if start + size + 1 > self.shards[self.shard].size:
-            self.shard, start = (self.shard + 1) % len(self.shards), 0
-        tokens = self.shards[self.shard][start : start + size + 1].astype(np.int32)
-        self.sample = start // size + 1
-        return tokens[:-1].reshape(self.B, self.T), tokens[1:].reshape(self.B, self.T)
+        if self.sample >= self.batches_of(self.shard):
+            self.shard, self.sample = (self.shard + 1) % len(self.shards), 0
+        B, T, tokens = self.B, self.T, self.shards[self.shard]
+        apart = self.batches_of(self.shard) * T if self.spread else T  # from one row to the next
+        first = self.sample * (T if self.spread else B * T)
+        rows = np.stack([tokens[first + b * apart : first + b * apart + T + 1] for b in range(B)]).astype(np.int32)
+        self.sample += 1
+        return rows[:, :-1], rows[:, 1:]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1524,10 +1530,11 @@ def restore(settings, config, params, moments, step, loader, random):
     """Read the optimizer's state of a checkpoint; put loader and sampler where they were."""
     _, state, _ = checkpoint_paths(settings.output_dir, step)
     progress = read_optimizer_state(state, config, moments, params)
-    found, given = (progress.B, progress.T), (settings.B, settings.T)
-    if progress.step != step or found not in (given, (0, 0)):
-        raise UserError(f"{state}: of step {progress.step} with -b {found[0]} -t {found[1]}, expected step {step} with"
-                        f" -b {given[0]} -t {given[1]}: resume with the flags of the first run")
+    given = (settings.B, settings.T, settings.spread)
+    if progress.step != step or progress.batch not in (given, (0, 0, 0)):
+        found = "-b {} -t {} --spread {}".format(*progress.batch)
+        raise UserError(f"{state}: of step {progress.step} with {found}, expected step {step} with"
+                        f" {'-b {} -t {} --spread {}'.format(*given)}: resume with the flags of the first run")
     loader.seek(progress.shard, progress.sample)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
@@ -1542,7 +1549,7 @@ def main():
     check_lengths(settings, config)
     tokenizer = load_tokenizer(settings.tokenizer, config.V)
     train_paths, val_paths = data_paths(settings)
-    train_loader = DataLoader(train_paths, config.V, settings.B, settings.T)
+    train_loader = DataLoader(train_paths, config.V, settings.B, settings.T, settings.spread)
     val_loader = DataLoader(val_paths, config.V, settings.B, settings.T)
     random = Random()
 
@@ -1581,7 +1588,8 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
         done = step + 1
         due = settings.checkpoint_every and (done % settings.checkpoint_every == 0 or done == settings.steps)
         if directory and (due or interruption.signal):
-            progress = Progress(done, random.state, train_loader.shard, train_loader.sample, settings.B, settings.T)
+            batch = (settings.B, settings.T, settings.spread)
+            progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
             save_checkpoint(directory, config, model.params, (model.m, model.v), progress)
         if interruption.signal:
             how = f"go on with: {resume_command()}" if directory else "nothing was saved: there is no -o DIR"

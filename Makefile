@@ -1,0 +1,47 @@
+# make train, make test: on a machine with Python 3.11 or newer and a package registry, and nothing else.
+# PYTHON=python3 uses an interpreter that has the packages already; otherwise a .venv is made and kept up to date.
+
+ifeq ($(origin PYTHON), undefined)
+PYTHON := .venv/bin/python
+ENVIRONMENT := .venv/installed
+endif
+TRAINER := $(if $(and $(wildcard train_gpt2_cuda.py),$(shell command -v nvidia-smi)),train_gpt2_cuda.py,train_gpt2.py)
+STEPS ?= 340
+
+help:
+	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"
+	@echo "make test        parity with PyTorch on small models, formats, errors: under two minutes"
+	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64: some minutes, 12 GB of memory"
+	@echo "make bench       step time and memory against PyTorch on this machine"
+	@echo "make clean       remove the small model, its data and its run (.venv stays)"
+	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
+
+train: $(ENVIRONMENT) data/pystdlib_val.bin gpt2_d4.bin
+	$(PYTHON) $(TRAINER) -e gpt2_d4.bin -i data/pystdlib --tokenizer bytes_tokenizer.bin -b 8 -t 128 -x $(STEPS) \
+	    -l 2e-3 -u 20 -k cosine -q 0.05 -c 0.1 --beta2 0.98 --grad_clip 1 -v 100 -m 40 -s 100 -g 512 --final_reports 1
+
+test: $(ENVIRONMENT)
+	$(PYTHON) -m pytest -q
+
+test-124M: $(ENVIRONMENT)
+	$(PYTHON) -m pytest -q -m large
+
+bench: $(ENVIRONMENT)
+	$(PYTHON) dev/bench_cpu.py
+
+clean:
+	rm -f gpt2_d4.bin gpt2_d4_bf16.bin gpt2_d4_debug_state.bin bytes_tokenizer.bin data/pystdlib_train.bin data/pystdlib_val.bin
+
+data/pystdlib_val.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
+	$(PYTHON) prepro_pystdlib.py
+
+gpt2_d4.bin: export_weights.py data/pystdlib_val.bin | $(ENVIRONMENT)
+	$(PYTHON) export_weights.py --model d4 --vocabulary bytes --input data/pystdlib_val.bin
+
+.venv/installed: requirements.txt
+	@python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"python3 is {sys.version.split()[0]}, expected 3.11 or newer: install one, then make PYTHON=...")'
+	python3 -m venv .venv
+	.venv/bin/python -m pip install -q --progress-bar on -r requirements.txt
+	@touch $@
+
+.PHONY: help train test test-124M bench clean

@@ -1,0 +1,291 @@
+"""Each layer's backward pass against finite differences in float64, on awkward shapes; and float32 that stays float32."""
+
+import math
+
+import numpy as np
+import pytest
+
+import train_gpt2 as t
+from conftest import SMALL
+from train_gpt2 import check_tensor
+
+SHAPES = [(1, 1, 6, 3), (1, 5, 6, 2), (3, 7, 10, 5), (2, 33, 12, 1)]  # B, T, C, NH
+FLOAT32 = 2.0**-24  # the layers' constants (1/C, GELU's) are float32, so float64 arrays agree to about that
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def finite_difference(forward, x, dout, h=1e-5):
+    """The gradient of sum(forward() * dout) with respect to x, which forward reads, by central differences."""
+    gradient = np.empty_like(x)
+    for index in np.ndindex(x.shape):
+        keep = x[index]
+        x[index] = keep + h
+        above = np.sum(forward() * dout)
+        x[index] = keep - h
+        below = np.sum(forward() * dout)
+        x[index] = keep
+        gradient[index] = (above - below) / (2 * h)
+    return gradient
+
+
+def assert_gradient(name, got, forward, x, dout):
+    expected = finite_difference(forward, x, dout)
+    assert check_tensor(name, got, expected, 1e-9 + 16 * FLOAT32 * max(1.0, np.abs(expected).max()))
+
+
+def nan(*shape):
+    """An output that nothing has written yet."""
+    return np.full(shape, np.nan)
+
+
+@pytest.mark.parametrize("B, T, C, NH", SHAPES)
+def test_layernorm(B, T, C, NH):
+    inp, weight, bias, dout = normal(B, T, C), normal(C, seed=1), normal(C, seed=2), normal(B, T, C, seed=3)
+
+    def forward():
+        t.layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C)
+        return out
+
+    out, mean, rstd = nan(B, T, C), nan(B, T), nan(B, T)
+    expected = (inp - inp.mean(-1, keepdims=True)) / np.sqrt(inp.var(-1, keepdims=True) + 1e-5) * weight + bias
+    assert check_tensor("out", forward(), expected, 1e-6)
+    start = normal(B, T, C, seed=4)
+    dinp, dweight, dbias = start.copy(), nan(C), nan(C)
+    t.layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T, C)
+    assert_gradient("dinp +=", dinp - start, forward, inp, dout)
+    assert_gradient("dweight", dweight, forward, weight, dout)
+    assert_gradient("dbias", dbias, forward, bias, dout)
+
+
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("B, T, C, NH", SHAPES)
+def test_matmul(B, T, C, NH, bias):
+    OC = 2 * C + 1
+    inp, weight, dout = normal(B, T, C), normal(OC, C, seed=1), normal(B, T, OC, seed=3)
+    b = normal(OC, seed=2) if bias else None
+
+    def forward():
+        t.matmul_forward(out, inp, weight, b, B, T, C, OC)
+        return out
+
+    out = nan(B, T, OC)
+    assert check_tensor("out", forward(), inp @ weight.T + (b if bias else 0.0), 1e-12)
+    dinp, dweight, dbias = nan(B, T, C), nan(OC, C), nan(OC) if bias else None
+    t.matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC)
+    assert_gradient("dinp", dinp, forward, inp, dout)
+    assert_gradient("dweight", dweight, forward, weight, dout)
+    if bias:
+        assert_gradient("dbias", dbias, forward, b, dout)
+
+
+@pytest.mark.parametrize("B, T, C, NH", SHAPES)
+def test_attention(B, T, C, NH):
+    inp, dout = normal(B, T, 3 * C), normal(B, T, C, seed=3)
+
+    def forward():
+        t.attention_forward(out, preatt, att, inp, B, T, C, NH)
+        return out
+
+    out, preatt, att = nan(B, T, C), nan(B, NH, T, T), nan(B, NH, T, T)
+    forward()
+    assert np.allclose(att.sum(-1), 1.0, atol=1e-6) and not np.triu(att, 1).any()
+    dinp, dpreatt, datt = nan(B, T, 3 * C), nan(B, NH, T, T), nan(B, NH, T, T)
+    t.attention_backward(dinp, dpreatt, datt, dout, inp, att, B, T, C, NH)
+    assert_gradient("dinp", dinp, forward, inp, dout)
+
+
+def test_attention_looks_back_only():
+    B, T, C, NH = 1, 6, 8, 2
+    inp, out, att = normal(B, T, 3 * C), nan(B, T, C), nan(B, NH, T, T)
+    t.attention_forward(out, att.copy(), att, inp, B, T, C, NH)
+    changed, other = inp.copy(), nan(B, T, C)
+    changed[:, 4:] += 1.0
+    t.attention_forward(other, att.copy(), att, changed, B, T, C, NH)
+    assert np.array_equal(out[:, :4], other[:, :4]) and not np.allclose(out[:, 4:], other[:, 4:])
+
+
+def test_attention_is_the_same_on_one_thread_and_on_all():
+    """T=65 is beyond what OpenBLAS computes on one thread: the other division of the work."""
+    B, T, C, NH = 3, 65, 128, 2
+    inp = normal(B, T, 3 * C).astype(np.float32)
+    out, att = np.empty((B, T, C), np.float32), np.empty((B, NH, T, T), np.float32)
+    t.attention_forward(out, att.copy(), att, inp, B, T, C, NH)
+    for b in range(B):
+        alone = np.empty((1, T, C), np.float32)
+        t.attention_forward(alone, att[b : b + 1].copy(), att[b : b + 1].copy(), inp[b : b + 1], 1, T, C, NH)
+        assert check_tensor(f"row {b}", out[b : b + 1], alone, 1e-6)
+
+
+@pytest.mark.parametrize("N", (1, 7, 1000))
+def test_gelu(N):
+    inp, dout = 3.0 * normal(N), normal(N, seed=3)
+
+    def forward():
+        t.gelu_forward(out, inp, N)
+        return out
+
+    out = nan(N)
+    expected = 0.5 * inp * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (inp + 0.044715 * inp**3)))
+    assert check_tensor("out", forward(), expected, 1e-6)
+    dinp = nan(N)
+    t.gelu_backward(dinp, inp, dout, N)
+    assert_gradient("dinp", dinp, forward, inp, dout)
+    t.gelu_backward(dout, inp, dout, N)  # in place, as the model calls it
+    assert np.array_equal(dout, dinp)
+
+
+def test_gelu_is_finite_far_out():
+    inp = np.array([-1e4, -20.0, -0.0, 0.0, 20.0, 1e4], np.float32)
+    out, dinp = np.empty_like(inp), np.empty_like(inp)
+    t.gelu_forward(out, inp, inp.size)
+    t.gelu_backward(dinp, inp, np.ones_like(inp), inp.size)
+    assert np.array_equal(out, np.array([0, 0, 0, 0, 20, 1e4], np.float32)), out
+    assert np.array_equal(dinp, np.array([0, 0, 0.5, 0.5, 1, 1], np.float32)), dinp
+
+
+@pytest.mark.parametrize("B, T, V", [(1, 1, 3), (2, 5, 257)])
+def test_softmax_and_cross_entropy(B, T, V):
+    logits, dlosses = normal(B, T, V), normal(B, T, seed=3)
+    targets = np.random.default_rng(1).integers(0, V, (B, T))
+
+    def forward():
+        t.softmax_forward(probs, logits, B, T, V)
+        t.crossentropy_forward(losses, probs, targets, B, T, V)
+        return losses
+
+    probs, losses, dlogits = nan(B, T, V), nan(B, T), nan(B, T, V)
+    forward()
+    assert np.allclose(probs.sum(-1), 1.0, atol=1e-6)
+    t.crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V)
+    assert_gradient("dlogits", dlogits, forward, logits, dlosses)
+
+
+def test_softmax_of_huge_logits_is_finite():
+    logits = np.array([[[1e4, -1e4, 9999.0]]], np.float32)
+    probs = np.empty_like(logits)
+    t.softmax_forward(probs, logits, 1, 1, 3)
+    assert check_tensor("probs", probs, [[[0.7310586, 0.0, 0.2689414]]], 1e-6)
+
+
+@pytest.mark.parametrize("B, T, C, NH", SHAPES)
+def test_encoder(B, T, C, NH):
+    maxT, Vp = T + 2, 9
+    inp = np.random.default_rng(1).integers(0, 5, (B, T))  # few ids: most stand in several places
+    wte, wpe, dout = normal(Vp, C), normal(maxT, C, seed=1), normal(B, T, C, seed=3)
+
+    def forward():
+        t.encoder_forward(out, inp, wte, wpe, B, T, C)
+        return out
+
+    out, start = nan(B, T, C), normal(Vp, C, seed=4)
+    dwte, dwpe = start.copy(), nan(maxT, C)
+    t.encoder_backward(dwte, dwpe, dout, inp, B, T, C)
+    assert_gradient("dwte +=", dwte - start, forward, wte, dout)
+    assert_gradient("dwpe", dwpe, forward, wpe, dout)
+
+
+def test_adamw_and_norm_follow_the_formulas():
+    N, lr, beta1, beta2, eps, decay, scale = 1001, 1e-2, 0.9, 0.99, 1e-5, 0.1, 0.5
+    p, g = normal(N), normal(N, seed=1)
+    expected, m, v = p.copy(), np.zeros(N), np.zeros(N)
+    got_m, got_v = m.copy(), v.copy()
+    for step in (1, 2, 3):
+        gs = g * scale * step
+        m = beta1 * m + (1 - beta1) * gs
+        v = beta2 * v + (1 - beta2) * gs**2
+        expected -= lr * (m / (1 - beta1**step) / (np.sqrt(v / (1 - beta2**step)) + eps) + decay * expected)
+        t.adamw_update(p, got_m, got_v, g * step, lr, beta1, beta2, eps, decay, scale, step, N)
+    for name, got, want in (("p", p, expected), ("m", got_m, m), ("v", got_v, v)):
+        assert check_tensor(name, got, want, 1e-6)
+    assert t.global_norm(g.astype(np.float32), N) == pytest.approx(np.linalg.norm(g), rel=1e-6)
+
+
+def test_weight_decay_spans_cover_every_parameter_once():
+    table = t.parameter_table(SMALL)
+    for decay in ("matrices", "all"):
+        spans = t.decay_spans(table, t.Settings(weight_decay=0.1, decay=decay))
+        assert [start for start, _, _ in spans[1:]] == [stop for _, stop, _ in spans[:-1]]
+        assert spans[0][0] == 0 and spans[-1][1] == t.table_elements(table)
+    assert len(t.decay_spans(table, t.Settings())) == 1, "without decay, one call over the flat buffer"
+    decayed = sum(stop - start for start, stop, d in t.decay_spans(table, t.Settings(weight_decay=0.1)) if d)
+    C, L = SMALL.C, SMALL.L
+    assert decayed == C * (SMALL.Vp + SMALL.maxT) + L * 12 * C * C
+
+
+class Float32Only(np.ndarray):
+    """An array that refuses any operation with a float64 in or out of it, unless a dtype was asked for by name."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        def plain(x):
+            return x.view(np.ndarray) if isinstance(x, Float32Only) else x
+
+        result = getattr(ufunc, method)(*map(plain, inputs), **options, **({"out": tuple(map(plain, out))} if out else {}))
+        if options.get("dtype") is None:
+            for x in (*inputs, result):
+                assert getattr(x, "dtype", None) != np.float64, f"float64 in np.{ufunc.__name__}"
+        return result.view(Float32Only) if isinstance(result, np.ndarray) and result.dtype == np.float32 else result
+
+
+def test_float32_stays_float32(small_model):
+    model = small_model
+    for tensors in (model.params, model.grads, model.m, model.v):
+        tensors.buffer = tensors.buffer.view(Float32Only)
+        for name in tensors.table:
+            setattr(tensors, name, getattr(tensors, name).view(Float32Only))
+    model.activations_buffer = model.activations_buffer.view(Float32Only)
+    model.scratch.buffer = model.scratch.buffer.view(Float32Only)
+    x, y = np.random.default_rng(0).integers(0, SMALL.V, (2, 2, 8), dtype=np.int32)
+    settings = t.Settings(weight_decay=0.1)
+    with np.errstate(all="raise", under="ignore"):
+        model.forward(x, y)
+        model.backward()
+        model.update(settings, 1e-3, 1, grad_scale=0.5)
+    assert model.next_token_probs(x[0]).dtype == np.float32
+    with pytest.raises(AssertionError, match="float64"):
+        model.params.wte * np.float64(2.0)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
+    N = 3 * t.BLOCK + 17
+    inp, results = normal(N).astype(np.float32), []
+    for threads in (1, 2):
+        monkeypatch.setattr(t, "THREADS", threads)
+        out = np.empty_like(inp)
+        t.gelu_forward(out, inp, N)
+        results.append((out, t.global_norm(out, N)))
+    assert np.array_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+def test_gradients_of_accumulated_batches_are_their_mean():
+    from conftest import random_params
+
+    batches = np.random.default_rng(0).integers(0, SMALL.V, (3, 2, 2, 8), dtype=np.int32)
+    whole = t.GPT2(SMALL, random_params(SMALL))
+    whole.allocate_activations((6, 8))
+    whole.allocate_training(6, 8)
+    whole.forward(*batches.swapaxes(0, 1).reshape(2, 6, 8))
+    whole.backward()
+    parts = t.GPT2(SMALL, random_params(SMALL))
+    parts.allocate_activations((2, 8))
+    parts.allocate_training(2, 8, micro_steps=3)
+    for micro_step, (x, y) in enumerate(batches):
+        parts.forward(x, y)
+        parts.backward(micro_step, 3)
+    for name in whole.grads.table:
+        expected = getattr(whole.grads, name)
+        assert check_tensor(name, getattr(parts.grads, name), expected, 1e-6 * max(1.0, np.abs(expected).max()))
+    assert not parts.grads.wte[SMALL.V :].any(), "padding rows have no gradient"
+
+
+def test_check_tensor_refuses_nan_shapes_and_one_bad_element(capsys):
+    good = np.zeros((2, 3))
+    assert check_tensor("same", good, good, 0.0)
+    bad = good.copy()
+    bad[1, 2] = 1e-3
+    assert not check_tensor("off", bad, good, 1e-4) and "[1,2]" in capsys.readouterr().out
+    bad[1, 2] = np.nan
+    assert not check_tensor("nan", bad, good, np.inf)
+    assert not check_tensor("shape", good, good.T, np.inf)
