@@ -6,7 +6,7 @@ PYTHON := .venv/bin/python
 ENVIRONMENT := .venv/installed
 endif
 TRAINER := $(if $(and $(wildcard train_gpt2_cuda.py),$(shell command -v nvidia-smi)),train_gpt2_cuda.py,train_gpt2.py)
-STEPS ?= 340
+STEPS ?= 800
 
 help:
 	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"
@@ -17,8 +17,8 @@ help:
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
 train: $(ENVIRONMENT) data/pystdlib_val.bin gpt2_d4.bin
-	$(PYTHON) $(TRAINER) -e gpt2_d4.bin -i data/pystdlib --tokenizer bytes_tokenizer.bin -b 8 -t 128 -x $(STEPS) \
-	    -l 2e-3 -u 20 -k cosine -q 0.05 -c 0.1 --beta2 0.98 --grad_clip 1 -v 100 -m 40 -s 100 -g 512 --final_reports 1
+	$(PYTHON) $(TRAINER) -e gpt2_d4.bin -i data/pystdlib --tokenizer bytes_tokenizer.bin -b 16 -t 64 -x $(STEPS) --spread 1 \
+	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
 
 test: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q

@@ -235,7 +235,7 @@ def read_hf_folder(folder):
     except OSError as error:
         raise UserError(f"{error.filename or weights_path}: cannot be read ({error.strerror or error}): expected a Hugging Face"
                         " folder with config.json and model.safetensors") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{config_path}: not the configuration of a GPT-2 ({error!r})") from None
     except safetensors.SafetensorError as error:
         raise UserError(f"{weights_path}: not a safetensors file ({error})") from None
@@ -253,7 +253,7 @@ def read_hf_folder(folder):
         if tensor.shape != view.shape:
             raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {view.shape} from config.json")
         view[:] = tensor
-    check_finite(weights_path, params)
+    check_finite(weights_path, params, "download or save it again")
     return config, params
 
 

@@ -23,11 +23,11 @@ SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "id
 
 
 def source_files(root):
-    """Paths of the .py files below root, sorted by path; tests and tables of data are left out."""
+    """Paths of the .py files below root, sorted by path; tests, tables of data and private modules (_*.py) are left out."""
     paths = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in SKIPPED]
-        paths += [os.path.join(directory, file) for file in files if file.endswith(".py")]
+        paths += [os.path.join(directory, file) for file in files if file.endswith(".py") and (file[0] != "_" or file == "__init__.py")]
     return sorted(paths, key=lambda path: os.path.relpath(path, root).replace(os.sep, "/"))
 
 

@@ -36,6 +36,7 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class Settings:
     val_every: int = option(10, "-v", group="reports", help="validate every that many steps (0: never)")
     val_batches: int = option(5, "-m", group="reports", help="validation batches, at most")
     sample_every: int = option(20, "-s", group="reports", help="generate text every that many steps (0: never)")
-    sample_tokens: int = option(64, "-g", group="reports", help="tokens in a sample, the first (end of text) included")
+    sample_tokens: int = option(64, "-g", group="reports", help="tokens in a sample, the first (end of text) included; the model sees the last T")
     final_reports: int = option(0, group="reports", help="1: validate and sample after the last update too", choices=(0, 1))
 
     checkpoint_every: int = option(0, "-n", group="checkpoints", help="save every that many updates, and after the last (0: never)")  # noqa: E501
@@ -383,6 +384,8 @@ def replacing(path):
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        if error.errno is None:  # not the disk's: the errors of requests are OSErrors too
+            raise
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     finally:
         with contextlib.suppress(OSError):
@@ -502,16 +505,16 @@ def read_model(path):
                 piece[:] = bf16_to_float32(bits)
             else:
                 read_into(f, piece)
-    check_finite(path, params)
+    check_finite(path, params, f"make it again with: {MODEL_MEND}")
     params.wte[config.V :] = 0.0  # padding rows never take part, whatever a file holds there
     return config, params
 
 
-def check_finite(path, params):
+def check_finite(where, params, mend):
     """Raise UserError that names the first tensor with a NaN or an infinity."""
     for name in params.table:
         if not all(np.isfinite(piece).all() for piece in chunks(getattr(params, name).reshape(-1))):
-            raise UserError(f"{path}: tensor {name} holds NaN or infinite values; make it again with: {MODEL_MEND}")
+            raise UserError(f"{where}: tensor {name} holds NaN or infinite values; {mend}")
 
 
 def write_model(path, config, params, version=3):
@@ -1080,17 +1083,16 @@ def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_d
 
 
 class GPT2:
-    """A model, its gradients and its optimizer. Everything is allocated at the start, once: `allocate_activations`
-    for the largest (B, T), `allocate_training` for gradients and moments."""
+    """A model, its gradients and its optimizer. Everything is allocated once, at the start: `allocate_activations` and, to
+    train, `allocate_training`. Smaller batches and shorter sequences use the start of the same buffers."""
 
     def __init__(self, config, params):
         self.config, self.params = config, params
         self.grads = self.m = self.v = None
 
-    def allocate_activations(self, *shapes):
-        """Make room for the activations of forward passes over any of these (B, T) shapes."""
-        tables = [activation_table(self.config, B, T) for B, T in shapes]
-        self.activations_buffer = allocate(max(tables, key=table_bytes)).buffer
+    def allocate_activations(self, B, T):
+        """Make room for the activations of forward passes over (B, T) tokens, or fewer."""
+        self.activations_buffer = allocate(activation_table(self.config, B, T)).buffer
 
     def allocate_training(self, B, T, micro_steps=1):
         """Make room for a backward pass over (B, T) and for AdamW; a second gradient buffer when gradients accumulate."""
@@ -1321,15 +1323,15 @@ def sample_multinomial(probs, coin):
     return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
 
 
-def generate(next_token_probs, random, tokenizer, V, length):
+def generate(next_token_probs, random, tokenizer, V, length, T):
     """Print `length` - 1 sampled tokens after an end-of-text token, each as soon as it is known.
 
-    next_token_probs: tokens (t,) int32 -> (V,) float32. tokenizer: None prints ids.
+    next_token_probs: tokens (t,) int32 -> (V,) float32, called with the last T tokens. tokenizer: None prints ids.
     """
     print("generating:\n---", flush=True)
     tokens = np.full(length, tokenizer.eot if tokenizer else V - 1, np.int32)  # both vocabularies end with end of text
     for t in range(1, length):
-        tokens[t] = sample_multinomial(next_token_probs(tokens[:t]), random.f32())
+        tokens[t] = sample_multinomial(next_token_probs(tokens[max(0, t - T) : t]), random.f32())
         text = tokenizer.printable(tokens[t]) if tokenizer else b"%d " % tokens[t]
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
@@ -1338,7 +1340,7 @@ def generate(next_token_probs, random, tokenizer, V, length):
 
 def load_tokenizer(path, V):
     """The tokenizer for a model with V tokens, or None with a warning when there is no such file."""
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         print(f"warning: {path}: no such file, samples are printed as token ids; make it with: {TOKENIZER_MEND}", file=sys.stderr)
         return None
     tokenizer = read_tokenizer(path)
@@ -1405,7 +1407,11 @@ def newest_checkpoint(directory):
 
 
 def save_checkpoint(directory, config, params, moments, progress):
-    """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole."""
+    """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole.
+
+    Raises UserError, with nothing written, when the weights are not finite, and when the disk is full.
+    """
+    check_finite(f"after {progress.step} steps", params, f"the last checkpoint, if any, is kept: {DIVERGED}")
     model, state, done = checkpoint_paths(directory, progress.step)
     write_model(model, config, params)
     write_optimizer_state(state, config, moments, progress)
@@ -1428,6 +1434,9 @@ def find_checkpoint(settings):
     if step is not None and step > settings.steps:
         raise UserError(f"{directory}: its checkpoint is of step {step}, beyond -x {settings.steps}: pass a larger -x")
     return step
+
+
+DIVERGED = "try a lower -l, a warm-up (-u) or --grad_clip 1"
 
 
 class Interruption:
@@ -1494,8 +1503,7 @@ def train_step(model, loader, settings, step, want_norm):
     for micro_step in range(settings.micro_steps):
         loss += model.forward(*loader.next_batch()) / settings.micro_steps
         if not math.isfinite(loss):
-            raise UserError(f"step {step}: the loss is {loss}; the weights of the last checkpoint, if any, are kept:"
-                            " try a lower -l, a warm-up (-u) or --grad_clip 1")
+            raise UserError(f"step {step}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
         model.backward(micro_step, settings.micro_steps)
     learning_rate, norm, scale = learning_rate_at(settings, step), None, 1.0
     if want_norm or settings.grad_clip:
@@ -1519,13 +1527,6 @@ def print_header(config, train_loader, val_loader):
     print(f"val dataset num_batches: {val_loader.num_batches}")
 
 
-def check_lengths(settings, config):
-    """Raise UserError when -t or -g asks for more positions than the model has."""
-    for name in ("T", "sample_tokens"):
-        if getattr(settings, name) > config.maxT:
-            raise UserError(f"{flag_of(settings, name)} {getattr(settings, name)}: the model's longest sequence is {config.maxT}")
-
-
 def restore(settings, config, params, moments, step, loader, random):
     """Read the optimizer's state of a checkpoint; put loader and sampler where they were."""
     _, state, _ = checkpoint_paths(settings.output_dir, step)
@@ -1543,10 +1544,12 @@ def restore(settings, config, params, moments, step, loader, random):
 def main():
     settings = parse_settings(Settings, "Train GPT-2 on the CPU, in NumPy.")
     sys.stdout.reconfigure(line_buffering=True)
+    warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's on overflow: train_step stops at a loss that is not finite
     first_step = find_checkpoint(settings)
     model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
     config, params = read_model(model_path)
-    check_lengths(settings, config)
+    if settings.T > config.maxT:
+        raise UserError(f"{flag_of(settings, 'T')} {settings.T}: the model's longest sequence is {config.maxT}")
     tokenizer = load_tokenizer(settings.tokenizer, config.V)
     train_paths, val_paths = data_paths(settings)
     train_loader = DataLoader(train_paths, config.V, settings.B, settings.T, settings.spread)
@@ -1556,7 +1559,7 @@ def main():
     print_changed_settings(settings)
     print_header(config, train_loader, val_loader)
     model = GPT2(config, params)
-    model.allocate_activations((settings.B, settings.T), (1, settings.sample_tokens))
+    model.allocate_activations(settings.B, settings.T)
     model.allocate_training(settings.B, settings.T, settings.micro_steps)
     print(f"num_activations: {table_elements(activation_table(config, settings.B, settings.T))}")
     if first_step is not None:
@@ -1577,7 +1580,7 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
             print(f"val loss {loss:f}")
             log.validation(step, loss)
         if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
-            generate(model.next_token_probs, random, tokenizer, config.V, settings.sample_tokens)
+            generate(model.next_token_probs, random, tokenizer, config.V, settings.sample_tokens, settings.T)
         if last:
             break
         start = time.perf_counter()

@@ -91,7 +91,7 @@ def matrix_products(model, B, T):
 
 def worker_numpy(B, T, repeats):
     model, settings = GPT2(GPT2_124M, random_parameters()), Settings(B=B, T=T)
-    model.allocate_activations((B, T))
+    model.allocate_activations(B, T)
     model.allocate_training(B, T)
     x, y = random_batch(B, T)
     counter = iter(range(1, 1000))

@@ -80,6 +80,6 @@ def tiny_shakespeare():
 def small_model():
     """A GPT2 over SMALL with everything allocated for B=2, T=8."""
     model = train_gpt2.GPT2(SMALL, random_params(SMALL))
-    model.allocate_activations((2, 8))
+    model.allocate_activations(2, 8)
     model.allocate_training(2, 8)
     return model

@@ -264,12 +264,12 @@ def test_gradients_of_accumulated_batches_are_their_mean():
 
     batches = np.random.default_rng(0).integers(0, SMALL.V, (3, 2, 2, 8), dtype=np.int32)
     whole = t.GPT2(SMALL, random_params(SMALL))
-    whole.allocate_activations((6, 8))
+    whole.allocate_activations(6, 8)
     whole.allocate_training(6, 8)
     whole.forward(*batches.swapaxes(0, 1).reshape(2, 6, 8))
     whole.backward()
     parts = t.GPT2(SMALL, random_params(SMALL))
-    parts.allocate_activations((2, 8))
+    parts.allocate_activations(2, 8)
     parts.allocate_training(2, 8, micro_steps=3)
     for micro_step, (x, y) in enumerate(batches):
         parts.forward(x, y)

@@ -1,0 +1,234 @@
+"""The prepro scripts: hashes, downloads from a local server, faults of the network and of the text."""
+
+import hashlib
+import http.server
+import io
+import json
+import random
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+
+import prepro
+import train_gpt2 as t
+from conftest import assert_one_line_error, run_program
+
+HASHES = {
+    ("int32", "val"): "5dcd79e2f05f2f6cbc3a440565105367c12f148c4e01a3283a4307921f5f9945",
+    ("int32", "train"): "fe4dddf0265c5cf586e0684534932890dab01a74c358b8378f1a3d41cbdba429",
+    ("uint16", "val"): "fe99db720dc7c83e694806d4e047a952909411da1daccde4ccc2e55f40882a62",
+    ("uint16", "train"): "8a70606be574040c26d225694f5f9759973b419852d22f7fe5c118e1b359dcc8",
+}
+
+
+def serve(pages):
+    """A context manager: an HTTP server on this machine; pages: path -> (status, headers, body). Yields (URL, requests seen)."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            seen.append(f"{self.command} {self.path}")
+            if self.command == "POST":
+                self.rfile.read(int(self.headers["Content-Length"]))
+            status, headers, body = pages.get(self.path.split("?")[0], (404, {}, b"nothing here"))
+            self.send_response(status)
+            for name, value in {"Content-Length": len(body), **headers}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_HEAD = do_POST = answer
+
+        def log_message(self, *args):
+            pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        def __enter__(self):
+            threading.Thread(target=self.serve_forever, daemon=True).start()
+            return f"http://127.0.0.1:{self.server_port}", seen
+
+        def __exit__(self, *args):
+            self.shutdown()
+            self.server_close()
+
+    seen = []
+    return Server(("127.0.0.1", 0), Handler)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tiny_shakespeare
+
+
+@pytest.mark.parametrize("format", ("int32", "uint16"))
+def test_tiny_shakespeare_has_llm_c_s_hashes(tmp_path, tiny_shakespeare, gpt2_vocabulary, format):
+    done = run_program("prepro_tinyshakespeare.py", "--input", tiny_shakespeare, "--output", tmp_path / "ts", "--format", format,
+                       **gpt2_vocabulary)
+    assert done.stdout == f"Saved 32768 tokens to {tmp_path}/ts_val.bin\nSaved 305260 tokens to {tmp_path}/ts_train.bin\n"
+    for split in ("val", "train"):
+        assert hashlib.sha256((tmp_path / f"ts_{split}.bin").read_bytes()).hexdigest() == HASHES[format, split]
+
+
+def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, gpt2_vocabulary):
+    with serve({"/input.txt": (200, {}, tiny_shakespeare.read_bytes())}) as (url, seen):
+        command = ("prepro_tinyshakespeare.py", "--url", f"{url}/input.txt", "--output", tmp_path / "data" / "ts")
+        assert "100%" in run_program(*command, **gpt2_vocabulary).stderr, "a progress bar"
+        run_program(*command, **gpt2_vocabulary)
+        assert seen == ["GET /input.txt"]
+    assert hashlib.sha256((tmp_path / "data" / "ts_train.bin").read_bytes()).hexdigest() == HASHES["int32", "train"]
+
+
+@pytest.mark.parametrize("pages, words", (
+    ({"/x": (200, {}, b"another text")}, ("MD5", "expected 6fb458f1232090904fb40fe944165e91")),
+    ({}, ("404",)),
+    ({"/x": (200, {"Content-Length": 500}, b"cut short")}, ("failed",)),
+    ({"/x": (302, {"Location": "http://127.0.0.1:9/"}, b"")}, ("refused",)),
+))  # fmt: skip
+def test_a_failed_download_leaves_nothing(tmp_path, pages, words):
+    with serve(pages) as (url, _):
+        done = run_program("prepro_tinyshakespeare.py", "--url", f"{url}/x", "--output", tmp_path / "ts", check=False)
+    done.stderr = done.stderr.splitlines()[-1]  # after the progress bar
+    assert_one_line_error(done, f"{url}/x", "--input", *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_says_nothing_times_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(prepro, "TIMEOUT_SECONDS", 0.2)
+    release = threading.Event()
+
+    class Silent(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            release.wait(10)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(t.UserError, match="timed out.*--input FILE"):
+        prepro.download(f"http://127.0.0.1:{server.server_port}/", str(tmp_path / "x"), "")
+    release.set()
+    server.shutdown()
+
+
+def test_text_faults(tmp_path, gpt2_vocabulary):
+    def run(path, **environment):
+        return run_program("prepro_tinyshakespeare.py", "--input", path, "--output", tmp_path / "o", check=False,
+                           **{**gpt2_vocabulary, **environment})
+
+    assert_one_line_error(run(tmp_path / "none.txt"), "--input", "none.txt", "No such file")
+    assert_one_line_error(run(tmp_path), "--input", "directory")
+    (tmp_path / "short.txt").write_text("To be")
+    assert_one_line_error(run(tmp_path / "short.txt"), "tokens of text", "32768")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert_one_line_error(run(tmp_path / "latin.txt"), "not UTF-8", "byte 3")
+    done = run(tmp_path / "short.txt", TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
+    assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
+    assert not list(tmp_path.glob("o_*"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the standard library
+
+
+def test_pystdlib(tmp_path):
+    done = run_program("prepro_pystdlib.py", "--output", tmp_path / "std")
+    counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    val, train = (t.open_tokens(tmp_path / f"std_{split}.bin", 257) for split in ("val", "train"))
+    assert counts == [val.size, train.size] and val[0] == 256
+    text = bytes(int(id) for id in np.concatenate([val, train]) if id != 256)
+    assert b"def __init__(self" in text
+    again = run_program("prepro_pystdlib.py", "--output", tmp_path / "again", "--format", "uint16")
+    assert again.stdout.replace("again", "std") == done.stdout
+    assert np.array_equal(t.open_tokens(tmp_path / "again_train.bin", 257), train)
+
+
+def test_the_byte_vocabulary_is_reversible():
+    encoding = prepro.load_encoding("bytes")
+    text = "naïve\n\tπ = 3 # ok\r\n" + "\U0001f600\x00"
+    tokens = encoding.encode(text)
+    assert bytes(tokens) == text.encode() and encoding.decode(tokens) == text
+    assert encoding.eot_token == 256 and encoding.n_vocab == 257
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# TinyStories
+
+
+def write_shards(directory, stories_of):
+    directory.mkdir(exist_ok=True)
+    for shard, stories in enumerate(stories_of):
+        (directory / f"data{shard:02d}.json").write_text(json.dumps([{"story": story, "source": "x"} for story in stories]))
+
+
+STORIES = [[f" Shard {shard}, story {i}. The end.\n" for i in range(5)] for shard in range(3)]
+
+
+def expected_tokens(shard):
+    encoding, stories = prepro.load_encoding("gpt2"), [story.strip() for story in STORIES[shard]]
+    random.Random(1337 + shard).shuffle(stories)
+    return [token for story in stories for token in [50256, *encoding.encode_ordinary(story)]]
+
+
+def test_tinystories(tmp_path, gpt2_vocabulary, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
+    write_shards(tmp_path / "shards", STORIES)
+    for processes in (1, 2):
+        run_program("prepro_tinystories.py", "--input", tmp_path / "shards", "--output", tmp_path / f"ts{processes}",
+                    "--processes", processes, "--format", "uint16", **gpt2_vocabulary)
+        assert t.open_tokens(tmp_path / f"ts{processes}_val.bin", 50257).tolist() == expected_tokens(0)
+        assert t.open_tokens(tmp_path / f"ts{processes}_train.bin", 50257).tolist() == expected_tokens(1) + expected_tokens(2)
+
+
+def tinystories_pages(archive, sha256):
+    """What the hub answers for the archive: file, metadata, and the record that has its hash."""
+    name = "/datasets/roneneldan/TinyStories/resolve/main/TinyStories_all_data.tar.gz"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    headers = {"ETag": f'"{sha256}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+    record = [{"type": "file", "path": "TinyStories_all_data.tar.gz", "size": len(archive), "oid": "0",
+               "lfs": {"oid": sha256, "sha256": sha256, "size": len(archive), "pointerSize": 100}}]
+    listing = (200, {"Content-Type": "application/json"}, json.dumps(record).encode())
+    return {name: (200, headers, archive), "/api/datasets/roneneldan/TinyStories/paths-info/main": listing}
+
+
+def make_archive():
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for shard, stories in enumerate(STORIES):
+            data = json.dumps([{"story": story} for story in stories]).encode()
+            member = tarfile.TarInfo(f"data{shard:02d}.json")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def hub(url, home):
+    return dict(HF_ENDPOINT=url, HF_HOME=str(home), HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0", HF_HUB_DISABLE_TELEMETRY="1")
+
+
+def test_tinystories_download(tmp_path, gpt2_vocabulary, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
+    archive = make_archive()
+    with serve(tinystories_pages(archive, hashlib.sha256(archive).hexdigest())) as (url, _):
+        run_program("prepro_tinystories.py", "--output", tmp_path / "ts", **gpt2_vocabulary, **hub(url, tmp_path / "home"))
+    assert t.open_tokens(tmp_path / "ts_val.bin", 50257).tolist() == expected_tokens(0)
+    with serve(tinystories_pages(archive, "0" * 64)) as (url, _):
+        done = run_program("prepro_tinystories.py", "--output", tmp_path / "other", check=False, **gpt2_vocabulary,
+                           **hub(url, tmp_path / "home2"))
+    assert done.returncode == 1 and "SHA-256" in done.stderr.splitlines()[-1] and not (tmp_path / "other_shards").exists()
+    done = run_program("prepro_tinystories.py", "--output", tmp_path / "other", check=False, HF_HUB_OFFLINE="1",
+                       HF_HOME=str(tmp_path / "home3"))
+    assert_one_line_error(done, "TinyStories_all_data.tar.gz", "--input DIR")
+
+
+def test_tinystories_faults(tmp_path, gpt2_vocabulary):
+    def run(*flags):
+        return run_program("prepro_tinystories.py", "--input", tmp_path / "shards", "--output", tmp_path / "ts", *flags, check=False,
+                           **gpt2_vocabulary)
+
+    write_shards(tmp_path / "shards", STORIES[:1])
+    assert_one_line_error(run(), "1 shards", "at least 2")
+    write_shards(tmp_path / "shards", STORIES)
+    assert_one_line_error(run("--processes", 0), "--processes 0")
+    (tmp_path / "shards" / "data01.json").write_text('[{"title": "no story"}]')
+    done = run()
+    assert done.returncode == 1 and "data01.json" in done.stderr.splitlines()[-1] and "'story'" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr and not list(tmp_path.glob("ts_*.bin"))

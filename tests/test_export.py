@@ -1,0 +1,244 @@
+"""export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags and faults."""
+
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import export_weights as e
+import train_gpt2 as t
+from conftest import SMALL, assert_one_line_error, random_params, run_program
+from prepro import load_encoding
+from test_data import hub, serve
+
+transformers = pytest.importorskip("transformers")
+
+
+def relative(got, expected):
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def hf_model(V=50, C=48, NH=3, L=2, maxT=40):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=V, n_positions=maxT, n_embd=C, n_layer=L, n_head=NH, bos_token_id=0, eos_token_id=0)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def our_logits(config, params, ids):
+    model = t.GPT2(config, params)
+    model.allocate_activations(*ids.shape)
+    model.forward(ids, ids)
+    return model.acts.logits
+
+
+def test_import_from_transformers(tmp_path):
+    theirs = hf_model()
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases and layernorms too, which start as 0 and 1
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path)
+    config, params = e.read_hf_folder(tmp_path)
+    assert (config.V, config.Vp, config.C, config.NH, config.L, config.maxT) == (50, 128, 48, 3, 2, 40)
+    ids = np.random.default_rng(0).integers(0, 50, (2, 40), dtype=np.int32)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(ids).long()).logits.numpy()
+    assert relative(our_logits(config, params, ids), expected) < 2e-4
+
+
+def test_export_to_transformers(tmp_path):
+    params = random_params(SMALL)
+    t.write_model(tmp_path / "model.bin", SMALL, params)
+    done = run_program("export_weights.py", "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
+    assert done.stdout == f"wrote config.json, model.safetensors to {tmp_path}/hf\n"
+    theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    ids = np.random.default_rng(0).integers(0, SMALL.V, (2, 32), dtype=np.int32)
+    with torch.no_grad():
+        expected = theirs.eval()(torch.from_numpy(ids).long()).logits.numpy()
+    assert relative(our_logits(SMALL, params, ids), expected) < 2e-4
+    config, again = e.read_hf_folder(tmp_path / "hf")
+    assert config == SMALL and np.array_equal(t.flat(again), t.flat(params))
+
+
+def test_export_with_gpt2_s_tokenizer(tmp_path, gpt2_vocabulary, monkeypatch):
+    config = t.Config(maxT=16, V=50257, L=1, NH=1, C=8, Vp=50304)
+    t.write_model(tmp_path / "model.bin", config, random_params(config))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
+    run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
+    tokenizer = transformers.GPT2TokenizerFast.from_pretrained(tmp_path / "hf")
+    text = "First Citizen:\nBefore we proceed any further, hear me speak. naïve 123<|endoftext|>"
+    assert tokenizer.encode(text) == load_encoding("gpt2").encode(text, allowed_special="all")
+    assert tokenizer.eos_token_id == 50256 and tokenizer.model_max_length == 16
+
+
+def test_the_reference_computes_what_transformers_does(tmp_path):
+    theirs = hf_model()
+    theirs.save_pretrained(tmp_path)
+    config, params = e.read_hf_folder(tmp_path)
+    ids = torch.randint(0, 50, (2, 17))
+    for flash in (False, True):
+        ours = e.to_reference(config, params, flash)
+        with torch.no_grad():
+            logits, loss = ours(ids, ids)
+            expected = theirs(ids).logits
+        assert relative(logits.numpy(), expected.numpy()) < 1e-5
+        last, none = ours(ids)
+        assert none is None and torch.allclose(last[:, 0], logits[:, -1], atol=1e-6)
+
+
+def hub_pages(folder, repository):
+    """What the hub answers for a model repository with these files."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    siblings = [{"rfilename": name} for name in sorted(os.listdir(folder))]
+    info = json.dumps({"id": repository, "modelId": repository, "sha": commit, "siblings": siblings}).encode()
+    tree = json.dumps([{"type": "file", "path": name, "oid": "0", "size": 1} for name in sorted(os.listdir(folder))]).encode()
+    listing = {"Content-Type": "application/json"}
+    pages = {f"/api/models/{repository}/revision/main": (200, listing, info),
+             f"/api/models/{repository}/revision/{commit}": (200, listing, info),
+             f"/api/models/{repository}/tree/{commit}": (200, listing, tree)}
+    for name in os.listdir(folder):
+        body = (folder / name).read_bytes()
+        headers = {"ETag": f'"{len(body)}-{name}"', "X-Repo-Commit": commit}
+        pages[f"/{repository}/resolve/{commit}/{name}"] = pages[f"/{repository}/resolve/main/{name}"] = (200, headers, body)
+    return pages
+
+
+def test_pretrained_from_a_hub_then_from_its_cache_then_offline(tmp_path):
+    """HF_ENDPOINT names the hub; a second time the cache has it, with HF_HUB_OFFLINE and no hub at all."""
+    hf_model(V=257).save_pretrained(tmp_path / "repository")
+    tokens = np.random.default_rng(0).integers(0, 257, 100)
+    t.write_tokens(tmp_path / "val.bin", [tokens], 100)
+    command = ("export_weights.py", "--input", tmp_path / "val.bin", "--batch_size", 1, "--sequence_length", 16, "--num_iterations", 1,
+               "--output_dir", tmp_path)
+    environment = hub("", tmp_path / "home")
+    with serve(hub_pages(tmp_path / "repository", "openai-community/gpt2")) as (url, _):
+        run_program(*command, **{**environment, "HF_ENDPOINT": url})
+    first = (tmp_path / "gpt2_124M.bin").read_bytes()
+    run_program(*command, **{**environment, "HF_HUB_OFFLINE": "1"})
+    assert (tmp_path / "gpt2_124M.bin").read_bytes() == first
+    done = run_program(*command, "--model", "gpt2-xl", check=False, **{**environment, "HF_HUB_OFFLINE": "1"})
+    assert_one_line_error(done, "openai-community/gpt2-xl", "--model d12")
+    done = run_program(*command, "--model", "gpt2-large", check=False, **{**environment, "HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert_one_line_error(done, "openai-community/gpt2-large", "--model d12")
+
+
+def run_here(monkeypatch, *flags):
+    """export_weights.py's main() in this process, which has PyTorch imported already."""
+    monkeypatch.setattr(sys, "argv", ["export_weights.py", *map(str, flags)])
+    e.main()
+
+
+@pytest.fixture
+def export(tmp_path, monkeypatch):
+    """Run export_weights.py on random tokens: export(flag, value, ...) writes to tmp_path/out."""
+    t.write_tokens(tmp_path / "val.bin", [np.random.default_rng(0).integers(0, 257, 1000)], 1000)
+
+    def run(*flags):
+        run_here(monkeypatch, "--model", "d2", "--vocabulary", "bytes", "--input", tmp_path / "val.bin", "--output_dir",
+                 tmp_path / "out", *flags)
+
+    return run
+
+
+def test_random_model_files(tmp_path, export, capsys):
+    export()
+    output = capsys.readouterr().out
+    files = ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin"]
+    assert sorted(os.listdir(tmp_path / "out")) == files
+    assert output.count("iteration ") == 10 and "generating:\n---\n" in output
+    config, params = t.read_model(tmp_path / "out" / "gpt2_d2.bin")
+    assert (config.L, config.NH, config.C, config.V, config.Vp, config.maxT) == (2, 2, 128, 257, 384, 1024)
+    assert params.wte[:257].std() == pytest.approx(0.02, rel=0.02) and params.fcprojw.std() == pytest.approx(0.01, rel=0.02)
+    assert (params.ln1w == 1).all() and not params.fcb.any() and not params.wte[257:].any()
+    bf16_config, bf16 = t.read_model(tmp_path / "out" / "gpt2_d2_bf16.bin")
+    assert bf16_config == config and np.array_equal(t.flat(bf16), t.bf16_to_float32(t.bf16_bits(t.flat(params))))
+    state = t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params)
+    t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, bf16)  # one model in two precisions
+    assert state.x.shape == (4, 64) and state.optimizer == e.ADAMW
+    assert [f"loss: {loss:.6f}" for loss in state.losses] == [line.split(", ")[1] for line in output.splitlines()
+                                                             if line.startswith("iteration")]
+    first = {name: (tmp_path / "out" / name).read_bytes() for name in files}
+    export()
+    assert first == {name: (tmp_path / "out" / name).read_bytes() for name in files}, "the same command, the same files"
+
+
+def test_april_s_versions_on_request(tmp_path, export):
+    export("--model_version", 1, "--debug_state_version", 1, "--tokenizer_version", 1, "--num_iterations", 2)
+    versions = [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in
+                ("gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin", "bytes_tokenizer.bin")]
+    assert versions == [1, 5, 1, 1]
+    config, params = t.read_model(tmp_path / "out" / "gpt2_d2.bin")
+    assert len(t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
+
+
+@pytest.mark.parametrize("flags", (("--dtype", "bfloat16"), ("--flash", 1), ("--inference_only", 1), ("--tensorcores", 1),
+                                   ("--batch_size", 2, "--sequence_length", 32, "--device", "cpu")))
+def test_benchmark_flags(tmp_path, export, capsys, flags):
+    export("--write_tensors", 0, "--num_iterations", 3, *flags)
+    losses = [float(line.split()[3].rstrip(",")) for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    assert len(losses) == 3 and not (tmp_path / "out").exists()
+    assert losses[0] == losses[2] if "--inference_only" in flags else losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.parametrize("flags, words", (
+    (("--compile", 1), "--compile 1.*--write_tensors 0"),
+    (("--num_iterations", 0), "--num_iterations 0"),
+    (("--sequence_length", 2000), "--sequence_length 2000.*1024"),
+    (("--model", "d3"), "--model d3.*d12"),
+    (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
+    (("--output_dir", "val.bin/x"), "val.bin/x"),
+    (("--input", "none.bin"), "none.bin.*python prepro_tinyshakespeare.py"),
+))  # fmt: skip
+def test_faults(tmp_path, monkeypatch, export, flags, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(t.UserError, match=words) as error:
+        export(*flags)
+    assert "\n" not in str(error.value) and os.listdir(tmp_path) == ["val.bin"]
+
+
+def test_a_fault_is_one_line_for_the_user(tmp_path):
+    done = run_program("export_weights.py", "--model", "d2", "--input", tmp_path / "none.bin", check=False)
+    assert_one_line_error(done, "none.bin", "python prepro_tinyshakespeare.py")
+
+
+def test_hugging_face_folder_faults(tmp_path):
+    good = tmp_path / "good"
+    hf_model().save_pretrained(good)
+
+    def fails(words, damage):
+        shutil.copytree(good, tmp_path / "bad", dirs_exist_ok=True)
+        damage(tmp_path / "bad")
+        with pytest.raises(t.UserError, match=words) as error:
+            e.read_hf_folder(tmp_path / "bad")
+        assert "\n" not in str(error.value)
+        shutil.rmtree(tmp_path / "bad")
+
+    def configure(**changes):
+        def change(folder):
+            settings = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**settings, **changes}))
+        return change
+
+    def reshape(drop=(), add=()):
+        def change(folder):
+            state = e.safetensors.torch.load_file(folder / "model.safetensors")
+            state = {key: value for key, value in state.items() if not key.endswith(drop or "nothing")} | dict(add)
+            e.safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return change
+
+    fails("config.json", lambda folder: (folder / "config.json").unlink())
+    fails("model.safetensors", lambda folder: (folder / "model.safetensors").unlink())
+    fails("not a safetensors file", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100))
+    fails("configuration of a GPT-2", lambda folder: (folder / "config.json").write_text("[]"))
+    fails("activation_function is 'relu'", configure(activation_function="relu"))
+    fails("model_type is 'llama'", configure(model_type="llama"))
+    fails("n_inner is 7", configure(n_inner=7))
+    fails("impossible sizes", configure(n_head=7))
+    fails("expected .* from config.json", configure(n_positions=41))
+    fails("h.1.attn.c_proj.bias is missing", reshape(drop=("h.1.attn.c_proj.bias",)))
+    fails("lm_head.weight differs", reshape(add={"lm_head.weight": torch.zeros(50, 48)}))
+    fails("NaN", reshape(add={"transformer.ln_f.bias": torch.full((48,), torch.nan)}))

@@ -1,0 +1,402 @@
+"""What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_gpt2 as t
+from conftest import ROOT, SMALL, assert_one_line_error, random_params, run_program
+from test_formats import make_state
+
+TRAIN = ("train_gpt2.py", "-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
+
+
+def train(*flags, check=False, **environment):
+    return run_program(*TRAIN, *flags, check=check, **environment)
+
+
+def patch_header(path, **fields):
+    """Overwrite header ints: patch_header(path, h4=0) sets slot 4."""
+    data = bytearray(Path(path).read_bytes())
+    for slot, value in fields.items():
+        data[4 * int(slot[1:]) : 4 * int(slot[1:]) + 4] = np.int32(value).tobytes()
+    Path(path).write_bytes(data)
+
+
+def cut(path, size):
+    os.truncate(path, size)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# each kind of input file: missing, a directory, empty, another kind
+
+
+FILES = {
+    "gpt2_124M.bin": "python export_weights.py",
+    "gpt2_tokenizer.bin": "python export_weights.py",
+    "data/tiny_shakespeare_train.bin": "python prepro_tinyshakespeare.py",
+    "data/tiny_shakespeare_val.bin": "python prepro_tinyshakespeare.py",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "unreadable"))
+def test_input_files(workplace, name, damage):
+    path = workplace / name
+    mend = FILES[name]
+    if damage == "missing" and "tokenizer" in name:
+        path.unlink()
+        done = train("-x", 1, check=True)
+        assert "warning" in done.stderr and str(name) in done.stderr and mend in done.stderr
+        return
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "directory":
+        path.mkdir()
+    elif damage == "empty":
+        path.write_bytes(b"")
+        if "data" in name:
+            mend = "at least 17"
+    elif damage == "another kind":
+        other = t.OPTIMIZER_MAGIC
+        path.write_bytes(np.int32(other).tobytes() + content[4:])
+        mend = "optimizer state"
+    elif damage == "unreadable":
+        if os.geteuid() == 0:
+            path.symlink_to(path)  # root reads everything but a link to itself
+        else:
+            path.touch(0)
+    assert_one_line_error(train(), name, mend)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model checkpoints
+
+
+def section_borders():
+    """The byte after the header and after each of the 16 tensors."""
+    borders = [t.HEADER_BYTES]
+    for row in t.parameter_table(SMALL).values():
+        borders.append(borders[-1] + 4 * int(np.prod(row.shape)))
+    return borders
+
+
+@pytest.mark.parametrize("size", [*section_borders()[:-1], section_borders()[-1] - 1, 1, 1023])
+def test_model_cut_short(tmp_path, size):
+    path = tmp_path / "model.bin"
+    t.write_model(path, SMALL, random_params(SMALL))
+    assert path.stat().st_size == section_borders()[-1]
+    cut(path, size)
+    with pytest.raises(t.UserError, match=f"model.bin: {size} bytes, expected"):
+        t.read_model(path)
+
+
+def test_model_too_long(tmp_path):
+    path = tmp_path / "model.bin"
+    t.write_model(path, SMALL, random_params(SMALL))
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(t.UserError, match="too long"):
+        t.read_model(path)
+
+
+@pytest.mark.parametrize("version, words", ((0, "1, 3 or 5"), (2, "version 2"), (4, "version 4"), (6, "1, 3 or 5"), (-1, "1, 3 or 5")))
+def test_model_version(tmp_path, version, words):
+    path = tmp_path / "model.bin"
+    t.write_model(path, SMALL, random_params(SMALL))
+    patch_header(path, h1=version)
+    with pytest.raises(t.UserError, match=words):
+        t.read_model(path)
+
+
+@pytest.mark.parametrize("slot, name", ((2, "maxT"), (3, "V"), (4, "L"), (5, "NH"), (6, "C"), (7, "Vp")))
+@pytest.mark.parametrize("value", (0, -1, 2**31 - 1))
+def test_model_header_fields(tmp_path, slot, name, value):
+    """A huge field must not be believed: the check is arithmetic, under a memory limit that no such model would fit in."""
+    path = tmp_path / "model.bin"
+    t.write_model(path, SMALL, random_params(SMALL))
+    patch_header(path, **{f"h{slot}": value})
+    with pytest.raises(t.UserError, match=str(name) if value < 1 else "expected|divisible|smaller") as error:
+        t.read_model(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_model_whose_heads_do_not_divide_its_channels(tmp_path):
+    path = tmp_path / "model.bin"
+    t.write_model(path, SMALL, random_params(SMALL))
+    patch_header(path, h5=5)
+    with pytest.raises(t.UserError, match="C=24 is not divisible by NH=5"):
+        t.read_model(path)
+
+
+def test_model_with_less_padding_than_vocabulary(tmp_path):
+    path = tmp_path / "model.bin"
+    t.write_model(path, SMALL, random_params(SMALL))
+    patch_header(path, h7=256)
+    with pytest.raises(t.UserError, match="Vp=256 is smaller than V=257"):
+        t.read_model(path)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_model_with_nan(workplace, value):
+    params = random_params(SMALL)
+    params.fcw[1, 5, 3] = value
+    t.write_model("gpt2_124M.bin", SMALL, params)
+    assert_one_line_error(train(), "gpt2_124M.bin", "fcw", "NaN")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# debug states
+
+
+@pytest.fixture
+def state_path(tmp_path):
+    t.write_debug_state(tmp_path / "state.bin", SMALL, make_state(random_params(SMALL)))
+    return tmp_path / "state.bin"
+
+
+def test_debug_state_cut_short_at_every_border(state_path):
+    size = state_path.stat().st_size
+    borders = np.cumsum([1024, 40, 40, 40 * SMALL.V, 4, *(4 * int(np.prod(r.shape)) for r in t.parameter_table(SMALL).values()), 40, 40])
+    assert borders[-1] == size
+    for border in reversed([3, *borders[:-1].tolist(), size - 1]):
+        cut(state_path, border)
+        with pytest.raises(t.UserError, match=f"state.bin: {border} bytes, expected"):
+            t.read_debug_state(state_path, SMALL, random_params(SMALL))
+        t.write_debug_state(state_path, SMALL, make_state(random_params(SMALL)))
+
+
+@pytest.mark.parametrize("slot, value, words", ((1, 3, "version 3"), (2, 0, "B=0"), (3, -4, "T=-4"), (3, 33, "T=33"),
+                                                (2, 2**31 - 1, "expected"), (8, 9, "trailer"), (9, -1, "trailer"), (9, 2**30, "expected")))
+def test_debug_state_header(state_path, slot, value, words):
+    patch_header(state_path, **{f"h{slot}": value})
+    with pytest.raises(t.UserError, match=words):
+        t.read_debug_state(state_path, SMALL, random_params(SMALL))
+
+
+def test_debug_state_of_another_model(state_path):
+    with pytest.raises(t.UserError, match="another model"):
+        t.read_debug_state(state_path, SMALL, random_params(SMALL, seed=1))
+    with pytest.raises(t.UserError, match="expected .* for version 2"):
+        other = t.Config(maxT=32, V=300, L=2, NH=3, C=24, Vp=384)
+        t.read_debug_state(state_path, other, random_params(other))
+
+
+def test_debug_state_with_a_wrong_token(state_path):
+    patch_header(state_path, h256=SMALL.V)  # the first int after the header: x[0, 0]
+    with pytest.raises(t.UserError, match="token id outside 0 to 256"):
+        t.read_debug_state(state_path, SMALL, random_params(SMALL))
+
+
+def test_parity_program_without_its_files(workplace):
+    assert_one_line_error(run_program("test_gpt2.py", check=False), "gpt2_124M_debug_state.bin", "no such file", "export_weights.py")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tokenizers and tokens
+
+
+@pytest.mark.parametrize("size, words", ((1000, "header"), (1024, "vocabulary of 257"), (1300, "cut short"), (-1, "cut short")))
+def test_tokenizer_cut_short(workplace, size, words):
+    path = workplace / "gpt2_tokenizer.bin"
+    cut(path, size % path.stat().st_size)
+    assert_one_line_error(train(), "gpt2_tokenizer.bin", words)
+
+
+def test_tokenizer_faults(workplace):
+    path = workplace / "gpt2_tokenizer.bin"
+    good = path.read_bytes()
+
+    def fails(words, data=good, **header):
+        path.write_bytes(data)
+        patch_header(path, **header)
+        with pytest.raises(t.UserError, match=words):
+            t.read_tokenizer(path)
+
+    fails("token 0 of 257 has length zero", good[:1024] + b"\x00" + good[1025:])
+    fails("bytes too many", good + b"x")
+    fails("version 3", h1=3)
+    fails("vocabulary of 0", h2=0)
+    fails("vocabulary of -1", h2=-1)
+    fails("vocabulary of 2147483647", h2=2**31 - 1)
+    fails("end of text 257", h3=257)
+
+
+def test_tokenizer_of_another_vocabulary(workplace):
+    t.write_tokenizer("gpt2_tokenizer.bin", [b"a", b"b"], 1)
+    assert_one_line_error(train(), "gpt2_tokenizer.bin", "2 tokens", "V=257", "--tokenizer")
+
+
+def test_token_file_faults(workplace):
+    path, tokens = workplace / "data/tiny_shakespeare_train.bin", np.arange(40)
+
+    def fails(*words):
+        assert_one_line_error(train(), "tiny_shakespeare_train.bin", *words)
+
+    path.write_bytes(tokens.astype("<i4").tobytes() + b"xx")
+    fails("162 bytes", "whole number")
+    t.write_tokens(path, [tokens[:16]], 16)
+    fails("16 tokens", "17")
+    t.write_tokens(path, [[*tokens, 257]], 41)
+    fails("token id 257", "256")
+    t.write_tokens(path, [[*tokens, -3]], 41)
+    fails("token id -3")
+    t.write_tokens(path, [tokens], 40, "uint16")
+    cut(path, path.stat().st_size - 1)
+    fails("1103 bytes", "expected 1104")
+    patch_header(path, h1=2)
+    fails("version 2")
+    patch_header(path, h1=1, h2=-5)
+    fails("-5 tokens")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# flags
+
+
+@pytest.mark.parametrize("flags, words", (
+    (("-b", 0), ("-b/--batch_size 0", "at least 1")),
+    (("-t", 0), ("-t/--sequence_length 0", "at least 1")),
+    (("-t", 33), ("-t/--sequence_length 33", "32")),
+    (("-g", 0), ("-g/--sample_tokens 0", "at least 1")),
+    (("-x", 0), ("-x/--steps 0", "at least 1")),
+    (("-x", -5), ("-x/--steps -5", "at least 1")),
+    (("-m", 0), ("-m/--val_batches 0",)),
+    (("-l", "nan"), ("-l/--learning_rate nan",)),
+    (("-l", -1), ("-l/--learning_rate -1",)),
+    (("--beta1", 1), ("--beta1 1", "expected 0 <= beta1 < 1")),
+    (("-q", 2), ("-q/--final_fraction 2",)),
+    (("-d", 17), ("-d/--total_batch_size 17", "multiple of B*T = 16")),
+    (("-n", 5), ("-n", "-o DIR")),
+    (("-y", 1, "-o", "run.log"), ("-y", "run.log is a log file")),
+    (("-b", 10**6), ("tokens", "-b or -t")),
+    (("-i", "nothing_*.bin", "-j", "x.bin"), ("nothing_*.bin", "no file matches")),
+    (("-i", "shards.bin"), ("shards.bin", "-j")),
+))  # fmt: skip
+def test_flags(workplace, flags, words):
+    assert_one_line_error(train(*flags), *words)
+
+
+def test_an_unknown_flag_is_argparse_s(workplace):
+    done = train("--no-such-flag")
+    assert done.returncode == 2 and "unrecognized arguments" in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# outputs
+
+
+def test_output_that_cannot_be_written(workplace):
+    (workplace / "file").write_text("in the way")
+    assert_one_line_error(train("-o", "file/run"), "file/run")
+    assert_one_line_error(train("-o", "file"), "file")
+    assert_one_line_error(train("-o", "/proc/run.log"), "/proc/run.log")
+    (workplace / "other.log").write_text("dear diary\n")
+    assert (workplace / "file").read_text() == "in the way"
+
+
+def test_full_disk_while_a_checkpoint_is_written(workplace):
+    """A limit on the size of files stands in for a full disk; the second checkpoint, with its larger state, can't be written."""
+    train("-x", 2, "-n", 2, "-o", "run", check=True)
+    before = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
+    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", *map(str, TRAIN[1:]), "-x", "4", "-n", "2", "-o", "run", "-y", "1"],
+                          capture_output=True, text=True, cwd=workplace,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000)))
+    assert_one_line_error(done, "model_00000004.bin", "cannot be written")
+    after = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
+    assert after.pop("main.log") != before.pop("main.log")
+    assert after == before, "the older checkpoint is whole, and nothing half-written is left"
+    train("-x", 4, "-n", 2, "-o", "run", "-y", 1, check=True)
+
+
+def test_a_loss_that_becomes_nan_stops_the_run(workplace):
+    done = train("-x", 50, "-l", 1e30, "-n", 1, "-o", "run")
+    assert_one_line_error(done, "step ", "loss is nan", "-l")
+    step = t.newest_checkpoint("run")
+    assert step is not None
+    t.read_model(t.checkpoint_paths("run", step)[0])
+
+
+def test_weights_that_became_nan_are_not_saved(tmp_path):
+    params = random_params(SMALL)
+    params.qkvb[0, 0] = np.nan
+    with pytest.raises(t.UserError, match="after 3 steps: tensor qkvb"):
+        t.save_checkpoint(str(tmp_path), SMALL, params, (params, params), t.Progress(3, 1, 0, 0, (1, 1, 0)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_of_memory_is_one_line(workplace):
+    for split in ("train", "val"):
+        t.write_tokens(f"data/tiny_shakespeare_{split}.bin", [np.zeros(320001)], 320001)
+    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "-b", "10000", "-t", "32", "-s", "0"], capture_output=True,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (800 << 20, 800 << 20)), text=True,
+                          cwd=workplace, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert_one_line_error(done, "out of memory")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+
+def test_a_second_run_does_not_write_into_the_first_one_s_directory(workplace):
+    train("-x", 2, "-n", 1, "-o", "run", check=True)
+    assert_one_line_error(train("-x", 2, "-n", 1, "-o", "run"), "run", "step 2", "-y 1")
+    assert_one_line_error(train("-x", 1, "-n", 1, "-o", "run", "-y", 1), "step 2", "-x 1")
+
+
+def test_resume_with_other_flags(workplace):
+    train("-x", 2, "-n", 2, "-o", "run", check=True)
+    assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1, "-b", 1), "-b 2 -t 8", "-b 1 -t 8")
+
+
+def test_resume_without_a_checkpoint_starts_afresh(workplace):
+    done = train("-x", 1, "-o", "run", "-y", 1, check=True)
+    assert "no complete checkpoint in run" in done.stdout
+
+
+def test_damaged_optimizer_state(workplace):
+    train("-x", 1, "-n", 1, "-o", "run", check=True)
+    state = workplace / "run" / "state_00000001_00000.bin"
+    good = state.read_bytes()
+
+    def fails(*words, data=good, **header):
+        state.write_bytes(data)
+        patch_header(state, **header)
+        assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), *words)
+
+    fails(state.name, "bytes, expected", data=good[:-1])
+    fails(state.name, "is a model checkpoint", h0=t.MODEL_MAGIC)
+    fails(state.name, "version 2", h1=2)
+    fails(state.name, "4 processes", h2=4)
+    fails(state.name, "shuffled", h5=1)
+    fails(state.name, "step 5", h10=5)
+    fails(state.name, "sampler state 0", h20=0, h21=0)
+    fails("batch 9999", h32=9999)
+    shutil.rmtree("run")
+
+
+def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace):
+    train("-x", 1, "-n", 1, "-o", "run", check=True)
+    (workplace / "run" / "main.log").write_text("notes\n")
+    assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), "main.log", "not a training log")
+    assert (workplace / "run" / "main.log").read_text() == "notes\n"
+
+
+def test_interruption_before_the_loop_is_quiet(workplace):
+    """Ctrl-C while Python still imports or loads: no traceback."""
+    process = subprocess.Popen([sys.executable, "-c", "import os, signal, train_gpt2 as t\n"
+                                "def main(): os.kill(os.getpid(), signal.SIGINT)\nt.run_main(main)"], stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.wait(timeout=60) == 128 + signal.SIGINT
+    assert b"Traceback" not in process.stderr.read()
+
+
+def test_a_closed_pipe_is_quiet(workplace):
+    done = subprocess.run(f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000 | head -n 3", shell=True,
+                          capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("\n") == 3 and "Traceback" not in done.stderr

@@ -1,0 +1,282 @@
+"""The training program as a user runs it: what it prints and logs, resuming to the bit, interruptions, schedules, plots."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import train_gpt2 as t
+from conftest import ROOT, SMALL, random_params, run_program
+
+FAST = ("-b", 2, "-t", 8, "-g", 16)
+
+
+def train(*flags, **options):
+    return run_program("train_gpt2.py", *FAST, *flags, **options).stdout
+
+
+def losses_and_samples(text):
+    """The output less the timings, and less what only a first or only a resumed run prints."""
+    text = re.sub(r" \(took [0-9.]+ ms\)", "", text)
+    return re.sub(r"^(settings|resuming|no complete).*\n", "", text, flags=re.MULTILINE)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# output
+
+
+def test_no_flags_print_what_llm_c_prints(workplace):
+    """41 updates, validation at 0, 10, 20, 30, 40, samples at 20 and 40, after validation and before the update."""
+    large = t.Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
+    t.write_model("gpt2_124M.bin", large, random_params(large))
+    output = run_program("train_gpt2.py").stdout
+    lines = output.split("\n")
+    assert lines[:10] == [
+        "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1", "num_heads: 1", "channels: 8",
+        f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}", "train dataset num_batches: 15",
+        "val dataset num_batches: 2",
+        f"num_activations: {t.table_elements(t.activation_table(large, 4, 64))}",
+    ]  # fmt: skip
+    events = re.findall(r"^(val loss|step \d+:|generating:)", output, re.MULTILINE)
+    expected = []
+    for step in range(41):
+        expected += ["val loss"] * (step % 10 == 0) + ["generating:"] * (step in (20, 40)) + [f"step {step}:"]
+    assert events == expected
+    for line in re.findall(r"^step .*|^val loss .*", output, re.MULTILINE):
+        assert re.fullmatch(r"val loss \d+\.\d{6}|step \d+: train loss \d+\.\d{6} \(took \d+\.\d{6} ms\)", line)
+    assert re.search(r"^generating:\n---\n.*?\n---\nstep 20", output, re.DOTALL | re.MULTILINE)
+
+
+def test_sample_is_drawn_from_the_model_with_llm_c_s_stream(workplace):
+    """The first sample follows from a forward pass over the whole buffer, row 0, position t-1, as llm.c computes it."""
+    output = train("-t", 16, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0, "--tokenizer", "none.bin")
+    got = [int(word) for word in output.split("---")[1].split()]
+    model = t.GPT2(SMALL, random_params(SMALL))
+    model.allocate_activations(4, 16)
+    tokens, stream = np.full((4, 16), 256, np.int32), t.Random()
+    for position in range(1, 16):
+        model.forward(tokens, tokens)
+        tokens[:, position] = t.sample_multinomial(model.acts.probs[0, position - 1], stream.f32())
+    assert got == tokens[0, 1:].tolist()
+
+
+def test_a_sample_may_be_longer_than_the_context(workplace):
+    output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0, "--tokenizer", "none.bin")
+    got = [int(word) for word in output.split("---")[1].split()]
+    model = t.GPT2(SMALL, random_params(SMALL))
+    model.allocate_activations(1, 5)
+    tokens, stream = [256], t.Random()
+    for _ in range(39):
+        probs = model.next_token_probs(np.array(tokens[-5:], np.int32))
+        tokens.append(t.sample_multinomial(probs, stream.f32()))
+    assert got == tokens[1:]
+
+
+def test_validation_is_the_mean_of_the_first_batches(workplace):
+    output = train("-x", 1, "-v", 1, "-m", 3, "-s", 0)
+    model, loader = t.GPT2(SMALL, random_params(SMALL)), t.DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 8)
+    model.allocate_activations(2, 8)
+    want = np.mean([model.forward(*loader.next_batch()) for _ in range(3)])
+    assert float(re.search(r"val loss (\S+)", output)[1]) == pytest.approx(want, abs=1e-6)
+    assert "val loss" in train("-x", 1, "-v", 1, "-m", 1000, "-s", 0), "more batches than there are means all there are"
+
+
+def test_logs(workplace):
+    train("-x", 3, "-v", 2, "-m", 1, "-s", 0, "-o", "april.log")
+    lines = (workplace / "april.log").read_text().splitlines()
+    assert [re.sub(r"\d+\.\d{4}", "L", line) for line in lines] == ["s:0 tel:L", "s:0 trl:L", "s:1 trl:L", "s:2 tel:L", "s:2 trl:L"]
+    train("-x", 3, "-v", 2, "-m", 1, "-s", 0, "-o", "run", "-l", 0.001)
+    lines = (workplace / "run" / "main.log").read_text().splitlines()
+    assert re.fullmatch(r"s:0 tel:\d\.\d{4}", lines[0]) and re.fullmatch(r"s:0 trl:\d\.\d{4} lr:0\.001000 norm:\d+\.\d\d", lines[1])
+    picture = run_program("dev/plot_log.py", "april.log", "run", "-o", "losses.png", cwd=workplace)
+    assert picture.stdout == "wrote losses.png\n"
+    assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG") and not (workplace / "losses.png.tmp").exists()
+    assert "losses.xyz" in run_program("dev/plot_log.py", "april.log", "-o", "losses.xyz", check=False).stderr
+    (workplace / "bad.log").write_text("s:0 trl:4.1\nhello\n")
+    assert "bad.log:2" in run_program("dev/plot_log.py", "bad.log", check=False).stderr
+
+
+def test_two_runs_are_bit_equal(workplace):
+    flags = ("-x", 6, "-v", 3, "-s", 3, "--grad_clip", 1)
+    assert losses_and_samples(train(*flags)) == losses_and_samples(train(*flags))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# resuming
+
+RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 32)
+
+
+@pytest.mark.parametrize("spread", (0, 1))
+def test_resumed_run_is_bit_equal(workplace, spread):
+    flags = (*RUN, "-l", 0.01, "--spread", spread)
+    whole = losses_and_samples(train(*flags, "-o", "whole", "-n", 4))
+    train(*flags, "-o", "parts", "-n", 4)
+    for name in os.listdir("parts"):  # as if the run had been killed after step 6, two steps beyond its checkpoint
+        if "00000009" in name or "00000008" in name:
+            os.unlink(os.path.join("parts", name))
+    rest = train(*flags, "-o", "parts", "-n", 4, "-y", 1)
+    assert "resuming at step 4 from parts" in rest
+    rest = losses_and_samples(rest)
+    assert whole.endswith(rest[rest.index("step 4:") :])
+    for name in ("main.log", "model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"):
+        assert (workplace / "whole" / name).read_bytes() == (workplace / "parts" / name).read_bytes(), name
+
+
+def test_resuming_a_finished_run_does_nothing_new(workplace):
+    train(*RUN, "-o", "run", "-n", 9)
+    before = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
+    assert "step 9:" not in train(*RUN, "-o", "run", "-n", 9, "-y", 1)
+    assert before == {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
+
+
+def start(*flags, cwd):
+    return subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST, *flags))], cwd=cwd,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_interruption_saves_and_says_how_to_go_on(workplace, number):
+    flags = ("-x", 100000, "-v", 0, "-s", 0, "-o", "run")
+    process = start(*flags, cwd=workplace)
+    for line in process.stdout:
+        if line.startswith("step 5:"):
+            break
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in errors
+    stopped = int(re.search(r"stopped after step (\d+); go on with: python (.*)", errors)[1])
+    assert t.newest_checkpoint("run") == stopped + 1
+    command = re.search(r"go on with: python (.*)", errors)[1].split()
+    command[command.index("100000")] = str(stopped + 3)
+    resumed = run_program("train_gpt2.py", *command[1:]).stdout
+    assert f"resuming at step {stopped + 1}" in resumed and f"step {stopped + 2}: train loss" in resumed
+
+
+def test_interruption_without_a_directory_says_that_nothing_was_saved(workplace):
+    process = start("-x", 100000, "-v", 0, "-s", 0, cwd=workplace)
+    for line in process.stdout:
+        if line.startswith("step 2:"):
+            break
+    process.send_signal(signal.SIGINT)
+    assert "nothing was saved" in process.communicate(timeout=60)[1] and process.returncode == 130
+
+
+def test_the_resume_command(monkeypatch):
+    for argv in (["train_gpt2.py", "-o", "a b"], ["train_gpt2.py", "-o", "a b", "-y", "1"], ["train_gpt2.py", "-y", "0", "-o", "a b"],
+                 ["train_gpt2.py", "--resume=1", "-o", "a b"]):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert t.resume_command() == "python train_gpt2.py -o 'a b' -y 1"
+
+
+def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
+    """kill -9, 24 times, mostly while a checkpoint is being written; the run then ends as if nothing had happened."""
+    flags = ("-x", 600, "-v", 0, "-s", 0, "-n", 1, "-y", 1)
+    moments, kills, progress = random.Random(5), 0, []
+    while kills < 24:
+        process = start(*flags, "-o", "killed", cwd=workplace)
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        time.sleep(moments.uniform(0.0, 0.05))
+        process.kill()
+        assert process.wait(timeout=60) == -signal.SIGKILL, process.stderr.read()
+        kills += 1
+        step = t.newest_checkpoint("killed")
+        if step is not None:
+            model, state, _ = t.checkpoint_paths("killed", step)
+            config, params = t.read_model(model)
+            moments_read = [t.allocate(t.parameter_table(config)) for _ in range(2)]
+            assert t.read_optimizer_state(state, config, moments_read, params).step == step
+            progress.append(step)
+    assert progress == sorted(progress) and progress[-1] > 10
+    last = progress[-1] + 2
+    for name, resume in (("killed", 1), ("whole", 0)):
+        run_program("train_gpt2.py", *FAST, "-x", last, "-v", 0, "-s", 0, "-n", last, "-o", name, "-y", resume)
+    for name in ("main.log", os.path.basename(t.checkpoint_paths("", last)[0]), os.path.basename(t.checkpoint_paths("", last)[1])):
+        assert (workplace / "killed" / name).read_bytes() == (workplace / "whole" / name).read_bytes(), name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# settings, schedules, data
+
+
+def test_schedules():
+    def rates(**settings):
+        settings = t.Settings(learning_rate=1.0, steps=10, **settings)
+        return [round(t.learning_rate_at(settings, step), 4) for step in range(10)]
+
+    assert rates() == [1.0] * 10
+    assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates(schedule="linear", final_fraction=0.5) == [1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55]
+    cosine = rates(schedule="cosine", warmup_steps=2)
+    assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == 0.5 and cosine == cosine[:1] + sorted(cosine[1:], reverse=True)
+    assert rates(schedule="wsd", final_fraction=0.0) == [1.0] * 9 + [round(1 - 0.5**0.5, 4)]
+
+
+def test_clipping_and_accumulation_reach_the_update(workplace):
+    plain, clipped, accumulated = (train("-x", 3, "-v", 0, "-s", 0, *flags) for flags in ((), ("--grad_clip", 0.01), ("-d", 64)))
+    assert losses_and_samples(plain) != losses_and_samples(accumulated)
+    assert plain.count("train loss") == clipped.count("train loss") == 3
+    train("-x", 1, "-v", 0, "-s", 0, "-n", 1, "-o", "run", "--grad_clip", 0.01)
+    m = t.allocate(t.parameter_table(SMALL))
+    t.read_optimizer_state("run/state_00000001_00000.bin", SMALL, (m, t.allocate(t.parameter_table(SMALL))), None)
+    assert np.linalg.norm(t.flat(m)) == pytest.approx(0.01 * 0.1, rel=1e-4), "m = (1 - beta1) * clipped gradient"
+
+
+def test_help_groups_flags_and_shows_defaults():
+    text = run_program("train_gpt2.py", "--help", COLUMNS="200").stdout
+    for words in ("files:", "batch:", "optimizer:", "reports:", "checkpoints:", "-b N, --batch_size N", "(default: 0.0001)"):
+        assert words in text
+
+
+def test_loader_wraps_as_llm_c_does(tmp_path):
+    t.write_tokens(tmp_path / "a.bin", [np.arange(25)], 25)
+    loader = t.DataLoader([tmp_path / "a.bin"], 25, 2, 4)
+    assert loader.num_batches == 3
+    starts = []
+    for _ in range(5):
+        x, y = loader.next_batch()
+        assert x.shape == y.shape == (2, 4) and np.array_equal(y, x + 1)
+        starts.append(x[0, 0])
+    assert starts == [0, 8, 16, 0, 8]
+    t.write_tokens(tmp_path / "a.bin", [np.arange(24)], 24)  # the third batch has no last target any more
+    loader = t.DataLoader([tmp_path / "a.bin"], 25, 2, 4)
+    assert loader.num_batches == 3 and [loader.next_batch()[0][0, 0] for _ in range(3)] == [0, 8, 0]
+
+
+def test_spread_rows_cover_the_data_once(tmp_path):
+    t.write_tokens(tmp_path / "a.bin", [np.arange(25)], 25)
+    loader = t.DataLoader([tmp_path / "a.bin"], 25, 2, 4, spread=True)
+    batches = [loader.next_batch()[0] for _ in range(4)]
+    assert [batch[:, 0].tolist() for batch in batches] == [[0, 12], [4, 16], [8, 20], [0, 12]]
+
+
+def test_shards_follow_one_another(workplace):
+    for i in range(3):
+        t.write_tokens(f"data/many_train_{i}.bin", [np.full(20, i)], 20, "uint16")
+    t.write_tokens("data/many_val_0.bin", [np.full(20, 9)], 20)
+    train_paths, val_paths = t.data_paths(t.Settings(data="data/many_train_*.bin"))
+    assert [os.path.basename(path) for path in train_paths] == [f"many_train_{i}.bin" for i in range(3)]
+    assert val_paths == ["data/many_val_0.bin"]
+    loader = t.DataLoader(train_paths, SMALL.V, 2, 4)
+    assert [loader.next_batch()[0][0, 0] for _ in range(8)] == [0, 0, 1, 1, 2, 2, 0, 0]
+    loader.seek(2, 1)
+    assert [loader.next_batch()[0][0, 0] for _ in range(2)] == [2, 0]
+    assert t.data_paths(t.Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
+
+
+def test_importing_starts_nothing():
+    code = "import threading, train_gpt2; assert threading.active_count() == 1; print(sorted(m for m in sys.modules if m in " \
+           "('torch', 'tiktoken', 'tqdm', 'requests')))"
+    assert run_done(code) == "[]\n"
+
+
+def run_done(code):
+    return subprocess.run([sys.executable, "-c", "import sys; " + code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
