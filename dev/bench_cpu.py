@@ -2,16 +2,19 @@
 make bench: one training step (forward, backward, AdamW) of GPT-2 124M on the CPU, this trainer beside PyTorch.
 
     python dev/bench_cpu.py
-    python dev/bench_cpu.py --readme README.md     # also puts the table between the markers there
+    python dev/bench_cpu.py --readme               # also puts the table into README.md
 
-Every row is a process of its own: the same model, batch and number of threads, random tokens, two steps of warm-up, then the
-median step. "products" is the floor: the step's matrix products alone, in NumPy, on the same buffers, in the same process.
-Nothing else should run meanwhile.
+The same model, batch and number of threads, random tokens, each contender in a process of its own. They take turns, a few
+steps each, so that a machine whose speed drifts is the same to all; the figure is the median step. "products" is the floor:
+the step's matrix products alone, in NumPy, on the model's own buffers, in the same process. PyTorch runs twice as its users
+write it (export_weights.py's model, AdamW with its defaults; eager and torch.compile) and once at its best (torch.compile,
+flash attention, fused AdamW). Nothing else should run meanwhile.
 """
 
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -29,25 +32,39 @@ import numpy as np
 from tqdm import tqdm
 
 import train_gpt2
-from train_gpt2 import Config, GPT2, Settings, UserError, allocate, flat, layer, parameter_table, replacing, run_main
+from readme import put_between_markers
+from train_gpt2 import Config, GPT2, Settings, UserError, allocate, flat, layer, parameter_table, run_main
 
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
-MAIN = (4, 64)
-OTHERS = ((1, 64), (16, 64), (4, 256))
-NAMES = {"numpy": "train_gpt2.py", "eager": "PyTorch, eager", "compile": "PyTorch, torch.compile"}
+NAMES = {
+    "numpy": "train_gpt2.py",
+    "eager": "PyTorch, eager",
+    "compile": "PyTorch, torch.compile",
+    "best": "PyTorch, torch.compile, flash, fused AdamW",
+}
+JOBS = {(4, 64): tuple(NAMES), (1, 64): ("numpy", "eager", "best"), (16, 64): ("numpy", "eager", "best"),
+        (4, 256): ("numpy", "eager", "best")}
+WARMUP, TURN = 2, 3  # steps
 
 # ----------------------------------------------------------------------------------------------------------------------
-# workers: each prints one line of JSON
+# workers: a process that takes a turn for each line on its stdin, and answers with a line of JSON
 
 
-def time_calls(call, repeats):
-    """Median seconds of call() after two calls of warm-up."""
-    seconds = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
+def serve_turns(calls):
+    """calls: {name: function}. For each turn: {name: [seconds of each call]}, and the process's peak memory so far."""
+    for turn in itertools.count():
+        if not sys.stdin.readline():
+            return
+        seconds = {}
+        for name, call in calls.items():
+            for _ in range(0 if turn else WARMUP):
+                call()
+            seconds[name] = []
+            for _ in range(TURN):
+                start = time.perf_counter()
+                call()
+                seconds[name].append(time.perf_counter() - start)
+        print(json.dumps({**seconds, "peak": peak_memory()}), flush=True)
 
 
 def random_batch(B, T):
@@ -89,31 +106,29 @@ def matrix_products(model, B, T):
     linear(acts.lnf, acts.logits, params.wte[:V], grads.wte[:V], scratch.dbranch)
 
 
-def worker_numpy(B, T, repeats):
+def numpy_calls(B, T):
     model, settings = GPT2(GPT2_124M, random_parameters()), Settings(B=B, T=T)
     model.allocate_activations(B, T)
     model.allocate_training(B, T)
     x, y = random_batch(B, T)
-    counter = iter(range(1, 1000))
+    counter = itertools.count(1)
 
     def step():
         model.forward(x, y)
         model.backward()
         model.update(settings, settings.learning_rate, next(counter))
 
-    seconds, peak = time_calls(step, repeats), peak_memory()
-    model.scratch = train_gpt2.views(train_gpt2.scratch_table(GPT2_124M, B, T), model.scratch.buffer)
-    return dict(seconds=seconds, peak=peak, products=time_calls(lambda: matrix_products(model, B, T), repeats))
+    return {"step": step, "products": lambda: matrix_products(model, B, T)}
 
 
-def worker_pytorch(B, T, repeats, compiled):
+def pytorch_calls(B, T, compiled, best):
     import torch
 
     from export_weights import ADAMW, adamw, to_reference
 
     torch.set_num_threads(train_gpt2.THREADS)
-    model = to_reference(GPT2_124M, random_parameters(), flash=True)
-    optimizer = adamw(model, ADAMW, fused=True)
+    model = to_reference(GPT2_124M, random_parameters(), flash=best)
+    optimizer = adamw(model, ADAMW, **({"fused": True} if best else {}))
     step_model = torch.compile(model) if compiled else model
     x, y = (torch.from_numpy(ids).long() for ids in random_batch(B, T))
 
@@ -123,7 +138,7 @@ def worker_pytorch(B, T, repeats, compiled):
         loss.backward()
         optimizer.step()
 
-    return dict(seconds=time_calls(step, repeats), peak=peak_memory())
+    return {"step": step}
 
 
 def peak_memory():
@@ -131,10 +146,8 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def run_worker(name, B, T, repeats):
-    if name == "numpy":
-        return worker_numpy(B, T, repeats)
-    return worker_pytorch(B, T, repeats, compiled=name == "compile")
+def run_worker(name, B, T):
+    serve_turns(numpy_calls(B, T) if name == "numpy" else pytorch_calls(B, T, compiled=name != "eager", best=name == "best"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,59 +173,68 @@ def describe_machine():
     ]
 
 
-def measure(repeats):
-    """{(backend, B, T): result of its worker}."""
-    jobs = [("numpy", *MAIN), ("eager", *MAIN), ("compile", *MAIN)]
-    jobs += [(name, *shape) for shape in OTHERS for name in ("numpy", "eager")]
+def measure(turns):
+    """{(contender, B, T): {"step": median seconds, "products": ..., "peak": bytes}}."""
     results = {}
-    with tqdm(jobs, unit="row", leave=False) as bar:
-        for name, B, T in bar:
-            bar.set_description(f"{NAMES[name]}, B={B} T={T}")
-            command = [sys.executable, __file__, "--worker", name, "--shape", str(B), str(T), "--repeats", str(repeats)]
-            child = subprocess.run(command, capture_output=True, text=True)
-            if child.returncode:
-                raise UserError(f"{NAMES[name]} at B={B} T={T} failed: {(child.stderr.strip() or 'no message').splitlines()[-1]}")
-            results[name, B, T] = json.loads(child.stdout.splitlines()[-1])
+    with tqdm(total=turns * sum(map(len, JOBS.values())), unit="turn", leave=False) as bar:
+        for (B, T), names in JOBS.items():
+            workers = {name: start_worker(name, B, T) for name in names}
+            answers = {name: [] for name in names}
+            for _ in range(turns):
+                for name, worker in workers.items():
+                    bar.set_description(f"{NAMES[name]}, B={B} T={T}")
+                    answers[name].append(take_turn(name, worker))
+                    bar.update()
+            for name, worker in workers.items():
+                worker.communicate()
+                calls = [call for call in answers[name][0] if call != "peak"]
+                medians = {call: statistics.median(s for answer in answers[name] for s in answer[call]) for call in calls}
+                results[name, B, T] = {**medians, "peak": answers[name][0]["peak"]}
     return results
+
+
+def start_worker(name, B, T):
+    command = [sys.executable, __file__, "--worker", name, "--shape", str(B), str(T)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def take_turn(name, worker):
+    try:
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+        return json.loads(worker.stdout.readline())
+    except (OSError, ValueError):
+        message = worker.communicate()[1].strip() or f"exit status {worker.wait()}"
+        raise UserError(f"{NAMES[name]} failed: {message.splitlines()[-1]}") from None
 
 
 def make_table(results):
     lines = ["| GPT-2 124M, float32 | B | T | seconds a step | tokens/s | peak memory | matrix products alone | step / products |",
              "|---|---|---|---|---|---|---|---|"]
     for (name, B, T), r in results.items():
-        products = f"{r['products']:.3f} s | {r['seconds'] / r['products']:.2f}" if "products" in r else "|"
-        lines.append(f"| {NAMES[name]} | {B} | {T} | {r['seconds']:.3f} | {B * T / r['seconds']:.0f} | {r['peak'] / 2**30:.2f} GiB"
+        products = f"{r['products']:.3f} s | {r['step'] / r['products']:.2f}" if "products" in r else "|"
+        lines.append(f"| {NAMES[name]} | {B} | {T} | {r['step']:.3f} | {B * T / r['step']:.0f} | {r['peak'] / 2**30:.2f} GiB"
                      f" | {products} |")
     return lines
 
 
-def update_readme(path, text):
-    """Put the table between the markers of a README."""
-    begin, end = "<!-- bench_cpu begin -->", "<!-- bench_cpu end -->"
-    with open(path, encoding="utf-8") as f:
-        before, rest = f.read().split(begin)
-    with replacing(path) as f:
-        f.write(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}".encode())
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=10, help="timed steps of each row")
-    parser.add_argument("--readme", help="file to put the table into, between its markers")
+    parser.add_argument("--turns", type=int, default=3, help=f"turns of {TURN} steps for each contender")
+    parser.add_argument("--readme", action="store_true", help="put the table into README.md, between its markers")
     parser.add_argument("--worker", choices=tuple(NAMES), help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.repeats < 1:
-        raise UserError(f"--repeats {args.repeats}: expected at least 1")
+    if args.turns < 1:
+        raise UserError(f"--turns {args.turns}: expected at least 1")
     if args.worker:
-        print(json.dumps(run_worker(args.worker, *args.shape, args.repeats)))
-        return
+        return run_worker(args.worker, *args.shape)
     machine = describe_machine()
     print("\n".join(machine))
-    table = make_table(measure(args.repeats))
+    table = make_table(measure(args.turns))
     print("\n".join(table))
     if args.readme:
-        update_readme(args.readme, "\n".join([*machine, "", *table]))
+        put_between_markers("bench_cpu", "\n".join([*machine, "", *table]))
 
 
 if __name__ == "__main__":

@@ -280,3 +280,15 @@ def test_importing_starts_nothing():
 
 def run_done(code):
     return subprocess.run([sys.executable, "-c", "import sys; " + code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_readme_markers(tmp_path):
+    import readme
+
+    (tmp_path / "R.md").write_text("a\n<!-- x begin -->\nold\n<!-- x end -->\nb\n")
+    readme.put_between_markers("x", "new", tmp_path / "R.md")
+    assert (tmp_path / "R.md").read_text() == "a\n<!-- x begin -->\nnew\n<!-- x end -->\nb\n"
+    with pytest.raises(t.UserError, match="markers"):
+        readme.put_between_markers("y", "new", tmp_path / "R.md")
+    text = "start\n" + "".join(f"step {i}: x\n" for i in range(9)) + "end\n"
+    assert readme.shorten(text, 1) == "start\nstep 0: x\n...\nstep 8: x\nend"

@@ -1,0 +1,68 @@
+"""
+Put what the README's commands truly print between its markers.
+
+    python dev/readme.py train      # runs make train, three minutes
+    python dev/readme.py test       # runs test_gpt2.py on gpt2_d12.bin, two minutes
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+sys.path.insert(0, ROOT)
+
+from train_gpt2 import UserError, replacing, run_main
+
+README = os.path.join(ROOT, "README.md")
+
+
+def put_between_markers(name, text, path=README):
+    """Replace what stands between `<!-- NAME begin -->` and `<!-- NAME end -->`."""
+    begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
+    with open(path, encoding="utf-8") as f:
+        before, _, rest = f.read().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise UserError(f"{path}: the markers {begin} and {end} are not in it")
+    with replacing(path) as f:
+        f.write(f"{before}{begin}\n{text}\n{end}{after}".encode())
+
+
+def output_of(command):
+    """What a command prints; raises UserError when it fails."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace')}")
+    return done.stdout.decode(errors="replace")
+
+
+def shorten(text, keep=2):
+    """Of every run of step lines, the first and last few."""
+    lines, steps = [], []
+    for line in [*text.rstrip().split("\n"), None]:
+        if line is not None and line.startswith(("step ", "iteration ")):
+            steps.append(line)
+            continue
+        lines += steps if len(steps) <= 2 * keep else [*steps[:keep], "...", *steps[-keep:]]
+        steps = []
+        if line is not None:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("section", choices=("train", "test"))
+    section = parser.parse_args().section
+    if section == "train":
+        output = shorten(output_of(["make", "-s", "train", f"PYTHON={sys.executable}"]))
+    else:
+        output = output_of([sys.executable, "test_gpt2.py", "--model", "gpt2_d12.bin", "--state", "gpt2_d12_debug_state.bin"]).rstrip()
+    put_between_markers({"train": "make_train", "test": "test_gpt2"}[section], f"```\n{output}\n```")
+    print(output)
+
+
+if __name__ == "__main__":
+    run_main(main)
