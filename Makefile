@@ -13,10 +13,10 @@ help:
 	@echo "make test        parity with PyTorch on small models, formats, errors: under two minutes"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64: some minutes, 12 GB of memory"
 	@echo "make bench       step time and memory against PyTorch on this machine"
-	@echo "make clean       remove the small model, its data and its run (.venv stays)"
+	@echo "make clean       remove what make train made (.venv stays)"
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
-train: $(ENVIRONMENT) data/pystdlib_val.bin gpt2_d4.bin
+train: $(ENVIRONMENT) data/pystdlib_train.bin gpt2_d4.bin
 	$(PYTHON) $(TRAINER) -e gpt2_d4.bin -i data/pystdlib --tokenizer bytes_tokenizer.bin -b 16 -t 64 -x $(STEPS) --spread 1 \
 	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
 
@@ -32,10 +32,10 @@ bench: $(ENVIRONMENT)
 clean:
 	rm -f gpt2_d4.bin gpt2_d4_bf16.bin gpt2_d4_debug_state.bin bytes_tokenizer.bin data/pystdlib_train.bin data/pystdlib_val.bin
 
-data/pystdlib_val.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
+data/pystdlib_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
 	$(PYTHON) prepro_pystdlib.py
 
-gpt2_d4.bin: export_weights.py data/pystdlib_val.bin | $(ENVIRONMENT)
+gpt2_d4.bin: export_weights.py data/pystdlib_train.bin | $(ENVIRONMENT)
 	$(PYTHON) export_weights.py --model d4 --vocabulary bytes --input data/pystdlib_val.bin
 
 .venv/installed: requirements.txt

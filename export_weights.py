@@ -23,6 +23,7 @@ import functools
 import json
 import math
 import os
+import sys
 import time
 
 import numpy as np
@@ -227,6 +228,9 @@ def read_hf_folder(folder):
                 raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}: not a GPT-2 that this project trains")
         if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
             raise UserError(f"{config_path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
+        for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
+            if type(hf[key]) is not int:
+                raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected a whole number")
         V = hf["vocab_size"]
         config = Config(maxT=hf["n_positions"], V=V, L=hf["n_layer"], NH=hf["n_head"], C=hf["n_embd"], Vp=padded(V))
         if min(dataclasses.astuple(config)) < 1 or config.C % config.NH:
@@ -244,15 +248,22 @@ def read_hf_folder(folder):
     head = state.get("lm_head.weight")
     if head is not None and not torch.equal(head, state.get("wte.weight", torch.empty(0))):
         raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
-    params = allocate(parameter_table(config))
-    for name, module_name, view in named_slices(config, params):
+
+    def fetch(module_name, shape, transposed=False):
         if module_name not in state:
             raise UserError(f"{weights_path}: tensor {module_name} is missing")
         tensor = state[module_name].float().numpy()
-        tensor = tensor.T if name in TRANSPOSED else tensor
-        if tensor.shape != view.shape:
-            raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {view.shape} from config.json")
-        view[:] = tensor
+        tensor = tensor.T if transposed else tensor
+        if tensor.shape != shape:
+            raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {shape} from config.json")
+        return tensor
+
+    fetch("wte.weight", (config.V, config.C))  # all sizes are seen in these three, before anything is allocated
+    fetch("wpe.weight", (config.maxT, config.C))
+    fetch(f"h.{config.L - 1}.ln_1.weight", (config.C,))
+    params = allocate(parameter_table(config))
+    for name, module_name, view in named_slices(config, params):
+        view[:] = fetch(module_name, view.shape, name in TRANSPOSED)
     check_finite(weights_path, params, "download or save it again")
     return config, params
 
@@ -365,9 +376,8 @@ def make_debug_state(config, params, x, y, iterations, report=None):
     return state, model
 
 
-def write_files(args, config, params, label, x, y):
+def write_files(args, config, params, label, x, y, encoding):
     """All that the trainers and the tests read; returns the reference after its training steps."""
-    encoding = vocabulary_of(config)
     tokenizer_path = os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin") if encoding else None
     prefix = os.path.join(args.output_dir, f"gpt2_{label}")
     make_directory(args.output_dir)
@@ -390,7 +400,8 @@ def run_benchmark(args, config, params, x, y):
     torch.backends.cuda.matmul.allow_tf32 = bool(args.tensorcores)
     model = to_reference(config, params, bool(args.flash)).to(device)
     step_model = torch.compile(model) if args.compile else model
-    autocast = functools.partial(torch.autocast, torch.device(device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    dtype = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[args.dtype]
+    autocast = functools.partial(torch.autocast, torch.device(device).type, dtype, enabled=dtype is not None)
     x, y = (torch.from_numpy(ids).long().to(device) for ids in (x, y))
     if args.inference_only:
         run_inference(step_model, x, y, args.num_iterations, autocast)
@@ -404,8 +415,12 @@ def print_iteration(iteration, loss, seconds):
 
 
 def vocabulary_of(config):
-    """The tiktoken.Encoding with the model's vocabulary, None when there is none of that size."""
-    return next((load_encoding(name) for name, V in VOCABULARIES.items() if V == config.V), None)
+    """The tiktoken.Encoding with the model's vocabulary; None when there is none of that size, or, with a warning, to be had."""
+    try:
+        return next((load_encoding(name) for name, V in VOCABULARIES.items() if V == config.V), None)
+    except UserError as error:
+        print(f"warning: no tokenizer file and no sample: {error}", file=sys.stderr)
+        return None
 
 
 def print_sample(model, encoding):
@@ -445,7 +460,8 @@ def parse_arguments():
     group.add_argument("--sequence_length", type=int, default=64, help="T")
     group = parser.add_argument_group("benchmark", "for --write_tensors 0: files always come from a float32 run on the CPU")
     group.add_argument("--inference_only", type=int, choices=(0, 1), default=0, help="1: forward passes only")
-    group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
+    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                       help="bfloat16, float16: autocast")
     group.add_argument("--compile", type=int, choices=(0, 1), default=0, help="torch.compile")
     group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0, help="TF32 matrix products on a GPU")
     group.add_argument("--flash", type=int, choices=(0, 1), default=0, help="F.scaled_dot_product_attention")
@@ -471,8 +487,14 @@ def main():
         raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
     x, y = first_batch(args.input, config.V, B, T)
     print(f"model {args.model}: {config.describe()}, PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
-    model = write_files(args, config, params, label, x, y) if args.write_tensors else run_benchmark(args, config, params, x, y)
     encoding = vocabulary_of(config)
+    if args.write_tensors:
+        model = write_files(args, config, params, label, x, y, encoding)
+    else:
+        try:
+            model = run_benchmark(args, config, params, x, y)
+        except RuntimeError as error:  # no C++ compiler for --compile, a GPU out of memory
+            raise UserError(f"PyTorch: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
     if encoding:
         print_sample(model, encoding)
 

@@ -73,12 +73,12 @@ def file_hash(path, algorithm):
 
 
 def read_input(path):
-    """The bytes of the file that --input names."""
+    """The bytes of a text."""
     try:
         with open(path, "rb") as f:
             return f.read()
     except OSError as error:
-        raise UserError(f"--input {path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def save_tokens(path, pieces, count, format):

@@ -14,7 +14,7 @@ import sysconfig
 
 import numpy as np
 
-from prepro import load_encoding, make_parser, save_split
+from prepro import load_encoding, make_parser, read_input, save_split
 from train_gpt2 import run_main
 
 LIMIT = 4 * 1024 * 1024  # tokens in all
@@ -36,13 +36,12 @@ def main():
     args = parser.parse_args()
     encoding, pieces, total = load_encoding("bytes"), [], 0
     for path in source_files(sysconfig.get_path("stdlib")):
-        with open(path, "rb") as f:
-            text = f.read().decode("utf-8", errors="replace")
+        text = read_input(path).decode("utf-8", errors="replace")
         pieces.append(np.array([encoding.eot_token, *encoding.encode(text, disallowed_special=())], np.int32))
         total += len(pieces[-1])
         if total >= LIMIT:
             break
-    save_split(args.output, np.concatenate(pieces)[:LIMIT], VAL_TOKENS, args.format)
+    save_split(args.output, np.concatenate([*pieces, []])[:LIMIT], VAL_TOKENS, args.format)
 
 
 if __name__ == "__main__":

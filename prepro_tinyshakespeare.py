@@ -32,7 +32,7 @@ def main():
     try:
         text = read_input(path).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"--input {path}: not UTF-8 text (byte {error.start})") from None
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
     text = EOT + text.replace("\n\n", "\n\n" + EOT)
     save_split(args.output, load_encoding("gpt2").encode(text, allowed_special={EOT}), VAL_TOKENS, args.format)
 

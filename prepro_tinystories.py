@@ -9,11 +9,15 @@ seed 1337 + shard, so that the same archive always gives the same files. Shards 
 --input DIR takes a directory of data*.json shards that is already there.
 """
 
+import array
 import glob
 import json
 import multiprocessing
 import os
 import random
+import re
+import shutil
+import signal
 import tarfile
 
 import numpy as np
@@ -22,7 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from tqdm import tqdm
 
 from prepro import file_hash, load_encoding, make_parser, reason, save_tokens
-from train_gpt2 import UserError, make_directory, run_main
+from train_gpt2 import UserError, make_directory, replacing, run_main
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 
@@ -31,11 +35,13 @@ def fetch_shards(directory):
     """Download the archive through huggingface_hub's cache, check its SHA-256 against the hub's record, unpack the shards."""
     try:
         path = hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset")
-        record = HfApi().get_paths_info(REPOSITORY, ARCHIVE, repo_type="dataset")[0]
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, IndexError) as error:
+        expected = os.path.basename(os.path.realpath(path))  # the cache names a large file by the hub's SHA-256 of it ...
+        if not re.fullmatch("[0-9a-f]{64}", expected):  # ... where there are symbolic links
+            expected = HfApi().get_paths_info(REPOSITORY, ARCHIVE, repo_type="dataset")[0].lfs.sha256
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, IndexError, AttributeError) as error:
         raise UserError(f"{REPOSITORY}/{ARCHIVE}: the download failed ({reason(error)}); fetch and unpack it by other means"
                         " and pass --input DIR") from None
-    expected, found = record.lfs and record.lfs.sha256, file_hash(path, "sha256")
+    found = file_hash(path, "sha256")
     if found != expected:
         raise UserError(f"{path}: SHA-256 {found}, expected {expected}: the download is damaged; remove the file and try again")
     unpacked = f"{directory}.tmp"  # renamed when complete
@@ -44,7 +50,8 @@ def fetch_shards(directory):
         with tarfile.open(path) as archive:
             members = [member for member in archive if member.isfile() and member.name.endswith(".json")]
             for member in tqdm(members, desc="unpacking", unit="shard"):
-                archive.extract(member, unpacked, filter="data")
+                with replacing(os.path.join(unpacked, os.path.basename(member.name))) as f:
+                    shutil.copyfileobj(archive.extractfile(member), f)
         os.rename(unpacked, directory)
     except (OSError, tarfile.TarError) as error:
         raise UserError(f"{path}: cannot be unpacked into {directory} ({reason(error)})") from None
@@ -68,11 +75,15 @@ def tokenize_shard(job):
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: expected a JSON list of objects with a 'story' text, found: {error!r}") from None
     random.Random(1337 + shard).shuffle(stories)
-    tokens = []
+    tokens = array.array("H")
     for story in stories:
         tokens.append(encoding.eot_token)
-        tokens += encoding.encode_ordinary(story)
-    return np.array(tokens, np.uint16)
+        tokens.extend(encoding.encode_ordinary(story))
+    return np.array(tokens)
+
+
+def leave_interruptions_to_the_parent():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def main():
@@ -90,7 +101,7 @@ def main():
             fetch_shards(directory)
     paths = find_shards(directory)
     load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
-    with multiprocessing.get_context("spawn").Pool(min(args.processes, len(paths))) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(args.processes, len(paths)), leave_interruptions_to_the_parent) as pool:
         jobs = pool.imap(tokenize_shard, enumerate(paths))  # in order, whoever is done first
         shards = list(tqdm(jobs, total=len(paths), desc="tokenizing", unit="shard"))
     for split, chosen in (("val", shards[:1]), ("train", shards[1:])):

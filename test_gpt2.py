@@ -17,11 +17,12 @@ with the model's channels in another order, which changes nothing but the roundi
 import argparse
 import sys
 
+import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
+
 import numpy as np
 import pytest
 import torch
 
-import train_gpt2
 from export_weights import ADAMW, VOCABULARIES, collect_gradients, make_debug_state, overfit, random_model, to_reference
 from train_gpt2 import (
     GPT2,
@@ -120,8 +121,9 @@ def climb(model_path, state_path, backend="numpy"):
     errors, okay = {}, True
     for name, reference in exact.items():
         errors[name] = own_error(recorded[name], reference)
-        if not errors[name] <= 1e-3 * np.abs(reference).max():
-            print(f"{name:<12} the debug state itself is off by {errors[name]:.3e}: it was not computed in float32  FAIL")
+        if not errors[name] <= 1e-4 * np.abs(reference).max():
+            print(f"{name:<12} the debug state itself is off by {errors[name]:.3e}: was it computed in float32, from these very"
+                  " weights and not their bfloat16 copy?  FAIL")
             okay = False
     for seed in range(3):
         reordered = run_reference(config, reorder_channels(config, params, seed), x, y, steps, settings, torch.float32)

@@ -26,7 +26,9 @@ specification.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import glob
+import io
 import itertools
 import math
 import os
@@ -76,6 +78,8 @@ class UserError(Exception):
 def run_main(main):
     """Run `main()`; turn what a user can cause into one line and an exit status, never a traceback."""
     program = os.path.basename(sys.argv[0])
+    if sys.stdout is None:  # started with stdout closed
+        sys.stdout = open(os.devnull, "w")
     try:
         sys.exit(main())
     except UserError as error:
@@ -85,8 +89,10 @@ def run_main(main):
     except KeyboardInterrupt:
         print(f"\n{program}: interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # `... | head` closed our stdout: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # that is `... | head`, which nobody needs to hear about
+            print(f"{program}: error: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer has nowhere to go
         sys.exit(1)
 
 
@@ -105,20 +111,25 @@ class Settings:
     """What one training run does. The defaults are llm.c's CPU program of April 2024."""
 
     model: str = option("gpt2_124M.bin", "-e", group="files", help="model checkpoint to start from")
-    data: str = option("data/tiny_shakespeare", "-i", group="files", help="token files: a prefix that _train.bin and _val.bin are added to, or the path or quoted glob of training shards")  # noqa: E501
-    val_data: str = option("", "-j", group="files", help="validation tokens, path or quoted glob (default: made from -i)")
+    data: str = option("data/tiny_shakespeare", "-i", group="files",
+                       help="token files: a prefix to _train.bin and _val.bin, or the path or quoted glob of training shards")
+    val_data: str = option("", "-j", group="files", help="validation tokens, path or quoted glob (made from -i if not given)")
     tokenizer: str = option("gpt2_tokenizer.bin", group="files", help="tokenizer that prints the samples")
-    output: str = option("", "-o", group="files", help="log file when it ends in .log, else a directory for main.log and checkpoints")  # noqa: E501
+    output: str = option("", "-o", group="files",
+                         help="log file when it ends in .log, else a directory for main.log and checkpoints")
 
     B: int = option(4, "-b", "--batch_size", group="batch", help="sequences in a batch, B")
     T: int = option(64, "-t", "--sequence_length", group="batch", help="tokens in a sequence, T")
-    total_batch_size: int = option(0, "-d", group="batch", help="tokens in an update, a multiple of B*T: gradients of several batches are averaged (0: B*T)")  # noqa: E501
-    spread: int = option(0, group="batch", help="1: each row of a training batch reads on in its own part of the data, so that a batch is varied", choices=(0, 1))  # noqa: E501
+    total_batch_size: int = option(0, "-d", group="batch",
+                                   help="tokens in an update, a multiple of B*T: averages several batches' gradients (0: B*T)")
+    spread: int = option(0, group="batch", choices=(0, 1),
+                         help="1: each row of a training batch reads in its own part of the data, so that a batch is varied")
     steps: int = option(41, "-x", group="batch", help="number of updates")
 
     learning_rate: float = option(1e-4, "-l", group="optimizer", help="peak learning rate")
     warmup_steps: int = option(0, "-u", group="optimizer", help="steps of linear warm-up")
-    schedule: str = option("constant", "-k", group="optimizer", help="learning rate after the warm-up", choices=("constant", "cosine", "linear", "wsd"))  # noqa: E501
+    schedule: str = option("constant", "-k", group="optimizer", choices=("constant", "cosine", "linear", "wsd"),
+                           help="learning rate after the warm-up")
     final_fraction: float = option(0.0, "-q", group="optimizer", help="learning rate at the end, as a fraction of the peak")
     beta1: float = option(0.9, group="optimizer", help="AdamW: decay of the first moment")
     beta2: float = option(0.999, group="optimizer", help="AdamW: decay of the second moment")
@@ -130,11 +141,15 @@ class Settings:
     val_every: int = option(10, "-v", group="reports", help="validate every that many steps (0: never)")
     val_batches: int = option(5, "-m", group="reports", help="validation batches, at most")
     sample_every: int = option(20, "-s", group="reports", help="generate text every that many steps (0: never)")
-    sample_tokens: int = option(64, "-g", group="reports", help="tokens in a sample, the first (end of text) included; the model sees the last T")
-    final_reports: int = option(0, group="reports", help="1: validate and sample after the last update too", choices=(0, 1))
+    sample_tokens: int = option(64, "-g", group="reports",
+                                help="tokens in a sample, the first (end of text) included; the model sees the last T")
+    final_reports: int = option(0, group="reports", choices=(0, 1),
+                                help="1: validate and sample after the last update, also when it is no multiple of -v and -s")
 
-    checkpoint_every: int = option(0, "-n", group="checkpoints", help="save every that many updates, and after the last (0: never)")  # noqa: E501
-    resume: int = option(0, "-y", group="checkpoints", help="1: continue from the newest complete checkpoint in -o", choices=(0, 1))  # noqa: E501
+    checkpoint_every: int = option(0, "-n", group="checkpoints",
+                                   help="save every that many updates, and after the last (0: never)")
+    resume: int = option(0, "-y", group="checkpoints", choices=(0, 1),
+                         help="1: continue from the newest complete checkpoint in -o")
 
     @property
     def output_dir(self):
@@ -149,14 +164,16 @@ class Settings:
     def check(self):
         """Raise UserError for a value that no run can have."""
         at_least = dict(B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, sample_every=0,
-                        sample_tokens=1, checkpoint_every=0, eps=0.0, weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
+                        sample_tokens=1, checkpoint_every=0, weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
         for name, least in at_least.items():
             value = getattr(self, name)
-            if not (value >= least and math.isfinite(value)):
-                raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}")
+            if not least <= value < 2**31 and not (isinstance(value, float) and least <= value < math.inf):
+                raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}, and below 2^31")
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected 0 <= {name} < 1")
+        if not np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0:  # 0/0 where a gradient has always been 0
+            raise UserError(f"{flag_of(self, 'eps')} {self.eps}: expected more than 0, in float32 (the default is 1e-8)")
         if not 0.0 <= self.final_fraction <= 1.0:
             raise UserError(f"{flag_of(self, 'final_fraction')} {self.final_fraction}: expected 0 to 1")
         if self.total_batch_size % (self.B * self.T):
@@ -185,7 +202,8 @@ def parse_settings(settings_class, description, argv=None):
         extra = dict(field.metadata)
         extra.pop("flags")
         group = extra.pop("group")
-        groups.setdefault(group, parser.add_argument_group(group))
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
         extra.setdefault("metavar", None if "choices" in extra else {int: "N", float: "X", str: "NAME"}[field.type])
         groups[group].add_argument(*field_flags(field), dest=field.name, type=field.type, default=field.default, **extra)
     settings = settings_class(**vars(parser.parse_args(argv)))
@@ -359,15 +377,15 @@ TRAILER_VERSION = 1  # of this project's addition to the debug state
 
 
 def open_input(path, mend):
-    """Open a file for reading, or raise UserError that ends in the command which makes such a file."""
+    """Open a file for reading, or raise UserError that ends in `mend`: how to come by such a file."""
     try:
         return open(path, "rb")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; make it with: {mend}") from None
+        raise UserError(f"{path}: no such file; {mend}") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: is a directory, expected a file; make it with: {mend}") from None
+        raise UserError(f"{path}: is a directory, expected a file; {mend}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); make it with: {mend}") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {mend}") from None
 
 
 @contextlib.contextmanager
@@ -383,6 +401,7 @@ def replacing(path):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+        sync_directory(os.path.dirname(path))
     except OSError as error:
         if error.errno is None:  # not the disk's: the errors of requests are OSErrors too
             raise
@@ -390,6 +409,16 @@ def replacing(path):
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+
+
+def sync_directory(path):
+    """See to it that a rename reaches the disk, where the file system has a way to ask for that."""
+    with contextlib.suppress(OSError, AttributeError):
+        descriptor = os.open(path or ".", os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def make_directory(path):
@@ -404,12 +433,12 @@ def read_header(f, magic, mend):
     data = f.read(HEADER_BYTES)
     kind = KINDS[magic]
     if len(data) < HEADER_BYTES:
-        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {HEADER_BYTES}-byte header; make it with: {mend}")
+        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {HEADER_BYTES}-byte header; {mend}")
     header = np.frombuffer(data, "<i4")
     if header[0] != magic:
         found = KINDS.get(int(header[0]))
         found = f"it is a {found} (magic {header[0]})" if found else f"magic {header[0]}"
-        raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); make it with: {mend}")
+        raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); {mend}")
     return header
 
 
@@ -425,7 +454,7 @@ def check_size(f, expected, what, mend):
     found = os.fstat(f.fileno()).st_size
     if found != expected:
         state = "cut short" if found < expected else "too long"
-        raise UserError(f"{f.name}: {found} bytes, expected {expected} for {what} ({state}); make it again with: {mend}")
+        raise UserError(f"{f.name}: {found} bytes, expected {expected} for {what} ({state}); {mend}")
 
 
 def read_into(f, array):
@@ -456,41 +485,41 @@ def chunks(array):
 # Model checkpoint: header [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, then the 16 tensors of parameter_table.
 # Version 1: float32, V rows in wte. Version 3: float32, Vp rows. Version 5: bfloat16, Vp rows.
 
-MODEL_MEND = "python export_weights.py"
+MODEL_MEND = "make it with: python export_weights.py"
 
 
-def read_config(f):
+def read_config(f, mend):
     """Version and Config from the header of an open model checkpoint, every field and the file's size checked."""
-    header = read_header(f, MODEL_MAGIC, MODEL_MEND)
+    header = read_header(f, MODEL_MAGIC, mend)
     version, maxT, V, L, NH, C, Vp = (int(x) for x in header[1:8])
     if version in (2, 4):
         raise UserError(f"{f.name}: version {version}, a mixed bfloat16 layout that llm.c used for three days in May 2024;"
-                        f" expected 1, 3 or 5; make it again with: {MODEL_MEND}")
+                        f" expected 1, 3 or 5; {mend}")
     if version not in (1, 3, 5):
-        raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5; make it again with: {MODEL_MEND}")
+        raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5; {mend}")
     if version == 1:
         Vp = V
     for name, value in dict(maxT=maxT, V=V, L=L, NH=NH, C=C, Vp=Vp).items():
         if value < 1:
-            raise UserError(f"{f.name}: header field {name} is {value}, expected at least 1; make it again with: {MODEL_MEND}")
+            raise UserError(f"{f.name}: header field {name} is {value}, expected at least 1; {mend}")
     if C % NH:
-        raise UserError(f"{f.name}: C={C} is not divisible by NH={NH}; make it again with: {MODEL_MEND}")
+        raise UserError(f"{f.name}: C={C} is not divisible by NH={NH}; {mend}")
     if Vp < V:
-        raise UserError(f"{f.name}: padded vocabulary Vp={Vp} is smaller than V={V}; make it again with: {MODEL_MEND}")
+        raise UserError(f"{f.name}: padded vocabulary Vp={Vp} is smaller than V={V}; {mend}")
     config = Config(maxT, V, L, NH, C, Vp)
     size = HEADER_BYTES + table_elements(parameter_table(config)) * (2 if version == 5 else 4)
-    check_size(f, size, f"version {version}, {config.describe()}", MODEL_MEND)
+    check_size(f, size, f"version {version}, {config.describe()}", mend)
     return version, config
 
 
-def read_model(path):
+def read_model(path, mend=MODEL_MEND):
     """Read a model checkpoint of version 1, 3 or 5.
 
     Returns (config, params): params is float32 with wte padded to Vp rows, whatever the version.
     Raises UserError for anything but a whole, finite, well-formed model.
     """
-    with open_input(path, MODEL_MEND) as f:
-        version, config = read_config(f)
+    with open_input(path, mend) as f:
+        version, config = read_config(f, mend)
         stored_rows = config.Vp
         if version == 1:
             config = dataclasses.replace(config, Vp=padded(config.V))
@@ -505,7 +534,7 @@ def read_model(path):
                 piece[:] = bf16_to_float32(bits)
             else:
                 read_into(f, piece)
-    check_finite(path, params, f"make it again with: {MODEL_MEND}")
+    check_finite(path, params, mend)
     params.wte[config.V :] = 0.0  # padding rows never take part, whatever a file holds there
     return config, params
 
@@ -544,7 +573,7 @@ def fingerprint(config, params):
 # This project's trailer follows: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32 [n] the losses of n
 # training steps on that batch. The header says so: [8] trailer version (0: none), [9] n, [10] CRC-32 of the weights.
 
-STATE_MEND = "python export_weights.py"
+STATE_MEND = "make it with: python export_weights.py"
 
 
 @dataclass
@@ -579,9 +608,9 @@ def read_debug_state(path, config, params):
         header = read_header(f, STATE_MAGIC, STATE_MEND)
         version, B, T = (int(x) for x in header[1:4])
         if version not in (1, 2):
-            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; make it again with: {STATE_MEND}")
+            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; {STATE_MEND}")
         if B < 1 or not 1 <= T <= config.maxT:
-            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; make it again with: {STATE_MEND}")
+            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; {STATE_MEND}")
         trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
         if trailer not in (0, TRAILER_VERSION) or n < 0:
             raise UserError(f"{path}: trailer version {trailer} with {n} losses, expected version {TRAILER_VERSION}")
@@ -590,7 +619,7 @@ def read_debug_state(path, config, params):
         size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + stored) + (40 + 4 * n if trailer else 0)
         check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", STATE_MEND)
         if trailer and crc != fingerprint(config, params):
-            raise UserError(f"{path}: belongs to another model: it was made from other weights; make both with: {STATE_MEND}")
+            raise UserError(f"{path}: belongs to another model: it was made from other weights; {STATE_MEND}")
 
         x, y = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
         logits, loss = np.empty((B, T, config.V), np.float32), np.empty(1, np.float32)
@@ -600,7 +629,7 @@ def read_debug_state(path, config, params):
             read_into(f, part)
         for ids in (x, y):
             if ids.min() < 0 or ids.max() >= config.V:
-                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; make it again with: {STATE_MEND}")
+                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {STATE_MEND}")
         state = DebugState(x, y, logits, float(loss[0]), grads)
         if trailer:
             settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
@@ -613,7 +642,7 @@ def read_debug_state(path, config, params):
 
 # Tokenizer: header [2] V [3] id of the end-of-text token (version 2), then for each id a length byte and the token's bytes.
 
-TOKENIZER_MEND = "python export_weights.py"
+TOKENIZER_MEND = "make it with: python export_weights.py"
 
 
 @dataclass
@@ -637,27 +666,29 @@ def read_tokenizer(path):
         header = read_header(f, TOKENIZER_MAGIC, TOKENIZER_MEND)
         version, V, eot = (int(x) for x in header[1:4])
         if version not in (1, 2):
-            raise UserError(f"{path}: tokenizer version {version}, expected 1 or 2; make it again with: {TOKENIZER_MEND}")
+            raise UserError(f"{path}: tokenizer version {version}, expected 1 or 2; {TOKENIZER_MEND}")
         eot = 50256 if version == 1 else eot
         data = f.read()
     if not 1 <= V <= len(data) or not 0 <= eot < V:
-        raise UserError(f"{path}: vocabulary of {V} and end of text {eot} in {len(data)} bytes; make it again with: {TOKENIZER_MEND}")
+        raise UserError(f"{path}: vocabulary of {V} and end of text {eot} in {len(data)} bytes; {TOKENIZER_MEND}")
     tokens, position = [], 0
     for id in range(V):
         length = data[position] if position < len(data) else 0
         token = data[position + 1 : position + 1 + length]
         if length == 0 or len(token) < length:
             found = "has length zero" if position < len(data) and length == 0 else "is cut short"
-            raise UserError(f"{path}: token {id} of {V} {found}; make it again with: {TOKENIZER_MEND}")
+            raise UserError(f"{path}: token {id} of {V} {found}; {TOKENIZER_MEND}")
         tokens.append(token)
         position += 1 + length
     if position != len(data):
-        raise UserError(f"{path}: {len(data) - position} bytes too many after {V} tokens; make it again with: {TOKENIZER_MEND}")
+        raise UserError(f"{path}: {len(data) - position} bytes too many after {V} tokens; {TOKENIZER_MEND}")
     return Tokenizer(tokens, eot)
 
 
 def write_tokenizer(path, tokens, eot, version=2):
-    """Write a tokenizer file; `tokens` is a list of bytes, each 1 to 255 long. Version 1 has no field for `eot`."""
+    """Write a tokenizer file; `tokens` is a list of bytes, each 1 to 255 long. Version 1 knows GPT-2's end of text alone."""
+    if version == 1 and eot != 50256:
+        raise UserError(f"{path}: end of text is token {eot}, which version 1 cannot say (it means 50256): write version 2")
     with replacing(path) as f:
         f.write(make_header(TOKENIZER_MAGIC, version, len(tokens), *([eot] if version == 2 else [])))
         for token in tokens:
@@ -666,7 +697,7 @@ def write_tokenizer(path, tokens, eot, version=2):
 
 # Token file: raw int32 (April), or a header [2] count and uint16 (HEAD). Readers tell the two apart by the magic.
 
-TOKENS_MEND = "python prepro_tinyshakespeare.py"
+TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (or the prepro script of your text)"
 
 
 def write_tokens(path, pieces, count, format="int32"):
@@ -696,16 +727,16 @@ def open_tokens(path, V, least=1):
             header = read_header(f, TOKENS_MAGIC, TOKENS_MEND)
             version, count = int(header[1]), int(header[2])
             if version != 1:
-                raise UserError(f"{path}: token file version {version}, expected 1; make it again with: {TOKENS_MEND}")
+                raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_MEND}")
             if count < 0:
-                raise UserError(f"{path}: header says {count} tokens; make it again with: {TOKENS_MEND}")
+                raise UserError(f"{path}: header says {count} tokens; {TOKENS_MEND}")
             check_size(f, HEADER_BYTES + 2 * count, f"{count} uint16 tokens", TOKENS_MEND)
             dtype, offset = "<u2", HEADER_BYTES
         else:
             if magic in KINDS:
-                raise UserError(f"{path}: it is a {KINDS[magic]} (magic {magic}), expected a token file; make one with: {TOKENS_MEND}")
+                raise UserError(f"{path}: it is a {KINDS[magic]} (magic {magic}), expected a token file; {TOKENS_MEND}")
             if size % 4:
-                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; make it again with: {TOKENS_MEND}")
+                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {TOKENS_MEND}")
             dtype, offset, count = "<i4", 0, size // 4
     if count < least:
         raise UserError(f"{path}: {count} tokens, expected at least {least} for one batch (B*T+1); take a smaller -b or -t, or more text")
@@ -721,7 +752,6 @@ def open_tokens(path, V, least=1):
 # at [30] shard index, at [32] sample index; this project adds [40] B [41] T [42] spread. Then m, v, and the master weights if
 # any, float32.
 
-OPTIMIZER_MEND = "python train_gpt2.py ... -o DIR -n STEPS"
 
 
 class Progress(NamedTuple):
@@ -734,7 +764,7 @@ class Progress(NamedTuple):
     batch: tuple  # (B, T, spread), which the place in the data depends on; (0, 0, 0) in a file of llm.c's
 
 
-def write_optimizer_state(path, config, moments, progress):
+def write_optimizer_state(path, moments, progress):
     """Write m and v with Vp rows for wte, and where the run stands."""
     header = make_header(OPTIMIZER_MAGIC, 1, 1)
     header[10] = progress.step
@@ -747,13 +777,13 @@ def write_optimizer_state(path, config, moments, progress):
             f.write(flat(tensors))
 
 
-def read_optimizer_state(path, config, moments, params):
+def read_optimizer_state(path, config, moments, params, mend="train again with: python train_gpt2.py ... -o DIR -n STEPS"):
     """Fill m and v, and params where the file has master weights (they are exact, a bfloat16 model file is not).
 
     Returns the Progress. Raises UserError for a state of another model.
     """
-    with open_input(path, OPTIMIZER_MEND) as f:
-        header = read_header(f, OPTIMIZER_MAGIC, OPTIMIZER_MEND)
+    with open_input(path, mend) as f:
+        header = read_header(f, OPTIMIZER_MAGIC, mend)
         version, processes, rank, master, shuffle = (int(x) for x in header[1:6])
         if version != 1 or processes != 1 or rank != 0 or master not in (0, 1):
             raise UserError(f"{path}: version {version}, {processes} processes, rank {rank}, master weights {master};"
@@ -761,7 +791,7 @@ def read_optimizer_state(path, config, moments, params):
         if shuffle:
             raise UserError(f"{path}: from a run that shuffled its data; expected one that reads it in order")
         targets = [*moments, params] if master else moments
-        check_size(f, HEADER_BYTES + sum(t.buffer.size for t in targets), f"the optimizer of {config.describe()}", OPTIMIZER_MEND)
+        check_size(f, HEADER_BYTES + sum(t.buffer.size for t in targets), f"the optimizer of {config.describe()}", mend)
         for tensors in targets:
             read_into(f, flat(tensors))
     numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
@@ -819,8 +849,9 @@ def encoder_backward(dwte, dwpe, dout, inp, B, T, C):
     np.add.reduce(dout, axis=0, out=dwpe[:T])  # out += wpe
     dwpe[T:] = 0.0
     order = np.argsort(inp, axis=None, kind="stable")  # out = wte[inp]: equal tokens side by side, in a fixed order
-    ids, firsts = np.unique(inp.reshape(-1)[order], return_index=True)
-    dwte[ids] += np.add.reduceat(dout.reshape(B * T, C)[order], firsts, axis=0)
+    tokens = inp.reshape(-1)[order]
+    firsts = np.flatnonzero(np.diff(tokens, prepend=-1))
+    dwte[tokens[firsts]] += np.add.reduceat(dout.reshape(B * T, C)[order], firsts, axis=0)
 
 
 def layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C):
@@ -885,6 +916,7 @@ def matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC):
         np.matmul(np.ones(B * T, dout.dtype), dout, out=dbias)  # the column sums: several times faster than np.add.reduce
 
 
+@functools.lru_cache(maxsize=1)
 def causal_mask(T):
     """(T, T) float32, 0 where position t may look at t2 <= t, -inf elsewhere."""
     return np.triu(np.full((T, T), -np.inf, np.float32), 1)
@@ -1013,8 +1045,9 @@ def softmax_forward(probs, logits, B, T, V):
 
 
 def crossentropy_forward(losses, probs, targets, B, T, V):
-    """losses (B,T) = -log of the probability of each target (B,T)."""
-    np.log(np.take_along_axis(probs, targets[..., None], axis=-1)[..., 0], out=losses)
+    """losses (B,T) = -log of the probability of each target (B,T), at most 87.3: that of float32's smallest normal number."""
+    np.maximum(np.take_along_axis(probs, targets[..., None], axis=-1)[..., 0], np.finfo(np.float32).tiny, out=losses)
+    np.log(losses, out=losses)
     np.negative(losses, out=losses)
 
 
@@ -1083,7 +1116,7 @@ def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_d
 
 
 class GPT2:
-    """A model, its gradients and its optimizer. Everything is allocated once, at the start: `allocate_activations` and, to
+    """A model, its gradients and its optimizer. Every large buffer is allocated once, at the start: `allocate_activations` and, to
     train, `allocate_training`. Smaller batches and shorter sequences use the start of the same buffers."""
 
     def __init__(self, config, params):
@@ -1252,7 +1285,7 @@ def data_paths(settings):
     for flag, pattern in (("-i", train), ("-j", val)):
         paths.append(sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern])
         if not paths[-1]:
-            raise UserError(f"{flag} {pattern}: no file matches; make token files with: {TOKENS_MEND}")
+            raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_MEND}")
     return paths
 
 
@@ -1341,7 +1374,7 @@ def generate(next_token_probs, random, tokenizer, V, length, T):
 def load_tokenizer(path, V):
     """The tokenizer for a model with V tokens, or None with a warning when there is no such file."""
     if not os.path.lexists(path):
-        print(f"warning: {path}: no such file, samples are printed as token ids; make it with: {TOKENIZER_MEND}", file=sys.stderr)
+        print(f"warning: {path}: no such file, samples are printed as token ids; {TOKENIZER_MEND}", file=sys.stderr)
         return None
     tokenizer = read_tokenizer(path)
     if len(tokenizer.tokens) != V:
@@ -1409,18 +1442,20 @@ def newest_checkpoint(directory):
 def save_checkpoint(directory, config, params, moments, progress):
     """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole.
 
-    Raises UserError, with nothing written, when the weights are not finite, and when the disk is full.
+    Raises UserError, and leaves nothing of this checkpoint, when the weights are not finite or the disk is full.
     """
     check_finite(f"after {progress.step} steps", params, f"the last checkpoint, if any, is kept: {DIVERGED}")
-    model, state, done = checkpoint_paths(directory, progress.step)
-    write_model(model, config, params)
-    write_optimizer_state(state, config, moments, progress)
-    with replacing(done):
-        pass
-    if hasattr(os, "O_DIRECTORY"):  # the renames themselves must reach the disk too
-        descriptor = os.open(directory, os.O_DIRECTORY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    paths = model, state, done = checkpoint_paths(directory, progress.step)
+    try:
+        write_model(model, config, params)
+        write_optimizer_state(state, moments, progress)
+        with replacing(done):
+            pass
+    except UserError:
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        raise
 
 
 def find_checkpoint(settings):
@@ -1451,17 +1486,23 @@ class Interruption:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(LostReader(sys.stdout.fileno(), "w", closefd=False)), line_buffering=True)
         print("\nfinishing this step; once more to stop at once", file=sys.stderr)
 
 
-def resume_command():
+class LostReader(io.FileIO):
+    """A stdout that may lose its reader: in `python train_gpt2.py | tee log`, Ctrl-C ends tee before we have saved."""
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def resume_command(settings):
     """The command line that goes on with this run."""
-    argv = [arg for arg in sys.argv if arg != "--resume=1"]
-    for flag in ("-y", "--resume"):
-        while flag in argv:
-            at = argv.index(flag)
-            del argv[at : at + 2]
-    return shlex.join(["python", *argv, "-y", "1"])
+    return shlex.join(["python", *sys.argv, *([] if settings.resume else ["-y", "1"])])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1487,11 +1528,14 @@ def check_tensor(name, got, expected, tolerance, print_row=True):
 # main
 
 
-def validate(model, loader, batches):
-    """Mean loss over the first `batches` batches of the validation data."""
+def validate(model, loader, batches, step):
+    """Mean loss over the first `batches` batches of the validation data; raises UserError when it is not finite."""
     loader.reset()
     count = min(batches, loader.num_batches)
-    return math.fsum(model.forward(*loader.next_batch()) for _ in range(count)) / count
+    loss = sum(model.forward(*loader.next_batch()) for _ in range(count)) / count
+    if not math.isfinite(loss):
+        raise UserError(f"step {step}: the validation loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
+    return loss
 
 
 def train_step(model, loader, settings, step, want_norm):
@@ -1527,10 +1571,15 @@ def print_header(config, train_loader, val_loader):
     print(f"val dataset num_batches: {val_loader.num_batches}")
 
 
+def go_back(marker):
+    """What mends a damaged checkpoint."""
+    return f"remove {marker} to go on from the checkpoint before it"
+
+
 def restore(settings, config, params, moments, step, loader, random):
     """Read the optimizer's state of a checkpoint; put loader and sampler where they were."""
-    _, state, _ = checkpoint_paths(settings.output_dir, step)
-    progress = read_optimizer_state(state, config, moments, params)
+    _, state, marker = checkpoint_paths(settings.output_dir, step)
+    progress = read_optimizer_state(state, config, moments, params, mend=go_back(marker))
     given = (settings.B, settings.T, settings.spread)
     if progress.step != step or progress.batch not in (given, (0, 0, 0)):
         found = "-b {} -t {} --spread {}".format(*progress.batch)
@@ -1546,8 +1595,11 @@ def main():
     sys.stdout.reconfigure(line_buffering=True)
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's on overflow: train_step stops at a loss that is not finite
     first_step = find_checkpoint(settings)
-    model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
-    config, params = read_model(model_path)
+    if first_step is None:
+        config, params = read_model(settings.model)
+    else:
+        model_path, _, marker = checkpoint_paths(settings.output_dir, first_step)
+        config, params = read_model(model_path, mend=go_back(marker))
     if settings.T > config.maxT:
         raise UserError(f"{flag_of(settings, 'T')} {settings.T}: the model's longest sequence is {config.maxT}")
     tokenizer = load_tokenizer(settings.tokenizer, config.V)
@@ -1576,7 +1628,7 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
         last = step == settings.steps
         final = last and settings.final_reports
         if settings.val_every and (step % settings.val_every == 0 or final):
-            loss = validate(model, val_loader, settings.val_batches)
+            loss = validate(model, val_loader, settings.val_batches, step)
             print(f"val loss {loss:f}")
             log.validation(step, loss)
         if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
@@ -1595,7 +1647,7 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
             progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
             save_checkpoint(directory, config, model.params, (model.m, model.v), progress)
         if interruption.signal:
-            how = f"go on with: {resume_command()}" if directory else "nothing was saved: there is no -o DIR"
+            how = f"go on with: {resume_command(settings)}" if directory else "nothing was saved: there is no -o DIR"
             print(f"stopped after step {step}; {how}", file=sys.stderr)
             return 128 + interruption.signal
     return 0

@@ -23,16 +23,19 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
+USERS_CORE = os.environ.get("OPENBLAS_CORETYPE")
+
+import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
 
 import numpy as np
 from tqdm import tqdm
 
-import train_gpt2
-from readme import put_between_markers
+from readme import put_between_markers, split_at_markers
 from train_gpt2 import Config, GPT2, Settings, UserError, allocate, flat, layer, parameter_table, run_main
 
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
@@ -99,9 +102,9 @@ def matrix_products(model, B, T):
         linear(a.fch_gelu, a.fcproj, p.fcprojw, g.fcprojw, scratch.dfch)
         q, k, v = np.moveaxis(a.qkv.reshape(B, T, 3, NH, C // NH), (2, 3), (0, 2))
         heads = np.swapaxes(a.atty.reshape(B, T, NH, C // NH), 1, 2)
-        for _ in range(2):  # query @ key^T and its like, then att @ value and its like: one forward, two backward
+        for _ in range(2):  # into (T, T): query @ key^T forward, dheads @ value^T backward
             np.matmul(q, np.swapaxes(k, 2, 3), out=a.preatt)
-        for _ in range(4):
+        for _ in range(4):  # into (T, HS): att @ value forward, the gradients of query, key and value backward
             np.matmul(a.att, v, out=heads)
     linear(acts.lnf, acts.logits, params.wte[:V], grads.wte[:V], scratch.dbranch)
 
@@ -163,13 +166,14 @@ def describe_machine():
         cpu = re.search(r"model name\s*: (.*)", f.read())[1]
     child = subprocess.run([sys.executable, "-c", "import train_gpt2"], cwd=ROOT, env={**os.environ, "OPENBLAS_VERBOSE": "2"},
                            capture_output=True, text=True)
+    chosen = os.environ.get("OPENBLAS_CORETYPE")
     core = re.search(r"Core: (\S+)", child.stdout + child.stderr)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return [
         f"{cpu}, {train_gpt2.THREADS} threads; {datetime.date.today()}, commit {commit or 'unknown'}",
         f"Python {platform.python_version()}, NumPy {np.__version__}, PyTorch {torch.__version__},"
         f" OpenBLAS core {core[1] if core else 'unknown'}"
-        f" (OPENBLAS_CORETYPE={os.environ.get('OPENBLAS_CORETYPE', 'not set')})",
+        f" (OPENBLAS_CORETYPE {'set by the user' if USERS_CORE else 'set by train_gpt2.py' if chosen else 'not set'})",
     ]
 
 
@@ -183,10 +187,14 @@ def measure(turns):
             for _ in range(turns):
                 for name, worker in workers.items():
                     bar.set_description(f"{NAMES[name]}, B={B} T={T}")
-                    answers[name].append(take_turn(name, worker))
+                    answers[name].append(take_turn(worker))
                     bar.update()
             for name, worker in workers.items():
-                worker.communicate()
+                worker.stdin.close()
+                worker.wait()
+                if None in answers[name]:
+                    results[name, B, T] = {"failed": last_line(worker.errors)}
+                    continue
                 calls = [call for call in answers[name][0] if call != "peak"]
                 medians = {call: statistics.median(s for answer in answers[name] for s in answer[call]) for call in calls}
                 results[name, B, T] = {**medians, "peak": answers[name][0]["peak"]}
@@ -195,23 +203,33 @@ def measure(turns):
 
 def start_worker(name, B, T):
     command = [sys.executable, __file__, "--worker", name, "--shape", str(B), str(T)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    errors = tempfile.TemporaryFile("w+")
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+    worker.errors = errors
+    return worker
 
 
-def take_turn(name, worker):
+def take_turn(worker):
+    """The worker's answer, or None when it has failed: no C++ compiler for torch.compile, or too little memory."""
     try:
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
+        print("go", file=worker.stdin, flush=True)
         return json.loads(worker.stdout.readline())
     except (OSError, ValueError):
-        message = worker.communicate()[1].strip() or f"exit status {worker.wait()}"
-        raise UserError(f"{NAMES[name]} failed: {message.splitlines()[-1]}") from None
+        return None
+
+
+def last_line(errors):
+    errors.seek(0)
+    return next(reversed(errors.read().strip().splitlines()), "killed: out of memory?")
 
 
 def make_table(results):
     lines = ["| GPT-2 124M, float32 | B | T | seconds a step | tokens/s | peak memory | matrix products alone | step / products |",
              "|---|---|---|---|---|---|---|---|"]
     for (name, B, T), r in results.items():
+        if "failed" in r:
+            lines.append(f"| {NAMES[name]} | {B} | {T} | failed: {r['failed']} | | | | |")
+            continue
         products = f"{r['products']:.3f} s | {r['step'] / r['products']:.2f}" if "products" in r else "|"
         lines.append(f"| {NAMES[name]} | {B} | {T} | {r['step']:.3f} | {B * T / r['step']:.0f} | {r['peak'] / 2**30:.2f} GiB"
                      f" | {products} |")
@@ -229,6 +247,8 @@ def main():
         raise UserError(f"--turns {args.turns}: expected at least 1")
     if args.worker:
         return run_worker(args.worker, *args.shape)
+    if args.readme:
+        split_at_markers("bench_cpu")  # fail now, not after all the work
     machine = describe_machine()
     print("\n".join(machine))
     table = make_table(measure(args.turns))

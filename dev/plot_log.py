@@ -24,7 +24,7 @@ EVENT = re.compile(r"s:(\d+) (trl|tel|eval):(\S+)")
 
 def read_log(path):
     """{'trl': (steps, losses), 'tel': ...} of one log; a step that was logged again after a restart counts once, the last time."""
-    with open_input(path, "python train_gpt2.py -o run.log") as f:
+    with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
         lines = f.read().decode(errors="replace").splitlines()
     curves = {}
     for number, line in enumerate(lines, 1):

@@ -18,16 +18,22 @@ from train_gpt2 import UserError, replacing, run_main
 README = os.path.join(ROOT, "README.md")
 
 
-def put_between_markers(name, text, path=README):
-    """Replace what stands between `<!-- NAME begin -->` and `<!-- NAME end -->`."""
+def split_at_markers(name, path=README):
+    """The text up to and with `<!-- NAME begin -->`, and the text from `<!-- NAME end -->` on."""
     begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
     with open(path, encoding="utf-8") as f:
         before, _, rest = f.read().partition(begin)
     _, found, after = rest.partition(end)
     if not found:
         raise UserError(f"{path}: the markers {begin} and {end} are not in it")
+    return before + begin, end + after
+
+
+def put_between_markers(name, text, path=README):
+    """Replace what stands between the two markers."""
+    before, after = split_at_markers(name, path)
     with replacing(path) as f:
-        f.write(f"{before}{begin}\n{text}\n{end}{after}".encode())
+        f.write(f"{before}\n{text}\n{after}".encode())
 
 
 def output_of(command):

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
 
 import numpy as np
 import pytest
 
-import train_gpt2
 from train_gpt2 import Config, allocate, flat, parameter_table, write_model, write_tokenizer, write_tokens
 
 ROOT = Path(__file__).parent.parent
@@ -60,11 +62,12 @@ def workplace(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def gpt2_vocabulary():
     """The environment in which tiktoken has GPT-2's vocabulary with no network; skips the test where it is not to be had."""
-    candidates = [os.environ.get("TIKTOKEN_CACHE_DIR"), str(ROOT.parent / "shared" / "data" / "tiktoken_cache")]
+    candidates = [os.environ.get("TIKTOKEN_CACHE_DIR"), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
+                  str(ROOT.parent / "shared" / "data" / "tiktoken_cache")]
     for directory in filter(None, candidates):
         if os.path.exists(os.path.join(directory, "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")):
             return {"TIKTOKEN_CACHE_DIR": directory}
-    pytest.skip("GPT-2's vocabulary is not in TIKTOKEN_CACHE_DIR")
+    pytest.skip("GPT-2's vocabulary is neither in TIKTOKEN_CACHE_DIR nor in tiktoken's own cache")
 
 
 @pytest.fixture(scope="session")

@@ -114,8 +114,8 @@ def test_text_faults(tmp_path, gpt2_vocabulary):
         return run_program("prepro_tinyshakespeare.py", "--input", path, "--output", tmp_path / "o", check=False,
                            **{**gpt2_vocabulary, **environment})
 
-    assert_one_line_error(run(tmp_path / "none.txt"), "--input", "none.txt", "No such file")
-    assert_one_line_error(run(tmp_path), "--input", "directory")
+    assert_one_line_error(run(tmp_path / "none.txt"), "none.txt", "No such file")
+    assert_one_line_error(run(tmp_path), tmp_path, "directory")
     (tmp_path / "short.txt").write_text("To be")
     assert_one_line_error(run(tmp_path / "short.txt"), "tokens of text", "32768")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -179,14 +179,11 @@ def test_tinystories(tmp_path, gpt2_vocabulary, monkeypatch):
 
 
 def tinystories_pages(archive, sha256):
-    """What the hub answers for the archive: file, metadata, and the record that has its hash."""
+    """What the hub answers for the archive: the file, and its SHA-256 as its ETag."""
     name = "/datasets/roneneldan/TinyStories/resolve/main/TinyStories_all_data.tar.gz"
     commit = "0123456789abcdef0123456789abcdef01234567"
     headers = {"ETag": f'"{sha256}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-    record = [{"type": "file", "path": "TinyStories_all_data.tar.gz", "size": len(archive), "oid": "0",
-               "lfs": {"oid": sha256, "sha256": sha256, "size": len(archive), "pointerSize": 100}}]
-    listing = (200, {"Content-Type": "application/json"}, json.dumps(record).encode())
-    return {name: (200, headers, archive), "/api/datasets/roneneldan/TinyStories/paths-info/main": listing}
+    return {name: (200, headers, archive)}
 
 
 def make_archive():
@@ -210,6 +207,9 @@ def test_tinystories_download(tmp_path, gpt2_vocabulary, monkeypatch):
     with serve(tinystories_pages(archive, hashlib.sha256(archive).hexdigest())) as (url, _):
         run_program("prepro_tinystories.py", "--output", tmp_path / "ts", **gpt2_vocabulary, **hub(url, tmp_path / "home"))
     assert t.open_tokens(tmp_path / "ts_val.bin", 50257).tolist() == expected_tokens(0)
+    run_program("prepro_tinystories.py", "--output", tmp_path / "again", **gpt2_vocabulary, HF_HUB_OFFLINE="1",
+                HF_HOME=str(tmp_path / "home"))
+    assert (tmp_path / "again_val.bin").read_bytes() == (tmp_path / "ts_val.bin").read_bytes(), "from the cache, with no network"
     with serve(tinystories_pages(archive, "0" * 64)) as (url, _):
         done = run_program("prepro_tinystories.py", "--output", tmp_path / "other", check=False, **gpt2_vocabulary,
                            **hub(url, tmp_path / "home2"))

@@ -167,15 +167,16 @@ def test_random_model_files(tmp_path, export, capsys):
 
 
 def test_april_s_versions_on_request(tmp_path, export):
-    export("--model_version", 1, "--debug_state_version", 1, "--tokenizer_version", 1, "--num_iterations", 2)
+    export("--model_version", 1, "--debug_state_version", 1, "--num_iterations", 2)
     versions = [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in
                 ("gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin", "bytes_tokenizer.bin")]
-    assert versions == [1, 5, 1, 1]
+    assert versions == [1, 5, 1, 2]
+    assert t.read_tokenizer(tmp_path / "out" / "bytes_tokenizer.bin").eot == 256
     config, params = t.read_model(tmp_path / "out" / "gpt2_d2.bin")
     assert len(t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
 
 
-@pytest.mark.parametrize("flags", (("--dtype", "bfloat16"), ("--flash", 1), ("--inference_only", 1), ("--tensorcores", 1),
+@pytest.mark.parametrize("flags", (("--dtype", "bfloat16"), ("--dtype", "float16"), ("--flash", 1), ("--inference_only", 1), ("--tensorcores", 1),
                                    ("--batch_size", 2, "--sequence_length", 32, "--device", "cpu")))
 def test_benchmark_flags(tmp_path, export, capsys, flags):
     export("--write_tensors", 0, "--num_iterations", 3, *flags)
@@ -187,6 +188,7 @@ def test_benchmark_flags(tmp_path, export, capsys, flags):
 @pytest.mark.parametrize("flags, words", (
     (("--compile", 1), "--compile 1.*--write_tensors 0"),
     (("--num_iterations", 0), "--num_iterations 0"),
+    (("--tokenizer_version", 1), "end of text is token 256.*write version 2"),
     (("--sequence_length", 2000), "--sequence_length 2000.*1024"),
     (("--model", "d3"), "--model d3.*d12"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
@@ -197,7 +199,7 @@ def test_faults(tmp_path, monkeypatch, export, flags, words):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(t.UserError, match=words) as error:
         export(*flags)
-    assert "\n" not in str(error.value) and os.listdir(tmp_path) == ["val.bin"]
+    assert "\n" not in str(error.value) and not list(tmp_path.glob("**/gpt2_*"))
 
 
 def test_a_fault_is_one_line_for_the_user(tmp_path):
@@ -238,6 +240,9 @@ def test_hugging_face_folder_faults(tmp_path):
     fails("model_type is 'llama'", configure(model_type="llama"))
     fails("n_inner is 7", configure(n_inner=7))
     fails("impossible sizes", configure(n_head=7))
+    fails("n_embd is 48.0", configure(n_embd=48.0))
+    fails("h.1234567889.ln_1.weight is missing", configure(n_layer=1234567890))
+    fails("wte.weight has shape", configure(n_embd=3 * 10**9))
     fails("expected .* from config.json", configure(n_positions=41))
     fails("h.1.attn.c_proj.bias is missing", reshape(drop=("h.1.attn.c_proj.bias",)))
     fails("lm_head.weight differs", reshape(add={"lm_head.weight": torch.zeros(50, 48)}))

@@ -117,11 +117,12 @@ def test_model_version(tmp_path, version, words):
 
 @pytest.mark.parametrize("slot, name", ((2, "maxT"), (3, "V"), (4, "L"), (5, "NH"), (6, "C"), (7, "Vp")))
 @pytest.mark.parametrize("value", (0, -1, 2**31 - 1))
-def test_model_header_fields(tmp_path, slot, name, value):
-    """A huge field must not be believed: the check is arithmetic, under a memory limit that no such model would fit in."""
+def test_model_header_fields(tmp_path, monkeypatch, slot, name, value):
+    """A huge field must not be believed: the check is arithmetic, before anything is allocated."""
     path = tmp_path / "model.bin"
     t.write_model(path, SMALL, random_params(SMALL))
     patch_header(path, **{f"h{slot}": value})
+    monkeypatch.setattr(t, "allocate", lambda table: pytest.fail("allocated"))
     with pytest.raises(t.UserError, match=str(name) if value < 1 else "expected|divisible|smaller") as error:
         t.read_model(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
@@ -270,6 +271,9 @@ def test_token_file_faults(workplace):
     (("-m", 0), ("-m/--val_batches 0",)),
     (("-l", "nan"), ("-l/--learning_rate nan",)),
     (("-l", -1), ("-l/--learning_rate -1",)),
+    (("--eps", 0), ("--eps 0", "more than 0")),
+    (("--eps", 1e-46), ("--eps 1e-46", "more than 0")),
+    (("-g", 10**20), ("-g/--sample_tokens", "2^31")),
     (("--beta1", 1), ("--beta1 1", "expected 0 <= beta1 < 1")),
     (("-q", 2), ("-q/--final_fraction 2",)),
     (("-d", 17), ("-d/--total_batch_size 17", "multiple of B*T = 16")),
@@ -297,21 +301,22 @@ def test_output_that_cannot_be_written(workplace):
     assert_one_line_error(train("-o", "file/run"), "file/run")
     assert_one_line_error(train("-o", "file"), "file")
     assert_one_line_error(train("-o", "/proc/run.log"), "/proc/run.log")
-    (workplace / "other.log").write_text("dear diary\n")
     assert (workplace / "file").read_text() == "in the way"
 
 
 def test_full_disk_while_a_checkpoint_is_written(workplace):
-    """A limit on the size of files stands in for a full disk; the second checkpoint, with its larger state, can't be written."""
+    """A limit on the size of files stands in for a full disk: first the state, twice the model's size, can't be written."""
     train("-x", 2, "-n", 2, "-o", "run", check=True)
     before = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
-    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", *map(str, TRAIN[1:]), "-x", "4", "-n", "2", "-o", "run", "-y", "1"],
-                          capture_output=True, text=True, cwd=workplace,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000)))
-    assert_one_line_error(done, "model_00000004.bin", "cannot be written")
-    after = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
-    assert after.pop("main.log") != before.pop("main.log")
-    assert after == before, "the older checkpoint is whole, and nothing half-written is left"
+    del before["main.log"]
+    for limit, name in ((120000, "state_00000004_00000.bin"), (60000, "model_00000004.bin")):
+        done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", *map(str, TRAIN[1:]), "-x", "4", "-n", "2", "-o", "run",
+                               "-y", "1"], capture_output=True, text=True, cwd=workplace,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+        assert_one_line_error(done, name, "cannot be written")
+        after = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
+        assert after.pop("main.log").count(b"\n") == 4
+        assert after == before, "the older checkpoint is whole, and nothing half-written is left"
     train("-x", 4, "-n", 2, "-o", "run", "-y", 1, check=True)
 
 
@@ -321,6 +326,10 @@ def test_a_loss_that_becomes_nan_stops_the_run(workplace):
     step = t.newest_checkpoint("run")
     assert step is not None
     t.read_model(t.checkpoint_paths("run", step)[0])
+
+
+def test_a_validation_loss_that_is_nan_stops_the_run(workplace):
+    assert_one_line_error(train("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), "step 1: the validation loss is nan")
 
 
 def test_weights_that_became_nan_are_not_saved(tmp_path):
@@ -370,7 +379,7 @@ def test_damaged_optimizer_state(workplace):
         patch_header(state, **header)
         assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), *words)
 
-    fails(state.name, "bytes, expected", data=good[:-1])
+    fails(state.name, "bytes, expected", "remove run/DONE_00000001", data=good[:-1])
     fails(state.name, "is a model checkpoint", h0=t.MODEL_MAGIC)
     fails(state.name, "version 2", h1=2)
     fails(state.name, "4 processes", h2=4)
@@ -388,8 +397,8 @@ def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace):
     assert (workplace / "run" / "main.log").read_text() == "notes\n"
 
 
-def test_interruption_before_the_loop_is_quiet(workplace):
-    """Ctrl-C while Python still imports or loads: no traceback."""
+def test_interruption_while_loading_is_quiet(workplace):
+    """Ctrl-C between the imports and the first step: no traceback."""
     process = subprocess.Popen([sys.executable, "-c", "import os, signal, train_gpt2 as t\n"
                                 "def main(): os.kill(os.getpid(), signal.SIGINT)\nt.run_main(main)"], stderr=subprocess.PIPE, cwd=ROOT)
     assert process.wait(timeout=60) == 128 + signal.SIGINT
@@ -400,3 +409,10 @@ def test_a_closed_pipe_is_quiet(workplace):
     done = subprocess.run(f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000 | head -n 3", shell=True,
                           capture_output=True, text=True, timeout=60)
     assert done.stdout.count("\n") == 3 and "Traceback" not in done.stderr
+
+
+def test_a_stdout_that_takes_nothing(workplace):
+    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2"
+    done = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True)
+    assert_one_line_error(done, "standard output", "No space left")
+    assert subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True).returncode == 0

@@ -149,7 +149,7 @@ def test_optimizer_state_round_trip(tmp_path):
     path = tmp_path / "state.bin"
     moments = random_params(SMALL, 1), random_params(SMALL, 2)
     progress = t.Progress(step=7, rng_state=2**64 - 3, shard=2**33, sample=5, batch=(4, 64, 1))
-    t.write_optimizer_state(path, SMALL, moments, progress)
+    t.write_optimizer_state(path, moments, progress)
     header = np.fromfile(path, "<i4", 256)
     assert header[:6].tolist() == [20240527, 1, 1, 0, 0, 0] and header[10] == 7
     assert header[20:22].view("<u8")[0] == 2**64 - 3 and header[30:32].view("<u8")[0] == 2**33 and header[32] == 5

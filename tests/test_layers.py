@@ -107,9 +107,11 @@ def test_attention_looks_back_only():
     assert np.array_equal(out[:, :4], other[:, :4]) and not np.allclose(out[:, 4:], other[:, 4:])
 
 
-def test_attention_is_the_same_on_one_thread_and_on_all():
-    """T=65 is beyond what OpenBLAS computes on one thread: the other division of the work."""
-    B, T, C, NH = 3, 65, 128, 2
+@pytest.mark.parametrize("T", (64, 65))
+def test_attention_treats_batch_rows_alike(T):
+    """T=65 is beyond what OpenBLAS computes on one thread, with heads of 64: the other division of the work."""
+    B, C, NH = 3, 128, 2
+    assert t.attention_block(B, T, C // NH) == (1 if T == 64 else B)
     inp = normal(B, T, 3 * C).astype(np.float32)
     out, att = np.empty((B, T, C), np.float32), np.empty((B, NH, T, T), np.float32)
     t.attention_forward(out, att.copy(), att, inp, B, T, C, NH)
@@ -161,6 +163,12 @@ def test_softmax_and_cross_entropy(B, T, V):
     assert np.allclose(probs.sum(-1), 1.0, atol=1e-6)
     t.crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V)
     assert_gradient("dlogits", dlogits, forward, logits, dlosses)
+
+
+def test_the_loss_of_an_impossible_target_is_finite():
+    probs, losses = np.array([[[1.0, 0.0], [np.nan, 0.0]]], np.float32), np.empty((1, 2), np.float32)
+    t.crossentropy_forward(losses, probs, np.array([[1, 0]]), 1, 2, 2)
+    assert losses[0, 0] == pytest.approx(87.3365) and np.isnan(losses[0, 1])
 
 
 def test_softmax_of_huge_logits_is_finite():
@@ -249,14 +257,29 @@ def test_float32_stays_float32(small_model):
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
+    """Every layer that shares its work among threads gives the same bits on one thread and on several."""
+    B, T, C, NH, V = 4, 64, 128, 2, t.BLOCK
     N = 3 * t.BLOCK + 17
-    inp, results = normal(N).astype(np.float32), []
-    for threads in (1, 2):
+    x, big = normal(B, T, 3 * C).astype(np.float32), normal(N).astype(np.float32)
+    logits, targets = normal(1, 5, V).astype(np.float32), np.array([[0, 1, 2, 3, V - 1]])
+    results = []
+    for threads in (1, 3):
         monkeypatch.setattr(t, "THREADS", threads)
-        out = np.empty_like(inp)
-        t.gelu_forward(out, inp, N)
-        results.append((out, t.global_norm(out, N)))
-    assert np.array_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+        out, att = np.empty((B, T, C), np.float32), np.empty((B, NH, T, T), np.float32)
+        t.attention_forward(out, att.copy(), att, x, B, T, C, NH)
+        dinp, dpreatt = np.empty_like(x), np.empty_like(att)
+        t.attention_backward(dinp, dpreatt, dpreatt.copy(), out, x, att, B, T, C, NH)
+        gelu, dgelu = np.empty_like(big), np.empty_like(big)
+        t.gelu_forward(gelu, big, N)
+        t.gelu_backward(dgelu, big, gelu, N)
+        probs, dlogits = np.empty_like(logits), np.empty_like(logits)
+        t.softmax_forward(probs, logits, 1, 5, V)
+        t.crossentropy_softmax_backward(dlogits, np.full((1, 5), 0.2, np.float32), probs, targets, 1, 5, V)
+        p, m, v = big.copy(), np.zeros_like(big), np.zeros_like(big)
+        t.adamw_update(p, m, v, gelu, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0, 1, N)
+        results.append([out, att, dinp, gelu, dgelu, probs, dlogits, p, m, v, np.array(t.global_norm(gelu, N))])
+    for one, several in zip(*results):
+        assert np.array_equal(one, several)
 
 
 def test_gradients_of_accumulated_batches_are_their_mean():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import train_gpt2 as t
-from conftest import ROOT, SMALL, random_params, run_program
+from conftest import ROOT, SMALL, assert_one_line_error, random_params, run_program
 
 FAST = ("-b", 2, "-t", 8, "-g", 16)
 
@@ -97,9 +97,10 @@ def test_logs(workplace):
     picture = run_program("dev/plot_log.py", "april.log", "run", "-o", "losses.png", cwd=workplace)
     assert picture.stdout == "wrote losses.png\n"
     assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG") and not (workplace / "losses.png.tmp").exists()
-    assert "losses.xyz" in run_program("dev/plot_log.py", "april.log", "-o", "losses.xyz", check=False).stderr
+    assert_one_line_error(run_program("dev/plot_log.py", "april.log", "-o", "losses.xyz", check=False), "losses.xyz", ".png")
     (workplace / "bad.log").write_text("s:0 trl:4.1\nhello\n")
-    assert "bad.log:2" in run_program("dev/plot_log.py", "bad.log", check=False).stderr
+    assert_one_line_error(run_program("dev/plot_log.py", "bad.log", check=False), "bad.log:2", "hello")
+    assert_one_line_error(run_program("dev/plot_log.py", "none.log", check=False), "none.log", "no such file")
 
 
 def test_two_runs_are_bit_equal(workplace):
@@ -168,34 +169,49 @@ def test_interruption_without_a_directory_says_that_nothing_was_saved(workplace)
     assert "nothing was saved" in process.communicate(timeout=60)[1] and process.returncode == 130
 
 
+def test_ctrl_c_in_a_pipeline_saves_although_the_reader_is_gone(workplace):
+    """In `train | tee`, Ctrl-C ends tee too, and first: nobody reads our stdout any more when the step is done."""
+    process = start("-x", 100000, "-v", 0, "-s", 0, "-o", "run", cwd=workplace)
+    for line in process.stdout:
+        if line.startswith("step 5:"):
+            break
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=60) == 130 and "go on with: python" in errors and "Traceback" not in errors
+    assert t.newest_checkpoint("run") is not None
+
+
 def test_the_resume_command(monkeypatch):
-    for argv in (["train_gpt2.py", "-o", "a b"], ["train_gpt2.py", "-o", "a b", "-y", "1"], ["train_gpt2.py", "-y", "0", "-o", "a b"],
-                 ["train_gpt2.py", "--resume=1", "-o", "a b"]):
-        monkeypatch.setattr(sys, "argv", argv)
-        assert t.resume_command() == "python train_gpt2.py -o 'a b' -y 1"
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "-o", "a b"])
+    assert t.resume_command(t.Settings(output="a b")) == "python train_gpt2.py -o 'a b' -y 1"
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "-o", "a b", "-y", "1"])
+    assert t.resume_command(t.Settings(output="a b", resume=1)) == "python train_gpt2.py -o 'a b' -y 1"
 
 
 def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
     """kill -9, 24 times, mostly while a checkpoint is being written; the run then ends as if nothing had happened."""
-    flags = ("-x", 600, "-v", 0, "-s", 0, "-n", 1, "-y", 1)
-    moments, kills, progress = random.Random(5), 0, []
-    while kills < 24:
+    flags = ("-x", 1000000, "-v", 0, "-s", 0, "-n", 1, "-y", 1)
+    moments, progress = random.Random(5), []
+    for _ in range(24):
         process = start(*flags, "-o", "killed", cwd=workplace)
+        steps, times = moments.randint(2, 4), []
         for line in process.stdout:
             if line.startswith("step "):
-                break
-        time.sleep(moments.uniform(0.0, 0.05))
+                times.append(time.perf_counter())
+                if len(times) == steps:
+                    break
+        a_step = (times[-1] - times[0]) / (steps - 1)  # its save included
+        time.sleep(moments.uniform(0.0, 2.0) * a_step)
         process.kill()
         assert process.wait(timeout=60) == -signal.SIGKILL, process.stderr.read()
-        kills += 1
         step = t.newest_checkpoint("killed")
-        if step is not None:
-            model, state, _ = t.checkpoint_paths("killed", step)
-            config, params = t.read_model(model)
-            moments_read = [t.allocate(t.parameter_table(config)) for _ in range(2)]
-            assert t.read_optimizer_state(state, config, moments_read, params).step == step
-            progress.append(step)
-    assert progress == sorted(progress) and progress[-1] > 10
+        model, state, _ = t.checkpoint_paths("killed", step)
+        config, params = t.read_model(model)
+        moments_read = [t.allocate(t.parameter_table(config)) for _ in range(2)]
+        assert t.read_optimizer_state(state, config, moments_read, params).step == step
+        progress.append(step)
+    assert progress == sorted(progress) and progress[-1] >= 24
     last = progress[-1] + 2
     for name, resume in (("killed", 1), ("whole", 0)):
         run_program("train_gpt2.py", *FAST, "-x", last, "-v", 0, "-s", 0, "-n", last, "-o", name, "-y", resume)
