@@ -832,7 +832,7 @@ def parallel_blocks(work, n, block):
         helper.result()
 
 
-BLOCK = 192 * 1024  # elements: small enough for the L2 cache, large enough that handing over the GIL is cheap
+BLOCK = 128 * 1024  # elements: small enough for the L2 cache, large enough that handing over the GIL is cheap
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layers, in network order; each backward cites the forward lines that it inverts, last to first
@@ -1004,9 +1004,9 @@ def gelu_backward(dinp, inp, dout, N):
     dinp, inp, dout = dinp.reshape(N), inp.reshape(N), dout.reshape(N)
 
     def block(start, stop):
-        # With u = s (x + c x^3) and t = tanh(u): gelu' = (1 + t)/2 + x/2 (1 - t^2) u' = (1 + t)/2 * (1 + (1 - t) x u')
+        # With u = s (x + c x^3) and t = tanh(u): gelu' = (1 + t)/2 + x/2 (1 - t^2) u' = (1 - (1 - t)/2) * (1 + (1 - t) x u')
         x = inp[start:stop]
-        t, xu = np.empty_like(x), np.empty_like(x)
+        t, xu = np.empty((2, stop - start), x.dtype)
         np.multiply(x, x, out=t)
         np.multiply(t, np.float32(3.0) * GELU_SCALE * GELU_CUBE, out=xu)
         xu += GELU_SCALE
@@ -1015,10 +1015,11 @@ def gelu_backward(dinp, inp, dout, N):
         t += GELU_SCALE
         t *= x
         np.tanh(t, out=t)
-        xu -= t * xu
+        np.subtract(np.float32(1.0), t, out=t)  # 1 - t
+        xu *= t
         xu += np.float32(1.0)
+        t *= np.float32(-0.5)
         t += np.float32(1.0)
-        t *= np.float32(0.5)
         t *= xu
         np.multiply(t, dout[start:stop], out=dinp[start:stop])
 
