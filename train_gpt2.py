@@ -873,7 +873,7 @@ def layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C):
 
 
 def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T, C):
-    """dinp (B,T,C) += ; dweight, dbias (C,) =. Works on 128 rows at a time: they stay in the cache, and the column sums accurate."""
+    """dinp (B,T,C) += ; dweight, dbias (C,) =. 128 rows at a time stay in the cache and keep the column sums accurate."""
     N, rows = B * T, 128
     dinp, dout, inp = dinp.reshape(N, C), dout.reshape(N, C), inp.reshape(N, C)
     mean, rstd = mean.reshape(N, 1), rstd.reshape(N, 1)

@@ -176,8 +176,10 @@ def test_april_s_versions_on_request(tmp_path, export):
     assert len(t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
 
 
-@pytest.mark.parametrize("flags", (("--dtype", "bfloat16"), ("--dtype", "float16"), ("--flash", 1), ("--inference_only", 1), ("--tensorcores", 1),
-                                   ("--batch_size", 2, "--sequence_length", 32, "--device", "cpu")))
+@pytest.mark.parametrize("flags", (
+    ("--dtype", "bfloat16"), ("--dtype", "float16"), ("--flash", 1), ("--inference_only", 1), ("--tensorcores", 1),
+    ("--batch_size", 2, "--sequence_length", 32, "--device", "cpu"),
+))  # fmt: skip
 def test_benchmark_flags(tmp_path, export, capsys, flags):
     export("--write_tensors", 0, "--num_iterations", 3, *flags)
     losses = [float(line.split()[3].rstrip(",")) for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]

@@ -128,19 +128,12 @@ def test_model_header_fields(tmp_path, monkeypatch, slot, name, value):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_model_whose_heads_do_not_divide_its_channels(tmp_path):
+@pytest.mark.parametrize("slot, value, words", ((5, 5, "C=24 is not divisible by NH=5"), (7, 256, "Vp=256 is smaller than V=257")))
+def test_model_header_fields_that_contradict(tmp_path, slot, value, words):
     path = tmp_path / "model.bin"
     t.write_model(path, SMALL, random_params(SMALL))
-    patch_header(path, h5=5)
-    with pytest.raises(t.UserError, match="C=24 is not divisible by NH=5"):
-        t.read_model(path)
-
-
-def test_model_with_less_padding_than_vocabulary(tmp_path):
-    path = tmp_path / "model.bin"
-    t.write_model(path, SMALL, random_params(SMALL))
-    patch_header(path, h7=256)
-    with pytest.raises(t.UserError, match="Vp=256 is smaller than V=257"):
+    patch_header(path, **{f"h{slot}": value})
+    with pytest.raises(t.UserError, match=words):
         t.read_model(path)
 
 
