@@ -30,6 +30,7 @@ import functools
 import glob
 import io
 import itertools
+import json
 import math
 import os
 import platform
@@ -43,7 +44,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 def configure_openblas():
@@ -151,6 +152,9 @@ class Settings:
     resume: int = option(0, "-y", group="checkpoints", choices=(0, 1),
                          help="1: continue from the newest complete checkpoint in -o")
 
+    AT_LEAST: ClassVar = dict(B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, sample_every=0,
+                              sample_tokens=1, checkpoint_every=0, weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
+
     @property
     def output_dir(self):
         """The run's directory, or None when -o is absent or names a .log file."""
@@ -163,9 +167,7 @@ class Settings:
 
     def check(self):
         """Raise UserError for a value that no run can have."""
-        at_least = dict(B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, sample_every=0,
-                        sample_tokens=1, checkpoint_every=0, weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
-        for name, least in at_least.items():
+        for name, least in self.AT_LEAST.items():
             value = getattr(self, name)
             if not least <= value < 2**31 and not (isinstance(value, float) and least <= value < math.inf):
                 raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}, and below 2^31")
@@ -204,8 +206,12 @@ def parse_settings(settings_class, description, argv=None):
         group = extra.pop("group")
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        extra.setdefault("metavar", None if "choices" in extra else {int: "N", float: "X", str: "NAME"}[field.type])
-        groups[group].add_argument(*field_flags(field), dest=field.name, type=field.type, default=field.default, **extra)
+        if field.type is bool:
+            extra["action"] = "store_true"
+        else:
+            extra["type"] = field.type
+            extra.setdefault("metavar", None if "choices" in extra else {int: "N", float: "X", str: "NAME"}[field.type])
+        groups[group].add_argument(*field_flags(field), dest=field.name, default=field.default, **extra)
     settings = settings_class(**vars(parser.parse_args(argv)))
     settings.check()
     return settings
@@ -325,21 +331,26 @@ def table_elements(table):
     return sum(math.prod(row.shape) for row in table.values())
 
 
-def table_bytes(table):
-    return sum(math.prod(row.shape) * np.dtype(row.dtype).itemsize for row in table.values())
+def row_bytes(row, align=1):
+    """The bytes of one tensor, and what it takes to the next multiple of `align`."""
+    return -(-math.prod(row.shape) * np.dtype(row.dtype).itemsize // align) * align
+
+
+def table_bytes(table, align=1):
+    return sum(row_bytes(row, align) for row in table.values())
 
 
 class Tensors(SimpleNamespace):
     """Named views of one buffer, in the table's order with no gaps: `params.qkvw[l]` is (3C, C); `table`, `buffer`."""
 
 
-def views(table, buffer):
-    """Lay a table's tensors over the start of a byte buffer (NumPy's or CuPy's); nothing is allocated."""
+def views(table, buffer, align=1):
+    """Lay a table's tensors over the start of a byte buffer (NumPy's or CuPy's), each at a multiple of `align` bytes from
+    there; nothing is allocated."""
     tensors, offset = {}, 0
     for name, row in table.items():
-        size = math.prod(row.shape) * np.dtype(row.dtype).itemsize
-        tensors[name] = buffer[offset : offset + size].view(row.dtype).reshape(row.shape)
-        offset += size
+        tensors[name] = buffer[offset : offset + row_bytes(row)].view(row.dtype).reshape(row.shape)
+        offset += row_bytes(row, align)
     return Tensors(table=table, buffer=buffer[:offset], **tensors)
 
 
@@ -515,14 +526,13 @@ def read_config(f, mend):
 def read_model(path, mend=MODEL_MEND):
     """Read a model checkpoint of version 1, 3 or 5.
 
-    Returns (config, params): params is float32 with wte padded to Vp rows, whatever the version.
+    Returns (config, params): params is float32 with wte padded to Vp rows, a multiple of 128, whatever the file has.
     Raises UserError for anything but a whole, finite, well-formed model.
     """
     with open_input(path, mend) as f:
         version, config = read_config(f, mend)
         stored_rows = config.Vp
-        if version == 1:
-            config = dataclasses.replace(config, Vp=padded(config.V))
+        config = dataclasses.replace(config, Vp=padded(stored_rows))
         params = allocate(parameter_table(config))
         wte_pad = (config.Vp - stored_rows) * config.C
         values = flat(params)
@@ -1440,18 +1450,19 @@ def newest_checkpoint(directory):
     return max(steps, default=None)
 
 
-def save_checkpoint(directory, config, params, moments, progress):
+def save_checkpoint(directory, config, params, moments, progress, notes=None):
     """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole.
 
-    Raises UserError, and leaves nothing of this checkpoint, when the weights are not finite or the disk is full.
+    notes: what else the run needs to go on as before, as a dict for JSON. Raises UserError, and leaves nothing of this checkpoint, when the weights are not finite or the disk is full.
     """
     check_finite(f"after {progress.step} steps", params, f"the last checkpoint, if any, is kept: {DIVERGED}")
     paths = model, state, done = checkpoint_paths(directory, progress.step)
     try:
         write_model(model, config, params)
         write_optimizer_state(state, moments, progress)
-        with replacing(done):
-            pass
+        with replacing(done) as f:
+            if notes:
+                f.write(json.dumps(notes, indent=1).encode() + b"\n")
     except UserError:
         for path in paths:
             with contextlib.suppress(OSError):
@@ -1467,7 +1478,7 @@ def find_checkpoint(settings):
         print(f"no complete checkpoint in {directory}: starting at step 0")
     if step is not None and not settings.resume:
         raise UserError(f"{directory}: holds a checkpoint of step {step}: go on from it with -y 1, or choose another -o")
-    if step is not None and step > settings.steps:
+    if step is not None and 0 < settings.steps < step:
         raise UserError(f"{directory}: its checkpoint is of step {step}, beyond -x {settings.steps}: pass a larger -x")
     return step
 

@@ -1,0 +1,377 @@
+// Causal multi-head attention that never stores a (T,T) matrix. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762;
+// online softmax and recomputation after FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691
+//
+//     forward   S = query @ key^T / sqrt(HS), -inf for keys after the query
+//               lse = log(sum over keys of exp(S));  P = exp(S - lse);  out = P @ value                out =, lse =
+//     backward  D = sum over HS of dout * out;  dP = dout @ value^T;  dS = P * (dP - D) / sqrt(HS)
+//               dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout                          dinp =, D =, partials =
+//
+// inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32.
+// partials (B * tiles of T, 3C) float32: the column sums of dinp over each tile of rows, for the gradient of the bias.
+//
+// A block works on a tile of one head's rows (queries; keys in attention_backward_dkv), which it keeps in registers, a
+// warp 16 or 32 of them; tiles of the other side pass through shared memory, the next one underway while this one is
+// worked on. The backward pass is two kernels, one for dquery and one for dkey and dvalue: seven products instead of five,
+// but every sum has one owner and a fixed order, so no atomic additions and the same bits in every run.
+//
+// Bound by the tensor cores, and as closely by the reading of the passing tiles from shared memory: 2 cycles for each
+// 16x8x8 product where 16 rows share what is read (backward), 1 where 32 do (forward). Rows of a tile are HS + 4 floats
+// apart, so that a warp's reads, along a row and across rows, hit 32 different banks.
+
+#include "mma.cuh"
+
+static_assert(sizeof(element) == 4, "this file is float32's; bfloat16 has its own");
+static_assert(HS % 8 == 0 && HS <= 128, "head size: a multiple of 8, at most 128");
+
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+constexpr int HEAD_TILES = HS / 8;
+constexpr int PASSING = HS <= 64 ? 64 : 32;       // rows of a passing tile
+constexpr int PASSING_TILES = PASSING / 8;
+constexpr int MROWS = HS <= 64 ? 2 : 1;           // forward: tiles of 16 queries of a warp
+constexpr int QUERIES = WARPS * 16 * MROWS;       // forward: rows of a block
+constexpr int ROWS = WARPS * 16;                  // backward: rows of a block
+constexpr int STRIDE = HS + 4;
+constexpr int TILE = PASSING * STRIDE;            // floats
+
+__device__ inline float scale() { return 1.0f / sqrtf(float(HS)); }  // a constant to the compiler
+
+// Begin to copy rows [row, row + PASSING) of one head into shared memory; rows from T on become zeros.
+__device__ inline void copy_tile(float* tile, const float* head, int row, int T, int row_stride) {
+    for (int i = threadIdx.x; i < PASSING * HS / 4; i += THREADS) {
+        const int r = i / (HS / 4), c = i % (HS / 4) * 4;
+        const bool exists = row + r < T;
+        copy_async(tile + r * STRIDE + c, head + int64(exists ? row + r : 0) * row_stride + c, exists);
+    }
+}
+
+// Rows g and g + 8 of 16 rows of one head, from global memory, as the A operands of HEAD_TILES products.
+__device__ inline void load_rows(TileA (&tiles)[HEAD_TILES], const float* head, int row, int T, int row_stride) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int k = 0; k < HEAD_TILES; k++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int r = row + g + i % 2 * 8;
+            tiles[k][i] = r < T ? head[int64(r) * row_stride + 8 * k + t + i / 2 * 4] : 0.0f;
+        }
+    }
+}
+
+// d[j] (16, PASSING) = rows (16, HS) @ tile (PASSING, HS)^T
+__device__ inline void product_transposed(TileD (&d)[PASSING_TILES], const TileA (&rows)[HEAD_TILES], const float* tile) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < PASSING_TILES; j++) {
+        d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < HEAD_TILES; k++) {
+            const float* at = tile + (8 * j + g) * STRIDE + 8 * k + t;
+            const TileB b = {at[0], at[4]};
+            mma(d[j], rows[k], b);
+        }
+    }
+}
+
+// d[n] (16, HS) += p (16, PASSING) @ tile (PASSING, HS). p stays in the registers that it was computed in: they hold columns 2t
+// and 2t + 1 where an A operand has t and t + 4, which is made up for by reading the tile's rows in the same order.
+__device__ inline void product(TileD (&d)[HEAD_TILES], const TileD (&p)[PASSING_TILES], const float* tile) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < PASSING_TILES; j++) {
+        const TileA a = {p[j][0], p[j][2], p[j][1], p[j][3]};
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; n++) {
+            const float* at = tile + (8 * j + 2 * t) * STRIDE + 8 * n + g;
+            const TileB b = {at[0], at[STRIDE]};
+            mma(d[n], a, b);
+        }
+    }
+}
+
+// The sum, or the largest, over the 4 lanes that share a row of a D tile.
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// Write 16 rows of a gradient of one head, times `factor`, and add their column sums to sums[warp].
+__device__ inline void store_rows(float* head, float (*sums)[HS], const TileD (&d)[HEAD_TILES], float factor, int row, int T) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++) {
+        const int c = 8 * n + 2 * t;
+        const float2 upper = {d[n][0] * factor, d[n][1] * factor}, lower = {d[n][2] * factor, d[n][3] * factor};
+        if (row + g < T) *reinterpret_cast<float2*>(head + int64(row + g) * 3 * C + c) = upper;
+        if (row + g + 8 < T) *reinterpret_cast<float2*>(head + int64(row + g + 8) * 3 * C + c) = lower;
+        float2 sum = {upper.x + lower.x, upper.y + lower.y};  // rows from T on are zeros
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+            sum.x += __shfl_xor_sync(0xffffffff, sum.x, distance);
+            sum.y += __shfl_xor_sync(0xffffffff, sum.y, distance);
+        }
+        if (g == 0) {
+            sums[warp][c] = sum.x;
+            sums[warp][c + 1] = sum.y;
+        }
+    }
+}
+
+// Block (128); grid (tiles of QUERIES, NH, B); the longest rows of keys first. Shared memory: 4 tiles.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_forward(float* out, float* lse, const float* inp, int T) {
+    extern __shared__ float4 shared[];
+    float* tiles = reinterpret_cast<float*>(shared);  // key, value, and the next key, value
+    const int h = blockIdx.y, b = blockIdx.z;
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int row = first + warp * 16 * MROWS;  // the warp's first query
+    const float* query = inp + int64(b) * T * 3 * C + h * HS;
+    const float *key = query + C, *value = query + 2 * C;
+    const int keys = min(T, first + QUERIES);  // the others are later than every query here
+
+    TileA q[MROWS][HEAD_TILES];
+    TileD o[MROWS][HEAD_TILES];
+    float largest[MROWS][2], sum[MROWS][2];  // of rows g and g + 8; `largest` in units of log2
+#pragma unroll
+    for (int m = 0; m < MROWS; m++) {
+        load_rows(q[m], query, row + 16 * m, T, 3 * C);
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; n++) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            largest[m][i] = -INFINITE;
+            sum[m][i] = 0.0f;
+        }
+    }
+    copy_tile(tiles, key, 0, T, 3 * C);
+    copy_tile(tiles + TILE, value, 0, T, 3 * C);
+    copies_commit();
+
+    for (int start = 0; start < keys; start += PASSING) {
+        float* const here = tiles + start / PASSING % 2 * 2 * TILE;
+        float* const next = tiles + (start / PASSING + 1) % 2 * 2 * TILE;
+        if (start + PASSING < keys) {
+            copy_tile(next, key, start + PASSING, T, 3 * C);
+            copy_tile(next + TILE, value, start + PASSING, T, 3 * C);
+        }
+        copies_commit();
+        copies_wait<1>();
+        __syncthreads();
+#pragma unroll
+        for (int m = 0; m < MROWS; m++) {
+            const int top = row + 16 * m;
+            if (start > top + 15) continue;  // all of these keys come later
+            TileD s[PASSING_TILES];
+            product_transposed(s, q[m], here);
+            const float to_log2 = scale() * LOG2E;
+            float biggest[2] = {largest[m][0], largest[m][1]};
+#pragma unroll
+            for (int j = 0; j < PASSING_TILES; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const bool later = start + 8 * j + 2 * t + i % 2 > top + g + i / 2 * 8;
+                    s[j][i] = later ? -INFINITE : s[j][i] * to_log2;
+                    biggest[i / 2] = fmaxf(biggest[i / 2], s[j][i]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                biggest[i] = quad_max(biggest[i]);  // not -inf: key 0 is in the first tile, and never later
+                const float shrink = exp2f(largest[m][i] - biggest[i]);
+                largest[m][i] = biggest[i];
+                sum[m][i] *= shrink;
+#pragma unroll
+                for (int n = 0; n < HEAD_TILES; n++) {
+                    o[m][n][2 * i] *= shrink;
+                    o[m][n][2 * i + 1] *= shrink;
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < PASSING_TILES; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    s[j][i] = exp2f(s[j][i] - largest[m][i / 2]);
+                    sum[m][i / 2] += s[j][i];
+                }
+            }
+            product(o[m], s, here + TILE);
+        }
+        __syncthreads();
+    }
+
+#pragma unroll
+    for (int m = 0; m < MROWS; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int r = row + 16 * m + g + 8 * i;
+            const float total = quad_sum(sum[m][i]);
+            if (r >= T) continue;
+            if (t == 0) lse[(int64(b) * NH + h) * T + r] = (largest[m][i] + log2f(total)) * LN2;
+            float* at = out + (int64(b) * T + r) * C + h * HS;
+#pragma unroll
+            for (int n = 0; n < HEAD_TILES; n++) {
+                const float2 pair = {o[m][n][2 * i] / total, o[m][n][2 * i + 1] / total};
+                *reinterpret_cast<float2*>(at + 8 * n + 2 * t) = pair;
+            }
+        }
+    }
+}
+
+// dquery, and D for the kernel below. Block (128); grid (tiles of ROWS, NH, B). Shared memory: 4 tiles.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_backward_dquery(float* dinp, float* D, float* partials, const float* dout, const float* inp, const float* out, const float* lse,
+                          int T) {
+    extern __shared__ float4 shared[];
+    float* tiles = reinterpret_cast<float*>(shared);
+    const int h = blockIdx.y, b = blockIdx.z;
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int tile = gridDim.x - 1 - blockIdx.x, first = tile * ROWS;
+    const int row = first + warp * 16;
+    const float* query = inp + int64(b) * T * 3 * C + h * HS;
+    const float *key = query + C, *value = query + 2 * C;
+    const int keys = min(T, first + ROWS);
+
+    copy_tile(tiles, key, 0, T, 3 * C);
+    copy_tile(tiles + TILE, value, 0, T, 3 * C);
+    copies_commit();
+    TileA q[HEAD_TILES], d[HEAD_TILES];
+    load_rows(q, query, row, T, 3 * C);
+    load_rows(d, dout + int64(b) * T * C + h * HS, row, T, C);
+
+    float dot[2] = {0.0f, 0.0f}, log_sum[2];  // D and lse of rows g and g + 8
+    {
+        TileA o[HEAD_TILES];
+        load_rows(o, out + int64(b) * T * C + h * HS, row, T, C);
+#pragma unroll
+        for (int k = 0; k < HEAD_TILES; k++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) dot[i % 2] += d[k][i] * o[k][i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int r = row + g + 8 * i;
+        const int64 at = (int64(b) * NH + h) * T + r;
+        dot[i] = quad_sum(dot[i]);
+        log_sum[i] = r < T ? lse[at] * LOG2E : INFINITE;  // exp(-inf): no weights in rows from T on
+        if (t == 0 && r < T) D[at] = dot[i];
+    }
+
+    TileD dq[HEAD_TILES] = {};
+    for (int start = 0; start < keys; start += PASSING) {
+        float* const here = tiles + start / PASSING % 2 * 2 * TILE;
+        float* const next = tiles + (start / PASSING + 1) % 2 * 2 * TILE;
+        if (start + PASSING < keys) {
+            copy_tile(next, key, start + PASSING, T, 3 * C);
+            copy_tile(next + TILE, value, start + PASSING, T, 3 * C);
+        }
+        copies_commit();
+        copies_wait<1>();
+        __syncthreads();
+        if (start <= row + 15) {
+            TileD s[PASSING_TILES], dp[PASSING_TILES];
+            product_transposed(s, q, here);
+            product_transposed(dp, d, here + TILE);
+#pragma unroll
+            for (int j = 0; j < PASSING_TILES; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const bool later = start + 8 * j + 2 * t + i % 2 > row + g + i / 2 * 8;
+                    const float p = later ? 0.0f : exp2f(s[j][i] * (scale() * LOG2E) - log_sum[i / 2]);
+                    s[j][i] = p * (dp[j][i] - dot[i / 2]);
+                }
+            }
+            product(dq, s, here);
+        }
+        __syncthreads();
+    }
+
+    __shared__ float sums[WARPS][HS];
+    store_rows(dinp + int64(b) * T * 3 * C + h * HS, sums, dq, scale(), row, T);
+    __syncthreads();
+    float* partial = partials + (int64(b) * gridDim.x + tile) * 3 * C + h * HS;
+    for (int c = threadIdx.x; c < HS; c += THREADS) partial[c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
+}
+
+// dkey and dvalue; the rows are keys, and queries pass. Block (128); grid (tiles of ROWS, NH, B); shared memory: 4 tiles and 4 * PASSING.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_backward_dkv(float* dinp, float* partials, const float* dout, const float* inp, const float* lse, const float* D, int T) {
+    extern __shared__ float4 shared[];
+    float* tiles = reinterpret_cast<float*>(shared);  // query, dout, and the next query, dout
+    float* statistics = tiles + 4 * TILE;             // lse, D, and the next lse, D
+    const int h = blockIdx.y, b = blockIdx.z;
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int first = blockIdx.x * ROWS;  // the first keys have the most queries
+    const int row = first + warp * 16;
+    const float* query = inp + int64(b) * T * 3 * C + h * HS;
+    const float* dhead = dout + int64(b) * T * C + h * HS;
+    const int64 head = (int64(b) * NH + h) * T;
+
+    // Queries before `first` do not see these keys. A tile begins at a multiple of PASSING.
+    const int begin = first / PASSING * PASSING;
+    const auto copy = [&](int start) {
+        const int slot = start / PASSING % 2;
+        copy_tile(tiles + slot * 2 * TILE, query, start, T, 3 * C);
+        copy_tile(tiles + slot * 2 * TILE + TILE, dhead, start, T, C);
+        for (int i = threadIdx.x; i < PASSING; i += THREADS) {
+            const bool exists = start + i < T;
+            statistics[slot * 2 * PASSING + i] = exists ? lse[head + start + i] * LOG2E : INFINITE;
+            statistics[slot * 2 * PASSING + PASSING + i] = exists ? D[head + start + i] : 0.0f;
+        }
+    };
+    copy(begin);
+    copies_commit();
+
+    TileA k[HEAD_TILES], v[HEAD_TILES];
+    load_rows(k, query + C, row, T, 3 * C);
+    load_rows(v, query + 2 * C, row, T, 3 * C);
+    TileD dk[HEAD_TILES] = {}, dv[HEAD_TILES] = {};
+    for (int start = begin; start < T; start += PASSING) {
+        const int slot = start / PASSING % 2;
+        const float* here = tiles + slot * 2 * TILE;
+        const float* log_sum = statistics + slot * 2 * PASSING;
+        const float* dot = log_sum + PASSING;
+        if (start + PASSING < T) copy(start + PASSING);
+        copies_commit();
+        copies_wait<1>();
+        __syncthreads();
+        if (start + PASSING > row) {
+            TileD s[PASSING_TILES], dp[PASSING_TILES];  // transposed: keys down, queries across
+            product_transposed(s, k, here);
+#pragma unroll
+            for (int j = 0; j < PASSING_TILES; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int q = 8 * j + 2 * t + i % 2;
+                    const bool earlier = start + q < row + g + i / 2 * 8;
+                    s[j][i] = earlier ? 0.0f : exp2f(s[j][i] * (scale() * LOG2E) - log_sum[q]);
+                }
+            }
+            product(dv, s, here + TILE);
+            product_transposed(dp, v, here + TILE);
+#pragma unroll
+            for (int j = 0; j < PASSING_TILES; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) s[j][i] *= dp[j][i] - dot[8 * j + 2 * t + i % 2];
+            }
+            product(dk, s, here);
+        }
+        __syncthreads();
+    }
+
+    __shared__ float sums[2][WARPS][HS];
+    float* dhead_inp = dinp + int64(b) * T * 3 * C + h * HS;
+    store_rows(dhead_inp + C, sums[0], dk, scale(), row, T);
+    store_rows(dhead_inp + 2 * C, sums[1], dv, 1.0f, row, T);
+    __syncthreads();
+    float* partial = partials + (int64(b) * gridDim.x + blockIdx.x) * 3 * C + h * HS;
+    for (int c = threadIdx.x; c < HS; c += THREADS) {
+        partial[C + c] = sums[0][0][c] + sums[0][1][c] + sums[0][2][c] + sums[0][3][c];
+        partial[2 * C + c] = sums[1][0][c] + sums[1][1][c] + sums[1][2][c] + sums[1][3][c];
+    }
+}

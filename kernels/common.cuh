@@ -1,0 +1,110 @@
+// What every kernel shares: the model's sizes, the element type, 16-byte accesses, and sums over a warp or a block.
+//
+// train_gpt2_cuda.py compiles each .cu file for the GPU and the model at hand and passes, as -D constants,
+//     MODEL_C, MODEL_NH, MODEL_V, MODEL_VP   the model's sizes
+//     BFLOAT16                               1: activations, parameters and gradients are bfloat16; 0: float32
+//     TF32                                   1: tensor cores may round float32 operands to TF32
+// B and T are run-time values. Indices that can pass 2^31 are int64; a row's number cannot.
+//
+// The arguments of a kernel are those of the NumPy function of the same name in train_gpt2.py, in the same order:
+// outputs first, then statistics, inputs, weights, sizes.
+
+#pragma once
+
+#if BFLOAT16
+#include <cuda_bf16.h>
+#endif
+
+typedef long long int64;
+typedef unsigned int uint32;
+
+constexpr int C = MODEL_C;
+constexpr int NH = MODEL_NH;
+constexpr int HS = C / NH;
+constexpr int V = MODEL_V;
+constexpr int Vp = MODEL_VP;
+
+#if BFLOAT16
+typedef __nv_bfloat16 element;
+#else
+typedef float element;
+#endif
+
+constexpr int PACK = 16 / sizeof(element);  // elements in one 16-byte access
+
+static_assert(C % NH == 0, "each head has C / NH channels");
+static_assert(C % PACK == 0, "rows of C elements must start at multiples of 16 bytes");
+static_assert(Vp % PACK == 0 && Vp >= V, "rows of logits must start at multiples of 16 bytes");
+
+#define INFINITE __int_as_float(0x7f800000)  // no header of NVRTC's has a constant for it
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 16 bytes at a time
+
+struct Floats {
+    float x[PACK];
+};
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline void from_float(float& out, float x) { out = x; }
+#if BFLOAT16
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline void from_float(__nv_bfloat16& out, float x) { out = __float2bfloat16_rn(x); }
+#endif
+
+// PACK elements at a 16-byte boundary, as floats.
+__device__ inline Floats load(const element* at) {
+    const int4 bytes = *reinterpret_cast<const int4*>(at);
+    const element* elements = reinterpret_cast<const element*>(&bytes);
+    Floats values;
+#pragma unroll
+    for (int i = 0; i < PACK; i++) values.x[i] = to_float(elements[i]);
+    return values;
+}
+
+__device__ inline void store(element* at, const Floats& values) {
+    int4 bytes;
+    element* elements = reinterpret_cast<element*>(&bytes);
+#pragma unroll
+    for (int i = 0; i < PACK; i++) from_float(elements[i], values.x[i]);
+    *reinterpret_cast<int4*>(at) = bytes;
+}
+
+// out = or += value, for the gradients of the second and later batches of one update.
+__device__ inline void put(element* out, float value, int accumulate) {
+    from_float(*out, accumulate ? to_float(*out) + value : value);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// sums and maxima: every thread gets the result; the order of the additions is fixed, so the result is, too
+
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffff, x, distance);
+    return x;
+}
+
+__device__ inline float warp_max(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
+    return x;
+}
+
+// The sum over WARPS consecutive warps of the block, the first a multiple of WARPS. All threads of the block take part.
+template <int WARPS>
+__device__ inline float group_sum(float x) {
+    x = warp_sum(x);
+    if constexpr (WARPS > 1) {
+        __shared__ float sums[32];
+        const int warp = threadIdx.x / 32;
+        __syncthreads();  // the sums of the call before are read
+        if (threadIdx.x % 32 == 0) sums[warp] = x;
+        __syncthreads();
+        x = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) x += sums[warp / WARPS * WARPS + w];
+    }
+    return x;
+}

@@ -1,0 +1,67 @@
+// GELU, its tanh form. Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
+//
+//     forward   out = x/2 * (1 + tanh(u)), u = sqrt(2/pi) * (x + 0.044715 x^3)                        out =
+//     backward  dinp = dout * ((1 + t)/2 + x/2 * (1 - t^2) * u'), t = tanh(u)                          dinp = (dinp may be dout)
+//               partials[block] = the sums of dinp over the block's rows                              partials =
+//               out = the forward value again, if asked for                                           out =
+//
+// inp, out, dinp, dout (N, 4C). The column sums of dinp are the gradient of the bias that was added to inp.
+//
+// Bound by bytes: forward 2 elements in and out, backward 3 (4 with `out`). In training, the forward pass is in the
+// epilogue of the product before; the backward pass hands `out` to the next weight gradient, when it was not kept.
+
+#include "common.cuh"
+
+constexpr int OC = 4 * C;
+constexpr int COLUMN_THREADS = 32, ROW_GROUPS = 8;
+constexpr float SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
+constexpr float CUBE = 0.044715f;
+
+// One thread a pack; grid (N*OC / PACK / 256).
+extern "C" __global__ void gelu_forward(element* out, const element* inp, int N) {
+    const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
+    if (i >= int64(N) * OC) return;
+    Floats x = load(inp + i);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) x.x[k] *= 0.5f * (1.0f + tanhf(SCALE * (x.x[k] + CUBE * x.x[k] * x.x[k] * x.x[k])));
+    store(out + i, x);
+}
+
+// Block (32, 8): 32 packs of columns, 8 rows at a time. Grid (OC / (32 * PACK), blocks of rows), rounded up;
+// partials (gridDim.y, OC) float32. out may be null.
+extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_GROUPS)
+gelu_backward(element* dinp, float* partials, element* out, const element* inp, const element* dout, int N) {
+    const int c = (blockIdx.x * COLUMN_THREADS + threadIdx.x) * PACK;
+    const int rows = (N + gridDim.y - 1) / gridDim.y;
+    const int begin = blockIdx.y * rows, end = min(N, begin + rows);
+    Floats sum = {};
+    if (c < OC) {
+#pragma unroll 2
+        for (int row = begin + threadIdx.y; row < end; row += ROW_GROUPS) {
+            const int64 i = int64(row) * OC + c;
+            const Floats x = load(inp + i);
+            Floats d = load(dout + i), y;
+#pragma unroll
+            for (int k = 0; k < PACK; k++) {
+                const float square = x.x[k] * x.x[k];
+                const float t = tanhf(SCALE * x.x[k] * (1.0f + CUBE * square));
+                const float slope = SCALE * (1.0f + 3.0f * CUBE * square);  // u'
+                y.x[k] = 0.5f * x.x[k] * (1.0f + t);
+                d.x[k] *= 0.5f * (1.0f + t) + 0.5f * x.x[k] * (1.0f - t * t) * slope;
+                sum.x[k] += d.x[k];
+            }
+            store(dinp + i, d);
+            if (out) store(out + i, y);
+        }
+    }
+    __shared__ Floats sums[ROW_GROUPS][COLUMN_THREADS];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || c >= OC) return;
+    for (int group = 1; group < ROW_GROUPS; group++) {
+#pragma unroll
+        for (int k = 0; k < PACK; k++) sum.x[k] += sums[group][threadIdx.x].x[k];
+    }
+#pragma unroll
+    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * OC + c + k] = sum.x[k];
+}

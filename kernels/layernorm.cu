@@ -1,0 +1,160 @@
+// Layer normalization, with the addition to the residual stream before it. Ba et al. 2016, https://arxiv.org/abs/1607.06450
+//
+//     forward   residual = inp1 + inp2 (if there is an inp2);  out = (residual - mean) * rstd * weight + bias
+//               residual =, out =, mean =, rstd =
+//     backward  with n = (inp - mean) * rstd and dn = dout * weight, over each row,
+//               dinp += rstd * (dn - mean(dn) - n * mean(dn * n))
+//               partials[block] = over the block's rows, the sums of dout * n, dout, and the new dinp
+//
+// The rows of inp1, inp2, residual, out, dout, dinp: (N,C). mean, rstd: (N) float32. weight, bias: (C).
+// The sums over rows of dout * n and of dout are the gradients of weight and bias; that of dinp is the gradient of the bias
+// that was added to this residual stream by the projection before: the third column sum costs nothing here, a pass of
+// its own there. Each block adds up its rows in order, column_sums.cu adds up the blocks.
+//
+// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's (two warps' for
+// C > 1024), and stays in registers from the first read to the last write.
+
+#include "common.cuh"
+
+constexpr int ROW_WARPS = (C + 1023) / 1024;
+constexpr int ROW_THREADS = 32 * ROW_WARPS;
+constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // of one thread
+constexpr int THREADS = 256;
+constexpr int GROUPS = THREADS / ROW_THREADS;  // rows that a block works on at once
+
+static_assert(THREADS % ROW_THREADS == 0, "a row is shared by whole groups of warps: C up to 8192");
+
+// The p-th pack of a row that belongs to this thread starts here; beyond C there is none.
+__device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
+
+__device__ inline float row_sum(float x) { return group_sum<ROW_WARPS>(x); }
+
+// Block (256); grid (N / GROUPS, rounded up). inp2 and residual may be null, together.
+extern "C" __global__ void __launch_bounds__(THREADS)
+residual_layernorm_forward(element* residual, element* out, float* mean, float* rstd, const element* inp1, const element* inp2,
+                           const element* weight, const element* bias, int N) {
+    const int row = blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS;
+    const bool exists = row < N;  // all threads stay, for the barriers of row_sum
+    const int64 start = int64(row) * C;
+
+    Floats x[PACKS];
+    float sum = 0.0f;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        x[p] = {};
+        const int c = column(p);
+        if (!exists || c >= C) continue;
+        x[p] = load(inp1 + start + c);
+        if (inp2) {
+            const Floats more = load(inp2 + start + c);
+#pragma unroll
+            for (int k = 0; k < PACK; k++) {
+                element rounded;  // what the backward pass will read
+                from_float(rounded, x[p].x[k] + more.x[k]);
+                x[p].x[k] = to_float(rounded);
+            }
+            store(residual + start + c, x[p]);
+        }
+#pragma unroll
+        for (int k = 0; k < PACK; k++) sum += x[p].x[k];
+    }
+    const float m = row_sum(sum) / C;
+
+    float squares = 0.0f;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (column(p) >= C) continue;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) squares += (x[p].x[k] - m) * (x[p].x[k] - m);
+    }
+    const float r = 1.0f / sqrtf(row_sum(squares) / C + 1e-5f);
+
+    if (!exists) return;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int c = column(p);
+        if (c >= C) continue;
+        const Floats w = load(weight + c), b = load(bias + c);
+#pragma unroll
+        for (int k = 0; k < PACK; k++) x[p].x[k] = (x[p].x[k] - m) * r * w.x[k] + b.x[k];
+        store(out + start + c, x[p]);
+    }
+    if (threadIdx.x % ROW_THREADS == 0) {
+        mean[row] = m;
+        rstd[row] = r;
+    }
+}
+
+// Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+layernorm_backward(element* dinp, float* partials, const element* dout, const element* inp, const element* weight, const float* mean,
+                   const float* rstd, int N) {
+    const int group = threadIdx.x / ROW_THREADS;
+    Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
+
+    for (int first = blockIdx.x * GROUPS; first < N; first += gridDim.x * GROUPS) {
+        const int row = first + group;
+        const bool exists = row < N;
+        const int64 start = int64(row) * C;
+        const float m = exists ? mean[row] : 0.0f, r = exists ? rstd[row] : 0.0f;
+
+        Floats d[PACKS], n[PACKS], before[PACKS];
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            d[p] = n[p] = before[p] = {};
+            const int c = column(p);
+            if (!exists || c >= C) continue;
+            d[p] = load(dout + start + c);
+            n[p] = load(inp + start + c);
+            before[p] = load(dinp + start + c);
+        }
+        float sum_dn = 0.0f, sum_dn_n = 0.0f;
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            const int c = column(p);
+            if (!exists || c >= C) continue;
+            const Floats w = load(weight + c);
+#pragma unroll
+            for (int k = 0; k < PACK; k++) {
+                n[p].x[k] = (n[p].x[k] - m) * r;
+                dbias[p].x[k] += d[p].x[k];
+                dweight[p].x[k] += d[p].x[k] * n[p].x[k];
+                d[p].x[k] *= w.x[k];
+                sum_dn += d[p].x[k];
+                sum_dn_n += d[p].x[k] * n[p].x[k];
+            }
+        }
+        const float mean_dn = row_sum(sum_dn) / C, mean_dn_n = row_sum(sum_dn_n) / C;
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            const int c = column(p);
+            if (!exists || c >= C) continue;
+#pragma unroll
+            for (int k = 0; k < PACK; k++) {
+                before[p].x[k] += r * (d[p].x[k] - mean_dn - n[p].x[k] * mean_dn_n);
+                total[p].x[k] += before[p].x[k];
+            }
+            store(dinp + start + c, before[p]);
+        }
+    }
+
+    // One group after the other adds its sums to the block's.
+    __shared__ float sums[3 * C];
+    for (int g = 0; g < GROUPS; g++) {
+        if (g == group) {
+#pragma unroll
+            for (int p = 0; p < PACKS; p++) {
+                const int c = column(p);
+                if (c >= C) continue;
+#pragma unroll
+                for (int k = 0; k < PACK; k++) {
+                    sums[c + k] = (g ? sums[c + k] : 0.0f) + dweight[p].x[k];
+                    sums[C + c + k] = (g ? sums[C + c + k] : 0.0f) + dbias[p].x[k];
+                    sums[2 * C + c + k] = (g ? sums[2 * C + c + k] : 0.0f) + total[p].x[k];
+                }
+            }
+        }
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < 3 * C; i += THREADS) partials[int64(blockIdx.x) * 3 * C + i] = sums[i];
+}

@@ -1,0 +1,92 @@
+// One float32 tile product of a warp on the tensor cores: D (16,8) += A (16,8) @ B (8,8).
+//
+// Of the tile, lane 4g + t holds (PTX ISA, mma.m16n8k8)
+//     A   a[0] (g, t)    a[1] (g + 8, t)     a[2] (g, t + 4)    a[3] (g + 8, t + 4)
+//     B   b[0] (t, g)    b[1] (t + 4, g)
+//     D   d[0] (g, 2t)   d[1] (g, 2t + 1)    d[2] (g + 8, 2t)   d[3] (g + 8, 2t + 1)
+//
+// Tensor cores read 10 bits of a float's mantissa (TF32). With TF32 on, operands are rounded to that. With TF32 off, each
+// operand is the sum of two TF32 numbers, and three of the four products of the parts are added up, the small ones first:
+// what is left out is 2^-22 of the result, no more than float32's own rounding. Before sm_80 there is no TF32: there, the
+// operands go around the warp and the products are plain float32 ones, right but slow.
+
+#pragma once
+
+#include "common.cuh"
+
+typedef float TileA[4];
+typedef float TileB[2];
+typedef float TileD[4];
+
+#if __CUDA_ARCH__ >= 800
+
+// The bits of x rounded to TF32 (to nearest, ties away from 0); the tensor core ignores the low 13.
+__device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
+
+// What rounding to TF32 left of x.
+__device__ inline float tf32_rest(float x, uint32 rounded) { return x - __uint_as_float(rounded & 0xffffe000); }
+
+__device__ inline void mma_tf32(TileD& d, const uint32 (&a)[4], const uint32 (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ inline void mma(TileD& d, const TileA& a, const TileB& b) {
+    const uint32 big_a[4] = {tf32(a[0]), tf32(a[1]), tf32(a[2]), tf32(a[3])};
+    const uint32 big_b[2] = {tf32(b[0]), tf32(b[1])};
+#if !TF32
+    const uint32 small_a[4] = {tf32(tf32_rest(a[0], big_a[0])), tf32(tf32_rest(a[1], big_a[1])), tf32(tf32_rest(a[2], big_a[2])),
+                               tf32(tf32_rest(a[3], big_a[3]))};
+    const uint32 small_b[2] = {tf32(tf32_rest(b[0], big_b[0])), tf32(tf32_rest(b[1], big_b[1]))};
+    mma_tf32(d, small_a, big_b);
+    mma_tf32(d, big_a, small_b);
+#endif
+    mma_tf32(d, big_a, big_b);
+}
+
+// 16 bytes from global to shared memory while the threads go on; zeros instead if not `exists`.
+__device__ inline void copy_async(float* shared, const float* global, bool exists) {
+    const uint32 to = __cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
+}
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until all but the newest `pending` groups of copies have landed.
+template <int PENDING>
+__device__ inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+#else
+
+// Not inlined: hundreds of copies in one kernel would keep the compiler busy for minutes.
+__device__ __noinline__ float4 mma_float32(float4 d, float4 a, float2 b) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        const float upper = __shfl_sync(0xffffffff, k < 4 ? a.x : a.z, 4 * g + k % 4);
+        const float lower = __shfl_sync(0xffffffff, k < 4 ? a.y : a.w, 4 * g + k % 4);
+        const float left = __shfl_sync(0xffffffff, k < 4 ? b.x : b.y, 8 * t + k % 4);
+        const float right = __shfl_sync(0xffffffff, k < 4 ? b.x : b.y, 8 * t + 4 + k % 4);
+        d.x += upper * left;
+        d.y += upper * right;
+        d.z += lower * left;
+        d.w += lower * right;
+    }
+    return d;
+}
+
+__device__ inline void mma(TileD& d, const TileA& a, const TileB& b) {
+    const float4 sum = mma_float32({d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]});
+    d[0] = sum.x;
+    d[1] = sum.y;
+    d[2] = sum.z;
+    d[3] = sum.w;
+}
+
+__device__ inline void copy_async(float* shared, const float* global, bool exists) {
+    *reinterpret_cast<float4*>(shared) = exists ? *reinterpret_cast<const float4*>(global) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+}
+__device__ inline void copies_commit() {}
+template <int PENDING>
+__device__ inline void copies_wait() {}
+
+#endif

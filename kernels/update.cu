@@ -1,0 +1,136 @@
+// From the losses and gradients of a step to the new weights.
+//
+//     begin_step      copies the batch that the host has left in pinned memory                        batch =
+//     loss_mean       loss = the mean of losses                                                       loss = (or += if accumulate)
+//     global_norm     partials[block] = the sum of squares over a part of the gradients              partials =
+//     prepare_update  what all threads of adamw_update need, worked out once; reports to the host     control =, report =
+//     adamw_update    m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2
+//                     params -= rate * m / (sqrt(v) + eps), after params *= 1 - learning_rate * decay     params, master, m, v =
+//
+// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are drawn into rate and eps, as in
+// train_gpt2.py. All that changes from step to step is in device memory, so that one captured graph serves every step.
+//
+// Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter, 0.8 ms for 124M on an H200.
+
+#include "common.cuh"
+
+struct Control {
+    int64 step;         // updates done
+    int64 launches;     // steps begun: its lowest bit says which half of the pinned memory is the current step's
+    float rate;         // learning_rate * sqrt(1 - beta2^t) / (1 - beta1^t), t counted from 1
+    float eps;          // eps * sqrt(1 - beta2^t)
+    float learning_rate;
+    float grad_scale;   // what clipping multiplies the gradients by
+    int halted;         // a loss was not finite: the weights stay as they are from then on
+    int padding;
+};
+
+struct Report {  // in pinned memory, one for each half
+    float loss, norm;
+};
+
+__device__ inline float block_sum(float x) {
+    __shared__ float sums[32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
+}
+
+// batch: the learning rate's bits, then the words of encoder and classifier. pinned: two halves of `words` each.
+extern "C" __global__ void begin_step(int* batch, const int* pinned, const Control* control, int words) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < words) batch[i] = pinned[control->launches % 2 * words + i];
+}
+
+// One block (1024). loss (1) = or += the sum of losses (N), times scale.
+extern "C" __global__ void __launch_bounds__(1024) loss_mean(float* loss, const float* losses, float scale, int accumulate, int N) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < N; i += 1024) sum += losses[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *loss = sum * scale + (accumulate ? *loss : 0.0f);
+}
+
+// Block (256); grid (any number of blocks); partials (gridDim.x).
+extern "C" __global__ void __launch_bounds__(256) global_norm(float* partials, const element* grads, int64 N) {
+    float sum = 0.0f;
+    const int64 stride = int64(gridDim.x) * 256 * PACK;
+#pragma unroll 4
+    for (int64 i = (int64(blockIdx.x) * 256 + threadIdx.x) * PACK; i < N; i += stride) {
+        const Floats g = load(grads + i);
+#pragma unroll
+        for (int k = 0; k < PACK; k++) sum += g.x[k] * g.x[k];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+// One block (256). partials (blocks), or none with blocks = 0, when nobody asks for the norm; grad_clip = 0: no clipping.
+extern "C" __global__ void __launch_bounds__(256)
+prepare_update(Control* control, Report* reports, const float* loss, const float* partials, const int* batch, double beta1, double beta2,
+               double eps, float grad_clip, int blocks) {
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < blocks; i += 256) squares += partials[i];
+    const float norm = sqrtf(block_sum(squares));
+    if (threadIdx.x > 0) return;
+    const float learning_rate = __int_as_float(batch[0]);
+    if (!isfinite(*loss)) control->halted = 1;
+    if (!control->halted) control->step += 1;
+    const double correction2 = sqrt(1.0 - pow(beta2, double(control->step)));
+    control->rate = learning_rate * correction2 / (1.0 - pow(beta1, double(control->step)));
+    control->eps = eps * correction2;
+    control->learning_rate = learning_rate;
+    control->grad_scale = grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f;
+    reports[control->launches % 2] = {*loss, norm};
+    control->launches += 1;
+}
+
+// 4 floats at a time into and out of the registers of PACK floats.
+__device__ inline Floats load_floats(const float* at) {
+    Floats values;
+#pragma unroll
+    for (int k = 0; k < PACK; k += 4) *reinterpret_cast<float4*>(values.x + k) = *reinterpret_cast<const float4*>(at + k);
+    return values;
+}
+
+__device__ inline void store_floats(float* at, const Floats& values) {
+#pragma unroll
+    for (int k = 0; k < PACK; k += 4) *reinterpret_cast<float4*>(at + k) = *reinterpret_cast<const float4*>(values.x + k);
+}
+
+// One thread a pack; grid (N / PACK / 256). The parameters before stops[s], and not before stops[s-1], have weight decay decays[s].
+// master: the float32 weights that params are a rounded copy of, or null when params are float32 themselves.
+extern "C" __global__ void __launch_bounds__(256)
+adamw_update(element* params, float* master, float* m, float* v, const element* grads, const Control* control, const int64* stops,
+             const float* decays, float beta2, float rest1, float rest2, int64 N) {
+    const int64 i = (int64(blockIdx.x) * 256 + threadIdx.x) * PACK;
+    if (i >= N || control->halted) return;
+    const Floats g = load(grads + i);
+    Floats p = master ? load_floats(master + i) : load(params + i), mean = load_floats(m + i), square = load_floats(v + i);
+    int span = 0;
+    while (i >= stops[span]) span++;
+    const float keep = 1.0f - control->learning_rate * decays[span];
+    const float rate = control->rate, eps = control->eps, grad_scale = control->grad_scale;
+#pragma unroll
+    for (int k = 0; k < PACK; k++) {
+        const float gradient = g.x[k] * grad_scale;
+        mean.x[k] += rest1 * (gradient - mean.x[k]);
+        square.x[k] = beta2 * square.x[k] + rest2 * gradient * gradient;
+        p.x[k] = p.x[k] * keep - rate * mean.x[k] / (sqrtf(square.x[k]) + eps);
+    }
+    store(params + i, p);
+    if (master) store_floats(master + i, p);
+    store_floats(m + i, mean);
+    store_floats(v + i, square);
+}
+
+// out[i] = a number in [-1, 1) that only i decides: inputs for timing, which zeros would make too fast. One thread an element.
+extern "C" __global__ void fill_random(element* out, int64 N) {
+    const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= N) return;
+    uint32 x = uint32(i) * 2654435761u + uint32(i >> 32) + 1;  // a xorshift of a multiplicative hash
+    x ^= x >> 15;
+    x *= 2246822519u;
+    x ^= x >> 13;
+    from_float(out[i], int(x) * 4.6566129e-10f);
+}

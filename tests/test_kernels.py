@@ -1,0 +1,360 @@
+"""Each GPU kernel against its NumPy function, on fresh random data and awkward shapes; and, with no GPU, that all compile.
+
+Outputs are NaN before the call, so that an element which is not written fails. The NumPy function runs in float64.
+"""
+
+import os
+
+import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
+
+import numpy as np
+import pytest
+
+import train_gpt2_cuda as cuda
+from train_gpt2 import Config, UserError, check_tensor
+
+# ----------------------------------------------------------------------------------------------------------------------
+# with no GPU
+
+MODELS = [  # maxT, V, L, NH, C, Vp: GPT-2 124M; V % 8 of 1 and 3; one head; 25 heads; more than one warp for a row; large heads
+    Config(1024, 50257, 1, 12, 768, 50304),
+    Config(1024, 257, 2, 1, 64, 384),
+    Config(1024, 1003, 1, 25, 1600, 1024),
+    Config(1024, 131, 1, 3, 240, 256),
+    Config(1024, 131, 1, 2, 256, 256),
+]
+
+
+@pytest.mark.parametrize("arch", ("sm_75", "sm_80", "sm_90a", "sm_100a"))
+def test_kernels_compile_with_no_gpu(arch):
+    pytest.importorskip("cuda.core")
+    for config in (MODELS[0], MODELS[2]) if arch == "sm_90a" else MODELS[:1]:
+        for tf32 in (1, 0):
+            for name in cuda.KERNELS if tf32 else ("attention",):
+                cubin = cuda.compile_kernels(name, arch, cuda.kernel_constants(config, tf32))
+                assert cubin[:4] == b"\x7fELF"
+                for kernel in cuda.KERNELS[name]:
+                    assert b".text." + kernel.encode() in cubin
+
+
+def test_an_error_in_a_kernel_names_file_and_line(tmp_path, monkeypatch):
+    pytest.importorskip("cuda.core")
+    (tmp_path / "gelu.cu").write_text("// one\n// two\nint broken = ;\n")
+    monkeypatch.setattr(cuda, "KERNEL_DIRECTORY", str(tmp_path))
+    with pytest.raises(UserError, match=r"gelu.cu.*gelu.cu\(3\): error: expected an expression") as error:
+        cuda.compile_kernels("gelu", "sm_80", {"MODEL_C": 64})
+    assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(UserError, match="missing.cu: cannot be read"):
+        cuda.compile_kernels("missing", "sm_80", {})
+
+
+def test_the_cache_returns_what_it_was_given_and_nothing_damaged(tmp_path, capsys):
+    cache = cuda.Cache(str(tmp_path / "cache"))
+    assert cache.find("a key", ".cubin") is None
+    path = cache.keep("a key", ".cubin", b"content")
+    assert cache.find("a key", ".cubin") == (path, b"content") and cache.find("another", ".cubin") is None
+    cache.keep("a key", ".cubin", b"newer")
+    assert cache.find("a key", ".cubin")[1] == b"newer" and len(os.listdir(tmp_path / "cache")) == 1
+    (found,) = (tmp_path / "cache").iterdir()
+    found.write_bytes(b"newe")
+    assert cache.find("a key", ".cubin") is None and "is damaged" in capsys.readouterr().err
+    assert not found.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    cache = cuda.Cache(str(tmp_path / "file" / "cache"))
+    for key in ("one", "two"):
+        path = cache.keep(key, ".cubin", key.encode())
+        assert cache.find(key, ".cubin") == (path, key.encode())
+    assert capsys.readouterr().err.count("cannot be written") == 1, "one warning is enough"
+
+
+def test_sort_tokens():
+    rng = np.random.default_rng(0)
+    for V in (3, 257, 70000):
+        inputs = rng.integers(0, V, (3, 97), dtype=np.int32)
+        order, first, runs = np.full(291, -1, np.int32), np.full(292, -1, np.int32), np.full(1, -1, np.int32)
+        cuda.sort_tokens(order, first, runs, inputs)
+        tokens = inputs.reshape(-1)
+        assert sorted(order.tolist()) == list(range(291)) and runs[0] == np.unique(tokens).size
+        for r in range(runs[0]):
+            places = order[first[r] : first[r + 1]]
+            assert np.all(np.diff(places) > 0) and np.array_equal(places, np.flatnonzero(tokens == tokens[places[0]]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# with a GPU
+
+# The largest error allowed, as a fraction of the largest value of the reference. float32 rounds to 6e-8, sums of n numbers in
+# any order to some sqrt(n) of that; TF32 rounds operands to 5e-4; and tensor cores cut off what they add up, where others round.
+EXACT, SUMS, TF32, TENSOR_CORE_SUMS = 1e-6, 5e-6, 2e-3, 2e-5
+
+SHAPES = [(1, 1), (3, 97), (1, 1000), (3, 1024)]
+DEVICES = {}
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    try:
+        return cuda.open_gpu()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=MODELS, ids=lambda config: f"C={config.C},NH={config.NH},V={config.V}")
+def device(request, gpu, tmp_path_factory):
+    return get_device(gpu, request.param, 1, tmp_path_factory)
+
+
+def get_device(gpu, config, tf32, tmp_path_factory):
+    """A Device for one model, made once."""
+    if (config, tf32) not in DEVICES:
+        made = cuda.Device(gpu, config, tf32, cuda.Cache(str(tmp_path_factory.mktemp("cache"))))
+        made.config = config
+        made.products.workspace = cuda.cp.empty(cuda.WORKSPACE, np.uint8)
+        made.stream.use()
+        DEVICES[config, tf32] = made
+    DEVICES[config, tf32].stream.use()
+    return DEVICES[config, tf32]
+
+
+def random(*shape, seed=0, spread=1.0):
+    """float32 normal numbers; a fresh seed for each run of the tests, which the failure message of pytest shows."""
+    rng = np.random.default_rng((seed, os.getpid()))
+    return rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
+
+
+def on_gpu(*arrays):
+    arrays = [cuda.cp.asarray(array) for array in arrays]
+    return arrays if len(arrays) > 1 else arrays[0]
+
+
+def unwritten(*shape):
+    return cuda.cp.full(shape, np.nan, np.float32)
+
+
+def assert_close(tolerance, **pairs):
+    """name=(got on the GPU, expected)."""
+    for name, (got, expected) in pairs.items():
+        assert check_tensor(name, got.get(), expected, tolerance * max(float(np.abs(expected).max()), 1e-30)), name
+
+
+def wide(*arrays):
+    return [array.astype(np.float64) for array in arrays]
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_encoder(device, B, T):
+    maxT, V, C, Vp = device.config.maxT, device.config.V, device.config.C, device.config.Vp
+    inp = np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
+    wte, wpe, dout, dwte, dwpe = random(Vp, C, seed=1), random(maxT, C, seed=2), random(B, T, C, seed=3), random(Vp, C, seed=4), random(maxT, C, seed=5)
+    out = unwritten(B, T, C)
+    cuda.encoder_forward(device, out, *on_gpu(inp, wte, wpe), B, T, C)
+    expected = np.empty((B, T, C))
+    train_gpt2.encoder_forward(expected, inp, *wide(wte, wpe), B, T, C)
+    assert_close(EXACT, out=(out, expected))
+
+    sorted_tokens = np.zeros(B * T, np.int32), np.zeros(B * T + 1, np.int32), np.zeros(1, np.int32)
+    cuda.sort_tokens(*sorted_tokens, inp)
+    for accumulate in (0, 1):
+        got_wte, got_wpe = on_gpu(dwte, dwpe)
+        if not accumulate:
+            got_wpe.fill(np.nan)
+        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout), on_gpu(inp), *on_gpu(*sorted_tokens), accumulate, B, T, C)
+        expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C))
+        train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
+        assert_close(SUMS, dwte=(got_wte, expected_wte), dwpe=(got_wpe, expected_wpe + accumulate * dwpe))
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_residual_layernorm(device, B, T):
+    C = device.config.C
+    inp1, inp2, weight, bias = random(B, T, C, seed=1), random(B, T, C, seed=2) + 1, random(C, seed=3), random(C, seed=4)
+    for both in (True, False):
+        residual, out, mean, rstd = unwritten(B, T, C), unwritten(B, T, C), unwritten(B, T), unwritten(B, T)
+        cuda.residual_layernorm_forward(device, residual if both else None, out, mean, rstd, on_gpu(inp1), on_gpu(inp2) if both else None,
+                                        *on_gpu(weight, bias), B, T, C)
+        total = inp1.astype(np.float64) + (inp2 if both else 0)
+        expected = np.empty((B, T, C)), np.empty((B, T)), np.empty((B, T))
+        train_gpt2.layernorm_forward(*expected, total, *wide(weight, bias), B, T, C)
+        assert_close(SUMS, out=(out, expected[0]), mean=(mean, expected[1]), rstd=(rstd, expected[2]))
+        if both:
+            assert_close(EXACT, residual=(residual, total))
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_layernorm_backward(device, B, T):
+    C = device.config.C
+    dinp, dout, inp, weight = random(B, T, C, seed=1), random(B, T, C, seed=2), random(B, T, C, seed=3), random(C, seed=4)
+    mean = inp.mean(axis=-1, dtype=np.float64).astype(np.float32)
+    rstd = (1 / np.sqrt(inp.var(axis=-1, dtype=np.float64) + 1e-5)).astype(np.float32)
+    expected, dweight, dbias = dinp.astype(np.float64), np.empty(C), np.empty(C)
+    train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
+    before = random(3, C, seed=5)
+    for accumulate in (0, 1):
+        got, partials = on_gpu(dinp), unwritten(3 * device.sm_count * C)
+        sums = on_gpu(before) if accumulate else unwritten(3, C)
+        cuda.layernorm_backward(device, got, *sums, partials, *on_gpu(dout, inp, weight, mean, rstd), accumulate, B, T, C)
+        wanted = np.stack([dweight, dbias, expected.sum(axis=(0, 1))]) + accumulate * before
+        assert_close(SUMS, dinp=(got, expected), dweight=(sums[0], wanted[0]), dbias=(sums[1], wanted[1]))
+        assert_close(20 * SUMS, total=(sums[2], wanted[2]))  # sums of the errors of dinp, which may cancel in the value
+
+
+@pytest.mark.parametrize("tf32", (1, 0))
+@pytest.mark.parametrize("config", MODELS, ids=lambda config: f"C={config.C},NH={config.NH}")
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_attention(gpu, tmp_path_factory, config, B, T, tf32):
+    device = get_device(gpu, config, tf32, tmp_path_factory)
+    C, NH, tolerance = config.C, config.NH, TF32 if tf32 else TENSOR_CORE_SUMS
+    inp, dout = random(B, T, 3 * C, seed=1, spread=1.5), random(B, T, C, seed=2)
+    expected = {"out": np.empty((B, T, C)), "preatt": np.empty((B, NH, T, T)), "att": np.empty((B, NH, T, T))}
+    train_gpt2.attention_forward(*expected.values(), *wide(inp), B, T, C, NH)
+    largest = expected["preatt"].max(axis=-1)
+    expected_lse = largest + np.log(np.exp(expected["preatt"] - largest[..., None]).sum(axis=-1))
+    out, lse, inp_gpu, dout_gpu = unwritten(B, T, C), unwritten(B, NH, T), *on_gpu(inp, dout)
+    cuda.attention_forward(device, out, lse, inp_gpu, config, B, T)
+    assert_close(tolerance, out=(out, expected["out"]), lse=(lse, expected_lse))
+
+    dinp, scratch = np.empty((B, T, 3 * C)), np.empty((2, B, NH, T, T))
+    train_gpt2.attention_backward(dinp, *scratch, *wide(dout, inp), expected["att"], B, T, C, NH)
+    before = random(3 * C, seed=3)
+    for accumulate in (0, 1):
+        got, D, dbias = unwritten(B, T, 3 * C), unwritten(B, NH, T), on_gpu(before) if accumulate else unwritten(3 * C)
+        partials = unwritten(B * -(-T // cuda.ATTENTION_ROWS) * 3 * C)
+        cuda.attention_backward(device, got, dbias, D, partials, dout_gpu, inp_gpu, out, lse, accumulate, config, B, T)
+        assert_close(tolerance, dinp=(got, dinp))
+        # Each of the B*T rows may be off by the tolerance, and the errors add up like a random walk.
+        scale = tolerance * np.abs(dinp).max() * max(1, (B * T) ** 0.5)
+        assert check_tensor("dbias", dbias.get(), dinp.sum(axis=(0, 1)) + accumulate * before, scale)
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_gelu(device, B, T):
+    C = device.config.C
+    inp, dout = random(B, T, 4 * C, seed=1, spread=3), random(B, T, 4 * C, seed=2)
+    out, expected, expected_dinp = unwritten(B, T, 4 * C), np.empty((B, T, 4 * C)), np.empty((B, T, 4 * C))
+    cuda.gelu_forward(device, out, on_gpu(inp))
+    train_gpt2.gelu_forward(expected, *wide(inp), inp.size)
+    train_gpt2.gelu_backward(expected_dinp, *wide(inp, dout), inp.size)
+    assert_close(EXACT, out=(out, expected))
+    before = random(4 * C, seed=3)
+    for accumulate, again, in_place in ((0, True, False), (1, False, True)):
+        out, dbias, partials = unwritten(B, T, 4 * C), on_gpu(before) if accumulate else unwritten(4 * C), unwritten(cuda.GELU_ROW_BLOCKS * 4 * C)
+        dout_gpu = on_gpu(dout)
+        dinp = dout_gpu if in_place else unwritten(B, T, 4 * C)
+        cuda.gelu_backward(device, dinp, dbias, out if again else None, partials, on_gpu(inp), dout_gpu, accumulate, B, T, C)
+        assert_close(EXACT, dinp=(dinp, expected_dinp))
+        assert_close(20 * SUMS, dbias=(dbias, expected_dinp.sum(axis=(0, 1)) + accumulate * before))
+        if again:
+            assert_close(EXACT, out=(out, expected))
+
+
+@pytest.mark.parametrize("B, T", SHAPES[:3])
+def test_classifier(device, B, T):
+    V, Vp = device.config.V, device.config.Vp
+    logits, targets = random(B, T, Vp, seed=1, spread=4), np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
+    targets.flat[0], targets.flat[-1] = V - 1, 0
+    probs, expected, dlogits = np.empty((B, T, V)), np.empty((B, T)), np.empty((B, T, V))
+    train_gpt2.softmax_forward(probs, *wide(logits[..., :V]), B, T, V)
+    train_gpt2.crossentropy_forward(expected, probs, targets, B, T, V)
+    dloss = 1.0 / (B * T)
+    train_gpt2.crossentropy_softmax_backward(dlogits, np.full((B, T), dloss), probs, targets, B, T, V)
+    logits[..., V:] = np.nan  # whatever stands in the padding has no part in it
+    for write in (0, 1):
+        losses, got = unwritten(B, T), on_gpu(logits)
+        cuda.classifier(device, losses, got, on_gpu(targets), dloss, write, B, T)
+        assert_close(SUMS, losses=(losses, expected))
+        if not write:
+            assert np.array_equal(got.get(), logits, equal_nan=True)
+    assert_close(SUMS, dlogits=(got[..., :V], dlogits))
+    assert not got[..., V:].any(), "the padding's gradient is 0"
+
+
+@pytest.mark.parametrize("tf32", (1, 0))
+@pytest.mark.parametrize("N, C, OC", ((291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720)))
+def test_products(gpu, tmp_path_factory, N, C, OC, tf32):
+    products = get_device(gpu, MODELS[0], tf32, tmp_path_factory).products
+    inp, weight, bias, dout, before = random(N, C, seed=1), random(OC, C, seed=2), random(OC, seed=3), random(N, OC, seed=4), random(OC, C, seed=5)
+    inp_gpu, weight_gpu, bias_gpu, dout_gpu = on_gpu(inp, weight, bias, dout)
+    tolerance = TF32 if tf32 else SUMS
+    exact = inp.astype(np.float64) @ weight.T.astype(np.float64)
+    for b in (None, bias_gpu):
+        out = unwritten(N, OC)
+        products.forward("forward", out, inp_gpu, weight_gpu, b, N, C, OC)
+        assert_close(tolerance, out=(out, exact + (0 if b is None else bias)))
+    if tf32:
+        out, aux, expected = unwritten(N, OC), unwritten(N, OC), np.empty((N, OC))
+        products.forward("forward gelu", out, inp_gpu, weight_gpu, bias_gpu, N, C, OC, aux=aux)
+        train_gpt2.gelu_forward(expected, exact + bias, N * OC)
+        assert_close(tolerance, aux=(aux, exact + bias), out=(out, expected))
+    dinp = unwritten(N, C)
+    products.backward_inp("dinp", dinp, dout_gpu, weight_gpu, N, C, OC)
+    assert_close(tolerance, dinp=(dinp, dout.astype(np.float64) @ weight.astype(np.float64)))
+    for accumulate in (0, 1):
+        dweight = on_gpu(before) if accumulate else unwritten(OC, C)
+        products.backward_weight("dweight", dweight, dout_gpu, inp_gpu, N, C, OC, accumulate)
+        assert_close(tolerance, dweight=(dweight, dout.T.astype(np.float64) @ inp.astype(np.float64) + accumulate * before))
+
+
+@pytest.mark.parametrize("grad_clip", (0.0, 1.0))
+def test_update(gpu, tmp_path_factory, grad_clip):
+    """loss_mean, global_norm, prepare_update and three steps of adamw_update, with two different weight decays."""
+    device, cp = get_device(gpu, MODELS[1], 1, tmp_path_factory), cuda.cp
+    count, learning_rate, beta1, beta2, eps, decay = 4 * 123457, 1e-3, 0.9, 0.95, 1e-8, 0.1
+    params, m, v, grads = random(count, seed=1), random(count, seed=2, spread=0.1), random(count, seed=3) ** 2, random(count, seed=4)
+    losses = random(3, 97, seed=5) ** 2
+    split = 4 * 1000
+    expected = wide(params, m, v)
+    on = on_gpu(params, m, v)
+    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(4 * device.sm_count)
+    reports, rate = cuda.pinned_array(16).view(np.float32).reshape(2, 2), on_gpu(np.float32([learning_rate]))
+    stops, decays = on_gpu(np.array([split, count]), np.float32([decay, 0.0]))
+    norm = float(np.sqrt((grads.astype(np.float64) ** 2).sum()))
+    scale = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
+    for step in (1, 2, 3, 4):
+        reports[:] = np.nan
+        device.launch("loss_mean", (1,), (1024,), loss, on_gpu(losses), 1.0 / losses.size, 0, losses.size)
+        if step == 4:
+            loss.fill(np.nan)  # the weights must stay as they are
+        device.launch("global_norm", (partials.size,), (256,), partials, on_gpu(grads), np.int64(count))
+        device.launch("prepare_update", (1,), (256,), control, cuda.pointer(reports), loss, partials, rate, np.float64(beta1), np.float64(beta2),
+                      np.float64(eps), grad_clip, partials.size)
+        device.launch("adamw_update", (-(-count // 1024),), (256,), on[0], None, on[1], on[2], on_gpu(grads), control, stops, decays, beta2, 1 - beta1,
+                      1 - beta2, np.int64(count))
+        device.stream.synchronize()
+        reported = reports[(step - 1) % 2]
+        assert abs(reported[1] - norm) <= 1e-5 * norm
+        if step == 4:
+            assert np.isnan(reported[0])
+            break
+        assert abs(reported[0] - losses.mean()) <= 1e-6 * losses.mean()
+        for part, d in ((slice(0, split), decay), (slice(split, count), 0.0)):
+            train_gpt2.adamw_update(*(array[part] for array in expected), *wide(grads[part]), learning_rate, beta1, beta2, eps, d, scale, step,
+                                    part.stop - part.start)
+    assert control.get()[:2].tolist() == [3, 4], "updates done, steps begun"
+    assert_close(SUMS, params=(on[0], expected[0]), m=(on[1], expected[1]), v=(on[2], expected[2]))
+
+
+def test_indices_beyond_32_bits(gpu, tmp_path_factory):
+    """classifier and the products where B*T*Vp passes 2^32: the last row must come out like the same row alone."""
+    device, cp = get_device(gpu, MODELS[0], 1, tmp_path_factory), cuda.cp
+    config, N = device.config, 2**32 // 50304 + 2
+    if cp.cuda.runtime.memGetInfo()[0] < 4 * N * config.Vp + (4 << 30):
+        pytest.skip("needs 20 GiB of free GPU memory")
+    inp, weight, targets = random(N, config.C, seed=1), random(config.Vp, config.C, seed=2, spread=0.05), np.arange(N, dtype=np.int32) % config.V
+    inp_gpu, weight_gpu, targets_gpu = on_gpu(inp, weight, targets)
+    dinp, dweight, losses = unwritten(N, config.C), unwritten(config.Vp, config.C), unwritten(1, N)
+    logits = cp.empty((N, config.Vp), np.float32)
+    device.products.forward("logits", logits, inp_gpu, weight_gpu, None, N, config.C, config.Vp)
+    cuda.classifier(device, losses, logits, targets_gpu, 1.0, 1, 1, N)
+    device.products.backward_inp("dinp", dinp, logits, weight_gpu, N, config.C, config.Vp)
+    device.products.backward_weight("dweight", dweight, logits, inp_gpu, N, config.C, config.Vp, 0)
+    rows = [0, N // 2, N - 2, N - 1]
+    x, w = wide(inp[rows], weight[: config.V])
+    probs, expected, dlogits = np.empty((1, 4, config.V)), np.empty((1, 4)), np.empty((1, 4, config.V))
+    train_gpt2.softmax_forward(probs, x @ w.T, 1, 4, config.V)
+    train_gpt2.crossentropy_forward(expected, probs, targets[None, rows], 1, 4, config.V)
+    train_gpt2.crossentropy_softmax_backward(dlogits, np.ones((1, 4)), probs, targets[None, rows], 1, 4, config.V)
+    assert_close(TF32, losses=(losses[:, rows], expected), dlogits=(logits[rows, : config.V][None], dlogits), dinp=(dinp[rows], dlogits[0] @ w))
+    assert bool(cp.isfinite(dweight).all())

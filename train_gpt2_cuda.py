@@ -1,0 +1,1322 @@
+"""
+GPT-2 training on a GPU: the loop of train_gpt2.py, with our CUDA kernels for the layers and cuBLASLt for matrix products.
+
+What it is: the same chapters in the same order, over the same tensor tables, files, data loader and checkpoints, which it
+imports. CuPy holds the memory and launches; kernels/*.cu do the work, one file a layer, compiled at the first start for the
+GPU and the model at hand. What it needs: an NVIDIA driver and the pip packages of requirements.txt, no CUDA toolkit.
+
+    python prepro_tinyshakespeare.py
+    python export_weights.py
+    python train_gpt2_cuda.py                 # B=4, T=1024, one epoch; prints a table of settings and sizes, then
+        val loss 4.510724
+        step    1/74: train loss 4.367631 (14.9 ms, 274000 tok/s)
+        ...
+    python train_gpt2_cuda.py --check         # compares every activation and gradient with train_gpt2.py on one batch
+    python train_gpt2_cuda.py --profile 10    # where the time of a step goes, kernel by kernel
+
+A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the host
+prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every sum has a
+fixed order, there are no atomic additions of floats, and the products' algorithms are part of a checkpoint.
+"""
+
+import time
+
+START = time.perf_counter()  # for the time to the first step
+
+import contextlib
+import dataclasses
+import glob
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import train_gpt2  # before NumPy: it tells OpenBLAS how to run
+
+import numpy as np
+
+from train_gpt2 import (
+    DataLoader,
+    Interruption,
+    Log,
+    Progress,
+    Random,
+    Row,
+    Settings,
+    UserError,
+    allocate,
+    check_tensor,
+    checkpoint_paths,
+    count_parameters,
+    data_paths,
+    decay_spans,
+    find_checkpoint,
+    flag_of,
+    flat,
+    generate,
+    go_back,
+    layer,
+    learning_rate_at,
+    load_tokenizer,
+    option,
+    parameter_table,
+    parse_settings,
+    print_changed_settings,
+    read_model,
+    replacing,
+    restore,
+    resume_command,
+    run_main,
+    save_checkpoint,
+    table_bytes,
+    validate,
+    views,
+)
+
+try:
+    import cupy as cp
+    from cuda.core import Program, ProgramOptions
+    from nvmath.bindings import cublasLt as lt
+
+    MISSING = None
+except ImportError as error:
+    MISSING = error
+
+# ----------------------------------------------------------------------------------------------------------------------
+# settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
+
+
+def with_default(name, default, help=None):
+    """A field of Settings with another default, and perhaps another help text."""
+    metadata = dict(Settings.__dataclass_fields__[name].metadata)
+    return dataclasses.field(default=default, metadata={**metadata, "help": help or metadata["help"]})
+
+
+@dataclass
+class CudaSettings(Settings):
+    """What one training run on a GPU does. The defaults are llm.c's CUDA program of April 2024."""
+
+    T: int = with_default("T", 1024)
+    steps: int = with_default("steps", 0, "number of updates (0: one epoch)")
+    val_every: int = with_default("val_every", 20)
+    val_batches: int = with_default("val_batches", 20)
+    final_reports: int = with_default("final_reports", 1)
+
+    tf32: int = option(1, group="gpu", choices=(0, 1), help="1: matrix products round float32 operands to TF32; 0: float32 throughout")
+    recompute: int = option(1, group="gpu", choices=(0, 1, 2),
+                            help="what the backward pass computes again to save memory (0: nothing, 1: GELU, 2: layernorms too)")
+    graph: int = option(1, group="gpu", choices=(0, 1), help="1: a step is one CUDA graph; 0: launch by launch, the same results")
+    compare: bool = option(False, "--check", group="gpu", help="compare one batch with train_gpt2.py, tensor by tensor, and exit")
+    profile: int = option(0, group="gpu", help="time that many steps kernel by kernel, and exit")
+
+    AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "profile": 0}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layout: the tables of activations. Rows that are only alive in one phase of a step share their memory with the other phases'.
+
+ALIGN = 256  # bytes; cuBLASLt's fastest algorithms ask for it
+
+
+def activation_table(config, B, T, recompute, dtype="float32"):
+    """name -> Row for what the forward pass leaves behind for the backward pass."""
+    L, NH, C = config.L, config.NH, config.C
+    table = {
+        "encoded": Row((B, T, C), dtype),
+        "ln1": Row((L, B, T, C), dtype),  # not with recompute 2
+        "ln1_mean": Row((L, B, T)),
+        "ln1_rstd": Row((L, B, T)),
+        "qkv": Row((L, B, T, 3 * C), dtype),
+        "atty": Row((L, B, T, C), dtype),
+        "lse": Row((L, B, NH, T)),  # all that is kept of the (T, T) matrices: log of the sum of exp of each row's scores
+        "residual2": Row((L, B, T, C), dtype),
+        "ln2": Row((L, B, T, C), dtype),  # not with recompute 2
+        "ln2_mean": Row((L, B, T)),
+        "ln2_rstd": Row((L, B, T)),
+        "fch": Row((L, B, T, 4 * C), dtype),
+        "fch_gelu": Row((L, B, T, 4 * C), dtype),  # not with recompute 1 and 2
+        "residual3": Row((L, B, T, C), dtype),
+        "lnf": Row((B, T, C), dtype),
+        "lnf_mean": Row((B, T)),
+        "lnf_rstd": Row((B, T)),
+        "losses": Row((B, T)),
+    }
+    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
+
+
+RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows with one layer's room, in the phases that need them
+
+
+def phase_tables(config, B, T, recompute, sm_count, dtype="float32"):
+    """phase -> table of what lives in that phase alone. The three lie over one another: each phase ends what the one before
+    left there. The logits are larger than all the rest, but for very small vocabularies."""
+    NH, C, Vp = config.NH, config.C, config.Vp
+    again = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
+    again = {name: row for name, row in again.items() if name in RECOMPUTED[recompute]}
+    partial_rows = max(3 * sm_count * C, GELU_ROW_BLOCKS * 4 * C, B * -(-T // ATTENTION_ROWS) * 3 * C)
+    return {
+        "forward": {
+            "branch": Row((B, T, C), dtype),  # attproj or fcproj, until the next layernorm adds it to the residual stream
+            **again,
+        },
+        "classifier": {"logits": Row((B, T, Vp), dtype)},  # overwritten with their gradient
+        "backward": {
+            "dfch": Row((B, T, 4 * C), dtype),  # of fch_gelu, then in place of fch
+            "dqkv": Row((B, T, 3 * C), dtype),
+            "D": Row((B, NH, T)),  # within attention_backward
+            "partials": Row((partial_rows,)),  # sums over rows, of each block of a kernel; dies in the next column_sums
+            **again,
+        },
+    }
+
+
+def stream_table(config, B, T, dtype="float32"):
+    """name -> Row for the two gradients that live across phases."""
+    return {
+        "dresidual": Row((B, T, config.C), dtype),  # of the residual stream, through the whole backward pass
+        "dbranch": Row((B, T, config.C), dtype),  # of a layernorm's or the attention's output; dies in the next call
+    }
+
+
+def batch_table(B, T, micro_steps):
+    """name -> Row for what the host sends for one update: four bytes an entry."""
+    N = B * T
+    return {
+        "learning_rate": Row((1,)),
+        "inputs": Row((micro_steps, B, T), "int32"),
+        "targets": Row((micro_steps, B, T), "int32"),
+        "order": Row((micro_steps, N), "int32"),  # the places of `inputs`, sorted by token: see encoder_backward
+        "first": Row((micro_steps, N + 1), "int32"),  # where each token's run begins in `order`
+        "runs": Row((micro_steps, 1), "int32"),  # how many different tokens there are
+    }
+
+
+def memory_plan(config, settings, sm_count):
+    """What the trainer allocates: [(bytes, what for)]."""
+    B, T, recompute = settings.B, settings.T, settings.recompute
+    parameters = table_bytes(parameter_table(config))
+    phases = phase_tables(config, B, T, recompute, sm_count)
+    return [
+        (parameters, "parameters"),
+        (parameters, "gradients"),
+        (2 * parameters, "AdamW's moments"),
+        (table_bytes(activation_table(config, B, T, recompute), ALIGN), "activations"),
+        (max(table_bytes(table, ALIGN) for table in phases.values()), "logits, and in other phases scratch"),
+        (table_bytes(stream_table(config, B, T), ALIGN), "gradients of the residual stream"),
+        (WORKSPACE, "cuBLASLt's workspace"),
+        (table_bytes(batch_table(B, T, settings.micro_steps)) + 1024, "the batch"),
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the GPU, and the directory in which compiled kernels and chosen algorithms are kept
+
+
+def open_gpu():
+    """Name and architecture of the current GPU; raises UserError that says what is missing."""
+    instead = "with no GPU, train with: python train_gpt2.py"
+    if MISSING is not None:
+        raise UserError(f"the Python package {MISSING.name} cannot be imported: pip install -r requirements.txt; {instead}")
+    try:
+        count = cp.cuda.runtime.getDeviceCount()
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise UserError(f"no usable NVIDIA GPU ({str(error).split(': ')[-1]}): nvidia-smi should list one, with a driver of 580"
+                        f" or newer; {instead}") from None
+    if count == 0:
+        raise UserError(f"no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}); {instead}")
+    properties = cp.cuda.runtime.getDeviceProperties(0)
+    name, capability = properties["name"].decode(), (properties["major"], properties["minor"])
+    if capability < (7, 5):
+        raise UserError(f"{name} has compute capability {capability[0]}.{capability[1]}, expected 7.5 or newer; {instead}")
+    try:
+        cp.cuda.runtime.memGetInfo()  # makes the context
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi; {instead}") from None
+    return SimpleNamespace(name=name, arch=architecture(*capability), sm_count=properties["multiProcessorCount"])
+
+
+def architecture(major, minor):
+    """The compiler's name for a GPU; with a, the instructions that this one generation has (wgmma, on Hopper)."""
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+class Cache:
+    """A directory of files that can be made again, each with its digest in its name; a damaged one counts as absent.
+
+    When the directory cannot be written to, what would go there goes to a temporary one, with one warning.
+    """
+
+    def __init__(self, path=None):
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        self.path = path or os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
+        self.temporary = None
+
+    def find(self, key, suffix):
+        """(path, content) of the file that `key` (a text) stands for, or None."""
+        for directory in filter(None, (self.path, self.temporary and self.temporary.name)):
+            for path in glob.glob(os.path.join(glob.escape(directory), f"{digest(key.encode())}-*{suffix}")):
+                with contextlib.suppress(OSError), open(path, "rb") as f:
+                    content = f.read()
+                    if path.endswith(f"-{digest(content)}{suffix}"):
+                        return path, content
+                print(f"warning: {path}: is damaged, and made again", file=sys.stderr)
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        return None
+
+    def keep(self, key, suffix, content):
+        """Write `content` and return its path."""
+        name = f"{digest(key.encode())}-{digest(content)}{suffix}"
+        if self.temporary is None:
+            try:
+                os.makedirs(self.path, exist_ok=True)
+                return self.write(os.path.join(self.path, name), content)
+            except (OSError, UserError) as error:
+                self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
+                print(f"warning: {self.path}: cannot be written ({getattr(error, 'strerror', None) or error}); the next start"
+                      " compiles again. TRAIN_GPT2_CACHE=DIR names another place", file=sys.stderr)
+        return self.write(os.path.join(self.temporary.name, name), content)
+
+    def write(self, path, content):
+        for older in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), os.path.basename(path)[:33] + "*")):
+            with contextlib.suppress(OSError):
+                os.unlink(older)
+        with replacing(path) as f:
+            f.write(content)
+        return path
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# kernels: compiled here, for this GPU and this model; needs no GPU itself
+
+KERNELS = {  # file -> its kernels
+    "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wpe"),
+    "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
+    "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
+    "gelu": ("gelu_forward", "gelu_backward"),
+    "classifier": ("classifier",),
+    "column_sums": ("column_sums",),
+    "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "fill_random"),
+}
+KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels")
+
+
+def check_sizes(config):
+    """Raise UserError for a model that the kernels are not written for."""
+    HS = config.C // config.NH
+    if config.C % 8 or HS % 8 or HS > 128 or config.C > 8192:
+        raise UserError(f"C={config.C} with NH={config.NH} heads: the GPU kernels expect C up to 8192 and heads of C / NH = 8, 16, ..."
+                        " 128 channels; train this model with: python train_gpt2.py")
+
+
+def kernel_constants(config, tf32):
+    """The -D constants that a kernel is compiled with."""
+    return {"MODEL_C": config.C, "MODEL_NH": config.NH, "MODEL_V": config.V, "MODEL_VP": config.Vp, "BFLOAT16": 0, "TF32": tf32}
+
+
+def compile_kernels(name, arch, constants):
+    """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the compiler's first error."""
+    path = os.path.join(KERNEL_DIRECTORY, f"{name}.cu")
+    try:
+        with open(path) as f:
+            source = f.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
+                             define_macro=[(key, str(value)) for key, value in constants.items()])
+    try:
+        return bytes(Program(source, "c++", options).compile("cubin").code)
+    except Exception as error:  # cuda.core has a class of its own for each way to fail
+        lines = str(error).splitlines()
+        first = next((line for line in lines if "error" in line and "NVRTC_ERROR" not in line), lines[0] if lines else repr(error))
+        raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None
+
+
+def cuda_include():
+    """The directory of CUDA's headers in the package nvidia-cuda-runtime."""
+    spec = importlib.util.find_spec("nvidia")
+    found = [path for root in (spec.submodule_search_locations if spec else []) for path in glob.glob(os.path.join(root, "*", "include"))]
+    return [path for path in found if os.path.exists(os.path.join(path, "cuda_bf16.h"))]
+
+
+def compiler_version():
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{package} {importlib.metadata.version(package)}"
+    return "unknown"
+
+
+def kernel_key(name, arch, constants):
+    """What a cubin depends on, as text."""
+    parts = [compiler_version(), arch, json.dumps(constants)]
+    for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *sorted(glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cuh")))):
+        with contextlib.suppress(OSError), open(path) as f:
+            parts.append(f.read())
+    return "\n".join(parts)
+
+
+def prepare_kernels(cache, arch, constants):
+    """Compile all kernels that the cache does not have; returns ({name: path of a cubin}, how many were compiled)."""
+    def prepare(name):
+        key = kernel_key(name, arch, constants)
+        found = cache.find(key, ".cubin")
+        if found:
+            return found[0], False
+        return cache.keep(key, ".cubin", compile_kernels(name, arch, constants)), True
+
+    with ThreadPoolExecutor(len(KERNELS)) as pool:
+        results = dict(zip(KERNELS, pool.map(prepare, KERNELS)))
+    return {name: path for name, (path, _) in results.items()}, sum(compiled for _, compiled in results.values())
+
+
+class Device:
+    """The GPU as the layers see it: a stream, `launch` for kernels, and `products`."""
+
+    def __init__(self, gpu, config, tf32, cache):
+        self.gpu, self.sm_count, self.tf32 = gpu, gpu.sm_count, tf32
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        paths, self.compiled = prepare_kernels(cache, gpu.arch, kernel_constants(config, tf32))
+        self.functions = {}
+        for file, names in KERNELS.items():
+            module = cp.RawModule(path=paths[file])
+            self.functions.update({name: module.get_function(name) for name in names})
+        for name in KERNELS["attention"]:
+            self.functions[name].max_dynamic_shared_size_bytes = attention_shared_bytes(config)
+        self.products = Products(self, cache)
+        self.profile = None  # a Profile while --profile times
+
+    def launch(self, name, grid, block, *arguments, shared=0, bytes=0, flops=0):
+        """Run a kernel. Python ints go as int, floats as float, arrays as pointers, None as a null pointer; `bytes` and
+        `flops` are what it has to move and to compute, for --profile."""
+        arguments = tuple(convert(argument) for argument in arguments)
+        with self.record(name, bytes, flops):
+            self.functions[name](grid, block, arguments, shared_mem=shared)
+
+    def record(self, name, bytes=0, flops=0):
+        return self.profile.record(name, bytes, flops) if self.profile else contextlib.nullcontext()
+
+
+def convert(argument):
+    """A kernel's argument as CuPy wants it."""
+    if argument is None:
+        return np.uint64(0)
+    if type(argument) in (int, bool):  # not a subclass: np.float64 is a float, too
+        return np.int32(argument)
+    return np.float32(argument) if type(argument) is float else argument
+
+
+def blocks(n, block):
+    return -(-n // block)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# matrix products: cuBLASLt, which is column-major: our (rows, columns) array is its (columns, rows) matrix
+
+WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
+CANDIDATES = 16  # algorithms that a search times
+FLOAT32, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 68, 77  # cudaDataType_t, cublasComputeType_t
+
+
+class Products:
+    """out = inp @ weight^T and its two gradients, each with the fastest algorithm that cuBLASLt proposes for its shape.
+
+    Algorithms are timed at the first call of a shape, on the data at hand, and kept: in the cache for the next start, in
+    `chosen` for the checkpoint, because another algorithm adds up in another order.
+    """
+
+    def __init__(self, device, cache):
+        self.device, self.cache = device, cache
+        try:
+            self.handle, self.version = lt.create(), lt.get_version()
+        except RuntimeError as error:
+            raise UserError(f"cuBLASLt cannot be loaded ({str(error).splitlines()[0]}): pip install nvidia-cublas") from None
+        self.identity = f"{device.gpu.name}, cuBLASLt {self.version}"
+        self.workspace = None  # WORKSPACE bytes, given when the memory is allocated
+        self.plans, self.chosen, self.searched = {}, {}, 0
+        self.one, self.zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        found = cache.find(self.cache_key(), ".json")
+        self.known = json.loads(found[1]) if found else {}
+
+    def cache_key(self):
+        return f"algorithms, {self.identity}"
+
+    def save(self):
+        """Keep what was found for the next start."""
+        if self.searched:
+            self.cache.keep(self.cache_key(), ".json", json.dumps({**self.known, **self.chosen}, indent=1).encode())
+
+    def notes(self):
+        """What a checkpoint records."""
+        return {"products": {"on": self.identity, "algorithms": self.chosen}}
+
+    def recall(self, notes):
+        """Use the algorithms of a checkpoint; returns False when they are another GPU's or library's."""
+        recorded = (notes or {}).get("products", {})
+        if recorded.get("on") != self.identity:
+            return False
+        self.known = dict(recorded["algorithms"])
+        return True
+
+    def forward(self, name, out, inp, weight, bias, N, C, OC, aux=None):
+        """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias; with aux (N,OC), aux = that, out = GELU of it."""
+        epilogue = lt.Epilogue.DEFAULT if bias is None else lt.Epilogue.BIAS if aux is None else lt.Epilogue.GELU_AUX_BIAS
+        self.multiply(name, out, weight, inp, OC, N, C, "TN", epilogue, bias, aux)
+
+    def backward_inp(self, name, dinp, dout, weight, N, C, OC):
+        """dinp (N,C) = dout (N,OC) @ weight (OC,C)."""
+        self.multiply(name, dinp, weight, dout, C, N, OC, "NN")
+
+    def backward_weight(self, name, dweight, dout, inp, N, C, OC, accumulate):
+        """dweight (OC,C) = (or += if accumulate) dout (N,OC)^T @ inp (N,C)."""
+        self.multiply(name, dweight, inp, dout, C, OC, N, "NT", accumulate=accumulate)
+
+    def multiply(self, name, out, a, b, m, n, k, transposed, epilogue=1, bias=None, aux=None, accumulate=False):
+        """Column-major out (m,n) = op(a) (m,k) @ op(b) (k,n), `transposed` 'T' or 'N' for a and b."""
+        key = f"{transposed} {m} {n} {k} epilogue {int(epilogue)} {'tf32' if self.device.tf32 else 'float32'}"
+        if key not in self.plans:
+            self.plans[key] = self.describe(m, n, k, transposed, epilogue)
+        plan = self.plans[key]
+        for attribute, tensor in ((lt.MatmulDescAttribute.BIAS_POINTER, bias), (lt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)):
+            if tensor is not None:
+                set_attribute(plan.description, attribute, tensor.data.ptr)
+        if aux is not None:
+            set_attribute(plan.description, lt.MatmulDescAttribute.EPILOGUE_AUX_LD, m)
+        call = SimpleNamespace(plan=plan, a=a.data.ptr, b=b.data.ptr, out=out.data.ptr, beta=self.one if accumulate else self.zero)
+        if plan.algorithm is None:
+            plan.algorithm = self.choose(key, call)
+        with self.device.record(name, flops=2 * m * n * k):
+            self.run(call, plan.algorithm)
+
+    def describe(self, m, n, k, transposed, epilogue):
+        description = lt.matmul_desc_create(COMPUTE_TF32 if self.device.tf32 else COMPUTE_FLOAT32, FLOAT32)
+        set_attribute(description, lt.MatmulDescAttribute.TRANSA, transposed[0] == "T")
+        set_attribute(description, lt.MatmulDescAttribute.TRANSB, transposed[1] == "T")
+        set_attribute(description, lt.MatmulDescAttribute.EPILOGUE, int(epilogue))
+        a_shape = (k, m) if transposed[0] == "T" else (m, k)
+        b_shape = (n, k) if transposed[1] == "T" else (k, n)
+        layouts = [lt.matrix_layout_create(FLOAT32, *shape, shape[0]) for shape in (a_shape, b_shape, (m, n))]
+        return SimpleNamespace(description=description, layouts=layouts, algorithm=None)
+
+    def run(self, call, algorithm):
+        plan, (a, b, d) = call.plan, call.plan.layouts
+        lt.matmul(self.handle, plan.description, self.one.ctypes.data, call.a, a, call.b, b, call.beta.ctypes.data, call.out, d, call.out, d,
+                  algorithm.ctypes.data, self.workspace.data.ptr, WORKSPACE, self.device.stream.ptr)
+
+    def choose(self, key, call):
+        """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates."""
+        if key in self.known:
+            algorithm = np.array([(self.known[key],)], lt.matmul_algo_dtype)
+            if self.runs(call, algorithm):
+                self.chosen[key] = self.known[key]
+                return algorithm
+        candidates = [candidate for candidate in self.propose(call.plan) if self.runs(call, candidate)]
+        if not candidates:
+            raise UserError(f"cuBLASLt has no algorithm for a product of shape {key} on {self.identity}")
+        times = [self.time(call, candidate, 3) for candidate in candidates]
+        best = sorted(range(len(candidates)), key=times.__getitem__)[:4]  # once more, longer, for those in front
+        fastest = min(best, key=lambda i: self.time(call, candidates[i], 9))
+        self.chosen[key] = candidates[fastest]["data_"][0].tolist()
+        self.searched += 1
+        return candidates[fastest]
+
+    def propose(self, plan):
+        """cuBLASLt's candidates, most promising first; each as a (1,) array."""
+        preference = lt.matmul_preference_create()
+        set_attribute(preference, lt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES, WORKSPACE, of="preference")
+        results, count = np.zeros(CANDIDATES, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
+        a, b, d = plan.layouts
+        lt.matmul_algo_get_heuristic(self.handle, plan.description, a, b, d, d, preference, CANDIDATES, results.ctypes.data,
+                                     count.ctypes.data)
+        lt.matmul_preference_destroy(preference)
+        return [np.ascontiguousarray(results["algo"][i : i + 1]) for i in range(int(count[0])) if results["state"][i] == 0]
+
+    def runs(self, call, algorithm):
+        try:
+            self.run(call, algorithm)
+        except lt.cuBLASLtError:
+            return False
+        return True
+
+    def time(self, call, algorithm, repeats):
+        """Median milliseconds of one call."""
+        times = []
+        for _ in range(repeats):
+            start, end = cp.cuda.Event(), cp.cuda.Event()
+            start.record(self.device.stream)
+            self.run(call, algorithm)
+            end.record(self.device.stream)
+            end.synchronize()
+            times.append(cp.cuda.get_elapsed_time(start, end))
+        return sorted(times)[repeats // 2]
+
+
+def set_attribute(target, attribute, value, of="desc"):
+    """Set an attribute of a cuBLASLt product's description or preference."""
+    dtype = getattr(lt, f"get_matmul_{of}_attribute_dtype")(attribute)
+    buffer = np.array([value], dtype)
+    getattr(lt, f"matmul_{of}_set_attribute")(target, attribute, buffer.ctypes.data, buffer.nbytes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layers, in network order, with the arguments of train_gpt2.py's; `device` first. `accumulate` (0 or 1) adds to weight gradients
+# instead of overwriting them. `bytes` is what has to move through memory, the tensors counted once each.
+
+PACK = 4  # float32 elements in 16 bytes
+
+
+def size_of(*tensors):
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def encoder_forward(device, out, inp, wte, wpe, B, T, C):
+    """out (B,T,C) = wte[inp] + wpe. inp (B,T) int32."""
+    device.launch("encoder_forward", (blocks(B * T * C, PACK * 256),), (256,), out, inp, wte, wpe, B, T, bytes=2 * size_of(out))
+
+
+def encoder_backward(device, dwte, dwpe, dout, inp, order, first, runs, accumulate, B, T, C):
+    """dwte += the sum of dout over the places of each token; dwpe = (+=) the sum over the batch. order, first, runs: see sort_tokens."""
+    device.launch("encoder_backward_wte", (B * T,), (min(C // PACK, 1024),), dwte, dout, inp, order, first, runs, bytes=2 * size_of(dout))
+    device.launch("encoder_backward_wpe", (blocks(dwpe.size, PACK * 256),), (256,), dwpe, dout, accumulate, B, T, dwpe.shape[0],
+                  bytes=size_of(dout, dwpe))
+
+
+def sort_tokens(order, first, runs, inp):
+    """What encoder_backward needs to add up each token's rows in a fixed order; on the host. inp (B,T) -> order (B*T,),
+    first (B*T+1,), runs (1,), all int32."""
+    tokens = inp.reshape(-1)
+    order[:] = np.argsort(tokens.astype(np.uint16) if tokens.max() < 65536 else tokens, kind="stable")  # a radix sort for 16 bits
+    starts = np.flatnonzero(np.diff(tokens[order], prepend=-1))
+    runs[0] = starts.size
+    first[: starts.size] = starts
+    first[starts.size] = tokens.size
+
+
+def row_warps(C):
+    return blocks(C, 1024)  # as in layernorm.cu
+
+
+def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, weight, bias, B, T, C):
+    """residual = inp1 + inp2 (both None: none), out = its layernorm. All (B,T,C) but mean, rstd (B,T) and weight, bias (C,)."""
+    grid = (blocks(B * T, 8 // row_warps(C)),)
+    device.launch("residual_layernorm_forward", grid, (256,), residual, out, mean, rstd, inp1, inp2, weight, bias, B * T,
+                  bytes=size_of(residual, out, inp1, inp2))
+
+
+def layernorm_backward(device, dinp, dweight, dbias, dinp_sum, partials, dout, inp, weight, mean, rstd, accumulate, B, T, C):
+    """dinp (B,T,C) +=; dweight, dbias (C,) = (+=); dinp_sum (C,) = (+=) the sum of the new dinp over its rows, if not None."""
+    rows = min(device.sm_count, blocks(B * T, 8 // row_warps(C)))
+    device.launch("layernorm_backward", (rows,), (256,), dinp, partials, dout, inp, weight, mean, rstd, B * T,
+                  bytes=size_of(dinp, dinp, dout, inp))
+    column_sums(device, (dweight, dbias, dinp_sum), partials, accumulate, rows, 3 * C)
+
+
+def column_sums(device, outs, partials, accumulate, rows, columns):
+    """outs = (+=) the sums over the rows of partials (rows, columns): one array, or three for the thirds of the columns."""
+    out0, out1, out2 = outs if len(outs) == 3 else (*outs, None, None)
+    width = columns // len(outs)
+    device.launch("column_sums", (blocks(columns, 32),), (1024,), out0, out1, out2, partials, accumulate, width, rows, columns,
+                  bytes=4 * rows * columns)
+
+
+ATTENTION_ROWS = 64  # of a block of the backward pass, as in attention.cu
+
+
+def attention_passing(config):
+    """(rows of a passing tile, queries of a block in the forward pass), as in attention.cu."""
+    return (64, 128) if config.C // config.NH <= 64 else (32, 64)
+
+
+def attention_shared_bytes(config):
+    rows, _ = attention_passing(config)
+    return 4 * (4 * rows * (config.C // config.NH + 4) + 4 * rows)
+
+
+def attention_flops(B, T, C, products):
+    """Of so many (T,T) products for each head; half of each is masked."""
+    return products * 2 * B * C * T * (T + 1) // 2
+
+
+def attention_forward(device, out, lse, inp, config, B, T):
+    """Causal attention: out (B,T,C) =, lse (B,NH,T) =; inp (B,T,3C)."""
+    _, queries = attention_passing(config)
+    device.launch("attention_forward", (blocks(T, queries), config.NH, B), (128,), out, lse, inp, T, shared=attention_shared_bytes(config),
+                  bytes=size_of(out, inp), flops=attention_flops(B, T, config.C, 2))
+
+
+def attention_backward(device, dinp, dbias, D, partials, dout, inp, out, lse, accumulate, config, B, T):
+    """dinp (B,T,3C) =, dbias (3C,) = (+=) its sum over rows; D (B,NH,T), partials: scratch; dout, out (B,T,C)."""
+    grid, shared, C = (blocks(T, ATTENTION_ROWS), config.NH, B), attention_shared_bytes(config), config.C
+    device.launch("attention_backward_dquery", grid, (128,), dinp, D, partials, dout, inp, out, lse, T, shared=shared,
+                  bytes=size_of(dout, inp, out) + size_of(dinp) // 3, flops=attention_flops(B, T, C, 3))
+    device.launch("attention_backward_dkv", grid, (128,), dinp, partials, dout, inp, lse, D, T, shared=shared,
+                  bytes=size_of(dout, inp) + size_of(dinp) // 3 * 2, flops=attention_flops(B, T, C, 4))
+    column_sums(device, (dbias,), partials, accumulate, B * grid[0], 3 * C)
+
+
+GELU_ROW_BLOCKS = 128  # at most; 4C / 128 blocks side by side
+
+
+def gelu_forward(device, out, inp):
+    """out (B,T,4C) = GELU(inp)."""
+    device.launch("gelu_forward", (blocks(out.size, PACK * 256),), (256,), out, inp, out.size // out.shape[-1], bytes=size_of(out, inp))
+
+
+def gelu_backward(device, dinp, dbias, out, partials, inp, dout, accumulate, B, T, C):
+    """dinp (B,T,4C) = dout * gelu'(inp), dinp may be dout; dbias (4C,) = (+=) its sum over rows; out = GELU(inp) again, if not None."""
+    rows = min(GELU_ROW_BLOCKS, blocks(B * T, 32))
+    device.launch("gelu_backward", (blocks(4 * C, 32 * PACK), rows), (32, 8), dinp, partials, out, inp, dout, B * T,
+                  bytes=size_of(dinp, inp, dout, out))
+    column_sums(device, (dbias,), partials, accumulate, rows, 4 * C)
+
+
+def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
+    """losses (B,T) = cross entropy of the logits (B,T,Vp), which become their gradient times dloss; targets (B,T) int32."""
+    device.launch("classifier", (B * T,), (1024,), losses, logits, targets, float(dloss), int(write_gradient),
+                  bytes=size_of(logits) * (1 + write_gradient))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model
+
+
+class GPT2:
+    """A model, its gradients and its optimizer on the GPU. Everything is allocated here, once; smaller batches and shorter
+    sequences use the start of the same buffers."""
+
+    def __init__(self, device, config, params, settings):
+        """params: float32 Tensors on the host. Raises UserError when it does not all fit into the GPU's free memory."""
+        self.device, self.config, self.settings = device, config, settings
+        self.micro_steps, self.shapes = settings.micro_steps, {}
+        self.want_norm = bool(settings.grad_clip or settings.output_dir)
+        check_memory(device, config, settings)
+        table = parameter_table(config)
+        with device.stream:
+            self.params, self.grads, self.m, self.v = (allocate(table, cp) for _ in range(4))
+            copy_to_gpu(self.params.buffer, params.buffer)
+            B, T, recompute = settings.B, settings.T, settings.recompute
+            phases = phase_tables(config, B, T, recompute, device.sm_count)
+            self.activations = cp.empty(table_bytes(activation_table(config, B, T, recompute), ALIGN), np.uint8)
+            self.phases = cp.empty(max(table_bytes(phase, ALIGN) for phase in phases.values()), np.uint8)
+            self.streams = cp.empty(table_bytes(stream_table(config, B, T), ALIGN), np.uint8)
+            device.products.workspace = cp.empty(WORKSPACE, np.uint8)
+            self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
+            self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
+            self.loss = cp.zeros(1, np.float32)
+            self.norm_partials = cp.zeros(4 * device.sm_count if self.want_norm else 0, np.float32)
+            spans = decay_spans(table, settings)
+            self.stops = cp.asarray(np.array([stop for _, stop, _ in spans], np.int64))
+            self.decays = cp.asarray(np.array([decay for _, _, decay in spans], np.float32))
+        self.param_layers = [layer(self.params, l) for l in range(config.L)]
+        self.grad_layers = [layer(self.grads, l) for l in range(config.L)]
+
+        # Two halves of pinned memory: the host fills one while the GPU works on the step of the other.
+        table = batch_table(B, T, self.micro_steps)
+        self.pinned = pinned_array(2 * table_bytes(table))
+        halves = self.pinned.reshape(2, -1)
+        self.staged = [views(table, halves[0]), views(table, halves[1])]
+        self.reports = pinned_array(16).view(np.float32).reshape(2, 2)  # loss, norm
+        self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
+        self.launches, self.graph = 0, None
+
+    # -- views of the buffers, for the batch at hand
+
+    def shape(self, B, T):
+        """The tables' views for batches of (B, T), made once: acts, layers (forward), backward_layers, forward, classifier, backward."""
+        if (B, T) not in self.shapes:
+            config, recompute = self.config, self.settings.recompute
+            phases = phase_tables(config, B, T, recompute, self.device.sm_count)
+            s = SimpleNamespace(B=B, T=T, acts=views(activation_table(config, B, T, recompute), self.activations, ALIGN))
+            for phase, table in phases.items():
+                setattr(s, phase, views(table, self.phases, ALIGN))
+            s.streams = views(stream_table(config, B, T), self.streams, ALIGN)
+            s.layers = [layer(s.acts, l) for l in range(config.L)]
+            s.backward_layers = [layer(s.acts, l) for l in range(config.L)]
+            for name in RECOMPUTED[recompute]:
+                for a, b in zip(s.layers, s.backward_layers):
+                    setattr(a, name, getattr(s.forward, name))
+                    setattr(b, name, getattr(s.backward, name))
+            self.shapes[B, T] = s
+        return self.shapes[B, T]
+
+    # -- forward and backward
+
+    def trunk(self, inputs, s):
+        """Token ids (B, T) on the GPU -> s.acts.lnf (B, T, C): all but the classifier."""
+        device, config, params, acts = self.device, self.config, self.params, s.acts
+        products, branch = device.products, s.forward.branch
+        B, T, C, N = s.B, s.T, config.C, s.B * s.T
+
+        encoder_forward(device, acts.encoded, inputs, params.wte, params.wpe, B, T, C)
+        a, p, residual = s.layers[0], self.param_layers[0], acts.encoded
+        residual_layernorm_forward(device, None, a.ln1, a.ln1_mean, a.ln1_rstd, residual, None, p.ln1w, p.ln1b, B, T, C)
+        for l in range(config.L):
+            p, a = self.param_layers[l], s.layers[l]
+            products.forward("matmul qkv", a.qkv, a.ln1, p.qkvw, p.qkvb, N, C, 3 * C)
+            attention_forward(device, a.atty, a.lse, a.qkv, config, B, T)
+            products.forward("matmul attproj", branch, a.atty, p.attprojw, p.attprojb, N, C, C)
+            residual_layernorm_forward(device, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, branch, p.ln2w, p.ln2b, B, T, C)
+            self.feed_forward(p, a, N)
+            products.forward("matmul fcproj", branch, a.fch_gelu, p.fcprojw, p.fcprojb, N, 4 * C, C)
+            residual = a.residual3
+            if l + 1 < config.L:
+                a2, p2 = s.layers[l + 1], self.param_layers[l + 1]
+                normed = (a2.ln1, a2.ln1_mean, a2.ln1_rstd), (p2.ln1w, p2.ln1b)
+            else:
+                normed = (acts.lnf, acts.lnf_mean, acts.lnf_rstd), (params.lnfw, params.lnfb)
+            residual_layernorm_forward(device, residual, *normed[0], a.residual2, branch, *normed[1], B, T, C)
+
+    def feed_forward(self, p, a, N):
+        """fch = ln2 @ fcw^T + fcb, fch_gelu = GELU(fch). cuBLASLt's own GELU is good to TF32, not to float32."""
+        products, C = self.device.products, self.config.C
+        if self.device.tf32:
+            products.forward("matmul fc", a.fch_gelu, a.ln2, p.fcw, p.fcb, N, C, 4 * C, aux=a.fch)
+        else:
+            products.forward("matmul fc", a.fch, a.ln2, p.fcw, p.fcb, N, C, 4 * C)
+            gelu_forward(self.device, a.fch_gelu, a.fch)
+
+    def classify(self, targets, s, train, accumulate=0):
+        """self.loss = (+=) the mean of s.acts.losses; with `train`, the logits' gradient takes their place."""
+        device, config, N = self.device, self.config, s.B * s.T
+        logits = s.classifier.logits
+        device.products.forward("matmul logits", logits, s.acts.lnf, self.params.wte, None, N, config.C, config.Vp)
+        share = 1.0 / (N * self.micro_steps) if train else 1.0 / N
+        classifier(device, s.acts.losses, logits, targets, share, train, s.B, s.T)
+        device.launch("loss_mean", (1,), (1024,), self.loss, s.acts.losses, share, accumulate, N)
+
+    def backward(self, micro_step, s):
+        """grads = (+= after the first micro step) the gradients of the last batch, whose dlogits are in place of the logits."""
+        device, config, grads, acts = self.device, self.config, self.grads, s.acts
+        products, scratch, more = device.products, s.backward, int(micro_step > 0)
+        dresidual, dbranch, partials = s.streams.dresidual, s.streams.dbranch, scratch.partials
+        B, T, C, N = s.B, s.T, config.C, s.B * s.T
+
+        dlogits = s.classifier.logits
+        products.backward_inp("matmul logits dinp", dbranch, dlogits, self.params.wte, N, C, config.Vp)
+        products.backward_weight("matmul logits dweight", grads.wte, dlogits, acts.lnf, N, C, config.Vp, more)
+        with device.record("clear dresidual", bytes=dresidual.nbytes):
+            cp.cuda.runtime.memsetAsync(dresidual.data.ptr, 0, dresidual.nbytes, device.stream.ptr)
+        layernorm_backward(device, dresidual, grads.lnfw, grads.lnfb, self.grad_layers[-1].fcprojb, partials, dbranch,
+                           s.layers[-1].residual3, self.params.lnfw, acts.lnf_mean, acts.lnf_rstd, more, B, T, C)
+        for l in reversed(range(config.L)):
+            p, a, g = self.param_layers[l], s.backward_layers[l], self.grad_layers[l]
+            residual, dfcprojb = (acts.encoded, None) if l == 0 else (s.layers[l - 1].residual3, self.grad_layers[l - 1].fcprojb)
+            again = {name: getattr(a, name) for name in RECOMPUTED[self.settings.recompute]}
+
+            products.backward_inp("matmul fcproj dinp", scratch.dfch, dresidual, p.fcprojw, N, 4 * C, C)
+            gelu_backward(device, scratch.dfch, g.fcb, again.get("fch_gelu"), partials, a.fch, scratch.dfch, more, B, T, C)
+            products.backward_weight("matmul fcproj dweight", g.fcprojw, dresidual, a.fch_gelu, N, 4 * C, C, more)
+            products.backward_inp("matmul fc dinp", dbranch, scratch.dfch, p.fcw, N, C, 4 * C)
+            if "ln2" in again:
+                residual_layernorm_forward(device, None, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, None, p.ln2w, p.ln2b, B, T, C)
+            products.backward_weight("matmul fc dweight", g.fcw, scratch.dfch, a.ln2, N, C, 4 * C, more)
+            layernorm_backward(device, dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dbranch, a.residual2, p.ln2w,
+                               a.ln2_mean, a.ln2_rstd, more, B, T, C)
+            products.backward_inp("matmul attproj dinp", dbranch, dresidual, p.attprojw, N, C, C)
+            products.backward_weight("matmul attproj dweight", g.attprojw, dresidual, a.atty, N, C, C, more)
+            attention_backward(device, scratch.dqkv, g.qkvb, scratch.D, partials, dbranch, a.qkv, a.atty, a.lse, more, config, B, T)
+            products.backward_inp("matmul qkv dinp", dbranch, scratch.dqkv, p.qkvw, N, C, 3 * C)
+            if "ln1" in again:
+                residual_layernorm_forward(device, None, a.ln1, a.ln1_mean, a.ln1_rstd, residual, None, p.ln1w, p.ln1b, B, T, C)
+            products.backward_weight("matmul qkv dweight", g.qkvw, scratch.dqkv, a.ln1, N, C, 3 * C, more)
+            layernorm_backward(device, dresidual, g.ln1w, g.ln1b, dfcprojb, partials, dbranch, residual, p.ln1w,
+                               a.ln1_mean, a.ln1_rstd, more, B, T, C)
+        batch = self.batch
+        encoder_backward(device, grads.wte, grads.wpe, dresidual, batch.inputs[micro_step], batch.order[micro_step],
+                         batch.first[micro_step], batch.runs[micro_step], more, B, T, C)
+
+    def update(self):
+        """AdamW over the flat buffers, and the report to the host."""
+        device, settings = self.device, self.settings
+        params, m, v, grads = (flat(tensors) for tensors in (self.params, self.m, self.v, self.grads))
+        count, partials = params.size, self.norm_partials
+        if self.want_norm:
+            device.launch("global_norm", (partials.size,), (256,), partials, grads, np.int64(count), bytes=grads.nbytes)
+        device.launch("prepare_update", (1,), (256,), self.control, pointer(self.reports), self.loss, partials, self.batch.learning_rate,
+                      np.float64(settings.beta1), np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, partials.size)
+        device.launch("adamw_update", (blocks(count, PACK * 256),), (256,), params, None, m, v, grads, self.control, self.stops, self.decays,
+                      settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, np.int64(count),
+                      bytes=7 * params.nbytes)
+
+    def micro_step(self, micro_step):
+        """Forward and backward of one batch that lies in self.batch."""
+        s = self.shape(self.settings.B, self.settings.T)
+        self.trunk(self.batch.inputs[micro_step], s)
+        self.classify(self.batch.targets[micro_step], s, train=1, accumulate=int(micro_step > 0))
+        self.backward(micro_step, s)
+
+    # -- a training step, of which the GPU does everything
+
+    def step_kernels(self):
+        words = self.batch.buffer.nbytes // 4
+        self.device.launch("begin_step", (blocks(words, 256),), (256,), self.batch.buffer, pointer(self.pinned), self.control, words)
+        for micro_step in range(self.micro_steps):
+            self.micro_step(micro_step)
+        self.update()
+
+    def prepare(self):
+        """Choose the products' algorithms on a batch of random tokens, and capture the step as a graph. Changes no weight."""
+        settings, rng = self.settings, np.random.default_rng(0)
+        with self.device.stream:
+            self.stage(self.staged[0], [rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)] * self.micro_steps, 0.0)
+            copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
+            self.micro_step(0)
+            self.device.products.save()
+            self.device.stream.synchronize()
+            if settings.graph:
+                self.device.stream.begin_capture()
+                self.step_kernels()
+                self.graph = self.device.stream.end_capture()
+                self.graph.upload(self.device.stream)
+
+    def stage(self, half, batches, learning_rate):
+        """Lay micro_steps batches (inputs, targets) into half of the pinned memory."""
+        half.learning_rate[0] = learning_rate
+        for i, (inputs, targets) in enumerate(batches):
+            half.inputs[i], half.targets[i] = inputs, targets
+            sort_tokens(half.order[i], half.first[i], half.runs[i], inputs)
+
+    def begin_step(self, batches, learning_rate):
+        """Start one update and return its number; the GPU may still be at the one before."""
+        half = self.launches % 2
+        self.finished[half].synchronize()  # the update before the last one, which read this half
+        self.stage(self.staged[half], batches, learning_rate)
+        with self.device.stream as stream:
+            self.started[half].record(stream)
+            if self.graph:
+                self.graph.launch(stream)
+            else:
+                self.step_kernels()
+            self.finished[half].record(stream)
+        self.launches += 1
+        return self.launches - 1
+
+    def end_step(self, number):
+        """Wait for an update of begin_step's, one of the last two: (loss, gradient norm or None, milliseconds)."""
+        half = number % 2
+        self.finished[half].synchronize()
+        loss, norm = self.reports[half].tolist()
+        return loss, norm if self.want_norm else None, cp.cuda.get_elapsed_time(self.started[half], self.finished[half])
+
+    # -- what reports and checkpoints need
+
+    def forward(self, inputs, targets):
+        """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
+        B, T = inputs.shape
+        with self.device.stream:
+            s = self.shape(B, T)
+            on_gpu = [copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
+                      for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets))]
+            self.trunk(on_gpu[0], s)
+            self.classify(on_gpu[1], s, train=0)
+            return float(self.loss.get()[0])
+
+    def next_token_probs(self, tokens):
+        """tokens (T,) -> the distribution (V,) of the token that follows; one forward pass over T, rounded up to a multiple of
+        64 so that few different shapes occur: what stands after a position does not change it."""
+        V, C, Vp, count = self.config.V, self.config.C, self.config.Vp, tokens.size
+        T = min(blocks(count, 64) * 64, self.settings.T)
+        padded = np.zeros(T, np.int32)
+        padded[:count] = tokens
+        with self.device.stream:
+            s = self.shape(1, T)
+            self.trunk(copy_to_gpu(self.batch.inputs.reshape(-1)[:T], padded), s)
+            logits = s.classifier.logits.reshape(-1)[:Vp]
+            self.device.products.forward("matmul logits", logits, s.acts.lnf[0, count - 1], self.params.wte, None, 1, C, Vp)
+            row = logits[:V].get()
+        probs = np.empty(V, np.float32)
+        train_gpt2.softmax_forward(probs, row, 1, 1, V)
+        return probs
+
+    def to_host(self, tensors):
+        """A copy of params, m, v or grads on the host, as Tensors."""
+        with self.device.stream:
+            return views(tensors.table, tensors.buffer.get())
+
+    def set_state(self, params, moments, step):
+        """Go on from a checkpoint: Tensors on the host."""
+        with self.device.stream:
+            for ours, theirs in zip((self.params, self.m, self.v), (params, *moments)):
+                copy_to_gpu(ours.buffer, theirs.buffer)
+            self.control[0] = step
+
+
+def copy_to_gpu(target, source):
+    """Copy a host array into an array on the GPU of the same size; returns the latter."""
+    target.view(np.uint8).reshape(-1).set(source.view(np.uint8).reshape(-1))
+    return target
+
+
+def pinned_array(size):
+    """Bytes of host memory that the GPU reads and writes over the bus, at the same address."""
+    return np.frombuffer(cp.cuda.alloc_pinned_memory(size), np.uint8, size)
+
+
+def pointer(array):
+    """The address of a pinned array, as a kernel's argument."""
+    return np.uint64(array.ctypes.data)
+
+
+def check_memory(device, config, settings):
+    """Print what will be allocated; raise UserError that says how much is needed, how much is free, and what would fit."""
+    plan = memory_plan(config, settings, device.sm_count)
+    needed, free = sum(size for size, _ in plan), cp.cuda.runtime.memGetInfo()[0]
+    if needed > free:
+        def fits(B):
+            smaller = dataclasses.replace(settings, B=B, total_batch_size=0)
+            return sum(size for size, _ in memory_plan(config, smaller, device.sm_count)) <= free
+
+        largest = next((B for B in range(settings.B - 1, 0, -1) if fits(B)), 0)
+        mend = f"the largest batch that fits is -b {largest}" if largest else "not even -b 1 fits: take a smaller -t or model"
+        raise UserError(f"-b {settings.B} -t {settings.T} needs {needed >> 20} MiB of GPU memory, {free >> 20} MiB are free; {mend}")
+    for size, what in plan:
+        print(f"allocated {blocks(size, 1 << 20)} MiB for {what}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# check and profile
+
+
+def check(device, config, params, settings):
+    """Print one row for each activation and gradient on one random batch, the GPU beside train_gpt2.py; True when all agree.
+
+    A row may be off by this fraction of its largest value: float32 sums in another order stay below 1e-4 through all
+    layers, TF32 operands keep 11 bits.
+    """
+    tolerance = 1e-2 if settings.tf32 else 1e-4
+    B, T, V = settings.B, settings.T, config.V
+    rng = np.random.default_rng(0)
+    inputs, targets = (rng.integers(0, V, (B, T), dtype=np.int32) for _ in range(2))
+    expected = run_on_cpu(config, params, inputs, targets)
+    got = run_on_gpu(device, config, params, inputs, targets, settings)
+    okay = True
+    for name, reference in expected.items():
+        okay &= check_tensor(name, got[name], reference, tolerance * float(np.abs(reference).max()))
+    print(f"overall okay: {int(okay)}")
+    return okay
+
+
+def run_on_cpu(config, params, inputs, targets):
+    """{row: array} of one forward and backward pass of train_gpt2.py."""
+    (B, T), V = inputs.shape, config.V
+    print(f"train_gpt2.py computes B={B} T={T} ...", file=sys.stderr)
+    model = train_gpt2.GPT2(config, params)
+    model.allocate_activations(B, T)
+    model.allocate_training(B, T)
+    model.forward(inputs, targets)
+    acts, rows = model.acts, {}
+    for name in activation_table(config, B, T, recompute=0):
+        if name == "lse":
+            largest = acts.preatt.max(axis=-1)
+            rows[name] = largest + np.log(np.exp(acts.preatt - largest[..., None]).sum(axis=-1))
+        else:
+            rows[name] = getattr(acts, name)
+    rows["logits"] = acts.logits.copy()
+    model.backward()
+    rows["dlogits"] = acts.logits
+    return {**rows, **{f"d{name}": getattr(model.grads, name) for name in model.grads.table}}
+
+
+def run_on_gpu(device, config, params, inputs, targets, settings):
+    """{row: array} of one forward and backward pass of this file, every row kept."""
+    settings = dataclasses.replace(settings, recompute=0, total_batch_size=0)
+    model = GPT2(device, config, params, settings)
+    poison(model)
+    model.forward(inputs, targets)
+    s = model.shape(*inputs.shape)
+    rows = {"logits": s.classifier.logits[..., : config.V].get()}
+    model.stage(model.staged[0], [(inputs, targets)], 0.0)
+    with device.stream:
+        copy_to_gpu(model.batch.buffer, model.staged[0].buffer)
+        poison(model)
+        model.trunk(model.batch.inputs[0], s)
+        model.classify(model.batch.targets[0], s, train=1)
+        rows["dlogits"] = s.classifier.logits[..., : config.V].get()
+        model.backward(0, s)
+        rows.update({name: getattr(s.acts, name).get() for name in s.acts.table})
+    grads = model.to_host(model.grads)
+    return {**rows, **{f"d{name}": getattr(grads, name) for name in grads.table}}
+
+
+def poison(model):
+    """NaN into every activation and gradient: what a kernel fails to write, a check finds."""
+    with model.device.stream:
+        for buffer in (model.activations, model.phases, model.streams, model.grads.buffer):
+            buffer[: buffer.size // 4 * 4].view(np.float32).fill(np.nan)
+
+
+class Profile:
+    """Times every launch with a pair of events, and prints where the time of a step goes."""
+
+    def __init__(self, stream):
+        self.stream, self.launches = stream, []
+
+    @contextlib.contextmanager
+    def record(self, name, bytes, flops):
+        start, end = cp.cuda.Event(), cp.cuda.Event()
+        cp.cuda.nvtx.RangePush(name)
+        start.record(self.stream)
+        yield
+        end.record(self.stream)
+        cp.cuda.nvtx.RangePop()
+        self.launches.append((name, start, end, bytes, flops))
+
+    def print_table(self, steps, bandwidth, peak):
+        """bandwidth: bytes a second of a copy; peak: operations a second of a large product."""
+        self.stream.synchronize()
+        rows = {}
+        for name, start, end, bytes, flops in self.launches:
+            row = rows.setdefault(name, SimpleNamespace(calls=0, ms=0.0, bytes=0, flops=0))
+            row.calls += 1
+            row.ms += cp.cuda.get_elapsed_time(start, end)
+            row.bytes += bytes
+            row.flops += flops
+        total = sum(row.ms for row in rows.values())
+        print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}")
+        for name, row in sorted(rows.items(), key=lambda item: -item[1].ms):
+            seconds = row.ms / 1000
+            if row.flops:
+                rate, part = f"{row.flops / seconds / 1e12:.1f} TFLOP/s", row.flops / seconds / peak
+            else:
+                rate, part = f"{row.bytes / seconds / 1e9:.0f} GB/s", row.bytes / seconds / bandwidth
+            print(f"{name:<28} {row.calls // steps:>6} {row.ms / steps:>9.4f} {rate:>16} {part:>8.1%} {row.ms / total:>7.1%}")
+        print(f"{'all':<28} {len(self.launches) // steps:>6} {total / steps:>9.4f}")
+
+
+def profile(model, steps):
+    """Time `steps` steps launch by launch, on random tokens; the learning rate is 0."""
+    device, settings = model.device, model.settings
+    bandwidth, peak = measure_copy(device), measure_product(device)
+    print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s, large matrix product {peak / 1e12:.0f} TFLOP/s, both measured")
+    rng = np.random.default_rng(0)
+    model.graph = None
+    for step in range(3 + steps):
+        if step == 3:  # warm
+            device.profile = Profile(device.stream)
+        batches = [rng.integers(0, model.config.V, (2, settings.B, settings.T), dtype=np.int32) for _ in range(model.micro_steps)]
+        model.end_step(model.begin_step(batches, 0.0))
+    finished, device.profile = device.profile, None
+    finished.print_table(steps, bandwidth, peak)
+
+
+def measure(device, call, repeats=5):
+    """Median seconds of call()."""
+    times = []
+    for _ in range(repeats + 1):
+        start, end = cp.cuda.Event(), cp.cuda.Event()
+        start.record(device.stream)
+        call()
+        end.record(device.stream)
+        end.synchronize()
+        times.append(cp.cuda.get_elapsed_time(start, end) / 1000)
+    return sorted(times[1:])[repeats // 2]
+
+
+def measure_copy(device):
+    """Bytes a second, read and written, of a copy within the GPU's memory."""
+    size = min(1 << 30, cp.cuda.runtime.memGetInfo()[0] // 4)
+    with device.stream:
+        source, target = cp.zeros(size, np.uint8), cp.empty(size, np.uint8)
+        return 2 * size / measure(device, lambda: cp.cuda.runtime.memcpyAsync(target.data.ptr, source.data.ptr, size, 3, device.stream.ptr))
+
+
+def measure_product(device):
+    """Operations a second of a large product of random numbers, in the run's precision."""
+    n = 8192 if cp.cuda.runtime.memGetInfo()[0] > 4 << 30 else 2048
+    with device.stream:
+        a, b, out = (cp.empty((n, n), np.float32) for _ in range(3))
+        for tensor in (a, b):
+            device.launch("fill_random", (blocks(n * n, 256),), (256,), tensor, np.int64(n * n))
+        return 2 * n**3 / measure(device, lambda: device.products.forward("peak", out, a, b, None, n, n, n))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# main
+
+
+def print_table(rows):
+    """A box around names and values."""
+    rows = [(name, str(value)) for name, value in rows]
+    width = max(50, *(len(value) for _, value in rows))
+    line = f"+-{'-' * 21}-+-{'-' * width}-+"
+    print(line)
+    for i, (name, value) in enumerate(rows):
+        print(f"| {name:<21} | {value:<{width}} |")
+        if i + 1 < len(rows) and rows[i + 1][0] in ("device", "model", "train batches"):
+            print(line)
+    print(line)
+
+
+def describe(settings, config, gpu, train_loader, val_loader):
+    """The rows of the table that a run begins with."""
+    driver = cp.cuda.runtime.driverGetVersion()
+    return [
+        ("training data", settings.data),
+        ("output", settings.output or "none"),
+        ("batch size B", settings.B),
+        ("sequence length T", settings.T),
+        ("tokens in an update", settings.B * settings.T * settings.micro_steps),
+        ("learning rate", f"{settings.learning_rate:e}"),
+        ("updates", settings.steps),
+        ("validate every", settings.val_every),
+        ("validation batches", min(settings.val_batches, val_loader.num_batches)),
+        ("sample every", settings.sample_every),
+        ("tokens in a sample", settings.sample_tokens),
+        ("device", f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"),
+        ("precision", f"float32, {'TF32' if settings.tf32 else 'float32'} products"),
+        ("model", settings.model),
+        ("max_seq_len", config.maxT),
+        ("vocab_size", config.V),
+        ("padded_vocab_size", config.Vp),
+        ("num_layers", config.L),
+        ("num_heads", config.NH),
+        ("channels", config.C),
+        ("num_parameters", count_parameters(config)),
+        ("train batches", train_loader.num_batches),
+        ("val batches", val_loader.num_batches),
+    ]
+
+
+def resolve_steps(settings, train_loader, first_step):
+    """-x 0 means one epoch; raises UserError when a checkpoint is beyond the last step."""
+    if settings.steps == 0:
+        settings.steps = max(1, train_loader.num_batches // settings.micro_steps)
+    if first_step is not None and first_step > settings.steps:
+        raise UserError(f"{settings.output}: its checkpoint is of step {first_step}, beyond -x {settings.steps}: pass a larger -x")
+
+
+def main():
+    settings = parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels.")
+    sys.stdout.reconfigure(line_buffering=True)
+    first_step = find_checkpoint(settings)
+    gpu = open_gpu()
+    loading = time.perf_counter()
+    if first_step is None:
+        config, params = read_model(settings.model)
+    else:
+        model_path, _, marker = checkpoint_paths(settings.output_dir, first_step)
+        config, params = read_model(model_path, mend=go_back(marker))
+    loading = time.perf_counter() - loading
+    check_sizes(config)
+    if settings.T > config.maxT:
+        raise UserError(f"{flag_of(settings, 'T')} {settings.T}: the model's longest sequence is {config.maxT}")
+    if settings.compare:
+        return 0 if check(Device(gpu, config, settings.tf32, Cache()), config, params, settings) else 1
+    if settings.profile:
+        model = GPT2(Device(gpu, config, settings.tf32, Cache()), config, params, settings)
+        model.prepare()
+        return profile(model, settings.profile)
+
+    tokenizer = load_tokenizer(settings.tokenizer, config.V)
+    train_paths, val_paths = data_paths(settings)
+    train_loader = DataLoader(train_paths, config.V, settings.B, settings.T, settings.spread)
+    val_loader = DataLoader(val_paths, config.V, settings.B, settings.T)
+    resolve_steps(settings, train_loader, first_step)
+    random = Random()
+
+    print_changed_settings(settings)
+    print_table(describe(settings, config, gpu, train_loader, val_loader))
+    device = Device(gpu, config, settings.tf32, Cache())
+    print(f"kernels: {device.compiled} compiled, {len(KERNELS) - device.compiled} from the cache")
+    model = GPT2(device, config, params, settings)
+    if first_step is not None:
+        resume(model, params, first_step, train_loader, random)
+    model.prepare()
+    print(f"matrix products: {device.products.searched} shapes searched for the fastest algorithm, the others known")
+    return train(model, train_loader, val_loader, tokenizer, random, first_step or 0, loading)
+
+
+def resume(model, params, step, train_loader, random):
+    """Read the optimizer's state and the products' algorithms of a checkpoint."""
+    settings, config = model.settings, model.config
+    moments = allocate(params.table), allocate(params.table)
+    restore(settings, config, params, moments, step, train_loader, random)
+    model.set_state(params, moments, step)
+    _, _, marker = checkpoint_paths(settings.output_dir, step)
+    try:
+        with open(marker) as f:
+            notes = json.loads(f.read() or "{}")
+        same = model.device.products.recall(notes)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
+    if not same:
+        found = notes.get("products", {}).get("on", "the CPU")
+        print(f"note: the checkpoint is from {found}, this is {model.device.products.identity}: what follows agrees up to rounding",
+              file=sys.stderr)
+
+
+def train(model, train_loader, val_loader, tokenizer, random, first_step, loading):
+    """The training loop; returns the exit status. A step is: validate, sample, update, save; its line is printed while the
+    next one runs, unless something else is due in between."""
+    settings, config, directory = model.settings, model.config, model.settings.output_dir
+    log = Log(settings, first_step)
+    interruption = Interruption()
+    running, times = None, []  # (step, number of begin_step) of the update whose line is still to be printed
+
+    def finish():
+        nonlocal running
+        if running is None:
+            return
+        (step, number), running = running, None
+        loss, norm, ms = model.end_step(number)
+        if not math.isfinite(loss):
+            raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {train_gpt2.DIVERGED}")
+        tokens = settings.B * settings.T * settings.micro_steps
+        print(f"step {step + 1:4d}/{settings.steps}: train loss {loss:f} ({ms:f} ms, {tokens / ms * 1000:.0f} tok/s)")
+        if not times:
+            seconds = time.perf_counter() - START
+            print(f"first step finished {seconds - loading:.2f} s after the start, and {loading:.2f} s for reading the model")
+        times.append(ms)
+        log.training(step, loss, learning_rate_at(settings, step), norm or 0.0)
+
+    for step in range(first_step, settings.steps + 1):
+        last = step == settings.steps
+        final = last and settings.final_reports
+        validation = settings.val_every and (step % settings.val_every == 0 or final)
+        sample = settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final)
+        if validation or sample or last:
+            finish()
+        if validation:
+            loss = validate(model, val_loader, settings.val_batches, step)
+            print(f"val loss {loss:f}")
+            log.validation(step, loss)
+        if sample:
+            generate(model.next_token_probs, random, tokenizer, config.V, settings.sample_tokens, settings.T)
+        if last:
+            break
+        batches = [train_loader.next_batch() for _ in range(settings.micro_steps)]
+        begun = step, model.begin_step(batches, learning_rate_at(settings, step))
+        finish()
+        running = begun
+
+        done = step + 1
+        due = settings.checkpoint_every and (done % settings.checkpoint_every == 0 or done == settings.steps)
+        if interruption.signal or (directory and due):
+            finish()
+        if directory and (due or interruption.signal):
+            batch = (settings.B, settings.T, settings.spread)
+            progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
+            params, *moments = (model.to_host(tensors) for tensors in (model.params, model.m, model.v))
+            save_checkpoint(directory, config, params, moments, progress, model.device.products.notes())
+        if interruption.signal:
+            how = f"go on with: {resume_command(settings)}" if directory else "nothing was saved: there is no -o DIR"
+            print(f"stopped after step {done}; {how}", file=sys.stderr)
+            return 128 + interruption.signal
+    if times:
+        print(f"total average iteration time: {sum(times) / len(times):f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
