@@ -161,7 +161,7 @@ def phase_tables(config, B, T, recompute, sm_count, dtype="float32"):
     NH, C, Vp = config.NH, config.C, config.Vp
     again = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
     again = {name: row for name, row in again.items() if name in RECOMPUTED[recompute]}
-    partial_rows = max(3 * sm_count * C, GELU_ROW_BLOCKS * 4 * C, B * -(-T // ATTENTION_ROWS) * 3 * C)
+    L, rows = config.L, sum_rows(config, B, T, sm_count)
     return {
         "forward": {
             "branch": Row((B, T, C), dtype),  # attproj or fcproj, until the next layernorm adds it to the residual stream
@@ -172,17 +172,23 @@ def phase_tables(config, B, T, recompute, sm_count, dtype="float32"):
             "dfch": Row((B, T, 4 * C), dtype),  # of fch_gelu, then in place of fch
             "dqkv": Row((B, T, 3 * C), dtype),
             "D": Row((B, NH, T)),  # within attention_backward
-            "partials": Row((partial_rows,)),  # sums over rows, of each block of a kernel; dies in the next column_sums
             **again,
+            # Sums over rows, one row of them for each block of a kernel, until column_sums ends the backward pass.
+            "lnf_sums": Row((rows.layernorm, 3 * C)),
+            "gelu_sums": Row((L, rows.gelu, 4 * C)),
+            "ln2_sums": Row((L, rows.layernorm, 3 * C)),
+            "attention_sums": Row((L, rows.attention, 3 * C)),
+            "ln1_sums": Row((L, rows.layernorm, 3 * C)),
         },
     }
 
 
 def stream_table(config, B, T, dtype="float32"):
-    """name -> Row for the two gradients that live across phases."""
+    """name -> Row for what lives across phases."""
     return {
         "dresidual": Row((B, T, config.C), dtype),  # of the residual stream, through the whole backward pass
         "dbranch": Row((B, T, config.C), dtype),  # of a layernorm's or the attention's output; dies in the next call
+        "transposed": Row((config.C, B * T), dtype),  # an operand of a weight gradient; dies in that product
     }
 
 
@@ -210,7 +216,7 @@ def memory_plan(config, settings, sm_count):
         (2 * parameters, "AdamW's moments"),
         (table_bytes(activation_table(config, B, T, recompute), ALIGN), "activations"),
         (max(table_bytes(table, ALIGN) for table in phases.values()), "logits, and in other phases scratch"),
-        (table_bytes(stream_table(config, B, T), ALIGN), "gradients of the residual stream"),
+        (table_bytes(stream_table(config, B, T), ALIGN), "gradients between layers"),
         (WORKSPACE, "cuBLASLt's workspace"),
         (table_bytes(batch_table(B, T, settings.micro_steps)) + 1024, "the batch"),
     ]
@@ -307,6 +313,7 @@ KERNELS = {  # file -> its kernels
     "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
     "gelu": ("gelu_forward", "gelu_backward"),
     "classifier": ("classifier",),
+    "transpose": ("transpose",),
     "column_sums": ("column_sums",),
     "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "fill_random"),
 }
@@ -316,8 +323,8 @@ KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ker
 def check_sizes(config):
     """Raise UserError for a model that the kernels are not written for."""
     HS = config.C // config.NH
-    if config.C % 8 or HS % 8 or HS > 128 or config.C > 8192:
-        raise UserError(f"C={config.C} with NH={config.NH} heads: the GPU kernels expect C up to 8192 and heads of C / NH = 8, 16, ..."
+    if HS % 16 or HS > 128 or config.C > 8192:
+        raise UserError(f"C={config.C} with NH={config.NH} heads: the GPU kernels expect C up to 8192 and heads of C / NH = 16, 32, ..."
                         " 128 channels; train this model with: python train_gpt2.py")
 
 
@@ -478,9 +485,31 @@ class Products:
         """dinp (N,C) = dout (N,OC) @ weight (OC,C)."""
         self.multiply(name, dinp, weight, dout, C, N, OC, "NN")
 
-    def backward_weight(self, name, dweight, dout, inp, N, C, OC, accumulate):
-        """dweight (OC,C) = (or += if accumulate) dout (N,OC)^T @ inp (N,C)."""
+    def backward_weight(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate):
+        """dweight (OC,C) = (or += if accumulate) dout (N,OC)^T @ inp (N,C); transposed: scratch for the smaller of the two.
+
+        Whether to transpose that one first (see transpose.cu) is timed at the first call of a shape, like the algorithms.
+        """
+        key = f"dweight {C} {OC} {N} {'tf32' if self.device.tf32 else 'float32'}"
+        ways = {"direct": self.weight_direct, "transposed": self.weight_transposed}
+        if key not in self.chosen:
+            way = self.known.get(key)
+            if way not in ways:
+                seconds = {way: measure(self.device, lambda: ways[way](name, dweight, dout, inp, transposed, N, C, OC, 0)) for way in ways}
+                way = min(ways, key=seconds.get)
+            self.chosen[key] = way
+        ways[self.chosen[key]](name, dweight, dout, inp, transposed, N, C, OC, accumulate)
+
+    def weight_direct(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate):
         self.multiply(name, dweight, inp, dout, C, OC, N, "NT", accumulate=accumulate)
+
+    def weight_transposed(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate):
+        if C <= OC:
+            transpose(self.device, transposed, inp, N, C)
+            self.multiply(name, dweight, transposed, dout, C, OC, N, "TT", accumulate=accumulate)
+        else:
+            transpose(self.device, transposed, dout, N, OC)
+            self.multiply(name, dweight, inp, transposed, C, OC, N, "NN", accumulate=accumulate)
 
     def multiply(self, name, out, a, b, m, n, k, transposed, epilogue=1, bias=None, aux=None, accumulate=False):
         """Column-major out (m,n) = op(a) (m,k) @ op(b) (k,n), `transposed` 'T' or 'N' for a and b."""
@@ -614,33 +643,59 @@ def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, we
                   bytes=size_of(residual, out, inp1, inp2))
 
 
-def layernorm_backward(device, dinp, dweight, dbias, dinp_sum, partials, dout, inp, weight, mean, rstd, accumulate, B, T, C):
-    """dinp (B,T,C) +=; dweight, dbias (C,) = (+=); dinp_sum (C,) = (+=) the sum of the new dinp over its rows, if not None."""
-    rows = min(device.sm_count, blocks(B * T, 8 // row_warps(C)))
-    device.launch("layernorm_backward", (rows,), (256,), dinp, partials, dout, inp, weight, mean, rstd, B * T,
+def layernorm_backward(device, dinp, sums, dout, inp, weight, mean, rstd, B, T, C):
+    """dinp (B,T,C) +=; sums (layernorm_blocks, 3C) =, for column_sums: of dweight, dbias, and the new dinp, over its rows."""
+    device.launch("layernorm_backward", (sums.shape[0],), (256,), dinp, sums, dout, inp, weight, mean, rstd, B * T,
                   bytes=size_of(dinp, dinp, dout, inp))
-    column_sums(device, (dweight, dbias, dinp_sum), partials, accumulate, rows, 3 * C)
 
 
-def column_sums(device, outs, partials, accumulate, rows, columns):
-    """outs = (+=) the sums over the rows of partials (rows, columns): one array, or three for the thirds of the columns."""
-    out0, out1, out2 = outs if len(outs) == 3 else (*outs, None, None)
-    width = columns // len(outs)
-    device.launch("column_sums", (blocks(columns, 32),), (1024,), out0, out1, out2, partials, accumulate, width, rows, columns,
-                  bytes=4 * rows * columns)
+def sum_rows(config, B, T, sm_count):
+    """How many rows of sums the blocks of each kernel leave."""
+    N, C = B * T, config.C
+    return SimpleNamespace(
+        layernorm=min(sm_count, blocks(N, 8 // row_warps(C))),
+        gelu=min(128, blocks(N, 32)),  # 4C / 128 blocks side by side
+        attention=B * blocks(T, ATTENTION_ROWS),
+    )
+
+
+JOB = np.dtype([("partials", "u8"), ("out", "u8", 3), ("width", "i4"), ("rows", "i4"), ("columns", "i4"), ("padding", "i4")])
+
+
+def sum_jobs(jobs):
+    """[(partials (rows, columns), (out, ...))] -> what column_sums takes: one out, or three for the thirds of the columns, which may
+    be None."""
+    table = np.zeros(len(jobs), JOB)
+    for job, (partials, outs) in zip(table, jobs):
+        rows, columns = partials.shape
+        job["partials"], job["width"], job["rows"], job["columns"] = partials.data.ptr, columns // len(outs), rows, columns
+        job["out"][: len(outs)] = [0 if out is None else out.data.ptr for out in outs]
+    return SimpleNamespace(count=len(jobs), columns=int(table["columns"].max()), bytes=sum(size_of(partials) for partials, _ in jobs),
+                           table=cp.asarray(table.view(np.uint8)))
+
+
+def column_sums(device, jobs, accumulate):
+    """out = (+=) the sums over the rows of partials, for each of sum_jobs' jobs."""
+    device.launch("column_sums", (blocks(jobs.columns, 32), jobs.count), (512,), jobs.table, accumulate, bytes=jobs.bytes)
+
+
+def transpose(device, out, inp, rows, columns):
+    """out (columns, rows) = inp (rows, columns)^T."""
+    device.launch("transpose", (blocks(columns, 32), blocks(rows, 32)), (32, 8), out, inp, rows, columns, bytes=2 * size_of(inp))
 
 
 ATTENTION_ROWS = 64  # of a block of the backward pass, as in attention.cu
 
 
-def attention_passing(config):
+def attention_tiles(config, tf32):
     """(rows of a passing tile, queries of a block in the forward pass), as in attention.cu."""
-    return (64, 128) if config.C // config.NH <= 64 else (32, 64)
+    small = config.C // config.NH <= 64
+    return 64 if small else 32, 128 if small and tf32 else 64
 
 
 def attention_shared_bytes(config):
-    rows, _ = attention_passing(config)
-    return 4 * (4 * rows * (config.C // config.NH + 4) + 4 * rows)
+    rows, _ = attention_tiles(config, tf32=1)
+    return 4 * (4 * rows * blocks(config.C // config.NH, 32) * 32 + 4 * rows)
 
 
 def attention_flops(B, T, C, products):
@@ -650,22 +705,18 @@ def attention_flops(B, T, C, products):
 
 def attention_forward(device, out, lse, inp, config, B, T):
     """Causal attention: out (B,T,C) =, lse (B,NH,T) =; inp (B,T,3C)."""
-    _, queries = attention_passing(config)
+    _, queries = attention_tiles(config, device.tf32)
     device.launch("attention_forward", (blocks(T, queries), config.NH, B), (128,), out, lse, inp, T, shared=attention_shared_bytes(config),
                   bytes=size_of(out, inp), flops=attention_flops(B, T, config.C, 2))
 
 
-def attention_backward(device, dinp, dbias, D, partials, dout, inp, out, lse, accumulate, config, B, T):
-    """dinp (B,T,3C) =, dbias (3C,) = (+=) its sum over rows; D (B,NH,T), partials: scratch; dout, out (B,T,C)."""
+def attention_backward(device, dinp, D, sums, dout, inp, out, lse, config, B, T):
+    """dinp (B,T,3C) =; sums (B * tiles, 3C) =, for column_sums: of dinp; D (B,NH,T): scratch; dout, out (B,T,C)."""
     grid, shared, C = (blocks(T, ATTENTION_ROWS), config.NH, B), attention_shared_bytes(config), config.C
-    device.launch("attention_backward_dquery", grid, (128,), dinp, D, partials, dout, inp, out, lse, T, shared=shared,
+    device.launch("attention_backward_dquery", grid, (128,), dinp, D, sums, dout, inp, out, lse, T, shared=shared,
                   bytes=size_of(dout, inp, out) + size_of(dinp) // 3, flops=attention_flops(B, T, C, 3))
-    device.launch("attention_backward_dkv", grid, (128,), dinp, partials, dout, inp, lse, D, T, shared=shared,
+    device.launch("attention_backward_dkv", grid, (128,), dinp, sums, dout, inp, lse, D, T, shared=shared,
                   bytes=size_of(dout, inp) + size_of(dinp) // 3 * 2, flops=attention_flops(B, T, C, 4))
-    column_sums(device, (dbias,), partials, accumulate, B * grid[0], 3 * C)
-
-
-GELU_ROW_BLOCKS = 128  # at most; 4C / 128 blocks side by side
 
 
 def gelu_forward(device, out, inp):
@@ -673,12 +724,11 @@ def gelu_forward(device, out, inp):
     device.launch("gelu_forward", (blocks(out.size, PACK * 256),), (256,), out, inp, out.size // out.shape[-1], bytes=size_of(out, inp))
 
 
-def gelu_backward(device, dinp, dbias, out, partials, inp, dout, accumulate, B, T, C):
-    """dinp (B,T,4C) = dout * gelu'(inp), dinp may be dout; dbias (4C,) = (+=) its sum over rows; out = GELU(inp) again, if not None."""
-    rows = min(GELU_ROW_BLOCKS, blocks(B * T, 32))
-    device.launch("gelu_backward", (blocks(4 * C, 32 * PACK), rows), (32, 8), dinp, partials, out, inp, dout, B * T,
+def gelu_backward(device, dinp, sums, out, inp, dout, B, T, C):
+    """dinp (B,T,4C) = dout * gelu'(inp), dinp may be dout; sums (blocks, 4C) =, for column_sums: of dinp; out = GELU(inp) again, if
+    not None."""
+    device.launch("gelu_backward", (blocks(4 * C, 32 * PACK), sums.shape[0]), (32, 8), dinp, sums, out, inp, dout, B * T,
                   bytes=size_of(dinp, inp, dout, out))
-    column_sums(device, (dbias,), partials, accumulate, rows, 4 * C)
 
 
 def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
@@ -747,8 +797,19 @@ class GPT2:
                 for a, b in zip(s.layers, s.backward_layers):
                     setattr(a, name, getattr(s.forward, name))
                     setattr(b, name, getattr(s.backward, name))
+            s.jobs = self.jobs(s.backward)
             self.shapes[B, T] = s
         return self.shapes[B, T]
+
+    def jobs(self, scratch):
+        """What column_sums adds up at the end of a backward pass: gradients of biases and of layernorms. A layernorm's third sum
+        is the gradient of the bias of the projection that its input came from."""
+        g, jobs = self.grad_layers, [(scratch.lnf_sums, (self.grads.lnfw, self.grads.lnfb, self.grad_layers[-1].fcprojb))]
+        for l in reversed(range(self.config.L)):
+            before = g[l - 1].fcprojb if l > 0 else None
+            jobs += [(scratch.gelu_sums[l], (g[l].fcb,)), (scratch.ln2_sums[l], (g[l].ln2w, g[l].ln2b, g[l].attprojb)),
+                     (scratch.attention_sums[l], (g[l].qkvb,)), (scratch.ln1_sums[l], (g[l].ln1w, g[l].ln1b, before))]
+        return sum_jobs(jobs)
 
     # -- forward and backward
 
@@ -797,42 +858,40 @@ class GPT2:
 
     def backward(self, micro_step, s):
         """grads = (+= after the first micro step) the gradients of the last batch, whose dlogits are in place of the logits."""
-        device, config, grads, acts = self.device, self.config, self.grads, s.acts
+        device, config, grads, acts, batch = self.device, self.config, self.grads, s.acts, self.batch
         products, scratch, more = device.products, s.backward, int(micro_step > 0)
-        dresidual, dbranch, partials = s.streams.dresidual, s.streams.dbranch, scratch.partials
+        dresidual, dbranch, transposed = s.streams.dresidual, s.streams.dbranch, s.streams.transposed
         B, T, C, N = s.B, s.T, config.C, s.B * s.T
 
         dlogits = s.classifier.logits
         products.backward_inp("matmul logits dinp", dbranch, dlogits, self.params.wte, N, C, config.Vp)
-        products.backward_weight("matmul logits dweight", grads.wte, dlogits, acts.lnf, N, C, config.Vp, more)
+        products.backward_weight("matmul logits dweight", grads.wte, dlogits, acts.lnf, transposed, N, C, config.Vp, more)
         with device.record("clear dresidual", bytes=dresidual.nbytes):
             cp.cuda.runtime.memsetAsync(dresidual.data.ptr, 0, dresidual.nbytes, device.stream.ptr)
-        layernorm_backward(device, dresidual, grads.lnfw, grads.lnfb, self.grad_layers[-1].fcprojb, partials, dbranch,
-                           s.layers[-1].residual3, self.params.lnfw, acts.lnf_mean, acts.lnf_rstd, more, B, T, C)
+        layernorm_backward(device, dresidual, scratch.lnf_sums, dbranch, s.layers[-1].residual3, self.params.lnfw, acts.lnf_mean,
+                           acts.lnf_rstd, B, T, C)
         for l in reversed(range(config.L)):
             p, a, g = self.param_layers[l], s.backward_layers[l], self.grad_layers[l]
-            residual, dfcprojb = (acts.encoded, None) if l == 0 else (s.layers[l - 1].residual3, self.grad_layers[l - 1].fcprojb)
+            residual = acts.encoded if l == 0 else s.layers[l - 1].residual3
             again = {name: getattr(a, name) for name in RECOMPUTED[self.settings.recompute]}
 
             products.backward_inp("matmul fcproj dinp", scratch.dfch, dresidual, p.fcprojw, N, 4 * C, C)
-            gelu_backward(device, scratch.dfch, g.fcb, again.get("fch_gelu"), partials, a.fch, scratch.dfch, more, B, T, C)
-            products.backward_weight("matmul fcproj dweight", g.fcprojw, dresidual, a.fch_gelu, N, 4 * C, C, more)
+            gelu_backward(device, scratch.dfch, scratch.gelu_sums[l], again.get("fch_gelu"), a.fch, scratch.dfch, B, T, C)
+            products.backward_weight("matmul fcproj dweight", g.fcprojw, dresidual, a.fch_gelu, transposed, N, 4 * C, C, more)
             products.backward_inp("matmul fc dinp", dbranch, scratch.dfch, p.fcw, N, C, 4 * C)
             if "ln2" in again:
                 residual_layernorm_forward(device, None, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, None, p.ln2w, p.ln2b, B, T, C)
-            products.backward_weight("matmul fc dweight", g.fcw, scratch.dfch, a.ln2, N, C, 4 * C, more)
-            layernorm_backward(device, dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dbranch, a.residual2, p.ln2w,
-                               a.ln2_mean, a.ln2_rstd, more, B, T, C)
+            products.backward_weight("matmul fc dweight", g.fcw, scratch.dfch, a.ln2, transposed, N, C, 4 * C, more)
+            layernorm_backward(device, dresidual, scratch.ln2_sums[l], dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C)
             products.backward_inp("matmul attproj dinp", dbranch, dresidual, p.attprojw, N, C, C)
-            products.backward_weight("matmul attproj dweight", g.attprojw, dresidual, a.atty, N, C, C, more)
-            attention_backward(device, scratch.dqkv, g.qkvb, scratch.D, partials, dbranch, a.qkv, a.atty, a.lse, more, config, B, T)
+            products.backward_weight("matmul attproj dweight", g.attprojw, dresidual, a.atty, transposed, N, C, C, more)
+            attention_backward(device, scratch.dqkv, scratch.D, scratch.attention_sums[l], dbranch, a.qkv, a.atty, a.lse, config, B, T)
             products.backward_inp("matmul qkv dinp", dbranch, scratch.dqkv, p.qkvw, N, C, 3 * C)
             if "ln1" in again:
                 residual_layernorm_forward(device, None, a.ln1, a.ln1_mean, a.ln1_rstd, residual, None, p.ln1w, p.ln1b, B, T, C)
-            products.backward_weight("matmul qkv dweight", g.qkvw, scratch.dqkv, a.ln1, N, C, 3 * C, more)
-            layernorm_backward(device, dresidual, g.ln1w, g.ln1b, dfcprojb, partials, dbranch, residual, p.ln1w,
-                               a.ln1_mean, a.ln1_rstd, more, B, T, C)
-        batch = self.batch
+            products.backward_weight("matmul qkv dweight", g.qkvw, scratch.dqkv, a.ln1, transposed, N, C, 3 * C, more)
+            layernorm_backward(device, dresidual, scratch.ln1_sums[l], dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C)
+        column_sums(device, s.jobs, more)
         encoder_backward(device, grads.wte, grads.wpe, dresidual, batch.inputs[micro_step], batch.order[micro_step],
                          batch.first[micro_step], batch.runs[micro_step], more, B, T, C)
 

@@ -1,32 +1,39 @@
-// The second half of every sum over rows: adds up the partial sums that the blocks of another kernel left, in their order.
+// The second half of every sum over rows: adds up the partial sums that the blocks of other kernels left, in their order.
 //
-//     out[c] = the sum over r of partials[r,c], c in the thirds out0, out1, out2 of `width` columns each (out1, out2: may be null)
+//     out[c] = the sum over r of partials[r,c], c in the thirds out[0], out[1], out[2] of `width` columns each (null: not wanted)
 //     out = (or += if accumulate)
 //
-// partials (rows, columns) float32. A block adds up 32 columns, its 32 warps every 32nd row each. Bound by latency: a few
-// microseconds, whatever the size.
+// partials (rows, columns) float32. All sums of a backward pass are the jobs of one launch: each is a few microseconds of
+// latency, whatever its size. A block adds up 32 columns of one job, its 16 warps every 16th row each.
 
 #include "common.cuh"
 
-constexpr int WARPS = 32;
+constexpr int WARPS = 16;
 
-// Block (1024); grid (columns / 32, rounded up).
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-column_sums(element* out0, element* out1, element* out2, const float* partials, int accumulate, int width, int rows, int columns) {
+struct Job {
+    const float* partials;
+    element* out[3];
+    int width, rows, columns, padding;
+};
+
+// Block (512); grid (columns of the widest job / 32 rounded up, jobs).
+extern "C" __global__ void __launch_bounds__(32 * WARPS) column_sums(const Job* jobs, int accumulate) {
+    const Job job = jobs[blockIdx.y];
+    if (blockIdx.x * 32 >= job.columns) return;
     __shared__ float sums[WARPS][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int c = blockIdx.x * 32 + lane;
     float sum = 0.0f;
-    if (c < columns) {
+    if (c < job.columns) {
 #pragma unroll 8
-        for (int r = warp; r < rows; r += WARPS) sum += partials[int64(r) * columns + c];
+        for (int r = warp; r < job.rows; r += WARPS) sum += job.partials[int64(r) * job.columns + c];
     }
     sums[warp][lane] = sum;
     __syncthreads();
-    if (warp > 0 || c >= columns) return;
+    if (warp > 0 || c >= job.columns) return;
     sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += sums[w][lane];
-    element* out = c < width ? out0 : c < 2 * width ? out1 : out2;
-    if (out) put(out + c % width, sum, accumulate);
+    element* out = c < job.width ? job.out[0] : c < 2 * job.width ? job.out[1] : job.out[2];
+    if (out) put(out + c % job.width, sum, accumulate);
 }

@@ -138,23 +138,25 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
         }
     }
 
-    // One group after the other adds its sums to the block's.
-    __shared__ float sums[3 * C];
-    for (int g = 0; g < GROUPS; g++) {
-        if (g == group) {
+    // The groups' sums, one kind after the other, are added up by all threads.
+    __shared__ float sums[GROUPS][C];
+    const Floats(*kinds[3])[PACKS] = {&dweight, &dbias, &total};
 #pragma unroll
-            for (int p = 0; p < PACKS; p++) {
-                const int c = column(p);
-                if (c >= C) continue;
+    for (int kind = 0; kind < 3; kind++) {
+        __syncthreads();  // the sums of the kind before are read
 #pragma unroll
-                for (int k = 0; k < PACK; k++) {
-                    sums[c + k] = (g ? sums[c + k] : 0.0f) + dweight[p].x[k];
-                    sums[C + c + k] = (g ? sums[C + c + k] : 0.0f) + dbias[p].x[k];
-                    sums[2 * C + c + k] = (g ? sums[2 * C + c + k] : 0.0f) + total[p].x[k];
-                }
-            }
+        for (int p = 0; p < PACKS; p++) {
+            const int c = column(p);
+            if (c >= C) continue;
+#pragma unroll
+            for (int k = 0; k < PACK; k++) sums[group][c + k] = (*kinds[kind])[p].x[k];
         }
         __syncthreads();
+        for (int c = threadIdx.x; c < C; c += THREADS) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) sum += sums[g][c];
+            partials[(int64(blockIdx.x) * 3 + kind) * C + c] = sum;
+        }
     }
-    for (int i = threadIdx.x; i < 3 * C; i += THREADS) partials[int64(blockIdx.x) * 3 * C + i] = sums[i];
 }

@@ -27,7 +27,7 @@ __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 __device__ inline float tf32_rest(float x, uint32 rounded) { return x - __uint_as_float(rounded & 0xffffe000); }
 
 __device__ inline void mma_tf32(TileD& d, const uint32 (&a)[4], const uint32 (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -49,6 +49,11 @@ __device__ inline void mma(TileD& d, const TileA& a, const TileB& b) {
 __device__ inline void copy_async(float* shared, const float* global, bool exists) {
     const uint32 to = __cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
+}
+// The same for one float.
+__device__ inline void copy_async_float(float* shared, const float* global, bool exists) {
+    const uint32 to = __cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(exists ? 4 : 0) : "memory");
 }
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until all but the newest `pending` groups of copies have landed.
@@ -85,6 +90,7 @@ __device__ inline void mma(TileD& d, const TileA& a, const TileB& b) {
 __device__ inline void copy_async(float* shared, const float* global, bool exists) {
     *reinterpret_cast<float4*>(shared) = exists ? *reinterpret_cast<const float4*>(global) : float4{0.0f, 0.0f, 0.0f, 0.0f};
 }
+__device__ inline void copy_async_float(float* shared, const float* global, bool exists) { *shared = exists ? *global : 0.0f; }
 __device__ inline void copies_commit() {}
 template <int PENDING>
 __device__ inline void copies_wait() {}

@@ -39,7 +39,7 @@ def test_kernels_compile_with_no_gpu(arch):
 
 def test_an_error_in_a_kernel_names_file_and_line(tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
-    (tmp_path / "gelu.cu").write_text("// one\n// two\nint broken = ;\n")
+    (tmp_path / "gelu.cu").write_text("// one\n// two\n__device__ int broken() { return 1 + ; }\n")
     monkeypatch.setattr(cuda, "KERNEL_DIRECTORY", str(tmp_path))
     with pytest.raises(UserError, match=r"gelu.cu.*gelu.cu\(3\): error: expected an expression") as error:
         cuda.compile_kernels("gelu", "sm_80", {"MODEL_C": 64})
@@ -193,9 +193,10 @@ def test_layernorm_backward(device, B, T):
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
     before = random(3, C, seed=5)
     for accumulate in (0, 1):
-        got, partials = on_gpu(dinp), unwritten(3 * device.sm_count * C)
+        got, partials = on_gpu(dinp), unwritten(cuda.sum_rows(device.config, B, T, device.sm_count).layernorm, 3 * C)
         sums = on_gpu(before) if accumulate else unwritten(3, C)
-        cuda.layernorm_backward(device, got, *sums, partials, *on_gpu(dout, inp, weight, mean, rstd), accumulate, B, T, C)
+        cuda.layernorm_backward(device, got, partials, *on_gpu(dout, inp, weight, mean, rstd), B, T, C)
+        cuda.column_sums(device, cuda.sum_jobs([(partials, tuple(sums))]), accumulate)
         wanted = np.stack([dweight, dbias, expected.sum(axis=(0, 1))]) + accumulate * before
         assert_close(SUMS, dinp=(got, expected), dweight=(sums[0], wanted[0]), dbias=(sums[1], wanted[1]))
         assert_close(20 * SUMS, total=(sums[2], wanted[2]))  # sums of the errors of dinp, which may cancel in the value
@@ -221,8 +222,9 @@ def test_attention(gpu, tmp_path_factory, config, B, T, tf32):
     before = random(3 * C, seed=3)
     for accumulate in (0, 1):
         got, D, dbias = unwritten(B, T, 3 * C), unwritten(B, NH, T), on_gpu(before) if accumulate else unwritten(3 * C)
-        partials = unwritten(B * -(-T // cuda.ATTENTION_ROWS) * 3 * C)
-        cuda.attention_backward(device, got, dbias, D, partials, dout_gpu, inp_gpu, out, lse, accumulate, config, B, T)
+        partials = unwritten(cuda.sum_rows(config, B, T, device.sm_count).attention, 3 * C)
+        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, config, B, T)
+        cuda.column_sums(device, cuda.sum_jobs([(partials, (dbias,))]), accumulate)
         assert_close(tolerance, dinp=(got, dinp))
         # Each of the B*T rows may be off by the tolerance, and the errors add up like a random walk.
         scale = tolerance * np.abs(dinp).max() * max(1, (B * T) ** 0.5)
@@ -240,10 +242,12 @@ def test_gelu(device, B, T):
     assert_close(EXACT, out=(out, expected))
     before = random(4 * C, seed=3)
     for accumulate, again, in_place in ((0, True, False), (1, False, True)):
-        out, dbias, partials = unwritten(B, T, 4 * C), on_gpu(before) if accumulate else unwritten(4 * C), unwritten(cuda.GELU_ROW_BLOCKS * 4 * C)
+        out, dbias = unwritten(B, T, 4 * C), on_gpu(before) if accumulate else unwritten(4 * C)
+        partials = unwritten(cuda.sum_rows(device.config, B, T, device.sm_count).gelu, 4 * C)
         dout_gpu = on_gpu(dout)
         dinp = dout_gpu if in_place else unwritten(B, T, 4 * C)
-        cuda.gelu_backward(device, dinp, dbias, out if again else None, partials, on_gpu(inp), dout_gpu, accumulate, B, T, C)
+        cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp), dout_gpu, B, T, C)
+        cuda.column_sums(device, cuda.sum_jobs([(partials, (dbias,))]), accumulate)
         assert_close(EXACT, dinp=(dinp, expected_dinp))
         assert_close(20 * SUMS, dbias=(dbias, expected_dinp.sum(axis=(0, 1)) + accumulate * before))
         if again:
@@ -291,10 +295,15 @@ def test_products(gpu, tmp_path_factory, N, C, OC, tf32):
     dinp = unwritten(N, C)
     products.backward_inp("dinp", dinp, dout_gpu, weight_gpu, N, C, OC)
     assert_close(tolerance, dinp=(dinp, dout.astype(np.float64) @ weight.astype(np.float64)))
-    for accumulate in (0, 1):
-        dweight = on_gpu(before) if accumulate else unwritten(OC, C)
-        products.backward_weight("dweight", dweight, dout_gpu, inp_gpu, N, C, OC, accumulate)
-        assert_close(tolerance, dweight=(dweight, dout.T.astype(np.float64) @ inp.astype(np.float64) + accumulate * before))
+    expected = dout.T.astype(np.float64) @ inp.astype(np.float64)
+    for way in (products.backward_weight, products.weight_direct, products.weight_transposed):
+        for accumulate in (0, 1):
+            dweight, transposed = on_gpu(before) if accumulate else unwritten(OC, C), unwritten(min(C, OC), N)
+            way("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, accumulate)
+            assert_close(tolerance, dweight=(dweight, expected + accumulate * before))
+    transposed = unwritten(OC, N)
+    cuda.transpose(products.device, transposed, dout_gpu, N, OC)
+    assert np.array_equal(transposed.get(), dout.T)
 
 
 @pytest.mark.parametrize("grad_clip", (0.0, 1.0))
@@ -349,7 +358,7 @@ def test_indices_beyond_32_bits(gpu, tmp_path_factory):
     device.products.forward("logits", logits, inp_gpu, weight_gpu, None, N, config.C, config.Vp)
     cuda.classifier(device, losses, logits, targets_gpu, 1.0, 1, 1, N)
     device.products.backward_inp("dinp", dinp, logits, weight_gpu, N, config.C, config.Vp)
-    device.products.backward_weight("dweight", dweight, logits, inp_gpu, N, config.C, config.Vp, 0)
+    device.products.backward_weight("dweight", dweight, logits, inp_gpu, unwritten(config.C, N), N, config.C, config.Vp, 0)
     rows = [0, N // 2, N - 2, N - 1]
     x, w = wide(inp[rows], weight[: config.V])
     probs, expected, dlogits = np.empty((1, 4, config.V)), np.empty((1, 4)), np.empty((1, 4, config.V))
