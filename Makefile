@@ -5,14 +5,17 @@ ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
 ENVIRONMENT := .venv/installed
 endif
-TRAINER := $(if $(and $(wildcard train_gpt2_cuda.py),$(shell command -v nvidia-smi)),train_gpt2_cuda.py,train_gpt2.py)
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
+TRAINER := $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
+SANITIZE ?= 97 or update or products
 
 help:
 	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"
 	@echo "make test        parity with PyTorch on small models, formats, errors: under two minutes"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64: some minutes, 12 GB of memory"
 	@echo "make bench       step time and memory against PyTorch on this machine"
+	@echo "make sanitize    the GPU kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
 	@echo "make clean       remove what make train made (.venv stays)"
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
@@ -27,7 +30,14 @@ test-124M: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
 
 bench: $(ENVIRONMENT)
-	$(PYTHON) dev/bench_cpu.py
+	$(PYTHON) $(if $(GPU),dev/bench_gpu.py,dev/bench_cpu.py)
+
+# NVIDIA's compute-sanitizer over the kernels' tests; it comes with the CUDA toolkit, or as the package nvidia-cuda-sanitizer-api.
+sanitize: $(ENVIRONMENT)
+	for tool in memcheck racecheck initcheck synccheck; do \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-regex-exclude regex=cublas\|cutlass\|nvjet\|gemm\|cupy \
+	        $(PYTHON) -m pytest -q -x tests/test_kernels.py -k "$(SANITIZE)" || exit 1; \
+	done
 
 clean:
 	rm -f gpt2_d4.bin gpt2_d4_bf16.bin gpt2_d4_debug_state.bin bytes_tokenizer.bin data/pystdlib_train.bin data/pystdlib_val.bin
@@ -44,4 +54,4 @@ gpt2_d4.bin: export_weights.py data/pystdlib_train.bin | $(ENVIRONMENT)
 	.venv/bin/python -m pip install -q --progress-bar on -r requirements.txt
 	@touch $@
 
-.PHONY: help train test test-124M bench clean
+.PHONY: help train test test-124M bench sanitize clean

@@ -15,6 +15,9 @@ with the model's channels in another order, which changes nothing but the roundi
 """
 
 import argparse
+import contextlib
+import functools
+import io
 import sys
 
 import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
@@ -41,16 +44,16 @@ from train_gpt2 import (
 # three runs on the debug state's batch; each returns {row name: array}
 
 
-def run_reference(config, params, x, y, steps, settings, dtype):
-    """PyTorch in the given dtype."""
-    model, rows = to_reference(config, params, dtype=dtype), {}
+def run_reference(config, params, x, y, steps, settings, dtype, where="cpu"):
+    """PyTorch in the given dtype, on the CPU or a GPU."""
+    model, rows = to_reference(config, params, dtype=dtype).to(where), {}
 
     def capture(logits, loss):
-        rows["logits"], rows["loss"] = logits.detach().numpy(), np.array(loss.item())
+        rows["logits"], rows["loss"] = logits.detach().cpu().numpy(), np.array(loss.item())
         grads = collect_gradients(config, model, str(dtype).removeprefix("torch."))
         rows.update({f"d{name}": getattr(grads, name) for name in grads.table})
 
-    losses = overfit(model, torch.from_numpy(x).long(), torch.from_numpy(y).long(), steps, settings, capture=capture)
+    losses = overfit(model, *(torch.from_numpy(ids).long().to(where) for ids in (x, y)), steps, settings, capture=capture)
     return {**rows, "losses": np.array(losses)}
 
 
@@ -80,7 +83,27 @@ def run_numpy(config, params, x, y, steps, settings):
     return {**rows, "losses": np.array(losses), "params": flat(params)}
 
 
-BACKENDS = {"numpy": run_numpy}
+def run_cuda(config, params, x, y, steps, settings, tf32):
+    """train_gpt2_cuda.py; the last row is the weights after the last step."""
+    import train_gpt2_cuda as cuda
+
+    settings = cuda.CudaSettings(B=x.shape[0], T=x.shape[1], steps=steps, tf32=tf32, **settings)
+    with contextlib.redirect_stdout(io.StringIO()):  # its report of allocations
+        device = cuda.Device(cuda.open_gpu(), config, tf32, cuda.Cache())
+        model = cuda.GPT2(device, config, params, settings)
+        model.prepare()
+    model.forward(x, y)
+    rows, losses = {"logits": model.shape(*x.shape).classifier.logits[..., : config.V].get()}, []
+    for step in range(steps):
+        losses.append(model.end_step(model.begin_step([(x, y)], settings.learning_rate))[0])
+        if step == 0:
+            grads = model.to_host(model.grads)
+            rows["loss"] = np.array(losses[0])
+            rows.update({f"d{name}": getattr(grads, name) for name in grads.table})
+    return {**rows, "losses": np.array(losses), "params": flat(model.to_host(model.params))}
+
+
+BACKENDS = {"numpy": run_numpy, "cuda": functools.partial(run_cuda, tf32=0), "cuda-tf32": functools.partial(run_cuda, tf32=1)}
 
 
 def reorder_channels(config, params, seed):
@@ -114,22 +137,27 @@ def climb(model_path, state_path, backend="numpy"):
         state.losses = run_reference(config, params, x, y, 10, settings, torch.float32)["losses"]
     steps = len(state.losses)
     print(f"{model_path}: {config.describe()}, B={x.shape[0]} T={x.shape[1]}, backend {backend}")
+    torch.backends.cuda.matmul.allow_tf32 = backend == "cuda-tf32"
+    where = "cpu" if backend == "numpy" else "cuda"
 
-    exact = run_reference(config, params, x, y, steps, settings, torch.float64)
-    recorded = run_recorded(state)
+    def reference(params, dtype):
+        return run_reference(config, params, x, y, steps, settings, dtype, where)
+
+    exact = reference(params, torch.float64)
+    recorded = run_recorded(state) if backend == "numpy" else reference(params, torch.float32)
     got = BACKENDS[backend](config, params, x, y, steps, settings)
     errors, okay = {}, True
-    for name, reference in exact.items():
-        errors[name] = own_error(recorded[name], reference)
-        if not errors[name] <= 1e-4 * np.abs(reference).max():
+    for name, tensor in exact.items():
+        errors[name] = own_error(recorded[name], tensor)
+        if backend == "numpy" and not errors[name] <= 1e-4 * np.abs(tensor).max():
             print(f"{name:<12} the debug state itself is off by {errors[name]:.3e}: was it computed in float32, from these very"
                   " weights and not their bfloat16 copy?  FAIL")
             okay = False
     for seed in range(3):
-        reordered = run_reference(config, reorder_channels(config, params, seed), x, y, steps, settings, torch.float32)
+        reordered = reference(reorder_channels(config, params, seed), torch.float32)
         errors["losses"] = max(errors["losses"], own_error(reordered["losses"], exact["losses"]))
-    for name, reference in exact.items():
-        okay &= check_tensor(name, got[name], reference, 2.0 * errors[name])
+    for name, tensor in exact.items():
+        okay &= check_tensor(name, got[name], tensor, 2.0 * errors[name])
     again = BACKENDS[backend](config, params, x, y, steps, settings)
     same = all(np.array_equal(got[name], again[name]) for name in got)
     print(f"{'run twice':<12} {'bit for bit the same' if same else 'differs'}  {'ok' if same else 'FAIL'}")
@@ -147,15 +175,28 @@ def write_pair(directory, depth, vocabulary, B, T):
     return paths
 
 
+def need(backend):
+    """Skip the test where this backend cannot run."""
+    if backend != "numpy":
+        try:
+            __import__("train_gpt2_cuda").open_gpu()
+        except train_gpt2.UserError as error:
+            pytest.skip(str(error))
+        if not torch.cuda.is_available():
+            pytest.skip("PyTorch has no CUDA here")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("vocabulary, B, T", (("bytes", 4, 64), ("gpt2", 3, 17)))
 def test_small_models_agree_with_pytorch(tmp_path, vocabulary, B, T, backend):
+    need(backend)
     assert climb(*write_pair(tmp_path, 2, vocabulary, B, T), backend)
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
+    need(backend)
     assert climb(*write_pair(tmp_path, 12, "gpt2", 4, 64), backend)
 
 

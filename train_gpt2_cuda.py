@@ -23,6 +23,7 @@ import time
 
 START = time.perf_counter()  # for the time to the first step
 
+import bisect
 import contextlib
 import dataclasses
 import glob
@@ -1032,11 +1033,11 @@ def check_memory(device, config, settings):
     plan = memory_plan(config, settings, device.sm_count)
     needed, free = sum(size for size, _ in plan), cp.cuda.runtime.memGetInfo()[0]
     if needed > free:
-        def fits(B):
+        def too_large(B):
             smaller = dataclasses.replace(settings, B=B, total_batch_size=0)
-            return sum(size for size, _ in memory_plan(config, smaller, device.sm_count)) <= free
+            return sum(size for size, _ in memory_plan(config, smaller, device.sm_count)) > free
 
-        largest = next((B for B in range(settings.B - 1, 0, -1) if fits(B)), 0)
+        largest = bisect.bisect_left(range(1, settings.B), True, key=too_large)
         mend = f"the largest batch that fits is -b {largest}" if largest else "not even -b 1 fits: take a smaller -t or model"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed >> 20} MiB of GPU memory, {free >> 20} MiB are free; {mend}")
     for size, what in plan:

@@ -1,0 +1,272 @@
+"""The GPU trainer as a user runs it: what it prints, graph and launches, resuming to the bit, memory, faults."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import train_gpt2 as t  # first: it tells OpenBLAS how to run, before NumPy is imported
+
+import numpy as np
+import pytest
+
+import train_gpt2_cuda as cuda
+from conftest import ROOT, assert_one_line_error, random_params, run_program
+
+SMALL_HEADS = t.Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)
+FAST = ("-b", 2, "-t", 24, "-g", 16)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    try:
+        return cuda.open_gpu()
+    except t.UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def gpu_workplace(gpu, workplace):
+    """A directory as conftest's, with a model that the kernels take."""
+    t.write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    return workplace
+
+
+def train(*flags, program="train_gpt2_cuda.py", **options):
+    return run_program(program, *FAST, *flags, **options)
+
+
+def losses_and_samples(text):
+    """The lines from the first validation on, less the timings, and less what only a first or only a resumed run prints."""
+    text = re.sub(r" \([0-9.]+ ms, \d+ tok/s\)", "", text)
+    text = re.sub(r"^(settings|resuming|first step|matrix products|kernels|total average|allocated|[|+]).*\n", "", text, flags=re.MULTILINE)
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# with no GPU
+
+
+def test_with_no_gpu_it_names_the_cpu_trainer():
+    done = run_program("train_gpt2_cuda.py", check=False, CUDA_VISIBLE_DEVICES="")
+    assert_one_line_error(done, "GPU", "python train_gpt2.py")
+
+
+def test_with_a_package_missing_it_names_it(tmp_path):
+    (tmp_path / "cupy.py").write_text("raise ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')\n")
+    done = run_program("train_gpt2_cuda.py", check=False, PYTHONPATH=str(tmp_path))
+    assert_one_line_error(done, "cupy", "pip install -r requirements.txt", "python train_gpt2.py")
+
+
+@pytest.mark.parametrize("heads, C", ((3, 24), (1, 144)))
+def test_a_model_that_the_kernels_do_not_take(heads, C):
+    with pytest.raises(t.UserError, match=f"C={C} with NH={heads}.*train_gpt2.py"):
+        cuda.check_sizes(t.Config(64, 257, 1, heads, C, 384))
+
+
+def test_phases_of_the_memory_plan():
+    """Nothing is forgotten: the plan's sum is that of all tables, the three phases counted by their largest."""
+    settings = cuda.CudaSettings(B=4, T=1024)
+    config = t.Config(1024, 50257, 12, 12, 768, 50304)
+    plan = {what: size for size, what in cuda.memory_plan(config, settings, 132)}
+    assert plan["parameters"] == 4 * 124475904 and plan["AdamW's moments"] == 8 * 124475904
+    assert plan["logits, and in other phases scratch"] == 4 * 4096 * 50304
+    less = [sum(size for size, _ in cuda.memory_plan(config, cuda.CudaSettings(B=4, T=1024, recompute=r), 132)) for r in (0, 1, 2)]
+    assert less[0] - less[1] == 12 * 4096 * 4 * 768 * 4 and less[1] - less[2] == 2 * 12 * 4096 * 768 * 4
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# output
+
+
+def test_output(gpu_workplace):
+    """One epoch with no flags but the size; validation and samples before the first update and after the last."""
+    output = train("-s", 30, "-v", 30).stdout
+    steps = 4000 // 48
+    assert re.search(r"^\| device +\| NVIDIA", output, re.MULTILINE) and "| num_parameters        |" in output
+    assert re.search(r"^allocated \d+ MiB for parameters$", output, re.MULTILINE)
+    events = re.findall(r"^(val loss|step +\d+/|generating:|total average iteration time: \d+\.\d{6} ms)", output, re.MULTILINE)
+    expected = []
+    for step in range(steps + 1):
+        expected += ["val loss"] * (step % 30 == 0 or step == steps) + ["generating:"] * (step > 0 and (step % 30 == 0 or step == steps))
+        expected += [f"step {step + 1:4d}/"] * (step < steps)
+    assert events[:-1] == expected and events[-1].startswith("total")
+    for line in re.findall(r"^step .*", output, re.MULTILINE):
+        assert re.fullmatch(rf"step +\d+/{steps}: train loss \d+\.\d{{6}} \(\d+\.\d{{6}} ms, \d+ tok/s\)", line)
+    assert re.search(r"^first step finished \d+\.\d\d s after the start, and \d+\.\d\d s for reading the model$", output, re.MULTILINE)
+
+
+def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu_workplace):
+    flags = ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c", 0.1, "--final_reports", 1)
+    on_gpu = train(*flags, "--tf32", 0).stdout
+    on_cpu = train(*flags, program="train_gpt2.py").stdout
+    losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", output)] for output in (on_gpu, on_cpu)]
+    assert len(losses[0]) == 9 and np.allclose(*losses, rtol=0, atol=2e-5)
+    samples = [re.findall(r"---\n(.*?)\n---", output, re.DOTALL) for output in (on_gpu, on_cpu)]
+    assert len(samples[0]) == 2 and samples[0] == samples[1]
+
+
+def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace):
+    flags = ("-x", 5, "-v", 2, "-s", 4, "-d", 96, "--grad_clip", 1)
+    first = losses_and_samples(train(*flags).stdout)
+    assert "step    5/5" in first
+    for more in (("--graph", 1), ("--graph", 0), ("--recompute", 0), ("--recompute", 2)):
+        assert losses_and_samples(train(*flags, *more).stdout) == first, more
+
+
+def test_check(gpu_workplace):
+    for tf32 in (0, 1):
+        done = train("--check", "--tf32", tf32)
+        lines = done.stdout.splitlines()
+        rows = {line.split()[0] for line in lines if "max diff" in line}
+        assert lines[-1] == "overall okay: 1" and {"encoded", "lse", "fch_gelu", "logits", "dlogits", "dwte", "dlnfb"} <= rows
+        assert len(rows) == 18 + 2 + 16
+
+
+def test_check_names_a_wrong_kernel(gpu_workplace, tmp_path):
+    """A GELU whose backward pass is off by 1 percent turns red what lies below it, and nothing before."""
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("train_gpt2.py", "train_gpt2_cuda.py"):
+        shutil.copy(ROOT / name, project)
+    shutil.copytree(ROOT / "kernels", project / "kernels")
+    source = (project / "kernels" / "gelu.cu").read_text()
+    assert source.count("d.x[k] *= 0.5f") == 1
+    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= 0.5f", "d.x[k] *= 1.01f * 0.5f"))
+    done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", *map(str, FAST), "--check", "--tf32", "0"], cwd=gpu_workplace,
+                          capture_output=True, text=True)
+    red = {line.split()[0] for line in done.stdout.splitlines() if line.endswith("FAIL")}
+    assert done.returncode == 1 and done.stdout.endswith("overall okay: 0\n")
+    assert {"dfcw", "dfcb"} <= red and not red & {"logits", "losses", "dlogits", "dlnfw", "dlnfb", "fch_gelu"}
+    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= 0.5f", "d.x[k] *= nonsense"))
+    done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", "-t", "24"], cwd=gpu_workplace, capture_output=True, text=True)
+    assert_one_line_error(done, "gelu.cu", "error: identifier \"nonsense\" is undefined")
+
+
+def test_profile(gpu_workplace):
+    output = train("--profile", 2).stdout
+    assert re.search(r"^copy bandwidth \d+ GB/s, large matrix product \d+ TFLOP/s, both measured$", output, re.MULTILINE)
+    for name in ("attention_forward", "matmul fc dweight", "adamw_update", "classifier"):
+        assert re.search(rf"^{name} +\d+ +\d+\.\d{{4}} +[\d.]+ (GB/s|TFLOP/s) +[\d.]+% +[\d.]+%$", output, re.MULTILINE), name
+
+
+def test_memory_in_use_does_not_grow(gpu_workplace, gpu, monkeypatch, capsys):
+    """From the second step to the last: no allocation, in CuPy's pool or beside it."""
+    config, params = t.read_model("gpt2_124M.bin")
+    settings = cuda.CudaSettings(B=2, T=24, steps=30)
+    model = cuda.GPT2(cuda.Device(gpu, config, 1, cuda.Cache()), config, params, settings)
+    model.prepare()
+    used, rng = [], np.random.default_rng(0)
+    for step in range(30):
+        number = model.begin_step([rng.integers(0, config.V, (2, 2, 24), dtype=np.int32)], 1e-3)
+        model.end_step(number)
+        used.append((cuda.cp.cuda.runtime.memGetInfo()[0], cuda.cp.get_default_memory_pool().used_bytes()))
+    assert len(set(used[1:])) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 96, "-l", 0.01)
+
+
+def test_resumed_run_is_bit_equal(gpu_workplace):
+    whole = losses_and_samples(train(*RUN, "-o", "whole", "-n", 4).stdout)
+    train(*RUN, "-o", "parts", "-n", 4)
+    for name in os.listdir("parts"):  # as if the run had been killed after step 6, two steps beyond its checkpoint
+        if "00000009" in name or "00000008" in name:
+            os.unlink(os.path.join("parts", name))
+    rest = train(*RUN, "-o", "parts", "-n", 4, "-y", 1)
+    assert "resuming at step 4 from parts" in rest.stdout and rest.stderr == ""
+    rest = losses_and_samples(rest.stdout)
+    assert whole.endswith(rest[rest.index("step    5/9:") :])
+    for name in ("main.log", "model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"):
+        assert (gpu_workplace / "whole" / name).read_bytes() == (gpu_workplace / "parts" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("first, second", (("train_gpt2.py", "train_gpt2_cuda.py"), ("train_gpt2_cuda.py", "train_gpt2.py")))
+def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
+    flags = (*RUN, "--final_reports", 1, "-o", "run", "-n", 5)
+    extra = {"train_gpt2.py": (), "train_gpt2_cuda.py": ("--tf32", 0)}
+    whole = train(*RUN, "--final_reports", 1, program="train_gpt2.py").stdout
+    train(*flags, *extra[first], program=first)
+    for name in os.listdir("run"):
+        if "00000009" in name:
+            os.unlink(os.path.join("run", name))
+    rest = train(*flags, *extra[second], "-y", 1, program=second)
+    assert "resuming at step 5 from run" in rest.stdout
+    if second == "train_gpt2_cuda.py":
+        assert "note: the checkpoint is from the CPU" in rest.stderr
+    tail = [float(x) for x in re.findall(r"train loss (\d+\.\d+)", rest.stdout)]
+    assert len(tail) == 4 and np.allclose(tail, [float(x) for x in re.findall(r"train loss (\d+\.\d+)", whole)][-4:], rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_records_the_algorithms(gpu_workplace):
+    train(*RUN, "-o", "run", "-n", 9)
+    notes = cuda.json.loads((gpu_workplace / "run" / "DONE_00000009").read_text())["products"]
+    assert "cuBLASLt" in notes["on"] and any(key.startswith("TN 96 48 32 ") for key in notes["algorithms"])
+    notes["on"] = "another GPU"
+    (gpu_workplace / "run" / "DONE_00000009").write_text(cuda.json.dumps({"products": notes}))
+    done = train(*RUN, "-x", 10, "-o", "run", "-n", 9, "-y", 1)
+    assert "note: the checkpoint is from another GPU" in done.stderr
+    (gpu_workplace / "run" / "DONE_00000010").write_text("{")
+    assert_one_line_error(train(*RUN, "-x", 11, "-o", "run", "-n", 9, "-y", 1, check=False), "DONE_00000010", "remove")
+
+
+def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
+    command = [sys.executable, str(ROOT / "train_gpt2_cuda.py"), *map(str, FAST), "-x", "100000", "-v", "0", "-s", "0", "-o", "run", "-n", "20"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run = subprocess.Popen([*command, *(["-y", "1"] if number == signal.SIGTERM else [])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for line in run.stdout:
+            if line.startswith("step"):
+                break
+        run.send_signal(number)
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == 128 + number and "go on with: python " in errors
+    rng = np.random.default_rng()
+    for _ in range(4):
+        run = subprocess.Popen([*command, "-y", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for line in run.stdout:
+            if line.startswith("step"):
+                break
+        time.sleep(rng.uniform(0, 0.2))
+        run.kill()
+        run.communicate()
+        assert t.newest_checkpoint("run") is not None
+    assert "resuming at step" in train("-x", t.newest_checkpoint("run") + 2, "-v", 0, "-s", 0, "-o", "run", "-y", 1).stdout
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# faults
+
+
+def test_what_does_not_fit_is_said_before_it_is_tried(gpu_workplace):
+    done = train("-b", 20000000, "-t", 64, "--profile", 1, check=False)
+    assert_one_line_error(done, "-b 20000000 -t 64 needs", "MiB of GPU memory", "MiB are free", "the largest batch that fits is -b ")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(gpu_workplace):
+    done = train("-x", 50, "-l", 1e30, "-v", 0, "-s", 0, "-o", "run", "-n", 1, check=False)
+    assert_one_line_error(done, "step", "the loss is", "the last checkpoint, if any, is kept")
+
+
+def test_a_damaged_cache_is_made_again(gpu_workplace, tmp_path):
+    cache = tmp_path / "kernel_cache"
+    first = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(cache))
+    assert f"kernels: {len(cuda.KERNELS)} compiled, 0 from the cache" in first.stdout
+    again = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(cache))
+    assert f"kernels: 0 compiled, {len(cuda.KERNELS)} from the cache" in again.stdout and "products: 0 shapes" in again.stdout
+    for path in cache.iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    mended = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(cache))
+    assert "is damaged, and made again" in mended.stderr
+    assert losses_and_samples(mended.stdout) == losses_and_samples(first.stdout)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(gpu_workplace, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(tmp_path / "file" / "cache"))
+    assert done.stderr.count("cannot be written") == 1 and "step    1/1" in done.stdout
