@@ -440,8 +440,8 @@ FLOAT32, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 68, 77  # cudaDataType_t, cublasComp
 class Products:
     """out = inp @ weight^T and its two gradients, each with the fastest algorithm that cuBLASLt proposes for its shape.
 
-    Algorithms are timed at the first call of a shape, on the data at hand, and kept: in the cache for the next start, in
-    `chosen` for the checkpoint, because another algorithm adds up in another order.
+    While `searching`, algorithms are timed at the first call of a shape, on the data at hand, and kept: in the cache for the next
+    start, in `chosen` for the checkpoint, because another algorithm adds up in another order.
     """
 
     def __init__(self, device, cache):
@@ -453,6 +453,7 @@ class Products:
         self.identity = f"{device.gpu.name}, cuBLASLt {self.version}"
         self.workspace = None  # WORKSPACE bytes, given when the memory is allocated
         self.plans, self.chosen, self.searched = {}, {}, 0
+        self.searching = False  # True while the training step's shapes come by; for others the first proposal has to do
         self.one, self.zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         found = cache.find(self.cache_key(), ".json")
         self.known = json.loads(found[1]) if found else {}
@@ -477,10 +478,9 @@ class Products:
         self.known = dict(recorded["algorithms"])
         return True
 
-    def forward(self, name, out, inp, weight, bias, N, C, OC, aux=None):
-        """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias; with aux (N,OC), aux = that, out = GELU of it."""
-        epilogue = lt.Epilogue.DEFAULT if bias is None else lt.Epilogue.BIAS if aux is None else lt.Epilogue.GELU_AUX_BIAS
-        self.multiply(name, out, weight, inp, OC, N, C, "TN", epilogue, bias, aux)
+    def forward(self, name, out, inp, weight, bias, N, C, OC):
+        """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (None: no bias)."""
+        self.multiply(name, out, weight, inp, OC, N, C, "TN", bias=bias)
 
     def backward_inp(self, name, dinp, dout, weight, N, C, OC):
         """dinp (N,C) = dout (N,OC) @ weight (OC,C)."""
@@ -494,7 +494,7 @@ class Products:
         key = f"dweight {C} {OC} {N} {'tf32' if self.device.tf32 else 'float32'}"
         ways = {"direct": self.weight_direct, "transposed": self.weight_transposed}
         if key not in self.chosen:
-            way = self.known.get(key)
+            way = self.known.get(key) if self.searching else "direct"
             if way not in ways:
                 seconds = {way: measure(self.device, lambda: ways[way](name, dweight, dout, inp, transposed, N, C, OC, 0)) for way in ways}
                 way = min(ways, key=seconds.get)
@@ -512,17 +512,14 @@ class Products:
             transpose(self.device, transposed, dout, N, OC)
             self.multiply(name, dweight, inp, transposed, C, OC, N, "NN", accumulate=accumulate)
 
-    def multiply(self, name, out, a, b, m, n, k, transposed, epilogue=1, bias=None, aux=None, accumulate=False):
-        """Column-major out (m,n) = op(a) (m,k) @ op(b) (k,n), `transposed` 'T' or 'N' for a and b."""
-        key = f"{transposed} {m} {n} {k} epilogue {int(epilogue)} {'tf32' if self.device.tf32 else 'float32'}"
+    def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False):
+        """Column-major out (m,n) = op(a) (m,k) @ op(b) (k,n) + bias (m,), `transposed` 'T' or 'N' for a and b."""
+        key = f"{transposed} {m} {n} {k} {'bias ' if bias is not None else ''}{'tf32' if self.device.tf32 else 'float32'}"
         if key not in self.plans:
-            self.plans[key] = self.describe(m, n, k, transposed, epilogue)
+            self.plans[key] = self.describe(m, n, k, transposed, lt.Epilogue.DEFAULT if bias is None else lt.Epilogue.BIAS)
         plan = self.plans[key]
-        for attribute, tensor in ((lt.MatmulDescAttribute.BIAS_POINTER, bias), (lt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)):
-            if tensor is not None:
-                set_attribute(plan.description, attribute, tensor.data.ptr)
-        if aux is not None:
-            set_attribute(plan.description, lt.MatmulDescAttribute.EPILOGUE_AUX_LD, m)
+        if bias is not None:
+            set_attribute(plan.description, lt.MatmulDescAttribute.BIAS_POINTER, bias.data.ptr)
         call = SimpleNamespace(plan=plan, a=a.data.ptr, b=b.data.ptr, out=out.data.ptr, beta=self.one if accumulate else self.zero)
         if plan.algorithm is None:
             plan.algorithm = self.choose(key, call)
@@ -545,8 +542,8 @@ class Products:
                   algorithm.ctypes.data, self.workspace.data.ptr, WORKSPACE, self.device.stream.ptr)
 
     def choose(self, key, call):
-        """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates."""
-        if key in self.known:
+        """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates, or its first."""
+        if key in self.known and self.searching:
             algorithm = np.array([(self.known[key],)], lt.matmul_algo_dtype)
             if self.runs(call, algorithm):
                 self.chosen[key] = self.known[key]
@@ -554,6 +551,8 @@ class Products:
         candidates = [candidate for candidate in self.propose(call.plan) if self.runs(call, candidate)]
         if not candidates:
             raise UserError(f"cuBLASLt has no algorithm for a product of shape {key} on {self.identity}")
+        if not self.searching:
+            return candidates[0]
         times = [self.time(call, candidate, 3) for candidate in candidates]
         best = sorted(range(len(candidates)), key=times.__getitem__)[:4]  # once more, longer, for those in front
         fastest = min(best, key=lambda i: self.time(call, candidates[i], 9))
@@ -829,7 +828,8 @@ class GPT2:
             attention_forward(device, a.atty, a.lse, a.qkv, config, B, T)
             products.forward("matmul attproj", branch, a.atty, p.attprojw, p.attprojb, N, C, C)
             residual_layernorm_forward(device, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, branch, p.ln2w, p.ln2b, B, T, C)
-            self.feed_forward(p, a, N)
+            products.forward("matmul fc", a.fch, a.ln2, p.fcw, p.fcb, N, C, 4 * C)
+            gelu_forward(device, a.fch_gelu, a.fch)
             products.forward("matmul fcproj", branch, a.fch_gelu, p.fcprojw, p.fcprojb, N, 4 * C, C)
             residual = a.residual3
             if l + 1 < config.L:
@@ -838,15 +838,6 @@ class GPT2:
             else:
                 normed = (acts.lnf, acts.lnf_mean, acts.lnf_rstd), (params.lnfw, params.lnfb)
             residual_layernorm_forward(device, residual, *normed[0], a.residual2, branch, *normed[1], B, T, C)
-
-    def feed_forward(self, p, a, N):
-        """fch = ln2 @ fcw^T + fcb, fch_gelu = GELU(fch). cuBLASLt's own GELU is good to TF32, not to float32."""
-        products, C = self.device.products, self.config.C
-        if self.device.tf32:
-            products.forward("matmul fc", a.fch_gelu, a.ln2, p.fcw, p.fcb, N, C, 4 * C, aux=a.fch)
-        else:
-            products.forward("matmul fc", a.fch, a.ln2, p.fcw, p.fcb, N, C, 4 * C)
-            gelu_forward(self.device, a.fch_gelu, a.fch)
 
     def classify(self, targets, s, train, accumulate=0):
         """self.loss = (+=) the mean of s.acts.losses; with `train`, the logits' gradient takes their place."""
@@ -931,7 +922,9 @@ class GPT2:
         with self.device.stream:
             self.stage(self.staged[0], [rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)] * self.micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
+            self.device.products.searching = True
             self.micro_step(0)
+            self.device.products.searching = False
             self.device.products.save()
             self.device.stream.synchronize()
             if settings.graph:

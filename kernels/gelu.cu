@@ -7,8 +7,12 @@
 //
 // inp, out, dinp, dout (N, 4C). The column sums of dinp are the gradient of the bias that was added to inp.
 //
-// Bound by bytes: forward 2 elements in and out, backward 3 (4 with `out`). In training, the forward pass is in the
-// epilogue of the product before; the backward pass hands `out` to the next weight gradient, when it was not kept.
+// Bound by bytes: forward 2 elements in and out, backward 3 (4 with `out`). The backward pass hands `out` to the next weight
+// gradient, when it was not kept.
+//
+// cuBLASLt can do the forward pass in the epilogue of the product before. For TF32 that was not faster, and its tanh is
+// another than the one here, so that recomputing it would change the result. H200, fc of GPT-2 124M, 12 layers:
+// B=4 1.15 ms with GELU in the epilogue, 0.79 + 0.33 apart; B=16 4.4 ms, 2.5 + 1.2 apart.
 
 #include "common.cuh"
 

@@ -7,7 +7,8 @@
 //
 // Tensor cores read 10 bits of a float's mantissa (TF32). With TF32 on, operands are rounded to that. With TF32 off, each
 // operand is the sum of two TF32 numbers, and three of the four products of the parts are added up, the small ones first:
-// what is left out is 2^-22 of the result, no more than float32's own rounding. Before sm_80 there is no TF32: there, the
+// what is left out is 2^-22 of the result. A tensor core cuts off what it adds, which in a long sum is a drift; so it
+// starts from zero each time, and an ordinary addition, which rounds, takes its result into the sum. Before sm_80 there is no TF32: there, the
 // operands go around the warp and the products are plain float32 ones, right but slow.
 
 #pragma once
@@ -35,14 +36,19 @@ __device__ inline void mma_tf32(TileD& d, const uint32 (&a)[4], const uint32 (&b
 __device__ inline void mma(TileD& d, const TileA& a, const TileB& b) {
     const uint32 big_a[4] = {tf32(a[0]), tf32(a[1]), tf32(a[2]), tf32(a[3])};
     const uint32 big_b[2] = {tf32(b[0]), tf32(b[1])};
-#if !TF32
+#if TF32
+    mma_tf32(d, big_a, big_b);
+#else
     const uint32 small_a[4] = {tf32(tf32_rest(a[0], big_a[0])), tf32(tf32_rest(a[1], big_a[1])), tf32(tf32_rest(a[2], big_a[2])),
                                tf32(tf32_rest(a[3], big_a[3]))};
     const uint32 small_b[2] = {tf32(tf32_rest(b[0], big_b[0])), tf32(tf32_rest(b[1], big_b[1]))};
-    mma_tf32(d, small_a, big_b);
-    mma_tf32(d, big_a, small_b);
+    TileD sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    mma_tf32(sum, small_a, big_b);
+    mma_tf32(sum, big_a, small_b);
+    mma_tf32(sum, big_a, big_b);
+#pragma unroll
+    for (int i = 0; i < 4; i++) d[i] += sum[i];
 #endif
-    mma_tf32(d, big_a, big_b);
 }
 
 // 16 bytes from global to shared memory while the threads go on; zeros instead if not `exists`.

@@ -207,7 +207,7 @@ def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
 def test_a_checkpoint_records_the_algorithms(gpu_workplace):
     train(*RUN, "-o", "run", "-n", 9)
     notes = cuda.json.loads((gpu_workplace / "run" / "DONE_00000009").read_text())["products"]
-    assert "cuBLASLt" in notes["on"] and any(key.startswith("TN 96 48 32 ") for key in notes["algorithms"])
+    assert "cuBLASLt" in notes["on"] and "TN 96 48 32 bias tf32" in notes["algorithms"]
     notes["on"] = "another GPU"
     (gpu_workplace / "run" / "DONE_00000009").write_text(cuda.json.dumps({"products": notes}))
     done = train(*RUN, "-x", 10, "-o", "run", "-n", 9, "-y", 1)
