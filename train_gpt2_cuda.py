@@ -318,6 +318,7 @@ KERNELS = {  # file -> its kernels
     "column_sums": ("column_sums",),
     "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "fill_random"),
 }
+KERNEL_FILES = (*KERNELS, "attention_hopper")  # the last instead of attention where it can be; same kernels, same arguments
 KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels")
 
 
@@ -375,9 +376,15 @@ def kernel_key(name, arch, constants):
     return "\n".join(parts)
 
 
-def prepare_kernels(cache, arch, constants):
+def use_hopper(arch, config, tf32):
+    """Whether attention runs on Hopper's own tensor core instructions, or on those of every GPU from sm_80 on."""
+    return arch == "sm_90a" and config.C // config.NH == 64 and bool(tf32)
+
+
+def prepare_kernels(cache, arch, constants, hopper):
     """Compile all kernels that the cache does not have; returns ({name: path of a cubin}, how many were compiled)."""
     def prepare(name):
+        name = "attention_hopper" if name == "attention" and hopper else name
         key = kernel_key(name, arch, constants)
         found = cache.find(key, ".cubin")
         if found:
@@ -395,13 +402,15 @@ class Device:
     def __init__(self, gpu, config, tf32, cache):
         self.gpu, self.sm_count, self.tf32 = gpu, gpu.sm_count, tf32
         self.stream = cp.cuda.Stream(non_blocking=True)
-        paths, self.compiled = prepare_kernels(cache, gpu.arch, kernel_constants(config, tf32))
+        hopper = use_hopper(gpu.arch, config, tf32)
+        self.attention = attention_launches(config, tf32, hopper)
+        paths, self.compiled = prepare_kernels(cache, gpu.arch, kernel_constants(config, tf32), hopper)
         self.functions = {}
         for file, names in KERNELS.items():
             module = cp.RawModule(path=paths[file])
             self.functions.update({name: module.get_function(name) for name in names})
-        for name in KERNELS["attention"]:
-            self.functions[name].max_dynamic_shared_size_bytes = attention_shared_bytes(config)
+        for name, launch in self.attention.items():
+            self.functions[name].max_dynamic_shared_size_bytes = launch.shared
         self.products = Products(self, cache)
         self.profile = None  # a Profile while --profile times
 
@@ -684,18 +693,19 @@ def transpose(device, out, inp, rows, columns):
     device.launch("transpose", (blocks(columns, 32), blocks(rows, 32)), (32, 8), out, inp, rows, columns, bytes=2 * size_of(inp))
 
 
-ATTENTION_ROWS = 64  # of a block of the backward pass, as in attention.cu
+ATTENTION_ROWS = 64  # whose sums attention_backward leaves in one row
 
 
-def attention_tiles(config, tf32):
-    """(rows of a passing tile, queries of a block in the forward pass), as in attention.cu."""
-    small = config.C // config.NH <= 64
-    return 64 if small else 32, 128 if small and tf32 else 64
-
-
-def attention_shared_bytes(config):
-    rows, _ = attention_tiles(config, tf32=1)
-    return 4 * (4 * rows * blocks(config.C // config.NH, 32) * 32 + 4 * rows)
+def attention_launches(config, tf32, hopper):
+    """kernel -> rows of a block, threads of a block and bytes of shared memory, as in attention.cu or attention_hopper.cu."""
+    if hopper:
+        tiles = {"attention_forward": 2 * 2, "attention_backward_dquery": 2 * 3, "attention_backward_dkv": 2 * 4 + 2}
+        return {name: SimpleNamespace(rows=128, threads=384, shared=count * 64 * 64 * 4 + 1024) for name, count in tiles.items()}
+    HS = config.C // config.NH
+    passing = 64 if HS <= 64 else 32
+    shared = 4 * (4 * passing * blocks(HS, 32) * 32 + 4 * passing)
+    rows = {"attention_forward": 128 if HS <= 64 and tf32 else 64, "attention_backward_dquery": 64, "attention_backward_dkv": 64}
+    return {name: SimpleNamespace(rows=count, threads=128, shared=shared) for name, count in rows.items()}
 
 
 def attention_flops(B, T, C, products):
@@ -705,18 +715,21 @@ def attention_flops(B, T, C, products):
 
 def attention_forward(device, out, lse, inp, config, B, T):
     """Causal attention: out (B,T,C) =, lse (B,NH,T) =; inp (B,T,3C)."""
-    _, queries = attention_tiles(config, device.tf32)
-    device.launch("attention_forward", (blocks(T, queries), config.NH, B), (128,), out, lse, inp, T, shared=attention_shared_bytes(config),
-                  bytes=size_of(out, inp), flops=attention_flops(B, T, config.C, 2))
+    launch_attention(device, "attention_forward", (out, lse, inp), config, B, T, products=2, bytes=size_of(out, inp))
 
 
 def attention_backward(device, dinp, D, sums, dout, inp, out, lse, config, B, T):
     """dinp (B,T,3C) =; sums (B * tiles, 3C) =, for column_sums: of dinp; D (B,NH,T): scratch; dout, out (B,T,C)."""
-    grid, shared, C = (blocks(T, ATTENTION_ROWS), config.NH, B), attention_shared_bytes(config), config.C
-    device.launch("attention_backward_dquery", grid, (128,), dinp, D, sums, dout, inp, out, lse, T, shared=shared,
-                  bytes=size_of(dout, inp, out) + size_of(dinp) // 3, flops=attention_flops(B, T, C, 3))
-    device.launch("attention_backward_dkv", grid, (128,), dinp, sums, dout, inp, lse, D, T, shared=shared,
-                  bytes=size_of(dout, inp) + size_of(dinp) // 3 * 2, flops=attention_flops(B, T, C, 4))
+    launch_attention(device, "attention_backward_dquery", (dinp, D, sums, dout, inp, out, lse), config, B, T, products=3,
+                     bytes=size_of(dout, inp, out) + size_of(dinp) // 3)
+    launch_attention(device, "attention_backward_dkv", (dinp, sums, dout, inp, lse, D), config, B, T, products=4,
+                     bytes=size_of(dout, inp) + size_of(dinp) // 3 * 2)
+
+
+def launch_attention(device, name, arguments, config, B, T, products, bytes):
+    launch = device.attention[name]
+    device.launch(name, (blocks(T, launch.rows), config.NH, B), (launch.threads,), *arguments, T, shared=launch.shared, bytes=bytes,
+                  flops=attention_flops(B, T, config.C, products))
 
 
 def gelu_forward(device, out, inp):

@@ -191,8 +191,7 @@ def main():
     if "failed" in ours:
         raise UserError(f"train_gpt2_cuda.py failed: {ours['failed']}")
     torch_version = next((r["torch"] for _, _, _, r in results if "torch" in r), "none")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    machine = [f"{ours['machine']}, PyTorch {torch_version}; {datetime.date.today()}, commit {commit or 'unknown'}",
+    machine = [f"{ours['machine']}, PyTorch {torch_version}; {datetime.date.today()}",
                f"copy bandwidth {ours['bandwidth'] / 1e9:.0f} GB/s, large TF32 product {ours['product'] / 1e12:.0f} TFLOP/s"]
     table = make_table(results)
     print("\n".join([*machine, *table]))

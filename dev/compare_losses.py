@@ -4,9 +4,10 @@ The losses of train_gpt2_cuda.py beside those of PyTorch, from the same weights 
     python dev/compare_losses.py -e gpt2_d12.bin            # one epoch, B=4, T=1024, TF32 products; needs a GPU
     python dev/compare_losses.py -e gpt2_d12.bin --tf32 0
 
-PyTorch runs twice. The second run has the model's channels in another order, which changes nothing but the rounding of every
-sum, F.scaled_dot_product_attention and fused AdamW. How far the two come apart at most is what rounding alone does over
-an epoch. Exit status 0 when our losses stay within twice that of the nearer of the two.
+PyTorch runs twice, the second time with float32 products whatever --tf32 says, with the model's channels in another order
+(which changes nothing but the rounding of every sum), F.scaled_dot_product_attention and fused AdamW. How far the two
+come apart at most is what rounding alone does over an epoch. Exit status 0 when our losses are, in each step, no farther than
+that from the nearer of the two (and the last printed digit).
 """
 
 import argparse
@@ -41,7 +42,7 @@ def run_ours(args):
 def run_pytorch(args, steps, best):
     config, params = read_model(args.e)
     params = reorder_channels(config, params, seed=0) if best else params
-    torch.backends.cuda.matmul.allow_tf32 = bool(args.tf32)
+    torch.backends.cuda.matmul.allow_tf32 = bool(args.tf32) and not best
     model = to_reference(config, params, flash=best).cuda()
     optimizer = adamw(model, ADAMW, **({"fused": True} if best else {}))
     loader, losses = DataLoader([f"{args.i}_train.bin"], config.V, args.b, args.t), []
@@ -70,11 +71,11 @@ def main():
 
     apart, off = np.abs(written - best), np.minimum(np.abs(ours - written), np.abs(ours - best))
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.e}, B={args.b} T={args.t}, {'TF32' if args.tf32 else 'float32'} products")
-    print(f"{'step':>4} {'ours':>10} {'PyTorch':>10} {'reordered':>12} {'PyTorch apart':>14} {'ours off':>10}")
+    print(f"{'step':>4} {'ours':>10} {'PyTorch':>10} {'float32':>12} {'PyTorch apart':>14} {'ours off':>10}")
     for i in [*range(0, len(ours), 8), len(ours) - 1]:
         print(f"{i + 1:>4} {ours[i]:>10.6f} {written[i]:>10.6f} {best[i]:>12.6f} {apart[i]:>14.6f} {off[i]:>10.6f}")
     print(f"largest over {len(ours)} steps: PyTorch apart {apart.max():.6f}, ours off {off.max():.6f}")
-    okay = bool(off.max() <= 2.0 * apart.max())
+    okay = bool(off.max() <= apart.max() + 1e-6)
     print(f"overall okay: {int(okay)}")
     return 0 if okay else 1
 

@@ -30,10 +30,12 @@ def test_kernels_compile_with_no_gpu(arch):
     pytest.importorskip("cuda.core")
     for config in (MODELS[0], MODELS[2]) if arch == "sm_90a" else MODELS[:1]:
         for tf32 in (1, 0):
-            for name in cuda.KERNELS if tf32 else ("attention",):
+            for name in cuda.KERNEL_FILES if tf32 else ("attention",):
+                if name == "attention_hopper" and not cuda.use_hopper(arch, config, tf32):
+                    continue
                 cubin = cuda.compile_kernels(name, arch, cuda.kernel_constants(config, tf32))
                 assert cubin[:4] == b"\x7fELF"
-                for kernel in cuda.KERNELS[name]:
+                for kernel in cuda.KERNELS[name.removesuffix("_hopper")]:
                     assert b".text." + kernel.encode() in cubin
 
 
@@ -107,16 +109,18 @@ def device(request, gpu, tmp_path_factory):
     return get_device(gpu, request.param, 1, tmp_path_factory)
 
 
-def get_device(gpu, config, tf32, tmp_path_factory):
-    """A Device for one model, made once."""
-    if (config, tf32) not in DEVICES:
+def get_device(gpu, config, tf32, tmp_path_factory, portable=False):
+    """A Device for one model, made once; `portable` without the instructions that only this generation of GPUs has."""
+    key = config, tf32, portable
+    if key not in DEVICES:
+        gpu = cuda.SimpleNamespace(**{**vars(gpu), "arch": gpu.arch.rstrip("a") if portable else gpu.arch})
         made = cuda.Device(gpu, config, tf32, cuda.Cache(str(tmp_path_factory.mktemp("cache"))))
         made.config = config
         made.products.workspace = cuda.cp.empty(cuda.WORKSPACE, np.uint8)
         made.stream.use()
-        DEVICES[config, tf32] = made
-    DEVICES[config, tf32].stream.use()
-    return DEVICES[config, tf32]
+        DEVICES[key] = made
+    DEVICES[key].stream.use()
+    return DEVICES[key]
 
 
 def random(*shape, seed=0, spread=1.0):
@@ -202,11 +206,11 @@ def test_layernorm_backward(device, B, T):
         assert_close(20 * SUMS, total=(sums[2], wanted[2]))  # sums of the errors of dinp, which may cancel in the value
 
 
-@pytest.mark.parametrize("tf32", (1, 0))
+@pytest.mark.parametrize("tf32, portable", ((1, False), (1, True), (0, False)))
 @pytest.mark.parametrize("config", MODELS, ids=lambda config: f"C={config.C},NH={config.NH}")
 @pytest.mark.parametrize("B, T", SHAPES)
-def test_attention(gpu, tmp_path_factory, config, B, T, tf32):
-    device = get_device(gpu, config, tf32, tmp_path_factory)
+def test_attention(gpu, tmp_path_factory, config, B, T, tf32, portable):
+    device = get_device(gpu, config, tf32, tmp_path_factory, portable)
     C, NH, tolerance = config.C, config.NH, TF32 if tf32 else SUMS
     inp, dout = random(B, T, 3 * C, seed=1, spread=1.5), random(B, T, C, seed=2)
     expected = {"out": np.empty((B, T, C)), "preatt": np.empty((B, NH, T, T)), "att": np.empty((B, NH, T, T))}

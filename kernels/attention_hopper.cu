@@ -1,0 +1,414 @@
+// Causal attention as in attention.cu, with the same kernels, arguments and formulas, for Hopper (sm_90a), heads of 64, TF32.
+//
+// A block is three warpgroups. The first one loads: it brings tiles of 64 rows from memory to shared memory, rounded to TF32.
+// The other two compute: each has 64 rows of one head (queries; keys in attention_backward_dkv) in its registers, and
+// multiplies them with the tiles as they come. While one of the two works on its softmax, the other one's products keep the
+// tensor cores busy, and the next tile is being loaded.
+//
+// The tensor cores want the inner dimension of a tile contiguous. For query @ key^T that is how rows lie in memory; for
+// P @ value it is the other way, so the loading group writes such tiles transposed. P comes out of the registers of the product
+// before it, where a thread holds columns 2t and 2t + 1 of every 8, but goes in as columns t and t + 4: the transposed tiles
+// have their columns in that order (`position`).
+//
+// Bound by the tensor cores (TF32: 1024 multiply-adds a cycle and multiprocessor, 32 cycles for a 64x64x8 product). Measured
+// against attention.cu on an H200, B=16, T=1024: see dev/attention.md.
+
+#include "hopper.cuh"
+
+static_assert(sizeof(element) == 4 && TF32 && HS == 64, "elsewhere, attention.cu is used");
+
+constexpr int THREADS = 3 * GROUP;
+constexpr int ROWS = 2 * 64;  // of a block
+constexpr int STAGES = 2;     // tiles in shared memory: one worked on, one underway
+constexpr int LOADER_REGISTERS = 104, COMPUTE_REGISTERS = 200;
+
+// Barriers of stage s: its tiles are FULL + s loaded, EMPTY + s no longer needed; and one for each computing group.
+constexpr int FULL = 1, EMPTY = FULL + STAGES, OWN = EMPTY + STAGES;
+
+__device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }  // to nearest; the tensor core drops the low 13 bits
+__device__ inline float round_tf32(float x) { return __uint_as_float(tf32(x)); }
+
+// Where column c of a transposed tile is stored: of every 8, the even ones first.
+__device__ inline int position(int c) { return (c & ~7) | (c & 1) << 2 | (c & 7) >> 1; }
+
+// One group: rows [row, row + 64) of one head, rounded, into `tile` and transposed into `across` (either may be null); rows from T
+// on become zeros.
+//
+// A warp's lanes take 8 rows by 16 columns at a time, so that no bank is hit twice by any of the stores. Steps i of the same
+// lane are 8 rows (i / 4) and 16 columns (i % 4) apart, which in `place` is an addition, and a flip of one bit where the
+// permutation of units takes part: few registers for many addresses.
+__device__ inline void load_tile(float* tile, float* across, const float* head, int row, int T, int row_stride) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
+    const int r = 16 * warp + lane % 8, c = lane / 8 * 4;
+    const float* source = head + int64(row + r) * row_stride + c;
+    float4 x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        x[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (row + r + i / 4 * 8 < T) x[i] = *reinterpret_cast<const float4*>(source + i / 4 * 8 * row_stride + i % 4 * 16);
+    }
+    const int at = place(r, c), swap = lane / 16 * 2;  // half of the lanes begin with the third float of their four
+    const int at_across[4] = {place(c + swap, position(r)), place(c + swap + 1, position(r)), place(c + (swap ^ 2), position(r)),
+                              place(c + (swap ^ 2) + 1, position(r))};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float4 y = {round_tf32(x[i].x), round_tf32(x[i].y), round_tf32(x[i].z), round_tf32(x[i].w)};
+        if (tile) *reinterpret_cast<float4*>(tile + (at ^ i % 2 * 16) + i / 4 * 256 + i % 4 / 2 * (TILE / 2)) = y;
+        if (across) {
+            across[(at_across[0] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.z : y.x;
+            across[(at_across[1] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.w : y.y;
+            across[(at_across[2] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.x : y.z;
+            across[(at_across[3] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.y : y.w;
+        }
+    }
+}
+
+// A computing warp's 16 rows of one head, from global memory, as the A operands of 8 products.
+__device__ inline void load_rows(uint32 (&a)[8][4], const float* head, int row, int T, int row_stride) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int r = row + g + i % 2 * 8;
+            a[k][i] = r < T ? tf32(head[int64(r) * row_stride + 8 * k + t + i / 2 * 4]) : 0;
+        }
+    }
+}
+
+// d (64,64) = rows (64,HS) @ tile (64,HS)^T, begun.
+__device__ inline void begin_product_transposed(float (&d)[32], const uint32 (&rows)[8][4], const float* tile) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) wgmma(d, rows[k], describe(tile, k), k > 0);
+}
+
+__device__ inline void begin_product_transposed(float (&d)[32], const float* rows, const float* tile) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) wgmma(d, describe(rows, k), describe(tile, k), k > 0);
+}
+
+// d (64,HS) += p (64,64) @ tile, which is stored transposed, begun. p must stay as it is until the product is done.
+__device__ inline void begin_product(float (&d)[32], const uint32 (&p)[8][4], const float* across) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) wgmma(d, p[k], describe(across, k), 1);
+}
+
+// A result of one product as the A operand of the next.
+__device__ inline void as_operand(uint32 (&a)[8][4], const float (&d)[32]) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        a[k][0] = tf32(d[4 * k]);
+        a[k][1] = tf32(d[4 * k + 2]);
+        a[k][2] = tf32(d[4 * k + 1]);
+        a[k][3] = tf32(d[4 * k + 3]);
+    }
+}
+
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// Write a warp's 16 rows of a gradient of one head, times `factor`, and their column sums.
+__device__ inline void store_rows(float* head, float* sums, const float (&d)[32], float factor, int row, int T) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const float2 upper = {d[4 * n] * factor, d[4 * n + 1] * factor}, lower = {d[4 * n + 2] * factor, d[4 * n + 3] * factor};
+        if (row + g < T) *reinterpret_cast<float2*>(head + int64(row + g) * 3 * C + 8 * n + 2 * t) = upper;
+        if (row + g + 8 < T) *reinterpret_cast<float2*>(head + int64(row + g + 8) * 3 * C + 8 * n + 2 * t) = lower;
+        float2 sum = {upper.x + lower.x, upper.y + lower.y};  // rows from T on are zeros
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+            sum.x += __shfl_xor_sync(0xffffffff, sum.x, distance);
+            sum.y += __shfl_xor_sync(0xffffffff, sum.y, distance);
+        }
+        if (g == 0) *reinterpret_cast<float2*>(sums + 8 * n + 2 * t) = sum;
+    }
+}
+
+// Dynamic shared memory from the first multiple of 1024 bytes on.
+__device__ inline float* tiles_of(void* shared) {
+    return reinterpret_cast<float*>((reinterpret_cast<unsigned long long>(shared) + 1023) & ~1023ull);
+}
+
+// Block (384); grid (tiles of 128 queries, NH, B); the longest rows of keys first. Shared memory: STAGES * 2 tiles and 1024 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float* out, float* lse, const float* inp, int T) {
+    extern __shared__ float4 shared[];
+    float* tiles = tiles_of(shared);  // of each stage: key, value across
+    const int h = blockIdx.y, b = blockIdx.z;
+    const int first = (gridDim.x - 1 - blockIdx.x) * ROWS;
+    const float* query = inp + int64(b) * T * 3 * C + h * HS;
+    const int count = (min(T, first + ROWS) + 63) / 64;  // tiles of keys that are not later than every query here
+
+    if (warpgroup() == 0) {
+        give_registers<LOADER_REGISTERS>();
+        for (int i = 0; i < count; i++) {
+            const int stage = i % STAGES;
+            float* here = tiles + stage * 2 * TILE;
+            if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
+            load_tile(here, nullptr, query + C, 64 * i, T, 3 * C);
+            load_tile(nullptr, here + TILE, query + 2 * C, 64 * i, T, 3 * C);
+            fence_for_wgmma();
+            barrier_arrive(FULL + stage, THREADS);
+        }
+    } else {
+        take_registers<COMPUTE_REGISTERS>();
+        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int group_row = first + 64 * group, row = group_row + 16 * warp + g;  // the thread's rows: row, row + 8
+        uint32 q[8][4], p[8][4];
+        load_rows(q, query, group_row + 16 * warp, T, 3 * C);
+        float s[32], o[32] = {}, largest[2] = {-INFINITE, -INFINITE}, sum[2] = {0.0f, 0.0f};  // `largest` in units of log2
+        const float to_log2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
+
+        for (int i = 0; i < count; i++) {
+            const int stage = i % STAGES, start = 64 * i;
+            const float* here = tiles + stage * 2 * TILE;
+            barrier_wait(FULL + stage, THREADS);
+            if (start < group_row + 64) {  // else all of these keys come later
+                pin(s);
+                wgmma_fence();
+                begin_product_transposed(s, q, here);
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(s);
+                float biggest[2] = {largest[0], largest[1]};
+#pragma unroll
+                for (int j = 0; j < 32; j++) {
+                    const bool later = start == group_row && start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8;
+                    s[j] = later ? -INFINITE : s[j] * to_log2;
+                    biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
+                }
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    biggest[k] = quad_max(biggest[k]);  // not -inf: key 0 is in the first tile, and never later
+                    const float shrink = exp2f(largest[k] - biggest[k]);
+                    largest[k] = biggest[k];
+                    sum[k] *= shrink;
+#pragma unroll
+                    for (int n = 0; n < 8; n++) {
+                        o[4 * n + 2 * k] *= shrink;
+                        o[4 * n + 2 * k + 1] *= shrink;
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < 32; j++) {
+                    s[j] = exp2f(s[j] - largest[j % 4 / 2]);
+                    sum[j % 4 / 2] += s[j];
+                }
+                as_operand(p, s);
+                pin(o);
+                wgmma_fence();
+                begin_product(o, p, here + TILE);
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(o);
+            }
+            if (i + STAGES < count) barrier_arrive(EMPTY + stage, THREADS);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int r = row + 8 * k;
+            const float total = quad_sum(sum[k]);
+            if (r >= T) continue;
+            if (t == 0) lse[(int64(b) * NH + h) * T + r] = (largest[k] + log2f(total)) * LN2;
+            float* at = out + (int64(b) * T + r) * C + h * HS;
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const float2 pair = {o[4 * n + 2 * k] / total, o[4 * n + 2 * k + 1] / total};
+                *reinterpret_cast<float2*>(at + 8 * n + 2 * t) = pair;
+            }
+        }
+    }
+}
+
+// dquery, and D for the kernel below. Block (384); grid (tiles of 128 queries, NH, B). Shared memory: STAGES * 3 tiles and 1024 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_backward_dquery(float* dinp, float* D, float* partials, const float* dout, const float* inp, const float* out, const float* lse,
+                          int T) {
+    extern __shared__ float4 shared[];
+    __shared__ float sums[2][4][HS];
+    float* tiles = tiles_of(shared);  // of each stage: key, key across, value
+    const int h = blockIdx.y, b = blockIdx.z;
+    const int first = (gridDim.x - 1 - blockIdx.x) * ROWS;
+    const float* query = inp + int64(b) * T * 3 * C + h * HS;
+    const int count = (min(T, first + ROWS) + 63) / 64;
+
+    if (warpgroup() == 0) {
+        give_registers<LOADER_REGISTERS>();
+        for (int i = 0; i < count; i++) {
+            const int stage = i % STAGES;
+            float* here = tiles + stage * 3 * TILE;
+            if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
+            load_tile(here, here + TILE, query + C, 64 * i, T, 3 * C);
+            load_tile(here + 2 * TILE, nullptr, query + 2 * C, 64 * i, T, 3 * C);
+            fence_for_wgmma();
+            barrier_arrive(FULL + stage, THREADS);
+        }
+    } else {
+        take_registers<COMPUTE_REGISTERS>();
+        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
+        const int64 rows = int64(b) * T * C + h * HS, head = (int64(b) * NH + h) * T;
+        uint32 q[8][4], d[8][4], p[8][4];
+        load_rows(q, query, group_row + 16 * warp, T, 3 * C);
+        load_rows(d, dout + rows, group_row + 16 * warp, T, C);
+        float dot[2] = {0.0f, 0.0f}, log_sum[2] = {0.0f, 0.0f};  // D and lse of the thread's rows; zeros from T on, like their dout
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int r = row + 8 * k;
+            if (r < T) {
+                const int64 at = rows + int64(r) * C + 16 * t;
+#pragma unroll
+                for (int c = 0; c < 16; c += 4) {
+                    const float4 x = *reinterpret_cast<const float4*>(dout + at + c), y = *reinterpret_cast<const float4*>(out + at + c);
+                    dot[k] += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+                }
+                log_sum[k] = lse[head + r] * LOG2E;
+            }
+            dot[k] = quad_sum(dot[k]);
+            if (t == 0 && r < T) D[head + r] = dot[k];
+        }
+
+        float s[32], dp[32], dq[32] = {};
+        for (int i = 0; i < count; i++) {
+            const int stage = i % STAGES, start = 64 * i;
+            const float* here = tiles + stage * 3 * TILE;
+            barrier_wait(FULL + stage, THREADS);
+            if (start < group_row + 64) {
+                pin(s);
+                pin(dp);
+                wgmma_fence();
+                begin_product_transposed(s, q, here);
+                wgmma_commit();
+                begin_product_transposed(dp, d, here + 2 * TILE);
+                wgmma_commit();
+                wgmma_wait<1>();
+                pin(s);
+#pragma unroll
+                for (int j = 0; j < 32; j++) {
+                    const bool later = start == group_row && start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8;
+                    s[j] = later ? 0.0f : exp2f(s[j] * (LOG2E / 8.0f) - log_sum[j % 4 / 2]);
+                }
+                wgmma_wait<0>();
+                pin(dp);
+#pragma unroll
+                for (int j = 0; j < 32; j++) s[j] *= dp[j] - dot[j % 4 / 2];
+                as_operand(p, s);
+                pin(dq);
+                wgmma_fence();
+                begin_product(dq, p, here + TILE);
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(dq);
+            }
+            if (i + STAGES < count) barrier_arrive(EMPTY + stage, THREADS);
+        }
+        store_rows(dinp + int64(b) * T * 3 * C + h * HS, sums[group][warp], dq, 1.0f / 8.0f, group_row + 16 * warp, T);
+        barrier_wait(OWN + group, GROUP);
+        const int c = threadIdx.x % GROUP;
+        if (c < HS && group_row < T) {
+            const int64 tile = int64(b) * ((T + 63) / 64) + group_row / 64;
+            partials[tile * 3 * C + h * HS + c] = sums[group][0][c] + sums[group][1][c] + sums[group][2][c] + sums[group][3][c];
+        }
+    }
+}
+
+// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid (tiles of 128 keys, NH, B). Shared memory: STAGES * 4 + 2 tiles
+// and 1024 bytes. For want of registers, the rows of key are in shared memory here, one tile for each computing group.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_backward_dkv(float* dinp, float* partials, const float* dout, const float* inp, const float* lse, const float* D, int T) {
+    extern __shared__ float4 shared[];
+    __shared__ float sums[2][2][4][HS], statistics[STAGES][2][64];  // lse in units of log2, and D, of the passing queries
+    float* tiles = tiles_of(shared);  // of each stage: query, query across, dout, dout across
+    const int h = blockIdx.y, b = blockIdx.z;
+    const int first = blockIdx.x * ROWS;  // the first keys have the most queries
+    const float* query = inp + int64(b) * T * 3 * C + h * HS;
+    const float* dhead = dout + int64(b) * T * C + h * HS;
+    const int64 head = (int64(b) * NH + h) * T;
+    const int count = (T - first + 63) / 64;  // tiles of queries from the first key on
+
+    if (warpgroup() == 0) {
+        give_registers<LOADER_REGISTERS>();
+        for (int i = 0; i < count; i++) {
+            const int stage = i % STAGES, start = first + 64 * i;
+            float* here = tiles + stage * 4 * TILE;
+            if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
+            const int r = start + threadIdx.x % 64;
+            const float* source = threadIdx.x < 64 ? lse : D;
+            const float statistic = r < T ? source[head + r] * (threadIdx.x < 64 ? LOG2E : 1.0f) : 0.0f;  // zeros, like dout
+            load_tile(here, here + TILE, query, start, T, 3 * C);
+            load_tile(here + 2 * TILE, here + 3 * TILE, dhead, start, T, C);
+            statistics[stage][threadIdx.x / 64][threadIdx.x % 64] = statistic;
+            fence_for_wgmma();
+            barrier_arrive(FULL + stage, THREADS);
+        }
+    } else {
+        take_registers<COMPUTE_REGISTERS>();
+        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
+        float* k = tiles + (STAGES * 4 + group) * TILE;
+        load_tile(k, nullptr, query + C, group_row, T, 3 * C);
+        fence_for_wgmma();
+        barrier_wait(OWN + group, GROUP);
+        uint32 v[8][4], p[8][4], ds[8][4];
+        load_rows(v, query + 2 * C, group_row + 16 * warp, T, 3 * C);
+
+        float s[32], dp[32], dk[32] = {}, dv[32] = {};  // s, dp transposed: keys down, queries across
+        for (int i = 0; i < count; i++) {
+            const int stage = i % STAGES, start = first + 64 * i;
+            const float* here = tiles + stage * 4 * TILE;
+            barrier_wait(FULL + stage, THREADS);
+            if (start >= group_row) {  // else all of these queries come earlier
+                pin(s);
+                pin(dp);
+                wgmma_fence();
+                begin_product_transposed(s, k, here);
+                wgmma_commit();
+                begin_product_transposed(dp, v, here + 2 * TILE);
+                wgmma_commit();
+                wgmma_wait<1>();
+                pin(s);
+#pragma unroll
+                for (int j = 0; j < 32; j++) {
+                    const int q = j / 4 * 8 + 2 * t + j % 2;
+                    const bool earlier = start == group_row && start + q < row + j % 4 / 2 * 8;
+                    s[j] = earlier ? 0.0f : exp2f(s[j] * (LOG2E / 8.0f) - statistics[stage][0][q]);
+                }
+                as_operand(p, s);
+                wgmma_wait<0>();
+                pin(dp);
+#pragma unroll
+                for (int j = 0; j < 32; j++) {
+                    const float rounded = __uint_as_float(p[j / 4][j % 2 * 2 + j % 4 / 2] & 0xffffe000);  // s again, with no register of its own
+                    dp[j] = rounded * (dp[j] - statistics[stage][1][j / 4 * 8 + 2 * t + j % 2]);
+                }
+                as_operand(ds, dp);
+                pin(dv);
+                pin(dk);
+                wgmma_fence();
+                begin_product(dv, p, here + 3 * TILE);
+                begin_product(dk, ds, here + TILE);
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(dv);
+                pin(dk);
+            }
+            if (i + STAGES < count) barrier_arrive(EMPTY + stage, THREADS);
+        }
+        float* dhead_inp = dinp + int64(b) * T * 3 * C + h * HS;
+        store_rows(dhead_inp + C, sums[group][0][warp], dk, 1.0f / 8.0f, group_row + 16 * warp, T);
+        store_rows(dhead_inp + 2 * C, sums[group][1][warp], dv, 1.0f, group_row + 16 * warp, T);
+        barrier_wait(OWN + group, GROUP);
+        const int kind = threadIdx.x % GROUP / HS, c = threadIdx.x % HS;  // 0: dkey, 1: dvalue
+        if (group_row < T) {
+            const int64 tile = int64(b) * ((T + 63) / 64) + group_row / 64;
+            const float(*parts)[HS] = sums[group][kind];
+            partials[tile * 3 * C + (1 + kind) * C + h * HS + c] = parts[0][c] + parts[1][c] + parts[2][c] + parts[3][c];
+        }
+    }
+}
