@@ -20,7 +20,7 @@ static_assert(sizeof(element) == 4 && TF32 && HS == 64, "elsewhere, attention.cu
 constexpr int THREADS = 3 * GROUP;
 constexpr int ROWS = 2 * 64;  // of a block
 constexpr int STAGES = 2;     // tiles in shared memory: one worked on, one underway
-constexpr int LOADER_REGISTERS = 104, COMPUTE_REGISTERS = 200;
+constexpr int LOADER_REGISTERS = 120, COMPUTE_REGISTERS = 192;
 
 // Barriers of stage s: its tiles are FULL + s loaded, EMPTY + s no longer needed; and one for each computing group.
 constexpr int FULL = 1, EMPTY = FULL + STAGES, OWN = EMPTY + STAGES;
@@ -31,28 +31,36 @@ __device__ inline float round_tf32(float x) { return __uint_as_float(tf32(x)); }
 // Where column c of a transposed tile is stored: of every 8, the even ones first.
 __device__ inline int position(int c) { return (c & ~7) | (c & 1) << 2 | (c & 7) >> 1; }
 
-// One group: rows [row, row + 64) of one head, rounded, into `tile` and transposed into `across` (either may be null); rows from T
-// on become zeros.
-//
-// A warp's lanes take 8 rows by 16 columns at a time, so that no bank is hit twice by any of the stores. Steps i of the same
-// lane are 8 rows (i / 4) and 16 columns (i % 4) apart, which in `place` is an addition, and a flip of one bit where the
-// permutation of units takes part: few registers for many addresses.
-__device__ inline void load_tile(float* tile, float* across, const float* head, int row, int T, int row_stride) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
-    const int r = 16 * warp + lane % 8, c = lane / 8 * 4;
-    const float* source = head + int64(row + r) * row_stride + c;
+// A tile on its way from global to shared memory, in the registers of one group: float4 i of a lane is, from that of i = 0,
+// i / 4 * 8 rows and i % 4 * 16 columns away. A warp's lanes take 8 rows by 16 columns at a time, so that no bank is hit twice
+// by any of the stores.
+struct Load {
     float4 x[8];
+};
+
+// Begin to read rows [row, row + 64) of one head; rows from T on are zeros.
+__device__ inline void fetch(Load& load, const float* head, int row, int T, int row_stride) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
+    row += 16 * warp + lane % 8;
+    const float* source = head + int64(row) * row_stride + lane / 8 * 4;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        x[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (row + r + i / 4 * 8 < T) x[i] = *reinterpret_cast<const float4*>(source + i / 4 * 8 * row_stride + i % 4 * 16);
+        load.x[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (row + i / 4 * 8 < T) load.x[i] = *reinterpret_cast<const float4*>(source + i / 4 * 8 * row_stride + i % 4 * 16);
     }
+}
+
+// Write it, rounded, to `tile` and transposed to `across` (either may be null). In `place`, 8 rows and 16 columns are additions,
+// and a flip of one bit where the permutation of units takes part: few registers for many addresses.
+__device__ inline void write(float* tile, float* across, const Load& load) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
+    const int r = 16 * warp + lane % 8, c = lane / 8 * 4;
     const int at = place(r, c), swap = lane / 16 * 2;  // half of the lanes begin with the third float of their four
     const int at_across[4] = {place(c + swap, position(r)), place(c + swap + 1, position(r)), place(c + (swap ^ 2), position(r)),
                               place(c + (swap ^ 2) + 1, position(r))};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const float4 y = {round_tf32(x[i].x), round_tf32(x[i].y), round_tf32(x[i].z), round_tf32(x[i].w)};
+        const float4 x = load.x[i], y = {round_tf32(x.x), round_tf32(x.y), round_tf32(x.z), round_tf32(x.w)};
         if (tile) *reinterpret_cast<float4*>(tile + (at ^ i % 2 * 16) + i / 4 * 256 + i % 4 / 2 * (TILE / 2)) = y;
         if (across) {
             across[(at_across[0] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.z : y.x;
@@ -78,19 +86,22 @@ __device__ inline void load_rows(uint32 (&a)[8][4], const float* head, int row, 
 
 // d (64,64) = rows (64,HS) @ tile (64,HS)^T, begun.
 __device__ inline void begin_product_transposed(float (&d)[32], const uint32 (&rows)[8][4], const float* tile) {
+    const unsigned long long b = describe(tile);  // once: the chain of operations that makes it would hold up every wgmma
 #pragma unroll
-    for (int k = 0; k < 8; k++) wgmma(d, rows[k], describe(tile, k), k > 0);
+    for (int k = 0; k < 8; k++) wgmma(d, rows[k], b + part(k), k > 0);
 }
 
 __device__ inline void begin_product_transposed(float (&d)[32], const float* rows, const float* tile) {
+    const unsigned long long a = describe(rows), b = describe(tile);
 #pragma unroll
-    for (int k = 0; k < 8; k++) wgmma(d, describe(rows, k), describe(tile, k), k > 0);
+    for (int k = 0; k < 8; k++) wgmma(d, a + part(k), b + part(k), k > 0);
 }
 
 // d (64,HS) += p (64,64) @ tile, which is stored transposed, begun. p must stay as it is until the product is done.
 __device__ inline void begin_product(float (&d)[32], const uint32 (&p)[8][4], const float* across) {
+    const unsigned long long b = describe(across);
 #pragma unroll
-    for (int k = 0; k < 8; k++) wgmma(d, p[k], describe(across, k), 1);
+    for (int k = 0; k < 8; k++) wgmma(d, p[k], b + part(k), 1);
 }
 
 // A result of one product as the A operand of the next.
@@ -132,8 +143,8 @@ __device__ inline void store_rows(float* head, float* sums, const float (&d)[32]
 }
 
 // Dynamic shared memory from the first multiple of 1024 bytes on.
-__device__ inline float* tiles_of(void* shared) {
-    return reinterpret_cast<float*>((reinterpret_cast<unsigned long long>(shared) + 1023) & ~1023ull);
+__device__ inline float* tiles_of(float4* shared) {
+    return reinterpret_cast<float*>(shared) + (-uint32(__cvta_generic_to_shared(shared)) & 1023) / 4;
 }
 
 // Block (384); grid (tiles of 128 queries, NH, B); the longest rows of keys first. Shared memory: STAGES * 2 tiles and 1024 bytes.
@@ -147,14 +158,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
 
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
+        Load key, value;  // always one tile ahead; beyond the last one, rows that exist but are not wanted
+        fetch(key, query + C, 0, T, 3 * C);
+        fetch(value, query + 2 * C, 0, T, 3 * C);
         for (int i = 0; i < count; i++) {
             const int stage = i % STAGES;
             float* here = tiles + stage * 2 * TILE;
             if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
-            load_tile(here, nullptr, query + C, 64 * i, T, 3 * C);
-            load_tile(nullptr, here + TILE, query + 2 * C, 64 * i, T, 3 * C);
+            write(here, nullptr, key);
+            write(nullptr, here + TILE, value);
             fence_for_wgmma();
             barrier_arrive(FULL + stage, THREADS);
+            fetch(key, query + C, 64 * (i + 1), T, 3 * C);
+            fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
         }
     } else {
         take_registers<COMPUTE_REGISTERS>();
@@ -240,14 +256,19 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
 
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
+        Load key, value;
+        fetch(key, query + C, 0, T, 3 * C);
+        fetch(value, query + 2 * C, 0, T, 3 * C);
         for (int i = 0; i < count; i++) {
             const int stage = i % STAGES;
             float* here = tiles + stage * 3 * TILE;
             if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
-            load_tile(here, here + TILE, query + C, 64 * i, T, 3 * C);
-            load_tile(here + 2 * TILE, nullptr, query + 2 * C, 64 * i, T, 3 * C);
+            write(here, here + TILE, key);
+            write(here + 2 * TILE, nullptr, value);
             fence_for_wgmma();
             barrier_arrive(FULL + stage, THREADS);
+            fetch(key, query + C, 64 * (i + 1), T, 3 * C);
+            fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
         }
     } else {
         take_registers<COMPUTE_REGISTERS>();
@@ -334,25 +355,39 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
 
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
-        for (int i = 0; i < count; i++) {
-            const int stage = i % STAGES, start = first + 64 * i;
-            float* here = tiles + stage * 4 * TILE;
-            if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
+        Load q, d;
+        float statistic;
+        const auto fetch_statistic = [&](int start) {  // threads 0 .. 63 lse, the others D; zeros from T on, like dout
             const int r = start + threadIdx.x % 64;
             const float* source = threadIdx.x < 64 ? lse : D;
-            const float statistic = r < T ? source[head + r] * (threadIdx.x < 64 ? LOG2E : 1.0f) : 0.0f;  // zeros, like dout
-            load_tile(here, here + TILE, query, start, T, 3 * C);
-            load_tile(here + 2 * TILE, here + 3 * TILE, dhead, start, T, C);
+            statistic = r < T ? source[head + r] * (threadIdx.x < 64 ? LOG2E : 1.0f) : 0.0f;
+        };
+        fetch(q, query, first, T, 3 * C);
+        fetch(d, dhead, first, T, C);
+        fetch_statistic(first);
+        for (int i = 0; i < count; i++) {
+            const int stage = i % STAGES, next = first + 64 * (i + 1);
+            float* here = tiles + stage * 4 * TILE;
+            if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
+            write(here, here + TILE, q);
+            write(here + 2 * TILE, here + 3 * TILE, d);
             statistics[stage][threadIdx.x / 64][threadIdx.x % 64] = statistic;
             fence_for_wgmma();
             barrier_arrive(FULL + stage, THREADS);
+            fetch(q, query, next, T, 3 * C);
+            fetch(d, dhead, next, T, C);
+            fetch_statistic(next);
         }
     } else {
         take_registers<COMPUTE_REGISTERS>();
         const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
         float* k = tiles + (STAGES * 4 + group) * TILE;
-        load_tile(k, nullptr, query + C, group_row, T, 3 * C);
+        {
+            Load rows;
+            fetch(rows, query + C, group_row, T, 3 * C);
+            write(k, nullptr, rows);
+        }
         fence_for_wgmma();
         barrier_wait(OWN + group, GROUP);
         uint32 v[8][4], p[8][4], ds[8][4];

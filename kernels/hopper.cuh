@@ -19,12 +19,12 @@ __device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x /
 // Where float c of row r is in a tile.
 __device__ inline int place(int r, int c) { return c / 32 * (TILE / 2) + r * 32 + ((c % 32 / 4 ^ r % 8) * 4 | c % 4); }
 
-// What the tensor core is told of the k-th 8 floats of every row of a tile: the address in units of 16 bytes, 1024 bytes from one 8
-// rows to the next, 128-byte permutation.
-__device__ inline unsigned long long describe(const float* tile, int k) {
-    const uint32 address = __cvta_generic_to_shared(tile) + k / 4 * (TILE / 2 * 4) + k % 4 * 32;
-    return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// What the tensor core is told of a tile: its address in units of 16 bytes, 1024 bytes from one 8 rows to the next, and the
+// permutation. That of its k-th 8 floats is `part(k)` units on.
+__device__ inline unsigned long long describe(const float* tile) {
+    return __cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+__device__ constexpr int part(int k) { return k / 4 * (TILE / 2 * 4 / 16) + k % 4 * 2; }
 
 // Orders this group's registers and earlier wgmma before the next ones; before the first, and after registers were touched.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
