@@ -31,9 +31,8 @@ __device__ inline float round_tf32(float x) { return __uint_as_float(tf32(x)); }
 // Where column c of a transposed tile is stored: of every 8, the even ones first.
 __device__ inline int position(int c) { return (c & ~7) | (c & 1) << 2 | (c & 7) >> 1; }
 
-// A tile on its way from global to shared memory, in the registers of one group: float4 i of a lane is, from that of i = 0,
-// i / 4 * 8 rows and i % 4 * 16 columns away. A warp's lanes take 8 rows by 16 columns at a time, so that no bank is hit twice
-// by any of the stores.
+// A tile on its way from global to shared memory, in the registers of one group. Step i of a warp is 4 rows, every other one, by
+// 32 columns, 8 lanes to a row's 128 bytes: i % 2 is the half of the columns, i / 2 % 2 odd rows, i / 4 the next 8 rows.
 struct Load {
     float4 x[8];
 };
@@ -41,32 +40,38 @@ struct Load {
 // Begin to read rows [row, row + 64) of one head; rows from T on are zeros.
 __device__ inline void fetch(Load& load, const float* head, int row, int T, int row_stride) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
-    row += 16 * warp + lane % 8;
-    const float* source = head + int64(row) * row_stride + lane / 8 * 4;
+    row += 16 * warp + lane / 8 * 2;
+    const float* source = head + int64(row) * row_stride + lane % 8 * 4;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
+        const int down = i / 4 * 8 + i / 2 % 2;
         load.x[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (row + i / 4 * 8 < T) load.x[i] = *reinterpret_cast<const float4*>(source + i / 4 * 8 * row_stride + i % 4 * 16);
+        if (row + down < T) load.x[i] = *reinterpret_cast<const float4*>(source + down * row_stride + i % 2 * 32);
     }
 }
 
-// Write it, rounded, to `tile` and transposed to `across` (either may be null). In `place`, 8 rows and 16 columns are additions,
-// and a flip of one bit where the permutation of units takes part: few registers for many addresses.
+// Write it, rounded, to `tile` and transposed to `across` (either may be null). Each lane begins with another of its four floats,
+// so that no bank is hit twice. In `place`, a step is an addition, and flips bits where the permutation of units takes part:
+// few registers for many addresses.
 __device__ inline void write(float* tile, float* across, const Load& load) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
-    const int r = 16 * warp + lane % 8, c = lane / 8 * 4;
-    const int at = place(r, c), swap = lane / 16 * 2;  // half of the lanes begin with the third float of their four
-    const int at_across[4] = {place(c + swap, position(r)), place(c + swap + 1, position(r)), place(c + (swap ^ 2), position(r)),
-                              place(c + (swap ^ 2) + 1, position(r))};
+    const int r = 16 * warp + lane / 8 * 2, c = lane % 8 * 4, turn = lane / 2 % 4;
+    const int at = place(r, c);
+    const int at_across[4] = {place(c + turn, position(r)), place(c + (turn + 1) % 4, position(r)), place(c + (turn + 2) % 4, position(r)),
+                              place(c + (turn + 3) % 4, position(r))};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
+        const int eights = i / 4, odd = i / 2 % 2, right = i % 2;
         const float4 x = load.x[i], y = {round_tf32(x.x), round_tf32(x.y), round_tf32(x.z), round_tf32(x.w)};
-        if (tile) *reinterpret_cast<float4*>(tile + (at ^ i % 2 * 16) + i / 4 * 256 + i % 4 / 2 * (TILE / 2)) = y;
+        if (tile) *reinterpret_cast<float4*>(tile + (at ^ odd * 4) + odd * 32 + eights * 256 + right * (TILE / 2)) = y;
         if (across) {
-            across[(at_across[0] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.z : y.x;
-            across[(at_across[1] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.w : y.y;
-            across[(at_across[2] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.x : y.z;
-            across[(at_across[3] ^ i / 4 * 8) + i % 4 * 512] = swap ? y.y : y.w;
+            const float4 one = turn % 2 ? float4{y.y, y.z, y.w, y.x} : y;
+            const float4 turned = turn / 2 ? float4{one.z, one.w, one.x, one.y} : one;
+            const int flip = odd * 4 | eights * 8;
+            across[(at_across[0] ^ flip) + right * 1024] = turned.x;
+            across[(at_across[1] ^ flip) + right * 1024] = turned.y;
+            across[(at_across[2] ^ flip) + right * 1024] = turned.z;
+            across[(at_across[3] ^ flip) + right * 1024] = turned.w;
         }
     }
 }
@@ -113,6 +118,12 @@ __device__ inline void as_operand(uint32 (&a)[8][4], const float (&d)[32]) {
         a[k][2] = tf32(d[4 * k + 1]);
         a[k][3] = tf32(d[4 * k + 3]);
     }
+}
+
+// 2^x, one instruction; results below 2^-126 are 0.
+__device__ inline float power_of_2(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
 }
 
 __device__ inline float quad_sum(float x) {
@@ -178,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
         const int group_row = first + 64 * group, row = group_row + 16 * warp + g;  // the thread's rows: row, row + 8
         uint32 q[8][4], p[8][4];
         load_rows(q, query, group_row + 16 * warp, T, 3 * C);
-        float s[32], o[32] = {}, largest[2] = {-INFINITE, -INFINITE}, sum[2] = {0.0f, 0.0f};  // `largest` in units of log2
+        float s[32], o[32] = {}, largest[2] = {-INFINITE, -INFINITE}, sum[2] = {0.0f, 0.0f};
         const float to_log2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
 
         for (int i = 0; i < count; i++) {
@@ -192,17 +203,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
                 wgmma_commit();
                 wgmma_wait<0>();
                 pin(s);
+                if (start == group_row) {  // the diagonal
+#pragma unroll
+                    for (int j = 0; j < 32; j++) {
+                        if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = -INFINITE;
+                    }
+                }
                 float biggest[2] = {largest[0], largest[1]};
 #pragma unroll
-                for (int j = 0; j < 32; j++) {
-                    const bool later = start == group_row && start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8;
-                    s[j] = later ? -INFINITE : s[j] * to_log2;
-                    biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
-                }
+                for (int j = 0; j < 32; j++) biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     biggest[k] = quad_max(biggest[k]);  // not -inf: key 0 is in the first tile, and never later
-                    const float shrink = exp2f(largest[k] - biggest[k]);
+                    const float shrink = power_of_2((largest[k] - biggest[k]) * to_log2);
                     largest[k] = biggest[k];
                     sum[k] *= shrink;
 #pragma unroll
@@ -211,9 +224,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
                         o[4 * n + 2 * k + 1] *= shrink;
                     }
                 }
+                const float shift[2] = {largest[0] * to_log2, largest[1] * to_log2};
 #pragma unroll
                 for (int j = 0; j < 32; j++) {
-                    s[j] = exp2f(s[j] - largest[j % 4 / 2]);
+                    s[j] = power_of_2(s[j] * to_log2 - shift[j % 4 / 2]);
                     sum[j % 4 / 2] += s[j];
                 }
                 as_operand(p, s);
@@ -231,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
             const int r = row + 8 * k;
             const float total = quad_sum(sum[k]);
             if (r >= T) continue;
-            if (t == 0) lse[(int64(b) * NH + h) * T + r] = (largest[k] + log2f(total)) * LN2;
+            if (t == 0) lse[(int64(b) * NH + h) * T + r] = (largest[k] * to_log2 + log2f(total)) * LN2;
             float* at = out + (int64(b) * T + r) * C + h * HS;
 #pragma unroll
             for (int n = 0; n < 8; n++) {
@@ -311,9 +325,12 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
                 wgmma_wait<1>();
                 pin(s);
 #pragma unroll
-                for (int j = 0; j < 32; j++) {
-                    const bool later = start == group_row && start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8;
-                    s[j] = later ? 0.0f : exp2f(s[j] * (LOG2E / 8.0f) - log_sum[j % 4 / 2]);
+                for (int j = 0; j < 32; j++) s[j] = power_of_2(s[j] * (LOG2E / 8.0f) - log_sum[j % 4 / 2]);
+                if (start == group_row) {  // the diagonal
+#pragma unroll
+                    for (int j = 0; j < 32; j++) {
+                        if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = 0.0f;
+                    }
                 }
                 wgmma_wait<0>();
                 pin(dp);
@@ -409,10 +426,12 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
                 wgmma_wait<1>();
                 pin(s);
 #pragma unroll
-                for (int j = 0; j < 32; j++) {
-                    const int q = j / 4 * 8 + 2 * t + j % 2;
-                    const bool earlier = start == group_row && start + q < row + j % 4 / 2 * 8;
-                    s[j] = earlier ? 0.0f : exp2f(s[j] * (LOG2E / 8.0f) - statistics[stage][0][q]);
+                for (int j = 0; j < 32; j++) s[j] = power_of_2(s[j] * (LOG2E / 8.0f) - statistics[stage][0][j / 4 * 8 + 2 * t + j % 2]);
+                if (start == group_row) {  // the diagonal
+#pragma unroll
+                    for (int j = 0; j < 32; j++) {
+                        if (start + j / 4 * 8 + 2 * t + j % 2 < row + j % 4 / 2 * 8) s[j] = 0.0f;
+                    }
                 }
                 as_operand(p, s);
                 wgmma_wait<0>();
