@@ -200,6 +200,36 @@ def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
     assert climb(*write_pair(tmp_path, 12, "gpt2", 4, 64), backend)
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("B", (64, 96))
+def test_indices_beyond_32_bits(B):
+    """One forward and backward pass where B*T*Vp passes 2^31 (B=64) and 2^32 (B=96): of a batch of B equal rows, every row's
+    loss is the same to the bit, and the gradients are those of one row."""
+    need("cuda")
+    import train_gpt2_cuda as cuda
+
+    T, (config, params) = 1024, random_model(12, VOCABULARIES["gpt2"])
+    tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
+    device, results = cuda.Device(cuda.open_gpu(), config, 1, cuda.Cache()), []
+    for rows in (B, 1):
+        try:
+            model = cuda.GPT2(device, config, params, cuda.CudaSettings(B=rows, T=T))
+        except train_gpt2.UserError as error:
+            pytest.skip(str(error))
+        model.stage(model.staged[0], [(np.tile(tokens[:-1], (rows, 1)), np.tile(tokens[1:], (rows, 1)))], 0.0)
+        with device.stream:
+            cuda.poison(model)
+            cuda.copy_to_gpu(model.batch.buffer, model.staged[0].buffer)
+            model.micro_step(0)
+        results.append((model.shape(rows, T).acts.losses.get(), model.to_host(model.grads)))
+        del model
+    (losses, grads), (_, expected) = results
+    assert np.isfinite(losses).all() and (losses == losses[0]).all()
+    for name in grads.table:
+        reference = getattr(expected, name)
+        assert check_tensor(f"d{name}", getattr(grads, name), reference, 5e-3 * float(np.abs(reference).max()))
+
+
 def run_here(monkeypatch, capsys, paths):
     """(exit status, output lines) of this file run as a program."""
     monkeypatch.setattr(sys, "argv", ["test_gpt2.py", "--model", paths[0], "--state", paths[1]])
