@@ -218,7 +218,7 @@ def memory_plan(config, settings, sm_count):
         (table_bytes(activation_table(config, B, T, recompute), ALIGN), "activations"),
         (max(table_bytes(table, ALIGN) for table in phases.values()), "logits, and in other phases scratch"),
         (table_bytes(stream_table(config, B, T), ALIGN), "gradients between layers"),
-        (WORKSPACE, "cuBLASLt's workspace"),
+        (2 * WORKSPACE, "cuBLASLt's workspaces"),
         (table_bytes(batch_table(B, T, settings.micro_steps)) + 1024, "the batch"),
     ]
 
@@ -397,11 +397,12 @@ def prepare_kernels(cache, arch, constants, hopper):
 
 
 class Device:
-    """The GPU as the layers see it: a stream, `launch` for kernels, and `products`."""
+    """The GPU as the layers see it: a stream, `launch` for kernels, and `products`. A second stream takes work `aside`."""
 
     def __init__(self, gpu, config, tf32, cache):
         self.gpu, self.sm_count, self.tf32 = gpu, gpu.sm_count, tf32
-        self.stream = cp.cuda.Stream(non_blocking=True)
+        self.stream = self.main = cp.cuda.Stream(non_blocking=True)
+        self.side = cp.cuda.Stream(non_blocking=True)
         hopper = use_hopper(gpu.arch, config, tf32)
         self.attention = attention_launches(config, tf32, hopper)
         paths, self.compiled = prepare_kernels(cache, gpu.arch, kernel_constants(config, tf32), hopper)
@@ -420,6 +421,26 @@ class Device:
         arguments = tuple(convert(argument) for argument in arguments)
         with self.record(name, bytes, flops):
             self.functions[name](grid, block, arguments, shared_mem=shared)
+
+    def aside(self, work):
+        """Run work() on the second stream, beside what this one does from here on; returns an event for `wait`. Where calls are
+        timed one by one, work() runs right here."""
+        if self.profile or self.products.searching:
+            return work()
+        before, after = cp.cuda.Event(disable_timing=True), cp.cuda.Event(disable_timing=True)
+        before.record(self.main)
+        self.side.wait_event(before)
+        self.stream = self.side
+        with self.side:
+            work()
+        self.stream = self.main
+        after.record(self.side)
+        return after
+
+    def wait(self, event):
+        """Let this stream wait for what was put aside; None: nothing was."""
+        if event is not None:
+            self.main.wait_event(event)
 
     def record(self, name, bytes=0, flops=0):
         return self.profile.record(name, bytes, flops) if self.profile else contextlib.nullcontext()
@@ -442,7 +463,7 @@ def blocks(n, block):
 # matrix products: cuBLASLt, which is column-major: our (rows, columns) array is its (columns, rows) matrix
 
 WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
-CANDIDATES = 16  # algorithms that a search times
+CANDIDATES = 32  # algorithms that a search times
 FLOAT32, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 68, 77  # cudaDataType_t, cublasComputeType_t
 
 
@@ -460,7 +481,7 @@ class Products:
         except RuntimeError as error:
             raise UserError(f"cuBLASLt cannot be loaded ({str(error).splitlines()[0]}): pip install nvidia-cublas") from None
         self.identity = f"{device.gpu.name}, cuBLASLt {self.version}"
-        self.workspace = None  # WORKSPACE bytes, given when the memory is allocated
+        self.workspace = None  # WORKSPACE bytes for each of the device's two streams, given when the memory is allocated
         self.plans, self.chosen, self.searched = {}, {}, 0
         self.searching = False  # True while the training step's shapes come by; for others the first proposal has to do
         self.one, self.zero = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -548,7 +569,8 @@ class Products:
     def run(self, call, algorithm):
         plan, (a, b, d) = call.plan, call.plan.layouts
         lt.matmul(self.handle, plan.description, self.one.ctypes.data, call.a, a, call.b, b, call.beta.ctypes.data, call.out, d, call.out, d,
-                  algorithm.ctypes.data, self.workspace.data.ptr, WORKSPACE, self.device.stream.ptr)
+                  algorithm.ctypes.data, self.workspace[int(self.device.stream is self.device.side)].data.ptr, WORKSPACE,
+                  self.device.stream.ptr)
 
     def choose(self, key, call):
         """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates, or its first."""
@@ -690,7 +712,7 @@ def column_sums(device, jobs, accumulate):
 
 def transpose(device, out, inp, rows, columns):
     """out (columns, rows) = inp (rows, columns)^T."""
-    device.launch("transpose", (blocks(columns, 32), blocks(rows, 32)), (32, 8), out, inp, rows, columns, bytes=2 * size_of(inp))
+    device.launch("transpose", (blocks(columns, 64), blocks(rows, 64)), (256,), out, inp, rows, columns, bytes=2 * size_of(inp))
 
 
 ATTENTION_ROWS = 64  # whose sums attention_backward leaves in one row
@@ -728,7 +750,7 @@ def attention_backward(device, dinp, D, sums, dout, inp, out, lse, config, B, T)
 
 def launch_attention(device, name, arguments, config, B, T, products, bytes):
     launch = device.attention[name]
-    device.launch(name, (blocks(T, launch.rows), config.NH, B), (launch.threads,), *arguments, T, shared=launch.shared, bytes=bytes,
+    device.launch(name, (config.NH, blocks(T, launch.rows), B), (launch.threads,), *arguments, T, shared=launch.shared, bytes=bytes,
                   flops=attention_flops(B, T, config.C, products))
 
 
@@ -773,7 +795,7 @@ class GPT2:
             self.activations = cp.empty(table_bytes(activation_table(config, B, T, recompute), ALIGN), np.uint8)
             self.phases = cp.empty(max(table_bytes(phase, ALIGN) for phase in phases.values()), np.uint8)
             self.streams = cp.empty(table_bytes(stream_table(config, B, T), ALIGN), np.uint8)
-            device.products.workspace = cp.empty(WORKSPACE, np.uint8)
+            device.products.workspace = cp.empty((2, WORKSPACE), np.uint8)
             self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
             self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
             self.loss = cp.zeros(1, np.float32)
@@ -875,27 +897,37 @@ class GPT2:
             cp.cuda.runtime.memsetAsync(dresidual.data.ptr, 0, dresidual.nbytes, device.stream.ptr)
         layernorm_backward(device, dresidual, scratch.lnf_sums, dbranch, s.layers[-1].residual3, self.params.lnfw, acts.lnf_mean,
                            acts.lnf_rstd, B, T, C)
+        dfch_free = dqkv_free = None  # events: the products aside that read dfch and dqkv of the layer before are done
         for l in reversed(range(config.L)):
             p, a, g = self.param_layers[l], s.backward_layers[l], self.grad_layers[l]
             residual = acts.encoded if l == 0 else s.layers[l - 1].residual3
             again = {name: getattr(a, name) for name in RECOMPUTED[self.settings.recompute]}
 
+            def weight(name, dweight, dout, inp, C, OC):
+                """The gradient of a weight, on the second stream; nothing waits for it but whoever overwrites dout or inp."""
+                return device.aside(lambda: products.backward_weight(name, dweight, dout, inp, transposed, N, C, OC, more))
+
+            device.wait(dfch_free)
             products.backward_inp("matmul fcproj dinp", scratch.dfch, dresidual, p.fcprojw, N, 4 * C, C)
             gelu_backward(device, scratch.dfch, scratch.gelu_sums[l], again.get("fch_gelu"), a.fch, scratch.dfch, B, T, C)
-            products.backward_weight("matmul fcproj dweight", g.fcprojw, dresidual, a.fch_gelu, transposed, N, 4 * C, C, more)
-            products.backward_inp("matmul fc dinp", dbranch, scratch.dfch, p.fcw, N, C, 4 * C)
+            dresidual_free = weight("matmul fcproj dweight", g.fcprojw, dresidual, a.fch_gelu, 4 * C, C)
             if "ln2" in again:
                 residual_layernorm_forward(device, None, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, None, p.ln2w, p.ln2b, B, T, C)
-            products.backward_weight("matmul fc dweight", g.fcw, scratch.dfch, a.ln2, transposed, N, C, 4 * C, more)
+            dfch_free = weight("matmul fc dweight", g.fcw, scratch.dfch, a.ln2, C, 4 * C)
+            products.backward_inp("matmul fc dinp", dbranch, scratch.dfch, p.fcw, N, C, 4 * C)
+            device.wait(dresidual_free)
             layernorm_backward(device, dresidual, scratch.ln2_sums[l], dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C)
+            dresidual_free = weight("matmul attproj dweight", g.attprojw, dresidual, a.atty, C, C)
             products.backward_inp("matmul attproj dinp", dbranch, dresidual, p.attprojw, N, C, C)
-            products.backward_weight("matmul attproj dweight", g.attprojw, dresidual, a.atty, transposed, N, C, C, more)
+            device.wait(dqkv_free)
             attention_backward(device, scratch.dqkv, scratch.D, scratch.attention_sums[l], dbranch, a.qkv, a.atty, a.lse, config, B, T)
-            products.backward_inp("matmul qkv dinp", dbranch, scratch.dqkv, p.qkvw, N, C, 3 * C)
             if "ln1" in again:
                 residual_layernorm_forward(device, None, a.ln1, a.ln1_mean, a.ln1_rstd, residual, None, p.ln1w, p.ln1b, B, T, C)
-            products.backward_weight("matmul qkv dweight", g.qkvw, scratch.dqkv, a.ln1, transposed, N, C, 3 * C, more)
+            dqkv_free = weight("matmul qkv dweight", g.qkvw, scratch.dqkv, a.ln1, C, 3 * C)
+            products.backward_inp("matmul qkv dinp", dbranch, scratch.dqkv, p.qkvw, N, C, 3 * C)
+            device.wait(dresidual_free)
             layernorm_backward(device, dresidual, scratch.ln1_sums[l], dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C)
+        device.wait(dqkv_free)  # the last product put aside
         column_sums(device, s.jobs, more)
         encoder_backward(device, grads.wte, grads.wpe, dresidual, batch.inputs[micro_step], batch.order[micro_step],
                          batch.first[micro_step], batch.runs[micro_step], more, B, T, C)

@@ -1,12 +1,19 @@
 """
 Put what the README's commands truly print between its markers.
 
-    python dev/readme.py train      # runs make train, three minutes
-    python dev/readme.py test       # runs test_gpt2.py on gpt2_d12.bin, two minutes
+    python dev/readme.py train      # make train, three minutes (on a GPU machine: into the GPU section, seconds)
+    python dev/readme.py test       # test_gpt2.py on gpt2_d12.bin, two minutes
+
+and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespeare there:
+
+    python dev/readme.py epoch      # train_gpt2_cuda.py, one epoch
+    python dev/readme.py losses     # dev/compare_losses.py
+    python dev/readme.py profile    # train_gpt2_cuda.py --profile 10
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 
@@ -58,15 +65,26 @@ def shorten(text, keep=2):
     return "\n".join(lines)
 
 
+def sections():
+    """name -> (marker, command)."""
+    python = sys.executable
+    has_gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0 if shutil.which("nvidia-smi") else False
+    return {
+        "train": ("make_train_gpu" if has_gpu else "make_train", ["make", "-s", "train", f"PYTHON={python}"]),
+        "test": ("test_gpt2", [python, "test_gpt2.py", "--model", "gpt2_d12.bin", "--state", "gpt2_d12_debug_state.bin"]),
+        "epoch": ("epoch_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"]),
+        "losses": ("losses_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"]),
+        "profile": ("profile_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin", "--profile", "10"]),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("section", choices=("train", "test"))
-    section = parser.parse_args().section
-    if section == "train":
-        output = shorten(output_of(["make", "-s", "train", f"PYTHON={sys.executable}"]))
-    else:
-        output = output_of([sys.executable, "test_gpt2.py", "--model", "gpt2_d12.bin", "--state", "gpt2_d12_debug_state.bin"]).rstrip()
-    put_between_markers({"train": "make_train", "test": "test_gpt2"}[section], f"```\n{output}\n```")
+    parser.add_argument("section", choices=tuple(sections()))
+    marker, command = sections()[parser.parse_args().section]
+    split_at_markers(marker)  # fail now, not after all the work
+    output = shorten(output_of(command))
+    put_between_markers(marker, f"```\n{output}\n```")
     print(output)
 
 

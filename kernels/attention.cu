@@ -167,14 +167,14 @@ __device__ inline void store_rows(float* head, float (*sums)[HS], const TileD (&
     }
 }
 
-// Block (128); grid (tiles of QUERIES, NH, B); the longest rows of keys first. Shared memory: 4 tiles.
+// Block (128); grid (NH, tiles of QUERIES, B), those with the most keys first. Shared memory: 4 tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(float* out, float* lse, const float* inp, int T) {
     extern __shared__ float4 shared[];
     float* tiles = reinterpret_cast<float*>(shared);  // key, value, and the next key, value
-    const int h = blockIdx.y, b = blockIdx.z;
+    const int h = blockIdx.x, b = blockIdx.z;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int first = (gridDim.y - 1 - blockIdx.y) * QUERIES;
     const int row = first + warp * 16 * MROWS;  // the warp's first query
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
     const float *key = query + C, *value = query + 2 * C;
@@ -267,15 +267,15 @@ attention_forward(float* out, float* lse, const float* inp, int T) {
     }
 }
 
-// dquery, and D for the kernel below. Block (128); grid (tiles of ROWS, NH, B). Shared memory: 4 tiles.
+// dquery, and D for the kernel below. Block (128); grid (NH, tiles of ROWS, B). Shared memory: 4 tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery(float* dinp, float* D, float* partials, const float* dout, const float* inp, const float* out, const float* lse,
                           int T) {
     extern __shared__ float4 shared[];
     float* tiles = reinterpret_cast<float*>(shared);
-    const int h = blockIdx.y, b = blockIdx.z;
+    const int h = blockIdx.x, b = blockIdx.z;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int tile = gridDim.x - 1 - blockIdx.x, first = tile * ROWS;
+    const int tile = gridDim.y - 1 - blockIdx.y, first = tile * ROWS;
     const int row = first + warp * 16;
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
     const float *key = query + C, *value = query + 2 * C;
@@ -340,19 +340,19 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
     __shared__ __align__(16) float sums[WARPS][HS];
     store_rows(dinp + int64(b) * T * 3 * C + h * HS, sums, dq[0], scale(), row, T);
     __syncthreads();
-    float* partial = partials + (int64(b) * gridDim.x + tile) * 3 * C + h * HS;
+    float* partial = partials + (int64(b) * gridDim.y + tile) * 3 * C + h * HS;
     for (int c = threadIdx.x; c < HS; c += THREADS) partial[c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
 }
 
-// dkey and dvalue; the rows are keys, and queries pass. Block (128); grid (tiles of ROWS, NH, B); shared memory: 4 tiles and 4 * PASSING.
+// dkey and dvalue; the rows are keys, and queries pass. Block (128); grid (NH, tiles of ROWS, B); shared memory: 4 tiles and 4 * PASSING.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv(float* dinp, float* partials, const float* dout, const float* inp, const float* lse, const float* D, int T) {
     extern __shared__ float4 shared[];
     float* tiles = reinterpret_cast<float*>(shared);  // query, dout, and the next query, dout
     float* statistics = tiles + 4 * TILE;             // lse, D, and the next lse, D
-    const int h = blockIdx.y, b = blockIdx.z;
+    const int h = blockIdx.x, b = blockIdx.z;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int first = blockIdx.x * ROWS;  // the first keys have the most queries
+    const int first = blockIdx.y * ROWS;  // the first keys have the most queries
     const int row = first + warp * 16;
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
     const float* dhead = dout + int64(b) * T * C + h * HS;
@@ -415,7 +415,7 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
     store_rows(dhead_inp + C, sums[0], dk[0], scale(), row, T);
     store_rows(dhead_inp + 2 * C, sums[1], dv[0], 1.0f, row, T);
     __syncthreads();
-    float* partial = partials + (int64(b) * gridDim.x + blockIdx.x) * 3 * C + h * HS;
+    float* partial = partials + (int64(b) * gridDim.y + blockIdx.y) * 3 * C + h * HS;
     for (int c = threadIdx.x; c < HS; c += THREADS) {
         partial[C + c] = sums[0][0][c] + sums[0][1][c] + sums[0][2][c] + sums[0][3][c];
         partial[2 * C + c] = sums[1][0][c] + sums[1][1][c] + sums[1][2][c] + sums[1][3][c];

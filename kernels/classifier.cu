@@ -6,11 +6,13 @@
 // logits (N,Vp), of which columns V..Vp-1 belong to the padding of wte; losses (N) float32; targets (N) int32.
 //
 // Bound by bytes: a row is read from memory once and written once. The second reading finds it in the L2 cache, where all
-// rows at hand have room (132 blocks of 201 KB = 27 MB in float32), and starts at the end, which was read last.
+// rows at hand have room (132 blocks of 201 KB = 27 MB in float32), and starts at the end, which was read last. H200 (a copy:
+// 4250 GB/s): 3010 GB/s, counting one reading and one writing; four loads underway at once instead of one changed nothing.
 
 #include "common.cuh"
 
 constexpr int THREADS = 1024;
+constexpr int BATCH = 4;  // loads of a thread underway at once
 
 // The largest value so far, and the sum of exp(value - largest).
 struct Softmax {
@@ -48,17 +50,26 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     const float target_logit = to_float(row[target]);  // every thread reads it before the barrier in block_merge,
                                                        // no thread writes to the row before it has passed that barrier
     Softmax part = {-INFINITE, 0.0f};
-    for (int v = threadIdx.x * PACK; v < V; v += THREADS * PACK) {
-        Floats x = load(row + v);
+    for (int start = 0; start < V; start += BATCH * THREADS * PACK) {
+        Floats x[BATCH];
         float largest = part.largest;
 #pragma unroll
-        for (int k = 0; k < PACK; k++) {
-            if (v + k >= V) x.x[k] = -INFINITE;
-            largest = fmaxf(largest, x.x[k]);
+        for (int i = 0; i < BATCH; i++) {
+            const int v = start + (i * THREADS + int(threadIdx.x)) * PACK;
+            if (v < V) x[i] = load(row + v);
+#pragma unroll
+            for (int k = 0; k < PACK; k++) {
+                if (v + k >= V) x[i].x[k] = -INFINITE;
+                largest = fmaxf(largest, x[i].x[k]);
+            }
         }
+        if (largest == -INFINITE) continue;  // nothing yet
         float sum = part.sum * expf(part.largest - largest);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) sum += expf(x.x[k] - largest);
+        for (int i = 0; i < BATCH; i++) {
+#pragma unroll
+            for (int k = 0; k < PACK; k++) sum += expf(x[i].x[k] - largest);
+        }
         part = {largest, sum};
     }
     const Softmax whole = block_merge(part);
@@ -66,13 +77,24 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     if (!write_gradient) return;
 
     const float scale = dloss / whole.sum;
-    for (int v = (Vp / PACK - 1 - int(threadIdx.x)) * PACK; v >= 0; v -= THREADS * PACK) {
-        Floats x = load(row + v);
+    constexpr int STEP = BATCH * THREADS * PACK;
+    for (int start = (Vp - 1) / STEP * STEP; start >= 0; start -= STEP) {
+        Floats x[BATCH];
 #pragma unroll
-        for (int k = 0; k < PACK; k++) {
-            const float p = v + k < V ? scale * expf(x.x[k] - whole.largest) : 0.0f;
-            x.x[k] = v + k == target ? p - dloss : p;
+        for (int i = 0; i < BATCH; i++) {
+            const int v = start + (i * THREADS + int(threadIdx.x)) * PACK;
+            if (v < Vp) x[i] = load(row + v);
         }
-        store(row + v, x);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int v = start + (i * THREADS + int(threadIdx.x)) * PACK;
+            if (v >= Vp) continue;
+#pragma unroll
+            for (int k = 0; k < PACK; k++) {
+                const float p = v + k < V ? scale * expf(x[i].x[k] - whole.largest) : 0.0f;
+                x[i].x[k] = v + k == target ? p - dloss : p;
+            }
+            store(row + v, x[i]);
+        }
     }
 }

@@ -8,7 +8,7 @@
 // inp, out, dinp, dout (N, 4C). The column sums of dinp are the gradient of the bias that was added to inp.
 //
 // Bound by bytes: forward 2 elements in and out, backward 3 (4 with `out`). The backward pass hands `out` to the next weight
-// gradient, when it was not kept.
+// gradient, when it was not kept. H200 (a copy: 4250 GB/s), B=4 / B=16: backward 3700 / 3920 GB/s, forward 3590 at B=4.
 //
 // cuBLASLt can do the forward pass in the epilogue of the product before. For TF32 that was not faster, and its tanh is
 // another than the one here, so that recomputing it would change the result. H200, fc of GPT-2 124M, 12 layers:

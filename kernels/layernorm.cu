@@ -12,7 +12,8 @@
 // its own there. Each block adds up its rows in order, column_sums.cu adds up the blocks.
 //
 // Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's (two warps' for
-// C > 1024), and stays in registers from the first read to the last write.
+// C > 1024), and stays in registers from the first read to the last write. H200 (a copy: 4250 GB/s), B=4 / B=16, T=1024: forward
+// 3530 / 3780 GB/s, backward 2540 / 3530.
 
 #include "common.cuh"
 

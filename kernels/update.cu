@@ -10,7 +10,8 @@
 // AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are drawn into rate and eps, as in
 // train_gpt2.py. All that changes from step to step is in device memory, so that one captured graph serves every step.
 //
-// Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter, 0.8 ms for 124M on an H200.
+// Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter. H200 (a copy: 4250 GB/s), 124M: 0.82 ms,
+// 4250 GB/s.
 
 #include "common.cuh"
 

@@ -116,7 +116,7 @@ def get_device(gpu, config, tf32, tmp_path_factory, portable=False):
         gpu = cuda.SimpleNamespace(**{**vars(gpu), "arch": gpu.arch.rstrip("a") if portable else gpu.arch})
         made = cuda.Device(gpu, config, tf32, cuda.Cache(str(tmp_path_factory.mktemp("cache"))))
         made.config = config
-        made.products.workspace = cuda.cp.empty(cuda.WORKSPACE, np.uint8)
+        made.products.workspace = cuda.cp.empty((2, cuda.WORKSPACE), np.uint8)
         made.stream.use()
         DEVICES[key] = made
     DEVICES[key].stream.use()
