@@ -3,7 +3,8 @@
 // A block is three warpgroups. The first one loads: it brings tiles of 64 rows from memory to shared memory, rounded to TF32.
 // The other two compute: each has 64 rows of one head (queries; keys in attention_backward_dkv) in its registers, and
 // multiplies them with the tiles as they come. While one of the two works on its softmax, the other one's products keep the
-// tensor cores busy, and the next tile is being loaded.
+// tensor cores busy, and its own, too: those of P with a tile are begun together with the first products of the next tile, and
+// waited for after the softmax of that. Meanwhile, the tile after it is being loaded.
 //
 // The tensor cores want the inner dimension of a tile contiguous. For query @ key^T that is how rows lie in memory; for
 // P @ value it is the other way, so the loading group writes such tiles transposed. P comes out of the registers of the product
@@ -19,7 +20,8 @@ static_assert(sizeof(element) == 4 && TF32 && HS == 64, "elsewhere, attention.cu
 
 constexpr int THREADS = 3 * GROUP;
 constexpr int ROWS = 2 * 64;  // of a block
-constexpr int STAGES = 2;     // tiles in shared memory: one worked on, one underway
+constexpr int STAGES = 3;     // sets of tiles in shared memory: two worked on, one underway
+constexpr int DKV_STAGES = 2; // one worked on: no room for more
 constexpr int LOADER_REGISTERS = 120, COMPUTE_REGISTERS = 192;
 
 // Barriers of stage s: its tiles are FULL + s loaded, EMPTY + s no longer needed; and one for each computing group.
@@ -192,54 +194,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
         float s[32], o[32] = {}, largest[2] = {-INFINITE, -INFINITE}, sum[2] = {0.0f, 0.0f};
         const float to_log2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
 
-        for (int i = 0; i < count; i++) {
-            const int stage = i % STAGES, start = 64 * i;
-            const float* here = tiles + stage * 2 * TILE;
-            barrier_wait(FULL + stage, THREADS);
-            if (start < group_row + 64) {  // else all of these keys come later
-                pin(s);
-                wgmma_fence();
-                begin_product_transposed(s, q, here);
-                wgmma_commit();
-                wgmma_wait<0>();
-                pin(s);
-                if (start == group_row) {  // the diagonal
-#pragma unroll
-                    for (int j = 0; j < 32; j++) {
-                        if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = -INFINITE;
-                    }
-                }
-                float biggest[2] = {largest[0], largest[1]};
-#pragma unroll
-                for (int j = 0; j < 32; j++) biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    biggest[k] = quad_max(biggest[k]);  // not -inf: key 0 is in the first tile, and never later
-                    const float shrink = power_of_2((largest[k] - biggest[k]) * to_log2);
-                    largest[k] = biggest[k];
-                    sum[k] *= shrink;
-#pragma unroll
-                    for (int n = 0; n < 8; n++) {
-                        o[4 * n + 2 * k] *= shrink;
-                        o[4 * n + 2 * k + 1] *= shrink;
-                    }
-                }
-                const float shift[2] = {largest[0] * to_log2, largest[1] * to_log2};
+        const int own = min(count, group_row / 64 + 1);  // the others are later than all queries of this group
+
+        float shrink[2];
+        const auto softmax = [&](int start) {  // s = exp(s - largest), which may have grown: what was summed up is to shrink
+            if (start == group_row) {          // the diagonal
 #pragma unroll
                 for (int j = 0; j < 32; j++) {
-                    s[j] = power_of_2(s[j] * to_log2 - shift[j % 4 / 2]);
-                    sum[j % 4 / 2] += s[j];
+                    if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = -INFINITE;
                 }
-                as_operand(p, s);
-                pin(o);
-                wgmma_fence();
-                begin_product(o, p, here + TILE);
-                wgmma_commit();
-                wgmma_wait<0>();
-                pin(o);
             }
-            if (i + STAGES < count) barrier_arrive(EMPTY + stage, THREADS);
+            float biggest[2] = {largest[0], largest[1]};
+#pragma unroll
+            for (int j = 0; j < 32; j++) biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                biggest[k] = quad_max(biggest[k]);  // not -inf: key 0 is in the first tile, and never later
+                shrink[k] = power_of_2((largest[k] - biggest[k]) * to_log2);
+                largest[k] = biggest[k];
+                sum[k] *= shrink[k];
+            }
+            const float shift[2] = {largest[0] * to_log2, largest[1] * to_log2};
+#pragma unroll
+            for (int j = 0; j < 32; j++) {
+                s[j] = power_of_2(s[j] * to_log2 - shift[j % 4 / 2]);
+                sum[j % 4 / 2] += s[j];
+            }
+        };
+
+        barrier_wait(FULL, THREADS);
+        wgmma_fence();
+        begin_product_transposed(s, q, tiles);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(s);
+        softmax(0);
+        as_operand(p, s);
+        for (int i = 1; i < own; i++) {
+            barrier_wait(FULL + i % STAGES, THREADS);
+            pin(s);
+            pin(o);
+            wgmma_fence();
+            begin_product_transposed(s, q, tiles + i % STAGES * 2 * TILE);
+            wgmma_commit();
+            begin_product(o, p, tiles + (i - 1) % STAGES * 2 * TILE + TILE);
+            wgmma_commit();
+            wgmma_wait<1>();
+            pin(s);
+            softmax(64 * i);
+            wgmma_wait<0>();
+            pin(o);
+            if (i - 1 + STAGES < count) barrier_arrive(EMPTY + (i - 1) % STAGES, THREADS);
+#pragma unroll
+            for (int j = 0; j < 32; j++) o[j] *= shrink[j % 4 / 2];
+            as_operand(p, s);
         }
+        pin(o);
+        wgmma_fence();
+        begin_product(o, p, tiles + (own - 1) % STAGES * 2 * TILE + TILE);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(o);
+        for (int i = own; i < count; i++) barrier_wait(FULL + i % STAGES, THREADS);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int r = row + 8 * k;
@@ -256,7 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
     }
 }
 
-// dquery, and D for the kernel below. Block (384); grid (NH, tiles of 128 queries, B). Shared memory: STAGES * 3 tiles and 1024 bytes.
+// dquery, and D for the kernel below. Block (384); grid (NH, tiles of 128 queries, B). Shared memory: STAGES * 3 + 2 tiles and 1024
+// bytes. For want of registers, the rows of dout are in shared memory here, one tile for each computing group.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery(float* dinp, float* D, float* partials, const float* dout, const float* inp, const float* out, const float* lse,
                           int T) {
@@ -289,9 +306,16 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
         const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
         const int64 rows = int64(b) * T * C + h * HS, head = (int64(b) * NH + h) * T;
-        uint32 q[8][4], d[8][4], p[8][4];
+        float* d = tiles + (STAGES * 3 + group) * TILE;
+        {
+            Load rows_of_dout;
+            fetch(rows_of_dout, dout + rows, group_row, T, C);
+            write(d, nullptr, rows_of_dout);
+        }
+        fence_for_wgmma();
+        barrier_wait(OWN + group, GROUP);
+        uint32 q[8][4], p[8][4];
         load_rows(q, query, group_row + 16 * warp, T, 3 * C);
-        load_rows(d, dout + rows, group_row + 16 * warp, T, C);
         float dot[2] = {0.0f, 0.0f}, log_sum[2] = {0.0f, 0.0f};  // D and lse of the thread's rows; zeros from T on, like their dout
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -310,42 +334,61 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
         }
 
         float s[32], dp[32], dq[32] = {};
-        for (int i = 0; i < count; i++) {
-            const int stage = i % STAGES, start = 64 * i;
-            const float* here = tiles + stage * 3 * TILE;
-            barrier_wait(FULL + stage, THREADS);
-            if (start < group_row + 64) {
-                pin(s);
-                pin(dp);
-                wgmma_fence();
-                begin_product_transposed(s, q, here);
-                wgmma_commit();
-                begin_product_transposed(dp, d, here + 2 * TILE);
-                wgmma_commit();
-                wgmma_wait<1>();
-                pin(s);
+        const int own = min(count, group_row / 64 + 1);
+        const auto weights = [&](int start) {  // s = P
 #pragma unroll
-                for (int j = 0; j < 32; j++) s[j] = power_of_2(s[j] * (LOG2E / 8.0f) - log_sum[j % 4 / 2]);
-                if (start == group_row) {  // the diagonal
+            for (int j = 0; j < 32; j++) s[j] = power_of_2(s[j] * (LOG2E / 8.0f) - log_sum[j % 4 / 2]);
+            if (start == group_row) {  // the diagonal
 #pragma unroll
-                    for (int j = 0; j < 32; j++) {
-                        if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = 0.0f;
-                    }
+                for (int j = 0; j < 32; j++) {
+                    if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = 0.0f;
                 }
-                wgmma_wait<0>();
-                pin(dp);
-#pragma unroll
-                for (int j = 0; j < 32; j++) s[j] *= dp[j] - dot[j % 4 / 2];
-                as_operand(p, s);
-                pin(dq);
-                wgmma_fence();
-                begin_product(dq, p, here + TILE);
-                wgmma_commit();
-                wgmma_wait<0>();
-                pin(dq);
             }
-            if (i + STAGES < count) barrier_arrive(EMPTY + stage, THREADS);
+        };
+
+        barrier_wait(FULL, THREADS);
+        wgmma_fence();
+        begin_product_transposed(s, q, tiles);
+        begin_product_transposed(dp, d, tiles + 2 * TILE);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(s);
+        pin(dp);
+        weights(0);
+#pragma unroll
+        for (int j = 0; j < 32; j++) s[j] *= dp[j] - dot[j % 4 / 2];
+        as_operand(p, s);
+        for (int i = 1; i < own; i++) {
+            barrier_wait(FULL + i % STAGES, THREADS);
+            pin(s);
+            pin(dp);
+            pin(dq);
+            wgmma_fence();
+            begin_product_transposed(s, q, tiles + i % STAGES * 3 * TILE);
+            wgmma_commit();
+            begin_product_transposed(dp, d, tiles + i % STAGES * 3 * TILE + 2 * TILE);
+            wgmma_commit();
+            begin_product(dq, p, tiles + (i - 1) % STAGES * 3 * TILE + TILE);
+            wgmma_commit();
+            wgmma_wait<2>();
+            pin(s);
+            weights(64 * i);
+            wgmma_wait<1>();
+            pin(dp);
+#pragma unroll
+            for (int j = 0; j < 32; j++) s[j] *= dp[j] - dot[j % 4 / 2];
+            wgmma_wait<0>();
+            pin(dq);
+            if (i - 1 + STAGES < count) barrier_arrive(EMPTY + (i - 1) % STAGES, THREADS);
+            as_operand(p, s);
         }
+        pin(dq);
+        wgmma_fence();
+        begin_product(dq, p, tiles + (own - 1) % STAGES * 3 * TILE + TILE);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(dq);
+        for (int i = own; i < count; i++) barrier_wait(FULL + i % STAGES, THREADS);
         store_rows(dinp + int64(b) * T * 3 * C + h * HS, sums[group][warp], dq, 1.0f / 8.0f, group_row + 16 * warp, T);
         barrier_wait(OWN + group, GROUP);
         const int c = threadIdx.x % GROUP;
@@ -356,12 +399,12 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
     }
 }
 
-// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid (NH, tiles of 128 keys, B). Shared memory: STAGES * 4 + 2 tiles
-// and 1024 bytes. For want of registers, the rows of key are in shared memory here, one tile for each computing group.
+// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid (NH, tiles of 128 keys, B). Shared memory: DKV_STAGES * 4 + 2 tiles
+// and 1024 bytes. The rows of key are in shared memory, too.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv(float* dinp, float* partials, const float* dout, const float* inp, const float* lse, const float* D, int T) {
     extern __shared__ float4 shared[];
-    __shared__ float sums[2][2][4][HS], statistics[STAGES][2][64];  // lse in units of log2, and D, of the passing queries
+    __shared__ float sums[2][2][4][HS], statistics[DKV_STAGES][2][64];  // lse in units of log2, and D, of the passing queries
     float* tiles = tiles_of(shared);  // of each stage: query, query across, dout, dout across
     const int h = blockIdx.x, b = blockIdx.z;
     const int first = blockIdx.y * ROWS;  // the first keys have the most queries
@@ -383,9 +426,9 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
         fetch(d, dhead, first, T, C);
         fetch_statistic(first);
         for (int i = 0; i < count; i++) {
-            const int stage = i % STAGES, next = first + 64 * (i + 1);
+            const int stage = i % DKV_STAGES, next = first + 64 * (i + 1);
             float* here = tiles + stage * 4 * TILE;
-            if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
+            if (i >= DKV_STAGES) barrier_wait(EMPTY + stage, THREADS);
             write(here, here + TILE, q);
             write(here + 2 * TILE, here + 3 * TILE, d);
             statistics[stage][threadIdx.x / 64][threadIdx.x % 64] = statistic;
@@ -399,7 +442,7 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
         take_registers<COMPUTE_REGISTERS>();
         const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
-        float* k = tiles + (STAGES * 4 + group) * TILE;
+        float* k = tiles + (DKV_STAGES * 4 + group) * TILE;
         {
             Load rows;
             fetch(rows, query + C, group_row, T, 3 * C);
@@ -412,7 +455,7 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
 
         float s[32], dp[32], dk[32] = {}, dv[32] = {};  // s, dp transposed: keys down, queries across
         for (int i = 0; i < count; i++) {
-            const int stage = i % STAGES, start = first + 64 * i;
+            const int stage = i % DKV_STAGES, start = first + 64 * i;
             const float* here = tiles + stage * 4 * TILE;
             barrier_wait(FULL + stage, THREADS);
             if (start >= group_row) {  // else all of these queries come earlier
@@ -452,7 +495,7 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
                 pin(dv);
                 pin(dk);
             }
-            if (i + STAGES < count) barrier_arrive(EMPTY + stage, THREADS);
+            if (i + DKV_STAGES < count) barrier_arrive(EMPTY + stage, THREADS);
         }
         float* dhead_inp = dinp + int64(b) * T * 3 * C + h * HS;
         store_rows(dhead_inp + C, sums[group][0][warp], dk, 1.0f / 8.0f, group_row + 16 * warp, T);
