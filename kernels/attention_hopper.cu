@@ -179,11 +179,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
             float* here = tiles + stage * 2 * TILE;
             if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
             write(here, nullptr, key);
+            fetch(key, query + C, 64 * (i + 1), T, 3 * C);
             write(nullptr, here + TILE, value);
+            fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
             fence_for_wgmma();
             barrier_arrive(FULL + stage, THREADS);
-            fetch(key, query + C, 64 * (i + 1), T, 3 * C);
-            fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
         }
     } else {
         take_registers<COMPUTE_REGISTERS>();
@@ -295,11 +295,11 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
             float* here = tiles + stage * 3 * TILE;
             if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
             write(here, here + TILE, key);
+            fetch(key, query + C, 64 * (i + 1), T, 3 * C);
             write(here + 2 * TILE, nullptr, value);
+            fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
             fence_for_wgmma();
             barrier_arrive(FULL + stage, THREADS);
-            fetch(key, query + C, 64 * (i + 1), T, 3 * C);
-            fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
         }
     } else {
         take_registers<COMPUTE_REGISTERS>();
@@ -430,13 +430,13 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
             float* here = tiles + stage * 4 * TILE;
             if (i >= DKV_STAGES) barrier_wait(EMPTY + stage, THREADS);
             write(here, here + TILE, q);
+            fetch(q, query, next, T, 3 * C);
             write(here + 2 * TILE, here + 3 * TILE, d);
+            fetch(d, dhead, next, T, C);
             statistics[stage][threadIdx.x / 64][threadIdx.x % 64] = statistic;
+            fetch_statistic(next);
             fence_for_wgmma();
             barrier_arrive(FULL + stage, THREADS);
-            fetch(q, query, next, T, 3 * C);
-            fetch(d, dhead, next, T, C);
-            fetch_statistic(next);
         }
     } else {
         take_registers<COMPUTE_REGISTERS>();
