@@ -1319,10 +1319,10 @@ def main():
     train_paths, val_paths = data_paths(settings)
     train_loader = DataLoader(train_paths, config.V, settings.B, settings.T, settings.spread)
     val_loader = DataLoader(val_paths, config.V, settings.B, settings.T)
-    resolve_steps(settings, train_loader, first_step)
     random = Random()
 
     print_changed_settings(settings)
+    resolve_steps(settings, train_loader, first_step)
     print_table(describe(settings, config, gpu, train_loader, val_loader))
     device = Device(gpu, config, settings.tf32, Cache())
     print(f"kernels: {device.compiled} compiled, {len(KERNELS) - device.compiled} from the cache")
