@@ -501,11 +501,15 @@ class Products:
         return {"products": {"on": self.identity, "algorithms": self.chosen}}
 
     def recall(self, notes):
-        """Use the algorithms of a checkpoint; returns False when they are another GPU's or library's."""
-        recorded = (notes or {}).get("products", {})
+        """Use the algorithms of a checkpoint; returns False when they are another GPU's or library's. Raises ValueError for notes
+        that are damaged."""
+        recorded = notes.get("products", {})
         if recorded.get("on") != self.identity:
             return False
-        self.known = dict(recorded["algorithms"])
+        for value in recorded["algorithms"].values():
+            if value not in ("direct", "transposed"):
+                np.array([(value,)], lt.matmul_algo_dtype)
+        self.known = recorded["algorithms"]
         return True
 
     def forward(self, name, out, inp, weight, bias, N, C, OC):
@@ -578,13 +582,14 @@ class Products:
             if self.runs(call, algorithm):
                 self.chosen[key] = self.known[key]
                 return algorithm
-        candidates = [candidate for candidate in self.propose(call.plan) if self.runs(call, candidate)]
+        proposals = self.propose(call.plan)[: CANDIDATES if self.searching else 1]
+        candidates = [candidate for candidate in proposals if self.runs(call, candidate)]
         if not candidates:
             raise UserError(f"cuBLASLt has no algorithm for a product of shape {key} on {self.identity}")
         if not self.searching:
             return candidates[0]
-        times = [self.time(call, candidate, 3) for candidate in candidates]
-        best = sorted(range(len(candidates)), key=times.__getitem__)[:4]  # once more, longer, for those in front
+        times = [self.time(call, candidate, 1) for candidate in candidates]
+        best = sorted(range(len(candidates)), key=times.__getitem__)[:6]  # once more, longer, for those in front
         fastest = min(best, key=lambda i: self.time(call, candidates[i], 9))
         self.chosen[key] = candidates[fastest]["data_"][0].tolist()
         self.searched += 1
@@ -1345,7 +1350,7 @@ def resume(model, params, step, train_loader, random):
         with open(marker) as f:
             notes = json.loads(f.read() or "{}")
         same = model.device.products.recall(notes)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
     if not same:
         found = notes.get("products", {}).get("on", "the CPU")

@@ -270,6 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
             }
         }
     }
+    __syncthreads();  // no group leaves while another still waits at a barrier that it has arrived at
 }
 
 // dquery, and D for the kernel below. Block (384); grid (NH, tiles of 128 queries, B). Shared memory: STAGES * 3 + 2 tiles and 1024
@@ -397,6 +398,7 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
             partials[tile * 3 * C + h * HS + c] = sums[group][0][c] + sums[group][1][c] + sums[group][2][c] + sums[group][3][c];
         }
     }
+    __syncthreads();  // no group leaves while another still waits at a barrier that it has arrived at
 }
 
 // dkey and dvalue; the rows are keys, and queries pass. Block (384); grid (NH, tiles of 128 keys, B). Shared memory: DKV_STAGES * 4 + 2 tiles
@@ -508,4 +510,5 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
             partials[tile * 3 * C + (1 + kind) * C + h * HS + c] = parts[0][c] + parts[1][c] + parts[2][c] + parts[3][c];
         }
     }
+    __syncthreads();  // no group leaves while another still waits at a barrier that it has arrived at
 }

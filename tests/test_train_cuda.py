@@ -212,8 +212,10 @@ def test_a_checkpoint_records_the_algorithms(gpu_workplace):
     (gpu_workplace / "run" / "DONE_00000009").write_text(cuda.json.dumps({"products": notes}))
     done = train(*RUN, "-x", 10, "-o", "run", "-n", 9, "-y", 1)
     assert "note: the checkpoint is from another GPU" in done.stderr
-    (gpu_workplace / "run" / "DONE_00000010").write_text("{")
-    assert_one_line_error(train(*RUN, "-x", 11, "-o", "run", "-n", 9, "-y", 1, check=False), "DONE_00000010", "remove")
+    notes["on"] = cuda.json.loads((gpu_workplace / "run" / "DONE_00000010").read_text())["products"]["on"]
+    for damaged in ("{", "[]", cuda.json.dumps({"products": {**notes, "algorithms": {"TN 96 48 32 bias tf32": [1, 2]}}})):
+        (gpu_workplace / "run" / "DONE_00000010").write_text(damaged)
+        assert_one_line_error(train(*RUN, "-x", 11, "-o", "run", "-n", 9, "-y", 1, check=False), "DONE_00000010", "remove")
 
 
 def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
