@@ -5,7 +5,8 @@
 // fast again (H200, (4096,768)^T @ (4096,3072) with TF32: 119 us as they are, 81 us, and 7 us to transpose the smaller).
 //
 // Bound by bytes: one element in, one out. A tile of 64 x 64 goes through shared memory, so that both are whole lines, 16 bytes a
-// thread. H200 (a copy: 4250 GB/s), (4096,768) / (16384,768): 2320 / 3360 GB/s. A row of the tile in shared memory is one element longer than it is wide: its columns lie in different banks.
+// thread. A row of the tile in shared memory is one element longer than it is wide: its columns lie in different banks. H200 (a
+// copy: 4250 GB/s), (4096,768) / (16384,768): 2320 / 3360 GB/s.
 
 #include "common.cuh"
 

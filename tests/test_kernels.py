@@ -152,7 +152,8 @@ def wide(*arrays):
 def test_encoder(device, B, T):
     maxT, V, C, Vp = device.config.maxT, device.config.V, device.config.C, device.config.Vp
     inp = np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
-    wte, wpe, dout, dwte, dwpe = random(Vp, C, seed=1), random(maxT, C, seed=2), random(B, T, C, seed=3), random(Vp, C, seed=4), random(maxT, C, seed=5)
+    wte, wpe, dout = random(Vp, C, seed=1), random(maxT, C, seed=2), random(B, T, C, seed=3)
+    dwte, dwpe = random(Vp, C, seed=4), random(maxT, C, seed=5)
     out = unwritten(B, T, C)
     cuda.encoder_forward(device, out, *on_gpu(inp, wte, wpe), B, T, C)
     expected = np.empty((B, T, C))
