@@ -178,8 +178,10 @@ def write_pair(directory, depth, vocabulary, B, T):
 def need(backend):
     """Skip the test where this backend cannot run."""
     if backend != "numpy":
+        import train_gpt2_cuda as cuda
+
         try:
-            __import__("train_gpt2_cuda").open_gpu()
+            cuda.open_gpu()
         except train_gpt2.UserError as error:
             pytest.skip(str(error))
         if not torch.cuda.is_available():

@@ -124,7 +124,7 @@ def get_device(gpu, config, tf32, tmp_path_factory, portable=False):
 
 
 def random(*shape, seed=0, spread=1.0):
-    """float32 normal numbers; a fresh seed for each run of the tests, which the failure message of pytest shows."""
+    """float32 normal numbers, others in each run of the tests."""
     rng = np.random.default_rng((seed, os.getpid()))
     return rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
 
