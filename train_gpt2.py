@@ -1588,6 +1588,24 @@ def go_back(marker):
     return f"remove {marker} to go on from the checkpoint before it"
 
 
+def read_start(settings, first_step):
+    """(config, params) that a run begins with: those of -e, or of the checkpoint of step first_step, if not None."""
+    if first_step is None:
+        config, params = read_model(settings.model)
+    else:
+        model_path, _, marker = checkpoint_paths(settings.output_dir, first_step)
+        config, params = read_model(model_path, mend=go_back(marker))
+    if settings.T > config.maxT:
+        raise UserError(f"{flag_of(settings, 'T')} {settings.T}: the model's longest sequence is {config.maxT}")
+    return config, params
+
+
+def open_data(settings, V):
+    """The loaders of the training and the validation data."""
+    train_paths, val_paths = data_paths(settings)
+    return DataLoader(train_paths, V, settings.B, settings.T, settings.spread), DataLoader(val_paths, V, settings.B, settings.T)
+
+
 def restore(settings, config, params, moments, step, loader, random):
     """Read the optimizer's state of a checkpoint; put loader and sampler where they were."""
     _, state, marker = checkpoint_paths(settings.output_dir, step)
@@ -1607,17 +1625,9 @@ def main():
     sys.stdout.reconfigure(line_buffering=True)
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's on overflow: train_step stops at a loss that is not finite
     first_step = find_checkpoint(settings)
-    if first_step is None:
-        config, params = read_model(settings.model)
-    else:
-        model_path, _, marker = checkpoint_paths(settings.output_dir, first_step)
-        config, params = read_model(model_path, mend=go_back(marker))
-    if settings.T > config.maxT:
-        raise UserError(f"{flag_of(settings, 'T')} {settings.T}: the model's longest sequence is {config.maxT}")
+    config, params = read_start(settings, first_step)
     tokenizer = load_tokenizer(settings.tokenizer, config.V)
-    train_paths, val_paths = data_paths(settings)
-    train_loader = DataLoader(train_paths, config.V, settings.B, settings.T, settings.spread)
-    val_loader = DataLoader(val_paths, config.V, settings.B, settings.T)
+    train_loader, val_loader = open_data(settings, config.V)
     random = Random()
 
     print_changed_settings(settings)

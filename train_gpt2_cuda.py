@@ -35,6 +35,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -45,7 +46,6 @@ import train_gpt2  # before NumPy: it tells OpenBLAS how to run
 import numpy as np
 
 from train_gpt2 import (
-    DataLoader,
     Interruption,
     Log,
     Progress,
@@ -57,21 +57,20 @@ from train_gpt2 import (
     check_tensor,
     checkpoint_paths,
     count_parameters,
-    data_paths,
     decay_spans,
     find_checkpoint,
-    flag_of,
     flat,
     generate,
     go_back,
     layer,
     learning_rate_at,
     load_tokenizer,
+    open_data,
     option,
     parameter_table,
     parse_settings,
     print_changed_settings,
-    read_model,
+    read_start,
     replacing,
     restore,
     resume_command,
@@ -247,7 +246,8 @@ def open_gpu():
         cp.cuda.runtime.memGetInfo()  # makes the context
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi; {instead}") from None
-    return SimpleNamespace(name=name, arch=architecture(*capability), sm_count=properties["multiProcessorCount"])
+    return SimpleNamespace(name=name, arch=architecture(*capability), sm_count=properties["multiProcessorCount"],
+                           shared=properties["sharedMemPerBlockOptin"])
 
 
 def architecture(major, minor):
@@ -264,7 +264,7 @@ class Cache:
     def __init__(self, path=None):
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.path = path or os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
-        self.temporary = None
+        self.temporary, self.lock = None, threading.Lock()  # kernels are compiled, and kept, by several threads
 
     def find(self, key, suffix):
         """(path, content) of the file that `key` (a text) stands for, or None."""
@@ -282,15 +282,16 @@ class Cache:
     def keep(self, key, suffix, content):
         """Write `content` and return its path."""
         name = f"{digest(key.encode())}-{digest(content)}{suffix}"
-        if self.temporary is None:
-            try:
-                os.makedirs(self.path, exist_ok=True)
-                return self.write(os.path.join(self.path, name), content)
-            except (OSError, UserError) as error:
-                self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
-                print(f"warning: {self.path}: cannot be written ({getattr(error, 'strerror', None) or error}); the next start"
-                      " compiles again. TRAIN_GPT2_CACHE=DIR names another place", file=sys.stderr)
-        return self.write(os.path.join(self.temporary.name, name), content)
+        with self.lock:
+            if self.temporary is None:
+                try:
+                    os.makedirs(self.path, exist_ok=True)
+                    return self.write(os.path.join(self.path, name), content)
+                except (OSError, UserError) as error:
+                    self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
+                    print(f"warning: {self.path}: cannot be written ({getattr(error, 'strerror', None) or error}); the next start"
+                          " compiles again. TRAIN_GPT2_CACHE=DIR names another place", file=sys.stderr)
+            return self.write(os.path.join(self.temporary.name, name), content)
 
     def write(self, path, content):
         for older in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), os.path.basename(path)[:33] + "*")):
@@ -405,7 +406,11 @@ class Device:
         self.stream = self.main = cp.cuda.Stream(non_blocking=True)
         self.side = cp.cuda.Stream(non_blocking=True)
         hopper = use_hopper(gpu.arch, config, tf32)
-        self.attention = attention_launches(config, tf32, hopper)
+        self.attention = attention_launches(config, tf32, gpu.arch)
+        needed = max(launch.shared for launch in self.attention.values()) + STATIC_SHARED
+        if needed > gpu.shared:
+            raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block, {gpu.name} has"
+                            f" {gpu.shared}: train this model with: python train_gpt2.py")
         paths, self.compiled = prepare_kernels(cache, gpu.arch, kernel_constants(config, tf32), hopper)
         self.functions = {}
         for file, names in KERNELS.items():
@@ -494,8 +499,9 @@ class Products:
 
     def save(self):
         """Keep what was found for the next start."""
-        if self.searched:
-            self.cache.keep(self.cache_key(), ".json", json.dumps({**self.known, **self.chosen}, indent=1).encode())
+        together = {**self.known, **self.chosen}
+        if together != self.known:
+            self.cache.keep(self.cache_key(), ".json", json.dumps(together, indent=1).encode())
 
     def notes(self):
         """What a checkpoint records."""
@@ -589,10 +595,13 @@ class Products:
             raise UserError(f"cuBLASLt has no algorithm for a product of shape {key} on {self.identity}")
         if not self.searching:
             return candidates[0]
-        times = [self.time(call, candidate, 1) for candidate in candidates]
+        def seconds(i, repeats):
+            return measure(self.device, lambda: self.run(call, candidates[i]), repeats)
+
+        times = [seconds(i, 1) for i in range(len(candidates))]
         best = sorted(range(len(candidates)), key=times.__getitem__)[:6]  # once more, longer, for those in front
-        repeats = 9 if times[best[0]] < 1.0 else 3
-        fastest = min(best, key=lambda i: self.time(call, candidates[i], repeats))
+        repeats = 9 if times[best[0]] < 1e-3 else 3
+        fastest = min(best, key=lambda i: seconds(i, repeats))
         self.chosen[key] = candidates[fastest]["data_"][0].tolist()
         self.searched += 1
         return candidates[fastest]
@@ -614,18 +623,6 @@ class Products:
         except lt.cuBLASLtError:
             return False
         return True
-
-    def time(self, call, algorithm, repeats):
-        """Median milliseconds of one call."""
-        times = []
-        for _ in range(repeats):
-            start, end = cp.cuda.Event(), cp.cuda.Event()
-            start.record(self.device.stream)
-            self.run(call, algorithm)
-            end.record(self.device.stream)
-            end.synchronize()
-            times.append(cp.cuda.get_elapsed_time(start, end))
-        return sorted(times)[repeats // 2]
 
 
 def set_attribute(target, attribute, value, of="desc"):
@@ -670,7 +667,8 @@ def sort_tokens(order, first, runs, inp):
 
 
 def row_warps(C):
-    return blocks(C, 1024)  # as in layernorm.cu
+    """Warps that share a row of C elements, as in layernorm.cu."""
+    return 1 if C <= 1024 else 2 if C <= 2048 else 4 if C <= 4096 else 8
 
 
 def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, weight, bias, B, T, C):
@@ -721,16 +719,17 @@ def transpose(device, out, inp, rows, columns):
     device.launch("transpose", (blocks(columns, 64), blocks(rows, 64)), (256,), out, inp, rows, columns, bytes=2 * size_of(inp))
 
 
+STATIC_SHARED = 5 << 10  # bytes that attention's kernels declare themselves, at most
 ATTENTION_ROWS = 64  # whose sums attention_backward leaves in one row
 
 
-def attention_launches(config, tf32, hopper):
+def attention_launches(config, tf32, arch):
     """kernel -> rows of a block, threads of a block and bytes of shared memory, as in attention.cu or attention_hopper.cu."""
-    if hopper:
+    if use_hopper(arch, config, tf32):
         tiles = {"attention_forward": 3 * 2, "attention_backward_dquery": 3 * 3 + 2, "attention_backward_dkv": 2 * 4 + 2}
         return {name: SimpleNamespace(rows=128, threads=384, shared=count * 64 * 64 * 4 + 1024) for name, count in tiles.items()}
     HS = config.C // config.NH
-    passing = 64 if HS <= 64 else 32
+    passing = 64 if HS <= 64 and arch != "sm_75" else 32
     shared = 4 * (4 * passing * blocks(HS, 32) * 32 + 4 * passing)
     rows = {"attention_forward": 128 if HS <= 64 and tf32 else 64, "attention_backward_dquery": 64, "attention_backward_dkv": 64}
     return {name: SimpleNamespace(rows=count, threads=128, shared=shared) for name, count in rows.items()}
@@ -1215,7 +1214,7 @@ def profile(model, steps):
 
 
 def measure(device, call, repeats=5):
-    """Median seconds of call()."""
+    """Median seconds of call(), which runs once more before that."""
     times = []
     for _ in range(repeats + 1):
         start, end = cp.cuda.Event(), cp.cuda.Event()
@@ -1306,15 +1305,9 @@ def main():
     first_step = find_checkpoint(settings)
     gpu = open_gpu()
     loading = time.perf_counter()
-    if first_step is None:
-        config, params = read_model(settings.model)
-    else:
-        model_path, _, marker = checkpoint_paths(settings.output_dir, first_step)
-        config, params = read_model(model_path, mend=go_back(marker))
+    config, params = read_start(settings, first_step)
     loading = time.perf_counter() - loading
     check_sizes(config)
-    if settings.T > config.maxT:
-        raise UserError(f"{flag_of(settings, 'T')} {settings.T}: the model's longest sequence is {config.maxT}")
     if settings.compare:
         return 0 if check(Device(gpu, config, settings.tf32, Cache()), config, params, settings) else 1
     if settings.profile:
@@ -1323,9 +1316,7 @@ def main():
         return profile(model, settings.profile)
 
     tokenizer = load_tokenizer(settings.tokenizer, config.V)
-    train_paths, val_paths = data_paths(settings)
-    train_loader = DataLoader(train_paths, config.V, settings.B, settings.T, settings.spread)
-    val_loader = DataLoader(val_paths, config.V, settings.B, settings.T)
+    train_loader, val_loader = open_data(settings, config.V)
     random = Random()
 
     print_changed_settings(settings)

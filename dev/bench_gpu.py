@@ -92,7 +92,9 @@ def bench_pytorch(name, B, tf32):
     making = time.perf_counter() - making
     model = to_reference(GPT2_124M, params, flash=True).cuda()
     optimizer = adamw(model, ADAMW, fused=True)
-    step_model = {"eager": lambda m: m, "compile": torch.compile, "reduce-overhead": lambda m: torch.compile(m, mode="reduce-overhead")}[name](model)
+    compiled = {"eager": lambda: model, "compile": lambda: torch.compile(model),
+                "reduce-overhead": lambda: torch.compile(model, mode="reduce-overhead")}
+    step_model = compiled[name]()
     x, y = (torch.from_numpy(ids).long().cuda() for ids in random_batch(B))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -153,8 +155,9 @@ def measure():
 
 def run_worker(name, B, tf32, cache):
     with tempfile.TemporaryFile("w+") as errors:
-        done = subprocess.run([sys.executable, __file__, "--worker", name, str(B), str(tf32)], stdout=subprocess.PIPE, stderr=errors, text=True,
-                              env={**os.environ, "TRAIN_GPT2_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, f"{name}{B}{tf32}")})
+        command = [sys.executable, __file__, "--worker", name, str(B), str(tf32)]
+        caches = {"TRAIN_GPT2_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, f"{name}{B}{tf32}")}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **caches})
         try:
             return json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError):
@@ -171,7 +174,8 @@ def make_table(results):
             continue
         first = f"{r['first']:.1f} s" if name != "ours" else f"{r['cold']:.1f} s, warm {r['first']:.1f} s"
         share = f"{r['floor'] / r['ms']:.0%}" if "floor" in r else ""
-        lines.append(f"{start} {r['ms']:.2f} | {B * T / r['ms'] * 1000:.0f} | {first} | {r['memory'] / 2**30:.2f} GiB | {r['used'] / 2**30:.2f} GiB | {share} |")
+        lines.append(f"{start} {r['ms']:.2f} | {B * T / r['ms'] * 1000:.0f} | {first} | {r['memory'] / 2**30:.2f} GiB"
+                     f" | {r['used'] / 2**30:.2f} GiB | {share} |")
     return lines
 
 

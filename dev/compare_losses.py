@@ -70,7 +70,8 @@ def main():
     written, best = (np.array(run_pytorch(args, len(ours), best)) for best in (False, True))
 
     apart, off = np.abs(written - best), np.minimum(np.abs(ours - written), np.abs(ours - best))
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.e}, B={args.b} T={args.t}, {'TF32' if args.tf32 else 'float32'} products")
+    products = "TF32" if args.tf32 else "float32"
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.e}, B={args.b} T={args.t}, {products} products")
     print(f"{'step':>4} {'ours':>10} {'PyTorch':>10} {'float32':>12} {'PyTorch apart':>14} {'ours off':>10}")
     for i in [*range(0, len(ours), 8), len(ours) - 1]:
         print(f"{i + 1:>4} {ours[i]:>10.6f} {written[i]:>10.6f} {best[i]:>12.6f} {apart[i]:>14.6f} {off[i]:>10.6f}")

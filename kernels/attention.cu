@@ -27,7 +27,7 @@ static_assert(HS % 16 == 0 && HS <= 128, "head size: a multiple of 16 (two produ
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int HEAD_TILES = HS / 8;
-constexpr int PASSING = HS <= 64 ? 64 : 32;       // rows of a passing tile
+constexpr int PASSING = HS <= 64 && __CUDA_ARCH__ >= 800 ? 64 : 32;  // rows of a passing tile; sm_75 has 64 KB of shared memory
 constexpr int PASSING_TILES = PASSING / 8;
 constexpr int MROWS = HS <= 64 && TF32 ? 2 : 1;   // forward: tiles of 16 queries of a warp, as registers allow
 constexpr int QUERIES = WARPS * 16 * MROWS;       // forward: rows of a block
@@ -130,16 +130,6 @@ __device__ inline void product(TileD (&d)[M][HEAD_TILES], const TileD (&p)[M][PA
 // Columns 8n + 4t .. 8n + 4t + 3 (n even) of row g (i = 0) or g + 8 (i = 1) of a result of `product`.
 __device__ inline float4 columns_of(const TileD (&d)[HEAD_TILES], int n, int i) {
     return {d[n][2 * i], d[n + 1][2 * i], d[n][2 * i + 1], d[n + 1][2 * i + 1]};
-}
-
-// The sum, or the largest, over the 4 lanes that share a row of a D tile.
-__device__ inline float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-__device__ inline float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
 // Write 16 rows of a gradient of one head, times `factor`, and their column sums to sums[warp].

@@ -27,7 +27,6 @@ constexpr int LOADER_REGISTERS = 120, COMPUTE_REGISTERS = 192;
 // Barriers of stage s: its tiles are FULL + s loaded, EMPTY + s no longer needed; and one for each computing group.
 constexpr int FULL = 1, EMPTY = FULL + STAGES, OWN = EMPTY + STAGES;
 
-__device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }  // to nearest; the tensor core drops the low 13 bits
 __device__ inline float round_tf32(float x) { return __uint_as_float(tf32(x)); }
 
 // Where column c of a transposed tile is stored: of every 8, the even ones first.
@@ -126,15 +125,6 @@ __device__ inline void as_operand(uint32 (&a)[8][4], const float (&d)[32]) {
 __device__ inline float power_of_2(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
-}
-
-__device__ inline float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-__device__ inline float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
 // Write a warp's 16 rows of a gradient of one head, times `factor`, and their column sums.

@@ -72,6 +72,9 @@ __device__ inline void store(element* at, const Floats& values) {
     *reinterpret_cast<int4*>(at) = bytes;
 }
 
+// The bits of x rounded to TF32 (to nearest, ties away from 0); a tensor core ignores the low 13.
+__device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
+
 // out = or += value, for the gradients of the second and later batches of one update.
 __device__ inline void put(element* out, float value, int accumulate) {
     from_float(*out, accumulate ? to_float(*out) + value : value);
@@ -90,6 +93,16 @@ __device__ inline float warp_max(float x) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
     return x;
+}
+
+// The sum, or the largest, over the 4 lanes that share a row of a tensor core's tile.
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
 // The sum over WARPS consecutive warps of the block, the first a multiple of WARPS. All threads of the block take part.

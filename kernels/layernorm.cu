@@ -11,13 +11,13 @@
 // that was added to this residual stream by the projection before: the third column sum costs nothing here, a pass of
 // its own there. Each block adds up its rows in order, column_sums.cu adds up the blocks.
 //
-// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's (two warps' for
-// C > 1024), and stays in registers from the first read to the last write. H200 (a copy: 4250 GB/s), B=4 / B=16, T=1024: forward
+// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's (two, four
+// or eight warps' for C beyond 1024, 2048 and 4096), and stays in registers from the first read to the last write. H200 (a copy: 4250 GB/s), B=4 / B=16, T=1024: forward
 // 3530 / 3780 GB/s, backward 2540 / 3530.
 
 #include "common.cuh"
 
-constexpr int ROW_WARPS = (C + 1023) / 1024;
+constexpr int ROW_WARPS = C <= 1024 ? 1 : C <= 2048 ? 2 : C <= 4096 ? 4 : 8;
 constexpr int ROW_THREADS = 32 * ROW_WARPS;
 constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // of one thread
 constexpr int THREADS = 256;

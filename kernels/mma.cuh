@@ -21,9 +21,6 @@ typedef float TileD[4];
 
 #if __CUDA_ARCH__ >= 800
 
-// The bits of x rounded to TF32 (to nearest, ties away from 0); the tensor core ignores the low 13.
-__device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
-
 // What rounding to TF32 left of x.
 __device__ inline float tf32_rest(float x, uint32 rounded) { return x - __uint_as_float(rounded & 0xffffe000); }
 

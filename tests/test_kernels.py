@@ -39,6 +39,22 @@ def test_kernels_compile_with_no_gpu(arch):
                     assert b".text." + kernel.encode() in cubin
 
 
+@pytest.mark.parametrize("C", (2560, 4096, 5120, 8192))
+def test_wide_models_compile(C):
+    pytest.importorskip("cuda.core")
+    constants = cuda.kernel_constants(Config(1024, 131, 1, C // 64, C, 256), 1)
+    assert cuda.compile_kernels("layernorm", "sm_80", constants)[:4] == b"\x7fELF"
+    assert 256 % (32 * cuda.row_warps(C)) == 0
+
+
+def test_attention_fits_into_the_shared_memory_of_every_gpu():
+    """A block may have 64 KB before sm_80, 99 KB on sm_86 and sm_89, 227 KB on Hopper."""
+    for arch, limit in (("sm_75", 64 << 10), ("sm_86", 99 << 10), ("sm_90a", 227 << 10)):
+        for heads in (1, 2, 4):
+            launches = cuda.attention_launches(Config(1024, 131, 1, heads, 64 * heads, 256), 1, arch)
+            assert max(launch.shared for launch in launches.values()) + cuda.STATIC_SHARED <= limit
+
+
 def test_an_error_in_a_kernel_names_file_and_line(tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     (tmp_path / "gelu.cu").write_text("// one\n// two\n__device__ int broken() { return 1 + ; }\n")
