@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
         wgmma_commit();
         wgmma_wait<0>();
         pin(o);
-        for (int i = own; i < count; i++) barrier_wait(FULL + i % STAGES, THREADS);  // tiles for the other group only
+        for (int i = own; i < count; i++) barrier_arrive(FULL + i % STAGES, THREADS);  // tiles for the other group only
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int r = row + 8 * k;
@@ -379,7 +379,7 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
         wgmma_commit();
         wgmma_wait<0>();
         pin(dq);
-        for (int i = own; i < count; i++) barrier_wait(FULL + i % STAGES, THREADS);  // tiles for the other group only
+        for (int i = own; i < count; i++) barrier_arrive(FULL + i % STAGES, THREADS);  // tiles for the other group only
         store_rows(dinp + int64(b) * T * 3 * C + h * HS, sums[group][warp], dq, 1.0f / 8.0f, group_row + 16 * warp, T);
         barrier_wait(OWN + group, GROUP);
         const int c = threadIdx.x % GROUP;

@@ -1,17 +1,23 @@
-// Hopper's asynchronous tensor cores (wgmma) and warpgroup barriers, sm_90a. PTX ISA, "Asynchronous Warpgroup Level Matrix
-// Multiply-Accumulate Instructions". A warpgroup is 4 consecutive warps, the first a multiple of 4.
+// Hopper's asynchronous tensor cores (wgmma), tensor memory accelerator (TMA) and barriers, sm_90a. PTX ISA, "Asynchronous
+// Warpgroup Level Matrix Multiply-Accumulate Instructions", "cp.async.bulk.tensor", "mbarrier". A warpgroup is 4 consecutive
+// warps, the first a multiple of 4.
 //
-// D (64,64) += A (64,8) @ B (8,64) in TF32. A and D are in registers, warp w of the group has rows 16w .. 16w + 15, laid out as
-// in mma.cuh: a[4] as its TileA, d[32] as 8 of its TileD side by side. B is read from shared memory and must have its inner
-// dimension contiguous there: a tile of 64 rows (the columns of B) by 64 floats (8 instructions' worth of its rows), as two
-// halves of 32 floats; a row of a half is 128 bytes, and its 16-byte units are permuted: unit u of row r is at u ^ r % 8.
+// D (64,n) += A (64,k) @ B (k,n), D in float32. A and D are in registers, warp w of the group has rows 16w .. 16w + 15; of those,
+// lane 4g + t has rows g and g + 8:  d[4j], d[4j+1] are (g, 8j + 2t), (g, 8j + 2t + 1), and d[4j+2], d[4j+3] the same of row g + 8.
+// Tiles in shared memory have rows of 128 bytes, whose 16-byte units are permuted: unit u of row r is at u ^ r % 8; every 8 rows
+// are 1024 bytes, and a tile starts at a multiple of that. This is how TMA writes with its 128-byte swizzle.
+//
+// TF32, k = 8: of A, a[4] are (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4). B must have k contiguous in shared memory: a tile
+// of 64 rows (n) by 64 floats (8 times k), as two halves of 32 floats.
+// bfloat16, k = 16: of A, a[4] are pairs: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8). B is a tile of rows of 64 elements and
+// may have k contiguous (each row one n) or n contiguous (each row one k): `across`.
 
 #pragma once
 
 #include "common.cuh"
 
 constexpr int GROUP = 128;        // threads of a warpgroup
-constexpr int TILE = 64 * 64;     // floats of one tile; it must start at a multiple of 1024 bytes
+constexpr int TILE = 64 * 64;     // elements of 64 rows of a tile
 
 // Which warpgroup of the block this thread is in; from one lane's register, so that the compiler knows it is one for all lanes.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / GROUP, 0); }
@@ -21,7 +27,7 @@ __device__ inline int place(int r, int c) { return c / 32 * (TILE / 2) + r * 32 
 
 // What the tensor core is told of a tile: its address in units of 16 bytes, 1024 bytes from one 8 rows to the next, and the
 // permutation. That of its k-th 8 floats is `part(k)` units on.
-__device__ inline unsigned long long describe(const float* tile) {
+__device__ inline unsigned long long describe(const void* tile) {
     return __cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 __device__ constexpr int part(int k) { return k / 4 * (TILE / 2 * 4 / 16) + k % 4 * 2; }
@@ -34,26 +40,31 @@ template <int PENDING>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
 // Keeps the compiler from moving reads or writes of d across this place.
-__device__ inline void pin(float (&d)[32]) {
+template <int N>
+__device__ inline void pin(float (&d)[N]) {
 #pragma unroll
-    for (int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define WGMMA_D                                                                       \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
-    "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-#define WGMMA_D_REGISTERS                                                                                                        \
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),        \
-        "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),       \
-        "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),       \
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define D32 D16(0), D16(16)
+#define D64 D32, D16(32), D16(48)
+#define NAMES32                                                                         \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "  \
+    "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES64                                                                               \
+    NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#if !BFLOAT16
 
 // d = a @ b, or d += a @ b if `accumulate`.
 __device__ inline void wgmma(float (&d)[32], const uint32 (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 " WGMMA_D "{%32, %33, %34, %35}, %36, p, 1, 1; }\n"
-        : WGMMA_D_REGISTERS
+        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 " "{" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1; }\n"
+        : D32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
@@ -61,10 +72,71 @@ __device__ inline void wgmma(float (&d)[32], const uint32 (&a)[4], unsigned long
 __device__ inline void wgmma(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 " WGMMA_D "%32, %33, p, 1, 1; }\n"
-        : WGMMA_D_REGISTERS
+        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 " "{" NAMES32 "}, %32, %33, p, 1, 1; }\n"
+        : D32
         : "l"(a), "l"(b), "r"(accumulate));
 }
+
+#else
+
+// d = a @ b, or d += a @ b if `accumulate`; ACROSS: b has n contiguous.
+template <int ACROSS>
+__device__ inline void wgmma(float (&d)[32], const uint32 (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }\n"
+        : D32
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
+}
+template <int ACROSS>
+__device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }\n"
+        : D64
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
+}
+
+// A barrier in shared memory. Its phase ends when all arrivals that it was made for have come, and all bytes announced to it.
+typedef unsigned long long Barrier;
+
+// What the CPU made with cuTensorMapEncodeTiled: where a tensor lies and how tiles are cut out of it. A kernel's argument.
+struct alignas(64) TensorMap {
+    char opaque[128];
+};
+
+__device__ inline uint32 shared_address(const void* p) { return __cvta_generic_to_shared(p); }
+
+// By one thread; the others may use the barriers after fence_barriers() by that thread and __syncthreads().
+__device__ inline void barrier_make(Barrier* b, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+__device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void barrier_arrive(Barrier* b) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+// Arrive, and announce that so many bytes are on their way.
+__device__ inline void barrier_expect(Barrier* b, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+// Wait for the end of a phase; `parity` is 0 for the first one, 1 for the second, 0 for the third ...
+__device__ inline void barrier_wait(Barrier* b, int parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra again; }\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
+}
+
+// Begin to copy a box of a (B,T,columns) tensor, from (b, row, column) on, to shared memory; beyond the tensor there are zeros. `b`
+// is told of the bytes that have landed.
+__device__ inline void load_box(void* to, const TensorMap* map, Barrier* b, int column, int row, int batch) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+                     shared_address(to)),
+                 "l"(map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(b))
+                 : "memory");
+}
+
+#endif
 
 // Shared memory written by ordinary stores is about to be read by wgmma: in each writing thread, before the barrier.
 __device__ inline void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
