@@ -30,6 +30,8 @@ from export_weights import ADAMW, VOCABULARIES, collect_gradients, make_debug_st
 from train_gpt2 import (
     GPT2,
     Settings,
+    bf16_bits,
+    bf16_to_float32,
     check_tensor,
     flat,
     read_debug_state,
@@ -44,16 +46,18 @@ from train_gpt2 import (
 # three runs on the debug state's batch; each returns {row name: array}
 
 
-def run_reference(config, params, x, y, steps, settings, dtype, where="cpu"):
-    """PyTorch in the given dtype, on the CPU or a GPU."""
+def run_reference(config, params, x, y, steps, settings, dtype, where="cpu", autocast=False):
+    """PyTorch in the given dtype, on the CPU or a GPU; autocast: in bfloat16 where PyTorch finds that safe."""
     model, rows = to_reference(config, params, dtype=dtype).to(where), {}
+    wide = torch.promote_types(dtype, torch.float32)  # NumPy has no bfloat16
 
     def capture(logits, loss):
-        rows["logits"], rows["loss"] = logits.detach().cpu().numpy(), np.array(loss.item())
-        grads = collect_gradients(config, model, str(dtype).removeprefix("torch."))
+        rows["logits"], rows["loss"] = logits.detach().to("cpu", wide).numpy(), np.array(loss.item())
+        grads = collect_gradients(config, model, str(wide).removeprefix("torch."))
         rows.update({f"d{name}": getattr(grads, name) for name in grads.table})
 
-    losses = overfit(model, *(torch.from_numpy(ids).long().to(where) for ids in (x, y)), steps, settings, capture=capture)
+    losses = overfit(model, *(torch.from_numpy(ids).long().to(where) for ids in (x, y)), steps, settings, capture=capture,
+                     autocast=functools.partial(torch.autocast, where, torch.bfloat16, enabled=autocast))
     return {**rows, "losses": np.array(losses)}
 
 
@@ -83,17 +87,18 @@ def run_numpy(config, params, x, y, steps, settings):
     return {**rows, "losses": np.array(losses), "params": flat(params)}
 
 
-def run_cuda(config, params, x, y, steps, settings, tf32):
+def run_cuda(config, params, x, y, steps, settings, dtype="float32", tf32=1, arch="native"):
     """train_gpt2_cuda.py; the last row is the weights after the last step."""
     import train_gpt2_cuda as cuda
 
-    settings = cuda.CudaSettings(B=x.shape[0], T=x.shape[1], steps=steps, tf32=tf32, **settings)
+    gpu = cuda.open_gpu(arch)
+    settings = cuda.settle(cuda.CudaSettings(B=x.shape[0], T=x.shape[1], steps=steps, dtype=dtype, tf32=tf32, **settings), gpu.arch)
     with contextlib.redirect_stdout(io.StringIO()):  # its report of allocations
-        device = cuda.Device(cuda.open_gpu(), config, tf32, cuda.Cache())
+        device = cuda.Device(gpu, config, settings.precision, cuda.Cache())
         model = cuda.GPT2(device, config, params, settings)
         model.prepare()
     model.forward(x, y)
-    rows, losses = {"logits": model.shape(*x.shape).classifier.logits[..., : config.V].get()}, []
+    rows, losses = {"logits": cuda.to_float32(model.shape(*x.shape).classifier.logits[..., : config.V])}, []
     for step in range(steps):
         losses.append(model.end_step(model.begin_step([(x, y)], settings.learning_rate))[0])
         if step == 0:
@@ -103,7 +108,13 @@ def run_cuda(config, params, x, y, steps, settings, tf32):
     return {**rows, "losses": np.array(losses), "params": flat(model.to_host(model.params))}
 
 
-BACKENDS = {"numpy": run_numpy, "cuda": functools.partial(run_cuda, tf32=0), "cuda-tf32": functools.partial(run_cuda, tf32=1)}
+BACKENDS = {
+    "numpy": run_numpy,
+    "cuda": functools.partial(run_cuda, tf32=0),
+    "cuda-tf32": run_cuda,
+    "cuda-bf16": functools.partial(run_cuda, dtype="bfloat16"),
+    "cuda-bf16-sm_80": functools.partial(run_cuda, dtype="bfloat16", arch="sm_80"),
+}
 
 
 def reorder_channels(config, params, seed):
@@ -122,9 +133,10 @@ def reorder_channels(config, params, seed):
 # the ladder
 
 
-def own_error(recorded, exact):
-    """The largest error of a float32 result, and at least half a unit in the last place: no float32 comes closer."""
-    return max(float(np.abs(recorded - exact).max()), float(np.abs(exact).max()) * 2.0**-24)
+def own_error(recorded, exact, bits):
+    """The largest error of a result, and at least half a unit in the last place of a type with so many significant bits: nothing
+    that is stored in it comes closer."""
+    return max(float(np.abs(recorded - exact).max()), float(np.abs(exact).max()) * 2.0**-bits)
 
 
 def climb(model_path, state_path, backend="numpy"):
@@ -140,22 +152,31 @@ def climb(model_path, state_path, backend="numpy"):
     torch.backends.cuda.matmul.allow_tf32 = backend == "cuda-tf32"
     where = "cpu" if backend == "numpy" else "cuda"
 
-    def reference(params, dtype):
-        return run_reference(config, params, x, y, steps, settings, dtype, where)
+    if "bf16" in backend:  # all start from weights that bfloat16 has
+        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
 
-    exact = reference(params, torch.float64)
-    recorded = run_recorded(state) if backend == "numpy" else reference(params, torch.float32)
-    got = BACKENDS[backend](config, params, x, y, steps, settings)
-    errors, okay = {}, True
+    def reference(params, dtype, autocast=False):
+        return run_reference(config, params, x, y, steps, settings, dtype, where, autocast)
+
+    exact, okay = reference(params, torch.float64), True
+    models = [params, *(reorder_channels(config, params, seed) for seed in range(3))]
+    rivals = [{}, {"dtype": torch.bfloat16}] if "bf16" in backend else [{}]
+    own = []  # {row: error} of each rival
+    for rival in rivals:
+        options = {"dtype": torch.float32, "autocast": "bf16" in backend, **rival}
+        runs = [reference(model, **options) for model in (models if backend != "numpy" else models[1:])]
+        if backend == "numpy":
+            runs = [run_recorded(state), *runs]
+        errors = {name: own_error(runs[0][name], tensor, 9 if "bf16" in backend and name != "loss" else 24) for name, tensor in exact.items()}
+        errors["losses"] = max(own_error(run["losses"], exact["losses"], 24) for run in runs)
+        own.append(errors)
     for name, tensor in exact.items():
-        errors[name] = own_error(recorded[name], tensor)
-        if backend == "numpy" and not errors[name] <= 1e-4 * np.abs(tensor).max():
-            print(f"{name:<12} the debug state itself is off by {errors[name]:.3e}: was it computed in float32, from these very"
+        if backend == "numpy" and not own[0][name] <= 1e-4 * np.abs(tensor).max():
+            print(f"{name:<12} the debug state itself is off by {own[0][name]:.3e}: was it computed in float32, from these very"
                   " weights and not their bfloat16 copy?  FAIL")
             okay = False
-    for seed in range(3):
-        reordered = reference(reorder_channels(config, params, seed), torch.float32)
-        errors["losses"] = max(errors["losses"], own_error(reordered["losses"], exact["losses"]))
+    errors = {name: min(rival[name] for rival in own) for name in exact}
+    got = BACKENDS[backend](config, params, x, y, steps, settings)
     for name, tensor in exact.items():
         okay &= check_tensor(name, got[name], tensor, 2.0 * errors[name])
     again = BACKENDS[backend](config, params, x, y, steps, settings)
@@ -181,7 +202,7 @@ def need(backend):
         import train_gpt2_cuda as cuda
 
         try:
-            cuda.open_gpu()
+            cuda.settle(cuda.CudaSettings(dtype="bfloat16" if "bf16" in backend else "float32"), cuda.open_gpu().arch)
         except train_gpt2.UserError as error:
             pytest.skip(str(error))
         if not torch.cuda.is_available():
@@ -203,8 +224,9 @@ def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("B", (64, 96))
-def test_indices_beyond_32_bits(B):
+def test_indices_beyond_32_bits(B, dtype):
     """One forward and backward pass where B*T*Vp passes 2^31 (B=64) and 2^32 (B=96): of a batch of B equal rows, every row's
     loss is the same to the bit, and the gradients are those of one row."""
     need("cuda")
@@ -212,10 +234,12 @@ def test_indices_beyond_32_bits(B):
 
     T, (config, params) = 1024, random_model(12, VOCABULARIES["gpt2"])
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
-    device, results = cuda.Device(cuda.open_gpu(), config, 1, cuda.Cache()), []
+    precision = cuda.Precision(dtype)
+    device, results = cuda.Device(cuda.open_gpu(), config, precision, cuda.Cache()), []
     for rows in (B, 1):
         try:
-            model = cuda.GPT2(device, config, params, cuda.CudaSettings(B=rows, T=T))
+            settings = cuda.settle(cuda.CudaSettings(B=rows, T=T, dtype=dtype), device.gpu.arch)
+            model = cuda.GPT2(device, config, params, settings)
         except train_gpt2.UserError as error:
             pytest.skip(str(error))
         model.stage(model.staged[0], [(np.tile(tokens[:-1], (rows, 1)), np.tile(tokens[1:], (rows, 1)))], 0.0)
@@ -229,7 +253,7 @@ def test_indices_beyond_32_bits(B):
     assert np.isfinite(losses).all() and (losses == losses[0]).all()
     for name in grads.table:
         reference = getattr(expected, name)
-        assert check_tensor(f"d{name}", getattr(grads, name), reference, 5e-3 * float(np.abs(reference).max()))
+        assert check_tensor(f"d{name}", getattr(grads, name), reference, (5e-2 if precision.bf16 else 5e-3) * float(np.abs(reference).max()))
 
 
 def run_here(monkeypatch, capsys, paths):

@@ -255,6 +255,11 @@ class Row(NamedTuple):
     shape: tuple
     dtype: str = "float32"
 
+    @property
+    def stored_as(self):
+        """NumPy has no bfloat16: such a tensor is an array of its bits."""
+        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+
 
 MATRICES = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")  # what weight decay applies to by default
 
@@ -333,7 +338,7 @@ def table_elements(table):
 
 def row_bytes(row, align=1):
     """The bytes of one tensor, and what it takes to the next multiple of `align`."""
-    return -(-math.prod(row.shape) * np.dtype(row.dtype).itemsize // align) * align
+    return -(-math.prod(row.shape) * row.stored_as.itemsize // align) * align
 
 
 def table_bytes(table, align=1):
@@ -349,7 +354,7 @@ def views(table, buffer, align=1):
     there; nothing is allocated."""
     tensors, offset = {}, 0
     for name, row in table.items():
-        tensors[name] = buffer[offset : offset + row_bytes(row)].view(row.dtype).reshape(row.shape)
+        tensors[name] = buffer[offset : offset + row_bytes(row)].view(row.stored_as).reshape(row.shape)
         offset += row_bytes(row, align)
     return Tensors(table=table, buffer=buffer[:offset], **tensors)
 
@@ -363,8 +368,8 @@ def allocate(table, xp=np):
 
 
 def flat(tensors):
-    """The whole buffer as one float32 vector: what the optimizer and the files work on."""
-    return tensors.buffer.view(np.float32)
+    """The whole buffer of a table with one dtype as one vector: what the optimizer and the files work on."""
+    return tensors.buffer.view(next(iter(tensors.table.values())).stored_as)
 
 
 def count_parameters(config):
@@ -774,16 +779,16 @@ class Progress(NamedTuple):
     batch: tuple  # (B, T, spread), which the place in the data depends on; (0, 0, 0) in a file of llm.c's
 
 
-def write_optimizer_state(path, moments, progress):
-    """Write m and v with Vp rows for wte, and where the run stands."""
-    header = make_header(OPTIMIZER_MAGIC, 1, 1)
+def write_optimizer_state(path, moments, progress, master=None):
+    """Write m and v with Vp rows for wte, where the run stands, and the master weights, if not None."""
+    header = make_header(OPTIMIZER_MAGIC, 1, 1, 0, int(master is not None))
     header[10] = progress.step
     for slot, value in ((20, progress.rng_state), (30, progress.shard), (32, progress.sample)):
         header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
     header[40:43] = progress.batch
     with replacing(path) as f:
         f.write(header)
-        for tensors in moments:
+        for tensors in (*moments, *([] if master is None else [master])):
             f.write(flat(tensors))
 
 
@@ -1450,16 +1455,18 @@ def newest_checkpoint(directory):
     return max(steps, default=None)
 
 
-def save_checkpoint(directory, config, params, moments, progress, notes=None):
+def save_checkpoint(directory, config, params, moments, progress, notes=None, version=3, master=None):
     """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole.
 
-    notes: what else the run needs to go on as before, as a dict for JSON. Raises UserError, and leaves nothing of this checkpoint, when the weights are not finite or the disk is full.
+    notes: what else the run needs to go on as before, as a dict for JSON. version: 3 for float32 weights, 5 for bfloat16 ones, of
+    which `master` are the float32 originals, if there are any. Raises UserError, and leaves nothing of this checkpoint, when
+    the weights are not finite or the disk is full.
     """
     check_finite(f"after {progress.step} steps", params, f"the last checkpoint, if any, is kept: {DIVERGED}")
     paths = model, state, done = checkpoint_paths(directory, progress.step)
     try:
-        write_model(model, config, params)
-        write_optimizer_state(state, moments, progress)
+        write_model(model, config, params, version)
+        write_optimizer_state(state, moments, progress, master)
         with replacing(done) as f:
             if notes:
                 f.write(json.dumps(notes, indent=1).encode() + b"\n")

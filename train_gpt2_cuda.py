@@ -39,7 +39,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import train_gpt2  # before NumPy: it tells OpenBLAS how to run
 
@@ -54,6 +54,8 @@ from train_gpt2 import (
     Settings,
     UserError,
     allocate,
+    bf16_bits,
+    bf16_to_float32,
     check_tensor,
     checkpoint_paths,
     count_parameters,
@@ -83,6 +85,7 @@ from train_gpt2 import (
 
 try:
     import cupy as cp
+    from cuda.bindings import driver
     from cuda.core import Program, ProgramOptions
     from nvmath.bindings import cublasLt as lt
 
@@ -100,6 +103,32 @@ def with_default(name, default, help=None):
     return dataclasses.field(default=default, metadata={**metadata, "help": help or metadata["help"]})
 
 
+class Precision(NamedTuple):
+    """What a run computes in. Parameters, activations and gradients have `dtype`; statistics, losses and AdamW's state float32."""
+
+    dtype: str = "float32"
+    tf32: int = 1  # products of float32 operands round them to TF32
+    float32_grads: int = 0  # the gradients of the weights are float32 in a bfloat16 run, too
+
+    @property
+    def bf16(self):
+        return self.dtype == "bfloat16"
+
+    @property
+    def grads(self):
+        return "float32" if self.float32_grads else self.dtype
+
+    @property
+    def pack(self):
+        """Elements in 16 bytes, which a thread works on."""
+        return 8 if self.bf16 else 4
+
+    @property
+    def products(self):
+        """The name of what products multiply, and add up in float32."""
+        return "bf16" if self.bf16 else "tf32" if self.tf32 else "float32"
+
+
 @dataclass
 class CudaSettings(Settings):
     """What one training run on a GPU does. The defaults are llm.c's CUDA program of April 2024."""
@@ -110,14 +139,43 @@ class CudaSettings(Settings):
     val_batches: int = with_default("val_batches", 20)
     final_reports: int = with_default("final_reports", 1)
 
-    tf32: int = option(1, group="gpu", choices=(0, 1), help="1: matrix products round float32 operands to TF32; 0: float32 throughout")
-    recompute: int = option(1, group="gpu", choices=(0, 1, 2),
-                            help="what the backward pass computes again to save memory (0: nothing, 1: GELU, 2: layernorms too)")
+    dtype: str = option("auto", group="gpu", choices=("auto", "bfloat16", "float32"),
+                        help="of parameters, activations and gradients (auto: bfloat16 where the GPU has it, sm_80 and newer)")
+    master_weights: int = option(1, "-w", group="gpu", choices=(0, 1), help="bfloat16: 1: AdamW works on a float32 copy of the weights")
+    stochastic_rounding: int = option(0, group="gpu", metavar="SEED",
+                                      help="bfloat16: round new weights up or down at random, from this seed (0: to nearest)")
+    float32_grads: int = option(0, group="gpu", choices=(0, 1), help="bfloat16: 1: gradients of weights are kept, and added up, in float32")
+    tf32: int = option(1, group="gpu", choices=(0, 1), help="float32: 1: matrix products round their operands to TF32")
+    recompute: int = option(-1, group="gpu", choices=(-1, 0, 1, 2),
+                            help="what the backward pass computes again to save memory (0: nothing, 1: GELU, 2: layernorms too,"
+                            " -1: nothing in bfloat16, GELU in float32)")
+    arch: str = option("native", group="gpu", choices=("native", "sm_80"), help="sm_80: kernels without what only newer GPUs have")
     graph: int = option(1, group="gpu", choices=(0, 1), help="1: a step is one CUDA graph; 0: launch by launch, the same results")
     compare: bool = option(False, "--check", group="gpu", help="compare one batch with train_gpt2.py, tensor by tensor, and exit")
     profile: int = option(0, group="gpu", help="time that many steps kernel by kernel, and exit")
 
-    AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "profile": 0}
+    AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "profile": 0, "stochastic_rounding": 0}
+
+    @property
+    def precision(self):
+        return Precision(self.dtype, self.tf32, self.float32_grads if self.dtype == "bfloat16" else 0)
+
+    @property
+    def master(self):
+        """Whether there are float32 weights beside the model's."""
+        return self.dtype == "bfloat16" and bool(self.master_weights)
+
+
+def settle(settings, arch):
+    """Replace what is left to the GPU in settings; raises UserError for a dtype that it lacks."""
+    has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
+    if settings.dtype == "auto":
+        settings.dtype = "bfloat16" if has_bfloat16 else "float32"
+    if settings.dtype == "bfloat16" and not has_bfloat16:
+        raise UserError(f"--dtype bfloat16: this GPU is {arch}, expected sm_80 or newer: pass --dtype float32")
+    if settings.recompute == -1:
+        settings.recompute = 0 if settings.dtype == "bfloat16" else 1
+    return settings
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -126,7 +184,7 @@ class CudaSettings(Settings):
 ALIGN = 256  # bytes; cuBLASLt's fastest algorithms ask for it
 
 
-def activation_table(config, B, T, recompute, dtype="float32"):
+def activation_table(config, B, T, recompute, dtype):
     """name -> Row for what the forward pass leaves behind for the backward pass."""
     L, NH, C = config.L, config.NH, config.C
     table = {
@@ -155,7 +213,7 @@ def activation_table(config, B, T, recompute, dtype="float32"):
 RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows with one layer's room, in the phases that need them
 
 
-def phase_tables(config, B, T, recompute, sm_count, dtype="float32"):
+def phase_tables(config, B, T, recompute, sm_count, dtype):
     """phase -> table of what lives in that phase alone. The three lie over one another: each phase ends what the one before
     left there. The logits are larger than all the rest, but for very small vocabularies."""
     NH, C, Vp = config.NH, config.C, config.Vp
@@ -183,13 +241,15 @@ def phase_tables(config, B, T, recompute, sm_count, dtype="float32"):
     }
 
 
-def stream_table(config, B, T, dtype="float32"):
+def stream_table(config, B, T, dtype):
     """name -> Row for what lives across phases."""
-    return {
+    table = {
         "dresidual": Row((B, T, config.C), dtype),  # of the residual stream, through the whole backward pass
         "dbranch": Row((B, T, config.C), dtype),  # of a layernorm's or the attention's output; dies in the next call
-        "transposed": Row((config.C, B * T), dtype),  # an operand of a weight gradient; dies in that product
     }
+    if dtype == "float32":
+        table["transposed"] = Row((config.C, B * T))  # an operand of a weight gradient; dies in that product
+    return table
 
 
 def batch_table(B, T, micro_steps):
@@ -207,16 +267,17 @@ def batch_table(B, T, micro_steps):
 
 def memory_plan(config, settings, sm_count):
     """What the trainer allocates: [(bytes, what for)]."""
-    B, T, recompute = settings.B, settings.T, settings.recompute
+    B, T, recompute, precision = settings.B, settings.T, settings.recompute, settings.precision
     parameters = table_bytes(parameter_table(config))
-    phases = phase_tables(config, B, T, recompute, sm_count)
+    phases = phase_tables(config, B, T, recompute, sm_count, precision.dtype)
     return [
-        (parameters, "parameters"),
-        (parameters, "gradients"),
+        (table_bytes(parameter_table(config, precision.dtype)), "parameters"),
+        *([(parameters, "float32 master weights")] if settings.master else []),
+        (table_bytes(parameter_table(config, precision.grads)), "gradients"),
         (2 * parameters, "AdamW's moments"),
-        (table_bytes(activation_table(config, B, T, recompute), ALIGN), "activations"),
+        (table_bytes(activation_table(config, B, T, recompute, precision.dtype), ALIGN), "activations"),
         (max(table_bytes(table, ALIGN) for table in phases.values()), "logits, and in other phases scratch"),
-        (table_bytes(stream_table(config, B, T), ALIGN), "gradients between layers"),
+        (table_bytes(stream_table(config, B, T, precision.dtype), ALIGN), "gradients between layers"),
         (2 * WORKSPACE, "cuBLASLt's workspaces"),
         (table_bytes(batch_table(B, T, settings.micro_steps)) + 1024, "the batch"),
     ]
@@ -226,8 +287,9 @@ def memory_plan(config, settings, sm_count):
 # the GPU, and the directory in which compiled kernels and chosen algorithms are kept
 
 
-def open_gpu():
-    """Name and architecture of the current GPU; raises UserError that says what is missing."""
+def open_gpu(arch="native"):
+    """Name and architecture of the current GPU; raises UserError that says what is missing. arch "sm_80": as if it had nothing
+    that only its own generation has."""
     instead = "with no GPU, train with: python train_gpt2.py"
     if MISSING is not None:
         raise UserError(f"the Python package {MISSING.name} cannot be imported: pip install -r requirements.txt; {instead}")
@@ -246,7 +308,8 @@ def open_gpu():
         cp.cuda.runtime.memGetInfo()  # makes the context
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi; {instead}") from None
-    return SimpleNamespace(name=name, arch=architecture(*capability), sm_count=properties["multiProcessorCount"],
+    named = architecture(*capability)
+    return SimpleNamespace(name=name, arch=named if arch == "native" else named.rstrip("a"), sm_count=properties["multiProcessorCount"],
                            shared=properties["sharedMemPerBlockOptin"])
 
 
@@ -317,9 +380,14 @@ KERNELS = {  # file -> its kernels
     "classifier": ("classifier",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
-    "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "fill_random"),
+    "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "round_weights", "fill_random"),
 }
-KERNEL_FILES = (*KERNELS, "attention_hopper")  # the last instead of attention where it can be; same kernels, same arguments
+ATTENTION_FILES = {  # instead of attention.cu where it can be: the same kernels, (bfloat16, Hopper's own instructions)
+    (False, False): "attention",
+    (False, True): "attention_hopper",
+    (True, False): "attention_bf16",
+    (True, True): "attention_hopper_bf16",
+}
 KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels")
 
 
@@ -331,9 +399,10 @@ def check_sizes(config):
                         " 128 channels; train this model with: python train_gpt2.py")
 
 
-def kernel_constants(config, tf32):
+def kernel_constants(config, precision):
     """The -D constants that a kernel is compiled with."""
-    return {"MODEL_C": config.C, "MODEL_NH": config.NH, "MODEL_V": config.V, "MODEL_VP": config.Vp, "BFLOAT16": 0, "TF32": tf32}
+    return {"MODEL_C": config.C, "MODEL_NH": config.NH, "MODEL_V": config.V, "MODEL_VP": config.Vp, "BFLOAT16": int(precision.bf16),
+            "FLOAT32_GRADS": int(precision.grads == "float32"), "TF32": precision.tf32}
 
 
 def compile_kernels(name, arch, constants):
@@ -378,40 +447,47 @@ def kernel_key(name, arch, constants):
     return "\n".join(parts)
 
 
-def use_hopper(arch, config, tf32):
+def use_hopper(arch, config, precision):
     """Whether attention runs on Hopper's own tensor core instructions, or on those of every GPU from sm_80 on."""
-    return arch == "sm_90a" and config.C // config.NH == 64 and bool(tf32)
+    return arch == "sm_90a" and config.C // config.NH == 64 and bool(precision.tf32 or precision.bf16)
 
 
-def prepare_kernels(cache, arch, constants, hopper):
+def kernel_files(arch, config, precision):
+    """The .cu files of a run, in the order of KERNELS."""
+    attention = ATTENTION_FILES[precision.bf16, use_hopper(arch, config, precision)]
+    return [attention if name == "attention" else name for name in KERNELS]
+
+
+def prepare_kernels(cache, arch, config, precision):
     """Compile all kernels that the cache does not have; returns ({name: path of a cubin}, how many were compiled)."""
-    def prepare(name):
-        name = "attention_hopper" if name == "attention" and hopper else name
-        key = kernel_key(name, arch, constants)
+    constants = kernel_constants(config, precision)
+
+    def prepare(file):
+        key = kernel_key(file, arch, constants)
         found = cache.find(key, ".cubin")
         if found:
             return found[0], False
-        return cache.keep(key, ".cubin", compile_kernels(name, arch, constants)), True
+        return cache.keep(key, ".cubin", compile_kernels(file, arch, constants)), True
 
     with ThreadPoolExecutor(len(KERNELS)) as pool:
-        results = dict(zip(KERNELS, pool.map(prepare, KERNELS)))
+        results = dict(zip(KERNELS, pool.map(prepare, kernel_files(arch, config, precision))))
     return {name: path for name, (path, _) in results.items()}, sum(compiled for _, compiled in results.values())
 
 
 class Device:
     """The GPU as the layers see it: a stream, `launch` for kernels, and `products`. A second stream takes work `aside`."""
 
-    def __init__(self, gpu, config, tf32, cache):
-        self.gpu, self.sm_count, self.tf32 = gpu, gpu.sm_count, tf32
+    def __init__(self, gpu, config, precision, cache):
+        self.gpu, self.sm_count, self.precision = gpu, gpu.sm_count, precision
+        self.maps = {}
         self.stream = self.main = cp.cuda.Stream(non_blocking=True)
         self.side = cp.cuda.Stream(non_blocking=True)
-        hopper = use_hopper(gpu.arch, config, tf32)
-        self.attention = attention_launches(config, tf32, gpu.arch)
+        self.attention = attention_launches(config, precision, gpu.arch)
         needed = max(launch.shared for launch in self.attention.values()) + STATIC_SHARED
         if needed > gpu.shared:
             raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block, {gpu.name} has"
                             f" {gpu.shared}: train this model with: python train_gpt2.py")
-        paths, self.compiled = prepare_kernels(cache, gpu.arch, kernel_constants(config, tf32), hopper)
+        paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision)
         self.functions = {}
         for file, names in KERNELS.items():
             module = cp.RawModule(path=paths[file])
@@ -427,6 +503,23 @@ class Device:
         arguments = tuple(convert(argument) for argument in arguments)
         with self.record(name, bytes, flops):
             self.functions[name](grid, block, arguments, shared_mem=shared)
+
+    def tensor_map(self, array, rows, columns):
+        """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 array (B,T,C): a kernel's argument."""
+        key = array.data.ptr, array.shape, rows, columns
+        if key not in self.maps:
+            B, T, C = array.shape
+            ints = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (2 * C, 2 * C * T))]
+            boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, 1), (1, 1, 1))]
+            error, made = driver.cuTensorMapEncodeTiled(
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, array.data.ptr, *ints, *boxes,
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+            if error != driver.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"cuTensorMapEncodeTiled of {array.shape}: {error}")
+            self.maps[key] = np.void(np.array([int(word) for word in made.opaque], np.uint64).tobytes())
+        return self.maps[key]
 
     def aside(self, work):
         """Run work() on the second stream, beside what this one does from here on; returns an event for `wait`. Where calls are
@@ -470,7 +563,7 @@ def blocks(n, block):
 
 WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
 CANDIDATES = 32  # algorithms that a search times
-FLOAT32, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 68, 77  # cudaDataType_t, cublasComputeType_t
+FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
 
 
 class Products:
@@ -532,7 +625,9 @@ class Products:
 
         Whether to transpose that one first (see transpose.cu) is timed at the first call of a shape, like the algorithms.
         """
-        key = f"dweight {C} {OC} {N} {'tf32' if self.device.tf32 else 'float32'}"
+        if self.device.precision.bf16:  # tensor cores take it as it lies
+            return self.weight_direct(name, dweight, dout, inp, transposed, N, C, OC, accumulate)
+        key = f"dweight {C} {OC} {N} {self.device.precision.products}"
         ways = {"direct": self.weight_direct, "transposed": self.weight_transposed}
         if key not in self.chosen:
             way = self.known.get(key) if self.searching else "direct"
@@ -554,9 +649,11 @@ class Products:
 
     def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False):
         """Column-major out (m,n) = op(a) (m,k) @ op(b) (k,n) + bias (m,), `transposed` 'T' or 'N' for a and b."""
-        key = f"{transposed} {m} {n} {k} {'bias ' if bias is not None else ''}{'tf32' if self.device.tf32 else 'float32'}"
+        to = FLOAT32 if out.dtype == np.float32 else BFLOAT16
+        widened = " to float32" if self.device.precision.bf16 and to == FLOAT32 else ""
+        key = f"{transposed} {m} {n} {k} {'bias ' if bias is not None else ''}{self.device.precision.products}{widened}"
         if key not in self.plans:
-            self.plans[key] = self.describe(m, n, k, transposed, lt.Epilogue.DEFAULT if bias is None else lt.Epilogue.BIAS)
+            self.plans[key] = self.describe(m, n, k, transposed, lt.Epilogue.DEFAULT if bias is None else lt.Epilogue.BIAS, to)
         plan = self.plans[key]
         if bias is not None:
             set_attribute(plan.description, lt.MatmulDescAttribute.BIAS_POINTER, bias.data.ptr)
@@ -566,14 +663,16 @@ class Products:
         with self.device.record(name, flops=2 * m * n * k):
             self.run(call, plan.algorithm)
 
-    def describe(self, m, n, k, transposed, epilogue):
-        description = lt.matmul_desc_create(COMPUTE_TF32 if self.device.tf32 else COMPUTE_FLOAT32, FLOAT32)
+    def describe(self, m, n, k, transposed, epilogue, to):
+        precision = self.device.precision
+        description = lt.matmul_desc_create(COMPUTE_TF32 if precision.tf32 and not precision.bf16 else COMPUTE_FLOAT32, FLOAT32)
         set_attribute(description, lt.MatmulDescAttribute.TRANSA, transposed[0] == "T")
         set_attribute(description, lt.MatmulDescAttribute.TRANSB, transposed[1] == "T")
         set_attribute(description, lt.MatmulDescAttribute.EPILOGUE, int(epilogue))
         a_shape = (k, m) if transposed[0] == "T" else (m, k)
         b_shape = (n, k) if transposed[1] == "T" else (k, n)
-        layouts = [lt.matrix_layout_create(FLOAT32, *shape, shape[0]) for shape in (a_shape, b_shape, (m, n))]
+        of = BFLOAT16 if precision.bf16 else FLOAT32
+        layouts = [lt.matrix_layout_create(type, *shape, shape[0]) for type, shape in ((of, a_shape), (of, b_shape), (to, (m, n)))]
         return SimpleNamespace(description=description, layouts=layouts, algorithm=None)
 
     def run(self, call, algorithm):
@@ -636,22 +735,19 @@ def set_attribute(target, attribute, value, of="desc"):
 # layers, in network order, with the arguments of train_gpt2.py's; `device` first. `accumulate` (0 or 1) adds to weight gradients
 # instead of overwriting them. `bytes` is what has to move through memory, the tensors counted once each.
 
-PACK = 4  # float32 elements in 16 bytes
-
-
 def size_of(*tensors):
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
     """out (B,T,C) = wte[inp] + wpe. inp (B,T) int32."""
-    device.launch("encoder_forward", (blocks(B * T * C, PACK * 256),), (256,), out, inp, wte, wpe, B, T, bytes=2 * size_of(out))
+    device.launch("encoder_forward", (blocks(B * T * C, device.precision.pack * 256),), (256,), out, inp, wte, wpe, B, T, bytes=2 * size_of(out))
 
 
 def encoder_backward(device, dwte, dwpe, dout, inp, order, first, runs, accumulate, B, T, C):
     """dwte += the sum of dout over the places of each token; dwpe = (+=) the sum over the batch. order, first, runs: see sort_tokens."""
-    device.launch("encoder_backward_wte", (B * T,), (min(C // PACK, 1024),), dwte, dout, inp, order, first, runs, bytes=2 * size_of(dout))
-    device.launch("encoder_backward_wpe", (blocks(dwpe.size, PACK * 256),), (256,), dwpe, dout, accumulate, B, T, dwpe.shape[0],
+    device.launch("encoder_backward_wte", (B * T,), (min(C // device.precision.pack, 1024),), dwte, dout, inp, order, first, runs, bytes=2 * size_of(dout))
+    device.launch("encoder_backward_wpe", (blocks(dwpe.size, device.precision.pack * 256),), (256,), dwpe, dout, accumulate, B, T, dwpe.shape[0],
                   bytes=size_of(dout, dwpe))
 
 
@@ -719,20 +815,38 @@ def transpose(device, out, inp, rows, columns):
     device.launch("transpose", (blocks(columns, 64), blocks(rows, 64)), (256,), out, inp, rows, columns, bytes=2 * size_of(inp))
 
 
-STATIC_SHARED = 5 << 10  # bytes that attention's kernels declare themselves, at most
+STATIC_SHARED = 8 << 10  # bytes that attention's kernels declare themselves, at most
 ATTENTION_ROWS = 64  # whose sums attention_backward leaves in one row
 
 
-def attention_launches(config, tf32, arch):
-    """kernel -> rows of a block, threads of a block and bytes of shared memory, as in attention.cu or attention_hopper.cu."""
-    if use_hopper(arch, config, tf32):
+def attention_launches(config, precision, arch):
+    """kernel -> rows and threads of a block, bytes of shared memory, and maps [(which argument, rows of a box)], as in the file of
+    ATTENTION_FILES."""
+    HS, names = config.C // config.NH, KERNELS["attention"]
+    hopper = use_hopper(arch, config, precision)
+    if precision.bf16 and hopper:
+        inp = {"attention_forward": 2, "attention_backward_dquery": 4, "attention_backward_dkv": 3}  # which argument it is
+        boxes = {name: HOPPER_BF16[name] for name in names}  # rows, stages
+        maps = {name: [(inp[name], boxes[name][0])] for name in names}
+        maps["attention_backward_dkv"].append((2, boxes["attention_backward_dkv"][0]))  # dout
+        return {name: SimpleNamespace(rows=128, threads=384, shared=rows * HS * 2 * 2 * stages + 1024, maps=maps[name])
+                for name, (rows, stages) in boxes.items()}
+    if precision.bf16:
+        forward_rows, dkv_passing = (128, 64) if HS <= 64 else (64, 32)
+        sizes = {names[0]: (forward_rows, 64), names[1]: (64, 64), names[2]: (64, dkv_passing)}  # rows of a block, of a passing tile
+        return {name: SimpleNamespace(rows=rows, threads=128, shared=4 * passing * (2 * (HS + 8) + 4), maps=[])
+                for name, (rows, passing) in sizes.items()}
+    if hopper:
         tiles = {"attention_forward": 3 * 2, "attention_backward_dquery": 3 * 3 + 2, "attention_backward_dkv": 2 * 4 + 2}
-        return {name: SimpleNamespace(rows=128, threads=384, shared=count * 64 * 64 * 4 + 1024) for name, count in tiles.items()}
-    HS = config.C // config.NH
+        return {name: SimpleNamespace(rows=128, threads=384, shared=count * 64 * 64 * 4 + 1024, maps=[]) for name, count in tiles.items()}
     passing = 64 if HS <= 64 and arch != "sm_75" else 32
     shared = 4 * (4 * passing * blocks(HS, 32) * 32 + 4 * passing)
-    rows = {"attention_forward": 128 if HS <= 64 and tf32 else 64, "attention_backward_dquery": 64, "attention_backward_dkv": 64}
-    return {name: SimpleNamespace(rows=count, threads=128, shared=shared) for name, count in rows.items()}
+    rows = {"attention_forward": 128 if HS <= 64 and precision.tf32 else 64, "attention_backward_dquery": 64, "attention_backward_dkv": 64}
+    return {name: SimpleNamespace(rows=count, threads=128, shared=shared, maps=[]) for name, count in rows.items()}
+
+
+# As in attention_hopper_bf16.cu: rows of a passing tile, sets of two tiles in shared memory.
+HOPPER_BF16 = {"attention_forward": (128, 4), "attention_backward_dquery": (64, 6), "attention_backward_dkv": (64, 6)}
 
 
 def attention_flops(B, T, C, products):
@@ -755,19 +869,20 @@ def attention_backward(device, dinp, D, sums, dout, inp, out, lse, config, B, T)
 
 def launch_attention(device, name, arguments, config, B, T, products, bytes):
     launch = device.attention[name]
-    device.launch(name, (config.NH, blocks(T, launch.rows), B), (launch.threads,), *arguments, T, shared=launch.shared, bytes=bytes,
+    maps = [device.tensor_map(arguments[i], rows, config.C // config.NH) for i, rows in launch.maps]
+    device.launch(name, (config.NH, blocks(T, launch.rows), B), (launch.threads,), *arguments, T, *maps, shared=launch.shared, bytes=bytes,
                   flops=attention_flops(B, T, config.C, products))
 
 
 def gelu_forward(device, out, inp):
     """out (B,T,4C) = GELU(inp)."""
-    device.launch("gelu_forward", (blocks(out.size, PACK * 256),), (256,), out, inp, out.size // out.shape[-1], bytes=size_of(out, inp))
+    device.launch("gelu_forward", (blocks(out.size, device.precision.pack * 256),), (256,), out, inp, out.size // out.shape[-1], bytes=size_of(out, inp))
 
 
 def gelu_backward(device, dinp, sums, out, inp, dout, B, T, C):
     """dinp (B,T,4C) = dout * gelu'(inp), dinp may be dout; sums (blocks, 4C) =, for column_sums: of dinp; out = GELU(inp) again, if
     not None."""
-    device.launch("gelu_backward", (blocks(4 * C, 32 * PACK), sums.shape[0]), (32, 8), dinp, sums, out, inp, dout, B * T,
+    device.launch("gelu_backward", (blocks(4 * C, 32 * device.precision.pack), sums.shape[0]), (32, 8), dinp, sums, out, inp, dout, B * T,
                   bytes=size_of(dinp, inp, dout, out))
 
 
@@ -791,15 +906,17 @@ class GPT2:
         self.micro_steps, self.shapes = settings.micro_steps, {}
         self.want_norm = bool(settings.grad_clip or settings.output_dir)
         check_memory(device, config, settings)
-        table = parameter_table(config)
+        table, precision = parameter_table(config), device.precision
         with device.stream:
-            self.params, self.grads, self.m, self.v = (allocate(table, cp) for _ in range(4))
-            copy_to_gpu(self.params.buffer, params.buffer)
+            self.params, self.grads = (allocate(parameter_table(config, dtype), cp) for dtype in (precision.dtype, precision.grads))
+            self.m, self.v = allocate(table, cp), allocate(table, cp)
+            self.master = allocate(table, cp) if settings.master else None
+            self.set_params(params)
             B, T, recompute = settings.B, settings.T, settings.recompute
-            phases = phase_tables(config, B, T, recompute, device.sm_count)
-            self.activations = cp.empty(table_bytes(activation_table(config, B, T, recompute), ALIGN), np.uint8)
+            phases = phase_tables(config, B, T, recompute, device.sm_count, precision.dtype)
+            self.activations = cp.empty(table_bytes(activation_table(config, B, T, recompute, precision.dtype), ALIGN), np.uint8)
             self.phases = cp.empty(max(table_bytes(phase, ALIGN) for phase in phases.values()), np.uint8)
-            self.streams = cp.empty(table_bytes(stream_table(config, B, T), ALIGN), np.uint8)
+            self.streams = cp.empty(table_bytes(stream_table(config, B, T, precision.dtype), ALIGN), np.uint8)
             device.products.workspace = cp.empty((2, WORKSPACE), np.uint8)
             self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
             self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
@@ -825,12 +942,12 @@ class GPT2:
     def shape(self, B, T):
         """The tables' views for batches of (B, T), made once: acts, layers (forward), backward_layers, forward, classifier, backward."""
         if (B, T) not in self.shapes:
-            config, recompute = self.config, self.settings.recompute
-            phases = phase_tables(config, B, T, recompute, self.device.sm_count)
-            s = SimpleNamespace(B=B, T=T, acts=views(activation_table(config, B, T, recompute), self.activations, ALIGN))
+            config, recompute, dtype = self.config, self.settings.recompute, self.device.precision.dtype
+            phases = phase_tables(config, B, T, recompute, self.device.sm_count, dtype)
+            s = SimpleNamespace(B=B, T=T, acts=views(activation_table(config, B, T, recompute, dtype), self.activations, ALIGN))
             for phase, table in phases.items():
                 setattr(s, phase, views(table, self.phases, ALIGN))
-            s.streams = views(stream_table(config, B, T), self.streams, ALIGN)
+            s.streams = views(stream_table(config, B, T, dtype), self.streams, ALIGN)
             s.layers = [layer(s.acts, l) for l in range(config.L)]
             s.backward_layers = [layer(s.acts, l) for l in range(config.L)]
             for name in RECOMPUTED[recompute]:
@@ -892,7 +1009,7 @@ class GPT2:
         """grads = (+= after the first micro step) the gradients of the last batch, whose dlogits are in place of the logits."""
         device, config, grads, acts, batch = self.device, self.config, self.grads, s.acts, self.batch
         products, scratch, more = device.products, s.backward, int(micro_step > 0)
-        dresidual, dbranch, transposed = s.streams.dresidual, s.streams.dbranch, s.streams.transposed
+        dresidual, dbranch, transposed = s.streams.dresidual, s.streams.dbranch, getattr(s.streams, "transposed", None)
         B, T, C, N = s.B, s.T, config.C, s.B * s.T
 
         dlogits = s.classifier.logits
@@ -941,14 +1058,15 @@ class GPT2:
         """AdamW over the flat buffers, and the report to the host."""
         device, settings = self.device, self.settings
         params, m, v, grads = (flat(tensors) for tensors in (self.params, self.m, self.v, self.grads))
+        master = flat(self.master) if self.master else None
         count, partials = params.size, self.norm_partials
         if self.want_norm:
             device.launch("global_norm", (partials.size,), (256,), partials, grads, np.int64(count), bytes=grads.nbytes)
         device.launch("prepare_update", (1,), (256,), self.control, pointer(self.reports), self.loss, partials, self.batch.learning_rate,
                       np.float64(settings.beta1), np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, partials.size)
-        device.launch("adamw_update", (blocks(count, PACK * 256),), (256,), params, None, m, v, grads, self.control, self.stops, self.decays,
-                      settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, np.int64(count),
-                      bytes=7 * params.nbytes)
+        device.launch("adamw_update", (blocks(count, device.precision.pack * 256),), (256,), params, master, m, v, grads, self.control,
+                      self.stops, self.decays, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.stochastic_rounding,
+                      np.int64(count), bytes=size_of(params, grads, m, m, v, v) + (size_of(master, master) or params.nbytes))
 
     def micro_step(self, micro_step):
         """Forward and backward of one batch that lies in self.batch."""
@@ -1037,22 +1155,43 @@ class GPT2:
             self.trunk(copy_to_gpu(self.batch.inputs.reshape(-1)[:T], padded), s)
             logits = s.classifier.logits.reshape(-1)[:Vp]
             self.device.products.forward("matmul logits", logits, s.acts.lnf[0, count - 1], self.params.wte, None, 1, C, Vp)
-            row = logits[:V].get()
+            row = to_float32(logits[:V])
         probs = np.empty(V, np.float32)
         train_gpt2.softmax_forward(probs, row, 1, 1, V)
         return probs
 
     def to_host(self, tensors):
-        """A copy of params, m, v or grads on the host, as Tensors."""
+        """A float32 copy of params, grads, m, v or master on the host, as Tensors."""
         with self.device.stream:
-            return views(tensors.table, tensors.buffer.get())
+            return views(parameter_table(self.config), to_float32(flat(tensors)).view(np.uint8))
+
+    def set_params(self, params):
+        """Take over weights from the host, float32 Tensors; bfloat16 ones are rounded from them."""
+        if not self.device.precision.bf16:
+            copy_to_gpu(self.params.buffer, params.buffer)
+            return
+        exact = self.master or self.m
+        copy_to_gpu(exact.buffer, params.buffer)
+        rounded, count = flat(self.params), flat(self.params).size
+        self.device.launch("round_weights", (blocks(count, 8 * 256),), (256,), rounded, flat(exact), np.int64(count))
+        if exact is self.m:
+            self.m.buffer.fill(0)
 
     def set_state(self, params, moments, step):
-        """Go on from a checkpoint: Tensors on the host."""
+        """Go on from a checkpoint: Tensors on the host; params are its master weights, if it has any. A bfloat16 model keeps the
+        weights that it was made with, which need not be those rounded to nearest."""
         with self.device.stream:
-            for ours, theirs in zip((self.params, self.m, self.v), (params, *moments)):
-                copy_to_gpu(ours.buffer, theirs.buffer)
+            exact = self.master if self.device.precision.bf16 else self.params
+            for ours, theirs in zip((self.m, self.v, exact), (*moments, params)):
+                if ours:
+                    copy_to_gpu(ours.buffer, theirs.buffer)
             self.control[0] = step
+
+
+def to_float32(array):
+    """An array of the GPU's on the host, bfloat16 bits as float32."""
+    array = array.get()
+    return bf16_to_float32(array) if array.dtype == np.uint16 else array
 
 
 def copy_to_gpu(target, source):
@@ -1095,9 +1234,11 @@ def check(device, config, params, settings):
     """Print one row for each activation and gradient on one random batch, the GPU beside train_gpt2.py; True when all agree.
 
     A row may be off by this fraction of its largest value: float32 sums in another order stay below 1e-4 through all
-    layers, TF32 operands keep 11 bits.
+    layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
     """
-    tolerance = 1e-2 if settings.tf32 else 1e-4
+    tolerance = {"bf16": 5e-2, "tf32": 1e-2, "float32": 1e-4}[settings.precision.products]
+    if settings.precision.bf16:
+        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
     B, T, V = settings.B, settings.T, config.V
     rng = np.random.default_rng(0)
     inputs, targets = (rng.integers(0, V, (B, T), dtype=np.int32) for _ in range(2))
@@ -1119,7 +1260,7 @@ def run_on_cpu(config, params, inputs, targets):
     model.allocate_training(B, T)
     model.forward(inputs, targets)
     acts, rows = model.acts, {}
-    for name in activation_table(config, B, T, recompute=0):
+    for name in activation_table(config, B, T, recompute=0, dtype="float32"):
         if name == "lse":
             largest = acts.preatt.max(axis=-1)
             rows[name] = largest + np.log(np.exp(acts.preatt - largest[..., None]).sum(axis=-1))
@@ -1138,16 +1279,16 @@ def run_on_gpu(device, config, params, inputs, targets, settings):
     poison(model)
     model.forward(inputs, targets)
     s = model.shape(*inputs.shape)
-    rows = {"logits": s.classifier.logits[..., : config.V].get()}
+    rows = {"logits": to_float32(s.classifier.logits[..., : config.V])}
     model.stage(model.staged[0], [(inputs, targets)], 0.0)
     with device.stream:
         copy_to_gpu(model.batch.buffer, model.staged[0].buffer)
         poison(model)
         model.trunk(model.batch.inputs[0], s)
         model.classify(model.batch.targets[0], s, train=1)
-        rows["dlogits"] = s.classifier.logits[..., : config.V].get()
+        rows["dlogits"] = to_float32(s.classifier.logits[..., : config.V])
         model.backward(0, s)
-        rows.update({name: getattr(s.acts, name).get() for name in s.acts.table})
+        rows.update({name: to_float32(getattr(s.acts, name)) for name in s.acts.table})
     grads = model.to_host(model.grads)
     return {**rows, **{f"d{name}": getattr(grads, name) for name in grads.table}}
 
@@ -1156,7 +1297,7 @@ def poison(model):
     """NaN into every activation and gradient: what a kernel fails to write, a check finds."""
     with model.device.stream:
         for buffer in (model.activations, model.phases, model.streams, model.grads.buffer):
-            buffer[: buffer.size // 4 * 4].view(np.float32).fill(np.nan)
+            buffer.fill(0xFF)  # of whatever type
 
 
 class Profile:
@@ -1238,7 +1379,7 @@ def measure_product(device):
     """Operations a second of a large product of random numbers, in the run's precision."""
     n = 8192 if cp.cuda.runtime.memGetInfo()[0] > 4 << 30 else 2048
     with device.stream:
-        a, b, out = (cp.empty((n, n), np.float32) for _ in range(3))
+        a, b, out = (cp.empty((n, n), Row((), device.precision.dtype).stored_as) for _ in range(3))
         for tensor in (a, b):
             device.launch("fill_random", (blocks(n * n, 256),), (256,), tensor, np.int64(n * n))
         return 2 * n**3 / measure(device, lambda: device.products.forward("peak", out, a, b, None, n, n, n))
@@ -1277,7 +1418,7 @@ def describe(settings, config, gpu, train_loader, val_loader):
         ("sample every", settings.sample_every),
         ("tokens in a sample", settings.sample_tokens),
         ("device", f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"),
-        ("precision", f"float32, {'TF32' if settings.tf32 else 'float32'} products"),
+        ("precision", describe_precision(settings)),
         ("model", settings.model),
         ("max_seq_len", config.maxT),
         ("vocab_size", config.V),
@@ -1289,6 +1430,17 @@ def describe(settings, config, gpu, train_loader, val_loader):
         ("train batches", train_loader.num_batches),
         ("val batches", val_loader.num_batches),
     ]
+
+
+def describe_precision(settings):
+    if not settings.precision.bf16:
+        return f"float32, {'TF32' if settings.tf32 else 'float32'} products"
+    parts = ["bfloat16", f"{'float32' if settings.master else 'no'} master weights"]
+    if settings.float32_grads:
+        parts.append("float32 gradients")
+    if settings.stochastic_rounding:
+        parts.append(f"stochastic rounding from seed {settings.stochastic_rounding}")
+    return ", ".join(parts)
 
 
 def resolve_steps(settings, train_loader, first_step):
@@ -1303,15 +1455,20 @@ def main():
     settings = parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels.")
     sys.stdout.reconfigure(line_buffering=True)
     first_step = find_checkpoint(settings)
-    gpu = open_gpu()
+    gpu = open_gpu(settings.arch)
+    given = dataclasses.replace(settings)
+    settle(settings, gpu.arch)
     loading = time.perf_counter()
     config, params = read_start(settings, first_step)
     loading = time.perf_counter() - loading
     check_sizes(config)
+    if settings.precision.bf16 and first_step is None and not is_bfloat16(params):
+        print(f"note: {settings.model}: its float32 weights are rounded to bfloat16{', and kept beside' if settings.master else ''}",
+              file=sys.stderr)
     if settings.compare:
-        return 0 if check(Device(gpu, config, settings.tf32, Cache()), config, params, settings) else 1
+        return 0 if check(Device(gpu, config, settings.precision, Cache()), config, params, settings) else 1
     if settings.profile:
-        model = GPT2(Device(gpu, config, settings.tf32, Cache()), config, params, settings)
+        model = GPT2(Device(gpu, config, settings.precision, Cache()), config, params, settings)
         model.prepare()
         return profile(model, settings.profile)
 
@@ -1319,10 +1476,10 @@ def main():
     train_loader, val_loader = open_data(settings, config.V)
     random = Random()
 
-    print_changed_settings(settings)
+    print_changed_settings(given)
     resolve_steps(settings, train_loader, first_step)
     print_table(describe(settings, config, gpu, train_loader, val_loader))
-    device = Device(gpu, config, settings.tf32, Cache())
+    device = Device(gpu, config, settings.precision, Cache())
     print(f"kernels: {device.compiled} compiled, {len(KERNELS) - device.compiled} from the cache")
     model = GPT2(device, config, params, settings)
     if first_step is not None:
@@ -1330,6 +1487,11 @@ def main():
     model.prepare()
     print(f"matrix products: {device.products.searched} shapes searched for the fastest algorithm, the others known")
     return train(model, train_loader, val_loader, tokenizer, random, first_step or 0, loading)
+
+
+def is_bfloat16(params):
+    """Whether rounding to bfloat16 changes no weight."""
+    return not (flat(params).view(np.uint32) & 0xFFFF).any()
 
 
 def resume(model, params, step, train_loader, random):
@@ -1403,7 +1565,8 @@ def train(model, train_loader, val_loader, tokenizer, random, first_step, loadin
             batch = (settings.B, settings.T, settings.spread)
             progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
             params, *moments = (model.to_host(tensors) for tensors in (model.params, model.m, model.v))
-            save_checkpoint(directory, config, params, moments, progress, model.device.products.notes())
+            save_checkpoint(directory, config, params, moments, progress, model.device.products.notes(),
+                            version=5 if settings.precision.bf16 else 3, master=model.to_host(model.master) if model.master else None)
         if interruption.signal:
             how = f"go on with: {resume_command(settings)}" if directory else "nothing was saved: there is no -o DIR"
             print(f"stopped after step {done}; {how}", file=sys.stderr)

@@ -61,9 +61,9 @@ def bench_ours(B, tf32):
     making = time.perf_counter()
     params = random_parameters()
     making = time.perf_counter() - making
-    settings = cuda.CudaSettings(B=B, T=T, tf32=tf32)
     gpu = cuda.open_gpu()
-    device = cuda.Device(gpu, GPT2_124M, tf32, cuda.Cache())
+    settings = cuda.settle(cuda.CudaSettings(B=B, T=T, dtype="float32", tf32=tf32), gpu.arch)
+    device = cuda.Device(gpu, GPT2_124M, settings.precision, cuda.Cache())
     model = cuda.GPT2(device, GPT2_124M, params, settings)
     model.prepare()
     batch = random_batch(B)

@@ -32,7 +32,7 @@ from train_gpt2 import DataLoader, UserError, read_model, run_main
 
 def run_ours(args):
     command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), "-e", args.e, "-i", args.i, "-b", str(args.b), "-t", str(args.t),
-               "-v", "0", "-s", "0", "--final_reports", "0", "--tf32", str(args.tf32)]
+               "-v", "0", "-s", "0", "--final_reports", "0", "--dtype", "float32", "--tf32", str(args.tf32)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()}")

@@ -12,7 +12,7 @@ constexpr int WARPS = 16;
 
 struct Job {
     const float* partials;
-    element* out[3];
+    gradient* out[3];
     int width, rows, columns, padding;
 };
 
@@ -34,6 +34,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) column_sums(const Job* 
     sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += sums[w][lane];
-    element* out = c < job.width ? job.out[0] : c < 2 * job.width ? job.out[1] : job.out[2];
+    gradient* out = c < job.width ? job.out[0] : c < 2 * job.width ? job.out[1] : job.out[2];
     if (out) put(out + c % job.width, sum, accumulate);
 }

@@ -3,6 +3,7 @@
 // train_gpt2_cuda.py compiles each .cu file for the GPU and the model at hand and passes, as -D constants,
 //     MODEL_C, MODEL_NH, MODEL_V, MODEL_VP   the model's sizes
 //     BFLOAT16                               1: activations, parameters and gradients are bfloat16; 0: float32
+//     FLOAT32_GRADS                          1: gradients of parameters are float32 whatever BFLOAT16 says
 //     TF32                                   1: tensor cores may round float32 operands to TF32
 // B and T are run-time values. Indices that can pass 2^31 are int64; a row's number cannot.
 //
@@ -30,6 +31,12 @@ typedef __nv_bfloat16 element;
 typedef float element;
 #endif
 
+#if FLOAT32_GRADS
+typedef float gradient;  // of a parameter
+#else
+typedef element gradient;
+#endif
+
 constexpr int PACK = 16 / sizeof(element);  // elements in one 16-byte access
 
 static_assert(C % NH == 0, "each head has C / NH channels");
@@ -52,31 +59,51 @@ __device__ inline void from_float(float& out, float x) { out = x; }
 #if BFLOAT16
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline void from_float(__nv_bfloat16& out, float x) { out = __float2bfloat16_rn(x); }
+// Two elements side by side, the first one in the low half.
+__device__ inline float2 as_floats(uint32 pair) { return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)}; }
+__device__ inline uint32 as_pair(float low, float high) {
+    uint32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
 #endif
 
-// PACK elements at a 16-byte boundary, as floats.
-__device__ inline Floats load(const element* at) {
-    const int4 bytes = *reinterpret_cast<const int4*>(at);
-    const element* elements = reinterpret_cast<const element*>(&bytes);
+// PACK values at a 16-byte boundary, as floats.
+__device__ inline Floats load(const float* at) {
     Floats values;
 #pragma unroll
-    for (int i = 0; i < PACK; i++) values.x[i] = to_float(elements[i]);
+    for (int k = 0; k < PACK; k += 4) *reinterpret_cast<float4*>(values.x + k) = *reinterpret_cast<const float4*>(at + k);
     return values;
 }
 
-__device__ inline void store(element* at, const Floats& values) {
-    int4 bytes;
-    element* elements = reinterpret_cast<element*>(&bytes);
+__device__ inline void store(float* at, const Floats& values) {
 #pragma unroll
-    for (int i = 0; i < PACK; i++) from_float(elements[i], values.x[i]);
-    *reinterpret_cast<int4*>(at) = bytes;
+    for (int k = 0; k < PACK; k += 4) *reinterpret_cast<float4*>(at + k) = *reinterpret_cast<const float4*>(values.x + k);
 }
+
+#if BFLOAT16
+__device__ inline Floats load(const __nv_bfloat16* at) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(at);
+    const uint32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+    Floats values;
+#pragma unroll
+    for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = as_floats(pairs[k / 2]);
+    return values;
+}
+
+__device__ inline void store(__nv_bfloat16* at, const Floats& values) {
+    uint32 pairs[4];
+#pragma unroll
+    for (int k = 0; k < PACK; k += 2) pairs[k / 2] = as_pair(values.x[k], values.x[k + 1]);
+    *reinterpret_cast<uint4*>(at) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+#endif
 
 // The bits of x rounded to TF32 (to nearest, ties away from 0); a tensor core ignores the low 13.
 __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 
 // out = or += value, for the gradients of the second and later batches of one update.
-__device__ inline void put(element* out, float value, int accumulate) {
+__device__ inline void put(gradient* out, float value, int accumulate) {
     from_float(*out, accumulate ? to_float(*out) + value : value);
 }
 

@@ -27,12 +27,12 @@ extern "C" __global__ void encoder_forward(element* out, const int* inp, const e
 
 // order (B*T): the places b*T+t, sorted by token, earlier ones first. first (runs + 1): where each token's run starts in it.
 // A block adds up one run, a thread PACK channels; grid (B*T), of which only `runs` have work; block (C / PACK, at most 1024).
-extern "C" __global__ void encoder_backward_wte(element* dwte, const element* dout, const int* inp, const int* order, const int* first,
+extern "C" __global__ void encoder_backward_wte(gradient* dwte, const element* dout, const int* inp, const int* order, const int* first,
                                                 const int* runs) {
     const int run = blockIdx.x;
     if (run >= *runs) return;
     const int begin = first[run], end = first[run + 1];
-    element* out = dwte + int64(inp[order[begin]]) * C;
+    gradient* out = dwte + int64(inp[order[begin]]) * C;
     for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
         Floats sum = {};
 #pragma unroll 8
@@ -49,7 +49,7 @@ extern "C" __global__ void encoder_backward_wte(element* dwte, const element* do
 }
 
 // One thread a pack of dwpe; grid (maxT*C / PACK / 256).
-extern "C" __global__ void encoder_backward_wpe(element* dwpe, const element* dout, int accumulate, int B, int T, int maxT) {
+extern "C" __global__ void encoder_backward_wpe(gradient* dwpe, const element* dout, int accumulate, int B, int T, int maxT) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= int64(maxT) * C) return;
     const int t = i / C;

@@ -1,5 +1,6 @@
-// One float32 tile product of a warp on the tensor cores: D (16,8) += A (16,8) @ B (8,8).
+// Tile products of one warp on the tensor cores of every GPU from sm_80 on, and copies to shared memory that go on meanwhile.
 //
+// In float32, D (16,8) += A (16,8) @ B (8,8).
 // Of the tile, lane 4g + t holds (PTX ISA, mma.m16n8k8)
 //     A   a[0] (g, t)    a[1] (g + 8, t)     a[2] (g, t + 4)    a[3] (g + 8, t + 4)
 //     B   b[0] (t, g)    b[1] (t + 4, g)
@@ -49,7 +50,8 @@ __device__ inline void mma(TileD& d, const TileA& a, const TileB& b) {
 }
 
 // 16 bytes from global to shared memory while the threads go on; zeros instead if not `exists`.
-__device__ inline void copy_async(float* shared, const float* global, bool exists) {
+template <class T>
+__device__ inline void copy_async(T* shared, const T* global, bool exists) {
     const uint32 to = __cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
 }
@@ -62,6 +64,34 @@ __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" :
 // Wait until all but the newest `pending` groups of copies have landed.
 template <int PENDING>
 __device__ inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+#if BFLOAT16
+
+// In bfloat16, D (16,8) += A (16,16) @ B (16,8), D in float32. Of the tile, lane 4g + t holds (PTX ISA, mma.m16n8k16), in pairs along k,
+//     A   a[0] (g, 2t)    a[1] (g + 8, 2t)    a[2] (g, 2t + 8)    a[3] (g + 8, 2t + 8)
+//     B   b[0] (2t, g)    b[1] (2t + 8, g)
+// and D as above.
+__device__ inline void mma(TileD& d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four tiles of 8 rows of 8 elements: lane 8i + r names row r of tile i; of tile i, lane 4g + t gets elements 2t, 2t + 1 of row g in
+// x[i], or, `ACROSS`, rows 2t, 2t + 1 of column g.
+template <int ACROSS>
+__device__ inline void load_tiles(uint32 (&x)[4], const element* row) {
+    const uint32 from = __cvta_generic_to_shared(row);
+    if (ACROSS) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+    }
+}
+
+#endif
 
 #else
 

@@ -10,8 +10,8 @@
 // AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are drawn into rate and eps, as in
 // train_gpt2.py. All that changes from step to step is in device memory, so that one captured graph serves every step.
 //
-// Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter. H200 (a copy: 4250 GB/s), 124M: 0.82 ms,
-// 4250 GB/s.
+// Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter; for a bfloat16 one with a float32 original, 14 and 14.
+// H200 (a copy: 4250 GB/s), 124M: 0.82 ms, 4250 GB/s.
 
 #include "common.cuh"
 
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(1024) loss_mean(float* loss, const 
 }
 
 // Block (256); grid (any number of blocks); partials (gridDim.x).
-extern "C" __global__ void __launch_bounds__(256) global_norm(float* partials, const element* grads, int64 N) {
+extern "C" __global__ void __launch_bounds__(256) global_norm(float* partials, const gradient* grads, int64 N) {
     float sum = 0.0f;
     const int64 stride = int64(gridDim.x) * 256 * PACK;
 #pragma unroll 4
@@ -86,28 +86,37 @@ prepare_update(Control* control, Report* reports, const float* loss, const float
     control->launches += 1;
 }
 
-// 4 floats at a time into and out of the registers of PACK floats.
-__device__ inline Floats load_floats(const float* at) {
-    Floats values;
-#pragma unroll
-    for (int k = 0; k < PACK; k += 4) *reinterpret_cast<float4*>(values.x + k) = *reinterpret_cast<const float4*>(at + k);
-    return values;
+// 32 random bits that only the three numbers decide. The constants are those of Chris Wellons' hash "lowbias32".
+__device__ inline uint32 random_bits(uint32 i, uint32 step, uint32 seed) {
+    uint32 x = i * 0x9e3779b9u + step;
+    x ^= seed * 0x85ebca6bu;
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
 }
 
-__device__ inline void store_floats(float* at, const Floats& values) {
+// Round to one of the two neighbouring bfloat16 numbers, the nearer one more probably, so that the mean is x: 16 random bits below the
+// last one that stays, and what remains below is cut off. float32 weights stay as they are.
+__device__ inline void round_at_random(Floats& values, uint32 i, uint32 step, uint32 seed) {
+#if BFLOAT16
 #pragma unroll
-    for (int k = 0; k < PACK; k += 4) *reinterpret_cast<float4*>(at + k) = *reinterpret_cast<const float4*>(values.x + k);
+    for (int k = 0; k < PACK; k += 2) {
+        const uint32 random = random_bits(i + k, step, seed);
+        values.x[k] = __uint_as_float(__float_as_uint(values.x[k]) + (random & 0xffff) & 0xffff0000);
+        values.x[k + 1] = __uint_as_float(__float_as_uint(values.x[k + 1]) + (random >> 16) & 0xffff0000);
+    }
+#endif
 }
 
 // One thread a pack; grid (N / PACK / 256). The parameters before stops[s], and not before stops[s-1], have weight decay decays[s].
-// master: the float32 weights that params are a rounded copy of, or null when params are float32 themselves.
+// master: the float32 weights that params are a rounded copy of, or null when there are none. seed: of rounding at random, or 0.
 extern "C" __global__ void __launch_bounds__(256)
-adamw_update(element* params, float* master, float* m, float* v, const element* grads, const Control* control, const int64* stops,
-             const float* decays, float beta2, float rest1, float rest2, int64 N) {
+adamw_update(element* params, float* master, float* m, float* v, const gradient* grads, const Control* control, const int64* stops,
+             const float* decays, float beta2, float rest1, float rest2, int seed, int64 N) {
     const int64 i = (int64(blockIdx.x) * 256 + threadIdx.x) * PACK;
     if (i >= N || control->halted) return;
     const Floats g = load(grads + i);
-    Floats p = master ? load_floats(master + i) : load(params + i), mean = load_floats(m + i), square = load_floats(v + i);
+    Floats p = master ? load(master + i) : load(params + i), mean = load(m + i), square = load(v + i);
     int span = 0;
     while (i >= stops[span]) span++;
     const float keep = 1.0f - control->learning_rate * decays[span];
@@ -119,10 +128,17 @@ adamw_update(element* params, float* master, float* m, float* v, const element* 
         square.x[k] = beta2 * square.x[k] + rest2 * gradient * gradient;
         p.x[k] = p.x[k] * keep - rate * mean.x[k] / (sqrtf(square.x[k]) + eps);
     }
+    if (master) store(master + i, p);
+    store(m + i, mean);
+    store(v + i, square);
+    if (seed) round_at_random(p, uint32(i), uint32(control->step), seed);
     store(params + i, p);
-    if (master) store_floats(master + i, p);
-    store_floats(m + i, mean);
-    store_floats(v + i, square);
+}
+
+// params = exact, rounded to nearest. One thread a pack; grid (N / PACK / 256).
+extern "C" __global__ void __launch_bounds__(256) round_weights(element* params, const float* exact, int64 N) {
+    const int64 i = (int64(blockIdx.x) * 256 + threadIdx.x) * PACK;
+    if (i < N) store(params + i, load(exact + i));
 }
 
 // out[i] = a number in [-1, 1) that only i decides: inputs for timing, which zeros would make too fast. One thread an element.

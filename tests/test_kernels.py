@@ -3,6 +3,7 @@
 Outputs are NaN before the call, so that an element which is not written fails. The NumPy function runs in float64.
 """
 
+import itertools
 import os
 
 import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 import train_gpt2_cuda as cuda
-from train_gpt2 import Config, UserError, check_tensor
+from train_gpt2 import Config, UserError, bf16_bits, bf16_to_float32, check_tensor
+from train_gpt2_cuda import Precision
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU
@@ -25,33 +27,44 @@ MODELS = [  # maxT, V, L, NH, C, Vp: GPT-2 124M; V % 8 of 1 and 3; one head; 25 
 ]
 
 
+PRECISIONS = {"tf32": Precision(), "float32": Precision(tf32=0), "bf16": Precision("bfloat16"), "bf16-float32-grads": Precision("bfloat16", 1, 1)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("arch", ("sm_75", "sm_80", "sm_90a", "sm_100"))
-def test_kernels_compile_with_no_gpu(arch):
+def test_kernels_compile_with_no_gpu(arch, precision):
     pytest.importorskip("cuda.core")
+    precision, seen = PRECISIONS[precision], set()
+    if precision.bf16 and arch == "sm_75":
+        with pytest.raises(UserError, match="--dtype bfloat16: this GPU is sm_75, expected sm_80 or newer"):
+            cuda.settle(cuda.CudaSettings(dtype="bfloat16"), arch)
+        return
     for config in (MODELS[0], MODELS[2]) if arch == "sm_90a" else MODELS[:1]:
-        for tf32 in (1, 0):
-            for name in cuda.KERNEL_FILES if tf32 else ("attention",):
-                if name == "attention_hopper" and not cuda.use_hopper(arch, config, tf32):
-                    continue
-                cubin = cuda.compile_kernels(name, arch, cuda.kernel_constants(config, tf32))
-                assert cubin[:4] == b"\x7fELF"
-                for kernel in cuda.KERNELS[name.removesuffix("_hopper")]:
-                    assert b".text." + kernel.encode() in cubin
+        for file, kernels in zip(cuda.kernel_files(arch, config, precision), cuda.KERNELS.values()):
+            if (file, config) in seen or precision.float32_grads and file not in ("encoder", "column_sums", "update"):
+                continue
+            seen.add((file, config))
+            cubin = cuda.compile_kernels(file, arch, cuda.kernel_constants(config, precision))
+            assert cubin[:4] == b"\x7fELF"
+            for kernel in kernels:
+                assert b".text." + kernel.encode() in cubin
+    assert ("attention_hopper" in {file[:16] for file, _ in seen}) == (arch == "sm_90a" and precision in (PRECISIONS["tf32"], PRECISIONS["bf16"]))
 
 
 @pytest.mark.parametrize("C", (2560, 4096, 5120, 8192))
 def test_wide_models_compile(C):
     pytest.importorskip("cuda.core")
-    constants = cuda.kernel_constants(Config(1024, 131, 1, C // 64, C, 256), 1)
-    assert cuda.compile_kernels("layernorm", "sm_80", constants)[:4] == b"\x7fELF"
+    for precision in (PRECISIONS["tf32"], PRECISIONS["bf16"]):
+        constants = cuda.kernel_constants(Config(1024, 131, 1, C // 64, C, 256), precision)
+        assert cuda.compile_kernels("layernorm", "sm_80", constants)[:4] == b"\x7fELF"
     assert 256 % (32 * cuda.row_warps(C)) == 0
 
 
 def test_attention_fits_into_the_shared_memory_of_every_gpu():
     """A block may have 64 KB before sm_80, 99 KB on sm_86 and sm_89, 227 KB on Hopper."""
     for arch, limit in (("sm_75", 64 << 10), ("sm_86", 99 << 10), ("sm_90a", 227 << 10)):
-        for heads in (1, 2, 4):
-            launches = cuda.attention_launches(Config(1024, 131, 1, heads, 64 * heads, 256), 1, arch)
+        for HS, precision in itertools.product((64,) if arch == "sm_75" else (16, 64, 80, 128), PRECISIONS.values()):
+            launches = cuda.attention_launches(Config(1024, 131, 1, 2, 2 * HS, 256), precision, arch)
             assert max(launch.shared for launch in launches.values()) + cuda.STATIC_SHARED <= limit
 
 
@@ -105,8 +118,9 @@ def test_sort_tokens():
 # with a GPU
 
 # The largest error allowed, as a fraction of the largest value of the reference. float32 rounds to 6e-8, sums of n numbers in
-# any order to some sqrt(n) of that; TF32 rounds operands to 5e-4.
-EXACT, SUMS, TF32 = 1e-6, 5e-6, 2e-3
+# any order to some sqrt(n) of that; TF32 rounds operands to 5e-4; bfloat16 rounds what is stored to 2e-3, and in attention what one
+# product hands to the next, too.
+EXACT, SUMS, TF32, BF16, BF16_TWICE = 1e-6, 5e-6, 2e-3, 4e-3, 1e-2
 
 SHAPES = [(1, 1), (3, 97), (1, 1000), (3, 1024)]
 DEVICES = {}
@@ -120,17 +134,27 @@ def gpu():
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=MODELS, ids=lambda config: f"C{config.C}xNH{config.NH}xV{config.V}")
+def model_id(config):
+    return f"C{config.C}xNH{config.NH}xV{config.V}"
+
+
+CASES = [(config, name) for config in MODELS for name in ("tf32", "bf16")] + [(MODELS[3], "bf16-float32-grads")]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{model_id(case[0])}-{case[1]}")
 def device(request, gpu, tmp_path_factory):
-    return get_device(gpu, request.param, 1, tmp_path_factory)
+    config, precision = request.param
+    return get_device(gpu, config, PRECISIONS[precision], tmp_path_factory)
 
 
-def get_device(gpu, config, tf32, tmp_path_factory, portable=False):
+def get_device(gpu, config, precision, tmp_path_factory, portable=False):
     """A Device for one model, made once; `portable` without the instructions that only this generation of GPUs has."""
-    key = config, tf32, portable
+    key = config, precision, portable
+    if precision.bf16 and int(gpu.arch[3:].rstrip("a")) < 80:
+        pytest.skip(f"{gpu.arch} has no bfloat16")
     if key not in DEVICES:
-        gpu = cuda.SimpleNamespace(**{**vars(gpu), "arch": gpu.arch.rstrip("a") if portable else gpu.arch})
-        made = cuda.Device(gpu, config, tf32, cuda.Cache(str(tmp_path_factory.mktemp("cache"))))
+        gpu = cuda.open_gpu("sm_80" if portable else "native")
+        made = cuda.Device(gpu, config, precision, cuda.Cache(str(tmp_path_factory.mktemp("cache"))))
         made.config = config
         made.products.workspace = cuda.cp.empty((2, cuda.WORKSPACE), np.uint8)
         made.stream.use()
@@ -139,25 +163,29 @@ def get_device(gpu, config, tf32, tmp_path_factory, portable=False):
     return DEVICES[key]
 
 
-def random(*shape, seed=0, spread=1.0):
-    """float32 normal numbers, others in each run of the tests."""
+def random(*shape, seed=0, spread=1.0, dtype="float32"):
+    """float32 normal numbers, others in each run of the tests; those that bfloat16 has, if dtype says so."""
     rng = np.random.default_rng((seed, os.getpid()))
-    return rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
+    numbers = rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
+    return bf16_to_float32(bf16_bits(numbers)) if dtype == "bfloat16" else numbers
 
 
-def on_gpu(*arrays):
-    arrays = [cuda.cp.asarray(array) for array in arrays]
+def on_gpu(*arrays, dtype=None):
+    """Copies on the GPU, in this dtype."""
+    arrays = [cuda.cp.asarray(bf16_bits(array) if dtype == "bfloat16" else array) for array in arrays]
     return arrays if len(arrays) > 1 else arrays[0]
 
 
-def unwritten(*shape):
-    return cuda.cp.full(shape, np.nan, np.float32)
+def unwritten(*shape, dtype="float32"):
+    """NaN everywhere."""
+    return cuda.cp.full(shape, 0xFFFF, np.uint16) if dtype == "bfloat16" else cuda.cp.full(shape, np.nan, np.float32)
 
 
 def assert_close(tolerance, **pairs):
-    """name=(got on the GPU, expected)."""
+    """name=(got on the GPU, expected). What is stored in bfloat16 may be off by its rounding."""
     for name, (got, expected) in pairs.items():
-        assert check_tensor(name, got.get(), expected, tolerance * max(float(np.abs(expected).max()), 1e-30)), name
+        allowed = max(tolerance, BF16) if got.dtype == np.uint16 else tolerance
+        assert check_tensor(name, cuda.to_float32(got), expected, allowed * max(float(np.abs(expected).max()), 1e-30)), name
 
 
 def wide(*arrays):
@@ -168,10 +196,11 @@ def wide(*arrays):
 def test_encoder(device, B, T):
     maxT, V, C, Vp = device.config.maxT, device.config.V, device.config.C, device.config.Vp
     inp = np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
-    wte, wpe, dout = random(Vp, C, seed=1), random(maxT, C, seed=2), random(B, T, C, seed=3)
-    dwte, dwpe = random(Vp, C, seed=4), random(maxT, C, seed=5)
-    out = unwritten(B, T, C)
-    cuda.encoder_forward(device, out, *on_gpu(inp, wte, wpe), B, T, C)
+    e, g = device.precision.dtype, device.precision.grads
+    wte, wpe, dout = random(Vp, C, seed=1, dtype=e), random(maxT, C, seed=2, dtype=e), random(B, T, C, seed=3, dtype=e)
+    dwte, dwpe = random(Vp, C, seed=4, dtype=g), random(maxT, C, seed=5, dtype=g)
+    out = unwritten(B, T, C, dtype=e)
+    cuda.encoder_forward(device, out, on_gpu(inp), *on_gpu(wte, wpe, dtype=e), B, T, C)
     expected = np.empty((B, T, C))
     train_gpt2.encoder_forward(expected, inp, *wide(wte, wpe), B, T, C)
     assert_close(EXACT, out=(out, expected))
@@ -179,10 +208,8 @@ def test_encoder(device, B, T):
     sorted_tokens = np.zeros(B * T, np.int32), np.zeros(B * T + 1, np.int32), np.zeros(1, np.int32)
     cuda.sort_tokens(*sorted_tokens, inp)
     for accumulate in (0, 1):
-        got_wte, got_wpe = on_gpu(dwte, dwpe)
-        if not accumulate:
-            got_wpe.fill(np.nan)
-        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout), on_gpu(inp), *on_gpu(*sorted_tokens), accumulate, B, T, C)
+        got_wte, got_wpe = on_gpu(dwte, dwpe, dtype=g) if accumulate else (on_gpu(dwte, dtype=g), unwritten(maxT, C, dtype=g))
+        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), on_gpu(inp), *on_gpu(*sorted_tokens), accumulate, B, T, C)
         expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C))
         train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
         assert_close(SUMS, dwte=(got_wte, expected_wte), dwpe=(got_wpe, expected_wpe + accumulate * dwpe))
@@ -190,95 +217,105 @@ def test_encoder(device, B, T):
 
 @pytest.mark.parametrize("B, T", SHAPES)
 def test_residual_layernorm(device, B, T):
-    C = device.config.C
-    inp1, inp2, weight, bias = random(B, T, C, seed=1), random(B, T, C, seed=2) + 1, random(C, seed=3), random(C, seed=4)
+    C, e = device.config.C, device.precision.dtype
+    inp1, inp2 = random(B, T, C, seed=1, dtype=e), random(B, T, C, seed=2, spread=2, dtype=e)
+    weight, bias = random(C, seed=3, dtype=e), random(C, seed=4, dtype=e)
     for both in (True, False):
-        residual, out, mean, rstd = unwritten(B, T, C), unwritten(B, T, C), unwritten(B, T), unwritten(B, T)
-        cuda.residual_layernorm_forward(device, residual if both else None, out, mean, rstd, on_gpu(inp1), on_gpu(inp2) if both else None,
-                                        *on_gpu(weight, bias), B, T, C)
+        residual, out, mean, rstd = unwritten(B, T, C, dtype=e), unwritten(B, T, C, dtype=e), unwritten(B, T), unwritten(B, T)
+        cuda.residual_layernorm_forward(device, residual if both else None, out, mean, rstd, on_gpu(inp1, dtype=e),
+                                        on_gpu(inp2, dtype=e) if both else None, *on_gpu(weight, bias, dtype=e), B, T, C)
         total = inp1.astype(np.float64) + (inp2 if both else 0)
+        if both:
+            assert_close(EXACT, residual=(residual, total))
+            total = cuda.to_float32(residual).astype(np.float64)  # the layernorm is that of what is stored
         expected = np.empty((B, T, C)), np.empty((B, T)), np.empty((B, T))
         train_gpt2.layernorm_forward(*expected, total, *wide(weight, bias), B, T, C)
         assert_close(SUMS, out=(out, expected[0]), mean=(mean, expected[1]), rstd=(rstd, expected[2]))
-        if both:
-            assert_close(EXACT, residual=(residual, total))
 
 
 @pytest.mark.parametrize("B, T", SHAPES)
 def test_layernorm_backward(device, B, T):
-    C = device.config.C
-    dinp, dout, inp, weight = random(B, T, C, seed=1), random(B, T, C, seed=2), random(B, T, C, seed=3), random(C, seed=4)
+    C, e, g = device.config.C, device.precision.dtype, device.precision.grads
+    dinp, dout, inp = (random(B, T, C, seed=seed, dtype=e) for seed in (1, 2, 3))
+    weight = random(C, seed=4, dtype=e)
     mean = inp.mean(axis=-1, dtype=np.float64).astype(np.float32)
     rstd = (1 / np.sqrt(inp.var(axis=-1, dtype=np.float64) + 1e-5)).astype(np.float32)
     expected, dweight, dbias = dinp.astype(np.float64), np.empty(C), np.empty(C)
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
-    before = random(3, C, seed=5)
+    before = random(3, C, seed=5, dtype=g)
     for accumulate in (0, 1):
-        got, partials = on_gpu(dinp), unwritten(cuda.sum_rows(device.config, B, T, device.sm_count).layernorm, 3 * C)
-        sums = on_gpu(before) if accumulate else unwritten(3, C)
-        cuda.layernorm_backward(device, got, partials, *on_gpu(dout, inp, weight, mean, rstd), B, T, C)
+        got, partials = on_gpu(dinp, dtype=e), unwritten(cuda.sum_rows(device.config, B, T, device.sm_count).layernorm, 3 * C)
+        sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
+        cuda.layernorm_backward(device, got, partials, *on_gpu(dout, inp, weight, dtype=e), *on_gpu(mean, rstd), B, T, C)
         cuda.column_sums(device, cuda.sum_jobs([(partials, tuple(sums))]), accumulate)
         wanted = np.stack([dweight, dbias, expected.sum(axis=(0, 1))]) + accumulate * before
         assert_close(SUMS, dinp=(got, expected), dweight=(sums[0], wanted[0]), dbias=(sums[1], wanted[1]))
         assert_close(20 * SUMS, total=(sums[2], wanted[2]))  # sums of the errors of dinp, which may cancel in the value
 
 
-@pytest.mark.parametrize("tf32, portable", ((1, False), (1, True), (0, False)))
-@pytest.mark.parametrize("config", MODELS, ids=lambda config: f"C{config.C}xNH{config.NH}")
+@pytest.mark.parametrize("precision, portable", (("tf32", False), ("tf32", True), ("float32", False), ("bf16", False), ("bf16", True)))
+@pytest.mark.parametrize("config", MODELS, ids=model_id)
 @pytest.mark.parametrize("B, T", SHAPES)
-def test_attention(gpu, tmp_path_factory, config, B, T, tf32, portable):
-    device = get_device(gpu, config, tf32, tmp_path_factory, portable)
-    C, NH, tolerance = config.C, config.NH, TF32 if tf32 else SUMS
-    inp, dout = random(B, T, 3 * C, seed=1, spread=1.5), random(B, T, C, seed=2)
+def test_attention(gpu, tmp_path_factory, config, B, T, precision, portable):
+    device = get_device(gpu, config, PRECISIONS[precision], tmp_path_factory, portable)
+    C, NH, e, tolerance = config.C, config.NH, device.precision.dtype, {"tf32": TF32, "float32": SUMS, "bf16": BF16_TWICE}[precision]
+    inp, dout = random(B, T, 3 * C, seed=1, spread=1.5, dtype=e), random(B, T, C, seed=2, dtype=e)
     expected = {"out": np.empty((B, T, C)), "preatt": np.empty((B, NH, T, T)), "att": np.empty((B, NH, T, T))}
     train_gpt2.attention_forward(*expected.values(), *wide(inp), B, T, C, NH)
     largest = expected["preatt"].max(axis=-1)
     expected_lse = largest + np.log(np.exp(expected["preatt"] - largest[..., None]).sum(axis=-1))
-    out, lse, inp_gpu, dout_gpu = unwritten(B, T, C), unwritten(B, NH, T), *on_gpu(inp, dout)
+    out, lse, inp_gpu, dout_gpu = unwritten(B, T, C, dtype=e), unwritten(B, NH, T), *on_gpu(inp, dout, dtype=e)
     cuda.attention_forward(device, out, lse, inp_gpu, config, B, T)
-    assert_close(tolerance, out=(out, expected["out"]), lse=(lse, expected_lse))
+    assert_close(tolerance, out=(out, expected["out"]))
+    # A score may be as small as chance wants, its error depends on the lengths of its two vectors.
+    query, key = (np.linalg.norm(inp[..., i * C : (i + 1) * C].reshape(B, T, NH, -1), axis=-1).max() for i in (0, 1))
+    longest = query * key / (C // NH) ** 0.5
+    assert check_tensor("lse", lse.get(), expected_lse, (TF32 if precision == "tf32" else SUMS) * longest)
 
     dinp, scratch = np.empty((B, T, 3 * C)), np.empty((2, B, NH, T, T))
     train_gpt2.attention_backward(dinp, *scratch, *wide(dout, inp), expected["att"], B, T, C, NH)
-    before = random(3 * C, seed=3)
+    before = random(3 * C, seed=3, dtype=e)
     for accumulate in (0, 1):
-        got, D, dbias = unwritten(B, T, 3 * C), unwritten(B, NH, T), on_gpu(before) if accumulate else unwritten(3 * C)
+        got, D = unwritten(B, T, 3 * C, dtype=e), unwritten(B, NH, T)
+        dbias = on_gpu(before, dtype=e) if accumulate else unwritten(3 * C, dtype=e)
         partials = unwritten(cuda.sum_rows(config, B, T, device.sm_count).attention, 3 * C)
         cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, config, B, T)
         cuda.column_sums(device, cuda.sum_jobs([(partials, (dbias,))]), accumulate)
         assert_close(tolerance, dinp=(got, dinp))
         # Each of the B*T rows may be off by the tolerance, and the errors add up like a random walk.
-        scale = tolerance * np.abs(dinp).max() * max(1, (B * T) ** 0.5)
-        assert check_tensor("dbias", dbias.get(), dinp.sum(axis=(0, 1)) + accumulate * before, scale)
+        wanted = dinp.sum(axis=(0, 1)) + accumulate * before
+        scale = tolerance * np.abs(dinp).max() * max(1, (B * T) ** 0.5) + (BF16 * np.abs(wanted).max() if e == "bfloat16" else 0.0)
+        assert check_tensor("dbias", cuda.to_float32(dbias), wanted, scale)
 
 
 @pytest.mark.parametrize("B, T", SHAPES)
 def test_gelu(device, B, T):
-    C = device.config.C
-    inp, dout = random(B, T, 4 * C, seed=1, spread=3), random(B, T, 4 * C, seed=2)
-    out, expected, expected_dinp = unwritten(B, T, 4 * C), np.empty((B, T, 4 * C)), np.empty((B, T, 4 * C))
-    cuda.gelu_forward(device, out, on_gpu(inp))
+    C, e, g = device.config.C, device.precision.dtype, device.precision.grads
+    inp, dout = random(B, T, 4 * C, seed=1, spread=3, dtype=e), random(B, T, 4 * C, seed=2, dtype=e)
+    out, expected, expected_dinp = unwritten(B, T, 4 * C, dtype=e), np.empty((B, T, 4 * C)), np.empty((B, T, 4 * C))
+    cuda.gelu_forward(device, out, on_gpu(inp, dtype=e))
     train_gpt2.gelu_forward(expected, *wide(inp), inp.size)
     train_gpt2.gelu_backward(expected_dinp, *wide(inp, dout), inp.size)
     assert_close(EXACT, out=(out, expected))
-    before = random(4 * C, seed=3)
+    before, forward = random(4 * C, seed=3, dtype=g), out
     for accumulate, again, in_place in ((0, True, False), (1, False, True)):
-        out, dbias = unwritten(B, T, 4 * C), on_gpu(before) if accumulate else unwritten(4 * C)
+        out, dbias = unwritten(B, T, 4 * C, dtype=e), on_gpu(before, dtype=g) if accumulate else unwritten(4 * C, dtype=g)
         partials = unwritten(cuda.sum_rows(device.config, B, T, device.sm_count).gelu, 4 * C)
-        dout_gpu = on_gpu(dout)
-        dinp = dout_gpu if in_place else unwritten(B, T, 4 * C)
-        cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp), dout_gpu, B, T, C)
+        dout_gpu = on_gpu(dout, dtype=e)
+        dinp = dout_gpu if in_place else unwritten(B, T, 4 * C, dtype=e)
+        cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp, dtype=e), dout_gpu, B, T, C)
         cuda.column_sums(device, cuda.sum_jobs([(partials, (dbias,))]), accumulate)
         assert_close(EXACT, dinp=(dinp, expected_dinp))
         assert_close(20 * SUMS, dbias=(dbias, expected_dinp.sum(axis=(0, 1)) + accumulate * before))
         if again:
-            assert_close(EXACT, out=(out, expected))
+            assert np.array_equal(out.get(), forward.get()), "recomputing changes no bit"
 
 
 @pytest.mark.parametrize("B, T", SHAPES[:3])
 def test_classifier(device, B, T):
     V, Vp = device.config.V, device.config.Vp
-    logits, targets = random(B, T, Vp, seed=1, spread=4), np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
+    e = device.precision.dtype
+    logits, targets = random(B, T, Vp, seed=1, spread=4, dtype=e), np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
     targets.flat[0], targets.flat[-1] = V - 1, 0
     probs, expected, dlogits = np.empty((B, T, V)), np.empty((B, T)), np.empty((B, T, V))
     train_gpt2.softmax_forward(probs, *wide(logits[..., :V]), B, T, V)
@@ -287,52 +324,58 @@ def test_classifier(device, B, T):
     train_gpt2.crossentropy_softmax_backward(dlogits, np.full((B, T), dloss), probs, targets, B, T, V)
     logits[..., V:] = np.nan  # whatever stands in the padding has no part in it
     for write in (0, 1):
-        losses, got = unwritten(B, T), on_gpu(logits)
+        losses, got = unwritten(B, T), on_gpu(logits, dtype=e)
         cuda.classifier(device, losses, got, on_gpu(targets), dloss, write, B, T)
         assert_close(SUMS, losses=(losses, expected))
         if not write:
-            assert np.array_equal(got.get(), logits, equal_nan=True)
+            assert np.array_equal(cuda.to_float32(got), logits, equal_nan=True)
     assert_close(SUMS, dlogits=(got[..., :V], dlogits))
     assert not got[..., V:].any(), "the padding's gradient is 0"
 
 
-@pytest.mark.parametrize("tf32", (1, 0))
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("N, C, OC", ((291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720)))
-def test_products(gpu, tmp_path_factory, N, C, OC, tf32):
-    products = get_device(gpu, MODELS[0], tf32, tmp_path_factory).products
+def test_products(gpu, tmp_path_factory, N, C, OC, precision):
+    products = get_device(gpu, MODELS[0], PRECISIONS[precision], tmp_path_factory).products
     products.searching = True
-    inp, weight, bias, dout, before = random(N, C, seed=1), random(OC, C, seed=2), random(OC, seed=3), random(N, OC, seed=4), random(OC, C, seed=5)
-    inp_gpu, weight_gpu, bias_gpu, dout_gpu = on_gpu(inp, weight, bias, dout)
-    tolerance = TF32 if tf32 else SUMS
+    e, g = PRECISIONS[precision].dtype, PRECISIONS[precision].grads
+    inp, weight, bias, dout = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(((N, C), (OC, C), (OC,), (N, OC))))
+    before = random(OC, C, seed=5, dtype=g)
+    inp_gpu, weight_gpu, bias_gpu, dout_gpu = on_gpu(inp, weight, bias, dout, dtype=e)
+    tolerance = TF32 if precision == "tf32" else SUMS
     exact = inp.astype(np.float64) @ weight.T.astype(np.float64)
     for b in (None, bias_gpu):
-        out = unwritten(N, OC)
+        out = unwritten(N, OC, dtype=e)
         products.forward("forward", out, inp_gpu, weight_gpu, b, N, C, OC)
         assert_close(tolerance, out=(out, exact + (0 if b is None else bias)))
-    dinp = unwritten(N, C)
+    dinp = unwritten(N, C, dtype=e)
     products.backward_inp("dinp", dinp, dout_gpu, weight_gpu, N, C, OC)
     assert_close(tolerance, dinp=(dinp, dout.astype(np.float64) @ weight.astype(np.float64)))
     expected = dout.T.astype(np.float64) @ inp.astype(np.float64)
-    for way in (products.backward_weight, products.weight_direct, products.weight_transposed):
+    for way in (products.backward_weight, products.weight_direct, *([] if PRECISIONS[precision].bf16 else [products.weight_transposed])):
         for accumulate in (0, 1):
-            dweight, transposed = on_gpu(before) if accumulate else unwritten(OC, C), unwritten(min(C, OC), N)
+            dweight = on_gpu(before, dtype=g) if accumulate else unwritten(OC, C, dtype=g)
+            transposed = unwritten(min(C, OC), N, dtype=e)
             way("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, accumulate)
             assert_close(tolerance, dweight=(dweight, expected + accumulate * before))
-    transposed = unwritten(OC, N)
+    transposed = unwritten(OC, N, dtype=e)
     cuda.transpose(products.device, transposed, dout_gpu, N, OC)
-    assert np.array_equal(transposed.get(), dout.T)
+    assert np.array_equal(cuda.to_float32(transposed), dout.T)
 
 
 @pytest.mark.parametrize("grad_clip", (0.0, 1.0))
-def test_update(gpu, tmp_path_factory, grad_clip):
+@pytest.mark.parametrize("precision, has_master", (("tf32", False), ("bf16", True), ("bf16", False), ("bf16-float32-grads", True)))
+def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
     """loss_mean, global_norm, prepare_update and three steps of adamw_update, with two different weight decays."""
-    device, cp = get_device(gpu, MODELS[1], 1, tmp_path_factory), cuda.cp
-    count, learning_rate, beta1, beta2, eps, decay = 4 * 123457, 1e-3, 0.9, 0.95, 1e-8, 0.1
-    params, m, v, grads = random(count, seed=1), random(count, seed=2, spread=0.1), random(count, seed=3) ** 2, random(count, seed=4)
+    device, cp = get_device(gpu, MODELS[1], PRECISIONS[precision], tmp_path_factory), cuda.cp
+    e, g = device.precision.dtype, device.precision.grads
+    count, learning_rate, beta1, beta2, eps, decay = 8 * 123457, 1e-3, 0.9, 0.95, 1e-8, 0.1
+    master = random(count, seed=1, dtype="float32" if has_master else e)
+    m, v, grads = random(count, seed=2, spread=0.1), random(count, seed=3) ** 2, random(count, seed=4, dtype=g)
     losses = random(3, 97, seed=5) ** 2
-    split = 4 * 1000
-    expected = wide(params, m, v)
-    on = on_gpu(params, m, v)
+    split = 8 * 1000
+    expected = wide(master, m, v)
+    params, *on = on_gpu(master, dtype=e), *on_gpu(master, m, v)
     control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(4 * device.sm_count)
     reports, rate = cuda.pinned_array(16).view(np.float32).reshape(2, 2), on_gpu(np.float32([learning_rate]))
     stops, decays = on_gpu(np.array([split, count]), np.float32([decay, 0.0]))
@@ -343,11 +386,11 @@ def test_update(gpu, tmp_path_factory, grad_clip):
         device.launch("loss_mean", (1,), (1024,), loss, on_gpu(losses), 1.0 / losses.size, 0, losses.size)
         if step == 4:
             loss.fill(np.nan)  # the weights must stay as they are
-        device.launch("global_norm", (partials.size,), (256,), partials, on_gpu(grads), np.int64(count))
+        device.launch("global_norm", (partials.size,), (256,), partials, on_gpu(grads, dtype=g), np.int64(count))
         device.launch("prepare_update", (1,), (256,), control, cuda.pointer(reports), loss, partials, rate, np.float64(beta1), np.float64(beta2),
                       np.float64(eps), grad_clip, partials.size)
-        device.launch("adamw_update", (-(-count // 1024),), (256,), on[0], None, on[1], on[2], on_gpu(grads), control, stops, decays, beta2, 1 - beta1,
-                      1 - beta2, np.int64(count))
+        device.launch("adamw_update", (-(-count // (device.precision.pack * 256)),), (256,), params, on[0] if has_master else None, on[1], on[2],
+                      on_gpu(grads, dtype=g), control, stops, decays, beta2, 1 - beta1, 1 - beta2, 0, np.int64(count))
         device.stream.synchronize()
         reported = reports[(step - 1) % 2]
         assert abs(reported[1] - norm) <= 1e-5 * norm
@@ -359,12 +402,42 @@ def test_update(gpu, tmp_path_factory, grad_clip):
             train_gpt2.adamw_update(*(array[part] for array in expected), *wide(grads[part]), learning_rate, beta1, beta2, eps, d, scale, step,
                                     part.stop - part.start)
     assert control.get()[:2].tolist() == [3, 4], "updates done, steps begun"
-    assert_close(SUMS, params=(on[0], expected[0]), m=(on[1], expected[1]), v=(on[2], expected[2]))
+    assert_close(SUMS, params=(params, expected[0]), m=(on[1], expected[1]), v=(on[2], expected[2]))
+    if has_master:
+        assert_close(SUMS, master=(on[0], expected[0]))
+        assert np.array_equal(params.get(), bf16_bits(on[0].get())), "the weights are the masters, rounded to nearest"
+
+
+def test_stochastic_rounding(gpu, tmp_path_factory):
+    """Each weight becomes one of its two neighbours in bfloat16; the mean over many is the weight; a seed repeats its choices."""
+    device, cp = get_device(gpu, MODELS[1], PRECISIONS["bf16"], tmp_path_factory), cuda.cp
+    count = 8 * 20000
+    numbers = np.full(count, 1.0 + 0.3 * 2.0**-7, np.float32)  # three tenths of the way from one neighbour to the next
+    numbers[count // 2 :] *= -1
+    control = cp.zeros(5, np.int64)  # learning rate 0: the weights stay what they are, but for the rounding
+    stops, decays, zeros = on_gpu(np.array([count])), on_gpu(np.float32([0.0])), cp.zeros(count, np.uint16)
+
+    def rounded(seed, step):
+        params, master, m, v = unwritten(count, dtype="bfloat16"), on_gpu(numbers), cp.zeros(count, np.float32), cp.ones(count, np.float32)
+        control[0] = step
+        device.launch("adamw_update", (count // 2048 + 1,), (256,), params, master, m, v, zeros, control, stops, decays, 0.5, 0.5, 0.5, seed,
+                      np.int64(count))
+        assert np.array_equal(master.get(), numbers)
+        return cuda.to_float32(params)
+
+    first = rounded(7, 1)
+    assert set(np.abs(first).tolist()) == {1.0, 1.0 + 2.0**-7}
+    for part in (first[: count // 2], first[count // 2 :]):
+        assert abs(np.mean(np.abs(part) > 1.0) - 0.3) < 5 * (0.21 / part.size) ** 0.5
+    assert np.array_equal(first, rounded(7, 1))
+    for other in (rounded(8, 1), rounded(7, 2)):
+        assert abs(np.mean(first == other) - 0.58) < 0.02, "choices of other seeds and steps have nothing to do with these"
+    assert np.array_equal(rounded(0, 1), bf16_to_float32(bf16_bits(numbers))), "seed 0: to nearest"
 
 
 def test_indices_beyond_32_bits(gpu, tmp_path_factory):
     """classifier and the products where B*T*Vp passes 2^32: the last row must come out like the same row alone."""
-    device, cp = get_device(gpu, MODELS[0], 1, tmp_path_factory), cuda.cp
+    device, cp = get_device(gpu, MODELS[0], PRECISIONS["tf32"], tmp_path_factory), cuda.cp
     config, N = device.config, 2**32 // 50304 + 2
     if cp.cuda.runtime.memGetInfo()[0] < 4 * N * config.Vp + (4 << 30):
         pytest.skip("needs 20 GiB of free GPU memory")

@@ -18,6 +18,7 @@ from conftest import ROOT, assert_one_line_error, random_params, run_program
 
 SMALL_HEADS = t.Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)
 FAST = ("-b", 2, "-t", 24, "-g", 16)
+FLOAT32 = ("--dtype", "float32", "--tf32", 0)
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +70,19 @@ def test_a_model_that_the_kernels_do_not_take(heads, C):
 
 def test_phases_of_the_memory_plan():
     """Nothing is forgotten: the plan's sum is that of all tables, the three phases counted by their largest."""
-    settings = cuda.CudaSettings(B=4, T=1024)
+    settings = cuda.settle(cuda.CudaSettings(B=4, T=1024, dtype="float32"), "sm_90a")
     config = t.Config(1024, 50257, 12, 12, 768, 50304)
     plan = {what: size for size, what in cuda.memory_plan(config, settings, 132)}
     assert plan["parameters"] == 4 * 124475904 and plan["AdamW's moments"] == 8 * 124475904
     assert plan["logits, and in other phases scratch"] == 4 * 4096 * 50304
-    less = [sum(size for size, _ in cuda.memory_plan(config, cuda.CudaSettings(B=4, T=1024, recompute=r), 132)) for r in (0, 1, 2)]
+    less = [sum(size for size, _ in cuda.memory_plan(config, cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r), 132)) for r in (0, 1, 2)]
     assert less[0] - less[1] == 12 * 4096 * 4 * 768 * 4 and less[1] - less[2] == 2 * 12 * 4096 * 768 * 4
+    for master, float32_grads in ((1, 0), (0, 1)):
+        settings = cuda.CudaSettings(B=4, T=1024, dtype="bfloat16", recompute=0, master_weights=master, float32_grads=float32_grads)
+        plan = {what: size for size, what in cuda.memory_plan(config, settings, 132)}
+        assert plan["parameters"] == 2 * 124475904 and plan["AdamW's moments"] == 8 * 124475904
+        assert plan.get("float32 master weights", 0) == 4 * 124475904 * master and plan["gradients"] == (2 + 2 * float32_grads) * 124475904
+        assert plan["logits, and in other phases scratch"] == 2 * 4096 * 50304
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -101,7 +108,7 @@ def test_output(gpu_workplace):
 
 def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu_workplace):
     flags = ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c", 0.1, "--final_reports", 1)
-    on_gpu = train(*flags, "--tf32", 0).stdout
+    on_gpu = train(*flags, *FLOAT32).stdout
     on_cpu = train(*flags, program="train_gpt2.py").stdout
     losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", output)] for output in (on_gpu, on_cpu)]
     assert len(losses[0]) == 9 and np.allclose(*losses, rtol=0, atol=2e-5)
@@ -109,17 +116,41 @@ def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu_workplace):
     assert len(samples[0]) == 2 and samples[0] == samples[1]
 
 
-def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace):
-    flags = ("-x", 5, "-v", 2, "-s", 4, "-d", 96, "--grad_clip", 1)
+DTYPES = {
+    "float32": ("--dtype", "float32"),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "sm_80": ("--dtype", "bfloat16", "--arch", "sm_80"),
+    "float32-grads": ("--dtype", "bfloat16", "--float32_grads", 1),
+    "no-master": ("--dtype", "bfloat16", "-w", 0),
+    "stochastic": ("--dtype", "bfloat16", "-w", 0, "--stochastic_rounding", 5),
+}
+
+
+@pytest.fixture(params=DTYPES)
+def dtype_flags(request, gpu):
+    if request.param != "float32" and int(gpu.arch[3:].rstrip("a")) < 80:
+        pytest.skip(f"{gpu.arch} has no bfloat16")
+    return DTYPES[request.param]
+
+
+def test_bfloat16_trains_like_float32(gpu_workplace, dtype_flags):
+    """Losses over 60 steps at a high learning rate stay near those of float32; every variant is its own run."""
+    flags = ("-x", 60, "-v", 0, "-s", 0, "-l", 0.003)
+    losses = [np.array([float(x) for x in re.findall(r"train loss (\d+\.\d+)", train(*flags, *more).stdout)]) for more in (FLOAT32, dtype_flags)]
+    assert len(losses[0]) == 60 and np.abs(losses[0] - losses[1]).max() < 0.03
+
+
+def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace, dtype_flags):
+    flags = ("-x", 5, "-v", 2, "-s", 4, "-d", 96, "--grad_clip", 1, *dtype_flags)
     first = losses_and_samples(train(*flags).stdout)
     assert "step    5/5" in first
-    for more in (("--graph", 1), ("--graph", 0), ("--recompute", 0), ("--recompute", 2)):
+    for more in (("--graph", 1), ("--graph", 0), ("--recompute", 0), ("--recompute", 1), ("--recompute", 2)):
         assert losses_and_samples(train(*flags, *more).stdout) == first, more
 
 
 def test_check(gpu_workplace):
-    for tf32 in (0, 1):
-        done = train("--check", "--tf32", tf32)
+    for flags in (FLOAT32, ("--dtype", "float32", "--tf32", 1), ("--dtype", "bfloat16"), ("--dtype", "bfloat16", "--arch", "sm_80")):
+        done = train("--check", *flags)
         lines = done.stdout.splitlines()
         rows = {line.split()[0] for line in lines if "max diff" in line}
         assert lines[-1] == "overall okay: 1" and {"encoded", "lse", "fch_gelu", "logits", "dlogits", "dwte", "dlnfb"} <= rows
@@ -136,7 +167,7 @@ def test_check_names_a_wrong_kernel(gpu_workplace, tmp_path):
     source = (project / "kernels" / "gelu.cu").read_text()
     assert source.count("d.x[k] *= 0.5f") == 1
     (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= 0.5f", "d.x[k] *= 1.01f * 0.5f"))
-    done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", *map(str, FAST), "--check", "--tf32", "0"], cwd=gpu_workplace,
+    done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", *map(str, FAST), "--check", *map(str, FLOAT32)], cwd=gpu_workplace,
                           capture_output=True, text=True)
     red = {line.split()[0] for line in done.stdout.splitlines() if line.endswith("FAIL")}
     assert done.returncode == 1 and done.stdout.endswith("overall okay: 0\n")
@@ -156,8 +187,8 @@ def test_profile(gpu_workplace):
 def test_memory_in_use_does_not_grow(gpu_workplace, gpu, monkeypatch, capsys):
     """From the second step to the last: no allocation, in CuPy's pool or beside it."""
     config, params = t.read_model("gpt2_124M.bin")
-    settings = cuda.CudaSettings(B=2, T=24, steps=30)
-    model = cuda.GPT2(cuda.Device(gpu, config, 1, cuda.Cache()), config, params, settings)
+    settings = cuda.settle(cuda.CudaSettings(B=2, T=24, steps=30), gpu.arch)
+    model = cuda.GPT2(cuda.Device(gpu, config, settings.precision, cuda.Cache()), config, params, settings)
     model.prepare()
     used, rng = [], np.random.default_rng(0)
     for step in range(30):
@@ -173,13 +204,14 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, monkeypatch, capsys):
 RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 96, "-l", 0.01)
 
 
-def test_resumed_run_is_bit_equal(gpu_workplace):
-    whole = losses_and_samples(train(*RUN, "-o", "whole", "-n", 4).stdout)
-    train(*RUN, "-o", "parts", "-n", 4)
+def test_resumed_run_is_bit_equal(gpu_workplace, dtype_flags):
+    run = (*RUN, *dtype_flags)
+    whole = losses_and_samples(train(*run, "-o", "whole", "-n", 4).stdout)
+    train(*run, "-o", "parts", "-n", 4)
     for name in os.listdir("parts"):  # as if the run had been killed after step 6, two steps beyond its checkpoint
         if "00000009" in name or "00000008" in name:
             os.unlink(os.path.join("parts", name))
-    rest = train(*RUN, "-o", "parts", "-n", 4, "-y", 1)
+    rest = train(*run, "-o", "parts", "-n", 4, "-y", 1)
     assert "resuming at step 4 from parts" in rest.stdout and rest.stderr == ""
     rest = losses_and_samples(rest.stdout)
     assert whole.endswith(rest[rest.index("step    5/9:") :])
@@ -187,10 +219,33 @@ def test_resumed_run_is_bit_equal(gpu_workplace):
         assert (gpu_workplace / "whole" / name).read_bytes() == (gpu_workplace / "parts" / name).read_bytes(), name
 
 
+def test_a_bfloat16_checkpoint(gpu_workplace):
+    """The model is of version 5, the weights of a run that began with float32 are rounded, which it says; the masters are beside
+    the moments, and the CPU trainer goes on from them."""
+    done = train(*RUN, "--dtype", "bfloat16", "-o", "run", "-n", 5)
+    assert "gpt2_124M.bin: its float32 weights are rounded to bfloat16, and kept beside" in done.stderr
+    model, state, _ = t.checkpoint_paths("run", 5)
+    with open(model, "rb") as f:
+        assert t.read_config(f, "")[0] == 5
+    config, params = t.read_model(model)
+    moments, master = [t.allocate(params.table) for _ in range(2)], t.views(params.table, params.buffer.copy())
+    t.read_optimizer_state(state, config, moments, master)
+    assert not np.array_equal(t.flat(master), t.flat(params)) and np.array_equal(t.bf16_bits(t.flat(master)), t.bf16_bits(t.flat(params)))
+    for name in os.listdir("run"):
+        if "00000009" in name:
+            os.unlink(os.path.join("run", name))
+    rest = train(*RUN, "-o", "run", "-y", 1, program="train_gpt2.py")
+    tails = [[float(x) for x in re.findall(r"train loss (\d+\.\d+)", output)][-4:] for output in (rest.stdout, done.stdout)]
+    assert len(tails[0]) == 4 and np.allclose(*tails, rtol=0, atol=0.02)
+    t.write_model("gpt2_124M.bin", config, params, 5)
+    assert "rounded" not in train("-x", 1, "-s", 0, "--dtype", "bfloat16").stderr
+    assert "no master weights" in train("-x", 1, "-s", 0, "--dtype", "bfloat16", "-w", 0).stdout
+
+
 @pytest.mark.parametrize("first, second", (("train_gpt2.py", "train_gpt2_cuda.py"), ("train_gpt2_cuda.py", "train_gpt2.py")))
 def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
     flags = (*RUN, "--final_reports", 1, "-o", "run", "-n", 5)
-    extra = {"train_gpt2.py": (), "train_gpt2_cuda.py": ("--tf32", 0)}
+    extra = {"train_gpt2.py": (), "train_gpt2_cuda.py": FLOAT32}
     whole = train(*RUN, "--final_reports", 1, program="train_gpt2.py").stdout
     train(*flags, *extra[first], program=first)
     for name in os.listdir("run"):
@@ -205,17 +260,18 @@ def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
 
 
 def test_a_checkpoint_records_the_algorithms(gpu_workplace):
-    train(*RUN, "-o", "run", "-n", 9)
+    run = (*RUN, "--dtype", "float32")
+    train(*run, "-o", "run", "-n", 9)
     notes = cuda.json.loads((gpu_workplace / "run" / "DONE_00000009").read_text())["products"]
     assert "cuBLASLt" in notes["on"] and "TN 96 48 32 bias tf32" in notes["algorithms"]
     notes["on"] = "another GPU"
     (gpu_workplace / "run" / "DONE_00000009").write_text(cuda.json.dumps({"products": notes}))
-    done = train(*RUN, "-x", 10, "-o", "run", "-n", 9, "-y", 1)
+    done = train(*run, "-x", 10, "-o", "run", "-n", 9, "-y", 1)
     assert "note: the checkpoint is from another GPU" in done.stderr
     notes["on"] = cuda.json.loads((gpu_workplace / "run" / "DONE_00000010").read_text())["products"]["on"]
     for damaged in ("{", "[]", cuda.json.dumps({"products": {**notes, "algorithms": {"TN 96 48 32 bias tf32": [1, 2]}}})):
         (gpu_workplace / "run" / "DONE_00000010").write_text(damaged)
-        assert_one_line_error(train(*RUN, "-x", 11, "-o", "run", "-n", 9, "-y", 1, check=False), "DONE_00000010", "remove")
+        assert_one_line_error(train(*run, "-x", 11, "-o", "run", "-n", 9, "-y", 1, check=False), "DONE_00000010", "remove")
 
 
 def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):

@@ -1,0 +1,153 @@
+"""
+Attention by itself: our kernels beside PyTorch's FlashAttention-2 and cuDNN, forward and backward; needs a GPU.
+
+    python dev/bench_attention.py                    # bfloat16, 12 heads of 64: GPT-2 124M's layer
+    python dev/bench_attention.py --heads 6 -C 768   # heads of 128
+
+Causal, ms as medians over CUDA events with the L2 cache flushed before each call, and TFLOP/s that count the products of the
+unmasked half once each: two forward, five backward, whatever an implementation computes twice. "ours, sm_80" are the portable
+kernels. Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets q, k, v as (B,NH,T,HS) views of that tensor. Each
+result is compared with PyTorch's plain float32 attention first; a wrong one is a non-zero exit.
+"""
+
+import argparse
+import os
+import sys
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+sys.path.insert(0, ROOT)
+
+import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import train_gpt2_cuda as cuda
+from train_gpt2 import Config, UserError, run_main
+
+cp = cuda.cp
+BATCHES, LENGTHS = (1, 4, 16, 64), (256, 1024, 4096)
+
+
+class Ours:
+    def __init__(self, device, config, qkv, dout):
+        B, T, C = dout.shape
+        self.device, self.config, self.B, self.T, self.qkv, self.dout = device, config, B, T, qkv, dout
+        self.out, self.dqkv = torch.empty_like(dout), torch.empty_like(qkv)
+        self.lse, self.D = (torch.empty((B, config.NH, T), device="cuda") for _ in range(2))
+        rows = cuda.sum_rows(config, B, T, device.sm_count).attention
+        self.sums = torch.empty((rows, 3 * C), device="cuda")
+
+    def forward(self):
+        out, lse, qkv = map(view, (self.out, self.lse, self.qkv))
+        cuda.attention_forward(self.device, out, lse, qkv, self.config, self.B, self.T)
+
+    def backward(self):
+        cuda.attention_backward(self.device, *map(view, (self.dqkv, self.D, self.sums, self.dout, self.qkv, self.out, self.lse)), self.config,
+                                self.B, self.T)
+
+    def results(self):
+        return self.out, self.dqkv
+
+
+class PyTorch:
+    def __init__(self, backend, config, qkv, dout):
+        B, T, C = dout.shape
+        self.backend = backend
+        self.q, self.k, self.v = (x.view(B, T, config.NH, C // config.NH).transpose(1, 2).requires_grad_() for x in qkv.detach().split(C, dim=2))
+        self.dout = dout.view(B, T, config.NH, C // config.NH).transpose(1, 2)
+        self.out = None
+
+    def forward(self):
+        with sdpa_kernel([self.backend]):
+            self.out = F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True)
+
+    def backward(self):
+        self.grads = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=True)
+
+    def results(self):
+        B, NH, T, HS = self.q.shape
+        return self.out.transpose(1, 2).reshape(B, T, NH * HS), torch.cat([g.transpose(1, 2).reshape(B, T, NH * HS) for g in self.grads], dim=2)
+
+
+def view(tensor):
+    """A PyTorch tensor as CuPy's array; bfloat16 as its bits."""
+    return cp.from_dlpack(tensor.detach().view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor.detach())
+
+
+def milliseconds(call, flush, repeats):
+    times = []
+    for _ in range(repeats + 3):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in times[3:])[repeats // 2]
+
+
+def reference(config, qkv, dout):
+    """out and dqkv in float32, one row of the batch: (T,C), (T,3C)."""
+    model = PyTorch(SDPBackend.MATH, config, qkv[:1].float(), dout[:1].float())
+    model.forward()
+    model.backward()
+    return [result[0] for result in model.results()]
+
+
+def agrees(name, results, expected):
+    okay = True
+    for what, got, want in zip(("out", "dqkv"), results, expected):
+        error = float((got[0].float() - want).abs().max() / want.abs().max())
+        if not error <= 2e-2:
+            print(f"{name}: {what} is off by {error:.1e} of its largest value: FAIL")
+            okay = False
+    return okay
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("--heads", type=int, default=12, help="NH")
+    parser.add_argument("-C", type=int, default=768, help="channels")
+    parser.add_argument("-b", type=int, nargs="*", default=BATCHES, help="batch sizes")
+    parser.add_argument("-t", type=int, nargs="*", default=LENGTHS, help="lengths")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise UserError("PyTorch sees no GPU, and this comparison needs one")
+    config = Config(max(args.t), 257, 1, args.heads, args.C, 384)
+    cuda.check_sizes(config)
+    gpus = {"ours": cuda.open_gpu(), "ours, sm_80": cuda.open_gpu("sm_80")}
+    devices = {name: cuda.Device(gpu, config, cuda.Precision("bfloat16"), cuda.Cache()) for name, gpu in gpus.items()}
+    backends = {"PyTorch flash": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
+    flush, okay = torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), True
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, bfloat16,"
+          f" {args.heads} heads of {args.C // args.heads}")
+    print(f"{'':<16} {'B':>3} {'T':>5} {'forward ms':>11} {'TFLOP/s':>8} {'backward ms':>12} {'TFLOP/s':>8}")
+    for T in args.t:
+        for B in args.b:
+            torch.manual_seed(B + T)
+            qkv, dout = (torch.randn((B, T, n * args.C), device="cuda").bfloat16() for n in (3, 1))
+            expected = reference(config, qkv, dout)
+            for name in (*devices, *backends):
+                stream = torch.cuda.ExternalStream(devices[name].stream.ptr) if name in devices else torch.cuda.current_stream()
+                torch.cuda.synchronize()
+                with torch.cuda.stream(stream):
+                    model = Ours(devices[name], config, qkv, dout) if name in devices else PyTorch(backends[name], config, qkv, dout)
+                    if name in devices:
+                        devices[name].stream.use()
+                    model.forward()
+                    model.backward()
+                    torch.cuda.synchronize()
+                    okay &= agrees(f"{name}, B={B} T={T}", model.results(), expected)
+                    times = [milliseconds(call, flush, 20) for call in (model.forward, model.backward)]
+                rates = [cuda.attention_flops(B, T, args.C, products) / ms / 1e9 for products, ms in zip((2, 5), times)]
+                print(f"{name:<16} {B:>3} {T:>5} {times[0]:>11.4f} {rates[0]:>8.0f} {times[1]:>12.4f} {rates[1]:>8.0f}")
+                del model
+    return 0 if okay else 1
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    run_main(main)
