@@ -181,7 +181,7 @@ def collect_gradients(config, model, dtype="float32"):
     tensors = allocate(parameter_table(config, dtype))
     parameters = dict(model.named_parameters())
     for _, module_name, view in named_slices(config, tensors):
-        view[:] = parameters[module_name].grad.cpu().numpy()
+        torch.from_numpy(view).copy_(parameters[module_name].grad)
     return tensors
 
 

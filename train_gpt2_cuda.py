@@ -219,7 +219,7 @@ def phase_tables(config, B, T, recompute, sm_count, dtype):
     NH, C, Vp = config.NH, config.C, config.Vp
     again = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
     again = {name: row for name, row in again.items() if name in RECOMPUTED[recompute]}
-    L, rows = config.L, sum_rows(config, B, T, sm_count)
+    L, rows = config.L, sum_rows(config, B, T, sm_count, Precision(dtype).pack)
     return {
         "forward": {
             "branch": Row((B, T, C), dtype),  # attproj or fcproj, until the next layernorm adds it to the residual stream
@@ -494,6 +494,9 @@ class Device:
             self.functions.update({name: module.get_function(name) for name in names})
         for name, launch in self.attention.items():
             self.functions[name].max_dynamic_shared_size_bytes = launch.shared
+        self.row_on_chip = row_on_chip(config, precision, gpu.arch)
+        if self.row_on_chip:
+            self.functions["classifier"].max_dynamic_shared_size_bytes = 16 // precision.pack * config.Vp
         self.products = Products(self, cache)
         self.profile = None  # a Profile while --profile times
 
@@ -709,6 +712,8 @@ class Products:
         """cuBLASLt's candidates, most promising first; each as a (1,) array."""
         preference = lt.matmul_preference_create()
         set_attribute(preference, lt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES, WORKSPACE, of="preference")
+        if self.device.precision.bf16:  # parts of a sum are added up in float32, not rounded to bfloat16 before
+            set_attribute(preference, lt.MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK, 2, of="preference")
         results, count = np.zeros(CANDIDATES, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
         a, b, d = plan.layouts
         lt.matmul_algo_get_heuristic(self.handle, plan.description, a, b, d, d, preference, CANDIDATES, results.ctypes.data,
@@ -764,7 +769,7 @@ def sort_tokens(order, first, runs, inp):
 
 def row_warps(C):
     """Warps that share a row of C elements, as in layernorm.cu."""
-    return 1 if C <= 1024 else 2 if C <= 2048 else 4 if C <= 4096 else 8
+    return 1 if C <= 768 else 2 if C <= 1536 else 4 if C <= 3072 else 8
 
 
 def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, weight, bias, B, T, C):
@@ -780,12 +785,12 @@ def layernorm_backward(device, dinp, sums, dout, inp, weight, mean, rstd, B, T, 
                   bytes=size_of(dinp, dinp, dout, inp))
 
 
-def sum_rows(config, B, T, sm_count):
+def sum_rows(config, B, T, sm_count, pack):
     """How many rows of sums the blocks of each kernel leave."""
     N, C = B * T, config.C
     return SimpleNamespace(
-        layernorm=min(sm_count, blocks(N, 8 // row_warps(C))),
-        gelu=min(128, blocks(N, 32)),  # 4C / 128 blocks side by side
+        layernorm=min(2 * sm_count, blocks(N, 8 // row_warps(C))),
+        gelu=min(max(1, 4 * sm_count // blocks(4 * C, 32 * pack)), blocks(N, 32)),  # 4 blocks a multiprocessor: one wave
         attention=B * blocks(T, ATTENTION_ROWS),
     )
 
@@ -888,8 +893,15 @@ def gelu_backward(device, dinp, sums, out, inp, dout, B, T, C):
 
 def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
     """losses (B,T) = cross entropy of the logits (B,T,Vp), which become their gradient times dloss; targets (B,T) int32."""
-    device.launch("classifier", (B * T,), (1024,), losses, logits, targets, float(dloss), int(write_gradient),
+    row = logits.nbytes // (B * T)
+    threads, shared = (512, row) if device.row_on_chip else (1024, 0)
+    device.launch("classifier", (B * T,), (threads,), losses, logits, targets, float(dloss), int(write_gradient), shared=shared,
                   bytes=size_of(logits) * (1 + write_gradient))
+
+
+def row_on_chip(config, precision, arch):
+    """Whether classifier.cu keeps a row of logits in shared memory: two blocks of them must have room."""
+    return arch == "sm_90a" and config.Vp * (2 if precision.bf16 else 4) <= 110 << 10
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1402,8 +1414,8 @@ def print_table(rows):
     print(line)
 
 
-def describe(settings, config, gpu, train_loader, val_loader):
-    """The rows of the table that a run begins with."""
+def describe(settings, config, gpu, train_loader, val_loader, rounded):
+    """The rows of the table that a run begins with. rounded: the model's weights are not those of its file."""
     driver = cp.cuda.runtime.driverGetVersion()
     return [
         ("training data", settings.data),
@@ -1419,7 +1431,7 @@ def describe(settings, config, gpu, train_loader, val_loader):
         ("tokens in a sample", settings.sample_tokens),
         ("device", f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"),
         ("precision", describe_precision(settings)),
-        ("model", settings.model),
+        ("model", f"{settings.model}{', rounded from float32 to bfloat16' if rounded else ''}"),
         ("max_seq_len", config.maxT),
         ("vocab_size", config.V),
         ("padded_vocab_size", config.Vp),
@@ -1462,9 +1474,6 @@ def main():
     config, params = read_start(settings, first_step)
     loading = time.perf_counter() - loading
     check_sizes(config)
-    if settings.precision.bf16 and first_step is None and not is_bfloat16(params):
-        print(f"note: {settings.model}: its float32 weights are rounded to bfloat16{', and kept beside' if settings.master else ''}",
-              file=sys.stderr)
     if settings.compare:
         return 0 if check(Device(gpu, config, settings.precision, Cache()), config, params, settings) else 1
     if settings.profile:
@@ -1478,7 +1487,8 @@ def main():
 
     print_changed_settings(given)
     resolve_steps(settings, train_loader, first_step)
-    print_table(describe(settings, config, gpu, train_loader, val_loader))
+    rounded = settings.precision.bf16 and first_step is None and not is_bfloat16(params)
+    print_table(describe(settings, config, gpu, train_loader, val_loader, rounded))
     device = Device(gpu, config, settings.precision, Cache())
     print(f"kernels: {device.compiled} compiled, {len(KERNELS) - device.compiled} from the cache")
     model = GPT2(device, config, params, settings)

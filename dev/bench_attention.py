@@ -36,7 +36,7 @@ class Ours:
         self.device, self.config, self.B, self.T, self.qkv, self.dout = device, config, B, T, qkv, dout
         self.out, self.dqkv = torch.empty_like(dout), torch.empty_like(qkv)
         self.lse, self.D = (torch.empty((B, config.NH, T), device="cuda") for _ in range(2))
-        rows = cuda.sum_rows(config, B, T, device.sm_count).attention
+        rows = cuda.sum_rows(config, B, T, device.sm_count, device.precision.pack).attention
         self.sums = torch.empty((rows, 3 * C), device="cuda")
 
     def forward(self):

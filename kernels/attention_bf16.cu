@@ -21,12 +21,6 @@ constexpr int PASSING = 64;                         // rows of a tile
 constexpr int DKV_PASSING = HS <= 64 ? 64 : 32;
 constexpr int STRIDE = HS + 8;                      // of a tile's rows: 8 rows' units of 16 bytes lie in different banks
 
-// 2^x, one instruction; results below 2^-126 are 0.
-__device__ inline float power_of_2(float x) {
-    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
-    return x;
-}
-
 // Begin to copy rows [row, row + N) of one head to a tile; rows from T on are zeros.
 template <int N>
 __device__ inline void begin_tile(element* tile, const element* head, int row, int T, int row_stride) {

@@ -121,12 +121,6 @@ __device__ inline void as_operand(uint32 (&a)[8][4], const float (&d)[32]) {
     }
 }
 
-// 2^x, one instruction; results below 2^-126 are 0.
-__device__ inline float power_of_2(float x) {
-    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
-    return x;
-}
-
 // Write a warp's 16 rows of a gradient of one head, times `factor`, and their column sums.
 __device__ inline void store_rows(float* head, float* sums, const float (&d)[32], float factor, int row, int T) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -172,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
             fetch(key, query + C, 64 * (i + 1), T, 3 * C);
             write(nullptr, here + TILE, value);
             fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
-            fence_for_wgmma();
+            fence_for_async();
             barrier_arrive(FULL + stage, THREADS);
         }
     } else {
@@ -289,7 +283,7 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
             fetch(key, query + C, 64 * (i + 1), T, 3 * C);
             write(here + 2 * TILE, nullptr, value);
             fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
-            fence_for_wgmma();
+            fence_for_async();
             barrier_arrive(FULL + stage, THREADS);
         }
     } else {
@@ -303,7 +297,7 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
             fetch(rows_of_dout, dout + rows, group_row, T, C);
             write(d, nullptr, rows_of_dout);
         }
-        fence_for_wgmma();
+        fence_for_async();
         barrier_wait(OWN + group, GROUP);
         uint32 q[8][4], p[8][4];
         load_rows(q, query, group_row + 16 * warp, T, 3 * C);
@@ -427,7 +421,7 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
             fetch(d, dhead, next, T, C);
             statistics[stage][threadIdx.x / 64][threadIdx.x % 64] = statistic;
             fetch_statistic(next);
-            fence_for_wgmma();
+            fence_for_async();
             barrier_arrive(FULL + stage, THREADS);
         }
     } else {
@@ -440,7 +434,7 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
             fetch(rows, query + C, group_row, T, 3 * C);
             write(k, nullptr, rows);
         }
-        fence_for_wgmma();
+        fence_for_async();
         barrier_wait(OWN + group, GROUP);
         uint32 v[8][4], p[8][4], ds[8][4];
         load_rows(v, query + 2 * C, group_row + 16 * warp, T, 3 * C);

@@ -144,12 +144,6 @@ __device__ inline void as_operand(uint32 (&a)[K][4], const float (&d)[8 * K]) {
     }
 }
 
-// 2^x, one instruction; results below 2^-126 are 0.
-__device__ inline float power_of_2(float x) {
-    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
-    return x;
-}
-
 // Dynamic shared memory from the first multiple of 1024 bytes on.
 __device__ inline element* tiles_of(float4* shared) {
     return reinterpret_cast<element*>(reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023));

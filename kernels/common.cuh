@@ -68,6 +68,22 @@ __device__ inline uint32 as_pair(float low, float high) {
 }
 #endif
 
+// PACK elements at a 16-byte boundary as they lie there: in bfloat16, half the registers that they take as floats.
+__device__ inline uint4 load_bits(const element* at) { return *reinterpret_cast<const uint4*>(at); }
+
+__device__ inline Floats unpack(uint4 bits) {
+    const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+    Floats values;
+#if BFLOAT16
+#pragma unroll
+    for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = as_floats(words[k / 2]);
+#else
+#pragma unroll
+    for (int k = 0; k < PACK; k++) values.x[k] = __uint_as_float(words[k]);
+#endif
+    return values;
+}
+
 // PACK values at a 16-byte boundary, as floats.
 __device__ inline Floats load(const float* at) {
     Floats values;
@@ -82,14 +98,7 @@ __device__ inline void store(float* at, const Floats& values) {
 }
 
 #if BFLOAT16
-__device__ inline Floats load(const __nv_bfloat16* at) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(at);
-    const uint32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-    Floats values;
-#pragma unroll
-    for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = as_floats(pairs[k / 2]);
-    return values;
-}
+__device__ inline Floats load(const __nv_bfloat16* at) { return unpack(load_bits(at)); }
 
 __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
     uint32 pairs[4];
@@ -98,6 +107,12 @@ __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
     *reinterpret_cast<uint4*>(at) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 #endif
+
+// 2^x, one instruction; results below 2^-126 are 0.
+__device__ inline float power_of_2(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
 
 // The bits of x rounded to TF32 (to nearest, ties away from 0); a tensor core ignores the low 13.
 __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }

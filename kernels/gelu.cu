@@ -1,7 +1,8 @@
 // GELU, its tanh form. Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
 //
-//     forward   out = x/2 * (1 + tanh(u)), u = sqrt(2/pi) * (x + 0.044715 x^3)                        out =
-//     backward  dinp = dout * ((1 + t)/2 + x/2 * (1 - t^2) * u'), t = tanh(u)                          dinp = (dinp may be dout)
+//     forward   out = x/2 * (1 + tanh(u)) = x * s, u = sqrt(2/pi) * (x + 0.044715 x^3)                out =
+//     backward  dinp = dout * (s + x * s * (1 - s) * 2u')                                            dinp = (dinp may be dout)
+//               where s = 1 / (1 + exp(-2u)), which is (1 + tanh(u)) / 2
 //               partials[block] = the sums of dinp over the block's rows                              partials =
 //               out = the forward value again, if asked for                                           out =
 //
@@ -21,19 +22,35 @@ constexpr int COLUMN_THREADS = 32, ROW_GROUPS = 8;
 constexpr float SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float CUBE = 0.044715f;
 
+struct Gate {
+    float s, rest;  // rest = 1 - s, exact where s is nearly 1
+};
+
+// For both passes the same to the bit: with operations that the compiler may not fuse one way here and another way there.
+__device__ inline Gate gate(float x) {
+    const float twice_u = __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
+    const float away = fminf(-twice_u, 80.0f);  // exp stays finite
+#if BFLOAT16
+    const float e = __expf(away), s = __fdividef(1.0f, __fadd_rn(1.0f, e));  // 2^-21 off, which bfloat16 does not see
+#else
+    const float e = expf(away), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, e));
+#endif
+    return {s, e * s};
+}
+
 // One thread a pack; grid (N*OC / PACK / 256).
 extern "C" __global__ void gelu_forward(element* out, const element* inp, int N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= int64(N) * OC) return;
     Floats x = load(inp + i);
 #pragma unroll
-    for (int k = 0; k < PACK; k++) x.x[k] *= 0.5f * (1.0f + tanhf(SCALE * (x.x[k] + CUBE * x.x[k] * x.x[k] * x.x[k])));
+    for (int k = 0; k < PACK; k++) x.x[k] = __fmul_rn(x.x[k], gate(x.x[k]).s);
     store(out + i, x);
 }
 
 // Block (32, 8): 32 packs of columns, 8 rows at a time. Grid (OC / (32 * PACK), blocks of rows), rounded up;
 // partials (gridDim.y, OC) float32. out may be null.
-extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_GROUPS)
+extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_GROUPS, 4)
 gelu_backward(element* dinp, float* partials, element* out, const element* inp, const element* dout, int N) {
     const int c = (blockIdx.x * COLUMN_THREADS + threadIdx.x) * PACK;
     const int rows = (N + gridDim.y - 1) / gridDim.y;
@@ -47,11 +64,10 @@ gelu_backward(element* dinp, float* partials, element* out, const element* inp, 
             Floats d = load(dout + i), y;
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
-                const float square = x.x[k] * x.x[k];
-                const float t = tanhf(SCALE * x.x[k] * (1.0f + CUBE * square));
-                const float slope = SCALE * (1.0f + 3.0f * CUBE * square);  // u'
-                y.x[k] = 0.5f * x.x[k] * (1.0f + t);
-                d.x[k] *= 0.5f * (1.0f + t) + 0.5f * x.x[k] * (1.0f - t * t) * slope;
+                const Gate g = gate(x.x[k]);
+                const float slope = 2.0f * SCALE * (1.0f + 3.0f * CUBE * x.x[k] * x.x[k]);  // 2u'
+                y.x[k] = __fmul_rn(x.x[k], g.s);
+                d.x[k] *= g.s + y.x[k] * g.rest * slope;
                 sum.x[k] += d.x[k];
             }
             store(dinp + i, d);

@@ -97,6 +97,8 @@ __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
 }
 
+#endif
+
 // A barrier in shared memory. Its phase ends when all arrivals that it was made for have come, and all bytes announced to it.
 typedef unsigned long long Barrier;
 
@@ -136,10 +138,22 @@ __device__ inline void load_box(void* to, const TensorMap* map, Barrier* b, int 
                  : "memory");
 }
 
-#endif
+// Begin to copy a row of so many bytes, a multiple of 16, to shared memory; `b` is told of the bytes that have landed.
+__device__ inline void load_bytes(void* to, const void* from, Barrier* b, int bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(b))
+                 : "memory");
+}
+// Begin to copy bytes back; after all, one wait until shared memory may be written again, or given up.
+__device__ inline void store_bytes(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ inline void stores_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Shared memory written by ordinary stores is about to be read by wgmma: in each writing thread, before the barrier.
-__device__ inline void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Shared memory written by ordinary stores is about to be read by wgmma or TMA: in each writing thread, before the barrier.
+__device__ inline void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Barrier `id` (1 .. 15) for `threads` threads, some of which only arrive.
 __device__ inline void barrier_wait(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

@@ -12,12 +12,12 @@
 // its own there. Each block adds up its rows in order, column_sums.cu adds up the blocks.
 //
 // Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's (two, four
-// or eight warps' for C beyond 1024, 2048 and 4096), and stays in registers from the first read to the last write. H200 (a copy: 4250 GB/s), B=4 / B=16, T=1024: forward
+// or eight warps' for C beyond 768, 1536 and 3072), and stays in registers from the first read to the last write. H200 (a copy: 4250 GB/s), B=4 / B=16, T=1024: forward
 // 3530 / 3780 GB/s, backward 2540 / 3530.
 
 #include "common.cuh"
 
-constexpr int ROW_WARPS = C <= 1024 ? 1 : C <= 2048 ? 2 : C <= 4096 ? 4 : 8;
+constexpr int ROW_WARPS = C <= 768 ? 1 : C <= 1536 ? 2 : C <= 3072 ? 4 : 8;
 constexpr int ROW_THREADS = 32 * ROW_WARPS;
 constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // of one thread
 constexpr int THREADS = 256;
@@ -87,7 +87,7 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
 }
 
 // Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && PACKS * PACK <= 24 ? 2 : 1)
 layernorm_backward(element* dinp, float* partials, const element* dout, const element* inp, const element* weight, const float* mean,
                    const float* rstd, int N) {
     const int group = threadIdx.x / ROW_THREADS;
@@ -99,30 +99,29 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
         const int64 start = int64(row) * C;
         const float m = exists ? mean[row] : 0.0f, r = exists ? rstd[row] : 0.0f;
 
-        Floats d[PACKS], n[PACKS], before[PACKS];
+        uint4 d[PACKS], x[PACKS], before[PACKS];  // all loads are underway before the first is needed
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            d[p] = n[p] = before[p] = {};
+            d[p] = x[p] = before[p] = {};
             const int c = column(p);
             if (!exists || c >= C) continue;
-            d[p] = load(dout + start + c);
-            n[p] = load(inp + start + c);
-            before[p] = load(dinp + start + c);
+            d[p] = load_bits(dout + start + c);
+            x[p] = load_bits(inp + start + c);
+            before[p] = load_bits(dinp + start + c);
         }
         float sum_dn = 0.0f, sum_dn_n = 0.0f;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int c = column(p);
             if (!exists || c >= C) continue;
-            const Floats w = load(weight + c);
+            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack(x[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
-                n[p].x[k] = (n[p].x[k] - m) * r;
-                dbias[p].x[k] += d[p].x[k];
-                dweight[p].x[k] += d[p].x[k] * n[p].x[k];
-                d[p].x[k] *= w.x[k];
-                sum_dn += d[p].x[k];
-                sum_dn_n += d[p].x[k] * n[p].x[k];
+                const float n = (xp.x[k] - m) * r;
+                dbias[p].x[k] += dp.x[k];
+                dweight[p].x[k] += dp.x[k] * n;
+                sum_dn += dp.x[k] * w.x[k];
+                sum_dn_n += dp.x[k] * w.x[k] * n;
             }
         }
         const float mean_dn = row_sum(sum_dn) / C, mean_dn_n = row_sum(sum_dn_n) / C;
@@ -130,12 +129,14 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
         for (int p = 0; p < PACKS; p++) {
             const int c = column(p);
             if (!exists || c >= C) continue;
+            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack(x[p]);
+            Floats sum = unpack(before[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
-                before[p].x[k] += r * (d[p].x[k] - mean_dn - n[p].x[k] * mean_dn_n);
-                total[p].x[k] += before[p].x[k];
+                sum.x[k] += r * (dp.x[k] * w.x[k] - mean_dn - (xp.x[k] - m) * r * mean_dn_n);
+                total[p].x[k] += sum.x[k];
             }
-            store(dinp + start + c, before[p]);
+            store(dinp + start + c, sum);
         }
     }
 

@@ -163,10 +163,10 @@ def get_device(gpu, config, precision, tmp_path_factory, portable=False):
     return DEVICES[key]
 
 
-def random(*shape, seed=0, spread=1.0, dtype="float32"):
+def random(*shape, seed=0, spread=1.0, mean=0.0, dtype="float32"):
     """float32 normal numbers, others in each run of the tests; those that bfloat16 has, if dtype says so."""
     rng = np.random.default_rng((seed, os.getpid()))
-    numbers = rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
+    numbers = rng.standard_normal(shape, dtype=np.float32) * np.float32(spread) + np.float32(mean)
     return bf16_to_float32(bf16_bits(numbers)) if dtype == "bfloat16" else numbers
 
 
@@ -218,7 +218,7 @@ def test_encoder(device, B, T):
 @pytest.mark.parametrize("B, T", SHAPES)
 def test_residual_layernorm(device, B, T):
     C, e = device.config.C, device.precision.dtype
-    inp1, inp2 = random(B, T, C, seed=1, dtype=e), random(B, T, C, seed=2, spread=2, dtype=e)
+    inp1, inp2 = random(B, T, C, seed=1, mean=1, dtype=e), random(B, T, C, seed=2, mean=1, dtype=e)
     weight, bias = random(C, seed=3, dtype=e), random(C, seed=4, dtype=e)
     for both in (True, False):
         residual, out, mean, rstd = unwritten(B, T, C, dtype=e), unwritten(B, T, C, dtype=e), unwritten(B, T), unwritten(B, T)
@@ -244,7 +244,7 @@ def test_layernorm_backward(device, B, T):
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
     before = random(3, C, seed=5, dtype=g)
     for accumulate in (0, 1):
-        got, partials = on_gpu(dinp, dtype=e), unwritten(cuda.sum_rows(device.config, B, T, device.sm_count).layernorm, 3 * C)
+        got, partials = on_gpu(dinp, dtype=e), unwritten(cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).layernorm, 3 * C)
         sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
         cuda.layernorm_backward(device, got, partials, *on_gpu(dout, inp, weight, dtype=e), *on_gpu(mean, rstd), B, T, C)
         cuda.column_sums(device, cuda.sum_jobs([(partials, tuple(sums))]), accumulate)
@@ -278,7 +278,7 @@ def test_attention(gpu, tmp_path_factory, config, B, T, precision, portable):
     for accumulate in (0, 1):
         got, D = unwritten(B, T, 3 * C, dtype=e), unwritten(B, NH, T)
         dbias = on_gpu(before, dtype=e) if accumulate else unwritten(3 * C, dtype=e)
-        partials = unwritten(cuda.sum_rows(config, B, T, device.sm_count).attention, 3 * C)
+        partials = unwritten(cuda.sum_rows(config, B, T, device.sm_count, device.precision.pack).attention, 3 * C)
         cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, config, B, T)
         cuda.column_sums(device, cuda.sum_jobs([(partials, (dbias,))]), accumulate)
         assert_close(tolerance, dinp=(got, dinp))
@@ -300,7 +300,7 @@ def test_gelu(device, B, T):
     before, forward = random(4 * C, seed=3, dtype=g), out
     for accumulate, again, in_place in ((0, True, False), (1, False, True)):
         out, dbias = unwritten(B, T, 4 * C, dtype=e), on_gpu(before, dtype=g) if accumulate else unwritten(4 * C, dtype=g)
-        partials = unwritten(cuda.sum_rows(device.config, B, T, device.sm_count).gelu, 4 * C)
+        partials = unwritten(cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).gelu, 4 * C)
         dout_gpu = on_gpu(dout, dtype=e)
         dinp = dout_gpu if in_place else unwritten(B, T, 4 * C, dtype=e)
         cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp, dtype=e), dout_gpu, B, T, C)
@@ -357,7 +357,7 @@ def test_products(gpu, tmp_path_factory, N, C, OC, precision):
             dweight = on_gpu(before, dtype=g) if accumulate else unwritten(OC, C, dtype=g)
             transposed = unwritten(min(C, OC), N, dtype=e)
             way("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, accumulate)
-            assert_close(tolerance, dweight=(dweight, expected + accumulate * before))
+            assert_close(max(tolerance, BF16_TWICE if g == "bfloat16" else 0), dweight=(dweight, expected + accumulate * before))
     transposed = unwritten(OC, N, dtype=e)
     cuda.transpose(products.device, transposed, dout_gpu, N, OC)
     assert np.array_equal(cuda.to_float32(transposed), dout.T)
@@ -402,7 +402,8 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
             train_gpt2.adamw_update(*(array[part] for array in expected), *wide(grads[part]), learning_rate, beta1, beta2, eps, d, scale, step,
                                     part.stop - part.start)
     assert control.get()[:2].tolist() == [3, 4], "updates done, steps begun"
-    assert_close(SUMS, params=(params, expected[0]), m=(on[1], expected[1]), v=(on[2], expected[2]))
+    assert_close(SUMS, m=(on[1], expected[1]), v=(on[2], expected[2]))
+    assert_close(SUMS if e == "float32" or has_master else BF16_TWICE, params=(params, expected[0]))  # else rounded three times
     if has_master:
         assert_close(SUMS, master=(on[0], expected[0]))
         assert np.array_equal(params.get(), bf16_bits(on[0].get())), "the weights are the masters, rounded to nearest"

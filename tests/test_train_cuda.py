@@ -223,7 +223,7 @@ def test_a_bfloat16_checkpoint(gpu_workplace):
     """The model is of version 5, the weights of a run that began with float32 are rounded, which it says; the masters are beside
     the moments, and the CPU trainer goes on from them."""
     done = train(*RUN, "--dtype", "bfloat16", "-o", "run", "-n", 5)
-    assert "gpt2_124M.bin: its float32 weights are rounded to bfloat16, and kept beside" in done.stderr
+    assert re.search(r"^\| model +\| gpt2_124M.bin, rounded from float32 to bfloat16 +\|$", done.stdout, re.MULTILINE)
     model, state, _ = t.checkpoint_paths("run", 5)
     with open(model, "rb") as f:
         assert t.read_config(f, "")[0] == 5
@@ -238,7 +238,7 @@ def test_a_bfloat16_checkpoint(gpu_workplace):
     tails = [[float(x) for x in re.findall(r"train loss (\d+\.\d+)", output)][-4:] for output in (rest.stdout, done.stdout)]
     assert len(tails[0]) == 4 and np.allclose(*tails, rtol=0, atol=0.02)
     t.write_model("gpt2_124M.bin", config, params, 5)
-    assert "rounded" not in train("-x", 1, "-s", 0, "--dtype", "bfloat16").stderr
+    assert "rounded" not in train("-x", 1, "-s", 0, "--dtype", "bfloat16").stdout
     assert "no master weights" in train("-x", 1, "-s", 0, "--dtype", "bfloat16", "-w", 0).stdout
 
 
