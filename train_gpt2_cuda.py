@@ -825,33 +825,26 @@ ATTENTION_ROWS = 64  # whose sums attention_backward leaves in one row
 
 
 def attention_launches(config, precision, arch):
-    """kernel -> rows and threads of a block, bytes of shared memory, and maps [(which argument, rows of a box)], as in the file of
-    ATTENTION_FILES."""
+    """kernel -> rows and threads of a block, bytes of shared memory, and the arguments that TMA reads, as in the file
+    of ATTENTION_FILES."""
     HS, names = config.C // config.NH, KERNELS["attention"]
     hopper = use_hopper(arch, config, precision)
     if precision.bf16 and hopper:
-        inp = {"attention_forward": 2, "attention_backward_dquery": 4, "attention_backward_dkv": 3}  # which argument it is
-        boxes = {name: HOPPER_BF16[name] for name in names}  # rows, stages
-        maps = {name: [(inp[name], boxes[name][0])] for name in names}
-        maps["attention_backward_dkv"].append((2, boxes["attention_backward_dkv"][0]))  # dout
-        return {name: SimpleNamespace(rows=128, threads=384, shared=rows * HS * 2 * 2 * stages + 1024, maps=maps[name])
-                for name, (rows, stages) in boxes.items()}
+        boxes = {names[0]: 2 + 4 * 4, names[1]: 6 + 8 * 2, names[2]: 4 + 8 * 2}  # of 64 rows of a head, in shared memory
+        maps = {names[0]: (2,), names[1]: (4, 3, 5), names[2]: (3, 2)}  # inp, dout, out
+        return {name: SimpleNamespace(rows=128, threads=384, shared=boxes[name] * 64 * HS * 2 + 1024, maps=maps[name]) for name in names}
     if precision.bf16:
         forward_rows, dkv_passing = (128, 64) if HS <= 64 else (64, 32)
         sizes = {names[0]: (forward_rows, 64), names[1]: (64, 64), names[2]: (64, dkv_passing)}  # rows of a block, of a passing tile
-        return {name: SimpleNamespace(rows=rows, threads=128, shared=4 * passing * (2 * (HS + 8) + 4), maps=[])
+        return {name: SimpleNamespace(rows=rows, threads=128, shared=4 * passing * (2 * (HS + 8) + 4), maps=())
                 for name, (rows, passing) in sizes.items()}
     if hopper:
         tiles = {"attention_forward": 3 * 2, "attention_backward_dquery": 3 * 3 + 2, "attention_backward_dkv": 2 * 4 + 2}
-        return {name: SimpleNamespace(rows=128, threads=384, shared=count * 64 * 64 * 4 + 1024, maps=[]) for name, count in tiles.items()}
+        return {name: SimpleNamespace(rows=128, threads=384, shared=count * 64 * 64 * 4 + 1024, maps=()) for name, count in tiles.items()}
     passing = 64 if HS <= 64 and arch != "sm_75" else 32
     shared = 4 * (4 * passing * blocks(HS, 32) * 32 + 4 * passing)
     rows = {"attention_forward": 128 if HS <= 64 and precision.tf32 else 64, "attention_backward_dquery": 64, "attention_backward_dkv": 64}
-    return {name: SimpleNamespace(rows=count, threads=128, shared=shared, maps=[]) for name, count in rows.items()}
-
-
-# As in attention_hopper_bf16.cu: rows of a passing tile, sets of two tiles in shared memory.
-HOPPER_BF16 = {"attention_forward": (128, 4), "attention_backward_dquery": (64, 6), "attention_backward_dkv": (64, 6)}
+    return {name: SimpleNamespace(rows=count, threads=128, shared=shared, maps=()) for name, count in rows.items()}
 
 
 def attention_flops(B, T, C, products):
@@ -873,9 +866,12 @@ def attention_backward(device, dinp, D, sums, dout, inp, out, lse, config, B, T)
 
 
 def launch_attention(device, name, arguments, config, B, T, products, bytes):
-    launch = device.attention[name]
-    maps = [device.tensor_map(arguments[i], rows, config.C // config.NH) for i, rows in launch.maps]
-    device.launch(name, (config.NH, blocks(T, launch.rows), B), (launch.threads,), *arguments, T, *maps, shared=launch.shared, bytes=bytes,
+    launch, extra = device.attention[name], ()
+    grid = config.NH, blocks(T, launch.rows), B
+    if launch.maps:  # one block stays on each multiprocessor
+        grid = (min(device.sm_count, math.prod(grid)),)
+        extra = B, *(device.tensor_map(arguments[i], 64, config.C // config.NH) for i in launch.maps)
+    device.launch(name, grid, (launch.threads,), *arguments, T, *extra, shared=launch.shared, bytes=bytes,
                   flops=attention_flops(B, T, config.C, products))
 
 
