@@ -75,11 +75,12 @@ def random_batch(B, T):
     return (rng.integers(0, GPT2_124M.V, (B, T), dtype=np.int32) for _ in range(2))
 
 
-def random_parameters():
-    params = allocate(parameter_table(GPT2_124M))
-    rng = np.random.default_rng(0)
-    flat(params)[:] = rng.standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.02)
-    params.wte[GPT2_124M.V :] = 0.0
+def random_parameters(config=GPT2_124M):
+    """Weights N(0, 0.02), the same 16 million over and over."""
+    params = allocate(parameter_table(config))
+    numbers = np.random.default_rng(0).standard_normal(2**24 - 1, dtype=np.float32) * np.float32(0.02)
+    flat(params)[:] = np.resize(numbers, flat(params).size)
+    params.wte[config.V :] = 0.0
     return params
 
 

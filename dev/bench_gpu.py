@@ -1,16 +1,18 @@
 """
-make bench on a GPU: one training step of GPT-2 124M, T=1024, random tokens, this trainer beside PyTorch.
+make bench on a GPU: one training step at T=1024 on random tokens, this trainer beside PyTorch.
 
-    python dev/bench_gpu.py
-    python dev/bench_gpu.py --readme        # also puts the table into README.md
+    python dev/bench_gpu.py                        # about ten minutes
+    python dev/bench_gpu.py --only bfloat16        # one of its three tables: bfloat16, models, float32
+    python dev/bench_gpu.py --readme               # also puts tables and picture into README.md
 
 The same model and batch, each contender in a process of its own, one after the other. A step is forward, backward and AdamW;
 its time is the median over CUDA events. PyTorch is export_weights.py's model with F.scaled_dot_product_attention and fused
-AdamW: as written (eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first step" is from the
-start of the process to the end of its first step, less the making of the weights, "warm" where kernels and algorithms were kept from an earlier start.
-"memory" is what the trainer or PyTorch has allocated at its peak; "in use" is all that the GPU counts, context included.
-"roofline" is the time of all the step's matrix and attention products at the rate of one large product, and of AdamW's bytes
-at the rate of a copy, as a share of the step. Nothing else should use the GPU meanwhile.
+AdamW, in bfloat16 under autocast: as written (eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first
+step" is from the start of the process to the end of its first step, less the making of the weights, "warm" where kernels and
+algorithms were kept from an earlier start. "memory" is what the trainer or PyTorch has allocated at its peak; "in use" is all that the GPU
+counts, context included. "MFU" counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16 rate. "roofline" is the time of all
+the step's matrix and attention products at the rate of one large product, and of AdamW's bytes at the rate of a copy, as a share of
+the step. Nothing else should use the GPU meanwhile.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
 START = time.perf_counter()
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
@@ -34,59 +37,90 @@ from tqdm import tqdm
 
 from bench_cpu import GPT2_124M, last_line, random_parameters
 from readme import put_between_markers, split_at_markers
-from train_gpt2 import UserError, run_main, table_elements
+from train_gpt2 import Config, UserError, count_parameters, replacing, run_main, table_elements
 
+RESULTS = os.path.join(ROOT, "dev", "bench_gpu.json")  # for plot_bench.py
 NAMES = {
     "ours": "train_gpt2_cuda.py",
     "eager": "PyTorch, eager",
     "compile": "PyTorch, torch.compile",
     "reduce-overhead": "PyTorch, torch.compile, reduce-overhead",
 }
+MODELS = {
+    "124M": GPT2_124M,
+    "355M": Config(1024, 50257, 24, 16, 1024, 50304),
+    "774M": Config(1024, 50257, 36, 20, 1280, 50304),
+    "1558M": Config(1024, 50257, 48, 25, 1600, 50304),
+}
 T = 1024
-JOBS = [(name, B, tf32) for B, tf32 in ((4, 1), (16, 1), (4, 0)) for name in NAMES]
 WARMUP, STEPS = 10, 30
+
+# What the makers say of dense bfloat16 products with float32 sums, TFLOP/s; the first name that the GPU's name contains.
+PEAKS = {"B200": 2250.0, "H200": 989.4, "H100 PCIe": 756.5, "H100": 989.4, "A100": 311.9, "L40S": 362.1, "L4": 121.0, "RTX 4090": 165.2}
+
+
+class Job(NamedTuple):
+    name: str  # of NAMES
+    precision: str  # bfloat16, tf32, float32
+    B: int  # 0: the largest that fits
+    model: str = "124M"
+
+
+TABLES = {
+    "bfloat16": [Job(name, "bfloat16", B) for B in (4, 32, 64) for name in NAMES if B == 4 or name != "eager"],
+    "models": [Job("ours", "bfloat16", B, model) for model in ("355M", "774M", "1558M") for B in ((4, 16, 0) if model == "1558M" else (4, 0))],
+    "float32": [Job(name, precision, B) for precision, B in (("tf32", 4), ("tf32", 16), ("float32", 4)) for name in NAMES],
+}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # workers: one contender in a process; prints a line of JSON
 
 
 def random_batch(B):
-    rng = np.random.default_rng(0)
-    return rng.integers(0, GPT2_124M.V, (2, B, T), dtype=np.int32)
+    return np.random.default_rng(0).integers(0, GPT2_124M.V, (2, B, T), dtype=np.int32)
 
 
-def bench_ours(B, tf32):
+def bench_ours(job):
     import train_gpt2_cuda as cuda
 
     making = time.perf_counter()
-    params = random_parameters()
+    config = MODELS[job.model]
+    params = random_parameters(config)
     making = time.perf_counter() - making
     gpu = cuda.open_gpu()
-    settings = cuda.settle(cuda.CudaSettings(B=B, T=T, dtype="float32", tf32=tf32), gpu.arch)
-    device = cuda.Device(gpu, GPT2_124M, settings.precision, cuda.Cache())
-    model = cuda.GPT2(device, GPT2_124M, params, settings)
+    dtype = "bfloat16" if job.precision == "bfloat16" else "float32"
+    settings = cuda.settle(cuda.CudaSettings(B=job.B or 1024, T=T, dtype=dtype, tf32=int(job.precision == "tf32")), gpu.arch)
+    device = cuda.Device(gpu, config, settings.precision, cuda.Cache())
+    if job.B == 0:
+        free = cuda.cp.cuda.runtime.memGetInfo()[0]
+        settings.B = cuda.largest_batch(config, settings, device.sm_count, free) // 4 * 4
+    model = cuda.GPT2(device, config, params, settings)
     model.prepare()
-    batch = random_batch(B)
+    batch = random_batch(settings.B)
 
     def step():
         return model.end_step(model.begin_step([batch], settings.learning_rate))[2]
 
     step()
     first = time.perf_counter() - START - making
-    ms = [step() for _ in range(WARMUP + STEPS)][WARMUP:]
+    ms = [step() for _ in range(WARMUP + STEPS if job.model == "124M" else 13)]
+    ms = statistics.median(ms[WARMUP if job.model == "124M" else 3 :])
     pool, (free, total) = cuda.cp.get_default_memory_pool(), cuda.cp.cuda.runtime.memGetInfo()
-    peak, used = pool.total_bytes(), total - free
-    bandwidth, product = cuda.measure_copy(device), cuda.measure_product(device)
-    return {"ms": statistics.median(ms), "first": first, "memory": peak, "used": used, "bandwidth": bandwidth, "product": product,
-            "compiled": device.compiled, "floor": floor(B, bandwidth, product), "machine": describe(gpu, device)}
+    result = {"B": settings.B, "ms": ms, "first": first, "memory": pool.total_bytes(), "used": total - free, "machine": describe(gpu, device),
+              "gpu": gpu.name}
+    if job.model == "124M":
+        result["bandwidth"], result["product"] = cuda.measure_copy(device), cuda.measure_product(device)
+        result["floor"] = floor(settings, result["bandwidth"], result["product"])
+        result["profile"] = {name: row.ms for name, row in cuda.time_kernels(model, 5).items()}
+    return result
 
 
-def bench_pytorch(name, B, tf32):
+def bench_pytorch(job):
     import torch
 
     from export_weights import ADAMW, adamw, to_reference
 
-    torch.backends.cuda.matmul.allow_tf32 = bool(tf32)
+    torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
     making = time.perf_counter()
     params = random_parameters()
     making = time.perf_counter() - making
@@ -94,13 +128,14 @@ def bench_pytorch(name, B, tf32):
     optimizer = adamw(model, ADAMW, fused=True)
     compiled = {"eager": lambda: model, "compile": lambda: torch.compile(model),
                 "reduce-overhead": lambda: torch.compile(model, mode="reduce-overhead")}
-    step_model = compiled[name]()
-    x, y = (torch.from_numpy(ids).long().cuda() for ids in random_batch(B))
+    step_model = compiled[job.name]()
+    x, y = (torch.from_numpy(ids).long().cuda() for ids in random_batch(job.B))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def step():
         start.record()
-        loss = step_model(x, y)[1]
+        with torch.autocast("cuda", torch.bfloat16, enabled=job.precision == "bfloat16"):
+            loss = step_model(x, y)[1]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -112,17 +147,17 @@ def bench_pytorch(name, B, tf32):
     first = time.perf_counter() - START - making
     ms = [step() for _ in range(WARMUP + STEPS)][WARMUP:]
     free, total = torch.cuda.mem_get_info()
-    return {"ms": statistics.median(ms), "first": first, "memory": torch.cuda.max_memory_allocated(), "used": total - free,
-            "torch": torch.__version__}
+    return {"B": job.B, "ms": statistics.median(ms), "first": first, "memory": torch.cuda.max_memory_allocated(), "used": total - free,
+            "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
 
 
-def floor(B, bandwidth, product):
+def floor(settings, bandwidth, product):
     """Milliseconds of all products at the rate of a large one, and of AdamW's 28 bytes a parameter at that of a copy."""
     import train_gpt2_cuda as cuda
 
     C, L = GPT2_124M.C, GPT2_124M.L
     weights = GPT2_124M.Vp * C + L * 12 * C * C
-    flops = 6 * weights * B * T + L * cuda.attention_flops(B, T, C, 7)
+    flops = 6 * weights * settings.B * T + L * cuda.attention_flops(settings.B, T, C, 7)
     return 1000 * (flops / product + 28 * table_elements(train_gpt2.parameter_table(GPT2_124M)) / bandwidth)
 
 
@@ -134,29 +169,28 @@ def describe(gpu, device):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the table
+# the tables
 
 
-def measure():
-    """[(name, B, tf32, result of its worker)]; ours runs twice, with no kernels kept and then with them."""
+def measure(jobs):
+    """[(job, result of its worker)]; ours runs twice for 124M, with no kernels kept and then with them."""
     results = []
-    with tempfile.TemporaryDirectory() as cache, tqdm(total=len(JOBS) + 3, unit="run", leave=False) as bar:
-        for name, B, tf32 in JOBS:
-            bar.set_description(f"{NAMES[name]}, B={B}{'' if tf32 else ', float32'}")
-            result = run_worker(name, B, tf32, cache)
-            bar.update()
-            if name == "ours" and "failed" not in result:
-                result, cold = run_worker(name, B, tf32, cache), result["first"]
+    with tempfile.TemporaryDirectory() as cache, tqdm(total=len(jobs), unit="run", leave=False) as bar:
+        for job in jobs:
+            bar.set_description(f"{NAMES[job.name]}, {job.model}, B={job.B or 'largest'}, {job.precision}")
+            result = run_worker(job, cache)
+            if job.name == "ours" and job.model == "124M" and "failed" not in result:
+                result, cold = run_worker(job, cache), result["first"]
                 result["cold"] = cold
-                bar.update()
-            results.append((name, B, tf32, result))
+            results.append((job, result))
+            bar.update()
     return results
 
 
-def run_worker(name, B, tf32, cache):
+def run_worker(job, cache):
     with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, __file__, "--worker", name, str(B), str(tf32)]
-        caches = {"TRAIN_GPT2_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, f"{name}{B}{tf32}")}
+        command = [sys.executable, __file__, "--worker", *map(str, job)]
+        caches = {"TRAIN_GPT2_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, "-".join(map(str, job)))}
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **caches})
         try:
             return json.loads(done.stdout.splitlines()[-1])
@@ -164,43 +198,69 @@ def run_worker(name, B, tf32, cache):
             return {"failed": last_line(errors)}
 
 
-def make_table(results):
-    lines = ["| GPT-2 124M, T=1024, float32 | B | products | ms a step | tokens/s | first step | memory | in use | roofline |",
-             "|---|---|---|---|---|---|---|---|---|"]
-    for name, B, tf32, r in results:
-        start = f"| {NAMES[name]} | {B} | {'TF32' if tf32 else 'float32'} |"
+def model_flops(config):
+    """Operations a token of a training step, as model FLOP utilisation counts them: 6 N + 6 L C T."""
+    return 6 * count_parameters(config) + 6 * config.L * config.C * T
+
+
+def peak(gpu):
+    return next((1e12 * peak for name, peak in PEAKS.items() if name in gpu), None)
+
+
+def make_table(table, results):
+    lines = [f"| GPT-2, T={T} | B | precision | ms a step | tokens/s | MFU | first step | memory | in use | roofline |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
+    for job, r in results:
+        start = f"| {NAMES[job.name]}, {job.model} |" if table == "models" else f"| {NAMES[job.name]} |"
         if "failed" in r:
-            lines.append(f"{start} failed: {r['failed']} | | | | | |")
+            lines.append(f"{start} {job.B} | {job.precision} | failed: {r['failed']} | | | | | | |")
             continue
-        first = f"{r['first']:.1f} s" if name != "ours" else f"{r['cold']:.1f} s, warm {r['first']:.1f} s"
+        rate, fastest = r["B"] * T / r["ms"] * 1000, peak(r["gpu"])
+        mfu = f"{rate * model_flops(MODELS[job.model]) / fastest:.1%}" if fastest and job.precision == "bfloat16" else ""
+        first = f"{r['cold']:.1f} s, warm {r['first']:.1f} s" if "cold" in r else f"{r['first']:.1f} s"
         share = f"{r['floor'] / r['ms']:.0%}" if "floor" in r else ""
-        lines.append(f"{start} {r['ms']:.2f} | {B * T / r['ms'] * 1000:.0f} | {first} | {r['memory'] / 2**30:.2f} GiB"
-                     f" | {r['used'] / 2**30:.2f} GiB | {share} |")
+        lines.append(f"{start} {r['B']} | {'TF32' if job.precision == 'tf32' else job.precision} | {r['ms']:.2f} | {rate:.0f} | {mfu} | {first}"
+                     f" | {r['memory'] / 2**30:.2f} GiB | {r['used'] / 2**30:.2f} GiB | {share} |")
     return lines
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md, between its markers")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=tuple(TABLES), help="one table")
+    parser.add_argument("--readme", action="store_true", help="put tables and picture into README.md, between their markers")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        name, B, tf32 = args.worker[0], int(args.worker[1]), int(args.worker[2])
-        print(json.dumps(bench_ours(B, tf32) if name == "ours" else bench_pytorch(name, B, tf32)))
+        name, precision, B, model = args.worker
+        job = Job(name, precision, int(B), model)
+        print(json.dumps(bench_ours(job) if name == "ours" else bench_pytorch(job)))
         return
+    tables = [args.only] if args.only else list(TABLES)
     if args.readme:
-        split_at_markers("bench_gpu")  # fail now, not after all the work
-    results = measure()
-    ours = next((r for name, _, _, r in results if name == "ours"), {})
-    if "failed" in ours:
-        raise UserError(f"train_gpt2_cuda.py failed: {ours['failed']}")
-    torch_version = next((r["torch"] for _, _, _, r in results if "torch" in r), "none")
-    machine = [f"{ours['machine']}, PyTorch {torch_version}; {datetime.date.today()}",
-               f"copy bandwidth {ours['bandwidth'] / 1e9:.0f} GB/s, large TF32 product {ours['product'] / 1e12:.0f} TFLOP/s"]
-    table = make_table(results)
-    print("\n".join([*machine, *table]))
-    if args.readme:
-        put_between_markers("bench_gpu", "\n".join([*machine, "", *table]))
+        for table in tables:
+            split_at_markers(f"bench_{table}")  # fail now, not after all the work
+    for table in tables:
+        results = measure(TABLES[table])
+        ours = next((r for job, r in results if job.name == "ours"), {})
+        if "failed" in ours:
+            raise UserError(f"train_gpt2_cuda.py failed: {ours['failed']}")
+        machine = [ours["machine"] + "".join(sorted({f", PyTorch {r['torch']}" for _, r in results if "torch" in r})) + f"; {datetime.date.today()}"]
+        if "product" in ours:
+            machine.append(f"copy bandwidth {ours['bandwidth'] / 1e9:.0f} GB/s, large product {ours['product'] / 1e12:.0f} TFLOP/s")
+        lines = make_table(table, results)
+        print("\n".join([*machine, *lines]))
+        if args.readme:
+            put_between_markers(f"bench_{table}", "\n".join([*machine, "", *lines]))
+            if table == "bfloat16":
+                save(machine[0], results)
+
+
+def save(machine, results):
+    """What plot_bench.py draws, and the picture."""
+    rows = [{**job._asdict(), **r} for job, r in results if "failed" not in r]
+    with replacing(RESULTS) as f:
+        f.write(json.dumps({"machine": machine, "T": T, "results": rows}, indent=1).encode() + b"\n")
+    subprocess.run([sys.executable, os.path.join(ROOT, "dev", "plot_bench.py")], check=True)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,25 @@
 // logits (N,Vp), of which columns V..Vp-1 belong to the padding of wte; losses (N) float32; targets (N) int32.
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, where shared memory has room for two rows of 50304
-// bfloat16 logits, a row comes and goes by TMA: a block works on its row there while the other block's row is on its way.
-// Else, the second reading finds the row in the L2 cache, where all rows at hand have room (132 blocks of 201 KB = 27 MB in
-// float32), and starts at the end, which was read last. H200 (a copy: 4250 GB/s), float32: 3010 GB/s, counting one reading and
-// one writing; four loads underway at once instead of one changed nothing.
+// bfloat16 logits, rows come and go by TMA, part by part: two blocks stay on each multiprocessor, and where a part of the
+// gradient has left, the same part of the block's next row comes in. A warp of its own sees to that; the others never wait for
+// what leaves. Else, the second reading finds the row in the L2 cache, where
+// all rows at hand have room (132 blocks of 201 KB = 27 MB in float32), and starts at the end, which was read last.
+//
+// H200 (a copy: 4250 GB/s), counting one reading and one writing: float32 3010 GB/s, where four loads underway at once instead of one
+// changed nothing. bfloat16, B=64: with the second reading from the cache 1600 GB/s, whole rows by TMA and a block a row 3120.
 
 #include "common.cuh"
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && MODEL_VP * (BFLOAT16 ? 2 : 4) <= 110 << 10  // sm_90a; row_on_chip in train_gpt2_cuda.py
+#define ON_CHIP 1
 #include "hopper.cuh"
-constexpr bool ON_CHIP = Vp * sizeof(element) <= 110 << 10;
 #else
-constexpr bool ON_CHIP = false;
+#define ON_CHIP 0
 #endif
 
 constexpr int THREADS = ON_CHIP ? 512 : 1024;
-constexpr int BATCH = 4;  // loads of a thread underway at once
+constexpr int BATCH = ON_CHIP ? 2 : 4;  // loads of a thread underway at once
 constexpr int STEP = BATCH * THREADS * PACK, STEPS = (Vp + STEP - 1) / STEP;
 
 // The largest value so far, and the sum of exp(value - largest).
@@ -48,7 +51,7 @@ __device__ inline Softmax block_merge(Softmax s) {
     __shared__ Softmax parts[THREADS / 32];
     s = warp_merge(s);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = s;
-    __syncthreads();
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
     const int lane = threadIdx.x % 32;
     return warp_merge(lane < THREADS / 32 ? parts[lane] : Softmax{-INFINITE, 0.0f});
 }
@@ -75,84 +78,129 @@ __device__ inline Floats load_logits(const element* row, int v) {
     return x;
 }
 
-// Block (THREADS); grid (N). Shared memory: one row, if ON_CHIP.
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient) {
-    element* const global = logits + int64(blockIdx.x) * Vp;
-    element* row = global;
-    const int target = targets[blockIdx.x];
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ uint4 shared[];
-    __shared__ Barrier here[STEPS];  // each step's part of the row
-    if (ON_CHIP) {
-        row = reinterpret_cast<element*>(shared);
-        if (threadIdx.x == 0) {
-            for (int s = 0; s < STEPS; s++) barrier_make(&here[s], 1);
-            fence_barriers();
-            for (int s = 0; s < STEPS; s++) {
-                const int bytes = min(STEP, Vp - s * STEP) * sizeof(element);
-                barrier_expect(&here[s], bytes);
-                load_bytes(row + s * STEP, global + s * STEP, &here[s], bytes);
-            }
-        }
-        __syncthreads();
+// `part`, and part s of the row.
+__device__ inline Softmax add_part(Softmax part, const element* row, int s) {
+    Floats x[BATCH];
+    float largest = part.largest;
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        x[i] = load_logits(row, s * STEP + (i * THREADS + int(threadIdx.x)) * PACK);
+#pragma unroll
+        for (int k = 0; k < PACK; k++) largest = fmaxf(largest, x[i].x[k]);
     }
-#endif
-    Softmax part = {-INFINITE, 0.0f};
-    for (int s = 0; s < STEPS; s++) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        if (ON_CHIP) barrier_wait(&here[s], 0);
-#endif
-        Floats x[BATCH];
-        float largest = part.largest;
+    if (largest == -INFINITE) return part;  // nothing yet
+    float sum = part.sum * expf(part.largest - largest);
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            x[i] = load_logits(row, s * STEP + (i * THREADS + int(threadIdx.x)) * PACK);
+    for (int i = 0; i < BATCH; i++) {
 #pragma unroll
-            for (int k = 0; k < PACK; k++) largest = fmaxf(largest, x[i].x[k]);
-        }
-        if (largest == -INFINITE) continue;  // nothing yet
-        float sum = part.sum * expf(part.largest - largest);
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-#pragma unroll
-            for (int k = 0; k < PACK; k++) sum += weight(x[i].x[k], largest, 1.0f);
-        }
-        part = {largest, sum};
+        for (int k = 0; k < PACK; k++) sum += weight(x[i].x[k], largest, 1.0f);
     }
-    const float target_logit = to_float(row[target]);  // every thread reads it before the barrier in block_merge,
-    const Softmax whole = block_merge(part);           // no thread writes to the row before it has passed that barrier
-    if (threadIdx.x == 0) losses[blockIdx.x] = logf(whole.sum) + (whole.largest - target_logit);
-    if (!write_gradient) return;
-
-    const float scale = dloss / whole.sum;
-    for (int s = STEPS - 1; s >= 0; s--) {
-        Floats x[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) x[i] = load_logits(row, s * STEP + (i * THREADS + int(threadIdx.x)) * PACK);
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int v = s * STEP + (i * THREADS + int(threadIdx.x)) * PACK;
-            if (v >= Vp) continue;
-#pragma unroll
-            for (int k = 0; k < PACK; k++) x[i].x[k] = weight(x[i].x[k], whole.largest, scale);
-            if (v <= target && target < v + PACK) {
-#pragma unroll
-                for (int k = 0; k < PACK; k++) {
-                    if (v + k == target) x[i].x[k] -= dloss;
-                }
-            }
-            store(row + v, x[i]);
-        }
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        if (ON_CHIP) {
-            fence_for_async();
-            __syncthreads();
-            if (threadIdx.x == 0) store_bytes(global + s * STEP, row + s * STEP, min(STEP, Vp - s * STEP) * sizeof(element));
-        }
-#endif
-    }
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if (ON_CHIP && threadIdx.x == 0) stores_wait();
-#endif
+    return {largest, sum};
 }
+
+// The gradient in place of part s of the row; scale: dloss / the row's sum.
+__device__ inline void turn_part(element* row, int s, Softmax whole, float scale, int target, float dloss) {
+    Floats x[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) x[i] = load_logits(row, s * STEP + (i * THREADS + int(threadIdx.x)) * PACK);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        const int v = s * STEP + (i * THREADS + int(threadIdx.x)) * PACK;
+        if (v >= Vp) continue;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) x[i].x[k] = weight(x[i].x[k], whole.largest, scale);
+        if (v <= target && target < v + PACK) {
+#pragma unroll
+            for (int k = 0; k < PACK; k++) {
+                if (v + k == target) x[i].x[k] -= dloss;
+            }
+        }
+        store(row + v, x[i]);
+    }
+}
+
+#if ON_CHIP
+
+constexpr int LAG = 4;  // parts of a gradient that may be on their way out before the next row's part is asked for
+
+// Block (512 + 32); grid (2 for each multiprocessor). Shared memory: one row.
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
+classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
+    extern __shared__ uint4 shared[];
+    __shared__ Barrier here[STEPS], done[STEPS];  // each part of the row: has come; is no longer needed, or is the gradient
+    element* const row = reinterpret_cast<element*>(shared);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STEPS; s++) {
+            barrier_make(&here[s], 1);
+            barrier_make(&done[s], THREADS / 32);
+        }
+        fence_barriers();
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= THREADS) {
+        if (threadIdx.x > THREADS) return;
+        const auto part_bytes = [](int s) { return min(STEP, Vp - s * STEP) * int(sizeof(element)); };
+        const auto fetch = [&](int n, int s) {
+            if (n >= N) return;
+            barrier_expect(&here[s], part_bytes(s));
+            load_bytes(row + s * STEP, logits + int64(n) * Vp + s * STEP, &here[s], part_bytes(s));
+        };
+        for (int s = 0; s < STEPS; s++) fetch(blockIdx.x, s);
+        for (int n = blockIdx.x, parity = 0; n < N; n += gridDim.x, parity ^= 1) {
+            const int next = n + gridDim.x;
+            for (int s = 0; s < STEPS; s++) {
+                barrier_wait(&done[s], parity);
+                if (!write_gradient) {
+                    fetch(next, s);
+                    continue;
+                }
+                store_bytes(logits + int64(n) * Vp + s * STEP, row + s * STEP, part_bytes(s));
+                stores_wait<LAG>();
+                if (s >= LAG) fetch(next, s - LAG);
+            }
+            if (write_gradient) {
+                stores_wait<0>();
+                for (int s = max(0, STEPS - LAG); s < STEPS; s++) fetch(next, s);
+            }
+        }
+        return;
+    }
+    for (int n = blockIdx.x, parity = 0; n < N; n += gridDim.x, parity ^= 1) {
+        const int target = targets[n];
+        Softmax part = {-INFINITE, 0.0f};
+        for (int s = 0; s < STEPS; s++) {
+            barrier_wait(&here[s], parity);
+            part = add_part(part, row, s);
+        }
+        const float target_logit = to_float(row[target]);  // every thread reads it before the barrier in block_merge,
+        const Softmax whole = block_merge(part);           // no thread writes to the row before it has passed that barrier
+        if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
+        const float scale = dloss / whole.sum;
+        for (int s = 0; s < STEPS; s++) {
+            if (write_gradient) turn_part(row, s, whole, scale, target, dloss);
+            fence_for_async();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) barrier_arrive(&done[s]);
+        }
+    }
+}
+
+#else
+
+// Block (1024); grid (N).
+extern "C" __global__ void __launch_bounds__(THREADS)
+classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
+    const int n = blockIdx.x, target = targets[n];
+    element* const row = logits + int64(n) * Vp;
+    Softmax part = {-INFINITE, 0.0f};
+    for (int s = 0; s < STEPS; s++) part = add_part(part, row, s);
+    const float target_logit = to_float(row[target]);  // as above
+    const Softmax whole = block_merge(part);
+    if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
+    if (!write_gradient) return;
+    const float scale = dloss / whole.sum;
+    for (int s = STEPS - 1; s >= 0; s--) turn_part(row, s, whole, scale, target, dloss);
+}
+
+#endif

@@ -144,13 +144,14 @@ __device__ inline void load_bytes(void* to, const void* from, Barrier* b, int by
                  "l"(from), "r"(bytes), "r"(shared_address(b))
                  : "memory");
 }
-// Begin to copy bytes back; after all, one wait until shared memory may be written again, or given up.
+// Begin to copy bytes back. stores_wait: until shared memory of all but the newest PENDING of this thread's copies may be written again.
 __device__ inline void store_bytes(void* to, const void* from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(shared_address(from)),
                  "r"(bytes)
                  : "memory");
 }
-__device__ inline void stores_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void stores_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
 // Shared memory written by ordinary stores is about to be read by wgmma or TMA: in each writing thread, before the barrier.
 __device__ inline void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
