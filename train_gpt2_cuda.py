@@ -833,7 +833,11 @@ def attention_launches(config, precision, arch):
     if precision.bf16 and hopper:
         boxes = {names[0]: 2 + 4 * 4, names[1]: 6 + 8 * 2, names[2]: 4 + 8 * 2}  # of 64 rows of a head, in shared memory
         maps = {names[0]: (2,), names[1]: (4, 3, 5), names[2]: (3, 2)}  # inp, dout, out
-        return {name: SimpleNamespace(rows=128, threads=384, shared=boxes[name] * 64 * HS * 2 + 1024, maps=maps[name]) for name in names}
+        # From so many items a multiprocessor on, one block stays there and takes one after the other; below, the GPU shares them out
+        # better: B=4, T=1024 on an H200, backward 0.079 ms instead of 0.105, forward 0.029 instead of 0.026.
+        rounds = {names[0]: 1, names[1]: 8, names[2]: 8}
+        return {name: SimpleNamespace(rows=128, threads=384, shared=boxes[name] * 64 * HS * 2 + 1024, maps=maps[name], rounds=rounds[name])
+                for name in names}
     if precision.bf16:
         forward_rows, dkv_passing = (128, 64) if HS <= 64 else (64, 32)
         sizes = {names[0]: (forward_rows, 64), names[1]: (64, 64), names[2]: (64, dkv_passing)}  # rows of a block, of a passing tile
@@ -869,8 +873,9 @@ def attention_backward(device, dinp, D, sums, dout, inp, out, lse, config, B, T)
 def launch_attention(device, name, arguments, config, B, T, products, bytes):
     launch, extra = device.attention[name], ()
     grid = config.NH, blocks(T, launch.rows), B
-    if launch.maps:  # one block stays on each multiprocessor
-        grid = (min(device.sm_count, math.prod(grid)),)
+    if launch.maps:
+        items = math.prod(grid)
+        grid = (device.sm_count if items >= launch.rounds * device.sm_count else items,)
         extra = B, *(device.tensor_map(arguments[i], 64, config.C // config.NH) for i in launch.maps)
     device.launch(name, grid, (launch.threads,), *arguments, T, *extra, shared=launch.shared, bytes=bytes,
                   flops=attention_flops(B, T, config.C, products))

@@ -1,13 +1,15 @@
 """
 The losses of train_gpt2_cuda.py beside those of PyTorch, from the same weights over the same batches of tiny_shakespeare.
 
-    python dev/compare_losses.py -e gpt2_d12.bin            # one epoch, B=4, T=1024, TF32 products; needs a GPU
-    python dev/compare_losses.py -e gpt2_d12.bin --tf32 0
+    python dev/compare_losses.py -e gpt2_d12.bin                            # bfloat16, one epoch, B=4, T=1024; needs a GPU
+    python dev/compare_losses.py -e gpt2_d12.bin -b 32 -t 256 -x 500        # longer
+    python dev/compare_losses.py -e gpt2_d12.bin --dtype float32            # TF32 products; --tf32 0: float32 ones
 
-PyTorch runs twice, the second time with float32 products whatever --tf32 says, with the model's channels in another order
-(which changes nothing but the rounding of every sum), F.scaled_dot_product_attention and fused AdamW. How far the two
-come apart at most is what rounding alone does over an epoch. Exit status 0 when our losses are, in each step, no farther than
-that from the nearer of the two (and the last printed digit).
+PyTorch runs twice. Against bfloat16: in float32, and in bfloat16 under autocast. Against float32: with our products, and with float32 products
+whatever --tf32 says, with the model's channels in another order (which changes nothing but the rounding of every sum),
+F.scaled_dot_product_attention and fused AdamW. How far the two come apart at most is what rounding alone does. Exit status 0 when
+our losses are, in each step, no farther than that from the nearer of the two (and the last printed digit), and the mean of the last ten,
+in bfloat16, no farther than 0.02 from that of float32.
 """
 
 import argparse
@@ -32,23 +34,25 @@ from train_gpt2 import DataLoader, UserError, read_model, run_main
 
 def run_ours(args):
     command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), "-e", args.e, "-i", args.i, "-b", str(args.b), "-t", str(args.t),
-               "-v", "0", "-s", "0", "--final_reports", "0", "--dtype", "float32", "--tf32", str(args.tf32)]
+               "-x", str(args.x), "-v", "0", "-s", "0", "--final_reports", "0", "--dtype", args.dtype, "--tf32", str(args.tf32)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()}")
     return [float(loss) for loss in re.findall(r"^step .*train loss (\S+)", done.stdout, re.MULTILINE)]
 
 
-def run_pytorch(args, steps, best):
+def run_pytorch(args, steps, name, tf32=False, autocast=False, best=False):
+    """best: F.scaled_dot_product_attention and fused AdamW, the channels in another order."""
     config, params = read_model(args.e)
     params = reorder_channels(config, params, seed=0) if best else params
-    torch.backends.cuda.matmul.allow_tf32 = bool(args.tf32) and not best
-    model = to_reference(config, params, flash=best).cuda()
-    optimizer = adamw(model, ADAMW, **({"fused": True} if best else {}))
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    model = to_reference(config, params, flash=best or autocast).cuda()
+    optimizer = adamw(model, ADAMW, **({"fused": True} if best or autocast else {}))
     loader, losses = DataLoader([f"{args.i}_train.bin"], config.V, args.b, args.t), []
-    for _ in tqdm(range(steps), desc=f"PyTorch{', reordered' if best else ''}", leave=False):
+    for _ in tqdm(range(steps), desc=f"PyTorch, {name}", leave=False):
         x, y = (torch.from_numpy(np.ascontiguousarray(ids)).long().cuda() for ids in loader.next_batch())
-        loss = model(x, y)[1]
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(x, y)[1]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -62,21 +66,32 @@ def main():
     parser.add_argument("-i", default="data/tiny_shakespeare", help="prefix of the token files")
     parser.add_argument("-b", type=int, default=4, help="B")
     parser.add_argument("-t", type=int, default=1024, help="T")
-    parser.add_argument("--tf32", type=int, choices=(0, 1), default=1, help="TF32 products")
+    parser.add_argument("-x", type=int, default=0, help="steps (0: one epoch)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="ours")
+    parser.add_argument("--tf32", type=int, choices=(0, 1), default=1, help="TF32 products in float32")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("PyTorch sees no GPU, and this comparison needs one")
     ours = np.array(run_ours(args))
-    written, best = (np.array(run_pytorch(args, len(ours), best)) for best in (False, True))
+    if args.dtype == "bfloat16":
+        rivals = {"float32": {}, "autocast": dict(autocast=True)}
+        described = "bfloat16"
+    else:
+        rivals = {"PyTorch": dict(tf32=bool(args.tf32)), "float32": dict(best=True)}
+        described = f"{'TF32' if args.tf32 else 'float32'} products"
+    one, two = (np.array(run_pytorch(args, len(ours), name, **options)) for name, options in rivals.items())
 
-    apart, off = np.abs(written - best), np.minimum(np.abs(ours - written), np.abs(ours - best))
-    products = "TF32" if args.tf32 else "float32"
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.e}, B={args.b} T={args.t}, {products} products")
-    print(f"{'step':>4} {'ours':>10} {'PyTorch':>10} {'float32':>12} {'PyTorch apart':>14} {'ours off':>10}")
-    for i in [*range(0, len(ours), 8), len(ours) - 1]:
-        print(f"{i + 1:>4} {ours[i]:>10.6f} {written[i]:>10.6f} {best[i]:>12.6f} {apart[i]:>14.6f} {off[i]:>10.6f}")
+    apart, off = np.abs(one - two), np.minimum(np.abs(ours - one), np.abs(ours - two))
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.e}, B={args.b} T={args.t}, {described}")
+    print(f"{'step':>4} {'ours':>10} {list(rivals)[0]:>10} {list(rivals)[1]:>10} {'PyTorch apart':>14} {'ours off':>10}")
+    for i in [*range(0, len(ours), max(8, len(ours) // 10)), len(ours) - 1]:
+        print(f"{i + 1:>4} {ours[i]:>10.6f} {one[i]:>10.6f} {two[i]:>10.6f} {apart[i]:>14.6f} {off[i]:>10.6f}")
     print(f"largest over {len(ours)} steps: PyTorch apart {apart.max():.6f}, ours off {off.max():.6f}")
     okay = bool(off.max() <= apart.max() + 1e-6)
+    if args.dtype == "bfloat16":
+        final = [float(np.mean(losses[-10:])) for losses in (ours, one, two)]
+        print(f"mean of the last ten: ours {final[0]:.4f}, float32 {final[1]:.4f}, autocast {final[2]:.4f}")
+        okay &= abs(final[0] - final[1]) <= 0.02
     print(f"overall okay: {int(okay)}")
     return 0 if okay else 1
 

@@ -56,14 +56,15 @@ __device__ inline Softmax block_merge(Softmax s) {
     return warp_merge(lane < THREADS / 32 ? parts[lane] : Softmax{-INFINITE, 0.0f});
 }
 
-// exp(x - largest) * scale; in bfloat16 as one multiply-add and one power of 2.
-__device__ inline float weight(float x, float largest, float scale) {
+// weight(x, offset(largest, scale), scale) = exp(x - largest) * scale; in bfloat16 as one multiply-add and one power of 2. The
+// compiler does not see that the offset is the same for a whole row.
 #if BFLOAT16
-    return power_of_2(x * LOG2E - (largest * LOG2E - log2f(scale)));
+__device__ inline float offset(float largest, float scale) { return largest * LOG2E - log2f(scale); }
+__device__ inline float weight(float x, float offset, float scale) { return power_of_2(x * LOG2E - offset); }
 #else
-    return expf(x - largest) * scale;
+__device__ inline float offset(float largest, float scale) { return largest; }
+__device__ inline float weight(float x, float offset, float scale) { return expf(x - offset) * scale; }
 #endif
-}
 
 // Elements [v, v + PACK) of a row, -infinity from V on.
 __device__ inline Floats load_logits(const element* row, int v) {
@@ -89,17 +90,18 @@ __device__ inline Softmax add_part(Softmax part, const element* row, int s) {
         for (int k = 0; k < PACK; k++) largest = fmaxf(largest, x[i].x[k]);
     }
     if (largest == -INFINITE) return part;  // nothing yet
+    const float from = offset(largest, 1.0f);
     float sum = part.sum * expf(part.largest - largest);
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
 #pragma unroll
-        for (int k = 0; k < PACK; k++) sum += weight(x[i].x[k], largest, 1.0f);
+        for (int k = 0; k < PACK; k++) sum += weight(x[i].x[k], from, 1.0f);
     }
     return {largest, sum};
 }
 
-// The gradient in place of part s of the row; scale: dloss / the row's sum.
-__device__ inline void turn_part(element* row, int s, Softmax whole, float scale, int target, float dloss) {
+// The gradient in place of part s of the row; scale: dloss / the row's sum, from: the offset for that.
+__device__ inline void turn_part(element* row, int s, float from, float scale, int target, float dloss) {
     Floats x[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) x[i] = load_logits(row, s * STEP + (i * THREADS + int(threadIdx.x)) * PACK);
@@ -108,7 +110,7 @@ __device__ inline void turn_part(element* row, int s, Softmax whole, float scale
         const int v = s * STEP + (i * THREADS + int(threadIdx.x)) * PACK;
         if (v >= Vp) continue;
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x[i].x[k] = weight(x[i].x[k], whole.largest, scale);
+        for (int k = 0; k < PACK; k++) x[i].x[k] = weight(x[i].x[k], from, scale);
         if (v <= target && target < v + PACK) {
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
@@ -176,9 +178,9 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
         const float target_logit = to_float(row[target]);  // every thread reads it before the barrier in block_merge,
         const Softmax whole = block_merge(part);           // no thread writes to the row before it has passed that barrier
         if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
-        const float scale = dloss / whole.sum;
+        const float scale = dloss / whole.sum, from = offset(whole.largest, scale);
         for (int s = 0; s < STEPS; s++) {
-            if (write_gradient) turn_part(row, s, whole, scale, target, dloss);
+            if (write_gradient) turn_part(row, s, from, scale, target, dloss);
             fence_for_async();
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&done[s]);
@@ -199,8 +201,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     const Softmax whole = block_merge(part);
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
     if (!write_gradient) return;
-    const float scale = dloss / whole.sum;
-    for (int s = STEPS - 1; s >= 0; s--) turn_part(row, s, whole, scale, target, dloss);
+    const float scale = dloss / whole.sum, from = offset(whole.largest, scale);
+    for (int s = STEPS - 1; s >= 0; s--) turn_part(row, s, from, scale, target, dloss);
 }
 
 #endif
