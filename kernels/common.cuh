@@ -147,19 +147,22 @@ __device__ inline float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// The sum over WARPS consecutive warps of the block, the first a multiple of WARPS. All threads of the block take part.
+// Two sums over WARPS consecutive warps of the block, the first a multiple of WARPS; all threads of those take part, others do not wait.
+// `turn` is 0 and 1 in turns, because a slower warp may still read the sums of the call before.
 template <int WARPS>
-__device__ inline float group_sum(float x) {
-    x = warp_sum(x);
+__device__ inline float2 group_sum(float2 x, int turn) {
+    x = {warp_sum(x.x), warp_sum(x.y)};
     if constexpr (WARPS > 1) {
-        __shared__ float sums[32];
+        __shared__ float2 sums[2][32];
         const int warp = threadIdx.x / 32;
-        __syncthreads();  // the sums of the call before are read
-        if (threadIdx.x % 32 == 0) sums[warp] = x;
-        __syncthreads();
-        x = 0.0f;
+        if (threadIdx.x % 32 == 0) sums[turn][warp] = x;
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / WARPS), "n"(32 * WARPS) : "memory");
+        x = {0.0f, 0.0f};
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) x += sums[warp / WARPS * WARPS + w];
+        for (int w = 0; w < WARPS; w++) {
+            const float2 part = sums[turn][warp / WARPS * WARPS + w];
+            x = {x.x + part.x, x.y + part.y};
+        }
     }
     return x;
 }

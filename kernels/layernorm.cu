@@ -11,31 +11,36 @@
 // that was added to this residual stream by the projection before: the third column sum costs nothing here, a pass of
 // its own there. Each block adds up its rows in order, column_sums.cu adds up the blocks.
 //
-// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's (two, four
-// or eight warps' for C beyond 768, 1536 and 3072), and stays in registers from the first read to the last write. H200 (a copy: 4250 GB/s), B=4 / B=16, T=1024: forward
+// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's or, for large C, several warps', and stays in registers from the first read to the last write. H200 (a copy: 4250 GB/s), B=4 / B=16, T=1024: forward
 // 3530 / 3780 GB/s, backward 2540 / 3530.
 
 #include "common.cuh"
 
-constexpr int ROW_WARPS = C <= 768 ? 1 : C <= 1536 ? 2 : C <= 3072 ? 4 : 8;
-constexpr int ROW_THREADS = 32 * ROW_WARPS;
-constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // of one thread
 constexpr int THREADS = 256;
-constexpr int GROUPS = THREADS / ROW_THREADS;  // rows that a block works on at once
 
-static_assert(THREADS % ROW_THREADS == 0, "a row is shared by whole groups of warps: C up to 8192");
+// How a block of 256 threads shares out rows of C elements among groups of WARPS warps. The backward pass has its three sums to keep in
+// registers and takes more warps.
+template <int WARPS>
+struct Share {
+    static constexpr int WIDTH = 32 * WARPS;                                        // threads of a row
+    static constexpr int PACKS = (C + WIDTH * PACK - 1) / (WIDTH * PACK);           // of one thread
+    static constexpr int GROUPS = THREADS / WIDTH;                                  // rows that a block works on at once
+    static_assert(THREADS % WIDTH == 0, "a row is shared by whole groups of warps: C up to 8192");
 
-// The p-th pack of a row that belongs to this thread starts here; beyond C there is none.
-__device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
-
-__device__ inline float row_sum(float x) { return group_sum<ROW_WARPS>(x); }
+    // The p-th pack of a row that belongs to this thread starts here; beyond C there is none.
+    static __device__ int column(int p) { return (p * WIDTH + threadIdx.x % WIDTH) * PACK; }
+};
+constexpr int FORWARD_WARPS = C <= 2048 ? 1 : C <= 4096 ? 2 : 4;
+constexpr int BACKWARD_WARPS = C <= 768 ? 1 : C <= 1536 ? 2 : C <= 3072 ? 4 : 8;
 
 // Block (256); grid (N / GROUPS, rounded up). inp2 and residual may be null, together.
 extern "C" __global__ void __launch_bounds__(THREADS)
 residual_layernorm_forward(element* residual, element* out, float* mean, float* rstd, const element* inp1, const element* inp2,
                            const element* weight, const element* bias, int N) {
-    const int row = blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS;
-    const bool exists = row < N;  // all threads stay, for the barriers of row_sum
+    typedef Share<FORWARD_WARPS> S;
+    constexpr int PACKS = S::PACKS;
+    const int row = blockIdx.x * S::GROUPS + threadIdx.x / S::WIDTH;
+    const bool exists = row < N;  // all threads stay, for the barriers of group_sum
     const int64 start = int64(row) * C;
 
     Floats x[PACKS];
@@ -43,7 +48,7 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         x[p] = {};
-        const int c = column(p);
+        const int c = S::column(p);
         if (!exists || c >= C) continue;
         x[p] = load(inp1 + start + c);
         if (inp2) {
@@ -59,41 +64,43 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
 #pragma unroll
         for (int k = 0; k < PACK; k++) sum += x[p].x[k];
     }
-    const float m = row_sum(sum) / C;
+    const float m = group_sum<FORWARD_WARPS>({sum, 0.0f}, 0).x / C;
 
     float squares = 0.0f;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
-        if (column(p) >= C) continue;
+        if (S::column(p) >= C) continue;
 #pragma unroll
         for (int k = 0; k < PACK; k++) squares += (x[p].x[k] - m) * (x[p].x[k] - m);
     }
-    const float r = 1.0f / sqrtf(row_sum(squares) / C + 1e-5f);
+    const float r = 1.0f / sqrtf(group_sum<FORWARD_WARPS>({squares, 0.0f}, 1).x / C + 1e-5f);
 
     if (!exists) return;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
-        const int c = column(p);
+        const int c = S::column(p);
         if (c >= C) continue;
         const Floats w = load(weight + c), b = load(bias + c);
 #pragma unroll
         for (int k = 0; k < PACK; k++) x[p].x[k] = (x[p].x[k] - m) * r * w.x[k] + b.x[k];
         store(out + start + c, x[p]);
     }
-    if (threadIdx.x % ROW_THREADS == 0) {
+    if (threadIdx.x % S::WIDTH == 0) {
         mean[row] = m;
         rstd[row] = r;
     }
 }
 
 // Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32.
-extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && PACKS * PACK <= 24 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && Share<BACKWARD_WARPS>::PACKS * PACK <= 24 ? 2 : 1)
 layernorm_backward(element* dinp, float* partials, const element* dout, const element* inp, const element* weight, const float* mean,
                    const float* rstd, int N) {
-    const int group = threadIdx.x / ROW_THREADS;
+    typedef Share<BACKWARD_WARPS> S;
+    constexpr int PACKS = S::PACKS, GROUPS = S::GROUPS;
+    const int group = threadIdx.x / S::WIDTH;
     Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
 
-    for (int first = blockIdx.x * GROUPS; first < N; first += gridDim.x * GROUPS) {
+    for (int first = blockIdx.x * GROUPS, turn = 0; first < N; first += gridDim.x * GROUPS, turn ^= 1) {
         const int row = first + group;
         const bool exists = row < N;
         const int64 start = int64(row) * C;
@@ -103,7 +110,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             d[p] = x[p] = before[p] = {};
-            const int c = column(p);
+            const int c = S::column(p);
             if (!exists || c >= C) continue;
             d[p] = load_bits(dout + start + c);
             x[p] = load_bits(inp + start + c);
@@ -112,7 +119,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
         float sum_dn = 0.0f, sum_dn_n = 0.0f;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int c = column(p);
+            const int c = S::column(p);
             if (!exists || c >= C) continue;
             const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack(x[p]);
 #pragma unroll
@@ -124,10 +131,11 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
                 sum_dn_n += dp.x[k] * w.x[k] * n;
             }
         }
-        const float mean_dn = row_sum(sum_dn) / C, mean_dn_n = row_sum(sum_dn_n) / C;
+        const float2 both = group_sum<BACKWARD_WARPS>({sum_dn, sum_dn_n}, turn);
+        const float mean_dn = both.x / C, mean_dn_n = both.y / C;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int c = column(p);
+            const int c = S::column(p);
             if (!exists || c >= C) continue;
             const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack(x[p]);
             Floats sum = unpack(before[p]);
@@ -148,7 +156,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
         __syncthreads();  // the sums of the kind before are read
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int c = column(p);
+            const int c = S::column(p);
             if (c >= C) continue;
 #pragma unroll
             for (int k = 0; k < PACK; k++) sums[group][c + k] = (*kinds[kind])[p].x[k];
