@@ -768,19 +768,14 @@ def sort_tokens(order, first, runs, inp):
     first[starts.size] = tokens.size
 
 
-def forward_row_warps(C):
-    """Warps that share a row of C elements in residual_layernorm_forward, as in layernorm.cu."""
-    return 1 if C <= 2048 else 2 if C <= 4096 else 4
-
-
-def backward_row_warps(C):
-    """The same for layernorm_backward."""
+def row_warps(C):
+    """Warps that share a row of C elements, as in layernorm.cu."""
     return 1 if C <= 768 else 2 if C <= 1536 else 4 if C <= 3072 else 8
 
 
 def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, weight, bias, B, T, C):
     """residual = inp1 + inp2 (both None: none), out = its layernorm. All (B,T,C) but mean, rstd (B,T) and weight, bias (C,)."""
-    grid = (blocks(B * T, 8 // forward_row_warps(C)),)
+    grid = (blocks(B * T, 8 // row_warps(C)),)
     device.launch("residual_layernorm_forward", grid, (256,), residual, out, mean, rstd, inp1, inp2, weight, bias, B * T,
                   bytes=size_of(residual, out, inp1, inp2))
 
@@ -795,7 +790,7 @@ def sum_rows(config, B, T, sm_count, pack):
     """How many rows of sums the blocks of each kernel leave."""
     N, C = B * T, config.C
     return SimpleNamespace(
-        layernorm=min(2 * sm_count, blocks(N, 8 // backward_row_warps(C))),
+        layernorm=min(2 * sm_count, blocks(N, 8 // row_warps(C))),
         gelu=min(max(1, 4 * sm_count // blocks(4 * C, 32 * pack)), blocks(N, 32)),  # 4 blocks a multiprocessor: one wave
         attention=B * blocks(T, ATTENTION_ROWS),
     )

@@ -18,28 +18,23 @@
 
 constexpr int THREADS = 256;
 
-// How a block of 256 threads shares out rows of C elements among groups of WARPS warps. The backward pass has its three sums to keep in
-// registers and takes more warps.
-template <int WARPS>
-struct Share {
-    static constexpr int WIDTH = 32 * WARPS;                                        // threads of a row
-    static constexpr int PACKS = (C + WIDTH * PACK - 1) / (WIDTH * PACK);           // of one thread
-    static constexpr int GROUPS = THREADS / WIDTH;                                  // rows that a block works on at once
-    static_assert(THREADS % WIDTH == 0, "a row is shared by whole groups of warps: C up to 8192");
+// A row is shared by ROW_WARPS warps, so that what the backward pass keeps of it fits their registers, twice on a multiprocessor. (H200,
+// C=1600: with one warp for a row, the forward pass falls from 3200 to 2100 GB/s.)
+constexpr int ROW_WARPS = C <= 768 ? 1 : C <= 1536 ? 2 : C <= 3072 ? 4 : 8;
+constexpr int ROW_THREADS = 32 * ROW_WARPS;
+constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // of one thread
+constexpr int GROUPS = THREADS / ROW_THREADS;                               // rows that a block works on at once
 
-    // The p-th pack of a row that belongs to this thread starts here; beyond C there is none.
-    static __device__ int column(int p) { return (p * WIDTH + threadIdx.x % WIDTH) * PACK; }
-};
-constexpr int FORWARD_WARPS = C <= 2048 ? 1 : C <= 4096 ? 2 : 4;
-constexpr int BACKWARD_WARPS = C <= 768 ? 1 : C <= 1536 ? 2 : C <= 3072 ? 4 : 8;
+static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: C up to 8192");
+
+// The p-th pack of a row that belongs to this thread starts here; beyond C there is none.
+__device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
 
 // Block (256); grid (N / GROUPS, rounded up). inp2 and residual may be null, together.
 extern "C" __global__ void __launch_bounds__(THREADS)
 residual_layernorm_forward(element* residual, element* out, float* mean, float* rstd, const element* inp1, const element* inp2,
                            const element* weight, const element* bias, int N) {
-    typedef Share<FORWARD_WARPS> S;
-    constexpr int PACKS = S::PACKS;
-    const int row = blockIdx.x * S::GROUPS + threadIdx.x / S::WIDTH;
+    const int row = blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS;
     const bool exists = row < N;  // all threads stay, for the barriers of group_sum
     const int64 start = int64(row) * C;
 
@@ -48,7 +43,7 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         x[p] = {};
-        const int c = S::column(p);
+        const int c = column(p);
         if (!exists || c >= C) continue;
         x[p] = load(inp1 + start + c);
         if (inp2) {
@@ -64,40 +59,38 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
 #pragma unroll
         for (int k = 0; k < PACK; k++) sum += x[p].x[k];
     }
-    const float m = group_sum<FORWARD_WARPS>({sum, 0.0f}, 0).x / C;
+    const float m = group_sum<ROW_WARPS>({sum, 0.0f}, 0).x / C;
 
     float squares = 0.0f;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
-        if (S::column(p) >= C) continue;
+        if (column(p) >= C) continue;
 #pragma unroll
         for (int k = 0; k < PACK; k++) squares += (x[p].x[k] - m) * (x[p].x[k] - m);
     }
-    const float r = 1.0f / sqrtf(group_sum<FORWARD_WARPS>({squares, 0.0f}, 1).x / C + 1e-5f);
+    const float r = 1.0f / sqrtf(group_sum<ROW_WARPS>({squares, 0.0f}, 1).x / C + 1e-5f);
 
     if (!exists) return;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
-        const int c = S::column(p);
+        const int c = column(p);
         if (c >= C) continue;
         const Floats w = load(weight + c), b = load(bias + c);
 #pragma unroll
         for (int k = 0; k < PACK; k++) x[p].x[k] = (x[p].x[k] - m) * r * w.x[k] + b.x[k];
         store(out + start + c, x[p]);
     }
-    if (threadIdx.x % S::WIDTH == 0) {
+    if (threadIdx.x % ROW_THREADS == 0) {
         mean[row] = m;
         rstd[row] = r;
     }
 }
 
 // Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32.
-extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && Share<BACKWARD_WARPS>::PACKS * PACK <= 24 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && PACKS * PACK <= 24 ? 2 : 1)
 layernorm_backward(element* dinp, float* partials, const element* dout, const element* inp, const element* weight, const float* mean,
                    const float* rstd, int N) {
-    typedef Share<BACKWARD_WARPS> S;
-    constexpr int PACKS = S::PACKS, GROUPS = S::GROUPS;
-    const int group = threadIdx.x / S::WIDTH;
+    const int group = threadIdx.x / ROW_THREADS;
     Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
 
     for (int first = blockIdx.x * GROUPS, turn = 0; first < N; first += gridDim.x * GROUPS, turn ^= 1) {
@@ -110,7 +103,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             d[p] = x[p] = before[p] = {};
-            const int c = S::column(p);
+            const int c = column(p);
             if (!exists || c >= C) continue;
             d[p] = load_bits(dout + start + c);
             x[p] = load_bits(inp + start + c);
@@ -119,7 +112,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
         float sum_dn = 0.0f, sum_dn_n = 0.0f;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int c = S::column(p);
+            const int c = column(p);
             if (!exists || c >= C) continue;
             const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack(x[p]);
 #pragma unroll
@@ -131,11 +124,11 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
                 sum_dn_n += dp.x[k] * w.x[k] * n;
             }
         }
-        const float2 both = group_sum<BACKWARD_WARPS>({sum_dn, sum_dn_n}, turn);
+        const float2 both = group_sum<ROW_WARPS>({sum_dn, sum_dn_n}, turn);
         const float mean_dn = both.x / C, mean_dn_n = both.y / C;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int c = S::column(p);
+            const int c = column(p);
             if (!exists || c >= C) continue;
             const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack(x[p]);
             Floats sum = unpack(before[p]);
@@ -156,7 +149,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
         __syncthreads();  // the sums of the kind before are read
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int c = S::column(p);
+            const int c = column(p);
             if (c >= C) continue;
 #pragma unroll
             for (int k = 0; k < PACK; k++) sums[group][c + k] = (*kinds[kind])[p].x[k];

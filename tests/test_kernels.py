@@ -57,7 +57,7 @@ def test_wide_models_compile(C):
     for precision in (PRECISIONS["tf32"], PRECISIONS["bf16"]):
         constants = cuda.kernel_constants(Config(1024, 131, 1, C // 64, C, 256), precision)
         assert cuda.compile_kernels("layernorm", "sm_80", constants)[:4] == b"\x7fELF"
-    assert 256 % (32 * cuda.forward_row_warps(C)) == 0 and 256 % (32 * cuda.backward_row_warps(C)) == 0
+    assert 256 % (32 * cuda.row_warps(C)) == 0
 
 
 def test_attention_fits_into_the_shared_memory_of_every_gpu():

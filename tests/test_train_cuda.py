@@ -165,14 +165,14 @@ def test_check_names_a_wrong_kernel(gpu_workplace, tmp_path):
         shutil.copy(ROOT / name, project)
     shutil.copytree(ROOT / "kernels", project / "kernels")
     source = (project / "kernels" / "gelu.cu").read_text()
-    assert source.count("d.x[k] *= 0.5f") == 1
-    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= 0.5f", "d.x[k] *= 1.01f * 0.5f"))
+    assert source.count("d.x[k] *= g.s") == 1
+    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= g.s", "d.x[k] *= 1.01f; d.x[k] *= g.s"))
     done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", *map(str, FAST), "--check", *map(str, FLOAT32)], cwd=gpu_workplace,
                           capture_output=True, text=True)
     red = {line.split()[0] for line in done.stdout.splitlines() if line.endswith("FAIL")}
     assert done.returncode == 1 and done.stdout.endswith("overall okay: 0\n")
     assert {"dfcw", "dfcb"} <= red and not red & {"logits", "losses", "dlogits", "dlnfw", "dlnfb", "fch_gelu"}
-    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= 0.5f", "d.x[k] *= nonsense"))
+    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= g.s", "d.x[k] *= nonsense"))
     done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", "-t", "24"], cwd=gpu_workplace, capture_output=True, text=True)
     assert_one_line_error(done, "gelu.cu", "error: identifier \"nonsense\" is undefined")
 
