@@ -7,7 +7,8 @@
 // A of the next, but for rounding, and a tile serves as B both ways: with its columns as the inner dimension (S = query @ key^T),
 // or, turned while it is read, its rows (P @ value).
 //
-// Bound by the tensor cores, which mma.sync keeps busy to 60 percent on Hopper. The ladder is in dev/attention.md.
+// Bound by the tensor cores, which mma.sync keeps busy to 60 percent on Hopper. H200, B=64, T=1024: 214 TFLOP/s forward, 156 backward
+// (five products counted, seven done). The ladder is in dev/attention.md.
 
 #include "mma.cuh"
 

@@ -14,7 +14,8 @@
 // Rows from T on arrive as zeros.
 //
 // Bound by the tensor cores (2048 multiply-adds a cycle and multiprocessor) and, as much, by exp (16 a cycle: for each element
-// of P, as long as its two products with heads of 64). The ladder is in dev/attention.md.
+// of P, as long as its two products with heads of 64). H200, B=64, T=1024: 345 TFLOP/s forward, 329 backward (five products counted,
+// seven done); cuDNN 338 and 250. The ladder is in dev/attention.md.
 
 #include "hopper.cuh"
 #include "mma.cuh"
