@@ -895,7 +895,7 @@ def gelu_backward(device, dinp, sums, out, inp, dout, B, T, C):
 
 def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
     """losses (B,T) = cross entropy of the logits (B,T,Vp), which become their gradient times dloss; targets (B,T) int32."""
-    blocks_of, threads, shared = (min(2 * device.sm_count, B * T), 544, logits.nbytes // (B * T)) if device.row_on_chip else (B * T, 1024, 0)
+    blocks_of, threads, shared = (min(2 * device.sm_count, B * T), 512, logits.nbytes // (B * T)) if device.row_on_chip else (B * T, 1024, 0)
     device.launch("classifier", (blocks_of,), (threads,), losses, logits, targets, float(dloss), int(write_gradient), B * T, shared=shared,
                   bytes=size_of(logits) * (1 + write_gradient))
 
