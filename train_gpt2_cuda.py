@@ -790,7 +790,7 @@ def sum_rows(config, B, T, sm_count, pack):
     """How many rows of sums the blocks of each kernel leave."""
     N, C = B * T, config.C
     return SimpleNamespace(
-        layernorm=min(2 * sm_count, blocks(N, 8 // row_warps(C))),
+        layernorm=min((2 if pack == 8 else 1) * sm_count, blocks(N, 8 // row_warps(C))),  # what a multiprocessor has room for
         gelu=min(max(1, 4 * sm_count // blocks(4 * C, 32 * pack)), blocks(N, 32)),  # 4 blocks a multiprocessor: one wave
         attention=B * blocks(T, ATTENTION_ROWS),
     )
