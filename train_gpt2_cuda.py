@@ -507,6 +507,10 @@ class Device:
         with self.record(name, bytes, flops):
             self.functions[name](grid, block, arguments, shared_mem=shared)
 
+    def grid(self, elements):
+        """Blocks of 256 threads for so many elements, a thread for each 16 bytes of the run's dtype."""
+        return (blocks(elements, self.precision.pack * 256),)
+
     def tensor_map(self, array, rows, columns):
         """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 array (B,T,C): a kernel's argument."""
         key = array.data.ptr, array.shape, rows, columns
@@ -680,8 +684,8 @@ class Products:
 
     def run(self, call, algorithm):
         plan, (a, b, d) = call.plan, call.plan.layouts
-        lt.matmul(self.handle, plan.description, self.one.ctypes.data, call.a, a, call.b, b, call.beta.ctypes.data, call.out, d, call.out, d,
-                  algorithm.ctypes.data, self.workspace[int(self.device.stream is self.device.side)].data.ptr, WORKSPACE,
+        lt.matmul(self.handle, plan.description, self.one.ctypes.data, call.a, a, call.b, b, call.beta.ctypes.data, call.out, d,
+                  call.out, d, algorithm.ctypes.data, self.workspace[int(self.device.stream is self.device.side)].data.ptr, WORKSPACE,
                   self.device.stream.ptr)
 
     def choose(self, key, call):
@@ -747,13 +751,14 @@ def size_of(*tensors):
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
     """out (B,T,C) = wte[inp] + wpe. inp (B,T) int32."""
-    device.launch("encoder_forward", (blocks(B * T * C, device.precision.pack * 256),), (256,), out, inp, wte, wpe, B, T, bytes=2 * size_of(out))
+    device.launch("encoder_forward", device.grid(B * T * C), (256,), out, inp, wte, wpe, B, T, bytes=2 * size_of(out))
 
 
 def encoder_backward(device, dwte, dwpe, dout, inp, order, first, runs, accumulate, B, T, C):
     """dwte += the sum of dout over the places of each token; dwpe = (+=) the sum over the batch. order, first, runs: see sort_tokens."""
-    device.launch("encoder_backward_wte", (B * T,), (min(C // device.precision.pack, 1024),), dwte, dout, inp, order, first, runs, bytes=2 * size_of(dout))
-    device.launch("encoder_backward_wpe", (blocks(dwpe.size, device.precision.pack * 256),), (256,), dwpe, dout, accumulate, B, T, dwpe.shape[0],
+    threads = min(C // device.precision.pack, 1024)
+    device.launch("encoder_backward_wte", (B * T,), (threads,), dwte, dout, inp, order, first, runs, bytes=2 * size_of(dout))
+    device.launch("encoder_backward_wpe", device.grid(dwpe.size), (256,), dwpe, dout, accumulate, B, T, dwpe.shape[0],
                   bytes=size_of(dout, dwpe))
 
 
@@ -883,7 +888,7 @@ def launch_attention(device, name, arguments, config, B, T, products, bytes):
 
 def gelu_forward(device, out, inp):
     """out (B,T,4C) = GELU(inp)."""
-    device.launch("gelu_forward", (blocks(out.size, device.precision.pack * 256),), (256,), out, inp, out.size // out.shape[-1], bytes=size_of(out, inp))
+    device.launch("gelu_forward", device.grid(out.size), (256,), out, inp, out.size // out.shape[-1], bytes=size_of(out, inp))
 
 
 def gelu_backward(device, dinp, sums, out, inp, dout, B, T, C):
@@ -895,8 +900,10 @@ def gelu_backward(device, dinp, sums, out, inp, dout, B, T, C):
 
 def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
     """losses (B,T) = cross entropy of the logits (B,T,Vp), which become their gradient times dloss; targets (B,T) int32."""
-    blocks_of, threads, shared = (min(2 * device.sm_count, B * T), 512, logits.nbytes // (B * T)) if device.row_on_chip else (B * T, 1024, 0)
-    device.launch("classifier", (blocks_of,), (threads,), losses, logits, targets, float(dloss), int(write_gradient), B * T, shared=shared,
+    grid, threads, shared = B * T, 1024, 0
+    if device.row_on_chip:
+        grid, threads, shared = min(2 * device.sm_count, B * T), 512, logits.nbytes // (B * T)
+    device.launch("classifier", (grid,), (threads,), losses, logits, targets, float(dloss), int(write_gradient), B * T, shared=shared,
                   bytes=size_of(logits) * (1 + write_gradient))
 
 
@@ -1077,7 +1084,7 @@ class GPT2:
             device.launch("global_norm", (partials.size,), (256,), partials, grads, np.int64(count), bytes=grads.nbytes)
         device.launch("prepare_update", (1,), (256,), self.control, pointer(self.reports), self.loss, partials, self.batch.learning_rate,
                       np.float64(settings.beta1), np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, partials.size)
-        device.launch("adamw_update", (blocks(count, device.precision.pack * 256),), (256,), params, master, m, v, grads, self.control,
+        device.launch("adamw_update", device.grid(count), (256,), params, master, m, v, grads, self.control,
                       self.stops, self.decays, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.stochastic_rounding,
                       np.int64(count), bytes=size_of(params, grads, m, m, v, v) + (size_of(master, master) or params.nbytes))
 
@@ -1101,7 +1108,8 @@ class GPT2:
         """Choose the products' algorithms on a batch of random tokens, and capture the step as a graph. Changes no weight."""
         settings, rng = self.settings, np.random.default_rng(0)
         with self.device.stream:
-            self.stage(self.staged[0], [rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)] * self.micro_steps, 0.0)
+            batch = rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
+            self.stage(self.staged[0], [batch] * self.micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.device.products.searching = True
             self.micro_step(0)
@@ -1186,7 +1194,7 @@ class GPT2:
         exact = self.master or self.m
         copy_to_gpu(exact.buffer, params.buffer)
         rounded, count = flat(self.params), flat(self.params).size
-        self.device.launch("round_weights", (blocks(count, 8 * 256),), (256,), rounded, flat(exact), np.int64(count))
+        self.device.launch("round_weights", self.device.grid(count), (256,), rounded, flat(exact), np.int64(count))
         if exact is self.m:
             self.m.buffer.fill(0)
 

@@ -6,7 +6,8 @@ Attention by itself: our kernels beside PyTorch's FlashAttention-2 and cuDNN, fo
 
 Causal, ms as medians over CUDA events with the L2 cache flushed before each call, and TFLOP/s that count the products of the
 unmasked half once each: two forward, five backward, whatever an implementation computes twice. "ours, sm_80" are the portable
-kernels. Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets q, k, v as (B,NH,T,HS) views of that tensor. Each
+kernels. Small shapes measure the calls from Python, which the trainer's graph does not pay: two launches for our backward pass, 80 us.
+Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets q, k, v as (B,NH,T,HS) views of that tensor. Each
 result is compared with PyTorch's plain float32 attention first; a wrong one is a non-zero exit.
 """
 
@@ -44,8 +45,8 @@ class Ours:
         cuda.attention_forward(self.device, out, lse, qkv, self.config, self.B, self.T)
 
     def backward(self):
-        cuda.attention_backward(self.device, *map(view, (self.dqkv, self.D, self.sums, self.dout, self.qkv, self.out, self.lse)), self.config,
-                                self.B, self.T)
+        tensors = self.dqkv, self.D, self.sums, self.dout, self.qkv, self.out, self.lse
+        cuda.attention_backward(self.device, *map(view, tensors), self.config, self.B, self.T)
 
     def results(self):
         return self.out, self.dqkv
@@ -55,7 +56,8 @@ class PyTorch:
     def __init__(self, backend, config, qkv, dout):
         B, T, C = dout.shape
         self.backend = backend
-        self.q, self.k, self.v = (x.view(B, T, config.NH, C // config.NH).transpose(1, 2).requires_grad_() for x in qkv.detach().split(C, dim=2))
+        heads = (x.view(B, T, config.NH, C // config.NH).transpose(1, 2) for x in qkv.detach().split(C, dim=2))
+        self.q, self.k, self.v = (x.requires_grad_() for x in heads)
         self.dout = dout.view(B, T, config.NH, C // config.NH).transpose(1, 2)
         self.out = None
 
@@ -68,7 +70,8 @@ class PyTorch:
 
     def results(self):
         B, NH, T, HS = self.q.shape
-        return self.out.transpose(1, 2).reshape(B, T, NH * HS), torch.cat([g.transpose(1, 2).reshape(B, T, NH * HS) for g in self.grads], dim=2)
+        out, *grads = (x.transpose(1, 2).reshape(B, T, NH * HS) for x in (self.out, *self.grads))
+        return out, torch.cat(grads, dim=2)
 
 
 def view(tensor):

@@ -68,7 +68,8 @@ class Job(NamedTuple):
 
 TABLES = {
     "bfloat16": [Job(name, "bfloat16", B) for B in (4, 32, 64) for name in NAMES if B == 4 or name != "eager"],
-    "models": [Job("ours", "bfloat16", B, model) for model in ("355M", "774M", "1558M") for B in ((4, 16, 0) if model == "1558M" else (4, 0))],
+    "models": [Job("ours", "bfloat16", B, model)
+               for model, sizes in (("355M", (4, 0)), ("774M", (4, 0)), ("1558M", (4, 16, 0))) for B in sizes],
     "float32": [Job(name, precision, B) for precision, B in (("tf32", 4), ("tf32", 16), ("float32", 4)) for name in NAMES],
 }
 
@@ -106,8 +107,8 @@ def bench_ours(job):
     ms = [step() for _ in range(WARMUP + STEPS if job.model == "124M" else 13)]
     ms = statistics.median(ms[WARMUP if job.model == "124M" else 3 :])
     pool, (free, total) = cuda.cp.get_default_memory_pool(), cuda.cp.cuda.runtime.memGetInfo()
-    result = {"B": settings.B, "ms": ms, "first": first, "memory": pool.total_bytes(), "used": total - free, "machine": describe(gpu, device),
-              "gpu": gpu.name}
+    result = {"B": settings.B, "ms": ms, "first": first, "memory": pool.total_bytes(), "used": total - free, "gpu": gpu.name,
+              "machine": describe(gpu, device)}
     if job.model == "124M":
         result["bandwidth"], result["product"] = cuda.measure_copy(device), cuda.measure_product(device)
         result["floor"] = floor(settings, result["bandwidth"], result["product"])
@@ -219,8 +220,9 @@ def make_table(table, results):
         mfu = f"{rate * model_flops(MODELS[job.model]) / fastest:.1%}" if fastest and job.precision == "bfloat16" else ""
         first = f"{r['cold']:.1f} s, warm {r['first']:.1f} s" if "cold" in r else f"{r['first']:.1f} s"
         share = f"{r['floor'] / r['ms']:.0%}" if "floor" in r else ""
-        lines.append(f"{start} {r['B']} | {'TF32' if job.precision == 'tf32' else job.precision} | {r['ms']:.2f} | {rate:.0f} | {mfu} | {first}"
-                     f" | {r['memory'] / 2**30:.2f} GiB | {r['used'] / 2**30:.2f} GiB | {share} |")
+        precision = "TF32" if job.precision == "tf32" else job.precision
+        memory = f"{r['memory'] / 2**30:.2f} GiB | {r['used'] / 2**30:.2f} GiB"
+        lines.append(f"{start} {r['B']} | {precision} | {r['ms']:.2f} | {rate:.0f} | {mfu} | {first} | {memory} | {share} |")
     return lines
 
 
@@ -244,7 +246,8 @@ def main():
         ours = next((r for job, r in results if job.name == "ours"), {})
         if "failed" in ours:
             raise UserError(f"train_gpt2_cuda.py failed: {ours['failed']}")
-        machine = [ours["machine"] + "".join(sorted({f", PyTorch {r['torch']}" for _, r in results if "torch" in r})) + f"; {datetime.date.today()}"]
+        rival = next((f", PyTorch {r['torch']}" for _, r in results if "torch" in r), "")
+        machine = [f"{ours['machine']}{rival}; {datetime.date.today()}"]
         if "product" in ours:
             machine.append(f"copy bandwidth {ours['bandwidth'] / 1e9:.0f} GB/s, large product {ours['product'] / 1e12:.0f} TFLOP/s")
         lines = make_table(table, results)

@@ -5,11 +5,11 @@ The losses of train_gpt2_cuda.py beside those of PyTorch, from the same weights 
     python dev/compare_losses.py -e gpt2_d12.bin -b 32 -t 256 -x 500        # longer
     python dev/compare_losses.py -e gpt2_d12.bin --dtype float32            # TF32 products; --tf32 0: float32 ones
 
-PyTorch runs twice. Against bfloat16: in float32, and in bfloat16 under autocast. Against float32: with our products, and with float32 products
-whatever --tf32 says, with the model's channels in another order (which changes nothing but the rounding of every sum),
-F.scaled_dot_product_attention and fused AdamW. How far the two come apart at most is what rounding alone does. Exit status 0 when
-our losses are, in each step, no farther than that from the nearer of the two (and the last printed digit), and the mean of the last ten,
-in bfloat16, no farther than 0.02 from that of float32.
+PyTorch runs twice. Against bfloat16: in float32, and in bfloat16 under autocast. Against float32: with our products, and with float32
+products whatever --tf32 says, with the model's channels in another order (which changes nothing but the rounding of every sum),
+F.scaled_dot_product_attention and fused AdamW. How far the two come apart at most is what rounding alone does. Exit status 0 when our
+losses are, in each step, no farther than that from the nearer of the two (and the last printed digit), and in bfloat16 the mean of the
+last ten no farther than 0.02 from that of float32.
 """
 
 import argparse

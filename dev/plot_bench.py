@@ -77,7 +77,8 @@ def draw(machine, results, output):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("results", nargs="?", default=os.path.join(ROOT, "dev", "bench_gpu.json"), help="what dev/bench_gpu.py --readme wrote")
+    parser.add_argument("results", nargs="?", default=os.path.join(ROOT, "dev", "bench_gpu.json"),
+                        help="what dev/bench_gpu.py --readme wrote")
     parser.add_argument("-o", "--output", default=os.path.join(ROOT, "dev", "bench_gpu.png"), help="picture to write")
     args = parser.parse_args()
     draw(*read_results(args.results), args.output)

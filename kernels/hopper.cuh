@@ -146,8 +146,8 @@ __device__ inline void load_bytes(void* to, const void* from, Barrier* b, int by
 }
 // Begin to copy bytes back. stores_wait: until shared memory of all but the newest PENDING of this thread's copies may be written again.
 __device__ inline void store_bytes(void* to, const void* from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(shared_address(from)),
-                 "r"(bytes)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
+                 "r"(shared_address(from)), "r"(bytes)
                  : "memory");
 }
 template <int PENDING>
