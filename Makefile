@@ -14,7 +14,7 @@ help:
 	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"
 	@echo "make test        parity with PyTorch on small models, formats, errors: under two minutes"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64: some minutes, 12 GB of memory"
-	@echo "make bench       step time and memory against PyTorch on this machine"
+	@echo "make bench       step time and memory against PyTorch on this machine (with a GPU: ten minutes, and into README.md)"
 	@echo "make sanitize    the GPU kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
 	@echo "make clean       remove what make train made (.venv stays)"
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
@@ -30,7 +30,7 @@ test-124M: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
 
 bench: $(ENVIRONMENT)
-	$(PYTHON) $(if $(GPU),dev/bench_gpu.py,dev/bench_cpu.py)
+	$(PYTHON) $(if $(GPU),dev/bench_gpu.py --readme,dev/bench_cpu.py)
 
 # NVIDIA's compute-sanitizer over the kernels' tests, at one awkward shape of each; it comes with the CUDA toolkit. (API errors are not
 # memory's: cuda.bindings asks the driver for functions that only newer ones have.)

@@ -7,10 +7,7 @@ GPU and the model at hand. What it needs: an NVIDIA driver and the pip packages 
 
     python prepro_tinyshakespeare.py
     python export_weights.py
-    python train_gpt2_cuda.py                 # B=4, T=1024, one epoch; prints a table of settings and sizes, then
-        val loss 10.955261
-        step    1/74: train loss 10.956154 (7.964512 ms, 514282 tok/s)
-        ...
+    python train_gpt2_cuda.py                 # B=4, T=1024, one epoch, in bfloat16 where the GPU has it
     python train_gpt2_cuda.py --check         # compares every activation and gradient with train_gpt2.py on one batch
     python train_gpt2_cuda.py --profile 10    # where the time of a step goes, kernel by kernel
 
@@ -58,9 +55,11 @@ from train_gpt2 import (
     bf16_to_float32,
     check_tensor,
     checkpoint_paths,
+    chunks,
     count_parameters,
     decay_spans,
     find_checkpoint,
+    flag_of,
     flat,
     generate,
     go_back,
@@ -131,7 +130,7 @@ class Precision(NamedTuple):
 
 @dataclass
 class CudaSettings(Settings):
-    """What one training run on a GPU does. The defaults are llm.c's CUDA program of April 2024."""
+    """What one training run on a GPU does. The defaults are llm.c's CUDA program of April 2024, but for the dtype."""
 
     T: int = with_default("T", 1024)
     steps: int = with_default("steps", 0, "number of updates (0: one epoch)")
@@ -167,12 +166,22 @@ class CudaSettings(Settings):
 
 
 def settle(settings, arch):
-    """Replace what is left to the GPU in settings; raises UserError for a dtype that it lacks."""
+    """Replace what is left to the GPU in settings; raises UserError for a dtype that it lacks and for flags that would have no
+    effect."""
     has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
+    if settings.arch != "native" and not has_bfloat16:
+        raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
     if settings.dtype == "auto":
         settings.dtype = "bfloat16" if has_bfloat16 else "float32"
     if settings.dtype == "bfloat16" and not has_bfloat16:
         raise UserError(f"--dtype bfloat16: this GPU is {arch}, expected sm_80 or newer: pass --dtype float32")
+    if settings.dtype == "bfloat16" and not settings.tf32:
+        raise UserError("--tf32 0: this run is in bfloat16, whose products know no TF32: pass --dtype float32, too")
+    if settings.dtype == "float32":
+        for name, default in (("master_weights", 1), ("stochastic_rounding", 0), ("float32_grads", 0)):
+            if getattr(settings, name) != default:
+                raise UserError(f"{flag_of(settings, name)} {getattr(settings, name)}: this run is in float32, and the flag is for bfloat16:"
+                                " pass --dtype bfloat16")
     if settings.recompute == -1:
         settings.recompute = 0 if settings.dtype == "bfloat16" else 1
     return settings
@@ -279,7 +288,7 @@ def memory_plan(config, settings, sm_count):
         (max(table_bytes(table, ALIGN) for table in phases.values()), "logits, and in other phases scratch"),
         (table_bytes(stream_table(config, B, T, precision.dtype), ALIGN), "gradients between layers"),
         (2 * WORKSPACE, "cuBLASLt's workspaces"),
-        (table_bytes(batch_table(B, T, settings.micro_steps)) + 1024, "the batch"),
+        (table_bytes(batch_table(B, T, settings.micro_steps)) + (64 << 10), "the batch"),
     ]
 
 
@@ -616,7 +625,7 @@ class Products:
         for value in recorded["algorithms"].values():
             if value not in ("direct", "transposed"):
                 np.array([(value,)], lt.matmul_algo_dtype)
-        self.known = recorded["algorithms"]
+        self.known = {**self.known, **recorded["algorithms"]}
         return True
 
     def forward(self, name, out, inp, weight, bias, N, C, OC):
@@ -826,7 +835,7 @@ def transpose(device, out, inp, rows, columns):
     device.launch("transpose", (blocks(columns, 64), blocks(rows, 64)), (256,), out, inp, rows, columns, bytes=2 * size_of(inp))
 
 
-STATIC_SHARED = 8 << 10  # bytes that attention's kernels declare themselves, at most
+STATIC_SHARED = 9 << 10  # bytes that attention's kernels declare themselves, at most
 ATTENTION_ROWS = 64  # whose sums attention_backward leaves in one row
 
 
@@ -1234,13 +1243,22 @@ def pointer(array):
 def check_memory(device, config, settings):
     """Print what will be allocated; raise UserError that says how much is needed, how much is free, and what would fit."""
     plan = memory_plan(config, settings, device.sm_count)
-    needed, free = sum(size for size, _ in plan), cp.cuda.runtime.memGetInfo()[0]
+    needed, free = sum(size for size, _ in plan), free_memory()
     if needed > free:
         largest = largest_batch(config, settings, device.sm_count, free)
         mend = f"the largest batch that fits is -b {largest}" if largest else "not even -b 1 fits: take a smaller -t or model"
+        if settings.recompute < 2:
+            mend += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed >> 20} MiB of GPU memory, {free >> 20} MiB are free; {mend}")
+    if settings.B > 65535:
+        raise UserError(f"-b {settings.B}: expected at most 65535, the number of a CUDA grid's layers: gather more with -d")
     for size, what in plan:
         print(f"allocated {blocks(size, 1 << 20)} MiB for {what}")
+
+
+def free_memory():
+    """Bytes that the plan may use; what is left over is for cuBLASLt's kernels, the graph, small tables and rounding up."""
+    return cp.cuda.runtime.memGetInfo()[0] - (256 << 20)
 
 
 def largest_batch(config, settings, sm_count, free):
@@ -1435,8 +1453,8 @@ def print_table(rows):
     print(line)
 
 
-def describe(settings, config, gpu, train_loader, val_loader, rounded):
-    """The rows of the table that a run begins with. rounded: the model's weights are not those of its file."""
+def describe(settings, config, gpu, train_loader, val_loader, model_path, rounded):
+    """The rows of the table that a run begins with. rounded: the model's weights are not quite those of its file."""
     driver = cp.cuda.runtime.driverGetVersion()
     return [
         ("training data", settings.data),
@@ -1452,7 +1470,7 @@ def describe(settings, config, gpu, train_loader, val_loader, rounded):
         ("tokens in a sample", settings.sample_tokens),
         ("device", f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"),
         ("precision", describe_precision(settings)),
-        ("model", f"{settings.model}{', rounded from float32 to bfloat16' if rounded else ''}"),
+        ("model", f"{model_path}{', rounded from float32 to bfloat16' if rounded else ''}"),
         ("max_seq_len", config.maxT),
         ("vocab_size", config.V),
         ("padded_vocab_size", config.Vp),
@@ -1495,6 +1513,8 @@ def main():
     config, params = read_start(settings, first_step)
     loading = time.perf_counter() - loading
     check_sizes(config)
+    if settings.compare or settings.profile:
+        print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
     if settings.compare:
         return 0 if check(Device(gpu, config, settings.precision, Cache()), config, params, settings) else 1
     if settings.profile:
@@ -1508,8 +1528,9 @@ def main():
 
     print_changed_settings(given)
     resolve_steps(settings, train_loader, first_step)
-    rounded = settings.precision.bf16 and first_step is None and not is_bfloat16(params)
-    print_table(describe(settings, config, gpu, train_loader, val_loader, rounded))
+    rounded = settings.precision.bf16 and not is_bfloat16(params)
+    model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
+    print_table(describe(settings, config, gpu, train_loader, val_loader, model_path, rounded))
     device = Device(gpu, config, settings.precision, Cache())
     print(f"kernels: {device.compiled} compiled, {len(KERNELS) - device.compiled} from the cache")
     model = GPT2(device, config, params, settings)
@@ -1522,7 +1543,7 @@ def main():
 
 def is_bfloat16(params):
     """Whether rounding to bfloat16 changes no weight."""
-    return not (flat(params).view(np.uint32) & 0xFFFF).any()
+    return not any((piece.view(np.uint32) & 0xFFFF).any() for piece in chunks(flat(params)))
 
 
 def resume(model, params, step, train_loader, random):
@@ -1538,6 +1559,10 @@ def resume(model, params, step, train_loader, random):
         same = model.device.products.recall(notes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
+    before, now = notes.get("precision"), describe_precision(settings)
+    if before not in (None, now):
+        print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run to repeat it",
+              file=sys.stderr)
     if not same:
         found = notes.get("products", {}).get("on", "the CPU")
         print(f"note: the checkpoint is from {found}, this is {model.device.products.identity}: what follows agrees up to rounding",
@@ -1596,7 +1621,8 @@ def train(model, train_loader, val_loader, tokenizer, random, first_step, loadin
             batch = (settings.B, settings.T, settings.spread)
             progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
             params, *moments = (model.to_host(tensors) for tensors in (model.params, model.m, model.v))
-            save_checkpoint(directory, config, params, moments, progress, model.device.products.notes(),
+            notes = {**model.device.products.notes(), "precision": describe_precision(settings)}
+            save_checkpoint(directory, config, params, moments, progress, notes,
                             version=5 if settings.precision.bf16 else 3, master=model.to_host(model.master) if model.master else None)
         if interruption.signal:
             how = f"go on with: {resume_command(settings)}" if directory else "nothing was saved: there is no -o DIR"

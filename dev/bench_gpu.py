@@ -10,7 +10,8 @@ its time is the median over CUDA events. PyTorch is export_weights.py's model wi
 AdamW, in bfloat16 under autocast: as written (eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first
 step" is from the start of the process to the end of its first step, less the making of the weights, "warm" where kernels and
 algorithms were kept from an earlier start. "memory" is what the trainer or PyTorch has allocated at its peak; "in use" is all that the GPU
-counts, context included. "MFU" counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16 rate. "roofline" is the time of all
+counts, context included. "MFU" counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16 rate, or that of one
+large product where PEAKS does not have the GPU. "roofline" is the time of all
 the step's matrix and attention products at the rate of one large product, and of AdamW's bytes at the rate of a copy, as a share of
 the step. Nothing else should use the GPU meanwhile.
 """
@@ -56,7 +57,8 @@ T = 1024
 WARMUP, STEPS = 10, 30
 
 # What the makers say of dense bfloat16 products with float32 sums, TFLOP/s; the first name that the GPU's name contains.
-PEAKS = {"B200": 2250.0, "H200": 989.4, "H100 PCIe": 756.5, "H100": 989.4, "A100": 311.9, "L40S": 362.1, "L4": 121.0, "RTX 4090": 165.2}
+PEAKS = {"B200": 2250.0, "H200 NVL": 835.5, "H200": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.4, "A100": 311.9, "L40S": 362.1,
+         "L40": 181.0, "L4": 121.0, "RTX 4090": 165.2}
 
 
 class Job(NamedTuple):
@@ -90,11 +92,12 @@ def bench_ours(job):
     making = time.perf_counter() - making
     gpu = cuda.open_gpu()
     dtype = "bfloat16" if job.precision == "bfloat16" else "float32"
-    settings = cuda.settle(cuda.CudaSettings(B=job.B or 1024, T=T, dtype=dtype, tf32=int(job.precision == "tf32")), gpu.arch)
+    settings = cuda.settle(cuda.CudaSettings(B=job.B or 1024, T=T, dtype=dtype, tf32=int(job.precision != "float32")), gpu.arch)
     device = cuda.Device(gpu, config, settings.precision, cuda.Cache())
     if job.B == 0:
-        free = cuda.cp.cuda.runtime.memGetInfo()[0]
-        settings.B = cuda.largest_batch(config, settings, device.sm_count, free) // 4 * 4
+        settings.B = cuda.largest_batch(config, settings, device.sm_count, cuda.free_memory()) // 4 * 4
+        if settings.B == 0:
+            raise UserError(f"GPT-2 {job.model} does not fit at B=4")
     model = cuda.GPT2(device, config, params, settings)
     model.prepare()
     batch = random_batch(settings.B)
@@ -109,6 +112,8 @@ def bench_ours(job):
     pool, (free, total) = cuda.cp.get_default_memory_pool(), cuda.cp.cuda.runtime.memGetInfo()
     result = {"B": settings.B, "ms": ms, "first": first, "memory": pool.total_bytes(), "used": total - free, "gpu": gpu.name,
               "machine": describe(gpu, device)}
+    if peak(gpu.name) is None:
+        result["product"] = cuda.measure_product(device)
     if job.model == "124M":
         result["bandwidth"], result["product"] = cuda.measure_copy(device), cuda.measure_product(device)
         result["floor"] = floor(settings, result["bandwidth"], result["product"])
@@ -211,12 +216,13 @@ def peak(gpu):
 def make_table(table, results):
     lines = [f"| GPT-2, T={T} | B | precision | ms a step | tokens/s | MFU | first step | memory | in use | roofline |",
              "|---|---|---|---|---|---|---|---|---|---|"]
+    measured = next((r["product"] for _, r in results if "product" in r), None)
     for job, r in results:
         start = f"| {NAMES[job.name]}, {job.model} |" if table == "models" else f"| {NAMES[job.name]} |"
         if "failed" in r:
             lines.append(f"{start} {job.B} | {job.precision} | failed: {r['failed']} | | | | | | |")
             continue
-        rate, fastest = r["B"] * T / r["ms"] * 1000, peak(r["gpu"])
+        rate, fastest = r["B"] * T / r["ms"] * 1000, peak(r["gpu"]) or measured
         mfu = f"{rate * model_flops(MODELS[job.model]) / fastest:.1%}" if fastest and job.precision == "bfloat16" else ""
         first = f"{r['cold']:.1f} s, warm {r['first']:.1f} s" if "cold" in r else f"{r['first']:.1f} s"
         share = f"{r['floor'] / r['ms']:.0%}" if "floor" in r else ""

@@ -8,7 +8,7 @@
 // or, turned while it is read, its rows (P @ value).
 //
 // Bound by the tensor cores, which mma.sync keeps busy to 60 percent on Hopper. H200, B=64, T=1024: 214 TFLOP/s forward, 156 backward
-// (five products counted, seven done). The ladder is in dev/attention.md.
+// (five products counted, seven done) on a GPU that is not warm yet. The ladder is in dev/attention.md.
 
 #include "mma.cuh"
 

@@ -1,7 +1,7 @@
 // Causal attention as in attention.cu, with the same formulas, for Hopper (sm_90a), heads of 64, bfloat16.
 //
-// One block stays on each multiprocessor and takes one item after the other: 128 rows of one head, queries or, in
-// attention_backward_dkv, keys. A block is three warpgroups. One thread of the first one loads: it has TMA bring the item's rows, and tiles
+// A block takes items one after the other, 128 rows of one head, queries or, in attention_backward_dkv, keys: one block stays on each
+// multiprocessor or, where there are few items, each item has its block. A block is three warpgroups. One thread of the first one loads: it has TMA bring the item's rows, and tiles
 // of 64 or 128 rows of what passes by them, from the packed tensors to shared memory, always some tiles ahead, over the end of an
 // item, too. The other two groups compute: each takes 64 of the rows into registers, as the A operands of the tensor cores,
 // and multiplies them with the tiles as they come. S, P, dP and dS live in registers only, and a tile serves as either operand as it
@@ -15,7 +15,7 @@
 //
 // Bound by the tensor cores (2048 multiply-adds a cycle and multiprocessor) and, as much, by exp (16 a cycle: for each element
 // of P, as long as its two products with heads of 64). H200, B=64, T=1024: 345 TFLOP/s forward, 329 backward (five products counted,
-// seven done); cuDNN 338 and 250. The ladder is in dev/attention.md.
+// seven done); cuDNN 338 and 250, both on a GPU that is not warm yet. The ladder is in dev/attention.md.
 
 #include "hopper.cuh"
 #include "mma.cuh"
@@ -167,7 +167,7 @@ __device__ inline void put_sums(float* partials, const float (&sums)[4][HS], int
 constexpr float TO_LOG2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
 constexpr int OWN = 1;                   // the first of the hardware's barriers for one group alone
 
-// Block (384); grid (as many as multiprocessors, at most one an item). Shared memory: 2 + FORWARD_STAGES * 2 * FORWARD_BOXES boxes and 1024
+// Block (384); grid (any number of blocks, which share out the items). Shared memory: 2 + FORWARD_STAGES * 2 * FORWARD_BOXES boxes and 1024
 // bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(element* out, float* lse, const element* inp, int T, int B, const __grid_constant__ TensorMap map) {

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "dev"))
 import bench_gpu
 
 RESULT = {"B": 64, "ms": 100.0, "first": 1.0, "memory": 2**30, "used": 3 * 2**29, "gpu": "NVIDIA H200"}
-OURS = {**RESULT, "cold": 4.0, "floor": 75.0, "profile": {"matmul fc": 60.0, "attention_forward": 30.0, "begin_step": 10.0}}
+OURS = {**RESULT, "cold": 4.0, "floor": 75.0, "product": 700e12, "profile": {"matmul fc": 60.0, "attention_forward": 30.0, "begin_step": 10.0}}
 
 
 def test_table():
@@ -23,11 +23,12 @@ def test_table():
     rate = 64 * 1024 / 0.1
     mfu = rate * (6 * 124439808 + 6 * 12 * 768 * 1024) / 989.4e12
     assert cells[0][1:] == ["64", "bfloat16", "100.00", f"{rate:.0f}", f"{mfu:.1%}", "4.0 s, warm 1.0 s", "1.00 GiB", "1.50 GiB", "75%"]
-    assert cells[1][5] == "" and cells[1][-1] == "", "no peak, no share of it"
+    assert cells[1][5] == f"{mfu * 989.4 / 700:.1%}", "the peak of an unknown GPU is that of one large product"
+    assert bench_gpu.make_table("bfloat16", [(jobs[1], {**RESULT, "gpu": "an unknown one"})])[2].split("|")[6].strip() == ""
     assert cells[2][3] == "failed: no memory" and len({len(row) for row in cells}) == 1
 
 
-@pytest.mark.parametrize("gpu, teraflops", (("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA L40S", 362.1),
+@pytest.mark.parametrize("gpu, teraflops", (("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA L40S", 362.1), ("NVIDIA L40", 181.0),
                                             ("NVIDIA L4", 121.0), ("Tesla T4", None)))
 def test_peaks(gpu, teraflops):
     assert bench_gpu.peak(gpu) == (teraflops and teraflops * 1e12)

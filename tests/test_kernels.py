@@ -18,12 +18,13 @@ from train_gpt2_cuda import Precision
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU
 
-MODELS = [  # maxT, V, L, NH, C, Vp: GPT-2 124M; V % 8 of 1 and 3; one head; 25 heads; more than one warp for a row; large heads
+MODELS = [  # maxT, V, L, NH, C, Vp: GPT-2 124M; V % 8 of 1 and 3; one head; 25 heads; more than one warp for a row; heads of 80, 128, 96
     Config(1024, 50257, 1, 12, 768, 50304),
     Config(1024, 257, 2, 1, 64, 384),
     Config(1024, 1003, 1, 25, 1600, 1024),
     Config(1024, 131, 1, 3, 240, 256),
     Config(1024, 131, 1, 2, 256, 256),
+    Config(1024, 131, 1, 2, 192, 256),
 ]
 
 
@@ -253,11 +254,18 @@ def test_layernorm_backward(device, B, T):
         assert_close(20 * SUMS, total=(sums[2], wanted[2]))  # sums of the errors of dinp, which may cancel in the value
 
 
-@pytest.mark.parametrize("precision, portable", (("tf32", False), ("tf32", True), ("float32", False), ("bf16", False), ("bf16", True)))
+@pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"), ("bf16", "native"),
+                                             ("bf16", "portable"), ("bf16", "two blocks")))
 @pytest.mark.parametrize("config", MODELS, ids=model_id)
 @pytest.mark.parametrize("B, T", SHAPES)
-def test_attention(gpu, tmp_path_factory, config, B, T, precision, portable):
-    device = get_device(gpu, config, PRECISIONS[precision], tmp_path_factory, portable)
+def test_attention(gpu, tmp_path_factory, monkeypatch, config, B, T, precision, kind):
+    device = get_device(gpu, config, PRECISIONS[precision], tmp_path_factory, kind == "portable")
+    if kind == "two blocks":  # which take all items, one after the other, where each multiprocessor keeps its block
+        if not device.attention["attention_forward"].maps:
+            pytest.skip("blocks do not stay here")
+        monkeypatch.setattr(device, "sm_count", 2)
+        for launch in device.attention.values():
+            monkeypatch.setattr(launch, "rounds", 0)
     C, NH, e, tolerance = config.C, config.NH, device.precision.dtype, {"tf32": TF32, "float32": SUMS, "bf16": BF16_TWICE}[precision]
     inp, dout = random(B, T, 3 * C, seed=1, spread=1.5, dtype=e), random(B, T, C, seed=2, dtype=e)
     expected = {"out": np.empty((B, T, C)), "preatt": np.empty((B, NH, T, T)), "att": np.empty((B, NH, T, T))}

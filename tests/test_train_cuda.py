@@ -68,6 +68,25 @@ def test_a_model_that_the_kernels_do_not_take(heads, C):
         cuda.check_sizes(t.Config(64, 257, 1, heads, C, 384))
 
 
+@pytest.mark.parametrize("arch, settings, words", (
+    ("sm_75", dict(dtype="bfloat16"), "--dtype bfloat16: this GPU is sm_75"),
+    ("sm_75", dict(arch="sm_80"), "--arch sm_80: this GPU is sm_75"),
+    ("sm_75", dict(float32_grads=1), "--float32_grads 1: this run is in float32"),
+    ("sm_90a", dict(dtype="float32", master_weights=0), "-w/--master_weights 0: this run is in float32"),
+    ("sm_90a", dict(dtype="float32", stochastic_rounding=3), "--stochastic_rounding 3: this run is in float32"),
+    ("sm_90a", dict(tf32=0), "--tf32 0: this run is in bfloat16.*--dtype float32")))
+def test_flags_without_effect_are_refused(arch, settings, words):
+    with pytest.raises(t.UserError, match=words):
+        cuda.settle(cuda.CudaSettings(**settings), arch)
+
+
+def test_what_is_left_to_the_gpu():
+    for arch, dtype, recompute in (("sm_75", "float32", 1), ("sm_80", "bfloat16", 0), ("sm_90a", "bfloat16", 0)):
+        settings = cuda.settle(cuda.CudaSettings(), arch)
+        assert (settings.dtype, settings.recompute) == (dtype, recompute)
+    assert cuda.settle(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
+
+
 def test_phases_of_the_memory_plan():
     """Nothing is forgotten: the plan's sum is that of all tables, the three phases counted by their largest."""
     settings = cuda.settle(cuda.CudaSettings(B=4, T=1024, dtype="float32"), "sm_90a")
