@@ -7,7 +7,7 @@ make bench on a GPU: one training step at T=1024 on random tokens, this trainer 
 
 The same model and batch, each contender in a process of its own, one after the other. A step is forward, backward and AdamW;
 its time is the median over CUDA events. PyTorch is export_weights.py's model with F.scaled_dot_product_attention and fused
-AdamW, in bfloat16 under autocast: as written (eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first
+AdamW, its vocabulary padded like ours, in bfloat16 under autocast: as written (eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first
 step" is from the start of the process to the end of its first step, less the making of the weights, "warm" where kernels and
 algorithms were kept from an earlier start. "memory" is what the trainer or PyTorch has allocated at its peak; "in use" is all that the GPU
 counts, context included. "MFU" counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16 rate, or that of one
@@ -17,6 +17,7 @@ the step. Nothing else should use the GPU meanwhile.
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -130,7 +131,8 @@ def bench_pytorch(job):
     making = time.perf_counter()
     params = random_parameters()
     making = time.perf_counter() - making
-    model = to_reference(GPT2_124M, params, flash=True).cuda()
+    padded = dataclasses.replace(GPT2_124M, V=GPT2_124M.Vp)  # as many rows of logits as ours: products like multiples of 128
+    model = to_reference(padded, params, flash=True).cuda()
     optimizer = adamw(model, ADAMW, fused=True)
     compiled = {"eager": lambda: model, "compile": lambda: torch.compile(model),
                 "reduce-overhead": lambda: torch.compile(model, mode="reduce-overhead")}
