@@ -1240,18 +1240,21 @@ def pointer(array):
     return np.uint64(array.ctypes.data)
 
 
+GRID_LAYERS = 65535  # attention has one for each sequence
+
+
 def check_memory(device, config, settings):
     """Print what will be allocated; raise UserError that says how much is needed, how much is free, and what would fit."""
     plan = memory_plan(config, settings, device.sm_count)
     needed, free = sum(size for size, _ in plan), free_memory()
     if needed > free:
-        largest = largest_batch(config, settings, device.sm_count, free)
+        largest = min(largest_batch(config, settings, device.sm_count, free), GRID_LAYERS)
         mend = f"the largest batch that fits is -b {largest}" if largest else "not even -b 1 fits: take a smaller -t or model"
         if settings.recompute < 2:
             mend += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed >> 20} MiB of GPU memory, {free >> 20} MiB are free; {mend}")
-    if settings.B > 65535:
-        raise UserError(f"-b {settings.B}: expected at most 65535, the number of a CUDA grid's layers: gather more with -d")
+    if settings.B > GRID_LAYERS:
+        raise UserError(f"-b {settings.B}: expected at most {GRID_LAYERS}, the layers of a CUDA grid: gather more with -d")
     for size, what in plan:
         print(f"allocated {blocks(size, 1 << 20)} MiB for {what}")
 
