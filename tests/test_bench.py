@@ -1,6 +1,7 @@
 """What the GPU benchmark makes of its workers' results, and its picture; no GPU needed."""
 
 import json
+import re
 import sys
 
 import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
@@ -42,6 +43,17 @@ def test_picture(tmp_path):
     (tmp_path / "results.json").write_text("[]")
     assert_one_line_error(run_program("dev/plot_bench.py", "results.json", cwd=tmp_path, check=False), "results.json", "bench_gpu.py --readme")
     assert_one_line_error(run_program("dev/plot_bench.py", "none.json", cwd=tmp_path, check=False), "none.json", "no such file")
+
+
+def test_the_walkthrough_names_every_kernel_of_a_step():
+    import train_gpt2_cuda as cuda
+
+    text = (ROOT / "doc" / "walkthrough.md").read_text()
+    named = set(re.findall(r"`(\w+)`", text))
+    elsewhere = {"transpose", "round_weights", "fill_random"}  # float32's weight gradients, the start, --profile
+    assert {kernel for kernels in cuda.KERNELS.values() for kernel in kernels} - elsewhere <= named
+    profiled = set(re.findall(r"^(matmul [a-z ]+?|clear \w+) {2,}", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert len(profiled) == 16 and all(f"| {name} |" in text for name in profiled)
 
 
 def test_what_needs_a_gpu_says_so():
