@@ -181,30 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float
         const int own = min(count, group_row / 64 + 1);  // the others are later than all queries of this group
 
         float shrink[2];
-        const auto softmax = [&](int start) {  // s = exp(s - largest), which may have grown: what was summed up is to shrink
-            if (start == group_row) {          // the diagonal
-#pragma unroll
-                for (int j = 0; j < 32; j++) {
-                    if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = -INFINITE;
-                }
-            }
-            float biggest[2] = {largest[0], largest[1]};
-#pragma unroll
-            for (int j = 0; j < 32; j++) biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                biggest[k] = quad_max(biggest[k]);  // not -inf: key 0 is in the first tile, and never later
-                shrink[k] = power_of_2((largest[k] - biggest[k]) * to_log2);
-                largest[k] = biggest[k];
-                sum[k] *= shrink[k];
-            }
-            const float shift[2] = {largest[0] * to_log2, largest[1] * to_log2};
-#pragma unroll
-            for (int j = 0; j < 32; j++) {
-                s[j] = power_of_2(s[j] * to_log2 - shift[j % 4 / 2]);
-                sum[j % 4 / 2] += s[j];
-            }
-        };
+        const auto softmax = [&](int start) { softmax_of_tile(s, largest, sum, shrink, to_log2, start == group_row, start, row); };
 
         barrier_wait(FULL, THREADS);
         wgmma_fence();
@@ -385,8 +362,8 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
     __syncthreads();  // no group leaves while another still waits at a barrier that it has arrived at
 }
 
-// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid (NH, tiles of 128 keys, B). Shared memory: DKV_STAGES * 4 + 2 tiles
-// and 1024 bytes. The rows of key are in shared memory, too.
+// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid (NH, tiles of 128 keys, B). Shared memory: DKV_STAGES * 4
+// + 2 tiles and 1024 bytes. The rows of key are in shared memory, too.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv(float* dinp, float* partials, const float* dout, const float* inp, const float* lse, const float* D, int T) {
     extern __shared__ float4 shared[];
@@ -467,7 +444,8 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
                 pin(dp);
 #pragma unroll
                 for (int j = 0; j < 32; j++) {
-                    const float rounded = __uint_as_float(p[j / 4][j % 2 * 2 + j % 4 / 2] & 0xffffe000);  // s again, with no register of its own
+                    // s again, with no register of its own
+                    const float rounded = __uint_as_float(p[j / 4][j % 2 * 2 + j % 4 / 2] & 0xffffe000);
                     dp[j] = rounded * (dp[j] - statistics[stage][1][j / 4 * 8 + 2 * t + j % 2]);
                 }
                 as_operand(ds, dp);

@@ -1,11 +1,12 @@
 // Causal attention as in attention.cu, with the same formulas, for Hopper (sm_90a), heads of 64, bfloat16.
 //
 // A block takes items one after the other, 128 rows of one head, queries or, in attention_backward_dkv, keys: one block stays on each
-// multiprocessor or, where there are few items, each item has its block. A block is three warpgroups. One thread of the first one loads: it has TMA bring the item's rows, and tiles
-// of 64 or 128 rows of what passes by them, from the packed tensors to shared memory, always some tiles ahead, over the end of an
-// item, too. The other two groups compute: each takes 64 of the rows into registers, as the A operands of the tensor cores,
-// and multiplies them with the tiles as they come. S, P, dP and dS live in registers only, and a tile serves as either operand as it
-// lies: rows are the inner dimension of S = query @ key^T, columns that of P @ value.
+// multiprocessor or, where there are few items, each item has its block. A block is three warpgroups. One thread of the first
+// one loads: it has TMA bring the item's rows, and tiles of 64 or 128 rows of what passes by them, from the packed tensors to
+// shared memory, always some tiles ahead, over the end of an item, too. The other two groups compute: each takes 64 of the rows
+// into registers, as the A operands of the tensor cores, and multiplies them with the tiles as they come. S, P, dP and dS live
+// in registers only, and a tile serves as either operand as it lies: rows are the inner dimension of S = query @ key^T, columns
+// that of P @ value.
 //
 // Products are begun and waited for apart: those of P with a tile run while the softmax of the next tile is worked out, and
 // what one group leaves idle of the tensor cores, the other one takes.
@@ -69,6 +70,30 @@ struct Ring {
         if (i >= STAGES) barrier_wait(&empty[i % STAGES], (i / STAGES & 1) ^ 1);
     }
 };
+
+// All threads of the block, before anything else: the rings' barriers, for so many arrivals beside the announced bytes.
+template <int STAGES>
+__device__ inline void make_rings(Ring<1>& rows, int row_arrivals, Ring<STAGES>& ring, int arrivals) {
+    if (threadIdx.x == 0) {
+        rows.make(row_arrivals);
+        ring.make(arrivals);
+        fence_barriers();
+    }
+    __syncthreads();
+}
+
+// By the loading thread: tile number n of the ring, BOXES boxes of keys and as many of values.
+template <int BOXES, int STAGES>
+__device__ inline void load_keys_and_values(Ring<STAGES>& ring, int n, element* tiles, const TensorMap& map, int column, int start, int b) {
+    const int stage = n % STAGES;
+    element* here = tiles + stage * 2 * BOXES * BOX;
+    ring.wait_for_room(n);
+    barrier_expect(&ring.full[stage], 2 * BOXES * BOX_BYTES);
+    for (int j = 0; j < BOXES; j++) {
+        load_box(here + j * BOX, &map, &ring.full[stage], C + column, start + 64 * j, b);
+        load_box(here + (BOXES + j) * BOX, &map, &ring.full[stage], 2 * C + column, start + 64 * j, b);
+    }
+}
 
 // Among the 4 lanes that share a row: lane t has x[n], piece t of unit n, and gets piece n of unit t.
 __device__ inline void turn(uint32 (&x)[4]) {
@@ -178,12 +203,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
     element* const queries = tiles_of(shared);
     element* const tiles = queries + GROUPS * BOX;  // of each stage: key, value
     const int last_tile = (T - 1) / ROWS;
-    if (threadIdx.x == 0) {
-        rows.make(1);
-        ring.make(1);
-        fence_barriers();
-    }
-    __syncthreads();
+    make_rings(rows, 1, ring, 1);
     Item item;
 
     if (warpgroup() == 0) {
@@ -195,14 +215,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
                 barrier_expect(&rows.full[0], GROUPS * BOX_BYTES);
                 for (int j = 0; j < GROUPS; j++) load_box(queries + j * BOX, &map, &rows.full[0], column, first + 64 * j, item.b);
                 for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
-                    const int stage = n % FORWARD_STAGES;
-                    element* here = tiles + stage * 2 * TILE;
-                    ring.wait_for_room(n);
-                    barrier_expect(&ring.full[stage], 2 * FORWARD_BOXES * BOX_BYTES);
-                    for (int j = 0; j < FORWARD_BOXES; j++) {
-                        load_box(here + j * BOX, &map, &ring.full[stage], C + column, start + 64 * j, item.b);
-                        load_box(here + TILE + j * BOX, &map, &ring.full[stage], 2 * C + column, start + 64 * j, item.b);
-                    }
+                    load_keys_and_values<FORWARD_BOXES>(ring, n, tiles, map, column, start, item.b);
                 }
             }
         }
@@ -220,29 +233,8 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys that are not later than every query here
             static_assert(KEYS == ROWS, "both groups need the same tiles");
 
-            const auto softmax = [&](int start) {  // s = exp(s - largest), which may have grown: what was summed up is to shrink
-                if (start + KEYS > group_row) {    // the diagonal
-#pragma unroll
-                    for (int j = 0; j < KEYS / 2; j++) {
-                        if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = -INFINITE;
-                    }
-                }
-                float biggest[2] = {largest[0], largest[1]};
-#pragma unroll
-                for (int j = 0; j < KEYS / 2; j++) biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    biggest[k] = quad_max(biggest[k]);  // not -inf: key 0 is in the first tile, and never later
-                    shrink[k] = power_of_2((largest[k] - biggest[k]) * TO_LOG2);
-                    largest[k] = biggest[k];
-                    sum[k] *= shrink[k];
-                }
-                const float shift[2] = {largest[0] * TO_LOG2, largest[1] * TO_LOG2};
-#pragma unroll
-                for (int j = 0; j < KEYS / 2; j++) {
-                    s[j] = power_of_2(s[j] * TO_LOG2 - shift[j % 4 / 2]);
-                    sum[j % 4 / 2] += s[j];
-                }
+            const auto softmax = [&](int start) {
+                softmax_of_tile(s, largest, sum, shrink, TO_LOG2, start + KEYS > group_row, start, row);
             };
 
             ring.wait(n);
@@ -307,12 +299,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     element* const outs = dqueries + GROUPS * BOX;
     element* const tiles = outs + GROUPS * BOX;        // of each stage: key, value
     const int last_tile = (T - 1) / ROWS;
-    if (threadIdx.x == 0) {
-        rows.make(1 + 64);
-        ring.make(1);
-        fence_barriers();
-    }
-    __syncthreads();
+    make_rings(rows, 1 + 64, ring, 1);
     Item item;
 
     if (warpgroup() == 0) {
@@ -328,12 +315,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
                     load_box(queries + j * BOX, &map, &rows.full[0], column, first + 64 * j, item.b);
                 }
                 for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
-                    const int stage = n % DQUERY_STAGES;
-                    element* here = tiles + stage * 2 * BOX;
-                    ring.wait_for_room(n);
-                    barrier_expect(&ring.full[stage], 2 * BOX_BYTES);
-                    load_box(here, &map, &ring.full[stage], C + column, start, item.b);
-                    load_box(here + BOX, &map, &ring.full[stage], 2 * C + column, start, item.b);
+                    load_keys_and_values<1>(ring, n, tiles, map, column, start, item.b);
                 }
             }
         } else if (threadIdx.x >= 64) {
@@ -463,12 +445,7 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     element* const keys = tiles_of(shared);
     element* const values = keys + GROUPS * BOX;
     element* const tiles = values + GROUPS * BOX;  // of each stage: query, dout
-    if (threadIdx.x == 0) {
-        rows.make(1);
-        ring.make(1 + 64);
-        fence_barriers();
-    }
-    __syncthreads();
+    make_rings(rows, 1, ring, 1 + 64);
     Item item;  // the first keys have the most queries
 
     if (warpgroup() == 0) {

@@ -46,6 +46,37 @@ __device__ inline void pin(float (&d)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Online softmax: s, the scores of a thread's rows `row` and `row` + 8 with the keys from `start` on (before scaling; to_log2 is the scale, in
+// units of log2), becomes exp(s - largest), later keys 0 if the tile is on the diagonal. largest and sum are those of all
+// tiles so far; where largest has grown, what was summed up before is to shrink. Milakov and Gimelshein 2018, arXiv:1805.02867
+template <int N>
+__device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float (&sum)[2], float (&shrink)[2], float to_log2,
+                                       bool diagonal, int start, int row) {
+    const int t = threadIdx.x % 4;
+    if (diagonal) {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = -INFINITE;
+        }
+    }
+    float biggest[2] = {largest[0], largest[1]};
+#pragma unroll
+    for (int j = 0; j < N; j++) biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        biggest[k] = quad_max(biggest[k]);  // not -inf: key 0 is in the first tile, and never later
+        shrink[k] = power_of_2((largest[k] - biggest[k]) * to_log2);
+        largest[k] = biggest[k];
+        sum[k] *= shrink[k];
+    }
+    const float shift[2] = {largest[0] * to_log2, largest[1] * to_log2};
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        s[j] = power_of_2(s[j] * to_log2 - shift[j % 4 / 2]);
+        sum[j % 4 / 2] += s[j];
+    }
+}
+
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D32 D16(0), D16(16)

@@ -9,8 +9,8 @@
 // Tensor cores read 10 bits of a float's mantissa (TF32). With TF32 on, operands are rounded to that. With TF32 off, each
 // operand is the sum of two TF32 numbers, and three of the four products of the parts are added up, the small ones first:
 // what is left out is 2^-22 of the result. A tensor core cuts off what it adds, which in a long sum is a drift; so it
-// starts from zero each time, and an ordinary addition, which rounds, takes its result into the sum. Before sm_80 there is no TF32: there, the
-// operands go around the warp and the products are plain float32 ones, right but slow.
+// starts from zero each time, and an ordinary addition, which rounds, takes its result into the sum. Before sm_80 there is no
+// TF32: there, the operands go around the warp and the products are plain float32 ones, right but slow.
 
 #pragma once
 
