@@ -157,7 +157,7 @@ class CudaSettings(Settings):
 
     @property
     def precision(self):
-        return Precision(self.dtype, self.tf32, self.float32_grads if self.dtype == "bfloat16" else 0)
+        return Precision(self.dtype, self.tf32, self.float32_grads)
 
     @property
     def master(self):

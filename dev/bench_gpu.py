@@ -7,13 +7,13 @@ make bench on a GPU: one training step at T=1024 on random tokens, this trainer 
 
 The same model and batch, each contender in a process of its own, one after the other. A step is forward, backward and AdamW;
 its time is the median over CUDA events. PyTorch is export_weights.py's model with F.scaled_dot_product_attention and fused
-AdamW, its vocabulary padded like ours, in bfloat16 under autocast: as written (eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first
-step" is from the start of the process to the end of its first step, less the making of the weights, "warm" where kernels and
-algorithms were kept from an earlier start. "memory" is what the trainer or PyTorch has allocated at its peak; "in use" is all that the GPU
-counts, context included. "MFU" counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16 rate, or that of one
-large product where PEAKS does not have the GPU. "roofline" is the time of all
-the step's matrix and attention products at the rate of one large product, and of AdamW's bytes at the rate of a copy, as a share of
-the step. Nothing else should use the GPU meanwhile.
+AdamW, its vocabulary padded like ours, in bfloat16 under autocast: as written (eager), compiled, and compiled with
+mode="reduce-overhead" (CUDA graphs). "first step" is from the start of the process to the end of its first step, less the
+making of the weights, "warm" where kernels and algorithms were kept from an earlier start. "memory" is what the trainer or
+PyTorch has allocated at its peak; "in use" is all that the GPU counts, context included. "MFU" counts 6 N + 6 L C T operations
+a token and the GPU's dense bfloat16 rate, or that of one large product where PEAKS does not have the GPU. "roofline" is the
+time of all the step's matrix and attention products at the rate of one large product, and of AdamW's bytes at the rate of a
+copy, as a share of the step. Nothing else should use the GPU meanwhile.
 """
 
 import argparse
@@ -58,8 +58,8 @@ T = 1024
 WARMUP, STEPS = 10, 30
 
 # What the makers say of dense bfloat16 products with float32 sums, TFLOP/s; the first name that the GPU's name contains.
-PEAKS = {"B200": 2250.0, "H200 NVL": 835.5, "H200": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.4, "A100": 311.9, "L40S": 362.1,
-         "L40": 181.0, "L4": 121.0, "RTX 4090": 165.2}
+PEAKS = {"B200": 2250.0, "H200 NVL": 835.5, "H200": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.4,
+         "A100": 311.9, "L40S": 362.1, "L40": 181.0, "L4": 121.0, "RTX 4090": 165.2}
 
 
 class Job(NamedTuple):

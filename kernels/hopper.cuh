@@ -46,9 +46,10 @@ __device__ inline void pin(float (&d)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Online softmax: s, the scores of a thread's rows `row` and `row` + 8 with the keys from `start` on (before scaling; to_log2 is the scale, in
-// units of log2), becomes exp(s - largest), later keys 0 if the tile is on the diagonal. largest and sum are those of all
-// tiles so far; where largest has grown, what was summed up before is to shrink. Milakov and Gimelshein 2018, arXiv:1805.02867
+// Online softmax: s, the scores of a thread's rows `row` and `row` + 8 with the keys from `start` on (before scaling; to_log2 is
+// the scale, in units of log2), becomes exp(s - largest), later keys 0 if the tile is on the diagonal. largest and sum are those
+// of all tiles so far; where largest has grown, what was summed up before is to shrink. Milakov and Gimelshein 2018,
+// https://arxiv.org/abs/1805.02867
 template <int N>
 __device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float (&sum)[2], float (&shrink)[2], float to_log2,
                                        bool diagonal, int start, int row) {

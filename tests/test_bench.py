@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT / "dev"))
 import bench_gpu
 
 RESULT = {"B": 64, "ms": 100.0, "first": 1.0, "memory": 2**30, "used": 3 * 2**29, "gpu": "NVIDIA H200"}
-OURS = {**RESULT, "cold": 4.0, "floor": 75.0, "product": 700e12, "profile": {"matmul fc": 60.0, "attention_forward": 30.0, "begin_step": 10.0}}
+OURS = {**RESULT, "cold": 4.0, "floor": 75.0, "product": 700e12,
+        "profile": {"matmul fc": 60.0, "attention_forward": 30.0, "begin_step": 10.0}}
 
 
 def test_table():
@@ -25,23 +26,27 @@ def test_table():
     mfu = rate * (6 * 124439808 + 6 * 12 * 768 * 1024) / 989.4e12
     assert cells[0][1:] == ["64", "bfloat16", "100.00", f"{rate:.0f}", f"{mfu:.1%}", "4.0 s, warm 1.0 s", "1.00 GiB", "1.50 GiB", "75%"]
     assert cells[1][5] == f"{mfu * 989.4 / 700:.1%}", "the peak of an unknown GPU is that of one large product"
-    assert bench_gpu.make_table("bfloat16", [(jobs[1], {**RESULT, "gpu": "an unknown one"})])[2].split("|")[6].strip() == ""
+    alone = bench_gpu.make_table("bfloat16", [(jobs[1], {**RESULT, "gpu": "an unknown one"})])
+    assert alone[2].split("|")[6].strip() == ""
     assert cells[2][3] == "failed: no memory" and len({len(row) for row in cells}) == 1
 
 
-@pytest.mark.parametrize("gpu, teraflops", (("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA L40S", 362.1), ("NVIDIA L40", 181.0),
-                                            ("NVIDIA L4", 121.0), ("Tesla T4", None)))
+@pytest.mark.parametrize("gpu, teraflops", (
+    ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA L40S", 362.1), ("NVIDIA L40", 181.0), ("NVIDIA L4", 121.0),
+    ("Tesla T4", None)))
 def test_peaks(gpu, teraflops):
     assert bench_gpu.peak(gpu) == (teraflops and teraflops * 1e12)
 
 
 def test_picture(tmp_path):
-    rows = [{"name": "ours", "precision": "bfloat16", **OURS, "B": B} for B in (4, 64)] + [{"name": "compile", "precision": "bfloat16", **RESULT}]
+    rows = [{"name": "ours", "precision": "bfloat16", **OURS, "B": B} for B in (4, 64)]
+    rows.append({"name": "compile", "precision": "bfloat16", **RESULT})
     (tmp_path / "results.json").write_text(json.dumps({"machine": "a machine", "results": rows}))
     run_program("dev/plot_bench.py", "results.json", "-o", "picture.png", cwd=tmp_path)
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
     (tmp_path / "results.json").write_text("[]")
-    assert_one_line_error(run_program("dev/plot_bench.py", "results.json", cwd=tmp_path, check=False), "results.json", "bench_gpu.py --readme")
+    damaged = run_program("dev/plot_bench.py", "results.json", cwd=tmp_path, check=False)
+    assert_one_line_error(damaged, "results.json", "bench_gpu.py --readme")
     assert_one_line_error(run_program("dev/plot_bench.py", "none.json", cwd=tmp_path, check=False), "none.json", "no such file")
 
 
