@@ -574,6 +574,10 @@ def blocks(n, block):
     return -(-n // block)
 
 
+def near_power_of_2(x):
+    return 2.0 ** round(math.log2(x))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # matrix products: cuBLASLt, which is column-major: our (rows, columns) array is its (columns, rows) matrix
 
@@ -599,7 +603,6 @@ class Products:
         self.workspace = None  # WORKSPACE bytes for each of the device's two streams, given when the memory is allocated
         self.plans, self.chosen, self.searched = {}, {}, 0
         self.searching = False  # True while the training step's shapes come by; for others the first proposal has to do
-        self.one, self.zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         found = cache.find(self.cache_key(), ".json")
         self.known = json.loads(found[1]) if found else {}
 
@@ -632,39 +635,40 @@ class Products:
         """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (None: no bias)."""
         self.multiply(name, out, weight, inp, OC, N, C, "TN", bias=bias)
 
-    def backward_inp(self, name, dinp, dout, weight, N, C, OC):
-        """dinp (N,C) = dout (N,OC) @ weight (OC,C)."""
-        self.multiply(name, dinp, weight, dout, C, N, OC, "NN")
+    def backward_inp(self, name, dinp, dout, weight, N, C, OC, scale=1.0):
+        """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
+        self.multiply(name, dinp, weight, dout, C, N, OC, "NN", scale=scale)
 
-    def backward_weight(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate):
-        """dweight (OC,C) = (or += if accumulate) dout (N,OC)^T @ inp (N,C); transposed: scratch for the smaller of the two.
+    def backward_weight(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate, scale=1.0):
+        """dweight (OC,C) = (or += if accumulate) scale * dout (N,OC)^T @ inp (N,C); transposed: scratch for the smaller of the two.
 
         Whether to transpose that one first (see transpose.cu) is timed at the first call of a shape, like the algorithms.
         """
         if self.device.precision.bf16:  # tensor cores take it as it lies
-            return self.weight_direct(name, dweight, dout, inp, transposed, N, C, OC, accumulate)
+            return self.weight_direct(name, dweight, dout, inp, transposed, N, C, OC, accumulate, scale)
         key = f"dweight {C} {OC} {N} {self.device.precision.products}"
+        tensors = name, dweight, dout, inp, transposed, N, C, OC
         ways = {"direct": self.weight_direct, "transposed": self.weight_transposed}
         if key not in self.chosen:
             way = self.known.get(key) if self.searching else "direct"
             if way not in ways:
-                way = min(ways, key=lambda way: measure(self.device, lambda: ways[way](name, dweight, dout, inp, transposed, N, C, OC, 0)))
+                way = min(ways, key=lambda way: measure(self.device, lambda: ways[way](*tensors, 0, scale)))
             self.chosen[key] = way
-        ways[self.chosen[key]](name, dweight, dout, inp, transposed, N, C, OC, accumulate)
+        ways[self.chosen[key]](*tensors, accumulate, scale)
 
-    def weight_direct(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate):
-        self.multiply(name, dweight, inp, dout, C, OC, N, "NT", accumulate=accumulate)
+    def weight_direct(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate, scale):
+        self.multiply(name, dweight, inp, dout, C, OC, N, "NT", accumulate=accumulate, scale=scale)
 
-    def weight_transposed(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate):
+    def weight_transposed(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate, scale):
         if C <= OC:
             transpose(self.device, transposed, inp, N, C)
-            self.multiply(name, dweight, transposed, dout, C, OC, N, "TT", accumulate=accumulate)
+            self.multiply(name, dweight, transposed, dout, C, OC, N, "TT", accumulate=accumulate, scale=scale)
         else:
             transpose(self.device, transposed, dout, N, OC)
-            self.multiply(name, dweight, inp, transposed, C, OC, N, "NN", accumulate=accumulate)
+            self.multiply(name, dweight, inp, transposed, C, OC, N, "NN", accumulate=accumulate, scale=scale)
 
-    def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False):
-        """Column-major out (m,n) = op(a) (m,k) @ op(b) (k,n) + bias (m,), `transposed` 'T' or 'N' for a and b."""
+    def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False, scale=1.0):
+        """Column-major out (m,n) = (+=) scale * op(a) (m,k) @ op(b) (k,n) + bias (m,), `transposed` 'T' or 'N' for a and b."""
         to = FLOAT32 if out.dtype == np.float32 else BFLOAT16
         widened = " to float32" if self.device.precision.bf16 and to == FLOAT32 else ""
         key = f"{transposed} {m} {n} {k} {'bias ' if bias is not None else ''}{self.device.precision.products}{widened}"
@@ -673,7 +677,8 @@ class Products:
         plan = self.plans[key]
         if bias is not None:
             set_attribute(plan.description, lt.MatmulDescAttribute.BIAS_POINTER, bias.data.ptr)
-        call = SimpleNamespace(plan=plan, a=a.data.ptr, b=b.data.ptr, out=out.data.ptr, beta=self.one if accumulate else self.zero)
+        call = SimpleNamespace(plan=plan, a=a.data.ptr, b=b.data.ptr, out=out.data.ptr,
+                               scale=np.full(1, scale, np.float32), beta=np.full(1, accumulate, np.float32))
         if plan.algorithm is None:
             plan.algorithm = self.choose(key, call)
         with self.device.record(name, flops=2 * m * n * k):
@@ -693,7 +698,7 @@ class Products:
 
     def run(self, call, algorithm):
         plan, (a, b, d) = call.plan, call.plan.layouts
-        lt.matmul(self.handle, plan.description, self.one.ctypes.data, call.a, a, call.b, b, call.beta.ctypes.data, call.out, d,
+        lt.matmul(self.handle, plan.description, call.scale.ctypes.data, call.a, a, call.b, b, call.beta.ctypes.data, call.out, d,
                   call.out, d, algorithm.ctypes.data, self.workspace[int(self.device.stream is self.device.side)].data.ptr, WORKSPACE,
                   self.device.stream.ptr)
 
@@ -1031,8 +1036,14 @@ class GPT2:
         logits = s.classifier.logits
         device.products.forward("matmul logits", logits, s.acts.lnf, self.params.wte, None, N, config.C, config.Vp)
         share = 1.0 / (N * self.micro_steps) if train else 1.0 / N
-        classifier(device, s.acts.losses, logits, targets, share, train, s.B, s.T)
+        classifier(device, s.acts.losses, logits, targets, near_power_of_2(share), train, s.B, s.T)
         device.launch("loss_mean", (1,), (1024,), self.loss, s.acts.losses, share, accumulate, N)
+
+    def rest_of_share(self, N):
+        """What dlogits lack: they carry the power of 2 next to each token's share of the loss, 1 / (N * micro_steps), because the share
+        itself would be rounded to the run's dtype, the same way in each of them (1/51 is 0.2 percent off in bfloat16)."""
+        share = 1.0 / (N * self.micro_steps)
+        return share / near_power_of_2(share)
 
     def backward(self, micro_step, s):
         """grads = (+= after the first micro step) the gradients of the last batch, whose dlogits are in place of the logits."""
@@ -1041,9 +1052,9 @@ class GPT2:
         dresidual, dbranch, transposed = s.streams.dresidual, s.streams.dbranch, getattr(s.streams, "transposed", None)
         B, T, C, N = s.B, s.T, config.C, s.B * s.T
 
-        dlogits = s.classifier.logits
-        products.backward_inp("matmul logits dinp", dbranch, dlogits, self.params.wte, N, C, config.Vp)
-        products.backward_weight("matmul logits dweight", grads.wte, dlogits, acts.lnf, transposed, N, C, config.Vp, more)
+        dlogits, rest = s.classifier.logits, self.rest_of_share(N)
+        products.backward_inp("matmul logits dinp", dbranch, dlogits, self.params.wte, N, C, config.Vp, scale=rest)
+        products.backward_weight("matmul logits dweight", grads.wte, dlogits, acts.lnf, transposed, N, C, config.Vp, more, scale=rest)
         with device.record("clear dresidual", bytes=dresidual.nbytes):
             cp.cuda.runtime.memsetAsync(dresidual.data.ptr, 0, dresidual.nbytes, device.stream.ptr)
         layernorm_backward(device, dresidual, scratch.lnf_sums, dbranch, s.layers[-1].residual3, self.params.lnfw, acts.lnf_mean,
@@ -1333,7 +1344,7 @@ def run_on_gpu(device, config, params, inputs, targets, settings):
         poison(model)
         model.trunk(model.batch.inputs[0], s)
         model.classify(model.batch.targets[0], s, train=1)
-        rows["dlogits"] = to_float32(s.classifier.logits[..., : config.V])
+        rows["dlogits"] = to_float32(s.classifier.logits[..., : config.V]) * np.float32(model.rest_of_share(inputs.size))
         model.backward(0, s)
         rows.update({name: to_float32(getattr(s.acts, name)) for name in s.acts.table})
     grads = model.to_host(model.grads)

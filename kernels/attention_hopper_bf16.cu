@@ -48,8 +48,9 @@ __device__ inline bool pick(Item& item, int round, int T, int B) {
 }
 
 // A ring of STAGES places in shared memory that one thread fills and the computing warps empty; used for tiles number 0, 1, 2 ...
-// over all items.
-template <int STAGES>
+// over all items. LANES of each warp give a place back: one will do, but compute-sanitizer's racecheck takes what the other lanes read by
+// ordinary loads for unordered, so where that costs nothing all do.
+template <int STAGES, int LANES = 1>
 struct Ring {
     Barrier full[STAGES], empty[STAGES];
 
@@ -57,14 +58,14 @@ struct Ring {
     __device__ void make(int arrivals) {
         for (int s = 0; s < STAGES; s++) {
             barrier_make(&full[s], arrivals);
-            barrier_make(&empty[s], GROUPS * 4);
+            barrier_make(&empty[s], GROUPS * 4 * LANES);
         }
     }
-    // Tile i: wait until it is here; give its place back (each warp once, after it was here); wait until its place is free.
+    // Tile i: wait until it is here; give its place back (each warp, after it was here); wait until its place is free.
     __device__ void wait(int i) { barrier_wait(&full[i % STAGES], i / STAGES & 1); }
     __device__ void release(int i) {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&empty[i % STAGES]);
+        if (threadIdx.x % 32 < LANES) barrier_arrive(&empty[i % STAGES]);
     }
     __device__ void wait_for_room(int i) {
         if (i >= STAGES) barrier_wait(&empty[i % STAGES], (i / STAGES & 1) ^ 1);
@@ -72,8 +73,8 @@ struct Ring {
 };
 
 // All threads of the block, before anything else: the rings' barriers, for so many arrivals beside the announced bytes.
-template <int STAGES>
-__device__ inline void make_rings(Ring<1>& rows, int row_arrivals, Ring<STAGES>& ring, int arrivals) {
+template <int STAGES, int LANES>
+__device__ inline void make_rings(Ring<1, LANES>& rows, int row_arrivals, Ring<STAGES>& ring, int arrivals) {
     if (threadIdx.x == 0) {
         rows.make(row_arrivals);
         ring.make(arrivals);
@@ -290,7 +291,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
                           const float* lse, int T, int B, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap dout_map,
                           const __grid_constant__ TensorMap out_map) {
     extern __shared__ float4 shared[];
-    __shared__ Ring<1> rows;
+    __shared__ Ring<1, 32> rows;
     __shared__ Ring<DQUERY_STAGES> ring;
     __shared__ float sums[GROUPS][4][HS], log_sums[ROWS];  // lse in units of log2 of the item's rows
     constexpr int KEYS = 64;
