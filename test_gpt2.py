@@ -90,14 +90,15 @@ def run_numpy(config, params, x, y, steps, settings):
     return {**rows, "losses": np.array(losses), "params": flat(params)}
 
 
-def run_cuda(config, params, x, y, steps, settings, dtype="float32", tf32=1, arch="native"):
+def run_cuda(config, params, x, y, steps, settings, dtype="float32", tf32=1, arch="native", matmul="auto"):
     """train_gpt2_cuda.py; the last row is the weights after the last step."""
     import train_gpt2_cuda as cuda
 
     gpu = cuda.open_gpu(arch)
-    settings = cuda.settle(cuda.CudaSettings(B=x.shape[0], T=x.shape[1], steps=steps, dtype=dtype, tf32=tf32, **settings), gpu.arch)
+    settings = cuda.CudaSettings(B=x.shape[0], T=x.shape[1], steps=steps, dtype=dtype, tf32=tf32, matmul=matmul, **settings)
+    settings = cuda.settle(settings, gpu.arch)
     with contextlib.redirect_stdout(io.StringIO()):  # its report of allocations
-        device = cuda.Device(gpu, config, settings.precision, cuda.Cache())
+        device = cuda.Device(gpu, config, settings.precision, cuda.Cache(), settings.matmul)
         model = cuda.GPT2(device, config, params, settings)
         model.prepare()
     model.forward(x, y)
@@ -117,6 +118,10 @@ BACKENDS = {
     "cuda-tf32": run_cuda,
     "cuda-bf16": functools.partial(run_cuda, dtype="bfloat16"),
     "cuda-bf16-sm_80": functools.partial(run_cuda, dtype="bfloat16", arch="sm_80"),
+    "cuda-kernels": functools.partial(run_cuda, tf32=0, matmul="kernels"),  # without cuBLASLt
+    "cuda-tf32-kernels": functools.partial(run_cuda, matmul="kernels"),
+    "cuda-bf16-kernels": functools.partial(run_cuda, dtype="bfloat16", matmul="kernels"),
+    "cuda-bf16-sm_80-kernels": functools.partial(run_cuda, dtype="bfloat16", arch="sm_80", matmul="kernels"),
 }
 
 
@@ -153,7 +158,7 @@ def climb(model_path, state_path, backend="numpy"):
         state.losses = run_reference(config, params, x, y, 10, settings, torch.float32)["losses"]
     steps = len(state.losses)
     print(f"{model_path}: {config.describe()}, B={x.shape[0]} T={x.shape[1]}, backend {backend}")
-    torch.backends.cuda.matmul.allow_tf32 = backend == "cuda-tf32"
+    torch.backends.cuda.matmul.allow_tf32 = "tf32" in backend
     where = "cpu" if backend == "numpy" else "cuda"
 
     if "bf16" in backend:  # all start from weights that bfloat16 has

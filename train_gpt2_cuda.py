@@ -23,6 +23,7 @@ START = time.perf_counter()  # for the time to the first step
 import bisect
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import importlib.metadata
@@ -148,6 +149,9 @@ class CudaSettings(Settings):
     recompute: int = option(-1, group="gpu", choices=(-1, 0, 1, 2),
                             help="what the backward pass computes again to save memory (0: nothing, 1: GELU, 2: layernorms too,"
                             " -1: nothing in bfloat16, GELU in float32)")
+    matmul: str = option("auto", group="gpu", choices=("auto", "cublaslt", "kernels"),
+                         help="matrix products by cuBLASLt or by our kernels (auto: what is faster at each shape in bfloat16 on sm_90,"
+                         " cublaslt elsewhere)")
     arch: str = option("native", group="gpu", choices=("native", "sm_80"), help="sm_80: kernels without what only newer GPUs have")
     graph: int = option(1, group="gpu", choices=(0, 1), help="1: a step is one CUDA graph; 0: launch by launch, the same results")
     compare: bool = option(False, "--check", group="gpu", help="compare one batch with train_gpt2.py, tensor by tensor, and exit")
@@ -182,6 +186,8 @@ def settle(settings, arch):
             if getattr(settings, name) != default:
                 raise UserError(f"{flag_of(settings, name)} {getattr(settings, name)}: this run is in float32, and the flag is for bfloat16:"
                                 " pass --dtype bfloat16")
+    if settings.matmul == "auto" and not matmul_hopper(arch, settings.precision):
+        settings.matmul = "cublaslt"
     if settings.recompute == -1:
         settings.recompute = 0 if settings.dtype == "bfloat16" else 1
     return settings
@@ -287,7 +293,7 @@ def memory_plan(config, settings, sm_count):
         (table_bytes(activation_table(config, B, T, recompute, precision.dtype), ALIGN), "activations"),
         (max(table_bytes(table, ALIGN) for table in phases.values()), "logits, and in other phases scratch"),
         (table_bytes(stream_table(config, B, T, precision.dtype), ALIGN), "gradients between layers"),
-        (2 * WORKSPACE, "cuBLASLt's workspaces"),
+        (2 * WORKSPACE, "the products' workspaces"),
         (table_bytes(batch_table(B, T, settings.micro_steps)) + (64 << 10), "the batch"),
     ]
 
@@ -386,6 +392,7 @@ KERNELS = {  # file -> its kernels
     "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
     "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
     "gelu": ("gelu_forward", "gelu_backward"),
+    "matmul": ("matmul_forward", "matmul_forward_gelu", "matmul_backward_inp", "matmul_backward_inp_gelu", "matmul_backward_weight"),
     "classifier": ("classifier",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
@@ -461,15 +468,24 @@ def use_hopper(arch, config, precision):
     return arch == "sm_90a" and config.C // config.NH == 64 and bool(precision.tf32 or precision.bf16)
 
 
-def kernel_files(arch, config, precision):
-    """The .cu files of a run, in the order of KERNELS."""
-    attention = ATTENTION_FILES[precision.bf16, use_hopper(arch, config, precision)]
-    return [attention if name == "attention" else name for name in KERNELS]
+def matmul_hopper(arch, precision):
+    """Whether our matrix products run on Hopper's own tensor core instructions."""
+    return arch == "sm_90a" and precision.bf16
 
 
-def prepare_kernels(cache, arch, config, precision):
+def kernel_files(arch, config, precision, matmul="kernels"):
+    """{name: .cu file} of a run, in the order of KERNELS."""
+    files = {name: name for name in KERNELS}
+    files["attention"] = ATTENTION_FILES[precision.bf16, use_hopper(arch, config, precision)]
+    files["matmul"] = "matmul_hopper_bf16" if matmul_hopper(arch, precision) else "matmul"
+    if matmul == "cublaslt":
+        del files["matmul"]
+    return files
+
+
+def prepare_kernels(cache, arch, config, precision, matmul):
     """Compile all kernels that the cache does not have; returns ({name: path of a cubin}, how many were compiled)."""
-    constants = kernel_constants(config, precision)
+    constants, files = kernel_constants(config, precision), kernel_files(arch, config, precision, matmul)
 
     def prepare(file):
         key = kernel_key(file, arch, constants)
@@ -479,14 +495,14 @@ def prepare_kernels(cache, arch, config, precision):
         return cache.keep(key, ".cubin", compile_kernels(file, arch, constants)), True
 
     with ThreadPoolExecutor(len(KERNELS)) as pool:
-        results = dict(zip(KERNELS, pool.map(prepare, kernel_files(arch, config, precision))))
+        results = dict(zip(files, pool.map(prepare, files.values())))
     return {name: path for name, (path, _) in results.items()}, sum(compiled for _, compiled in results.values())
 
 
 class Device:
     """The GPU as the layers see it: a stream, `launch` for kernels, and `products`. A second stream takes work `aside`."""
 
-    def __init__(self, gpu, config, precision, cache):
+    def __init__(self, gpu, config, precision, cache, matmul="auto"):
         self.gpu, self.sm_count, self.precision = gpu, gpu.sm_count, precision
         self.maps = {}
         self.stream = self.main = cp.cuda.Stream(non_blocking=True)
@@ -496,24 +512,26 @@ class Device:
         if needed > gpu.shared:
             raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block, {gpu.name} has"
                             f" {gpu.shared}: train this model with: python train_gpt2.py")
-        paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision)
-        self.functions = {}
-        for file, names in KERNELS.items():
-            module = cp.RawModule(path=paths[file])
-            self.functions.update({name: module.get_function(name) for name in names})
+        if matmul == "auto" and not matmul_hopper(gpu.arch, precision):
+            matmul = "cublaslt"
+        paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision, matmul)
+        self.functions, self.files = {}, len(paths)
+        for name, path in paths.items():
+            module = cp.RawModule(path=path)
+            self.functions.update({kernel: module.get_function(kernel) for kernel in KERNELS[name]})
         for name, launch in self.attention.items():
             self.functions[name].max_dynamic_shared_size_bytes = launch.shared
         self.row_on_chip = row_on_chip(config, precision, gpu.arch)
         if self.row_on_chip:
             self.functions["classifier"].max_dynamic_shared_size_bytes = 16 // precision.pack * config.Vp
-        self.products = Products(self, cache)
+        self.products = Products(self, cache, matmul)
         self.profile = None  # a Profile while --profile times
 
-    def launch(self, name, grid, block, *arguments, shared=0, bytes=0, flops=0):
+    def launch(self, name, grid, block, *arguments, shared=0, bytes=0, flops=0, label=None):
         """Run a kernel. Python ints go as int, floats as float, arrays as pointers, None as a null pointer; `bytes` and
-        `flops` are what it has to move and to compute, for --profile."""
+        `flops` are what it has to move and to compute, for --profile, which knows it as `label`."""
         arguments = tuple(convert(argument) for argument in arguments)
-        with self.record(name, bytes, flops):
+        with self.record(label or name, bytes, flops):
             self.functions[name](grid, block, arguments, shared_mem=shared)
 
     def grid(self, elements):
@@ -521,10 +539,10 @@ class Device:
         return (blocks(elements, self.precision.pack * 256),)
 
     def tensor_map(self, array, rows, columns):
-        """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 array (B,T,C): a kernel's argument."""
+        """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 array (B,T,C) or (T,C): a kernel's argument."""
         key = array.data.ptr, array.shape, rows, columns
         if key not in self.maps:
-            B, T, C = array.shape
+            B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
             ints = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (2 * C, 2 * C * T))]
             boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, 1), (1, 1, 1))]
             error, made = driver.cuTensorMapEncodeTiled(
@@ -579,30 +597,27 @@ def near_power_of_2(x):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# matrix products: cuBLASLt, which is column-major: our (rows, columns) array is its (columns, rows) matrix
+# matrix products, by cuBLASLt or by our kernels
 
 WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
-CANDIDATES = 32  # algorithms that a search times
-FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
 
 
 class Products:
-    """out = inp @ weight^T and its two gradients, each with the fastest algorithm that cuBLASLt proposes for its shape.
+    """out = inp @ weight^T and its two gradients, with and without GELU: by cuBLASLt, by our kernels or, "auto", by what is faster.
 
-    While `searching`, algorithms are timed at the first call of a shape, on the data at hand, and kept: in the cache for the next
-    start, in `chosen` for the checkpoint, because another algorithm adds up in another order.
+    While `searching`, ways to do a product are timed at the first call of a shape, on the data at hand, and kept: in the cache for
+    the next start, in `chosen` for the checkpoint, because another way adds up in another order.
     """
 
-    def __init__(self, device, cache):
+    def __init__(self, device, cache, matmul):
         self.device, self.cache = device, cache
-        try:
-            self.handle, self.version = lt.create(), lt.get_version()
-        except RuntimeError as error:
-            raise UserError(f"cuBLASLt cannot be loaded ({str(error).splitlines()[0]}): pip install nvidia-cublas") from None
-        self.identity = f"{device.gpu.name}, cuBLASLt {self.version}"
+        self.chosen, self.searched = {}, 0
+        self.searching = False  # True while the training step's shapes come by; for others the first way has to do
         self.workspace = None  # WORKSPACE bytes for each of the device's two streams, given when the memory is allocated
-        self.plans, self.chosen, self.searched = {}, {}, 0
-        self.searching = False  # True while the training step's shapes come by; for others the first proposal has to do
+        self.kernels = MatmulKernels(device, self) if matmul != "cublaslt" else None
+        self.cublaslt = CublasLt(device, self) if matmul != "kernels" else None
+        self.ways = {name: way for name, way in (("kernels", self.kernels), ("cublaslt", self.cublaslt)) if way}
+        self.identity = f"{device.gpu.name}, {f'cuBLASLt {self.cublaslt.version}' if self.cublaslt else 'our kernels'}"
         found = cache.find(self.cache_key(), ".json")
         self.known = json.loads(found[1]) if found else {}
 
@@ -620,52 +635,174 @@ class Products:
         return {"products": {"on": self.identity, "algorithms": self.chosen}}
 
     def recall(self, notes):
-        """Use the algorithms of a checkpoint; returns False when they are another GPU's or library's. Raises ValueError for notes
-        that are damaged."""
+        """Use what a checkpoint records; returns False when it is of another GPU or library. Raises ValueError for notes that are
+        damaged."""
         recorded = notes.get("products", {})
         if recorded.get("on") != self.identity:
             return False
         for value in recorded["algorithms"].values():
-            if value not in ("direct", "transposed"):
+            if not isinstance(value, str):
                 np.array([(value,)], lt.matmul_algo_dtype)
         self.known = {**self.known, **recorded["algorithms"]}
         return True
 
+    def scratch(self):
+        """The workspace of the stream at hand."""
+        return self.workspace[int(self.device.stream is self.device.side)]
+
+    def pick(self, key, ways):
+        """Of ways {name: call}, the name of the recorded one, or of the fastest, or, while not searching, of the first."""
+        if len(ways) == 1:
+            return next(iter(ways))
+        if key not in self.chosen:
+            name = self.known.get(key) if self.searching else next(iter(ways))
+            if name not in ways:
+                name = list(ways)[fastest(self.device, list(ways.values()))]
+                self.searched += 1
+            self.chosen[key] = name
+        return self.chosen[key]
+
+    def by_shape(self, operation, *arguments, **options):
+        """`operation` by what is the fastest at this shape, the last three arguments."""
+        key = f"{operation} {' '.join(map(str, arguments[-3:]))} {self.device.precision.products}"
+        ways = {name: functools.partial(getattr(way, operation), *arguments, **options) for name, way in self.ways.items()}
+        ways[self.pick(key, ways)]()
+
     def forward(self, name, out, inp, weight, bias, N, C, OC):
         """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (None: no bias)."""
-        self.multiply(name, out, weight, inp, OC, N, C, "TN", bias=bias)
+        self.by_shape("forward", name, out, inp, weight, bias, N, C, OC)
+
+    def forward_gelu(self, name, out, gelu, inp, weight, bias, N, C, OC):
+        """The same, and gelu (N,OC) = GELU(out)."""
+        self.by_shape("forward_gelu", name, out, gelu, inp, weight, bias, N, C, OC)
 
     def backward_inp(self, name, dinp, dout, weight, N, C, OC, scale=1.0):
         """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
-        self.multiply(name, dinp, weight, dout, C, N, OC, "NN", scale=scale)
+        self.by_shape("backward_inp", name, dinp, dout, weight, N, C, OC, scale=scale)
+
+    def backward_inp_gelu(self, name, dinp, sums, again, dout, weight, inp, N, C, OC):
+        """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp); sums (tiles of 128 rows, C) =, for column_sums: of dinp; again (N,C) =
+        GELU(inp), if not None."""
+        self.by_shape("backward_inp_gelu", name, dinp, sums, again, dout, weight, inp, N, C, OC)
 
     def backward_weight(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate, scale=1.0):
-        """dweight (OC,C) = (or += if accumulate) scale * dout (N,OC)^T @ inp (N,C); transposed: scratch for the smaller of the two.
+        """dweight (OC,C) = (or += if accumulate) scale * dout (N,OC)^T @ inp (N,C); transposed: scratch for the smaller of the two."""
+        precision, ways = self.device.precision, {}
+        for way in self.ways.values():
+            ways.update(way.backward_weight(name, dweight, dout, inp, transposed, N, C, OC, scale))
+        key = f"backward_weight {N} {C} {OC} {precision.products} to {precision.grads}"
+        ways[self.pick(key, {way: functools.partial(call, 0) for way, call in ways.items()})](accumulate)
 
-        Whether to transpose that one first (see transpose.cu) is timed at the first call of a shape, like the algorithms.
-        """
-        if self.device.precision.bf16:  # tensor cores take it as it lies
-            return self.weight_direct(name, dweight, dout, inp, transposed, N, C, OC, accumulate, scale)
-        key = f"dweight {C} {OC} {N} {self.device.precision.products}"
-        tensors = name, dweight, dout, inp, transposed, N, C, OC
-        ways = {"direct": self.weight_direct, "transposed": self.weight_transposed}
-        if key not in self.chosen:
-            way = self.known.get(key) if self.searching else "direct"
-            if way not in ways:
-                way = min(ways, key=lambda way: measure(self.device, lambda: ways[way](*tensors, 0, scale)))
-            self.chosen[key] = way
-        ways[self.chosen[key]](*tensors, accumulate, scale)
 
-    def weight_direct(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate, scale):
-        self.multiply(name, dweight, inp, dout, C, OC, N, "NT", accumulate=accumulate, scale=scale)
+def fastest(device, calls):
+    """Which of the calls takes the least time. Those in front are timed again, in turns: the clock falls while the GPU gets warm."""
+    times = [measure(device, call, 1) for call in calls]
+    best = sorted(range(len(calls)), key=times.__getitem__)[:6]
+    rounds = 7 if times[best[0]] < 2e-3 else 3
+    again = [[measure(device, calls[i], 1) for i in best] for _ in range(rounds)]
+    return best[int(np.argmin(np.median(again, axis=0)))]
 
-    def weight_transposed(self, name, dweight, dout, inp, transposed, N, C, OC, accumulate, scale):
-        if C <= OC:
-            transpose(self.device, transposed, inp, N, C)
-            self.multiply(name, dweight, transposed, dout, C, OC, N, "TT", accumulate=accumulate, scale=scale)
-        else:
-            transpose(self.device, transposed, dout, N, OC)
-            self.multiply(name, dweight, inp, transposed, C, OC, N, "NN", accumulate=accumulate, scale=scale)
+
+class MatmulKernels:
+    """The products by matmul_hopper_bf16.cu or matmul.cu, with GELU in the epilogue. A tile of the result is BM rows by `wide` columns."""
+
+    BM = 128
+
+    def __init__(self, device, products):
+        self.device, self.products = device, products
+        self.hopper = matmul_hopper(device.gpu.arch, device.precision)
+        self.wide, self.threads = (192, 384) if self.hopper else (128, 256)
+        self.shared = 2 * (4 * (self.BM + self.wide) * 64 + 4 * self.BM * 64) if self.hopper else 3 * 2 * 10240
+        for name in KERNELS["matmul"]:
+            device.functions[name].max_dynamic_shared_size_bytes = self.shared
+        tiles = WORKSPACE // (4 * self.BM * self.wide)  # whose sums have room in the workspace
+        self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 again after each product
+
+    def launch(self, kernel, name, M, N, K, *arguments, splits=1):
+        tiles = blocks(M, self.BM) * blocks(N, self.wide)
+        band = 32 if blocks(N, self.wide) > 64 else 8  # so many rows of tiles in turn: what they share is in the L2 cache
+        grid = min(tiles * splits, self.device.sm_count) if self.hopper else tiles * splits
+        self.device.launch(kernel, (grid,), (self.threads,), *arguments, M, N, K, band, *([splits] if "weight" in kernel else []),
+                           shared=self.shared, flops=2 * M * N * K, label=name)
+
+    def matrix(self, array, rows, columns, box):
+        """An operand or a result as the kernels take it; box: the rows of one that TMA copies."""
+        return self.device.tensor_map(array.reshape(rows, columns), box, 64) if self.hopper else array
+
+    def forward(self, name, out, inp, weight, bias, N, C, OC):
+        self.launch("matmul_forward", name, N, OC, C, self.matrix(out, N, OC, self.BM), self.matrix(inp, N, C, self.BM),
+                    self.matrix(weight, OC, C, self.wide), bias)
+
+    def forward_gelu(self, name, out, gelu, inp, weight, bias, N, C, OC):
+        self.launch("matmul_forward_gelu", name, N, OC, C, self.matrix(out, N, OC, self.BM), self.matrix(gelu, N, OC, self.BM),
+                    self.matrix(inp, N, C, self.BM), self.matrix(weight, OC, C, self.wide), bias)
+
+    def backward_inp(self, name, dinp, dout, weight, N, C, OC, scale=1.0):
+        self.launch("matmul_backward_inp", name, N, C, OC, self.matrix(dinp, N, C, self.BM), self.matrix(dout, N, OC, self.BM),
+                    self.matrix(weight, OC, C, 64), float(scale))
+
+    def backward_inp_gelu(self, name, dinp, sums, again, dout, weight, inp, N, C, OC):
+        self.launch("matmul_backward_inp_gelu", name, N, C, OC, self.matrix(dinp, N, C, self.BM), sums, self.matrix(dout, N, OC, self.BM),
+                    self.matrix(weight, OC, C, 64), self.matrix(inp, N, C, self.BM))
+        if again is not None:
+            gelu_forward(self.device, again, inp)
+
+    def backward_weight(self, name, dweight, dout, inp, transposed, N, C, OC, scale):
+        """{way: call(accumulate)}: with the inner dimension in so many parts, where there are few tiles for many multiprocessors."""
+        def call(splits, accumulate):
+            done = self.done[int(self.device.stream is self.device.side)]
+            self.launch("matmul_backward_weight", name, OC, C, N, dweight, self.products.scratch(), done,
+                        self.matrix(dout, N, OC, 64), self.matrix(inp, N, C, 64), float(scale), int(accumulate), splits=splits)
+
+        few = blocks(OC, self.BM) * blocks(C, self.wide) <= min(2 * self.device.sm_count, self.done.shape[1])
+        parts = [splits for splits in (1, 2, 3, 4, 5, 7, 9, 11) if splits == 1 or few and N >= 256 * splits]
+        return {f"kernels {splits}": functools.partial(call, splits) for splits in parts}
+
+
+# cuBLASLt is column-major: our (rows, columns) array is its (columns, rows) matrix.
+CANDIDATES = 32  # algorithms that a search times
+FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
+
+
+class CublasLt:
+    """The products by the algorithms that cuBLASLt proposes, of which the fastest is searched, and GELU by gelu.cu."""
+
+    def __init__(self, device, products):
+        self.device, self.products = device, products
+        try:
+            self.handle, self.version = lt.create(), lt.get_version()
+        except RuntimeError as error:
+            raise UserError(f"cuBLASLt cannot be loaded ({str(error).splitlines()[0]}): pip install nvidia-cublas") from None
+        self.plans = {}
+
+    def forward(self, name, out, inp, weight, bias, N, C, OC):
+        self.multiply(name, out, weight, inp, OC, N, C, "TN", bias=bias)
+
+    def forward_gelu(self, name, out, gelu, inp, weight, bias, N, C, OC):
+        self.forward(name, out, inp, weight, bias, N, C, OC)
+        gelu_forward(self.device, gelu, out)
+
+    def backward_inp(self, name, dinp, dout, weight, N, C, OC, scale=1.0):
+        self.multiply(name, dinp, weight, dout, C, N, OC, "NN", scale=scale)
+
+    def backward_inp_gelu(self, name, dinp, sums, again, dout, weight, inp, N, C, OC):
+        self.backward_inp(name, dinp, dout, weight, N, C, OC)
+        gelu_backward(self.device, dinp, sums, again, inp, dinp)
+
+    def backward_weight(self, name, dweight, dout, inp, transposed, N, C, OC, scale):
+        """{way: call(accumulate)}. In TF32, the smaller operand may be transposed first: see transpose.cu."""
+        def direct(accumulate):
+            self.multiply(name, dweight, inp, dout, C, OC, N, "NT", accumulate=accumulate, scale=scale)
+
+        def transposed_first(accumulate):
+            if C <= OC:
+                transpose(self.device, transposed, inp, N, C)
+                self.multiply(name, dweight, transposed, dout, C, OC, N, "TT", accumulate=accumulate, scale=scale)
+            else:
+                transpose(self.device, transposed, dout, N, OC)
+                self.multiply(name, dweight, inp, transposed, C, OC, N, "NN", accumulate=accumulate, scale=scale)
+
+        return {"direct": direct} if self.device.precision.bf16 else {"direct": direct, "transposed": transposed_first}
 
     def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False, scale=1.0):
         """Column-major out (m,n) = (+=) scale * op(a) (m,k) @ op(b) (k,n) + bias (m,), `transposed` 'T' or 'N' for a and b."""
@@ -699,33 +836,27 @@ class Products:
     def run(self, call, algorithm):
         plan, (a, b, d) = call.plan, call.plan.layouts
         lt.matmul(self.handle, plan.description, call.scale.ctypes.data, call.a, a, call.b, b, call.beta.ctypes.data, call.out, d,
-                  call.out, d, algorithm.ctypes.data, self.workspace[int(self.device.stream is self.device.side)].data.ptr, WORKSPACE,
+                  call.out, d, algorithm.ctypes.data, self.products.scratch().data.ptr, WORKSPACE,
                   self.device.stream.ptr)
 
     def choose(self, key, call):
         """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates, or its first."""
-        if key in self.known and self.searching:
-            algorithm = np.array([(self.known[key],)], lt.matmul_algo_dtype)
+        products = self.products
+        if key in products.known and products.searching:
+            algorithm = np.array([(products.known[key],)], lt.matmul_algo_dtype)
             if self.runs(call, algorithm):
-                self.chosen[key] = self.known[key]
+                products.chosen[key] = products.known[key]
                 return algorithm
-        proposals = self.propose(call.plan)[: CANDIDATES if self.searching else 1]
+        proposals = self.propose(call.plan)[: CANDIDATES if products.searching else 1]
         candidates = [candidate for candidate in proposals if self.runs(call, candidate)]
         if not candidates:
-            raise UserError(f"cuBLASLt has no algorithm for a product of shape {key} on {self.identity}")
-        if not self.searching:
+            raise UserError(f"cuBLASLt has no algorithm for a product of shape {key} on {products.identity}")
+        if not products.searching:
             return candidates[0]
-        def seconds(i, repeats):
-            return measure(self.device, lambda: self.run(call, candidates[i]), repeats)
-
-        times = [seconds(i, 1) for i in range(len(candidates))]
-        best = sorted(range(len(candidates)), key=times.__getitem__)[:6]  # once more, longer, for those in front
-        rounds = 7 if times[best[0]] < 2e-3 else 3
-        again = [[seconds(i, 1) for i in best] for _ in range(rounds)]  # in turns: the clock falls while the GPU gets warm
-        fastest = best[int(np.argmin(np.median(again, axis=0)))]
-        self.chosen[key] = candidates[fastest]["data_"][0].tolist()
-        self.searched += 1
-        return candidates[fastest]
+        found = candidates[fastest(self.device, [functools.partial(self.run, call, candidate) for candidate in candidates])]
+        products.chosen[key] = found["data_"][0].tolist()
+        products.searched += 1
+        return found
 
     def propose(self, plan):
         """cuBLASLt's candidates, most promising first; each as a (1,) array."""
@@ -810,7 +941,7 @@ def sum_rows(config, B, T, sm_count, pack):
     N, C = B * T, config.C
     return SimpleNamespace(
         layernorm=min((2 if pack == 8 else 1) * sm_count, blocks(N, 8 // row_warps(C))),  # what a multiprocessor has room for
-        gelu=min(max(1, 4 * sm_count // blocks(4 * C, 32 * pack)), blocks(N, 32)),  # 4 blocks a multiprocessor: one wave
+        gelu=blocks(N, MatmulKernels.BM),
         attention=B * blocks(T, ATTENTION_ROWS),
     )
 
@@ -905,11 +1036,12 @@ def gelu_forward(device, out, inp):
     device.launch("gelu_forward", device.grid(out.size), (256,), out, inp, out.size // out.shape[-1], bytes=size_of(out, inp))
 
 
-def gelu_backward(device, dinp, sums, out, inp, dout, B, T, C):
+def gelu_backward(device, dinp, sums, out, inp, dout):
     """dinp (B,T,4C) = dout * gelu'(inp), dinp may be dout; sums (blocks, 4C) =, for column_sums: of dinp; out = GELU(inp) again, if
     not None."""
-    device.launch("gelu_backward", (blocks(4 * C, 32 * device.precision.pack), sums.shape[0]), (32, 8), dinp, sums, out, inp, dout, B * T,
-                  bytes=size_of(dinp, inp, dout, out))
+    OC = dinp.shape[-1]
+    device.launch("gelu_backward", (blocks(OC, 32 * device.precision.pack), sums.shape[0]), (32, 8), dinp, sums, out, inp, dout,
+                  dinp.size // OC, bytes=size_of(dinp, inp, dout, out))
 
 
 def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
@@ -1019,8 +1151,7 @@ class GPT2:
             attention_forward(device, a.atty, a.lse, a.qkv, config, B, T)
             products.forward("matmul attproj", branch, a.atty, p.attprojw, p.attprojb, N, C, C)
             residual_layernorm_forward(device, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, branch, p.ln2w, p.ln2b, B, T, C)
-            products.forward("matmul fc", a.fch, a.ln2, p.fcw, p.fcb, N, C, 4 * C)
-            gelu_forward(device, a.fch_gelu, a.fch)
+            products.forward_gelu("matmul fc", a.fch, a.fch_gelu, a.ln2, p.fcw, p.fcb, N, C, 4 * C)
             products.forward("matmul fcproj", branch, a.fch_gelu, p.fcprojw, p.fcprojb, N, 4 * C, C)
             residual = a.residual3
             if l + 1 < config.L:
@@ -1070,8 +1201,8 @@ class GPT2:
                 return device.aside(lambda: products.backward_weight(name, dweight, dout, inp, transposed, N, C, OC, more))
 
             device.wait(dfch_free)
-            products.backward_inp("matmul fcproj dinp", scratch.dfch, dresidual, p.fcprojw, N, 4 * C, C)
-            gelu_backward(device, scratch.dfch, scratch.gelu_sums[l], again.get("fch_gelu"), a.fch, scratch.dfch, B, T, C)
+            products.backward_inp_gelu("matmul fcproj dinp", scratch.dfch, scratch.gelu_sums[l], again.get("fch_gelu"), dresidual,
+                                       p.fcprojw, a.fch, N, 4 * C, C)
             dresidual_free = weight("matmul fcproj dweight", g.fcprojw, dresidual, a.fch_gelu, 4 * C, C)
             if "ln2" in again:
                 residual_layernorm_forward(device, None, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, None, p.ln2w, p.ln2b, B, T, C)
@@ -1530,9 +1661,9 @@ def main():
     if settings.compare or settings.profile:
         print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
     if settings.compare:
-        return 0 if check(Device(gpu, config, settings.precision, Cache()), config, params, settings) else 1
+        return 0 if check(Device(gpu, config, settings.precision, Cache(), settings.matmul), config, params, settings) else 1
     if settings.profile:
-        model = GPT2(Device(gpu, config, settings.precision, Cache()), config, params, settings)
+        model = GPT2(Device(gpu, config, settings.precision, Cache(), settings.matmul), config, params, settings)
         model.prepare()
         return profile(model, settings.profile)
 
@@ -1545,8 +1676,8 @@ def main():
     rounded = settings.precision.bf16 and not is_bfloat16(params)
     model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
     print_table(describe(settings, config, gpu, train_loader, val_loader, model_path, rounded))
-    device = Device(gpu, config, settings.precision, Cache())
-    print(f"kernels: {device.compiled} compiled, {len(KERNELS) - device.compiled} from the cache")
+    device = Device(gpu, config, settings.precision, Cache(), settings.matmul)
+    print(f"kernels: {device.compiled} compiled, {device.files - device.compiled} from the cache")
     model = GPT2(device, config, params, settings)
     if first_step is not None:
         resume(model, params, first_step, train_loader, random)

@@ -94,7 +94,7 @@ def bench_ours(job):
     gpu = cuda.open_gpu()
     dtype = "bfloat16" if job.precision == "bfloat16" else "float32"
     settings = cuda.settle(cuda.CudaSettings(B=job.B or 1024, T=T, dtype=dtype, tf32=int(job.precision != "float32")), gpu.arch)
-    device = cuda.Device(gpu, config, settings.precision, cuda.Cache())
+    device = cuda.Device(gpu, config, settings.precision, cuda.Cache(), settings.matmul)
     if job.B == 0:
         settings.B = cuda.largest_batch(config, settings, device.sm_count, cuda.free_memory()) // 4 * 4
         if settings.B == 0:
@@ -173,7 +173,7 @@ def describe(gpu, device):
     import train_gpt2_cuda as cuda
 
     driver = cuda.cp.cuda.runtime.driverGetVersion()
-    return f"{gpu.name}, CUDA {driver // 1000}.{driver % 1000 // 10}, CuPy {cuda.cp.__version__}, cuBLASLt {device.products.version}"
+    return f"{gpu.name}, CUDA {driver // 1000}.{driver % 1000 // 10}, CuPy {cuda.cp.__version__}, cuBLASLt {device.products.cublaslt.version}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -139,11 +139,6 @@ __device__ inline void store_rows(float* head, float* sums, const float (&d)[32]
     }
 }
 
-// Dynamic shared memory from the first multiple of 1024 bytes on.
-__device__ inline float* tiles_of(float4* shared) {
-    return reinterpret_cast<float*>(shared) + (-uint32(__cvta_generic_to_shared(shared)) & 1023) / 4;
-}
-
 // Block (384); grid (NH, tiles of 128 queries, B), those with the most keys first. Shared memory: STAGES * 2 tiles and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float* out, float* lse, const float* inp, int T) {
     extern __shared__ float4 shared[];

@@ -47,37 +47,12 @@ __device__ inline bool pick(Item& item, int round, int T, int B) {
     return w < (T + ROWS - 1) / ROWS * NH * B;
 }
 
-// A ring of STAGES places in shared memory that one thread fills and the computing warps empty; used for tiles number 0, 1, 2 ...
-// over all items. LANES of each warp give a place back: one will do, but compute-sanitizer's racecheck takes what the other lanes read by
-// ordinary loads for unordered, so where that costs nothing all do.
-template <int STAGES, int LANES = 1>
-struct Ring {
-    Barrier full[STAGES], empty[STAGES];
-
-    // By one thread; `arrivals` for full, beside the announced bytes.
-    __device__ void make(int arrivals) {
-        for (int s = 0; s < STAGES; s++) {
-            barrier_make(&full[s], arrivals);
-            barrier_make(&empty[s], GROUPS * 4 * LANES);
-        }
-    }
-    // Tile i: wait until it is here; give its place back (each warp, after it was here); wait until its place is free.
-    __device__ void wait(int i) { barrier_wait(&full[i % STAGES], i / STAGES & 1); }
-    __device__ void release(int i) {
-        __syncwarp();
-        if (threadIdx.x % 32 < LANES) barrier_arrive(&empty[i % STAGES]);
-    }
-    __device__ void wait_for_room(int i) {
-        if (i >= STAGES) barrier_wait(&empty[i % STAGES], (i / STAGES & 1) ^ 1);
-    }
-};
-
 // All threads of the block, before anything else: the rings' barriers, for so many arrivals beside the announced bytes.
 template <int STAGES, int LANES>
 __device__ inline void make_rings(Ring<1, LANES>& rows, int row_arrivals, Ring<STAGES>& ring, int arrivals) {
     if (threadIdx.x == 0) {
-        rows.make(row_arrivals);
-        ring.make(arrivals);
+        rows.make(row_arrivals, 4 * GROUPS);
+        ring.make(arrivals, 4 * GROUPS);
         fence_barriers();
     }
     __syncthreads();
@@ -175,11 +150,6 @@ __device__ inline void as_operand(uint32 (&a)[K][4], const float (&d)[8 * K]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[k][i] = as_pair(d[8 * k + 2 * i], d[8 * k + 2 * i + 1]);
     }
-}
-
-// Dynamic shared memory from the first multiple of 1024 bytes on.
-__device__ inline element* tiles_of(float4* shared) {
-    return reinterpret_cast<element*>(reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023));
 }
 
 // The bias's share of an item: partials[tile, c] = the sums of the four warps of this group.

@@ -114,6 +114,12 @@ __device__ inline float power_of_2(float x) {
     return x;
 }
 
+// 1 / x, one instruction.
+__device__ inline float inverse(float x) {
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
+
 // The bits of x rounded to TF32 (to nearest, ties away from 0); a tensor core ignores the low 13.
 __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 
@@ -121,6 +127,20 @@ __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 __device__ inline void put(gradient* out, float value, int accumulate) {
     from_float(*out, accumulate ? to_float(*out) + value : value);
 }
+
+// The same for two side by side, at an even place.
+__device__ inline void put_pair(float* out, float left, float right, int accumulate) {
+    float2* pair = reinterpret_cast<float2*>(out);
+    const float2 before = accumulate ? *pair : float2{0.0f, 0.0f};
+    *pair = {before.x + left, before.y + right};
+}
+#if BFLOAT16
+__device__ inline void put_pair(__nv_bfloat16* out, float left, float right, int accumulate) {
+    uint32* pair = reinterpret_cast<uint32*>(out);
+    const float2 before = accumulate ? as_floats(*pair) : float2{0.0f, 0.0f};
+    *pair = as_pair(before.x + left, before.y + right);
+}
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // sums and maxima: every thread gets the result; the order of the additions is fixed, so the result is, too

@@ -17,28 +17,10 @@
 // layers: B=4 1.15 ms with GELU in the epilogue, 0.79 + 0.33 apart; B=16 4.4 ms, 2.5 + 1.2 apart). In bfloat16 it is, a little, but
 // what the backward pass computes again would not be the same to the bit: dev/products.md.
 
-#include "common.cuh"
+#include "gelu.cuh"
 
 constexpr int OC = 4 * C;
 constexpr int COLUMN_THREADS = 32, ROW_GROUPS = 8;
-constexpr float SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
-constexpr float CUBE = 0.044715f;
-
-struct Gate {
-    float s, rest;  // rest = 1 - s, exact where s is nearly 1
-};
-
-// For both passes the same to the bit: with operations that the compiler may not fuse one way here and another way there.
-__device__ inline Gate gate(float x) {
-    const float twice_u = __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
-    const float away = fminf(-twice_u, 80.0f);  // exp stays finite
-#if BFLOAT16
-    const float e = __expf(away), s = __fdividef(1.0f, __fadd_rn(1.0f, e));  // 2^-21 off, which bfloat16 does not see
-#else
-    const float e = expf(away), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, e));
-#endif
-    return {s, e * s};
-}
 
 // One thread a pack; grid (N*OC / PACK / 256).
 extern "C" __global__ void gelu_forward(element* out, const element* inp, int N) {
@@ -46,7 +28,7 @@ extern "C" __global__ void gelu_forward(element* out, const element* inp, int N)
     if (i >= int64(N) * OC) return;
     Floats x = load(inp + i);
 #pragma unroll
-    for (int k = 0; k < PACK; k++) x.x[k] = __fmul_rn(x.x[k], gate(x.x[k]).s);
+    for (int k = 0; k < PACK; k++) x.x[k] = gelu(x.x[k]);
     store(out + i, x);
 }
 
@@ -67,9 +49,8 @@ gelu_backward(element* dinp, float* partials, element* out, const element* inp, 
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
                 const Gate g = gate(x.x[k]);
-                const float slope = 2.0f * SCALE * (1.0f + 3.0f * CUBE * x.x[k] * x.x[k]);  // 2u'
                 y.x[k] = __fmul_rn(x.x[k], g.s);
-                d.x[k] *= g.s + y.x[k] * g.rest * slope;
+                d.x[k] *= gelu_slope(x.x[k], g);
                 sum.x[k] += d.x[k];
             }
             store(dinp + i, d);

@@ -30,6 +30,10 @@ __device__ inline int place(int r, int c) { return c / 32 * (TILE / 2) + r * 32 
 __device__ inline unsigned long long describe(const void* tile) {
     return __cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+// The same of a tile of 64 k with rows contiguous: several parts of 64 rows (64 rows of 128 bytes each), one after the other.
+__device__ inline unsigned long long describe_across(const void* tile) {
+    return __cvta_generic_to_shared(tile) >> 4 | (8192ull >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
 __device__ constexpr int part(int k) { return k / 4 * (TILE / 2 * 4 / 16) + k % 4 * 2; }
 
 // Orders this group's registers and earlier wgmma before the next ones; before the first, and after registers were touched.
@@ -82,12 +86,16 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D32 D16(0), D16(16)
 #define D64 D32, D16(32), D16(48)
+#define D96 D64, D16(64), D16(80)
 #define NAMES32                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "  \
     "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES64                                                                               \
     NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES96                                                                               \
+    NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
 #if !BFLOAT16
 
@@ -129,6 +137,16 @@ __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
 }
 
+// d += a @ b with both in shared memory; A_ACROSS: a has its rows contiguous (each row of the tile one k), too.
+template <int A_ACROSS, int B_ACROSS>
+__device__ inline void wgmma(float (&d)[96], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NAMES96 "}, %96, %97, p, 1, 1, %99, %100; }\n"
+        : D96
+        : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+
 #endif
 
 // A barrier in shared memory. Its phase ends when all arrivals that it was made for have come, and all bytes announced to it.
@@ -161,6 +179,31 @@ __device__ inline void barrier_wait(Barrier* b, int parity) {
         "@!done bra again; }\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
 }
 
+// A ring of STAGES places in shared memory that a thread fills and warps empty; used for tiles number 0, 1, 2 ... LANES of each warp
+// give a place back: one will do, but compute-sanitizer's racecheck takes what the other lanes read by ordinary loads for unordered,
+// so where that costs nothing all do.
+template <int STAGES, int LANES = 1>
+struct Ring {
+    Barrier full[STAGES], empty[STAGES];
+
+    // By one thread; `arrivals` for full, beside the announced bytes; `warps` give a place back.
+    __device__ void make(int arrivals, int warps) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_make(&full[s], arrivals);
+            barrier_make(&empty[s], warps * LANES);
+        }
+    }
+    // Tile i: wait until it is here; give its place back (each warp, after it was here); wait until its place is free.
+    __device__ void wait(int i) { barrier_wait(&full[i % STAGES], i / STAGES & 1); }
+    __device__ void release(int i) {
+        __syncwarp();
+        if (threadIdx.x % 32 < LANES) barrier_arrive(&empty[i % STAGES]);
+    }
+    __device__ void wait_for_room(int i) {
+        if (i >= STAGES) barrier_wait(&empty[i % STAGES], (i / STAGES & 1) ^ 1);
+    }
+};
+
 // Begin to copy a box of a (B,T,columns) tensor, from (b, row, column) on, to shared memory; beyond the tensor there are zeros. `b`
 // is told of the bytes that have landed.
 __device__ inline void load_box(void* to, const TensorMap* map, Barrier* b, int column, int row, int batch) {
@@ -169,6 +212,15 @@ __device__ inline void load_box(void* to, const TensorMap* map, Barrier* b, int 
                  "l"(map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(b))
                  : "memory");
 }
+
+// Begin to copy a box from shared memory into a tensor; what is beyond the tensor is left out. stores_commit: once after those that
+// stores_wait counts as one.
+__device__ inline void store_box(const TensorMap* map, const void* from, int column, int row, int batch) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(shared_address(from)), "r"(column), "r"(row), "r"(batch)
+                 : "memory");
+}
+__device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Begin to copy a row of so many bytes, a multiple of 16, to shared memory; `b` is told of the bytes that have landed.
 __device__ inline void load_bytes(void* to, const void* from, Barrier* b, int bytes) {
@@ -197,3 +249,8 @@ template <int N>
 __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
 __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// Dynamic shared memory from the first multiple of 1024 bytes on.
+__device__ inline element* tiles_of(float4* shared) {
+    return reinterpret_cast<element*>(reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023));
+}

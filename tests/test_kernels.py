@@ -42,13 +42,13 @@ def test_kernels_compile_with_no_gpu(arch, precision):
             cuda.settle(cuda.CudaSettings(dtype="bfloat16"), arch)
         return
     for config in (MODELS[0], MODELS[2]) if arch == "sm_90a" else MODELS[:1]:
-        for file, kernels in zip(cuda.kernel_files(arch, config, precision), cuda.KERNELS.values()):
-            if (file, config) in seen or precision.float32_grads and file not in ("encoder", "column_sums", "update"):
+        for name, file in cuda.kernel_files(arch, config, precision).items():
+            if (file, config) in seen or precision.float32_grads and name not in ("encoder", "matmul", "column_sums", "update"):
                 continue
             seen.add((file, config))
             cubin = cuda.compile_kernels(file, arch, cuda.kernel_constants(config, precision))
             assert cubin[:4] == b"\x7fELF"
-            for kernel in kernels:
+            for kernel in cuda.KERNELS[name]:
                 assert b".text." + kernel.encode() in cubin
     assert ("attention_hopper" in {file[:16] for file, _ in seen}) == (arch == "sm_90a" and precision in (PRECISIONS["tf32"], PRECISIONS["bf16"]))
 
@@ -149,14 +149,14 @@ def device(request, gpu, tmp_path_factory):
     return get_device(gpu, config, PRECISIONS[precision], tmp_path_factory)
 
 
-def get_device(gpu, config, precision, tmp_path_factory, portable=False):
+def get_device(gpu, config, precision, tmp_path_factory, portable=False, matmul="auto"):
     """A Device for one model, made once; `portable` without the instructions that only this generation of GPUs has."""
-    key = config, precision, portable
+    key = config, precision, portable, matmul
     if precision.bf16 and int(gpu.arch[3:].rstrip("a")) < 80:
         pytest.skip(f"{gpu.arch} has no bfloat16")
     if key not in DEVICES:
         gpu = cuda.open_gpu("sm_80" if portable else "native")
-        made = cuda.Device(gpu, config, precision, cuda.Cache(str(tmp_path_factory.mktemp("cache"))))
+        made = cuda.Device(gpu, config, precision, cuda.Cache(str(tmp_path_factory.mktemp("cache"))), matmul)
         made.config = config
         made.products.workspace = cuda.cp.empty((2, cuda.WORKSPACE), np.uint8)
         made.stream.use()
@@ -313,7 +313,7 @@ def test_gelu(device, B, T):
         partials = unwritten(cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).gelu, 4 * C)
         dout_gpu = on_gpu(dout, dtype=e)
         dinp = dout_gpu if in_place else unwritten(B, T, 4 * C, dtype=e)
-        cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp, dtype=e), dout_gpu, B, T, C)
+        cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp, dtype=e), dout_gpu)
         cuda.column_sums(device, cuda.sum_jobs([(partials, (dbias,))]), accumulate)
         assert_close(EXACT, dinp=(dinp, expected_dinp))
         assert_close(20 * SUMS, dbias=(dbias, expected_dinp.sum(axis=(0, 1)) + accumulate * before))
@@ -343,11 +343,25 @@ def test_classifier(device, B, T):
     assert not got[..., V:].any(), "the padding's gradient is 0"
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("N, C, OC", ((291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720)))
-def test_products(gpu, tmp_path_factory, N, C, OC, precision):
-    products = get_device(gpu, MODELS[0], PRECISIONS[precision], tmp_path_factory).products
+PRODUCTS = [(291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720), (2100, 96, 200)]  # N, C, OC
+WAYS = ("cublaslt", "kernels", "kernels, portable")
+
+
+def get_products(gpu, tmp_path_factory, precision, way, config=MODELS[0]):
+    """A Device's products, done one way; searching."""
+    precision, (matmul, *portable) = PRECISIONS[precision], way.split(", ")
+    if portable and not cuda.matmul_hopper(gpu.arch, precision):
+        pytest.skip("the kernels are the portable ones")
+    products = get_device(gpu, config, precision, tmp_path_factory, bool(portable), matmul).products
     products.searching = True
+    return products
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("N, C, OC", PRODUCTS)
+def test_products(gpu, tmp_path_factory, N, C, OC, precision, way):
+    products = get_products(gpu, tmp_path_factory, precision, way)
     e, g = PRECISIONS[precision].dtype, PRECISIONS[precision].grads
     inp, weight, bias, dout = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(((N, C), (OC, C), (OC,), (N, OC))))
     before = random(OC, C, seed=5, dtype=g)
@@ -358,20 +372,57 @@ def test_products(gpu, tmp_path_factory, N, C, OC, precision):
         out = unwritten(N, OC, dtype=e)
         products.forward("forward", out, inp_gpu, weight_gpu, b, N, C, OC)
         assert_close(tolerance, out=(out, exact + (0 if b is None else bias)))
-    dinp = unwritten(N, C, dtype=e)
-    products.backward_inp("dinp", dinp, dout_gpu, weight_gpu, N, C, OC)
-    assert_close(tolerance, dinp=(dinp, dout.astype(np.float64) @ weight.astype(np.float64)))
+    exact = dout.astype(np.float64) @ weight.astype(np.float64)
+    for scale in (1.0, 0.7):
+        dinp = unwritten(N, C, dtype=e)
+        products.backward_inp("dinp", dinp, dout_gpu, weight_gpu, N, C, OC, scale=scale)
+        assert_close(tolerance, dinp=(dinp, scale * exact))
     expected = dout.T.astype(np.float64) @ inp.astype(np.float64)
-    for way in (products.backward_weight, products.weight_direct, *([] if PRECISIONS[precision].bf16 else [products.weight_transposed])):
+    transposed = unwritten(min(C, OC), N, dtype=e)
+    dweight, chosen = unwritten(OC, C, dtype=g), products.ways[way.split(",")[0]]
+    ways = chosen.backward_weight("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, 0.7)
+    assert len(ways) > 1 or way == "cublaslt" and e == "bfloat16" or N < 512 or OC > 4096
+    for call in ways.values():
         for accumulate in (0, 1):
-            dweight = on_gpu(before, dtype=g) if accumulate else unwritten(OC, C, dtype=g)
-            transposed = unwritten(min(C, OC), N, dtype=e)
-            way("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, accumulate)
+            dweight[...] = on_gpu(before, dtype=g) if accumulate else unwritten(OC, C, dtype=g)
+            call(accumulate)
             rounded_twice = 2 * BF16 if accumulate and g == "bfloat16" else 0.0  # the product, and the sum
-            assert_close(max(tolerance, rounded_twice), dweight=(dweight, expected + accumulate * before))
+            assert_close(max(tolerance, rounded_twice), dweight=(dweight, 0.7 * expected + accumulate * before))
+    products.backward_weight("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, 0)
+    assert_close(tolerance, dweight=(dweight, expected))
     transposed = unwritten(OC, N, dtype=e)
     cuda.transpose(products.device, transposed, dout_gpu, N, OC)
     assert np.array_equal(cuda.to_float32(transposed), dout.T)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", ("tf32", "float32", "bf16"))
+@pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[3], 1000)), ids=("C768-291", "C64-1", "C240-1000"))
+def test_products_with_gelu(gpu, tmp_path_factory, config, N, precision, way):
+    """fc and its GELU; the gradient of what goes into fcproj, through GELU. GELU is that of the rounded result, the same to the bit as by
+    itself."""
+    products = get_products(gpu, tmp_path_factory, precision, way, config)
+    C, e, device = config.C, PRECISIONS[precision].dtype, products.device
+    tolerance = TF32 if precision == "tf32" else SUMS
+    inp, fcw, fcb, dout, fcprojw, pre = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(
+        ((N, C), (4 * C, C), (4 * C,), (N, C), (C, 4 * C), (N, 4 * C))))
+    inp_gpu, fcw_gpu, fcb_gpu, dout_gpu, fcprojw_gpu, pre_gpu = on_gpu(inp, fcw, fcb, dout, fcprojw, pre, dtype=e)
+    out, gelu, alone, dinp, again = (unwritten(N, 4 * C, dtype=e) for _ in range(5))
+    products.forward_gelu("forward", out, gelu, inp_gpu, fcw_gpu, fcb_gpu, N, C, 4 * C)
+    assert_close(tolerance, out=(out, inp.astype(np.float64) @ fcw.T.astype(np.float64) + fcb))
+    cuda.gelu_forward(device, alone, out)
+    assert np.array_equal(gelu.get(), alone.get())
+
+    expected, dgelu = np.empty((N, 4 * C)), dout.astype(np.float64) @ fcprojw.astype(np.float64)
+    train_gpt2.gelu_backward(expected, *wide(pre), dgelu, pre.size)
+    sums = unwritten(cuda.blocks(N, 128), 4 * C)
+    products.backward_inp_gelu("dinp", dinp, sums, again, dout_gpu, fcprojw_gpu, pre_gpu, N, 4 * C, C)
+    twice = 2 * BF16 if e == "bfloat16" else 0.0  # cuBLASLt's result is rounded before GELU's derivative comes in
+    assert_close(max(tolerance, twice), dinp=(dinp, expected))
+    scale = max(tolerance, twice) * np.abs(expected).max() * N**0.5
+    assert check_tensor("sums", cuda.to_float32(sums).sum(axis=0), expected.sum(axis=0), scale)
+    cuda.gelu_forward(device, alone, pre_gpu)
+    assert np.array_equal(again.get(), alone.get())
 
 
 @pytest.mark.parametrize("grad_clip", (0.0, 1.0))

@@ -139,6 +139,9 @@ DTYPES = {
     "float32": ("--dtype", "float32"),
     "bfloat16": ("--dtype", "bfloat16"),
     "sm_80": ("--dtype", "bfloat16", "--arch", "sm_80"),
+    "kernels": ("--dtype", "bfloat16", "--matmul", "kernels"),
+    "sm_80-kernels": ("--dtype", "bfloat16", "--arch", "sm_80", "--matmul", "kernels"),
+    "float32-kernels": ("--dtype", "float32", "--tf32", 0, "--matmul", "kernels"),
     "float32-grads": ("--dtype", "bfloat16", "--float32_grads", 1),
     "no-master": ("--dtype", "bfloat16", "-w", 0),
     "stochastic": ("--dtype", "bfloat16", "-w", 0, "--stochastic_rounding", 5),
@@ -147,7 +150,7 @@ DTYPES = {
 
 @pytest.fixture(params=DTYPES)
 def dtype_flags(request, gpu):
-    if request.param != "float32" and int(gpu.arch[3:].rstrip("a")) < 80:
+    if "float32" not in DTYPES[request.param] and int(gpu.arch[3:].rstrip("a")) < 80:
         pytest.skip(f"{gpu.arch} has no bfloat16")
     return DTYPES[request.param]
 
@@ -168,7 +171,8 @@ def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace, dtyp
 
 
 def test_check(gpu_workplace):
-    for flags in (FLOAT32, ("--dtype", "float32", "--tf32", 1), ("--dtype", "bfloat16"), ("--dtype", "bfloat16", "--arch", "sm_80")):
+    for flags in (FLOAT32, ("--dtype", "float32", "--tf32", 1), ("--dtype", "bfloat16"), ("--dtype", "bfloat16", "--arch", "sm_80"),
+                  ("--dtype", "bfloat16", "--matmul", "kernels"), ("--dtype", "bfloat16", "--matmul", "cublaslt")):
         done = train("--check", *flags)
         lines = done.stdout.splitlines()
         rows = {line.split()[0] for line in lines if "max diff" in line}
@@ -184,14 +188,14 @@ def test_check_names_a_wrong_kernel(gpu_workplace, tmp_path):
         shutil.copy(ROOT / name, project)
     shutil.copytree(ROOT / "kernels", project / "kernels")
     source = (project / "kernels" / "gelu.cu").read_text()
-    assert source.count("d.x[k] *= g.s") == 1
-    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= g.s", "d.x[k] *= 1.01f; d.x[k] *= g.s"))
+    assert source.count("d.x[k] *= gelu_slope(x.x[k], g);") == 1
+    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= gelu_slope(", "d.x[k] *= 1.01f; d.x[k] *= gelu_slope("))
     done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", *map(str, FAST), "--check", *map(str, FLOAT32)], cwd=gpu_workplace,
                           capture_output=True, text=True)
     red = {line.split()[0] for line in done.stdout.splitlines() if line.endswith("FAIL")}
     assert done.returncode == 1 and done.stdout.endswith("overall okay: 0\n")
     assert {"dfcw", "dfcb"} <= red and not red & {"logits", "losses", "dlogits", "dlnfw", "dlnfb", "fch_gelu"}
-    (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= g.s", "d.x[k] *= nonsense"))
+    (project / "kernels" / "gelu.cu").write_text(source.replace("gelu_slope(x.x[k], g)", "nonsense"))
     done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", "-t", "24"], cwd=gpu_workplace, capture_output=True, text=True)
     assert_one_line_error(done, "gelu.cu", "error: identifier \"nonsense\" is undefined")
 
@@ -333,9 +337,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(gpu_wo
 def test_a_damaged_cache_is_made_again(gpu_workplace, tmp_path):
     cache = tmp_path / "kernel_cache"
     first = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(cache))
-    assert f"kernels: {len(cuda.KERNELS)} compiled, 0 from the cache" in first.stdout
+    assert re.search(r"^kernels: \d+ compiled, 0 from the cache$", first.stdout, re.MULTILINE)
     again = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(cache))
-    assert f"kernels: 0 compiled, {len(cuda.KERNELS)} from the cache" in again.stdout and "products: 0 shapes" in again.stdout
+    assert re.search(r"^kernels: 0 compiled, \d+ from the cache$", again.stdout, re.MULTILINE) and "products: 0 shapes" in again.stdout
     for path in cache.iterdir():
         path.write_bytes(path.read_bytes()[:100])
     mended = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(cache))

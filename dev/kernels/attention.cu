@@ -1,0 +1,406 @@
+// Causal attention, forward and backward, from a thread for each row to the tensor cores. What each version measured: RESULTS.md.
+//
+//     forward   S = query @ key^T / sqrt(HS), only keys up to the query;  lse = log(sum over keys of exp(S))
+//               P = exp(S - lse);  out = P @ value                                                          out =, lse =
+//     backward  D = sum over HS of dout * out;  dP = dout @ value^T;  dS = P * (dP - D) / sqrt(HS)
+//               dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout                               dinp =, D =
+//
+// inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32. lse is all that the
+// backward pass needs of the softmax; D is the sum of a row of P * dP, which the derivative of softmax asks for.
+//
+// Bound by operations: two products forward, five backward, of 2 * HS for each of the T * (T + 1) / 2 pairs of a head, while the tensors
+// are read and written once. The last two versions of both are live: mma_sync at the end of this file, and wgmma of
+// kernels/attention_hopper.cu and attention_hopper_bf16.cu, where four warps multiply together, with tiles that stay in shared memory.
+
+#include "mma.cuh"
+
+__device__ inline float scale() { return 1.0f / sqrtf(float(HS)); }  // a constant to the compiler
+
+// Row t of one head in inp or dinp (B,T,3C): of its queries (part 0), keys (1) or values (2). The next row is 3 * C further on.
+template <class E>
+__device__ inline E* head_in(E* inp, int part, int b, int h, int T, int t = 0) {
+    return inp + ((int64(b) * T + t) * 3 + part) * C + h * HS;
+}
+
+// The same in out or dout (B,T,C).
+template <class E>
+__device__ inline E* head_out(E* out, int b, int h, int T, int t = 0) {
+    return out + (int64(b) * T + t) * C + h * HS;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// matrix products over all heads, by blocks (tile, tile) of threads: one element of the result is one thread's
+
+template <class E>
+struct Matrix {  // element (r, c) is at[r * row + c * column]: a transposed matrix is the same one with the two exchanged
+    E* at;
+    int row, column;
+};
+
+// Tile (r0, c0) of a matrix (rows, columns) to shared memory, zeros beyond its edges. Neighbouring threads read neighbouring addresses.
+template <class E>
+__device__ inline void load_tile(float* tile, Matrix<E> matrix, int r0, int c0, int rows, int columns) {
+    const bool along_rows = matrix.column == 1;
+    const int r = along_rows ? threadIdx.y : threadIdx.x, c = along_rows ? threadIdx.x : threadIdx.y;
+    const bool exists = r0 + r < rows && c0 + c < columns;
+    tile[r * (blockDim.x + 1) + c] = exists ? to_float(matrix.at[int64(r0 + r) * matrix.row + int64(c0 + c) * matrix.column]) : 0.0f;
+}
+
+// This thread's element of a (M,K) @ b (K,N): row blockIdx.y * tile + threadIdx.y, column blockIdx.x * tile + threadIdx.x. Needs
+// 2 * tile * (tile + 1) floats of shared memory: with rows of tile + 1, those that a warp reads at once lie in different banks.
+template <class A, class B>
+__device__ inline float tile_product(Matrix<A> a, Matrix<B> b, int M, int N, int K) {
+    extern __shared__ float tiles[];
+    const int tile = blockDim.x;
+    float* const a_tile = tiles;
+    float* const b_tile = tiles + tile * (tile + 1);
+    float sum = 0.0f;
+    for (int k = 0; k < K; k += tile) {
+        load_tile(a_tile, a, blockIdx.y * tile, k, M, K);
+        load_tile(b_tile, b, k, blockIdx.x * tile, K, N);
+        __syncthreads();
+#pragma unroll 8
+        for (int i = 0; i < tile; i++) sum += a_tile[threadIdx.y * (tile + 1) + i] * b_tile[i * (tile + 1) + threadIdx.x];
+        __syncthreads();
+    }
+    return sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// forward
+
+// thread_a_row. The formula, a thread for each query: one loop over the keys for the largest score, a second one for the sums, which works
+// out the scores again. No tile of anything is kept: each product reads both its numbers from memory, or from the cache.
+// Block (any size up to 256), grid (T / block, NH, B).
+extern "C" __global__ void __launch_bounds__(256)
+attention_forward_thread_a_row(element* out, float* lse, const element* inp, int T) {
+    const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
+    if (t >= T) return;
+    const element* query = head_in(inp, 0, b, h, T, t);
+    const auto score = [&](int k) {
+        const element* key = head_in(inp, 1, b, h, T, k);
+        float sum = 0.0f;
+        for (int c = 0; c < HS; c++) sum += to_float(query[c]) * to_float(key[c]);
+        return sum * scale();
+    };
+    float largest = -INFINITE;
+    for (int k = 0; k <= t; k++) largest = fmaxf(largest, score(k));
+
+    float total = 0.0f, sums[HS] = {};
+    for (int k = 0; k <= t; k++) {
+        const element* value = head_in(inp, 2, b, h, T, k);
+        const float p = expf(score(k) - largest);
+        total += p;
+#pragma unroll
+        for (int c = 0; c < HS; c++) sums[c] += p * to_float(value[c]);
+    }
+    element* result = head_out(out, b, h, T, t);
+#pragma unroll
+    for (int c = 0; c < HS; c++) from_float(result[c], sums[c] / total);
+    lse[(int64(b) * NH + h) * T + t] = largest + logf(total);
+}
+
+// products_apart. Three kernels, the way a library of products and a softmax would do it: S of all heads to memory, softmax in place, P
+// from memory. The products work on tiles in shared memory, so each number that is read serves a whole row of a tile. The price is a
+// (T,T) matrix for each head, written and read several times, and the masked half of both products.
+// scores: block (tile, tile), grid (T / tile, T / tile, B * NH). att (B,NH,T,T) float32.
+extern "C" __global__ void __launch_bounds__(1024) attention_forward_scores(float* att, const element* inp, int T) {
+    const int b = blockIdx.z / NH, h = blockIdx.z % NH;
+    const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1}, key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
+    const float sum = tile_product(query, key_transposed, T, T, HS);
+    const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t < T && k < T) att[(int64(blockIdx.z) * T + t) * T + k] = sum * scale();
+}
+
+// softmax: a warp for each row, its probabilities instead of its scores, 0 above the diagonal. Block (256), grid (B * NH * T / 8).
+extern "C" __global__ void __launch_bounds__(256) attention_forward_softmax(float* att, float* lse, int rows, int T) {
+    const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, t = row % T;
+    if (row >= rows) return;
+    float* const a = att + int64(row) * T;
+    float largest = -INFINITE, total = 0.0f;
+    for (int k = lane; k <= t; k += 32) largest = fmaxf(largest, a[k]);
+    largest = warp_max(largest);
+    for (int k = lane; k <= t; k += 32) total += expf(a[k] - largest);
+    const float row_lse = largest + logf(warp_sum(total));
+    for (int k = lane; k < T; k += 32) a[k] = k <= t ? expf(a[k] - row_lse) : 0.0f;
+    if (lane == 0) lse[row] = row_lse;
+}
+
+// values: block (tile, tile), grid (HS / tile, T / tile, B * NH).
+extern "C" __global__ void __launch_bounds__(1024) attention_forward_values(element* out, const float* att, const element* inp, int T) {
+    const int b = blockIdx.z / NH, h = blockIdx.z % NH;
+    const Matrix<const float> p = {att + int64(blockIdx.z) * T * T, T, 1};
+    const Matrix<const element> value = {head_in(inp, 2, b, h, T), 3 * C, 1};
+    const float sum = tile_product(p, value, T, HS, T);
+    const int t = blockIdx.y * blockDim.x + threadIdx.y, c = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t < T && c < HS) from_float(head_out(out, b, h, T, t)[c], sum);
+}
+
+// online. One loop over the keys, and no (T,T) matrix: when a larger score turns up, what was added up until then is scaled down
+// (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A thread keeps its query and its sums in registers; keys and values
+// pass through shared memory, in tiles that all rows of the block share. Blocks of keys after the last query are never visited.
+// What is left is the speed of the CUDA cores: a product and an addition of one number a thread and cycle.
+// Block (any size up to 256), grid (T / block, NH, B).
+extern "C" __global__ void __launch_bounds__(256) attention_forward_online(element* out, float* lse, const element* inp, int T) {
+    constexpr int KEYS = 32, UNITS = HS / 4;  // of a tile; of a row
+    __shared__ float4 keys[KEYS][UNITS], values[KEYS][UNITS];
+    const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
+    const int last = min(T, int(blockIdx.x + 1) * int(blockDim.x)) - 1;  // query of the block
+
+    float4 query[UNITS], sums[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        const element* from = head_in(inp, 0, b, h, T, min(t, last)) + 4 * u;
+        query[u] = {to_float(from[0]) * scale(), to_float(from[1]) * scale(), to_float(from[2]) * scale(), to_float(from[3]) * scale()};
+        sums[u] = {0.0f, 0.0f, 0.0f, 0.0f};
+    }
+    float largest = -INFINITE, total = 0.0f;
+    for (int first = 0; first <= last; first += KEYS) {
+        __syncthreads();  // all have read the tile before
+        for (int i = threadIdx.x; i < KEYS * HS / PACK; i += blockDim.x) {
+            const int k = i / (HS / PACK), c = i % (HS / PACK) * PACK, row = min(first + k, T - 1);
+            store(reinterpret_cast<float*>(keys[k]) + c, load(head_in(inp, 1, b, h, T, row) + c));
+            store(reinterpret_cast<float*>(values[k]) + c, load(head_in(inp, 2, b, h, T, row) + c));
+        }
+        __syncthreads();
+        const int count = t > last ? 0 : min(KEYS, t - first + 1);  // keys of this tile that this query may see
+        for (int k = 0; k < count; k++) {
+            float4 s = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                const float4 key = keys[k][u];
+                s = {s.x + query[u].x * key.x, s.y + query[u].y * key.y, s.z + query[u].z * key.z, s.w + query[u].w * key.w};
+            }
+            const float score = s.x + s.y + (s.z + s.w);
+            if (score > largest) {  // seldom, once some keys have been seen
+                const float factor = expf(largest - score);
+                total *= factor;
+#pragma unroll
+                for (int u = 0; u < UNITS; u++) sums[u] = {sums[u].x * factor, sums[u].y * factor, sums[u].z * factor, sums[u].w * factor};
+                largest = score;
+            }
+            const float p = expf(score - largest);
+            total += p;
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                const float4 value = values[k][u];
+                sums[u] = {sums[u].x + p * value.x, sums[u].y + p * value.y, sums[u].z + p * value.z, sums[u].w + p * value.w};
+            }
+        }
+    }
+    if (t > last) return;
+    element* result = head_out(out, b, h, T, t);
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        from_float(result[4 * u], sums[u].x / total);
+        from_float(result[4 * u + 1], sums[u].y / total);
+        from_float(result[4 * u + 2], sums[u].z / total);
+        from_float(result[4 * u + 3], sums[u].w / total);
+    }
+    lse[(int64(b) * NH + h) * T + t] = largest + logf(total);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// backward
+
+// For all versions but the live ones: D, a warp for each row of a head. Block (256), grid (B * NH * T / 8).
+extern "C" __global__ void __launch_bounds__(256)
+attention_backward_row_sums(float* D, const element* dout, const element* out, int rows, int T) {
+    const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    const int t = row % T, h = row / T % NH, b = row / T / NH;
+    const element *d = head_out(dout, b, h, T, t), *o = head_out(out, b, h, T, t);
+    float sum = 0.0f;
+    for (int c = lane; c < HS; c += 32) sum += to_float(d[c]) * to_float(o[c]);
+    sum = warp_sum(sum);
+    if (lane == 0) D[row] = sum;
+}
+
+// matrices. P and dS of all heads to memory, then each formula is one product over tiles in shared memory. The price is two (T,T) matrices
+// for each head, which are written once and read twice, and the masked half of every product. att (P), datt (dS): (B,NH,T,T) float32.
+// All five: block (tile, tile), grid (columns of the result / tile, T / tile, B * NH).
+extern "C" __global__ void __launch_bounds__(1024)
+attention_backward_probabilities(float* att, const element* inp, const float* lse, int T) {
+    const int b = blockIdx.z / NH, h = blockIdx.z % NH;
+    const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1}, key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
+    const float sum = tile_product(query, key_transposed, T, T, HS);
+    const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
+    const int64 row = int64(blockIdx.z) * T + t;
+    if (t < T && k < T) att[row * T + k] = k <= t ? expf(sum * scale() - lse[row]) : 0.0f;
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+attention_backward_dscores(float* datt, const float* att, const element* dout, const element* inp, const float* D, int T) {
+    const int b = blockIdx.z / NH, h = blockIdx.z % NH;
+    const Matrix<const element> dheads = {head_out(dout, b, h, T), C, 1}, value_transposed = {head_in(inp, 2, b, h, T), 1, 3 * C};
+    const float sum = tile_product(dheads, value_transposed, T, T, HS);
+    const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
+    const int64 row = int64(blockIdx.z) * T + t;
+    if (t < T && k < T) datt[row * T + k] = att[row * T + k] * (sum - D[row]) * scale();
+}
+
+// (T,T) matrix @ rows of HS, into part 0, 1 or 2 of dinp.
+template <class E>
+__device__ inline void gradient_product(element* dinp, int part, Matrix<const float> matrix, Matrix<E> rows, int T) {
+    const float sum = tile_product(matrix, rows, T, HS, T);
+    const int t = blockIdx.y * blockDim.x + threadIdx.y, c = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t < T && c < HS) from_float(head_in(dinp, part, blockIdx.z / NH, blockIdx.z % NH, T, t)[c], sum);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+attention_backward_dquery_product(element* dinp, const float* datt, const element* inp, int T) {
+    const Matrix<const element> key = {head_in(inp, 1, blockIdx.z / NH, blockIdx.z % NH, T), 3 * C, 1};
+    gradient_product(dinp, 0, {datt + int64(blockIdx.z) * T * T, T, 1}, key, T);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+attention_backward_dkey_product(element* dinp, const float* datt, const element* inp, int T) {
+    const Matrix<const element> query = {head_in(inp, 0, blockIdx.z / NH, blockIdx.z % NH, T), 3 * C, 1};
+    gradient_product(dinp, 1, {datt + int64(blockIdx.z) * T * T, 1, T}, query, T);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+attention_backward_dvalue_product(element* dinp, const float* att, const element* dout, int T) {
+    const Matrix<const element> dheads = {head_out(dout, blockIdx.z / NH, blockIdx.z % NH, T), C, 1};
+    gradient_product(dinp, 2, {att + int64(blockIdx.z) * T * T, 1, T}, dheads, T);
+}
+
+// recompute. No (T,T) matrix: P and dS of a pair are worked out where they are needed, once for dquery (whose threads go over the keys)
+// and once for dkey and dvalue (whose threads go over the queries): seven products instead of five, but their results stay in registers.
+// Four neighbouring threads share a row, since four rows of HS would not fit the registers of one; the other side passes through shared
+// memory, in tiles that all rows of the block share.
+// Both: block (any multiple of 32 up to 256), grid (T / (block / 4), NH, B).
+constexpr int TILE = 32;          // rows that pass through shared memory at once
+constexpr int UNITS = HS / 16;    // of 4 floats, of one thread: units lane, lane + 4, ... of a row
+
+static_assert(HS % 16 == 0, "four threads share a row, in units of four floats");
+
+struct Part {  // a thread's part of a row
+    float4 x[UNITS];
+};
+
+__device__ inline Part load_part(const element* row) {
+    Part part;
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        const element* from = row + (4 * u + threadIdx.x % 4) * 4;
+        part.x[u] = {to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3])};
+    }
+    return part;
+}
+
+__device__ inline void store_part(element* row, const Part& part) {
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        element* to = row + (4 * u + threadIdx.x % 4) * 4;
+        from_float(to[0], part.x[u].x);
+        from_float(to[1], part.x[u].y);
+        from_float(to[2], part.x[u].z);
+        from_float(to[3], part.x[u].w);
+    }
+}
+
+// The product of the row that four threads share with a row in shared memory; all four get it.
+__device__ inline float dot(const Part& part, const float4* row) {
+    float4 s = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        const float4 a = part.x[u], b = row[4 * u + threadIdx.x % 4];
+        s = {s.x + a.x * b.x, s.y + a.y * b.y, s.z + a.z * b.z, s.w + a.w * b.w};
+    }
+    return quad_sum(s.x + s.y + (s.z + s.w));
+}
+
+// sums += factor * row
+__device__ inline void add(Part& sums, float factor, const float4* row) {
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        const float4 s = sums.x[u], b = row[4 * u + threadIdx.x % 4];
+        sums.x[u] = {s.x + factor * b.x, s.y + factor * b.y, s.z + factor * b.z, s.w + factor * b.w};
+    }
+}
+
+// Rows first .. first + TILE - 1 of a head to shared memory; after the last one of the sequence, that one again, which nobody will use.
+__device__ inline void load_rows(float4 (*tile)[HS / 4], const element* head, int row_stride, int first, int T) {
+    for (int i = threadIdx.x; i < TILE * HS / PACK; i += blockDim.x) {
+        const int r = i / (HS / PACK), c = i % (HS / PACK) * PACK;
+        store(reinterpret_cast<float*>(tile[r]) + c, load(head + int64(min(first + r, T - 1)) * row_stride + c));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+attention_backward_dquery_recompute(element* dinp, const element* dout, const element* inp, const float* lse, const float* D, int T) {
+    __shared__ float4 keys[TILE][HS / 4], values[TILE][HS / 4];
+    const int rows = blockDim.x / 4, t = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y, b = blockIdx.z;
+    const int last = min(T, int(blockIdx.x + 1) * rows) - 1, mine = min(t, last);  // threads beyond the last query do its work again
+    const int64 row = (int64(b) * NH + h) * T + mine;
+    const Part query = load_part(head_in(inp, 0, b, h, T, mine)), d = load_part(head_out(dout, b, h, T, mine));
+    const float row_lse = lse[row], row_D = D[row];
+    Part dquery = {};
+    for (int first = 0; first <= last; first += TILE) {
+        __syncthreads();
+        load_rows(keys, head_in(inp, 1, b, h, T), 3 * C, first, T);
+        load_rows(values, head_in(inp, 2, b, h, T), 3 * C, first, T);
+        __syncthreads();
+        const int count = min(TILE, last - first + 1);  // the same for all threads, for the sums over four
+        for (int k = 0; k < count; k++) {
+            const float s = dot(query, keys[k]) * scale(), dp = dot(d, values[k]);
+            const float p = first + k <= mine ? expf(s - row_lse) : 0.0f;
+            add(dquery, p * (dp - row_D) * scale(), keys[k]);
+        }
+    }
+    if (t <= last) store_part(head_in(dinp, 0, b, h, T, t), dquery);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+attention_backward_dkv_recompute(element* dinp, const element* dout, const element* inp, const float* lse, const float* D, int T) {
+    __shared__ float4 queries[TILE][HS / 4], douts[TILE][HS / 4];
+    const int rows = blockDim.x / 4, k = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y, b = blockIdx.z;
+    const int mine = min(k, T - 1);
+    const int64 head = (int64(b) * NH + h) * T;
+    const Part key = load_part(head_in(inp, 1, b, h, T, mine)), value = load_part(head_in(inp, 2, b, h, T, mine));
+    Part dkey = {}, dvalue = {};
+    // Queries before the block's first key see none of its keys.
+    for (int first = blockIdx.x * rows / TILE * TILE; first < T; first += TILE) {
+        __syncthreads();
+        load_rows(queries, head_in(inp, 0, b, h, T), 3 * C, first, T);
+        load_rows(douts, head_out(dout, b, h, T), C, first, T);
+        __syncthreads();
+        const int count = min(TILE, T - first);
+        for (int i = 0; i < count; i++) {
+            const int t = first + i;
+            const float s = dot(key, queries[i]) * scale(), dp = dot(value, douts[i]);
+            const float p = mine <= t ? expf(s - lse[head + t]) : 0.0f;
+            add(dkey, p * (dp - D[head + t]) * scale(), queries[i]);
+            add(dvalue, p, douts[i]);
+        }
+    }
+    if (k >= T) return;
+    store_part(head_in(dinp, 1, b, h, T, k), dkey);
+    store_part(head_in(dinp, 2, b, h, T, k), dvalue);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// mma_sync: the live kernels of all GPUs but Hopper's, under names of their own, because Hopper's are loaded beside them. A warp multiplies
+// tiles of 16 or 32 rows with those that pass through shared memory, and P and dS stay in the registers in which the next product wants
+// them: kernels/attention.cu (float32, rounded to TF32) and kernels/attention_bf16.cu. An instruction of a tensor core does thousands of
+// operations where the others do 64, and the next tile is copied while this one is worked on. dquery's kernel works out D in passing;
+// partials (3C for each 64 rows) are the column sums that the bias gradient wants.
+
+#define attention_forward attention_forward_mma
+#define attention_backward_dquery attention_backward_dquery_mma
+#define attention_backward_dkv attention_backward_dkv_mma
+
+namespace live {
+#if BFLOAT16
+#include "../../kernels/attention_bf16.cu"
+#else
+#include "../../kernels/attention.cu"
+#endif
+}
+
+extern "C" __global__ void attention_forward_mma(element* out, float* lse, const element* inp, int T);
+extern "C" __global__ void attention_backward_dquery_mma(element* dinp, float* D, float* partials, const element* dout, const element* inp,
+                                                         const element* out, const float* lse, int T);
+extern "C" __global__ void attention_backward_dkv_mma(element* dinp, float* partials, const element* dout, const element* inp,
+                                                      const float* lse, const float* D, int T);

@@ -1,0 +1,294 @@
+"""
+The kernel library: every layer of GPT-2 from the naive kernel to the live one of kernels/, checked and timed. Needs a GPU.
+
+    python dev/kernels/bench.py                                   # lists the layers and their versions
+    python dev/kernels/bench.py layernorm_forward                 # checks them, times them, prints a table
+    python dev/kernels/bench.py softmax --plot softmax.png        # and draws the time of each block size
+    python dev/kernels/bench.py gelu_forward --version live --check_only
+    python dev/kernels/bench.py --all                             # all layers, bfloat16 and float32: dev/kernels/RESULTS.md
+
+Each version is compared with the NumPy function in float64 at every block size, at the model's sizes and at awkward ones, its
+outputs NaN before the call; one wrong element ends it all with exit status 1 and no time. Then each is timed at -b and -t, as the
+median over CUDA events with the L2 cache flushed before each call. GB/s counts what a perfect kernel would move, whatever a version
+moves beside that; its peak is the bandwidth of a large copy, that of TFLOP/s the rate of a large product, both measured.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+
+import lab  # first: it finds the project's modules
+import layers  # noqa: F401  (its classes are the layers)
+import attention_layers  # noqa: F401
+
+import matplotlib
+
+matplotlib.use("Agg")  # no screen is needed
+import matplotlib.pyplot as plt
+import torch
+
+import train_gpt2_cuda as cuda
+from bench_gpu import MODELS, describe
+from lab import AWKWARD, LAYERS, SHAPES, Lab, check_layer, time_layer
+from train_gpt2 import Config, UserError, replacing, run_main
+from train_gpt2_cuda import Precision
+
+RESULTS = os.path.join(lab.HERE, "RESULTS.md")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the command line
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("layers", nargs="*", metavar="LAYER", help="what to check and time (none: list them)")
+    parser.add_argument("--version", nargs="+", metavar="NAME", help="only these versions")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of activations (default: bfloat16 where the GPU has it)")
+    parser.add_argument("-b", type=int, default=32, metavar="B", help="batch size of the timing")
+    parser.add_argument("-t", type=int, default=1024, metavar="T", help="sequence length of the timing")
+    parser.add_argument("--model", default="124M", help=f"{', '.join(MODELS)}, or C/NH")
+    parser.add_argument("--plot", metavar="FILE", help="draw the time of each block size (.png)")
+    parser.add_argument("--check_only", action="store_true", help="check, and time nothing")
+    parser.add_argument("--all", action="store_true", help=f"all layers, in each dtype, into {os.path.relpath(RESULTS)}")
+    args = parser.parse_args(argv)
+    if args.all and (args.layers or args.version or args.check_only):
+        parser.error("--all takes all layers and versions, and times them")
+    if args.check_only and args.plot:
+        parser.error("--check_only times nothing that --plot could draw")
+    if args.version and not args.layers:
+        parser.error("--version: of which layer?")
+    if min(args.b, args.t) < 1:
+        parser.error("-b and -t: expected at least 1")
+    return args
+
+
+def find_layers(names, versions=None):
+    """The classes of these layers; raises UserError that lists what there is."""
+    for name in names:
+        if name not in LAYERS:
+            raise UserError(f"there is no layer {name}, expected some of: {', '.join(LAYERS)}")
+        for version in versions or ():
+            if version not in LAYERS[name].versions:
+                raise UserError(f"{name} has no version {version}, expected some of: {', '.join(LAYERS[name].versions)}")
+    return [LAYERS[name] for name in names]
+
+
+def find_config(model, T):
+    """The sizes of a model of MODELS, or of C/NH; raises UserError for those that the kernels are not written for."""
+    config = MODELS.get(model)
+    if config is None:
+        try:
+            C, NH = map(int, model.split("/"))
+            config = Config(1024, 50257, 1, NH, C, 50304)
+        except ValueError:
+            raise UserError(f"--model {model}: expected one of {', '.join(MODELS)}, or C/NH like 768/12") from None
+        if min(C, NH) < 1 or C % NH:
+            raise UserError(f"--model {model}: expected C as a multiple of NH")
+        cuda.check_sizes(config)
+    return dataclasses.replace(config, maxT=max(T, config.maxT))
+
+
+def list_layers():
+    for name, layer in LAYERS.items():
+        print(f"{name}: {about(layer)}\n    {', '.join(layer.versions)}")
+
+
+def about(layer):
+    return layer.__doc__.strip().split("\n")[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# check and time
+
+
+class Labs:
+    """The GPU once for each model and precision, with PyTorch beside it where that has the GPU, too."""
+
+    def __init__(self):
+        self.gpu, self.cache, self.made = cuda.open_gpu(), cuda.Cache(), {}
+        self.torch = torch.cuda.is_available()
+        if not self.torch:
+            print("note: PyTorch sees no GPU: there will be no row for it", file=sys.stderr)
+
+    def open(self, layer, config, dtype):
+        """The Lab for a layer, its kernels loaded."""
+        key = config, Precision(dtype, float32_grads=int(layer.float32_grads and dtype == "bfloat16"))
+        if key not in self.made:
+            self.made[key] = Lab(self.gpu, *key, self.cache)
+        for file in (layer.file, *layer.uses):
+            self.made[key].load(file)
+        return self.made[key]
+
+
+def make_layer(layer, bench, B, T):
+    return layer(bench.config, bench.precision, bench.gpu, B, T)
+
+
+def check_all(labs, chosen, versions, config, dtype):
+    """Check each layer at all sizes; returns whether all agree, having printed what does not."""
+    wrong = 0
+    for layer in chosen:
+        count = 0
+        for sizes in (config, *AWKWARD):
+            bench = labs.open(layer, sizes, dtype)
+            with bench.stream:
+                for B, T in layer.shapes if sizes is config else SHAPES:
+                    at_size = make_layer(layer, bench, B, T)
+                    count += len(list(at_size.runs(versions)))
+                    wrong += check_layer(at_size, bench, versions, labs.torch and not versions)
+        print(f"{layer.name}, {dtype}: {count} calls checked{'' if count else ': no version fits these sizes'}")
+    return wrong == 0
+
+
+def time_all(labs, chosen, versions, config, dtype, B, T):
+    """[Timing]; raises UserError when a version is wrong at the size that is timed."""
+    timings = []
+    for layer in chosen:
+        bench = labs.open(layer, config, dtype)
+        with bench.stream:
+            timing = time_layer(make_layer(layer, bench, B, T), bench, versions, labs.torch)
+        if timing is None:
+            raise UserError(f"{layer.name} is wrong at the size that was to be timed")
+        cuda.cp.get_default_memory_pool().free_all_blocks()
+        torch.cuda.empty_cache()
+        timings.append(timing)
+    return timings
+
+
+def measure_peaks(labs, config, dtype):
+    """What the GPU can do at best: bytes and operations a second."""
+    bench = labs.open(next(iter(LAYERS.values())), config, dtype)
+    with bench.stream:
+        return cuda.measure_copy(bench), cuda.measure_product(bench)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tables and pictures
+
+
+def rate(timing, ms, peaks):
+    """(the rate as text, its share of the peak)"""
+    copy, product = peaks
+    if timing.flops:
+        return f"{timing.flops / ms / 1e9:.1f} TFLOP/s", timing.flops / ms * 1000 / product
+    return f"{timing.bytes / ms / 1e6:.0f} GB/s", timing.bytes / ms * 1000 / copy
+
+
+def rows_of(timing, peaks):
+    """[(version, best block size, ms, rate, share of the peak)], the library first."""
+    rows = [("PyTorch", "", timing.library, *rate(timing, timing.library, peaks))] if timing.library else []
+    for name, times in timing.versions.items():
+        block = min(times, key=times.get)
+        rows.append((name, block, times[block], *rate(timing, times[block], peaks)))
+    return rows
+
+
+def print_timing(timing, peaks):
+    layer = timing.layer
+    print(f"\n{layer.name}: {about(layer)}\n{layer.describe()}")
+    print(f"{'version':<28} {'block':>5} {'ms':>9} {'rate':>15} {'of peak':>8}")
+    for name, block, ms, text, share in rows_of(timing, peaks):
+        print(f"{name:<28} {block:>5} {ms:>9.4f} {text:>15} {share:>8.1%}")
+
+
+def markdown(timing, peaks):
+    """The lines of a layer's table in RESULTS.md: a row for each version, with the ms of each block size."""
+    sizes = sorted({block for times in timing.versions.values() for block in times})
+    lines = [f"| version | best block | ms | rate | of peak | {' | '.join(f'ms at {block}' for block in sizes)} |",
+             "|---" * (5 + len(sizes)) + "|"]
+    for name, block, ms, text, share in rows_of(timing, peaks):
+        times = timing.versions.get(name, {})
+        cells = (f"{times[size]:.4f}" if size in times else "" for size in sizes)
+        lines.append(f"| {name} | {block} | {ms:.4f} | {text} | {share:.1%} | {' | '.join(cells)} |")
+    return lines
+
+
+def write_results(machine, config, groups):
+    """RESULTS.md; groups: [(dtype, peaks, [Timing])]."""
+    lines = ["# What the kernels of this library measure", "",
+             "`python dev/kernels/bench.py --all` writes this file, after every version has agreed with the NumPy function at every block"
+             " size. Medians over CUDA events, the L2 cache flushed before each call; rates count what a perfect kernel would move or"
+             f" compute. C={config.C}, NH={config.NH}, V={config.V}, Vp={config.Vp}.", "", machine]
+    for dtype, (copy, product), timings in groups:
+        lines += ["", f"## {dtype}", "", f"Peaks, measured: a copy {copy / 1e9:.0f} GB/s, a large product {product / 1e12:.0f} TFLOP/s."]
+        for timing in timings:
+            layer = timing.layer
+            lines += ["", f"### {layer.name}", "", f"{about(layer)}. B={layer.B}, T={layer.T}.", "", *markdown(timing, (copy, product))]
+    with replacing(RESULTS) as f:
+        f.write(("\n".join(lines) + "\n").encode())
+
+
+def machine_text(bench):
+    """GPU, driver and versions, in one line."""
+    driver = "unknown"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    return f"{describe(bench.gpu, bench)}, driver {driver}, {cuda.compiler_version()}, PyTorch {torch.__version__}"
+
+
+def plot(timings, path):
+    """Time against block size, a picture for each layer, a line for each version."""
+    columns = min(3, len(timings))
+    figure, axes = plt.subplots(-(-len(timings) // columns), columns, squeeze=False, layout="constrained",
+                                figsize=(6 * columns, 4.5 * -(-len(timings) // columns)))
+    for axis in axes.flat[len(timings) :]:
+        axis.remove()
+    for axis, timing in zip(axes.flat, timings):
+        if timing.library:
+            axis.axhline(timing.library, color="black", linestyle="--", label="PyTorch")
+        for name, times in timing.versions.items():
+            axis.plot(list(times), list(times.values()), marker="o", label=name)
+        ticks = sorted({block for times in timing.versions.values() for block in times})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, map(str, ticks))
+        axis.set_yscale("log")
+        axis.set_title(f"{timing.layer.name}, {timing.layer.describe()}", fontsize=10)
+        axis.set_xlabel("threads in a block")
+        axis.set_ylabel("ms")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    with replacing(path) as f:
+        figure.savefig(f, format="png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+    print(f"wrote {os.path.relpath(path)}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# main
+
+
+def main():
+    args = parse_arguments()
+    chosen = find_layers(args.layers or LAYERS, args.version)
+    if not args.layers and not args.all:
+        return list_layers()
+    config = find_config(args.model, args.t)
+    labs = Labs()
+    settled = cuda.settle(cuda.CudaSettings(dtype=args.dtype or "auto"), labs.gpu.arch).dtype
+    dtypes = list(dict.fromkeys((settled, "float32") if args.all and not args.dtype else (settled,)))
+    if not all([check_all(labs, chosen, args.version, config, dtype) for dtype in dtypes]):
+        return 1
+    if args.check_only:
+        return 0
+    groups = []
+    for dtype in dtypes:
+        peaks = measure_peaks(labs, config, dtype)
+        print(f"\n{labs.gpu.name}: a copy {peaks[0] / 1e9:.0f} GB/s, a large product {peaks[1] / 1e12:.0f} TFLOP/s in {dtype}")
+        groups.append((dtype, peaks, time_all(labs, chosen, args.version, config, dtype, args.b, args.t)))
+        for timing in groups[-1][2]:
+            print_timing(timing, peaks)
+    if args.plot:
+        plot([timing for _, _, timings in groups for timing in timings], args.plot)
+    if args.all:
+        write_results(machine_text(labs.open(chosen[0], config, dtypes[0])), config, groups)
+        print(f"wrote {os.path.relpath(RESULTS)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    run_main(main)

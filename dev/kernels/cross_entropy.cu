@@ -1,0 +1,82 @@
+// Cross entropy: the loss of each row of logits, its gradient, and both at once. What each version measured: RESULTS.md.
+//
+//     losses[n] = log(the sum over v of exp(logits[n,v])) - logits[n,targets[n]]                      losses =
+//     dlogits[n,v] = (probs[n,v] - (v is the target)) * dloss, 0 for v >= V                           dlogits =
+//
+// logits, probs, dlogits (N,Vp); losses (N) float32; targets (N) int32. Bound by bytes. The live version is kernels/classifier.cu, which
+// does it all: a row of logits comes in once, its loss and its gradient go out.
+
+#include "common.cuh"
+#include "block.cuh"
+
+// thread_a_row. Two loops of one thread, and no probabilities: the loss needs the row's largest and its sum alone.
+extern "C" __global__ void __launch_bounds__(1024)
+crossentropy_forward_thread_a_row(float* losses, const element* logits, const int* targets, int N) {
+    const int n = blockIdx.x * blockDim.x + threadIdx.x;
+    if (n >= N) return;
+    const element* row = logits + int64(n) * Vp;
+    float largest = -INFINITE, sum = 0.0f;
+    for (int v = 0; v < V; v++) largest = fmaxf(largest, to_float(row[v]));
+    for (int v = 0; v < V; v++) sum += expf(to_float(row[v]) - largest);
+    losses[n] = logf(sum) + (largest - to_float(row[targets[n]]));
+}
+
+// warp_a_row. Online, 16 bytes a lane: one reading, and neighbouring lanes side by side.
+extern "C" __global__ void __launch_bounds__(1024)
+crossentropy_forward_warp_a_row(float* losses, const element* logits, const int* targets, int N) {
+    const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N) return;
+    const element* row = logits + int64(n) * Vp;
+    const Online whole = warp_merge(online_part(row, lane, 32));
+    if (lane == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
+}
+
+// block_a_row. The same with a block on each row: 32 lanes take 200 turns for GPT-2's vocabulary in bfloat16, 1024 threads seven.
+extern "C" __global__ void __launch_bounds__(1024)
+crossentropy_forward_block_a_row(float* losses, const element* logits, const int* targets) {
+    const int n = blockIdx.x;
+    const element* row = logits + int64(n) * Vp;
+    const Online whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
+    if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
+}
+
+// thread_an_element, from stored probabilities.
+extern "C" __global__ void __launch_bounds__(1024)
+crossentropy_softmax_backward_thread_an_element(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
+    const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= int64(N) * Vp) return;
+    const int n = i / Vp, v = i % Vp;
+    from_float(dlogits[i], v < V ? (to_float(probs[i]) - (v == targets[n] ? 1.0f : 0.0f)) * dloss : 0.0f);
+}
+
+// pack_a_thread. 16 bytes a thread: one division and one reading of the target for all elements of a pack.
+extern "C" __global__ void __launch_bounds__(1024)
+crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
+    const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
+    if (i >= int64(N) * Vp) return;
+    const int n = i / Vp, v = i % Vp, target = targets[n];
+    Floats x = load(probs + i);
+    for (int k = 0; k < PACK; k++) x.x[k] = v + k < V ? (x.x[k] - (v + k == target ? 1.0f : 0.0f)) * dloss : 0.0f;
+    store(dlogits + i, x);
+}
+
+// fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again from its end, which the
+// cache still has. Three kernels apart move a row six times, this one two or three times.
+extern "C" __global__ void __launch_bounds__(1024)
+classifier_fused(float* losses, element* logits, const int* targets, float dloss) {
+    const int n = blockIdx.x, target = targets[n];
+    element* row = logits + int64(n) * Vp;
+    const Online part = online_part(row, threadIdx.x, blockDim.x);
+    const float target_logit = to_float(row[target]);  // every thread reads it before block_merge's barriers, after which it is overwritten
+    const Online whole = block_merge(part);
+    if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
+    const float scale = dloss / whole.sum;
+    const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;
+    for (int s = steps - 1; s >= 0; s--) {
+        const int v = s * step + threadIdx.x * PACK;
+        if (v >= Vp) continue;
+        Floats x = load_logits(row, v);
+        for (int k = 0; k < PACK; k++) x.x[k] = expf(x.x[k] - whole.largest) * scale - (v + k == target ? dloss : 0.0f);
+        store(row + v, x);
+    }
+}

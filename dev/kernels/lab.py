@@ -1,0 +1,343 @@
+"""
+What all layers of the kernel library share: what a layer is, how a version is checked, and how it is timed.
+
+A layer is a class with the tensors that its kernels work on, the NumPy function that says what they should hold afterwards, and
+its versions, from the simplest to the one in kernels/. Adding one is a class in layers.py (or in a module that bench.py imports)
+and a .cu file beside this one; see Layer.
+"""
+
+import contextlib
+import glob
+import math
+import os
+import re
+import sys
+from types import SimpleNamespace
+from typing import Callable, NamedTuple
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.join(HERE, "..", "..")
+sys.path[:0] = [ROOT, os.path.join(ROOT, "dev")]
+
+import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
+
+import numpy as np
+import torch
+
+import train_gpt2_cuda as cuda
+from train_gpt2 import Config, Row, UserError, bf16_bits, bf16_to_float32, check_tensor, chunks
+from train_gpt2_cuda import blocks, size_of  # noqa: F401  (for the layers)
+
+SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
+
+# The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in any order to some
+# sqrt(n) of that; bfloat16 rounds what is stored to 2e-3. LIBRARY only shows that PyTorch was asked for the same function.
+EXACT, SUMS, BF16 = 1e-6, 5e-6, 4e-3
+LIBRARY = {"float32": 1e-4, "bfloat16": 2e-2}
+
+SHAPES = ((1, 1), (3, 97), (2, 1024))  # (B, T) of the checks
+# The sizes that checks go through beside the model's: rows that are no multiple of a warp's 16-byte accesses, V % 8 of 3, few channels.
+AWKWARD = (Config(1024, 1003, 1, 25, 1600, 1024), Config(1024, 131, 1, 3, 240, 256))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layers and versions
+
+LAYERS = {}  # name -> class, in the order of their definition
+
+
+class Version(NamedTuple):
+    name: str
+    blocks: tuple  # the block sizes to try
+    run: Callable  # run(layer, lab, tensors on the GPU, block)
+    fits: Callable  # fits(layer, block): whether the kernel can do this size
+
+
+def version(*block_sizes, fits=lambda layer, block: True):
+    """Marks a method of a Layer as one of its versions: run(self, lab, a, block) launches its kernels on the tensors `a`."""
+
+    def mark(run):
+        run.version = Version(run.__name__, block_sizes, run, fits)
+        return run
+
+    return mark
+
+
+class Layer:
+    """A layer at one size. A subclass with a `name` is a layer of the library:
+
+    - its docstring: the formula; the first line is printed;
+    - file: its kernels are in dev/kernels/<file>.cu; uses: other files of which it takes some;
+    - checked: {tensor: the error allowed, as a fraction of its largest value} for all that the layer writes;
+    - tensors(): {name: data, or the Row of an output}, in the order of the kernels' arguments;
+    - oracle(t): does to float64 NumPy arrays what the kernels do;
+    - bytes(a) or flops(): what a perfect kernel would move, or compute;
+    - library(t), if PyTorch has the layer: given its tensors, a call that returns {tensor: result};
+    - versions: methods marked with @version, the simplest first. Those may differ in speed only.
+    """
+
+    shapes = SHAPES  # of the checks at the model's sizes; at AWKWARD ones it is always SHAPES
+    uses = ()
+    float32_grads = False  # True: gradients of weights are float32 in bfloat16 runs, too
+    library = None
+
+    def __init_subclass__(cls):
+        if "name" in vars(cls):
+            cls.versions = {name: run.version for name, run in vars(cls).items() if hasattr(run, "version")}
+            LAYERS[cls.name] = cls
+
+    def __init__(self, config, precision, gpu, B, T):
+        self.config, self.precision, self.gpu = config, precision, gpu
+        self.B, self.T, self.N = B, T, B * T
+        self.C, self.NH, self.V, self.Vp = config.C, config.NH, config.V, config.Vp
+        self.pack = precision.pack
+        self.rng = np.random.default_rng((B, T, config.C))
+
+    def describe(self):
+        return f"B={self.B} T={self.T} C={self.C} {self.precision.dtype}"
+
+    def flops(self):
+        """Operations to count; 0: the layer is bound by bytes."""
+        return 0
+
+    # -- tensors, as they are stored; dtype None: that of activations and weights
+
+    def random(self, *shape, spread=1.0, mean=0.0, dtype=None):
+        """Normal numbers; they repeat after 2^24, which is enough for timing."""
+        count = math.prod(shape)
+        numbers = self.rng.standard_normal(min(count, 1 << 24), dtype=np.float32) * np.float32(spread) + np.float32(mean)
+        if (dtype or self.precision.dtype) == "bfloat16":
+            numbers = bf16_bits(numbers)
+        return np.resize(numbers, shape)
+
+    def unwritten(self, *shape, dtype=None):
+        """An output: NaN before each call."""
+        return Row(shape, dtype or self.precision.dtype)
+
+    def tokens(self):
+        """(B,T) int32, all below V, the first and last of the vocabulary among them."""
+        tokens = self.rng.integers(0, self.V, (self.B, self.T), dtype=np.int32)
+        tokens.flat[0], tokens.flat[-1] = self.V - 1, 0
+        return tokens
+
+    # -- versions
+
+    def runs(self, names=None):
+        """(version, block size) for all that fit here, of these versions if any are named."""
+        for found in self.versions.values():
+            if not names or found.name in names:
+                yield from ((found, block) for block in found.blocks if found.fits(self, block))
+
+
+def widen(array):
+    """An array as it is stored -> float64; integers stay."""
+    if array.dtype == np.uint16:
+        array = bf16_to_float32(array)
+    return array.astype(np.float64) if array.dtype == np.float32 else array.copy()
+
+
+def expected_results(layer, tensors):
+    """{name: float64} of what the layer writes."""
+    t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x) for name, x in tensors.items()})
+    layer.oracle(t)
+    return {name: getattr(t, name) for name in layer.checked}
+
+
+def allowed_error(layer, name, array, expected):
+    """By how much a result may be off; `array` is it as it is stored."""
+    fraction = layer.checked[name]
+    if array.dtype == np.uint16:
+        fraction = max(fraction, BF16)
+    return fraction * max(float(np.abs(expected).max()), 1e-30)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the GPU
+
+EXTERN = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(([^)]*)\)')
+
+
+def signatures(source):
+    """The text of a .cu file -> {kernel: [its parameters]}."""
+    text = re.sub(r"//[^\n]*", "", source)
+    return {name: [" ".join(parameter.split()) for parameter in parameters.split(",")] for name, parameters in EXTERN.findall(text)}
+
+
+def read_source(path):
+    with open(path) as f:
+        return f.read()
+
+
+class Lab(cuda.Device):
+    """The GPU as train_gpt2_cuda.py sees it, with its live kernels, and those of this library beside them."""
+
+    def __init__(self, gpu, config, precision, cache):
+        super().__init__(gpu, config, precision, cache)
+        self.config, self.cache, self.loaded = config, cache, set()
+        self.products.workspace = cuda.cp.empty((2, cuda.WORKSPACE), np.uint8)
+
+    def load(self, file):
+        """Compile the kernels of dev/kernels/<file>.cu, if need be."""
+        if file in self.loaded:
+            return
+        name, constants = os.path.join("..", "dev", "kernels", file), cuda.kernel_constants(self.config, self.precision)
+        path = os.path.join(HERE, f"{file}.cu")
+        # A file of this library may include any of ours.
+        included = sorted(glob.glob(os.path.join(HERE, "*.cuh")) + glob.glob(os.path.join(cuda.KERNEL_DIRECTORY, "*.cu")))
+        key = "\n".join([cuda.kernel_key(name, self.gpu.arch, constants), *map(read_source, included)])
+        found = self.cache.find(key, ".cubin")
+        cubin = found[0] if found else self.cache.keep(key, ".cubin", cuda.compile_kernels(name, self.gpu.arch, constants))
+        module = cuda.cp.RawModule(path=cubin)
+        self.functions.update({kernel: module.get_function(kernel) for kernel in signatures(read_source(path))})
+        self.loaded.add(file)
+
+    def launch(self, name, grid, block, *arguments, shared=0, **work):
+        if shared > 48 << 10:  # what a block gets without asking
+            self.functions[name].max_dynamic_shared_size_bytes = shared
+        super().launch(name, grid, block, *arguments, shared=shared, **work)
+
+    def clear(self, array):
+        """array = 0, as a part of a version."""
+        cuda.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
+
+
+def upload(tensors):
+    """{name: array on the GPU}; outputs are NaN."""
+    xp, arrays = cuda.cp, {}
+    for name, x in tensors.items():
+        if isinstance(x, Row):
+            arrays[name] = xp.full(x.shape, 0xFFFF if x.dtype == "bfloat16" else np.nan, x.stored_as)
+        else:
+            arrays[name] = xp.asarray(x)
+    return arrays
+
+
+def run_version(layer, lab, arrays, found, block):
+    """One call of a version; raises UserError when the GPU refuses it."""
+    try:
+        found.run(layer, lab, SimpleNamespace(**arrays), block)
+        lab.stream.synchronize()
+    except (cuda.cp.cuda.driver.CUDADriverError, cuda.cp.cuda.runtime.CUDARuntimeError) as error:
+        raise UserError(f"{layer.name} {found.name}, block {block}, {layer.describe()}: {error}") from None
+
+
+@contextlib.contextmanager
+def torch_stream(lab):
+    """PyTorch works on the stream of the kernels."""
+    with torch.cuda.stream(torch.cuda.ExternalStream(lab.stream.ptr)):
+        yield
+
+
+def as_torch(array):
+    """An array of CuPy's or NumPy's as PyTorch's tensor over the same memory."""
+    return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_dlpack(array)
+
+
+def library_call(layer, arrays):
+    """PyTorch's call for this layer on these arrays, or None where it has none."""
+    return layer.library(SimpleNamespace(**{name: as_torch(array) for name, array in arrays.items()})) if layer.library else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# check
+
+
+def agrees(where, name, got, expected, tolerance):
+    """Whether a result is what was expected; prints a row that names both when it is not."""
+    return check_tensor(name, got, expected, tolerance, print_row=False) or check_tensor(f"{where}: {name}", got, expected, tolerance)
+
+
+def check_layer(layer, lab, names, with_library):
+    """Every version at every block size against the NumPy function; returns how many tensors were wrong, each printed."""
+    tensors = layer.tensors()
+    expected, fresh, wrong = expected_results(layer, tensors), upload(tensors), 0
+    for found, block in layer.runs(names):
+        arrays = copies(fresh)
+        run_version(layer, lab, arrays, found, block)
+        for name in layer.checked:
+            got = arrays[name].get()
+            where = f"{layer.name} {found.name}, block {block}, {layer.describe()}"
+            wrong += not agrees(where, name, widen(got), expected[name], allowed_error(layer, name, got, expected[name]))
+    if with_library:
+        arrays = copies(fresh)
+        with torch_stream(lab):
+            call = library_call(layer, arrays)
+            results = {name: result.double().cpu().numpy() for name, result in call().items()} if call else {}
+        for name, got in results.items():
+            tolerance = LIBRARY[layer.precision.dtype] * float(np.abs(expected[name]).max())
+            got = got.reshape(expected[name].shape)
+            wrong += not agrees(f"{layer.name} PyTorch, {layer.describe()}", name, got, expected[name], tolerance)
+    return wrong
+
+
+def copies(arrays):
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def sample(array):
+    """Some 16 million elements of an array on the GPU, the first and the last among them, on the host."""
+    pieces = list(chunks(array.reshape(-1)))
+    chosen = sorted({round(i * (len(pieces) - 1) / 3) for i in range(4)})
+    return np.concatenate([pieces[i].get() for i in chosen])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# time
+
+FLUSH = 512 << 20  # bytes, several times any L2 cache; writing them also takes longer than a call from Python
+
+
+def milliseconds(lab, flush, call):
+    """The median of several calls over CUDA events, the L2 cache flushed before each; fewer calls of what is slow."""
+    times, repeats = [], 20
+    while len(times) < repeats + 2:
+        start, end = cuda.cp.cuda.Event(), cuda.cp.cuda.Event()
+        lab.clear(flush)
+        start.record(lab.stream)
+        call()
+        end.record(lab.stream)
+        end.synchronize()
+        times.append(cuda.cp.cuda.get_elapsed_time(start, end))
+        if len(times) == 2:
+            repeats = max(3, min(20, int(500 / max(times[1], 1e-3))))
+    return float(np.median(times[2:]))
+
+
+class Timing(NamedTuple):
+    layer: Layer
+    bytes: int
+    flops: int
+    library: float  # milliseconds; None: PyTorch has no such layer
+    versions: dict  # {version: {block size: milliseconds}}
+
+
+def time_version(layer, lab, fresh, found, first, flush):
+    """({block size: milliseconds}, {tensor: a sample of the result}, how many of these differ from the first version's)"""
+    sizes, arrays, wrong = [block for _, block in layer.runs([found.name])], copies(fresh), 0
+    run_version(layer, lab, arrays, found, sizes[0])
+    results = {name: sample(arrays[name]) for name in layer.checked}
+    for name, got in results.items() if first else ():
+        where = f"{layer.name} {found.name}, block {sizes[0]}, {layer.describe()}, beside the first version"
+        wrong += not agrees(where, name, widen(got), first[name], 2 * allowed_error(layer, name, got, first[name]))
+    a, times = SimpleNamespace(**arrays), {}
+    for block in sizes:
+        times[block] = milliseconds(lab, flush, lambda size=block: found.run(layer, lab, a, size))
+    return times, {name: widen(result) for name, result in results.items()}, wrong
+
+
+def time_layer(layer, lab, names, with_library):
+    """A Timing of every version at every block size, or None when one was wrong: NumPy would take minutes at sizes that are worth
+    timing; here, each version has to agree with the first one, which has been checked at others."""
+    fresh, flush = upload(layer.tensors()), cuda.cp.empty(FLUSH, np.uint8)
+    times, first, wrong = {}, None, 0
+    for found in dict.fromkeys(found for found, _ in layer.runs(names)):
+        times[found.name], results, count = time_version(layer, lab, fresh, found, first, flush)
+        first, wrong = first or results, wrong + count
+    if wrong:
+        return None
+    library = None
+    if with_library:
+        with torch_stream(lab):
+            call = library_call(layer, fresh)
+            library = milliseconds(lab, flush, call) if call else None
+    flops = layer.flops()
+    return Timing(layer, layer.bytes(SimpleNamespace(**fresh)) if not flops else 0, flops, library, times)

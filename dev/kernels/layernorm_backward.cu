@@ -1,0 +1,139 @@
+// Layer normalization, backward: one result for each element, and two sums over all rows. What each measured: RESULTS.md.
+//
+//     with n = (inp - mean) * rstd and dn = dout * weight, over each row,
+//     dinp += rstd * (dn - mean(dn) - n * mean(dn * n));  dweight = the sum over rows of dout * n, dbias = that of dout
+//
+// dinp, dout, inp (N,C); mean, rstd (N), dweight, dbias (C) float32; weight (C). Bound by bytes: three rows in, one out. What the
+// versions differ in is how rows that different threads work on come together in dweight and dbias.
+// The live version is layernorm_backward of kernels/layernorm.cu and column_sums.cu: rows and sums stay in registers, each block leaves
+// one row of sums, a second kernel adds those up. No atomics, and the same bits in every run.
+
+#include "common.cuh"
+#include "block.cuh"
+
+// What a row's thread, warp or block needs of dn: the sums of dn and of dn * n, here those of one element.
+struct Sums {
+    float dn, dn_n;
+};
+
+__device__ inline void add(Sums& sums, float dout, float n, float weight) {
+    sums.dn += dout * weight;
+    sums.dn_n += dout * weight * n;
+}
+
+__device__ inline float gradient_of(const Sums& sums, float dout, float n, float weight, float rstd) {
+    return rstd * (dout * weight - sums.dn / C - n * sums.dn_n / C);
+}
+
+// thread_a_row. A thread goes along its row twice, and adds each element's share of dweight and dbias atomically: N additions to
+// each of C addresses, which take turns in the L2 cache. dweight and dbias must be 0.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
+                                const float* mean, const float* rstd, int N) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    const int64 start = int64(row) * C;
+    const float m = mean[row], r = rstd[row];
+    Sums sums = {};
+    for (int c = 0; c < C; c++) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r, to_float(weight[c]));
+    for (int c = 0; c < C; c++) {
+        const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
+        atomicAdd(dweight + c, d * n);
+        atomicAdd(dbias + c, d);
+        from_float(dinp[start + c], to_float(dinp[start + c]) + gradient_of(sums, d, n, to_float(weight[c]), r));
+    }
+}
+
+// atomics. A warp a row: neighbouring threads read neighbouring elements, and their additions go to neighbouring addresses. There are as
+// many additions as before.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
+                           const float* mean, const float* rstd, int N) {
+    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= N) return;
+    const int64 start = int64(row) * C;
+    const float m = mean[row], r = rstd[row];
+    Sums sums = {};
+    for (int c = lane; c < C; c += 32) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r, to_float(weight[c]));
+    sums = {warp_sum(sums.dn), warp_sum(sums.dn_n)};
+    for (int c = lane; c < C; c += 32) {
+        const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
+        atomicAdd(dweight + c, d * n);
+        atomicAdd(dbias + c, d);
+        from_float(dinp[start + c], to_float(dinp[start + c]) + gradient_of(sums, d, n, to_float(weight[c]), r));
+    }
+}
+
+// shared_memory. A block takes many rows, one a warp at a time, and its warps add up in shared memory, where atomic additions meet
+// only those of the same block. Each block then adds 2 C sums to memory, instead of 2 C for every row.
+// Any number of blocks; dynamic shared memory: 2 * C floats.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp,
+                                 const element* weight, const float* mean, const float* rstd, int N) {
+    extern __shared__ float block_sums[];  // of dweight, of dbias
+    for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) block_sums[c] = 0.0f;
+    __syncthreads();
+    const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    for (int row = blockIdx.x * warps + threadIdx.x / 32; row < N; row += gridDim.x * warps) {
+        const int64 start = int64(row) * C;
+        const float m = mean[row], r = rstd[row];
+        Sums sums = {};
+        for (int c = lane; c < C; c += 32) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r, to_float(weight[c]));
+        sums = {warp_sum(sums.dn), warp_sum(sums.dn_n)};
+        for (int c = lane; c < C; c += 32) {
+            const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
+            atomicAdd(block_sums + c, d * n);
+            atomicAdd(block_sums + C + c, d);
+            from_float(dinp[start + c], to_float(dinp[start + c]) + gradient_of(sums, d, n, to_float(weight[c]), r));
+        }
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < C; c += blockDim.x) {
+        atomicAdd(dweight + c, block_sums[c]);
+        atomicAdd(dbias + c, block_sums[C + c]);
+    }
+}
+
+// last_block. No float is added atomically: a block's threads have columns of their own, all rows of the block go through them, and
+// the block's sums go to its row of `partials`. The block that finds itself the last one adds those up, in the order of the blocks:
+// which one that is differs from run to run, the result does not. dweight and dbias need not be cleared.
+// Any number of blocks, partials (gridDim.x, 2C); *done must be 0, and is 0 again afterwards. Dynamic shared memory: 2 * C floats.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, float* partials, int* done, const element* dout,
+                              const element* inp, const element* weight, const float* mean, const float* rstd, int N) {
+    extern __shared__ float block_sums[];  // each thread reads and writes its own columns only
+    for (int c = threadIdx.x; c < C; c += blockDim.x) block_sums[c] = block_sums[C + c] = 0.0f;
+    for (int row = blockIdx.x; row < N; row += gridDim.x) {
+        const int64 start = int64(row) * C;
+        const float m = mean[row], r = rstd[row];
+        Sums sums = {};
+        for (int c = threadIdx.x; c < C; c += blockDim.x) {
+            const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
+            add(sums, d, n, to_float(weight[c]));
+            block_sums[c] += d * n;
+            block_sums[C + c] += d;
+        }
+        sums = {block_sum(sums.dn), block_sum(sums.dn_n)};
+        for (int c = threadIdx.x; c < C; c += blockDim.x) {
+            const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
+            from_float(dinp[start + c], to_float(dinp[start + c]) + gradient_of(sums, d, n, to_float(weight[c]), r));
+        }
+    }
+    for (int c = threadIdx.x; c < C; c += blockDim.x) {
+        partials[int64(blockIdx.x) * 2 * C + c] = block_sums[c];
+        partials[int64(blockIdx.x) * 2 * C + C + c] = block_sums[C + c];
+    }
+    __threadfence();  // what this thread has written is there for all, before the block counts as done
+    __syncthreads();
+    __shared__ bool last;
+    if (threadIdx.x == 0) last = atomicAdd(done, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) {
+        float sum = 0.0f;
+        for (int block = 0; block < gridDim.x; block++) sum += partials[int64(block) * 2 * C + c];
+        (c < C ? dweight : dbias)[c % C] = sum;
+    }
+    if (threadIdx.x == 0) *done = 0;
+}

@@ -1,0 +1,162 @@
+// Layer normalization, forward, from a thread for each row to rows in shared memory. What each measured: RESULTS.md.
+//
+//     out = (inp - mean) * rstd * weight + bias                                                      out =, mean =, rstd =
+//
+// inp, out (N,C); mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row comes in once and goes out once.
+// The live version is residual_layernorm_forward of kernels/layernorm.cu: a row stays in the registers of a warp (or several) from the
+// only reading to the writing, and the addition to the residual stream before it costs no pass of its own.
+
+#include "common.cuh"
+#include "block.cuh"
+
+__device__ inline float rstd_of(float variance) { return 1.0f / sqrtf(variance + 1e-5f); }
+
+// One element of the result.
+__device__ inline void normalize(element* out, const element* inp, const element* weight, const element* bias, int64 start, int c, float m,
+                                 float r) {
+    from_float(out[start + c], (to_float(inp[start + c]) - m) * r * to_float(weight[c]) + to_float(bias[c]));
+}
+
+// thread_a_row. The three loops of the formula, a thread for each row. Neighbouring threads read addresses that are a row apart, so that
+// each access of a warp touches 32 lines of memory for 32 elements; and there are only N threads.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias,
+                               int N) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    const int64 start = int64(row) * C;
+    float sum = 0.0f, squares = 0.0f;
+    for (int c = 0; c < C; c++) sum += to_float(inp[start + c]);
+    const float m = sum / C;
+    for (int c = 0; c < C; c++) squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
+    const float r = rstd_of(squares / C);
+    for (int c = 0; c < C; c++) normalize(out, inp, weight, bias, start, c, m, r);
+    mean[row] = m;
+    rstd[row] = r;
+}
+
+// statistics_apart. Two kernels: a block works out mean and rstd of a row, then a thread normalizes an element. Neighbouring threads
+// read neighbouring elements, which is what memory is fast at. The price is a launch more, and that the input comes from memory twice.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_forward_statistics(float* mean, float* rstd, const element* inp) {
+    const int64 start = int64(blockIdx.x) * C;
+    float sum = 0.0f, squares = 0.0f;
+    for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);
+    const float m = block_sum(sum) / C;
+    for (int c = threadIdx.x; c < C; c += blockDim.x) squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
+    squares = block_sum(squares);
+    if (threadIdx.x == 0) {
+        mean[blockIdx.x] = m;
+        rstd[blockIdx.x] = rstd_of(squares / C);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_forward_normalize(element* out, const float* mean, const float* rstd, const element* inp, const element* weight,
+                            const element* bias, int N) {
+    const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= int64(N) * C) return;
+    const int row = i / C, c = i % C;
+    normalize(out, inp, weight, bias, int64(row) * C, c, mean[row], rstd[row]);
+}
+
+// warp_a_row. One kernel again: the 32 threads of a warp share a row and add up through registers, with no barrier and no shared memory.
+// The second and third reading of the row come from the L1 cache.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias,
+                             int N) {
+    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= N) return;
+    const int64 start = int64(row) * C;
+    float sum = 0.0f, squares = 0.0f;
+    for (int c = lane; c < C; c += 32) sum += to_float(inp[start + c]);
+    const float m = warp_sum(sum) / C;
+    for (int c = lane; c < C; c += 32) squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
+    const float r = rstd_of(warp_sum(squares) / C);
+    for (int c = lane; c < C; c += 32) normalize(out, inp, weight, bias, start, c, m, r);
+    if (lane == 0) {
+        mean[row] = m;
+        rstd[row] = r;
+    }
+}
+
+// one_pass. The variance is E[x^2] - E[x]^2, so that one reading gives both sums. It is the difference of two numbers that may be large
+// and nearly equal: where a row's mean is a thousand times its spread, nothing is left of it in float32.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_forward_one_pass(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias, int N) {
+    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= N) return;
+    const int64 start = int64(row) * C;
+    float sum = 0.0f, squares = 0.0f;
+    for (int c = lane; c < C; c += 32) {
+        const float x = to_float(inp[start + c]);
+        sum += x;
+        squares += x * x;
+    }
+    const float m = warp_sum(sum) / C;
+    const float r = rstd_of(fmaxf(warp_sum(squares) / C - m * m, 0.0f));  // rounding can make it negative
+    for (int c = lane; c < C; c += 32) normalize(out, inp, weight, bias, start, c, m, r);
+    if (lane == 0) {
+        mean[row] = m;
+        rstd[row] = r;
+    }
+}
+
+// block_a_row. A whole block on each row: more loads underway for it, which pays where rows are few or long; for many short rows the
+// barriers of the sums cost more than they bring.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias) {
+    const int64 start = int64(blockIdx.x) * C;
+    float sum = 0.0f, squares = 0.0f;
+    for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);
+    const float m = block_sum(sum) / C;
+    for (int c = threadIdx.x; c < C; c += blockDim.x) squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
+    const float r = rstd_of(block_sum(squares) / C);
+    for (int c = threadIdx.x; c < C; c += blockDim.x) normalize(out, inp, weight, bias, start, c, m, r);
+    if (threadIdx.x == 0) {
+        mean[blockIdx.x] = m;
+        rstd[blockIdx.x] = r;
+    }
+}
+
+// shared_memory. A warp a row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions. The row waits in shared
+// memory between the passes, so that nothing depends on the L1 cache keeping it; weight and bias are there for all rows of the block.
+// Dynamic shared memory: (2 + warps of the block) * C elements.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias,
+                                int N) {
+    extern __shared__ uint4 shared[];
+    element* const w = reinterpret_cast<element*>(shared);
+    element* const b = w + C;
+    element* const x = b + C + threadIdx.x / 32 * C;
+    for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
+        store(w + c, load(weight + c));
+        store(b + c, load(bias + c));
+    }
+    __syncthreads();
+    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= N) return;
+    const int64 start = int64(row) * C;
+    float sum = 0.0f, squares = 0.0f;
+    for (int c = lane * PACK; c < C; c += 32 * PACK) {
+        const Floats v = load(inp + start + c);
+        store(x + c, v);
+        for (int k = 0; k < PACK; k++) sum += v.x[k];
+    }
+    const float m = warp_sum(sum) / C;
+    for (int c = lane * PACK; c < C; c += 32 * PACK) {  // each thread reads what it has written itself
+        const Floats v = load(x + c);
+        for (int k = 0; k < PACK; k++) squares += (v.x[k] - m) * (v.x[k] - m);
+    }
+    const float r = rstd_of(warp_sum(squares) / C);
+    for (int c = lane * PACK; c < C; c += 32 * PACK) {
+        Floats v = load(x + c);
+        const Floats scale = load(w + c), shift = load(b + c);
+        for (int k = 0; k < PACK; k++) v.x[k] = (v.x[k] - m) * r * scale.x[k] + shift.x[k];
+        store(out + start + c, v);
+    }
+    if (lane == 0) {
+        mean[row] = m;
+        rstd[row] = r;
+    }
+}

@@ -1,0 +1,70 @@
+// Softmax over long rows: the logits of the whole vocabulary. What each version measured: RESULTS.md.
+//
+//     probs[n,v] = exp(logits[n,v] - the row's largest) / the row's sum of those, 0 for v >= V        probs =
+//
+// logits, probs (N,Vp). Bound by bytes: a row comes in once and goes out once, if it can be kept, or comes from the L2 cache again. There
+// is no live version: kernels/classifier.cu makes loss and gradient of a row while it is at hand, and probabilities are never stored.
+
+#include "common.cuh"
+#include "block.cuh"
+
+// thread_a_row. Three loops of one thread: the largest, the sum, the result. Neighbouring threads are a row apart, 100 KB, so that each
+// element costs a sector of 32 bytes, and the row is read three times. The sum goes by parts: added up one by one, the many small numbers
+// would be lost in the rounding of a sum that has grown, 2e-5 of it for a row of 50257.
+extern "C" __global__ void __launch_bounds__(1024) softmax_thread_a_row(element* probs, const element* logits, int N) {
+    const int n = blockIdx.x * blockDim.x + threadIdx.x;
+    if (n >= N) return;
+    const int64 start = int64(n) * Vp;
+    float largest = -INFINITE, sum = 0.0f;
+    for (int v = 0; v < V; v++) largest = fmaxf(largest, to_float(logits[start + v]));
+    for (int first = 0; first < V; first += 256) {
+        float part = 0.0f;
+        for (int v = first; v < min(first + 256, V); v++) part += expf(to_float(logits[start + v]) - largest);
+        sum += part;
+    }
+    const float scale = 1.0f / sum;
+    for (int v = 0; v < Vp; v++) from_float(probs[start + v], v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
+}
+
+// warp_a_row. The lanes of a warp go along the row side by side, and add up through registers. Many rows are underway at once, more than
+// the L2 cache holds: the second and third reading come from memory again.
+extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* probs, const element* logits, int N) {
+    const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N) return;
+    const int64 start = int64(n) * Vp;
+    float largest = -INFINITE, sum = 0.0f;
+    for (int v = lane; v < V; v += 32) largest = fmaxf(largest, to_float(logits[start + v]));
+    largest = warp_max(largest);
+    for (int v = lane; v < V; v += 32) sum += expf(to_float(logits[start + v]) - largest);
+    const float scale = 1.0f / warp_sum(sum);
+    for (int v = lane; v < Vp; v += 32) from_float(probs[start + v], v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
+}
+
+// block_a_row. A block on each row: fewer rows at a time, which the L2 cache can hold until the third reading.
+extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* probs, const element* logits) {
+    const int64 start = int64(blockIdx.x) * Vp;
+    float largest = -INFINITE, sum = 0.0f;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) largest = fmaxf(largest, to_float(logits[start + v]));
+    largest = block_max(largest);
+    for (int v = threadIdx.x; v < V; v += blockDim.x) sum += expf(to_float(logits[start + v]) - largest);
+    const float scale = 1.0f / block_sum(sum);
+    for (int v = threadIdx.x; v < Vp; v += blockDim.x) {
+        from_float(probs[start + v], v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
+    }
+}
+
+// online. Largest and sum in one reading: where a larger value turns up, the sum so far is scaled down. Two readings instead of three,
+// 16 bytes a thread, and the second one begins at the end, which was read last and is the likeliest to be in the cache.
+extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits) {
+    const element* row = logits + int64(blockIdx.x) * Vp;
+    const Online whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
+    const float scale = 1.0f / whole.sum;
+    const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;
+    for (int s = steps - 1; s >= 0; s--) {
+        const int v = s * step + threadIdx.x * PACK;
+        if (v >= Vp) continue;
+        Floats x = load_logits(row, v);
+        for (int k = 0; k < PACK; k++) x.x[k] = expf(x.x[k] - whole.largest) * scale;
+        store(probs + int64(blockIdx.x) * Vp + v, x);
+    }
+}

@@ -1,0 +1,54 @@
+// GELU's pieces, for gelu.cu and for products that apply it to their results. The formulas are in gelu.cu.
+
+#pragma once
+
+#include "common.cuh"
+
+constexpr float SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
+constexpr float CUBE = 0.044715f;
+
+struct Gate {
+    float s, rest;  // rest = 1 - s, exact where s is nearly 1
+};
+
+// For all passes the same to the bit: with operations that the compiler may not fuse one way here and another way there.
+#if BFLOAT16
+// -2u in units of log2, but so that 2^ it stays finite.
+__device__ inline float away(float x) {
+    return fminf(__fmul_rn(x, __fmaf_rn(-2.0f * SCALE * CUBE * LOG2E, __fmul_rn(x, x), -2.0f * SCALE * LOG2E)), 115.0f);
+}
+#endif
+__device__ inline Gate gate(float x) {
+#if BFLOAT16
+    const float e = power_of_2(away(x)), s = inverse(__fadd_rn(1.0f, e));  // 2^-21 off, which bfloat16 does not see
+#else
+    const float twice_u = __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
+    const float e = expf(fminf(-twice_u, 80.0f)), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, e));  // 80: exp stays finite
+#endif
+    return {s, __fmul_rn(e, s)};
+}
+
+__device__ inline float gelu(float x) { return __fmul_rn(x, gate(x).s); }
+
+// GELU's derivative: s + 2xu' s (1 - s).
+__device__ inline float gelu_slope(float x, Gate g) {
+    const float twice_xu = x * fmaf(6.0f * SCALE * CUBE, x * x, 2.0f * SCALE);
+    return fmaf(twice_xu, g.s * g.rest, g.s);
+}
+
+#if BFLOAT16
+// Gates of several numbers. Left to itself and short of registers, the compiler works out one after the other, and each waits 50 cycles
+// for the special function unit; it moves nothing over __syncwarp.
+template <int N>
+__device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
+    float e[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) e[i] = power_of_2(away(x[i]));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N; i++) g[i].s = inverse(__fadd_rn(1.0f, e[i]));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N; i++) g[i].rest = __fmul_rn(e[i], g[i].s);
+}
+#endif

@@ -1,0 +1,295 @@
+// Matrix products for every GPU: float32, TF32 and, from sm_80 on, bfloat16. The kernels, their arguments and formulas are those of
+// matmul.cuh; matmul_hopper_bf16.cu is for Hopper in bfloat16.
+//
+// A block makes a tile of 128 x 128 of `out`, each of its 8 warps 64 x 32 of it on the tensor cores. Operands come in steps of 64 bytes of
+// the inner dimension, copied to shared memory while the steps before are multiplied. Rows in shared memory are padded, so that a warp
+// reads fragments without bank conflicts.
+//
+// Where dweight's inner dimension is split, a block adds its sums to those of the part before. It waits for it; blocks begin in their
+// order, so what it waits for has begun.
+//
+// Bound by the tensor cores and by shared memory: each warp reads 96 rows of operands for 64 x 32 of out. With TF32 off, and before sm_80,
+// the same threads make the same sums by ordinary multiply-adds, 64 for each 16 numbers read: three products on the tensor cores, as in
+// attention, would be faster, but their error, which is cut off and not rounded, is 1.5 times as large as that of PyTorch's float32.
+
+#include "matmul.cuh"
+#include "mma.cuh"
+
+constexpr int BM = 128, BN = 128, BK = 64 / sizeof(element), STAGES = 3, THREADS = 256;
+constexpr int WARP_M = 64, WARP_N = 32, ROWS = WARP_M / 16, COLUMNS = WARP_N / 8;  // of a warp: elements, and tensor core tiles
+constexpr int LINES = 128;                                                         // of an operand: rows of out for A, columns for B
+constexpr int ALONG = BK + PACK, ACROSS = LINES + 8;                               // elements from one row in shared memory to the next
+constexpr int OPERAND = LINES * ALONG;
+
+static_assert(BM == LINES && BN == LINES && OPERAND >= BK * ACROSS, "both operands take the same room, whichever way they lie");
+
+typedef TileD Sums[ROWS][COLUMNS];
+
+// Begin to copy step number `step` of an operand, lines first .. first + 127; zeros from `lines` and from K on.
+template <int IS_ACROSS>
+__device__ inline void copy_operand(element* to, const element* from, int first, int lines, int step, int K) {
+#pragma unroll
+    for (int i = threadIdx.x; i < LINES * BK / PACK; i += THREADS) {
+        constexpr int packs = (IS_ACROSS ? LINES : BK) / PACK;  // of a row
+        const int row = i / packs, column = i % packs * PACK;
+        const int line = first + (IS_ACROSS ? column : row), k = step * BK + (IS_ACROSS ? row : column);
+        const int64 place = IS_ACROSS ? int64(k) * lines + line : int64(line) * K + k;
+        const bool exists = line < lines && k < K;
+        copy_async(to + row * (IS_ACROSS ? ACROSS : ALONG) + column, from + (exists ? place : 0), exists);
+    }
+}
+
+#define ON_TENSOR_CORES (BFLOAT16 || TF32 && __CUDA_ARCH__ >= 800)
+
+template <int IS_ACROSS>
+__device__ inline element read(const element* tile, int line, int k) {
+    return tile[IS_ACROSS ? k * ACROSS + line : line * ALONG + k];
+}
+
+#if BFLOAT16
+
+constexpr int DEPTH = 16;  // of one tensor core product
+typedef uint32 FragmentA[4];
+typedef uint32 FragmentB[2];
+
+// Lines line .. line + 15 and k .. k + 15 of A.
+template <int IS_ACROSS>
+__device__ inline void read_a(FragmentA& a, const element* tile, int line, int k) {
+    const int lane = threadIdx.x % 32;
+    load_tiles<IS_ACROSS>(a, IS_ACROSS ? tile + (k + lane / 16 * 8 + lane % 8) * ACROSS + line + lane / 8 % 2 * 8
+                                       : tile + (line + lane % 16) * ALONG + k + lane / 16 * 8);
+}
+// The same of B, as two fragments of 8 lines.
+template <int IS_ACROSS>
+__device__ inline void read_b(FragmentB& left, FragmentB& right, const element* tile, int line, int k) {
+    const int lane = threadIdx.x % 32;
+    uint32 x[4];
+    load_tiles<IS_ACROSS>(x, IS_ACROSS ? tile + (k + lane % 16) * ACROSS + line + lane / 16 * 8
+                                       : tile + (line + lane / 16 * 8 + lane % 8) * ALONG + k + lane / 8 % 2 * 8);
+    left[0] = x[0], left[1] = x[1], right[0] = x[2], right[1] = x[3];
+}
+__device__ inline void mma(TileD& d, const FragmentA& a, const FragmentB& b) { mma(d, a, b[0], b[1]); }
+
+#elif ON_TENSOR_CORES
+
+constexpr int DEPTH = 8;
+typedef TileA FragmentA;
+typedef TileB FragmentB;
+
+template <int IS_ACROSS>
+__device__ inline void read_a(FragmentA& a, const element* tile, int line, int k) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = read<IS_ACROSS>(tile, line + g + i % 2 * 8, k + t + i / 2 * 4);
+}
+template <int IS_ACROSS>
+__device__ inline void read_b(FragmentB& left, FragmentB& right, const element* tile, int line, int k) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        left[i] = read<IS_ACROSS>(tile, line + g, k + t + i * 4);
+        right[i] = read<IS_ACROSS>(tile, line + 8 + g, k + t + i * 4);
+    }
+}
+
+#endif
+
+// sums += one step's product: of this warp's rows from `row` on and columns from `column` on.
+template <int A_ACROSS, int B_ACROSS>
+__device__ __forceinline__ void multiply_step(Sums& sums, const element* a, const element* b, int row, int column) {
+#if ON_TENSOR_CORES
+#pragma unroll
+    for (int k = 0; k < BK; k += DEPTH) {
+        FragmentA x[ROWS];
+        FragmentB y[COLUMNS];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) read_a<A_ACROSS>(x[i], a, row + 16 * i, k);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j += 2) read_b<B_ACROSS>(y[j], y[j + 1], b, column + 8 * j, k);
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++) mma(sums[i][j], x[i], y[j]);
+        }
+    }
+#else
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int k = 0; k < BK; k++) {
+        float x[2 * ROWS], y[2 * COLUMNS];
+#pragma unroll
+        for (int i = 0; i < 2 * ROWS; i++) x[i] = read<A_ACROSS>(a, row + 8 * i + g, k);
+#pragma unroll
+        for (int j = 0; j < 2 * COLUMNS; j++) y[j] = read<B_ACROSS>(b, column + j / 2 * 8 + 2 * t + j % 2, k);
+#pragma unroll
+        for (int i = 0; i < 2 * ROWS; i++) {
+#pragma unroll
+            for (int j = 0; j < 2 * COLUMNS; j++) sums[i / 2][j / 2][i % 2 * 2 + j % 2] += x[i] * y[j];
+        }
+    }
+#endif
+}
+
+// sums = the item's product.
+template <int A_ACROSS, int B_ACROSS>
+__device__ __forceinline__ void multiply(Sums& sums, const Item& item, const element* a, const element* b, const Sizes& z) {
+    extern __shared__ float4 shared[];
+    element* const stages = reinterpret_cast<element*>(shared);
+    const auto begin_copy = [&](int step) {
+        element* here = stages + step % STAGES * 2 * OPERAND;
+        if (step < item.end) {
+            copy_operand<A_ACROSS>(here, a, item.row, z.M, step, z.K);
+            copy_operand<B_ACROSS>(here + OPERAND, b, item.column, z.N, step, z.K);
+        }
+        copies_commit();
+    };
+    const int warp = threadIdx.x / 32, row = warp / 4 * WARP_M, column = warp % 4 * WARP_N;
+#pragma unroll
+    for (int i = 0; i < ROWS * COLUMNS * 4; i++) sums[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4] = 0.0f;
+    for (int step = item.begin; step < item.begin + STAGES - 1; step++) begin_copy(step);
+    for (int step = item.begin; step < item.end; step++) {
+        copies_wait<STAGES - 2>();
+        __syncthreads();  // the step is here, and all are done with the step before, whose room the next copies take
+        begin_copy(step + STAGES - 1);
+        const element* here = stages + step % STAGES * 2 * OPERAND;
+        multiply_step<A_ACROSS, B_ACROSS>(sums, here, here + OPERAND, row, column);
+    }
+    __syncthreads();
+}
+
+// Calls f(row, column, x): x points at the thread's sums for that row and column and for the next column.
+template <class F>
+__device__ __forceinline__ void for_each_pair(Sums& sums, const Item& item, const Sizes& z, F f) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+#pragma unroll
+        for (int i = 0; i < ROWS * 2; i++) {
+            const int row = item.row + warp / 4 * WARP_M + 8 * i + g, column = item.column + warp % 4 * WARP_N + 8 * j + 2 * t;
+            if (row < z.M && column < z.N) f(row, column, sums[i / 2][j] + i % 2 * 2);
+        }
+    }
+}
+
+__device__ inline float2 get_pair(const float* from) { return *reinterpret_cast<const float2*>(from); }
+#if BFLOAT16
+__device__ inline float2 get_pair(const __nv_bfloat16* from) { return as_floats(*reinterpret_cast<const uint32*>(from)); }
+#endif
+
+// Block (256); grid (tiles). Shared memory: STAGES * 2 * OPERAND elements, here and below.
+extern "C" __global__ void __launch_bounds__(THREADS)
+matmul_forward(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K, int band) {
+    const Sizes z = {M, N, K, band, 1};
+    Sums sums;
+    Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
+    multiply<0, 0>(sums, item, inp, weight, z);
+    for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
+        const float2 b = bias ? get_pair(bias + column) : float2{0.0f, 0.0f};
+        put_pair(out + int64(row) * N + column, x[0] + b.x, x[1] + b.y, 0);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+matmul_forward_gelu(element* out, element* gelu_out, const element* inp, const element* weight, const element* bias, int M, int N, int K,
+                    int band) {
+    const Sizes z = {M, N, K, band, 1};
+    Sums sums;
+    Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
+    multiply<0, 0>(sums, item, inp, weight, z);
+    for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
+        const float2 b = bias ? get_pair(bias + column) : float2{0.0f, 0.0f};
+        const int64 place = int64(row) * N + column;
+        element rounded[2];  // what the backward pass will read
+        from_float(rounded[0], x[0] + b.x);
+        from_float(rounded[1], x[1] + b.y);
+        const float2 y = {to_float(rounded[0]), to_float(rounded[1])};
+        put_pair(out + place, y.x, y.y, 0);
+        put_pair(gelu_out + place, gelu(y.x), gelu(y.y), 0);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+matmul_backward_inp(element* dinp, const element* dout, const element* weight, float scale, int M, int N, int K, int band) {
+    const Sizes z = {M, N, K, band, 1};
+    Sums sums;
+    Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
+    multiply<0, 1>(sums, item, dout, weight, z);
+    for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
+        put_pair(dinp + int64(row) * N + column, x[0] * scale, x[1] * scale, 0);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, const element* weight, const element* inp, int M, int N,
+                         int K, int band) {
+    __shared__ float columns[BM / WARP_M][BN];
+    const Sizes z = {M, N, K, band, 1};
+    Sums sums;
+    Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
+    multiply<0, 1>(sums, item, dout, weight, z);
+    float total[COLUMNS * 2] = {};
+    for_each_pair(sums, item, z, [&](int row, int column, float* x) {
+        const int64 place = int64(row) * N + column;
+        const float2 y = get_pair(inp + place);
+        x[0] *= gelu_slope(y.x, gate(y.x));
+        x[1] *= gelu_slope(y.y, gate(y.y));
+        put_pair(dinp + place, x[0], x[1], 0);
+    });
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < COLUMNS * 2; j++) {
+#pragma unroll
+        for (int i = 0; i < ROWS * 2; i++) total[j] += sums[i / 2][j / 2][i % 2 * 2 + j % 2];  // rows from M on are zeros
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) total[j] += __shfl_xor_sync(0xffffffff, total[j], distance);
+        if (threadIdx.x % 32 < 4) columns[warp / 4][warp % 4 * WARP_N + j / 2 * 8 + 2 * t + j % 2] = total[j];
+    }
+    __syncthreads();
+    const int column = item.column + threadIdx.x;
+    if (threadIdx.x < BN && column < N) {
+        partials[int64(item.row / BM) * N + column] = columns[0][threadIdx.x] + columns[1][threadIdx.x];
+    }
+}
+
+// parts, done: see matmul_hopper_bf16.cu. Grid (tiles * splits).
+extern "C" __global__ void __launch_bounds__(THREADS)
+matmul_backward_weight(gradient* dweight, float4* parts, int* done, const element* dout, const element* inp, float scale, int accumulate,
+                       int M, int N, int K, int band, int splits) {
+    const Sizes z = {M, N, K, band, splits};
+    Sums sums;
+    Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
+    multiply<1, 1>(sums, item, dout, inp, z);
+    if (splits > 1) {
+        float4* const before = parts + int64(item.tile) * (BM * BN / 4) + threadIdx.x;
+        if (item.split > 0) {
+            if (threadIdx.x == 0) wait_for(done + item.tile, item.split);
+            __syncthreads();
+#pragma unroll
+            for (int j = 0; j < ROWS * COLUMNS; j++) {
+                const float4 x = __ldcg(before + j * THREADS);
+                TileD& d = sums[j / COLUMNS][j % COLUMNS];
+                d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
+            }
+        }
+        if (item.split < splits - 1) {
+#pragma unroll
+            for (int j = 0; j < ROWS * COLUMNS; j++) {
+                const TileD& d = sums[j / COLUMNS][j % COLUMNS];
+                __stcg(before + j * THREADS, float4{d[0], d[1], d[2], d[3]});
+            }
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0) announce(done + item.tile, item.split + 1);
+            return;
+        }
+        if (threadIdx.x == 0) done[item.tile] = 0;
+    }
+    for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
+        put_pair(dweight + int64(row) * N + column, x[0] * scale, x[1] * scale, accumulate);
+    });
+}

@@ -1,0 +1,351 @@
+"""dev/kernels with no GPU: that all kernels compile, that every launch passes what the kernel takes, and the frame's own Python."""
+
+import functools
+import os
+import sys
+from types import SimpleNamespace
+
+import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, assert_one_line_error, run_program
+
+sys.path.insert(0, str(ROOT / "dev" / "kernels"))
+import bench
+import lab
+import train_gpt2_cuda as cuda
+from lab import AWKWARD, LAYERS
+from train_gpt2 import Config, UserError, bf16_bits
+from train_gpt2_cuda import Precision
+
+FILES = sorted({file for layer in LAYERS.values() for file in (layer.file, *layer.uses)})
+GPT2_124M = Config(1024, 50257, 1, 12, 768, 50304)
+GPU = SimpleNamespace(name="a GPU", arch="sm_90a", sm_count=132, shared=227 << 10)
+
+
+def precision_of(layer, dtype):
+    return Precision(dtype, float32_grads=int(layer.float32_grads and dtype == "bfloat16"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# compile
+
+
+def test_every_file_belongs_to_a_layer():
+    here = ROOT / "dev" / "kernels"
+    assert {path.stem for path in here.glob("*.cu")} == set(FILES)
+    for file in FILES:
+        assert lab.signatures((here / f"{file}.cu").read_text()), f"{file}.cu has no kernel that signatures() finds"
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90a"))
+def test_kernels_compile_with_no_gpu(arch, dtype):
+    pytest.importorskip("cuda.core")
+    config = GPT2_124M if arch == "sm_90a" else AWKWARD[0]
+    for file in FILES:
+        grads = any(layer.float32_grads for layer in LAYERS.values() if file in (layer.file, *layer.uses))
+        constants = cuda.kernel_constants(config, Precision(dtype, float32_grads=int(grads and dtype == "bfloat16")))
+        cubin = cuda.compile_kernels(os.path.join("..", "dev", "kernels", file), arch, constants)
+        for kernel in lab.signatures((ROOT / "dev" / "kernels" / f"{file}.cu").read_text()):
+            assert b".text." + kernel.encode() + b"\0" in cubin
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# launches: every version of every layer, with arrays of NumPy's in place of CuPy's
+
+
+class Array(np.ndarray):
+    """What the layers use of CuPy's arrays."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+    def get(self):
+        return np.array(self)
+
+
+CUPY = SimpleNamespace(
+    asarray=lambda x: np.array(x).view(Array),
+    full=lambda shape, value, dtype: np.full(shape, value, dtype).view(Array),
+    empty=lambda shape, dtype: np.empty(shape, dtype).view(Array),
+    cuda=SimpleNamespace(driver=SimpleNamespace(CUDADriverError=OSError), runtime=SimpleNamespace(CUDARuntimeError=OSError)),
+)
+
+
+@functools.cache
+def signatures_of(path):
+    return lab.signatures(path.read_text())
+
+
+class FakeLab(lab.Lab):
+    """Launches nothing, and compares every launch with the kernel's signature."""
+
+    def __init__(self, config, precision):
+        self.gpu, self.sm_count, self.config, self.precision = GPU, GPU.sm_count, config, precision
+        self.profile, self.stream = None, SimpleNamespace(ptr=0, synchronize=lambda: None)
+        self.row_on_chip = cuda.row_on_chip(config, precision, GPU.arch)
+        self.attention = cuda.attention_launches(config, precision, GPU.arch)
+        live = [ROOT / "kernels" / f"{file}.cu" for file in cuda.kernel_files(GPU.arch, config, precision).values()]
+        self.signatures, self.launched = {}, []
+        for path in (*live, *(ROOT / "dev" / "kernels" / f"{file}.cu" for file in FILES)):
+            assert not self.signatures.keys() & signatures_of(path).keys(), f"{path}: another file has a kernel of the same name"
+            self.signatures.update(signatures_of(path))
+
+    def launch(self, name, grid, block, *arguments, shared=0, bytes=0, flops=0, label=None):
+        self.launched.append(name)
+        assert 1 <= np.prod(block) <= 1024 and shared <= GPU.shared
+        assert len(grid) <= 3 and all(type(n) is int and n >= 1 for n in grid) and grid[0] < 2**31 and max(grid[1:], default=1) < 2**16
+        parameters = self.signatures[name]
+        assert len(arguments) == len(parameters), f"{name}({', '.join(parameters)}) was called with {len(arguments)} arguments"
+        for parameter, argument in zip(parameters, map(cuda.convert, arguments)):
+            type_name = " ".join(word for word in parameter.split()[:-1] if word not in ("const", "__grid_constant__"))
+            assert self.accepts(type_name, argument), f"{name}: {parameter} is given {getattr(argument, 'dtype', type(argument))}"
+
+    def accepts(self, type_name, argument):
+        """Whether a kernel's parameter takes this, as CuPy would pass it: arrays as pointers, numbers by value."""
+        if not type_name.endswith("*"):
+            numbers = {"int": np.int32, "int64": np.int64, "float": np.float32, "double": np.float64}
+            return type(argument) is numbers.get(type_name, np.void)  # else a struct
+        if isinstance(argument, np.uint64):
+            return argument == 0
+        stored = {"element": self.precision.dtype, "gradient": self.precision.grads}.get(type_name[:-1], type_name[:-1])
+        dtypes = {"bfloat16": "u2", "float32": "f4", "float": "f4", "int": "i4", "int64": "i8"}
+        return isinstance(argument, Array) and (stored not in dtypes or argument.dtype == np.dtype(dtypes[stored]))
+
+    def tensor_map(self, array, rows, columns):
+        assert isinstance(array, Array)
+        return np.void(bytes(128))
+
+    def clear(self, array):
+        assert isinstance(array, Array)
+        array.fill(0)
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch):
+    monkeypatch.setattr(cuda, "cp", CUPY, raising=False)
+
+
+SIZES = [(AWKWARD[1], 3, 97), (AWKWARD[0], 1, 1), (Config(1024, 257, 1, 2, 128, 384), 2, 64)]
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("name", LAYERS)
+def test_launches_pass_what_the_kernels_take(fake_cupy, name, dtype):
+    tried = set()
+    for config, B, T in SIZES:
+        fake = FakeLab(config, precision_of(LAYERS[name], dtype))
+        layer = LAYERS[name](config, fake.precision, GPU, B, T)
+        arrays = lab.upload(layer.tensors())
+        assert layer.flops() or 0 < layer.bytes(SimpleNamespace(**arrays)) <= sum(array.nbytes for array in arrays.values()) * 2
+        for found, block in layer.runs():
+            fake.launched.clear()
+            lab.run_version(layer, fake, lab.copies(arrays), found, block)
+            assert fake.launched
+            tried.add(found.name)
+    assert tried == set(LAYERS[name].versions), "each version fits some of these sizes"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what the versions are compared with
+
+
+@pytest.mark.parametrize("name", [name for name, layer in LAYERS.items() if layer.library])
+def test_the_oracle_agrees_with_pytorch(fake_cupy, name):
+    """On the CPU, in float32: the NumPy function of the layer beside PyTorch's, which is row 0 of the tables."""
+    layer = LAYERS[name](AWKWARD[1], precision_of(LAYERS[name], "float32"), GPU, 2, 17)
+    tensors = layer.tensors()
+    expected, arrays = lab.expected_results(layer, tensors), lab.upload(tensors)
+    results = lab.library_call(layer, arrays)()
+    assert results and set(results) <= set(layer.checked)
+    for tensor, got in results.items():
+        largest = np.abs(expected[tensor]).max()
+        assert largest > 0 and np.isfinite(expected[tensor]).all()
+        assert lab.agrees(name, tensor, got.double().numpy().reshape(expected[tensor].shape), expected[tensor], 1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_oracles_write_all_that_is_checked(name):
+    layer = LAYERS[name](AWKWARD[1], precision_of(LAYERS[name], "bfloat16"), GPU, 3, 5)
+    tensors = layer.tensors()
+    for tensor, expected in lab.expected_results(layer, tensors).items():
+        assert expected.dtype == np.float64 and np.isfinite(expected).all()
+        before = tensors[tensor]
+        assert isinstance(before, train_gpt2.Row) or not np.array_equal(lab.widen(before), expected)
+
+
+def oracle_version(spoil):
+    """A version of LayernormForward that leaves what the oracle says, and then does `spoil` to it."""
+
+    def run(layer, fake, a, block):
+        t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if name in layer.checked else lab.widen(x) for name, x in vars(a).items()})
+        layer.oracle(t)
+        for name in layer.checked:
+            got = getattr(t, name).astype(np.float32)
+            getattr(a, name)[...] = bf16_bits(got) if getattr(a, name).dtype == np.uint16 else got
+        spoil(a, block)
+
+    return run
+
+
+def spoiled(spoil):
+    return lab.Version("spoiled", (32, 64), oracle_version(spoil), lambda layer, block: True)
+
+
+def nothing(a, block):
+    pass
+
+
+def one_element(a, block):
+    if block == 64:
+        a.mean[1, 2] += np.float32(0.125)
+
+
+def one_nan(a, block):
+    a.rstd[0, 3] = np.nan
+
+
+def half_a_percent(a, block):
+    a.out.view(np.uint16)[1, 2, 3:] += np.uint16(3)
+
+
+@pytest.mark.parametrize("spoil, wrong, words", (
+    (nothing, 0, ()), (one_nan, 2, ("rstd", "[0,3]", "nan")), (half_a_percent, 2, ("out", "[1,2,")),
+    (one_element, 1, ("layernorm_forward spoiled, block 64, B=2 T=5 C=240 bfloat16: mean", "[1,2]", "max diff 1.2", "FAIL"))))
+def test_a_wrong_element_is_named(fake_cupy, monkeypatch, capsys, spoil, wrong, words):
+    layer_class = LAYERS["layernorm_forward"]
+    monkeypatch.setattr(layer_class, "versions", {"spoiled": spoiled(spoil)})
+    fake = FakeLab(AWKWARD[1], Precision("bfloat16"))
+    layer = layer_class(AWKWARD[1], fake.precision, GPU, 2, 5)
+    assert lab.check_layer(layer, fake, None, False) == wrong
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == wrong and all(word in printed for word in words)
+
+
+@pytest.mark.parametrize("spoil", (nothing, one_nan))
+def test_at_the_timed_size_versions_agree_or_have_no_times(fake_cupy, monkeypatch, capsys, spoil):
+    layer_class = LAYERS["layernorm_forward"]
+    versions = spoiled(nothing)._replace(name="first"), spoiled(spoil)._replace(name="second", blocks=(64,))
+    monkeypatch.setattr(layer_class, "versions", {found.name: found for found in versions})
+    monkeypatch.setattr(lab, "FLUSH", 1000)
+    monkeypatch.setattr(lab, "milliseconds", lambda fake, flush, call: call() or 2.0)
+    fake = FakeLab(AWKWARD[1], Precision("float32"))
+    timing = lab.time_layer(layer_class(AWKWARD[1], fake.precision, GPU, 2, 5), fake, None, False)
+    printed = capsys.readouterr().out
+    if spoil is one_nan:
+        assert timing is None and "layernorm_forward second, block 64" in printed and "rstd" in printed and len(printed.splitlines()) == 1
+    else:
+        assert timing.versions == {"first": {32: 2.0, 64: 2.0}, "second": {64: 2.0}} and timing.library is None and not printed
+        assert timing.bytes == 2 * 4 * 2 * 5 * 240
+
+
+def test_a_file_is_compiled_once(fake_cupy, monkeypatch, tmp_path):
+    pytest.importorskip("cuda.core")
+    fake, compiled = FakeLab(AWKWARD[1], Precision("float32")), []
+    real = cuda.compile_kernels
+    monkeypatch.setattr(cuda, "compile_kernels", lambda *arguments: compiled.append(arguments[0]) or real(*arguments))
+    monkeypatch.setattr(cuda, "cp", SimpleNamespace(RawModule=lambda path: SimpleNamespace(get_function=lambda name: (path, name))))
+    for _ in range(2):
+        fake.cache, fake.functions, fake.loaded = cuda.Cache(str(tmp_path)), {}, set()
+        fake.load("residual")
+        fake.load("residual")
+    assert len(compiled) == 1 and "residual_forward_pack_a_thread" in fake.functions
+    path, name = fake.functions["residual_forward_thread_an_element"]
+    assert name == "residual_forward_thread_an_element" and os.path.getsize(path) > 1000
+
+
+def test_a_call_that_the_gpu_refuses_is_named(fake_cupy):
+    def run(layer, fake, a, block):
+        raise OSError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    fake = FakeLab(AWKWARD[1], Precision("float32"))
+    layer = LAYERS["gelu_forward"](AWKWARD[1], fake.precision, GPU, 1, 1)
+    with pytest.raises(UserError, match="gelu_forward broken, block 64, B=1 T=1 C=240 float32: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        lab.run_version(layer, fake, {}, lab.Version("broken", (64,), run, None), 64)
+
+
+def test_only_what_fits_runs():
+    narrow = SimpleNamespace(**{**vars(GPU), "shared": 48 << 10})
+    layer = LAYERS["layernorm_forward"](GPT2_124M, Precision("bfloat16"), narrow, 1, 1)
+    assert [block for _, block in layer.runs(["shared_memory"])] == [32, 64, 128, 256, 512]
+    assert [block for _, block in layer.runs(["live"])] == [256]
+    assert {found.name for found, _ in layer.runs()} == set(layer.versions)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tables, pictures, the command line
+
+
+def timing_of(name, flops=0, library=0.5):
+    layer = LAYERS[name](AWKWARD[1], Precision("float32"), GPU, 2, 5)
+    return lab.Timing(layer, 2 * 10**9, flops, library, {"thread_a_row": {32: 4.0, 64: 2.0}, "live": {256: 1.0}})
+
+
+PEAKS = (4e12, 8e14)  # bytes, operations a second
+
+
+def test_tables(capsys):
+    rows = bench.rows_of(timing_of("layernorm_forward"), PEAKS)
+    assert [(name, block, ms, text) for name, block, ms, text, _ in rows] == [
+        ("PyTorch", "", 0.5, "4000 GB/s"), ("thread_a_row", 64, 2.0, "1000 GB/s"), ("live", 256, 1.0, "2000 GB/s")]
+    assert np.allclose([share for *_, share in rows], (1.0, 0.25, 0.5))
+    ((name, _, _, text, share), _) = bench.rows_of(timing_of("layernorm_forward", flops=4 * 10**11, library=None), PEAKS)
+    assert (name, text) == ("thread_a_row", "200.0 TFLOP/s") and np.isclose(share, 0.25)
+    bench.print_timing(timing_of("layernorm_forward"), PEAKS)
+    printed = capsys.readouterr().out
+    assert "B=2 T=5 C=240 float32" in printed and "25.0%" in printed
+    lines = bench.markdown(timing_of("layernorm_forward"), PEAKS)
+    assert len({line.count("|") for line in lines}) == 1, "each row has as many cells as the head"
+    assert lines[3] == "| thread_a_row | 64 | 2.0000 | 1000 GB/s | 25.0% | 4.0000 | 2.0000 |  |"
+
+
+def test_results_and_pictures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", str(tmp_path / "RESULTS.md"))
+    timings = [timing_of("layernorm_forward"), timing_of("gelu_forward", library=None)]
+    bench.write_results("a machine", GPT2_124M, [("bfloat16", PEAKS, timings), ("float32", PEAKS, timings[:1])])
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.count("### layernorm_forward") == 2 and text.count("### gelu_forward") == 1 and "a machine" in text
+    assert "a copy 4000 GB/s, a large product 800 TFLOP/s" in text
+    bench.plot(timings, str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["RESULTS.md", "picture.png"]
+
+
+def test_names_that_are_not_there():
+    with pytest.raises(UserError, match="no layer layernorm, expected some of: .*layernorm_forward, layernorm_backward") as error:
+        bench.find_layers(["gelu_forward", "layernorm"])
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="softmax has no version live, expected some of: thread_a_row, .*online"):
+        bench.find_layers(["softmax"], ["online", "live"])
+    assert [layer.name for layer in bench.find_layers(["softmax", "classifier"])] == ["softmax", "classifier"]
+
+
+def test_models():
+    assert bench.find_config("124M", 512) == bench.find_config("124M", 1024) == bench.MODELS["124M"]
+    assert bench.find_config("1024/16", 2048) == Config(2048, 50257, 1, 16, 1024, 50304)
+    for text, words in (("125M", "expected one of 124M"), ("768/0", "multiple of NH"), ("100/3", "multiple of NH"), ("100/10", "expect")):
+        with pytest.raises(UserError, match=words):
+            bench.find_config(text, 1024)
+
+
+@pytest.mark.parametrize("arguments", ("--all softmax", "--all --check_only", "softmax --check_only --plot x.png", "--version live",
+                                       "softmax -b 0"))
+def test_options_that_have_no_effect_are_refused(arguments):
+    with pytest.raises(SystemExit) as error:
+        bench.parse_arguments(arguments.split())
+    assert error.value.code == 2
+
+
+def test_the_list(capsys):
+    bench.list_layers()
+    listed = capsys.readouterr().out
+    assert all(f"{name}: {bench.about(layer)}\n    {', '.join(layer.versions)}\n" in listed for name, layer in LAYERS.items())
+
+
+def test_without_a_gpu():
+    done = run_program("dev/kernels/bench.py", "layernorm_forward", check=False, CUDA_VISIBLE_DEVICES="")
+    assert_one_line_error(done, "GPU")

@@ -1,0 +1,78 @@
+"""doc/layernorm/layernorm.md: its Python blocks run and print what the page says, its CUDA blocks compile, its links lead somewhere."""
+
+import re
+import sys
+
+import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
+
+import pytest
+
+import train_gpt2_cuda as cuda
+from train_gpt2 import UserError
+
+from conftest import ROOT
+
+DIRECTORY = ROOT / "doc" / "layernorm"
+sys.path.insert(0, str(DIRECTORY))
+import run_page
+from run_page import Block, cuda_name, read_blocks, run_blocks
+
+PAGE = (DIRECTORY / "layernorm.md").read_text(encoding="utf-8")
+BLOCKS = read_blocks(PAGE)
+
+
+def test_python_blocks():
+    assert sum(block.kind == "python" and block.output is not None for block in BLOCKS) >= 10
+    run_blocks(BLOCKS, ["python"])
+
+
+def test_gpu_blocks():
+    try:
+        cuda.open_gpu()
+    except UserError as error:
+        pytest.skip(str(error))
+    figures = run_blocks(BLOCKS, ["python", "python gpu"])
+    assert re.search(r"^kernels/layernorm.cu +\d+\.\d +\d+ +\d+%$", figures, re.MULTILINE), figures
+
+
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90a"))
+def test_cuda_blocks_compile(tmp_path, arch):
+    pytest.importorskip("cuda.core")
+    files = {cuda_name(block): block.content for block in BLOCKS if block.kind == "cuda"}
+    assert sorted(files) == ["backward.cu", "thread_a_row.cu", "warp_a_row.cu"]
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        cubin = cuda.compile_kernels(str(tmp_path / name.removesuffix(".cu")), arch, {"MODEL_C": 768})
+        kernels = re.findall(r'extern "C" __global__ void (\w+)', content)
+        assert kernels and all(b".text." + kernel.encode() in cubin for kernel in kernels)
+
+
+def test_links():
+    """Files exist, and sections are headings of the page, named as GitHub does."""
+    links = re.findall(r"\]\(([^)]+)\)", PAGE)
+    headings = [re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in PAGE.split("\n") if line.startswith("## ")]
+    assert [link[1:] for link in links if link.startswith("#")] == headings
+    for link in links:
+        assert link.startswith("#") or (DIRECTORY / link).exists(), link
+
+
+def test_figures_can_be_put_into_the_page(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(PAGE)
+    run_page.put_between_markers("figures", "```\ncopy 1 2 3\n```", path)
+    changed = read_blocks(path.read_text())
+    assert Block("", changed[-1].line, "copy 1 2 3\n", None) == changed[-1]
+    assert [block for block in changed if block.kind] == [block for block in BLOCKS if block.kind]
+
+
+def test_what_the_page_must_not_say():
+    page = "```python\nprint(1 + 1)\n```\n```text\n{}\n```\n"
+    assert run_blocks(read_blocks(page.format(2)), ["python"]) == "2\n"
+    with pytest.raises(UserError, match=r"the block at line 2 prints '2\\n', expected '3\\n'"):
+        run_blocks(read_blocks(page.format(3)), ["python"])
+    with pytest.raises(ZeroDivisionError):
+        run_blocks(read_blocks("```python\n1 / 0\n```"), ["python"])
+    with pytest.raises(UserError, match="line 4: a text block, expected right after"):
+        read_blocks("```python\n```\n\n```text\n```")
+    with pytest.raises(UserError, match="line 1: the block has no end"):
+        read_blocks("```python\n1 / 0\n")
