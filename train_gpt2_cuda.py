@@ -719,8 +719,9 @@ class MatmulKernels:
         self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 again after each product
 
     def launch(self, kernel, name, M, N, K, *arguments, splits=1):
-        tiles = blocks(M, self.BM) * blocks(N, self.wide)
-        band = 32 if blocks(N, self.wide) > 64 else 8  # so many rows of tiles in turn: what they share is in the L2 cache
+        wide = 128 if kernel == "matmul_backward_inp_gelu" else self.wide
+        tiles = blocks(M, self.BM) * blocks(N, wide)
+        band = 32 if blocks(N, wide) > 64 else 8  # so many rows of tiles in turn: what they share is in the L2 cache
         grid = min(tiles * splits, self.device.sm_count) if self.hopper else tiles * splits
         self.device.launch(kernel, (grid,), (self.threads,), *arguments, M, N, K, band, *([splits] if "weight" in kernel else []),
                            shared=self.shared, flops=2 * M * N * K, label=name)

@@ -139,6 +139,14 @@ __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long
 
 // d += a @ b with both in shared memory; A_ACROSS: a has its rows contiguous (each row of the tile one k), too.
 template <int A_ACROSS, int B_ACROSS>
+__device__ inline void wgmma(float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64 "}, %64, %65, p, 1, 1, %67, %68; }\n"
+        : D64
+        : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+template <int A_ACROSS, int B_ACROSS>
 __device__ inline void wgmma(float (&d)[96], unsigned long long a, unsigned long long b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
@@ -180,8 +188,8 @@ __device__ inline void barrier_wait(Barrier* b, int parity) {
 }
 
 // A ring of STAGES places in shared memory that a thread fills and warps empty; used for tiles number 0, 1, 2 ... LANES of each warp
-// give a place back: one will do, but compute-sanitizer's racecheck takes what the other lanes read by ordinary loads for unordered,
-// so where that costs nothing all do.
+// give a place back: one will do, but compute-sanitizer's racecheck takes what the other lanes read by ordinary loads for unordered;
+// where all do, which in a loop's body costs (attention_backward_dkv, H200: 1 percent), it does not.
 template <int STAGES, int LANES = 1>
 struct Ring {
     Barrier full[STAGES], empty[STAGES];

@@ -25,6 +25,12 @@ static_assert(BM == LINES && BN == LINES && OPERAND >= BK * ACROSS, "both operan
 
 typedef TileD Sums[ROWS][COLUMNS];
 
+__device__ inline float& at(Sums& sums, int i) { return sums[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4]; }
+__device__ inline void clear(Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < ROWS * COLUMNS * 4; i++) at(sums, i) = 0.0f;
+}
+
 // Begin to copy step number `step` of an operand, lines first .. first + 127; zeros from `lines` and from K on.
 template <int IS_ACROSS>
 __device__ inline void copy_operand(element* to, const element* from, int first, int lines, int step, int K) {
@@ -144,15 +150,22 @@ __device__ __forceinline__ void multiply(Sums& sums, const Item& item, const ele
         copies_commit();
     };
     const int warp = threadIdx.x / 32, row = warp / 4 * WARP_M, column = warp % 4 * WARP_N;
-#pragma unroll
-    for (int i = 0; i < ROWS * COLUMNS * 4; i++) sums[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4] = 0.0f;
+    Sums part;
+    clear(sums);
+    clear(part);
     for (int step = item.begin; step < item.begin + STAGES - 1; step++) begin_copy(step);
     for (int step = item.begin; step < item.end; step++) {
         copies_wait<STAGES - 2>();
         __syncthreads();  // the step is here, and all are done with the step before, whose room the next copies take
         begin_copy(step + STAGES - 1);
         const element* here = stages + step % STAGES * 2 * OPERAND;
-        multiply_step<A_ACROSS, B_ACROSS>(sums, here, here + OPERAND, row, column);
+        multiply_step<A_ACROSS, B_ACROSS>(ON_TENSOR_CORES ? sums : part, here, here + OPERAND, row, column);
+        // One long sum of float32 numbers would be several times as far off as the library's; so parts of 64 are added up.
+        if (!ON_TENSOR_CORES && (step % 4 == 3 || step == item.end - 1)) {
+#pragma unroll
+            for (int i = 0; i < ROWS * COLUMNS * 4; i++) at(sums, i) += at(part, i);
+            clear(part);
+        }
     }
     __syncthreads();
 }

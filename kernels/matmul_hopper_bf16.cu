@@ -18,16 +18,16 @@
 
 static_assert(sizeof(element) == 2, "TF32 and float32 are in matmul.cu");
 
-constexpr int BM = 128, BN = 192, BK = 64, STAGES = 4;
+constexpr int BM = 128, BK = 64;  // BN, the columns of a tile, is 192 or 128
 constexpr int GROUPS = 2;  // that compute
 constexpr int THREADS = (1 + GROUPS) * GROUP;
 constexpr int LOADER_REGISTERS = 24, COMPUTE_REGISTERS = 240;
-constexpr int STAGE = (BM + BN) * BK;  // elements
+constexpr int STAGES_ROOM = 80 << 10;  // elements that the steps of both operands have room for
 constexpr int STRIP = BM * 64;         // elements of 64 columns of a tile of out
-constexpr int STRIPS = BN / 64;
 constexpr int OWN = 1;                 // the first of the hardware's barriers for one group alone
 
-typedef float Sums[2][96];  // a thread's share of a tile: of the rows from 0 and from 64 on
+template <int BN>
+using Sums = float[2][BN / 2];  // a thread's share of a tile: of the rows from 0 and from 64 on
 
 // Where a thread's sums belong: sums[k / 2][4 * j + k % 2 * 2] and the next are two columns, from 8 * j + 2 * t on, of row(k), k = 0 .. 3.
 struct Place {
@@ -42,9 +42,10 @@ struct Place {
 
 // For each of the block's tiles, in the group that computes it: prepare(item, strips), the product, finish(sums, item, strips). `strips` is
 // room for two strips that belongs to the group.
-template <int A_ACROSS, int B_ACROSS, class Prepare, class Finish>
+template <int BN, int A_ACROSS, int B_ACROSS, class Prepare, class Finish>
 __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z, Prepare prepare,
                                          Finish finish) {
+    constexpr int STAGE = (BM + BN) * BK, STAGES = STAGES_ROOM / STAGE;
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> ring;
     __shared__ Barrier turn;  // ends a phase with each item whose last product is begun
@@ -80,11 +81,11 @@ __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap
     } else {
         take_registers<COMPUTE_REGISTERS>();
         const int group = warpgroup() - 1;
-        element* const strips = stages + STAGES * STAGE + group * 2 * STRIP;
+        element* const strips = stages + STAGES_ROOM + group * 2 * STRIP;
         for (int w = blockIdx.x, i = 0, n = 0; pick<BM, BN, BK>(item, w, z); w += gridDim.x, i++) {
             const int steps = item.end - item.begin;
             if (i % GROUPS == group) {
-                Sums sums;  // the first product overwrites them
+                Sums<BN> sums;  // the first product overwrites them
                 prepare(item, strips);
                 // A barrier knows this phase from the one before, and from no other: do not wait for what comes long after.
                 if (i > 0) barrier_wait(&turn, (i & 1) ^ 1);
@@ -141,7 +142,8 @@ __device__ inline void write_strip(const TensorMap& map, const element* strip, c
 }
 
 // strip = (sums of its columns) * scale + bias, rounded.
-__device__ __forceinline__ void fill_strip(element* strip, const Sums& sums, int s, float scale, const element* bias, int column, int N) {
+template <int BN>
+__device__ __forceinline__ void fill_strip(element* strip, const Sums<BN>& sums, int s, float scale, const element* bias, int column, int N) {
     const Place at;
 #pragma unroll
     for (int unit = 0; unit < 8; unit++) {
@@ -194,13 +196,14 @@ __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
     }
 }
 
-__device__ __forceinline__ void write_tile(const TensorMap& map, const Sums& sums, const Item& item, element* strips, float scale,
+template <int BN>
+__device__ __forceinline__ void write_tile(const TensorMap& map, const Sums<BN>& sums, const Item& item, element* strips, float scale,
                                            const element* bias, int N) {
 #pragma unroll
-    for (int s = 0; s < STRIPS; s++) {
+    for (int s = 0; s < BN / 64; s++) {
         element* strip = strips + s % 2 * STRIP;
         s == 0 ? claim<0>() : claim<1>();
-        fill_strip(strip, sums, s, scale, bias, item.column, N);
+        fill_strip<BN>(strip, sums, s, scale, bias, item.column, N);
         write_strip(map, strip, item, s);
     }
 }
@@ -209,13 +212,14 @@ struct Nothing {
     __device__ void operator()(const Item&, element*) const {}
 };
 
-// Block (384); grid (any number of blocks). Shared memory: STAGES * STAGE + 4 * STRIP elements. Boxes of the maps: A 128 x 64
-// (rows x columns), across 64 x 64; B 192 x 64, across 64 x 64; out, and what is beside it, 128 x 64.
+// Block (384); grid (any number of blocks). Shared memory: STAGES_ROOM + 4 * STRIP elements. Boxes of the maps: A 128 x 64 (rows x
+// columns), across 64 x 64; B 192 x 64, across 64 x 64; out, and what is beside it, 128 x 64.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_forward(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                const element* bias, int M, int N, int K, int band) {
-    multiply<0, 0>(inp, weight, {M, N, K, band, 1}, Nothing(), [&](Sums& sums, const Item& item, element* strips) {
-        write_tile(out, sums, item, strips, 1.0f, bias, N);
+    constexpr int BN = 192;
+    multiply<BN, 0, 0>(inp, weight, {M, N, K, band, 1}, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
+        write_tile<BN>(out, sums, item, strips, 1.0f, bias, N);
     });
 }
 
@@ -223,11 +227,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu_out,
                     const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight, const element* bias, int M, int N,
                     int K, int band) {
-    multiply<0, 0>(inp, weight, {M, N, K, band, 1}, Nothing(), [&](Sums& sums, const Item& item, element* strips) {
+    constexpr int BN = 192;
+    multiply<BN, 0, 0>(inp, weight, {M, N, K, band, 1}, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
 #pragma unroll
-        for (int s = 0; s < STRIPS; s++) {
+        for (int s = 0; s < BN / 64; s++) {
             claim<1>();
-            fill_strip(strips, sums, s, 1.0f, bias, item.column, N);
+            fill_strip<BN>(strips, sums, s, 1.0f, bias, item.column, N);
             write_strip(out, strips, item, s);
             claim<1>();
             gelu_strip(strips + STRIP, strips);
@@ -239,8 +244,9 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_inp(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
                     const __grid_constant__ TensorMap weight, float scale, int M, int N, int K, int band) {
-    multiply<0, 1>(dout, weight, {M, N, K, band, 1}, Nothing(), [&](Sums& sums, const Item& item, element* strips) {
-        write_tile(dinp, sums, item, strips, scale, nullptr, N);
+    constexpr int BN = 192;
+    multiply<BN, 0, 1>(dout, weight, {M, N, K, band, 1}, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
+        write_tile<BN>(dinp, sums, item, strips, scale, nullptr, N);
     });
 }
 
@@ -269,6 +275,7 @@ __device__ inline void sum_columns(float* column, float (&v)[16]) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials, const __grid_constant__ TensorMap dout,
                          const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap inp, int M, int N, int K, int band) {
+    constexpr int BN = 128;  // so that the epilogue has registers to work on several numbers at once
     __shared__ float columns[GROUPS][4][64];  // sums of each warp's rows
     __shared__ Barrier here[GROUPS][2];       // inp's part of a strip is
     const int group = warpgroup() - 1;
@@ -288,11 +295,11 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
             load_strip(item, strips, 1, loaded + 1);
         }
     };
-    multiply<0, 1>(dout, weight, {M, N, K, band, 1}, prepare, [&](Sums& sums, const Item& item, element* strips) {
+    multiply<BN, 0, 1>(dout, weight, {M, N, K, band, 1}, prepare, [&](Sums<BN>& sums, const Item& item, element* strips) {
         const Place at;
         Reader reader;
 #pragma unroll
-        for (int s = 0; s < STRIPS; s++, loaded++) {
+        for (int s = 0; s < BN / 64; s++, loaded++) {
             element* strip = strips + loaded % 2 * STRIP;
             float total[16] = {};
             barrier_wait(&here[group][loaded % 2], loaded / 2 & 1);
@@ -315,7 +322,7 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
             if (s > 0) group_wait();  // the sums of the strip before are read
             sum_columns(of_warps[threadIdx.x % GROUP / 32], total);
             write_strip(dinp, strip, item, s);
-            if (s + 2 < STRIPS && first_of_group()) {
+            if (s + 2 < BN / 64 && first_of_group()) {
                 stores_wait<0>();
                 load_strip(item, strips, s + 2, loaded + 2);
             }
@@ -333,7 +340,8 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_weight(gradient* dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
                        const __grid_constant__ TensorMap inp, float scale, int accumulate, int M, int N, int K, int band, int splits) {
-    multiply<1, 1>(dout, inp, {M, N, K, band, splits}, Nothing(), [&](Sums& sums, const Item& item, element*) {
+    constexpr int BN = 192;
+    multiply<BN, 1, 1>(dout, inp, {M, N, K, band, splits}, Nothing(), [&](Sums<BN>& sums, const Item& item, element*) {
         const int thread = threadIdx.x % GROUP, own = OWN + warpgroup();
         float4* const before = parts + int64(item.tile) * (BM * BN / 4) + thread;
         const auto sum = [&](int j) {  // of sums[j / 24][j % 24 * 4 ...] and the parts before

@@ -85,6 +85,9 @@ def test_what_is_left_to_the_gpu():
         settings = cuda.settle(cuda.CudaSettings(), arch)
         assert (settings.dtype, settings.recompute) == (dtype, recompute)
     assert cuda.settle(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
+    for arch, dtype, matmul, wanted in (("sm_90a", "auto", "auto", "auto"), ("sm_90a", "float32", "auto", "cublaslt"),
+                                        ("sm_80", "auto", "auto", "cublaslt"), ("sm_80", "auto", "kernels", "kernels")):
+        assert cuda.settle(cuda.CudaSettings(dtype=dtype, matmul=matmul), arch).matmul == wanted
 
 
 def test_phases_of_the_memory_plan():
