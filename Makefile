@@ -8,7 +8,7 @@ endif
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 TRAINER := $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
-SANITIZE ?= (3-97 and (C64x or C240x)) or update
+SANITIZE ?= (3-97 and (C64x or C240x)) or update or (products and (97-240 or C240-1000) and bf16 and not grads and not cublaslt)
 
 help:
 	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"

@@ -344,24 +344,26 @@ def test_classifier(device, B, T):
 
 
 PRODUCTS = [(291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720), (2100, 96, 200)]  # N, C, OC
-WAYS = ("cublaslt", "kernels", "kernels, portable")
+WAYS = ("cublaslt", "kernels", "kernels, portable", "kernels, two blocks")
 
 
-def get_products(gpu, tmp_path_factory, precision, way, config=MODELS[0]):
-    """A Device's products, done one way; searching."""
-    precision, (matmul, *portable) = PRECISIONS[precision], way.split(", ")
-    if portable and not cuda.matmul_hopper(gpu.arch, precision):
+def get_products(gpu, tmp_path_factory, monkeypatch, precision, way, config=MODELS[0]):
+    """A Device's products, done one way; searching. "two blocks": which take all tiles, one after the other, where blocks stay."""
+    precision, (matmul, *kind) = PRECISIONS[precision], way.split(", ")
+    if kind and not cuda.matmul_hopper(gpu.arch, precision):
         pytest.skip("the kernels are the portable ones")
-    products = get_device(gpu, config, precision, tmp_path_factory, bool(portable), matmul).products
+    products = get_device(gpu, config, precision, tmp_path_factory, kind == ["portable"], matmul).products
     products.searching = True
+    if kind == ["two blocks"]:
+        monkeypatch.setattr(products.device, "sm_count", 2)
     return products
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("N, C, OC", PRODUCTS)
-def test_products(gpu, tmp_path_factory, N, C, OC, precision, way):
-    products = get_products(gpu, tmp_path_factory, precision, way)
+def test_products(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, way):
+    products = get_products(gpu, tmp_path_factory, monkeypatch, precision, way)
     e, g = PRECISIONS[precision].dtype, PRECISIONS[precision].grads
     inp, weight, bias, dout = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(((N, C), (OC, C), (OC,), (N, OC))))
     before = random(OC, C, seed=5, dtype=g)
@@ -381,7 +383,7 @@ def test_products(gpu, tmp_path_factory, N, C, OC, precision, way):
     transposed = unwritten(min(C, OC), N, dtype=e)
     dweight, chosen = unwritten(OC, C, dtype=g), products.ways[way.split(",")[0]]
     ways = chosen.backward_weight("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, 0.7)
-    assert len(ways) > 1 or way == "cublaslt" and e == "bfloat16" or N < 512 or OC > 4096
+    assert len(ways) > 1 or way == "cublaslt" and e == "bfloat16" or N < 512 or OC > 4096 or "two blocks" in way
     for call in ways.values():
         for accumulate in (0, 1):
             dweight[...] = on_gpu(before, dtype=g) if accumulate else unwritten(OC, C, dtype=g)
@@ -398,10 +400,10 @@ def test_products(gpu, tmp_path_factory, N, C, OC, precision, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ("tf32", "float32", "bf16"))
 @pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[3], 1000)), ids=("C768-291", "C64-1", "C240-1000"))
-def test_products_with_gelu(gpu, tmp_path_factory, config, N, precision, way):
+def test_products_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, precision, way):
     """fc and its GELU; the gradient of what goes into fcproj, through GELU. GELU is that of the rounded result, the same to the bit as by
     itself."""
-    products = get_products(gpu, tmp_path_factory, precision, way, config)
+    products = get_products(gpu, tmp_path_factory, monkeypatch, precision, way, config)
     C, e, device = config.C, PRECISIONS[precision].dtype, products.device
     tolerance = TF32 if precision == "tf32" else SUMS
     inp, fcw, fcb, dout, fcprojw, pre = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(
