@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const element* a, cons
     }
 #else
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
+#pragma unroll 4
     for (int k = 0; k < BK; k++) {
         float x[2 * ROWS], y[2 * COLUMNS];
 #pragma unroll

@@ -45,6 +45,8 @@ def test_kernels_compile_with_no_gpu(arch, precision):
         for name, file in cuda.kernel_files(arch, config, precision).items():
             if (file, config) in seen or precision.float32_grads and name not in ("encoder", "matmul", "column_sums", "update"):
                 continue
+            if name == "matmul" and config != MODELS[0]:  # which knows nothing of the model
+                continue
             seen.add((file, config))
             cubin = cuda.compile_kernels(file, arch, cuda.kernel_constants(config, precision))
             assert cubin[:4] == b"\x7fELF"
