@@ -6,7 +6,8 @@ Attention by itself: our kernels beside PyTorch's FlashAttention-2 and cuDNN, fo
 
 Causal, ms as medians over CUDA events with the L2 cache flushed before each call, and TFLOP/s that count the products of the
 unmasked half once each: two forward, five backward, whatever an implementation computes twice. "ours, sm_80" are the portable
-kernels. Small shapes measure the calls from Python, which the trainer's graph does not pay: two launches for our backward pass, 80 us.
+kernels. Flushing writes 1 GiB, which takes the GPU longer than Python takes to launch what is timed, so that small shapes do not
+measure Python, which the trainer's graph does not pay either.
 Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets q, k, v as (B,NH,T,HS) views of that tensor. Each
 result is compared with PyTorch's plain float32 attention first; a wrong one is a non-zero exit.
 """
@@ -124,7 +125,7 @@ def main():
     gpus = {"ours": cuda.open_gpu(), "ours, sm_80": cuda.open_gpu("sm_80")}
     devices = {name: cuda.Device(gpu, config, cuda.Precision("bfloat16"), cuda.Cache()) for name, gpu in gpus.items()}
     backends = {"PyTorch flash": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
-    flush, okay = torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), True
+    flush, okay = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), True
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, bfloat16,"
           f" {args.heads} heads of {args.C // args.heads}")
     print(f"{'':<16} {'B':>3} {'T':>5} {'forward ms':>11} {'TFLOP/s':>8} {'backward ms':>12} {'TFLOP/s':>8}")

@@ -89,8 +89,8 @@ matmul_forward_coalesced(element* out, const element* inp, const element* weight
 // ---------------------------------------------------------------------------------------------------------------------
 // shared_tiles. A block makes a tile of out, a thread an element of it, from tiles of A and B that all its threads share: a number that is
 // read from memory serves `tile` products. Whichever way an operand lies, neighbouring threads read neighbouring addresses, and the tile is
-// turned while it is written to shared memory. What is left: both numbers of each product come from shared memory, and a warp gets no more
-// than 32 of these a cycle, for 16 products where 128 could be done.
+// turned while it is written to shared memory. What is left: both numbers of each product come from shared memory, which serves one warp a
+// cycle with one of the two, so that a multiprocessor does 16 products a cycle where it could do 128.
 // Block (tile, tile), grid (N / tile, M / tile). Shared memory: 2 * tile * (tile + 1) floats.
 
 // Lines first .. and k0 .. of an operand, a number for each thread; zeros beyond its end. Rows of tile + 1 floats: those that a warp reads
@@ -212,7 +212,7 @@ matmul_backward_weight_register_tiles(gradient* dweight, const element* dout, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // mma_sync: kernels/matmul.cu, the live kernels of all GPUs but Hopper's in bfloat16, under names of their own, because Hopper's are loaded
-// beside them. An instruction of a tensor core does 4096 products of bfloat16 numbers, or 1024 of TF32, and the steps ahead are on their way
+// beside them. An instruction of a tensor core does 2048 products of bfloat16 numbers, or 1024 of TF32, and the steps ahead are on their way
 // to shared memory (cp.async) while this one is multiplied.
 
 #define matmul_forward matmul_forward_mma
