@@ -1,5 +1,5 @@
 """
-GPT-2 training on a GPU: the loop of train_gpt2.py, with our CUDA kernels for the layers and cuBLASLt for matrix products.
+GPT-2 training on a GPU: the loop of train_gpt2.py, with our CUDA kernels for the layers, and for matrix products those or cuBLASLt.
 
 What it is: the same chapters in the same order, over the same tensor tables, files, data loader and checkpoints, which it
 imports. CuPy holds the memory and launches; kernels/*.cu do the work, one file a layer, compiled at the first start for the
