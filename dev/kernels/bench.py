@@ -23,6 +23,7 @@ import sys
 import lab  # first: it finds the project's modules
 import layers  # noqa: F401  (its classes are the layers)
 import attention_layers  # noqa: F401
+import matmul_layers  # noqa: F401
 
 import matplotlib
 
