@@ -212,8 +212,8 @@ matmul_backward_weight_register_tiles(gradient* dweight, const element* dout, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // mma_sync: kernels/matmul.cu, the live kernels of all GPUs but Hopper's in bfloat16, under names of their own, because Hopper's are loaded
-// beside them. An instruction of a tensor core does 2048 products of bfloat16 numbers, or 1024 of TF32, and the steps ahead are on their way
-// to shared memory (cp.async) while this one is multiplied.
+// beside them. One instruction of a tensor core does 2048 products of bfloat16 numbers, or 1024 of TF32, and the steps ahead are on their
+// way to shared memory (cp.async) while this one is multiplied.
 
 #define matmul_forward matmul_forward_mma
 #define matmul_backward_inp matmul_backward_inp_mma

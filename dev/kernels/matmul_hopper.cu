@@ -115,7 +115,8 @@ __device__ inline void barrier_arrive_in(Barrier* b, int rank) {
 // groups that empty a place. A block takes tiles until there are none left. With BLOCKS = 2, two blocks side by side are a cluster: they
 // need the same rows of inp, and each brings half of these to both.
 template <int BLOCKS>
-__device__ __forceinline__ void many_tiles(element* out, const TensorMap& inp, const TensorMap& weight, const element* bias, const Sizes& z) {
+__device__ __forceinline__ void many_tiles(element* out, const TensorMap& inp, const TensorMap& weight, const element* bias,
+                                           const Sizes& z) {
     constexpr int GROUPS = 2, BM = GROUPS * ROWS, BN = 192, STAGE = (BM + BN) * BK, STAGES = 4;
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> ring;
@@ -183,9 +184,9 @@ matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap
 #define ON_HOPPER(call)  // all builds have these kernels, and only that for Hopper in bfloat16 has any use for them
 #endif
 
-// wgmma_tma. The simplest kernel with both: a block is one group, with a tile of 128 x 128. No thread computes an address but the one that
-// tells TMA which box to bring, and no warp reads fragments. While a block waits for its product to be done, and then for the next step, the
-// second one that a multiprocessor has room for multiplies.
+// wgmma_tma. The simplest kernel with both: a block is one group, with a tile of 128 x 128. No thread computes addresses but the one that
+// tells TMA which box to bring, and no warp reads fragments. While a block waits, for its product to be done and then for the next step,
+// the second one that a multiprocessor has room for multiplies.
 // Block (128), grid (N / 128, M / 128). Shared memory: 3 * (128 + 128) * 64 elements. Boxes of the maps: 128 x 64 (rows x columns).
 extern "C" __global__ void __launch_bounds__(128, 2)
 matmul_forward_wgmma_tma(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight, const element* bias,
@@ -193,9 +194,9 @@ matmul_forward_wgmma_tma(element* out, const __grid_constant__ TensorMap inp, co
     ON_HOPPER((one_tile<1, 128, 3>(out, inp, weight, bias, M, N, K)));
 }
 
-// larger_tiles. Two groups with 128 x 192 each, below one another, share the columns: 256 x 192 products for each 256 + 192 numbers that are
-// loaded, 1.7 times as many as with 128 x 128, and 1.1 times as many for what the tensor cores read from shared memory. The price is that
-// there is no room for a second block: while these groups wait, nobody multiplies.
+// larger_tiles. Two groups with 128 x 192 each, one below the other, share the columns: 256 x 192 products for each 256 + 192 numbers that
+// are loaded, 1.7 times as many as with 128 x 128, and 1.1 times as many for each that the tensor cores read from shared memory. The price
+// is that there is no room for a second block: while these groups wait, nobody multiplies.
 // Block (256), grid (N / 192, M / 256). Shared memory: 4 * (256 + 192) * 64 elements. Boxes: inp 128 x 64, weight 192 x 64; here and below.
 extern "C" __global__ void __launch_bounds__(256, 1)
 matmul_forward_larger_tiles(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
@@ -203,9 +204,9 @@ matmul_forward_larger_tiles(element* out, const __grid_constant__ TensorMap inp,
     ON_HOPPER((one_tile<2, 192, 4>(out, inp, weight, bias, M, N, K)));
 }
 
-// producer_consumer. Nobody waits for all others any more: a warpgroup that does nothing else keeps TMA busy, and hands its registers to the
-// two that compute, which begin a step's product before the one before it is done. A place in shared memory has two barriers, one for "it is
-// full" and one for "it is empty".
+// producer_consumer. Nobody waits for all others any more: a warpgroup that does nothing else keeps TMA busy, and hands its registers to
+// the two that compute; these begin a step's product before the one before it is done. A place in shared memory has two barriers, one for
+// "it is full" and one for "it is empty".
 // Block (384), grid (tiles), band 1: the tiles of a row, then the next row.
 //
 // persistent. The same kernel, launched with as many blocks as there are multiprocessors: each takes tile after tile, so that the loads for
@@ -226,3 +227,8 @@ matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap
                                  const element* bias, int M, int N, int K, int band) {
     ON_HOPPER((many_tiles<2>(out, inp, weight, bias, {M, N, K, band, 1})));
 }
+
+// live: kernels/matmul_hopper_bf16.cu. In all of the above, the tensor cores stand still while a tile is written, and each thread writes
+// 4 bytes here and there. The live kernel gives each of the two groups tiles of its own, in turns: one multiplies while the other one puts
+// its tile together in shared memory, for TMA to write. Its dweight can split the inner dimension among blocks (live_in_4_parts,
+// live_in_11_parts): fc's has 96 tiles, which do not even give each multiprocessor of an H200 one.
