@@ -13,7 +13,7 @@ SANITIZE ?= (3-97 and (C64x or C240x)) or update or (products and (97-240 or C24
 help:
 	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"
 	@echo "make test        parity with PyTorch on small models, formats, errors: under two minutes"
-	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64: some minutes, 12 GB of memory"
+	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, and all kernels compiled: some minutes, 12 GB of memory"
 	@echo "make bench       step time and memory against PyTorch on this machine (with a GPU: ten minutes, and into README.md)"
 	@echo "make sanitize    the GPU kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
 	@echo "make clean       remove what make train made (.venv stays)"
