@@ -42,8 +42,11 @@ struct Place {
     }
 };
 
+__device__ inline bool first_of_group() { return threadIdx.x % GROUP == 0; }
+__device__ inline void group_wait() { barrier_wait(OWN + warpgroup(), GROUP); }
+
 // For each of the block's tiles, in the group that computes it: prepare(item, strips), the product, finish(sums, item, strips). `strips` is
-// room for two strips that belongs to the group.
+// room for two strips that belongs to the group. finish() must bring the group's warps together: see `turn`.
 template <int BN, int A_ACROSS, int B_ACROSS, class Prepare, class Finish>
 __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z, Prepare prepare,
                                          Finish finish) {
@@ -120,11 +123,9 @@ __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap
             }
             n += steps;
         }
+        if (first_of_group()) stores_wait<0>();  // shared memory stays until TMA has read it
     }
 }
-
-__device__ inline bool first_of_group() { return threadIdx.x % GROUP == 0; }
-__device__ inline void group_wait() { barrier_wait(OWN + warpgroup(), GROUP); }
 
 // Before a strip is filled: all but the newest PENDING that were written are read, so that there is room.
 template <int PENDING>
@@ -342,10 +343,8 @@ matmul_backward_weight(gradient* dweight, float4* parts, int* done, const __grid
             const float4 y = __ldcg(before + j * GROUP);
             return float4{y.x + x[0], y.y + x[1], y.z + x[2], y.w + x[3]};
         };
-        if (item.split > 0) {
-            if (thread == 0) wait_for(done + item.tile, item.split);
-            barrier_wait(own, GROUP);
-        }
+        if (item.split > 0 && thread == 0) wait_for(done + item.tile, item.split);
+        barrier_wait(own, GROUP);  // always: a warp may come to the next `turn` only when all have given theirs
         if (item.split < splits - 1) {
 #pragma unroll
             for (int j = 0; j < 48; j++) __stcg(before + j * GROUP, sum(j));
