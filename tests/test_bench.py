@@ -62,6 +62,6 @@ def test_the_walkthrough_names_every_kernel_of_a_step():
 
 
 def test_what_needs_a_gpu_says_so():
-    for program in ("dev/bench_attention.py", "dev/compare_losses.py"):
+    for program in ("dev/bench_attention.py", "dev/compare_losses.py", "dev/kernels/overlap.py"):
         done = run_program(program, check=False, CUDA_VISIBLE_DEVICES="")
         assert_one_line_error(done, "GPU")
