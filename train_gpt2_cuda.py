@@ -184,10 +184,8 @@ def settle(settings, arch):
     if settings.dtype == "float32":
         for name, default in (("master_weights", 1), ("stochastic_rounding", 0), ("float32_grads", 0)):
             if getattr(settings, name) != default:
-                raise UserError(f"{flag_of(settings, name)} {getattr(settings, name)}: this run is in float32, and the flag is for bfloat16:"
-                                " pass --dtype bfloat16")
-    if settings.matmul == "auto" and not matmul_hopper(arch, settings.precision):
-        settings.matmul = "cublaslt"
+                raise UserError(f"{flag_of(settings, name)} {getattr(settings, name)}: this run is in float32, and the flag is for"
+                                " bfloat16: pass --dtype bfloat16")
     if settings.recompute == -1:
         settings.recompute = 0 if settings.dtype == "bfloat16" else 1
     return settings
@@ -473,6 +471,11 @@ def matmul_hopper(arch, precision):
     return arch == "sm_90a" and precision.bf16
 
 
+def settle_matmul(matmul, arch, precision):
+    """What "auto" stands for: only Hopper's products are worth timing beside cuBLASLt's."""
+    return "cublaslt" if matmul == "auto" and not matmul_hopper(arch, precision) else matmul
+
+
 def kernel_files(arch, config, precision, matmul="kernels"):
     """{name: .cu file} of a run, in the order of KERNELS."""
     files = {name: name for name in KERNELS}
@@ -512,8 +515,7 @@ class Device:
         if needed > gpu.shared:
             raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block, {gpu.name} has"
                             f" {gpu.shared}: train this model with: python train_gpt2.py")
-        if matmul == "auto" and not matmul_hopper(gpu.arch, precision):
-            matmul = "cublaslt"
+        matmul = settle_matmul(matmul, gpu.arch, precision)
         paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision, matmul)
         self.functions, self.files = {}, len(paths)
         for name, path in paths.items():

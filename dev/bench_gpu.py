@@ -173,7 +173,8 @@ def describe(gpu, device):
     import train_gpt2_cuda as cuda
 
     driver = cuda.cp.cuda.runtime.driverGetVersion()
-    return f"{gpu.name}, CUDA {driver // 1000}.{driver % 1000 // 10}, CuPy {cuda.cp.__version__}, cuBLASLt {device.products.cublaslt.version}"
+    cuda_version, cublaslt = f"{driver // 1000}.{driver % 1000 // 10}", device.products.cublaslt.version
+    return f"{gpu.name}, CUDA {cuda_version}, CuPy {cuda.cp.__version__}, cuBLASLt {cublaslt}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def sections():
         "epoch": ("epoch_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"]),
         "losses": ("losses_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"]),
         "losses500": ("losses500_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin", "-b", "32", "-t", "256", "-x", "500"]),
-        "profile": ("profile_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin", "-b", "64", "--profile", "10", "--matmul", "cublaslt"]),
+        "profile": ("profile_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin", "-b", "64", "--profile", "10",
+                                    "--matmul", "cublaslt"]),
         "attention": ("attention_gpu", [python, "dev/bench_attention.py"]),
     }
 

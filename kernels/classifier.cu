@@ -15,7 +15,7 @@
 // 3120; parts, with a warp of its own to see to them, 3520; parts, thread 0 sees to them, 3770 by
 // itself, and 3130 in a step, at the GPU's power limit.
 
-#include "common.cuh"
+#include "softmax.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && MODEL_VP * (BFLOAT16 ? 2 : 4) <= 110 << 10  // sm_90a; row_on_chip in train_gpt2_cuda.py
 #define ON_CHIP 1
@@ -27,26 +27,6 @@
 constexpr int THREADS = ON_CHIP ? 512 : 1024;
 constexpr int BATCH = ON_CHIP ? 2 : 4;  // loads of a thread underway at once
 constexpr int STEP = BATCH * THREADS * PACK, STEPS = (Vp + STEP - 1) / STEP;
-
-// The largest value so far, and the sum of exp(value - largest).
-struct Softmax {
-    float largest, sum;
-};
-
-__device__ inline Softmax merge(Softmax a, Softmax b) {
-    const float largest = fmaxf(a.largest, b.largest);
-    if (largest == -INFINITE) return {largest, 0.0f};  // nothing yet: -inf - -inf would be NaN
-    return {largest, a.sum * expf(a.largest - largest) + b.sum * expf(b.largest - largest)};
-}
-
-__device__ inline Softmax warp_merge(Softmax s) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        const Softmax other = {__shfl_xor_sync(0xffffffff, s.largest, distance), __shfl_xor_sync(0xffffffff, s.sum, distance)};
-        s = merge(s, other);
-    }
-    return s;
-}
 
 __device__ inline Softmax block_merge(Softmax s) {
     __shared__ Softmax parts[THREADS / 32];

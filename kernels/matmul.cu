@@ -136,9 +136,10 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const element* a, cons
 #endif
 }
 
-// sums = the item's product.
+// item = this block's, sums = its product.
 template <int A_ACROSS, int B_ACROSS>
-__device__ __forceinline__ void multiply(Sums& sums, const Item& item, const element* a, const element* b, const Sizes& z) {
+__device__ __forceinline__ void multiply(Sums& sums, Item& item, const element* a, const element* b, const Sizes& z) {
+    pick<BM, BN, BK>(item, blockIdx.x, z);
     extern __shared__ float4 shared[];
     element* const stages = reinterpret_cast<element*>(shared);
     const auto begin_copy = [&](int step) {
@@ -195,7 +196,6 @@ matmul_forward(element* out, const element* inp, const element* weight, const el
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
-    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<0, 0>(sums, item, inp, weight, z);
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
         const float2 b = bias ? get_pair(bias + column) : float2{0.0f, 0.0f};
@@ -209,7 +209,6 @@ matmul_forward_gelu(element* out, element* gelu_out, const element* inp, const e
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
-    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<0, 0>(sums, item, inp, weight, z);
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
         const float2 b = bias ? get_pair(bias + column) : float2{0.0f, 0.0f};
@@ -228,7 +227,6 @@ matmul_backward_inp(element* dinp, const element* dout, const element* weight, f
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
-    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<0, 1>(sums, item, dout, weight, z);
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
         put_pair(dinp + int64(row) * N + column, x[0] * scale, x[1] * scale, 0);
@@ -242,7 +240,6 @@ matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, co
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
-    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<0, 1>(sums, item, dout, weight, z);
     float total[COLUMNS * 2] = {};
     for_each_pair(sums, item, z, [&](int row, int column, float* x) {
@@ -275,7 +272,6 @@ matmul_backward_weight(gradient* dweight, float4* parts, int* done, const elemen
     const Sizes z = {M, N, K, band, splits};
     Sums sums;
     Item item;
-    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<1, 1>(sums, item, dout, inp, z);
     if (splits > 1) {
         float4* const before = parts + int64(item.tile) * (BM * BN / 4) + threadIdx.x;

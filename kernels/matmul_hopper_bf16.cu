@@ -21,7 +21,7 @@
 static_assert(sizeof(element) == 2, "TF32 and float32 are in matmul.cu");
 
 constexpr int BM = 128, BK = 64;  // BN, the columns of a tile, is 192 or 128
-constexpr int GROUPS = 2;  // that compute
+constexpr int GROUPS = 2;         // that compute
 constexpr int THREADS = (1 + GROUPS) * GROUP;
 constexpr int LOADER_REGISTERS = 24, COMPUTE_REGISTERS = 240;
 constexpr int STAGES_ROOM = 80 << 10;  // elements that the steps of both operands have room for
@@ -146,7 +146,8 @@ __device__ inline void write_strip(const TensorMap& map, const element* strip, c
 
 // strip = (sums of its columns) * scale + bias, rounded.
 template <int BN>
-__device__ __forceinline__ void fill_strip(element* strip, const Sums<BN>& sums, int s, float scale, const element* bias, int column, int N) {
+__device__ __forceinline__ void fill_strip(element* strip, const Sums<BN>& sums, int s, float scale, const element* bias, int column,
+                                           int N) {
     const Place at;
 #pragma unroll
     for (int unit = 0; unit < 8; unit++) {

@@ -55,7 +55,8 @@ def test_kernels_compile_with_no_gpu(arch, precision):
             assert cubin[:4] == b"\x7fELF"
             for kernel in cuda.KERNELS[name]:
                 assert b".text." + kernel.encode() in cubin
-    assert ("attention_hopper" in {file[:16] for file, _ in seen}) == (arch == "sm_90a" and precision in (PRECISIONS["tf32"], PRECISIONS["bf16"]))
+    on_hopper = arch == "sm_90a" and precision in (PRECISIONS["tf32"], PRECISIONS["bf16"])
+    assert ("attention_hopper" in {file[:16] for file, _ in seen}) == on_hopper
 
 
 @pytest.mark.parametrize("C", (2560, 4096, 5120, 8192))
@@ -251,7 +252,8 @@ def test_layernorm_backward(device, B, T):
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
     before = random(3, C, seed=5, dtype=g)
     for accumulate in (0, 1):
-        got, partials = on_gpu(dinp, dtype=e), unwritten(cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).layernorm, 3 * C)
+        rows = cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).layernorm
+        got, partials = on_gpu(dinp, dtype=e), unwritten(rows, 3 * C)
         sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
         cuda.layernorm_backward(device, got, partials, *on_gpu(dout, inp, weight, dtype=e), *on_gpu(mean, rstd), B, T, C)
         cuda.column_sums(device, cuda.sum_jobs([(partials, tuple(sums))]), accumulate)
@@ -456,10 +458,10 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
         if step == 4:
             loss.fill(np.nan)  # the weights must stay as they are
         device.launch("global_norm", (partials.size,), (256,), partials, on_gpu(grads, dtype=g), np.int64(count))
-        device.launch("prepare_update", (1,), (256,), control, cuda.pointer(reports), loss, partials, rate, np.float64(beta1), np.float64(beta2),
-                      np.float64(eps), grad_clip, partials.size)
-        device.launch("adamw_update", (-(-count // (device.precision.pack * 256)),), (256,), params, on[0] if has_master else None, on[1], on[2],
-                      on_gpu(grads, dtype=g), control, stops, decays, beta2, 1 - beta1, 1 - beta2, 0, np.int64(count))
+        device.launch("prepare_update", (1,), (256,), control, cuda.pointer(reports), loss, partials, rate, np.float64(beta1),
+                      np.float64(beta2), np.float64(eps), grad_clip, partials.size)
+        device.launch("adamw_update", (-(-count // (device.precision.pack * 256)),), (256,), params, on[0] if has_master else None,
+                      on[1], on[2], on_gpu(grads, dtype=g), control, stops, decays, beta2, 1 - beta1, 1 - beta2, 0, np.int64(count))
         device.stream.synchronize()
         reported = reports[(step - 1) % 2]
         assert abs(reported[1] - norm) <= 1e-5 * norm
@@ -468,8 +470,8 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
             break
         assert abs(reported[0] - losses.mean()) <= 1e-6 * losses.mean()
         for part, d in ((slice(0, split), decay), (slice(split, count), 0.0)):
-            train_gpt2.adamw_update(*(array[part] for array in expected), *wide(grads[part]), learning_rate, beta1, beta2, eps, d, scale, step,
-                                    part.stop - part.start)
+            train_gpt2.adamw_update(*(array[part] for array in expected), *wide(grads[part]), learning_rate, beta1, beta2, eps, d, scale,
+                                    step, part.stop - part.start)
     assert control.get()[:2].tolist() == [3, 4], "updates done, steps begun"
     assert_close(SUMS, m=(on[1], expected[1]), v=(on[2], expected[2]))
     assert_close(SUMS if e == "float32" or has_master else BF16_TWICE, params=(params, expected[0]))  # else rounded three times
@@ -490,8 +492,8 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
     def rounded(seed, step):
         params, master, m, v = unwritten(count, dtype="bfloat16"), on_gpu(numbers), cp.zeros(count, np.float32), cp.ones(count, np.float32)
         control[0] = step
-        device.launch("adamw_update", (count // 2048 + 1,), (256,), params, master, m, v, zeros, control, stops, decays, 0.5, 0.5, 0.5, seed,
-                      np.int64(count))
+        device.launch("adamw_update", (count // 2048 + 1,), (256,), params, master, m, v, zeros, control, stops, decays, 0.5, 0.5, 0.5,
+                      seed, np.int64(count))
         assert np.array_equal(master.get(), numbers)
         return cuda.to_float32(params)
 
@@ -511,7 +513,8 @@ def test_indices_beyond_32_bits(gpu, tmp_path_factory):
     config, N = device.config, 2**32 // 50304 + 2
     if cp.cuda.runtime.memGetInfo()[0] < 4 * N * config.Vp + (4 << 30):
         pytest.skip("needs 20 GiB of free GPU memory")
-    inp, weight, targets = random(N, config.C, seed=1), random(config.Vp, config.C, seed=2, spread=0.05), np.arange(N, dtype=np.int32) % config.V
+    inp, weight = random(N, config.C, seed=1), random(config.Vp, config.C, seed=2, spread=0.05)
+    targets = np.arange(N, dtype=np.int32) % config.V
     inp_gpu, weight_gpu, targets_gpu = on_gpu(inp, weight, targets)
     dinp, dweight, losses = unwritten(N, config.C), unwritten(config.Vp, config.C), unwritten(1, N)
     logits = cp.empty((N, config.Vp), np.float32)
@@ -525,5 +528,6 @@ def test_indices_beyond_32_bits(gpu, tmp_path_factory):
     train_gpt2.softmax_forward(probs, x @ w.T, 1, 4, config.V)
     train_gpt2.crossentropy_forward(expected, probs, targets[None, rows], 1, 4, config.V)
     train_gpt2.crossentropy_softmax_backward(dlogits, np.ones((1, 4)), probs, targets[None, rows], 1, 4, config.V)
-    assert_close(TF32, losses=(losses[:, rows], expected), dlogits=(logits[rows, : config.V][None], dlogits), dinp=(dinp[rows], dlogits[0] @ w))
+    assert_close(TF32, losses=(losses[:, rows], expected), dlogits=(logits[rows, : config.V][None], dlogits),
+                 dinp=(dinp[rows], dlogits[0] @ w))
     assert bool(cp.isfinite(dweight).all())

@@ -85,9 +85,9 @@ def test_what_is_left_to_the_gpu():
         settings = cuda.settle(cuda.CudaSettings(), arch)
         assert (settings.dtype, settings.recompute) == (dtype, recompute)
     assert cuda.settle(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
-    for arch, dtype, matmul, wanted in (("sm_90a", "auto", "auto", "auto"), ("sm_90a", "float32", "auto", "cublaslt"),
-                                        ("sm_80", "auto", "auto", "cublaslt"), ("sm_80", "auto", "kernels", "kernels")):
-        assert cuda.settle(cuda.CudaSettings(dtype=dtype, matmul=matmul), arch).matmul == wanted
+    for arch, dtype, matmul, wanted in (("sm_90a", "bfloat16", "auto", "auto"), ("sm_90a", "float32", "auto", "cublaslt"),
+                                        ("sm_80", "bfloat16", "auto", "cublaslt"), ("sm_80", "bfloat16", "kernels", "kernels")):
+        assert cuda.settle_matmul(matmul, arch, cuda.Precision(dtype)) == wanted
 
 
 def test_phases_of_the_memory_plan():
@@ -97,7 +97,8 @@ def test_phases_of_the_memory_plan():
     plan = {what: size for size, what in cuda.memory_plan(config, settings, 132)}
     assert plan["parameters"] == 4 * 124475904 and plan["AdamW's moments"] == 8 * 124475904
     assert plan["logits, and in other phases scratch"] == 4 * 4096 * 50304
-    less = [sum(size for size, _ in cuda.memory_plan(config, cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r), 132)) for r in (0, 1, 2)]
+    recomputing = [cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r) for r in (0, 1, 2)]
+    less = [sum(size for size, _ in cuda.memory_plan(config, settings, 132)) for settings in recomputing]
     assert less[0] - less[1] == 12 * 4096 * 4 * 768 * 4 and less[1] - less[2] == 2 * 12 * 4096 * 768 * 4
     for master, float32_grads in ((1, 0), (0, 1)):
         settings = cuda.CudaSettings(B=4, T=1024, dtype="bfloat16", recompute=0, master_weights=master, float32_grads=float32_grads)
@@ -161,7 +162,8 @@ def dtype_flags(request, gpu):
 def test_bfloat16_trains_like_float32(gpu_workplace, dtype_flags):
     """Losses over 60 steps at a high learning rate stay near those of float32; every variant is its own run."""
     flags = ("-x", 60, "-v", 0, "-s", 0, "-l", 0.003)
-    losses = [np.array([float(x) for x in re.findall(r"train loss (\d+\.\d+)", train(*flags, *more).stdout)]) for more in (FLOAT32, dtype_flags)]
+    outputs = [train(*flags, *more).stdout for more in (FLOAT32, dtype_flags)]
+    losses = [np.array([float(x) for x in re.findall(r"train loss (\d+\.\d+)", output)]) for output in outputs]
     assert len(losses[0]) == 60 and np.abs(losses[0] - losses[1]).max() < 0.03
 
 
@@ -193,8 +195,8 @@ def test_check_names_a_wrong_kernel(gpu_workplace, tmp_path):
     source = (project / "kernels" / "gelu.cu").read_text()
     assert source.count("d.x[k] *= gelu_slope(x.x[k], g);") == 1
     (project / "kernels" / "gelu.cu").write_text(source.replace("d.x[k] *= gelu_slope(", "d.x[k] *= 1.01f; d.x[k] *= gelu_slope("))
-    done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", *map(str, FAST), "--check", *map(str, FLOAT32)], cwd=gpu_workplace,
-                          capture_output=True, text=True)
+    done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", *map(str, FAST), "--check", *map(str, FLOAT32)],
+                          cwd=gpu_workplace, capture_output=True, text=True)
     red = {line.split()[0] for line in done.stdout.splitlines() if line.endswith("FAIL")}
     assert done.returncode == 1 and done.stdout.endswith("overall okay: 0\n")
     assert {"dfcw", "dfcb"} <= red and not red & {"logits", "losses", "dlogits", "dlnfw", "dlnfb", "fch_gelu"}
@@ -301,9 +303,11 @@ def test_a_checkpoint_records_the_algorithms(gpu_workplace):
 
 
 def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
-    command = [sys.executable, str(ROOT / "train_gpt2_cuda.py"), *map(str, FAST), "-x", "100000", "-v", "0", "-s", "0", "-o", "run", "-n", "20"]
+    flags = (*FAST, "-x", 100000, "-v", 0, "-s", 0, "-o", "run", "-n", 20)
+    command = [sys.executable, str(ROOT / "train_gpt2_cuda.py"), *map(str, flags)]
     for number in (signal.SIGINT, signal.SIGTERM):
-        run = subprocess.Popen([*command, *(["-y", "1"] if number == signal.SIGTERM else [])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        run = subprocess.Popen([*command, *(["-y", "1"] if number == signal.SIGTERM else [])], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
         for line in run.stdout:
             if line.startswith("step"):
                 break

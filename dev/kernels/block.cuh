@@ -1,6 +1,8 @@
-// What the versions of several layers share beside kernels/common.cuh: sums over a block of any size, and softmax's two numbers.
+// What the versions of several layers share beside kernels/common.cuh: sums over a block of any size, and softmax's two numbers of it.
 
 #pragma once
+
+#include "softmax.cuh"
 
 // The sum over the block's threads, whose number is a multiple of 32; every thread gets it.
 __device__ inline float block_sum(float x) {
@@ -23,33 +25,12 @@ __device__ inline float block_max(float x) {
     return x;
 }
 
-// The largest value so far, and the sum of exp(value - largest): all of a row that softmax has to know, from one reading.
-// Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867
-struct Online {
-    float largest, sum;
-};
-
-__device__ inline Online merge(Online a, Online b) {
-    const float largest = fmaxf(a.largest, b.largest);
-    if (largest == -INFINITE) return a;  // nothing yet: -inf - -inf would be NaN
-    return {largest, a.sum * expf(a.largest - largest) + b.sum * expf(b.largest - largest)};
-}
-
-__device__ inline Online warp_merge(Online x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        const Online other = {__shfl_xor_sync(0xffffffff, x.largest, distance), __shfl_xor_sync(0xffffffff, x.sum, distance)};
-        x = merge(x, other);
-    }
-    return x;
-}
-
-__device__ inline Online block_merge(Online x) {
-    __shared__ Online parts[32];
+__device__ inline Softmax block_merge(Softmax x) {
+    __shared__ Softmax parts[32];
     x = warp_merge(x);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
     __syncthreads();
-    const Online nothing = {-INFINITE, 0.0f};
+    const Softmax nothing = {-INFINITE, 0.0f};
     x = warp_merge(threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : nothing);
     __syncthreads();
     return x;
@@ -65,8 +46,8 @@ __device__ inline Floats load_logits(const element* row, int v) {
 }
 
 // A row of logits read once by the threads `first`, first + step, ..., 16 bytes each.
-__device__ inline Online online_part(const element* row, int first, int step) {
-    Online part = {-INFINITE, 0.0f};
+__device__ inline Softmax online_part(const element* row, int first, int step) {
+    Softmax part = {-INFINITE, 0.0f};
     for (int v = first * PACK; v < V; v += step * PACK) {
         const Floats x = load_logits(row, v);
         float largest = part.largest;

@@ -27,7 +27,7 @@ crossentropy_forward_warp_a_row(float* losses, const element* logits, const int*
     const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
     const element* row = logits + int64(n) * Vp;
-    const Online whole = warp_merge(online_part(row, lane, 32));
+    const Softmax whole = warp_merge(online_part(row, lane, 32));
     if (lane == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
 }
 
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_block_a_row(float* losses, const element* logits, const int* targets) {
     const int n = blockIdx.x;
     const element* row = logits + int64(n) * Vp;
-    const Online whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
+    const Softmax whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
 }
 
@@ -66,9 +66,9 @@ extern "C" __global__ void __launch_bounds__(1024)
 classifier_fused(float* losses, element* logits, const int* targets, float dloss) {
     const int n = blockIdx.x, target = targets[n];
     element* row = logits + int64(n) * Vp;
-    const Online part = online_part(row, threadIdx.x, blockDim.x);
+    const Softmax part = online_part(row, threadIdx.x, blockDim.x);
     const float target_logit = to_float(row[target]);  // every thread reads it before block_merge's barriers, after which it is overwritten
-    const Online whole = block_merge(part);
+    const Softmax whole = block_merge(part);
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
     const float scale = dloss / whole.sum;
     const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;

@@ -25,18 +25,17 @@ __device__ inline float gradient_of(const Sums& sums, float dout, float n, float
     return rstd * (dout * weight - sums.dn / C - n * sums.dn_n / C);
 }
 
-// thread_a_row. A thread goes along its row twice, and adds each element's share of dweight and dbias atomically: N additions to
-// each of C addresses, which take turns in the L2 cache. dweight and dbias must be 0.
-extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
-                                const float* mean, const float* rstd, int N) {
-    const int row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row >= N) return;
+// A row by one thread, or by a warp (LANES: 1, 32): dinp, and each element's share of dweight and dbias, atomically added to those.
+template <int LANES>
+__device__ inline void add_row(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
+                               const float* mean, const float* rstd, int row) {
     const int64 start = int64(row) * C;
+    const int lane = threadIdx.x % LANES;
     const float m = mean[row], r = rstd[row];
     Sums sums = {};
-    for (int c = 0; c < C; c++) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r, to_float(weight[c]));
-    for (int c = 0; c < C; c++) {
+    for (int c = lane; c < C; c += LANES) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r, to_float(weight[c]));
+    if (LANES > 1) sums = {warp_sum(sums.dn), warp_sum(sums.dn_n)};
+    for (int c = lane; c < C; c += LANES) {
         const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
         atomicAdd(dweight + c, d * n);
         atomicAdd(dbias + c, d);
@@ -44,24 +43,23 @@ layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, con
     }
 }
 
+// thread_a_row. A thread goes along its row twice, and adds each element's share of dweight and dbias atomically: N additions to
+// each of C addresses, which take turns in the L2 cache. dweight and dbias must be 0.
+extern "C" __global__ void __launch_bounds__(1024)
+layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
+                                const float* mean, const float* rstd, int N) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    add_row<1>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
+}
+
 // atomics. A warp a row: neighbouring threads read neighbouring elements, and their additions go to neighbouring addresses. There are as
 // many additions as before.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
                            const float* mean, const float* rstd, int N) {
-    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= N) return;
-    const int64 start = int64(row) * C;
-    const float m = mean[row], r = rstd[row];
-    Sums sums = {};
-    for (int c = lane; c < C; c += 32) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r, to_float(weight[c]));
-    sums = {warp_sum(sums.dn), warp_sum(sums.dn_n)};
-    for (int c = lane; c < C; c += 32) {
-        const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
-        atomicAdd(dweight + c, d * n);
-        atomicAdd(dbias + c, d);
-        from_float(dinp[start + c], to_float(dinp[start + c]) + gradient_of(sums, d, n, to_float(weight[c]), r));
-    }
+    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row < N) add_row<32>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
 }
 
 // shared_memory. A block takes many rows, one a warp at a time, and its warps add up in shared memory, where atomic additions meet
@@ -73,19 +71,9 @@ layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, co
     extern __shared__ float block_sums[];  // of dweight, of dbias
     for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) block_sums[c] = 0.0f;
     __syncthreads();
-    const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    const int warps = blockDim.x / 32;
     for (int row = blockIdx.x * warps + threadIdx.x / 32; row < N; row += gridDim.x * warps) {
-        const int64 start = int64(row) * C;
-        const float m = mean[row], r = rstd[row];
-        Sums sums = {};
-        for (int c = lane; c < C; c += 32) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r, to_float(weight[c]));
-        sums = {warp_sum(sums.dn), warp_sum(sums.dn_n)};
-        for (int c = lane; c < C; c += 32) {
-            const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
-            atomicAdd(block_sums + c, d * n);
-            atomicAdd(block_sums + C + c, d);
-            from_float(dinp[start + c], to_float(dinp[start + c]) + gradient_of(sums, d, n, to_float(weight[c]), r));
-        }
+        add_row<32>(dinp, block_sums, block_sums + C, dout, inp, weight, mean, rstd, row);
     }
     __syncthreads();
     for (int c = threadIdx.x; c < C; c += blockDim.x) {

@@ -62,19 +62,24 @@ class Matmul(Layer):
     def on_hopper(self, block):
         return cuda.matmul_hopper(self.gpu.arch, self.precision)
 
-    def element_launch(self, lab, a, block):
-        """thread_an_element: neighbouring threads take neighbouring rows."""
+    # Versions of every subclass, which lists them in the order of its ladder.
+
+    @version(*TILES)
+    def thread_an_element(self, lab, a, block):
+        """Neighbouring threads take neighbouring rows."""
         M, N, _ = self.sizes
         tile = TILES[block]
         lab.launch(f"{self.name}_thread_an_element", (blocks(M, tile), blocks(N, tile)), (tile, tile), *self.operands(a), *self.sizes)
 
-    def shared_launch(self, lab, a, block):
+    @version(*TILES)
+    def shared_tiles(self, lab, a, block):
         M, N, _ = self.sizes
         tile = TILES[block]
         lab.launch(f"{self.name}_shared_tiles", (blocks(N, tile), blocks(M, tile)), (tile, tile), *self.operands(a), *self.sizes,
                    shared=2 * tile * (tile + 1) * 4)
 
-    def register_launch(self, lab, a, block):
+    @version(256)
+    def register_tiles(self, lab, a, block):
         M, N, _ = self.sizes
         lab.launch(f"{self.name}_register_tiles", (blocks(N, 128), blocks(M, 128)), (block,), *self.operands(a), *self.sizes)
 
@@ -108,21 +113,14 @@ class MatmulForward(Matmul):
         lab.launch(f"matmul_forward_{kernel}", grid, (block,), a.out, *maps, a.bias, *self.sizes, *band,
                    shared=stages * (tall + wide) * 64 * 2)
 
-    @version(*TILES)
-    def thread_an_element(self, lab, a, block):
-        self.element_launch(lab, a, block)
+    thread_an_element = Matmul.thread_an_element
 
     @version(*SWEEP)
     def coalesced(self, lab, a, block):
         lab.launch("matmul_forward_coalesced", (blocks(self.N * self.OC, block // 32),), (block,), *self.operands(a), *self.sizes)
 
-    @version(*TILES)
-    def shared_tiles(self, lab, a, block):
-        self.shared_launch(lab, a, block)
-
-    @version(256)
-    def register_tiles(self, lab, a, block):
-        self.register_launch(lab, a, block)
+    shared_tiles = Matmul.shared_tiles
+    register_tiles = Matmul.register_tiles
 
     @version(256)
     def mma_sync(self, lab, a, block):
@@ -183,17 +181,9 @@ class MatmulBackwardInp(Matmul):
     def library(self, t):
         return lambda: {"dinp": t.dout @ t.weight}
 
-    @version(*TILES)
-    def thread_an_element(self, lab, a, block):
-        self.element_launch(lab, a, block)
-
-    @version(*TILES)
-    def shared_tiles(self, lab, a, block):
-        self.shared_launch(lab, a, block)
-
-    @version(256)
-    def register_tiles(self, lab, a, block):
-        self.register_launch(lab, a, block)
+    thread_an_element = Matmul.thread_an_element
+    shared_tiles = Matmul.shared_tiles
+    register_tiles = Matmul.register_tiles
 
     @version(256)
     def mma_sync(self, lab, a, block):
@@ -241,17 +231,9 @@ class MatmulBackwardWeight(Matmul):
         """Whether the live kernel's launcher would consider 11 parts: there are few tiles, and rows enough for each part."""
         return self.on_hopper(block) and self.N >= 11 * 256 and blocks(self.OC, 128) * blocks(self.C, 192) <= 2 * self.gpu.sm_count
 
-    @version(*TILES)
-    def thread_an_element(self, lab, a, block):
-        self.element_launch(lab, a, block)
-
-    @version(*TILES)
-    def shared_tiles(self, lab, a, block):
-        self.shared_launch(lab, a, block)
-
-    @version(256)
-    def register_tiles(self, lab, a, block):
-        self.register_launch(lab, a, block)
+    thread_an_element = Matmul.thread_an_element
+    shared_tiles = Matmul.shared_tiles
+    register_tiles = Matmul.register_tiles
 
     @version(256)
     def mma_sync(self, lab, a, block):

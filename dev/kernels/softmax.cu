@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* 
 // 16 bytes a thread, and the second one begins at the end, which was read last and is the likeliest to be in the cache.
 extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits) {
     const element* row = logits + int64(blockIdx.x) * Vp;
-    const Online whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
+    const Softmax whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
     const float scale = 1.0f / whole.sum;
     const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;
     for (int s = steps - 1; s >= 0; s--) {
