@@ -523,6 +523,7 @@ class Device:
             self.functions.update({kernel: module.get_function(kernel) for kernel in KERNELS[name]})
         for name, launch in self.attention.items():
             self.functions[name].max_dynamic_shared_size_bytes = launch.shared
+        self.functions["layernorm_backward"].max_dynamic_shared_size_bytes = layernorm_shared(config.C, precision)
         self.row_on_chip = row_on_chip(config, precision, gpu.arch)
         if self.row_on_chip:
             self.functions["classifier"].max_dynamic_shared_size_bytes = 16 // precision.pack * config.Vp
@@ -936,7 +937,12 @@ def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, we
 def layernorm_backward(device, dinp, sums, dout, inp, weight, mean, rstd, B, T, C):
     """dinp (B,T,C) +=; sums (layernorm_blocks, 3C) =, for column_sums: of dweight, dbias, and the new dinp, over its rows."""
     device.launch("layernorm_backward", (sums.shape[0],), (256,), dinp, sums, dout, inp, weight, mean, rstd, B * T,
-                  bytes=size_of(dinp, dinp, dout, inp))
+                  shared=layernorm_shared(C, device.precision), bytes=size_of(dinp, dinp, dout, inp))
+
+
+def layernorm_shared(C, precision):
+    """Bytes of shared memory for layernorm_backward: in bfloat16, the next row's three operands beside this one's, for each group."""
+    return 8 // row_warps(C) * 6 * 2 * C if precision.bf16 else 0
 
 
 def sum_rows(config, B, T, sm_count, pack):
@@ -1090,7 +1096,7 @@ class GPT2:
             self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
             self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
             self.loss = cp.zeros(1, np.float32)
-            self.norm_partials = cp.zeros(4 * device.sm_count if self.want_norm else 0, np.float32)
+            self.norm_partials = cp.zeros(8 * device.sm_count if self.want_norm else 0, np.float32)
             spans = decay_spans(table, settings)
             self.stops = cp.asarray(np.array([stop for _, stop, _ in spans], np.int64))
             self.decays = cp.asarray(np.array([decay for _, _, decay in spans], np.float32))

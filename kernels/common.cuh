@@ -108,6 +108,38 @@ __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
 }
 #endif
 
+// 16 bytes from global to shared memory, zeros instead if not `exists`, while the threads go on; before sm_80, they wait.
+template <class T>
+__device__ inline void copy_async(T* shared, const T* global, bool exists) {
+#if __CUDA_ARCH__ >= 800
+    const uint32 to = __cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
+#else
+    *reinterpret_cast<uint4*>(shared) = exists ? *reinterpret_cast<const uint4*>(global) : uint4{};
+#endif
+}
+// The same for one float.
+__device__ inline void copy_async_float(float* shared, const float* global, bool exists) {
+#if __CUDA_ARCH__ >= 800
+    const uint32 to = __cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(exists ? 4 : 0) : "memory");
+#else
+    *shared = exists ? *global : 0.0f;
+#endif
+}
+__device__ inline void copies_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Wait until all but the newest PENDING groups of copies have landed.
+template <int PENDING>
+__device__ inline void copies_wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
 // 2^x, one instruction; results below 2^-126 are 0.
 __device__ inline float power_of_2(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));

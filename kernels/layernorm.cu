@@ -39,20 +39,27 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
     const bool exists = row < N;  // all threads stay, for the barriers of group_sum
     const int64 start = int64(row) * C;
 
+    uint4 bits[PACKS], more[PACKS];  // all loads are underway before the first is needed, and before anything is stored
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        bits[p] = more[p] = {};
+        const int c = column(p);
+        if (!exists || c >= C) continue;
+        bits[p] = load_bits(inp1 + start + c);
+        if (inp2) more[p] = load_bits(inp2 + start + c);
+    }
     Floats x[PACKS];
     float sum = 0.0f;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
-        x[p] = {};
         const int c = column(p);
-        if (!exists || c >= C) continue;
-        x[p] = load(inp1 + start + c);
-        if (inp2) {
-            const Floats more = load(inp2 + start + c);
+        x[p] = unpack(bits[p]);
+        if (inp2 && exists && c < C) {
+            const Floats addend = unpack(more[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
                 element rounded;  // what the backward pass will read
-                from_float(rounded, x[p].x[k] + more.x[k]);
+                from_float(rounded, x[p].x[k] + addend.x[k]);
                 x[p].x[k] = to_float(rounded);
             }
             store(residual + start + c, x[p]);
@@ -87,18 +94,45 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
     }
 }
 
-// Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32.
+// The backward pass has its next row copied to shared memory while it works on one. (float32 rows do not fit every GPU's.)
+constexpr bool AHEAD = BFLOAT16;
+
+// Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32. Shared memory: 6 rows for each group if AHEAD, else none.
 extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && PACKS * PACK <= 24 ? 2 : 1)
 layernorm_backward(element* dinp, float* partials, const element* dout, const element* inp, const element* weight, const float* mean,
                    const float* rstd, int N) {
     const int group = threadIdx.x / ROW_THREADS;
     Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
+    extern __shared__ uint4 waiting[];  // dout, inp and dinp of two rows in turn; each thread reads what it has copied itself
+    const auto place = [&](int turn, int which, int c) {
+        return reinterpret_cast<element*>(waiting) + ((group * 2 + turn) * 3 + which) * C + c;
+    };
+    float next_mean, next_rstd;
+    const auto fetch = [&](int row, int turn) {
+        const bool exists = row < N;
+        next_mean = exists ? mean[row] : 0.0f;
+        next_rstd = exists ? rstd[row] : 0.0f;
+        if constexpr (AHEAD) {
+#pragma unroll
+            for (int p = 0; p < PACKS; p++) {
+                const int c = column(p);
+                if (!exists || c >= C) continue;
+                copy_async(place(turn, 0, c), dout + int64(row) * C + c, true);
+                copy_async(place(turn, 1, c), inp + int64(row) * C + c, true);
+                copy_async(place(turn, 2, c), dinp + int64(row) * C + c, true);
+            }
+            copies_commit();
+        }
+    };
+    fetch(blockIdx.x * GROUPS + group, 0);
 
     for (int first = blockIdx.x * GROUPS, turn = 0; first < N; first += gridDim.x * GROUPS, turn ^= 1) {
         const int row = first + group;
         const bool exists = row < N;
         const int64 start = int64(row) * C;
-        const float m = exists ? mean[row] : 0.0f, r = exists ? rstd[row] : 0.0f;
+        const float m = next_mean, r = next_rstd;
+        fetch(row + gridDim.x * GROUPS, turn ^ 1);
+        if constexpr (AHEAD) copies_wait<1>();
 
         uint4 d[PACKS], x[PACKS], before[PACKS];  // all loads are underway before the first is needed
 #pragma unroll
@@ -106,9 +140,9 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
             d[p] = x[p] = before[p] = {};
             const int c = column(p);
             if (!exists || c >= C) continue;
-            d[p] = load_bits(dout + start + c);
-            x[p] = load_bits(inp + start + c);
-            before[p] = load_bits(dinp + start + c);
+            d[p] = load_bits(AHEAD ? place(turn, 0, c) : dout + start + c);
+            x[p] = load_bits(AHEAD ? place(turn, 1, c) : inp + start + c);
+            before[p] = load_bits(AHEAD ? place(turn, 2, c) : dinp + start + c);
         }
         float sum_dn = 0.0f, sum_dn_n = 0.0f;
 #pragma unroll
@@ -143,7 +177,8 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
     }
 
     // The groups' sums, one kind after the other, are added up by all threads.
-    __shared__ float sums[GROUPS][C];
+    __shared__ float room[AHEAD ? 1 : GROUPS * C];
+    float* const sums = AHEAD ? reinterpret_cast<float*>(waiting) : room;
     const Floats(*kinds[3])[PACKS] = {&dweight, &dbias, &total};
 #pragma unroll
     for (int kind = 0; kind < 3; kind++) {
@@ -153,13 +188,13 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
             const int c = column(p);
             if (c >= C) continue;
 #pragma unroll
-            for (int k = 0; k < PACK; k++) sums[group][c + k] = (*kinds[kind])[p].x[k];
+            for (int k = 0; k < PACK; k++) sums[group * C + c + k] = (*kinds[kind])[p].x[k];
         }
         __syncthreads();
         for (int c = threadIdx.x; c < C; c += THREADS) {
             float sum = 0.0f;
 #pragma unroll
-            for (int g = 0; g < GROUPS; g++) sum += sums[g][c];
+            for (int g = 0; g < GROUPS; g++) sum += sums[g * C + c];
             partials[(int64(blockIdx.x) * 3 + kind) * C + c] = sum;
         }
     }

@@ -23,7 +23,12 @@ static_assert(sizeof(element) == 2, "TF32 and float32 are in matmul.cu");
 constexpr int BM = 128, BK = 64;  // BN, the columns of a tile, is 192 or 128
 constexpr int GROUPS = 2;         // that compute
 constexpr int THREADS = (1 + GROUPS) * GROUP;
-constexpr int LOADER_REGISTERS = 24, COMPUTE_REGISTERS = 240;
+// A thread's in the loading group, which spills with fewer, and in a computing one: 504 in three. With tiles of 128 columns, the computing
+// threads have registers to spare for overlapping, and can use all that they get.
+template <int BN>
+constexpr int LOADER_REGISTERS = BN == 192 ? 40 : 24;
+template <int BN>
+constexpr int COMPUTE_REGISTERS = (504 - LOADER_REGISTERS<BN>) / 2;
 constexpr int STAGES_ROOM = 80 << 10;  // elements that the steps of both operands have room for
 constexpr int STRIP = BM * 64;         // elements of 64 columns of a tile of out
 constexpr int OWN = 1;                 // the first of the hardware's barriers for one group alone
@@ -63,7 +68,7 @@ __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap
     Item item;
 
     if (warpgroup() == 0) {
-        give_registers<LOADER_REGISTERS>();
+        give_registers<LOADER_REGISTERS<BN>>();
         if (threadIdx.x > 0) return;
         for (int w = blockIdx.x, n = 0; pick<BM, BN, BK>(item, w, z); w += gridDim.x) {
             for (int step = item.begin; step < item.end; step++, n++) {
@@ -84,7 +89,7 @@ __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap
             }
         }
     } else {
-        take_registers<COMPUTE_REGISTERS>();
+        take_registers<COMPUTE_REGISTERS<BN>>();
         const int group = warpgroup() - 1;
         element* const strips = stages + STAGES_ROOM + group * 2 * STRIP;
         for (int w = blockIdx.x, i = 0, n = 0; pick<BM, BN, BK>(item, w, z); w += gridDim.x, i++) {

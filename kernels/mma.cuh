@@ -1,4 +1,4 @@
-// Tile products of one warp on the tensor cores of every GPU from sm_80 on, and copies to shared memory that go on meanwhile.
+// Tile products of one warp on the tensor cores of every GPU from sm_80 on.
 //
 // In float32, D (16,8) += A (16,8) @ B (8,8).
 // Of the tile, lane 4g + t holds (PTX ISA, mma.m16n8k8)
@@ -48,22 +48,6 @@ __device__ inline void mma(TileD& d, const TileA& a, const TileB& b) {
     for (int i = 0; i < 4; i++) d[i] += sum[i];
 #endif
 }
-
-// 16 bytes from global to shared memory while the threads go on; zeros instead if not `exists`.
-template <class T>
-__device__ inline void copy_async(T* shared, const T* global, bool exists) {
-    const uint32 to = __cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
-}
-// The same for one float.
-__device__ inline void copy_async_float(float* shared, const float* global, bool exists) {
-    const uint32 to = __cvta_generic_to_shared(shared);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(exists ? 4 : 0) : "memory");
-}
-__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Wait until all but the newest `pending` groups of copies have landed.
-template <int PENDING>
-__device__ inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 #if BFLOAT16
 
@@ -119,13 +103,5 @@ __device__ inline void mma(TileD& d, const TileA& a, const TileB& b) {
     d[2] = sum.z;
     d[3] = sum.w;
 }
-
-__device__ inline void copy_async(float* shared, const float* global, bool exists) {
-    *reinterpret_cast<float4*>(shared) = exists ? *reinterpret_cast<const float4*>(global) : float4{0.0f, 0.0f, 0.0f, 0.0f};
-}
-__device__ inline void copy_async_float(float* shared, const float* global, bool exists) { *shared = exists ? *global : 0.0f; }
-__device__ inline void copies_commit() {}
-template <int PENDING>
-__device__ inline void copies_wait() {}
 
 #endif

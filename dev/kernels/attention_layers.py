@@ -2,8 +2,8 @@
 Attention in the kernel library, forward and backward. See lab.py for what a layer is; the kernels are in attention.cu, and the last
 two versions are live: mma_sync on all GPUs but Hopper's, wgmma on those.
 
-PyTorch's row is cuDNN's attention in bfloat16, and its own in float32, where cuDNN has none; FlashAttention-2 stands beside both in
-dev/bench_attention.py.
+The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in float32, where cuDNN has none; FlashAttention-2
+stands beside it in dev/bench_attention.py.
 """
 
 import torch.nn.functional as F
@@ -38,6 +38,11 @@ class SideBySide:
 
 class Attention(Layer):
     """What both directions share."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self.precision.bf16:
+            self.library_name = "cuDNN"
 
     def uses_wgmma(self, block):
         """Whether the live kernels are Hopper's; elsewhere they are those of mma_sync."""

@@ -180,7 +180,8 @@ def rate(timing, ms, peaks):
 
 def rows_of(timing, peaks):
     """[(version, best block size, ms, rate, share of the peak)], the library first."""
-    rows = [("PyTorch", "", timing.library, *rate(timing, timing.library, peaks))] if timing.library else []
+    library = timing.layer.library_name, "", timing.library
+    rows = [(*library, *rate(timing, timing.library, peaks))] if timing.library else []
     for name, times in timing.versions.items():
         block = min(times, key=times.get)
         rows.append((name, block, times[block], *rate(timing, times[block], peaks)))
@@ -240,7 +241,7 @@ def plot(timings, path):
         axis.remove()
     for axis, timing in zip(axes.flat, timings):
         if timing.library:
-            axis.axhline(timing.library, color="black", linestyle="--", label="PyTorch")
+            axis.axhline(timing.library, color="black", linestyle="--", label=timing.layer.library_name)
         for name, times in timing.versions.items():
             axis.plot(list(times), list(times.values()), marker="o", label=name)
         ticks = sorted({block for times in timing.versions.values() for block in times})

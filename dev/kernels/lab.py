@@ -71,14 +71,14 @@ class Layer:
     - tensors(): {name: data, or the Row of an output}, in the order of the kernels' arguments;
     - oracle(t): does to float64 NumPy arrays what the kernels do;
     - bytes(a) or flops(): what a perfect kernel would move, or compute;
-    - library(t), if PyTorch has the layer: given its tensors, a call that returns {tensor: result};
+    - library(t), if PyTorch has the layer: given its tensors, a call that returns {tensor: result}; its row is called library_name;
     - versions: methods marked with @version, the simplest first. Those may differ in speed only.
     """
 
     shapes = SHAPES  # of the checks at the model's sizes; at AWKWARD ones it is always SHAPES
     uses = ()
     float32_grads = False  # True: gradients of weights are float32 in bfloat16 runs, too
-    library = None
+    library, library_name = None, "PyTorch"
 
     def __init_subclass__(cls):
         if "name" in vars(cls):
@@ -265,7 +265,7 @@ def check_layer(layer, lab, names, with_library):
         for name, got in results.items():
             tolerance = LIBRARY[layer.precision.dtype] * float(np.abs(expected[name]).max())
             got = got.reshape(expected[name].shape)
-            wrong += not agrees(f"{layer.name} PyTorch, {layer.describe()}", name, got, expected[name], tolerance)
+            wrong += not agrees(f"{layer.name} {layer.library_name}, {layer.describe()}", name, got, expected[name], tolerance)
     return wrong
 
 

@@ -8,6 +8,10 @@
 // it; what is beyond a tensor's end is zeros. All that follows is about keeping the tensor cores busy: each of these kernels has one idea
 // more than the one before.
 //
+// Not each is faster: fc's inner dimension is short (12 steps), and a tile is soon to be written, while which one block on a multiprocessor
+// multiplies nothing. wgmma_tma has a second block there to multiply meanwhile, larger_tiles has not, and falls back. What this costs only the
+// live kernel gets back, and that is what producers and persistent blocks are for.
+//
 // Bound by the tensor cores: 2048 multiply-adds a cycle and multiprocessor.
 
 #include "hopper.cuh"
