@@ -87,6 +87,7 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float
 #define D32 D16(0), D16(16)
 #define D64 D32, D16(32), D16(48)
 #define D96 D64, D16(64), D16(80)
+#define D128 D96, D16(96), D16(112)
 #define NAMES32                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "  \
     "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -96,6 +97,9 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float
 #define NAMES96                                                                               \
     NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES128                                                                                     \
+    NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+    "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #if !BFLOAT16
 
@@ -152,6 +156,14 @@ __device__ inline void wgmma(float (&d)[96], unsigned long long a, unsigned long
         "{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NAMES96 "}, %96, %97, p, 1, 1, %99, %100; }\n"
         : D96
+        : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+template <int A_ACROSS, int B_ACROSS>
+__device__ inline void wgmma(float (&d)[128], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NAMES128 "}, %128, %129, p, 1, 1, %131, %132; }\n"
+        : D128
         : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
 }
 

@@ -3,14 +3,14 @@
 //
 //     out (M,N) = inp (M,K) @ weight^T (K,N) + bias        out =
 //
-// The four warps of a group (a warpgroup) multiply together: 64 rows by 128 or 192 columns and 16 of the inner dimension in one
+// The four warps of a group (a warpgroup) multiply together: 64 rows by 128 to 256 columns and 16 of the inner dimension in one
 // instruction, of which both operands are in shared memory. TMA brings these, in steps of 64 of the inner dimension, as one thread tells
 // it; what is beyond a tensor's end is zeros. All that follows is about keeping the tensor cores busy: each of these kernels has one idea
 // more than the one before.
 //
-// Not each is faster: fc's inner dimension is short (12 steps), and a tile is soon to be written, while which one block on a multiprocessor
-// multiplies nothing. wgmma_tma has a second block there to multiply meanwhile, larger_tiles has not, and falls back. What this costs only the
-// live kernel gets back, and that is what producers and persistent blocks are for.
+// Not each is faster: fc's inner dimension is short, 12 steps, and then a tile is to be written, while which its block multiplies nothing.
+// The first two have a second block on the multiprocessor that multiplies meanwhile; from tiles_128x256 on there is no room for one. What
+// that costs, only the live kernel gets back.
 //
 // Bound by the tensor cores: 2048 multiply-adds a cycle and multiprocessor.
 
@@ -20,28 +20,30 @@
 #if BFLOAT16 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define ON_HOPPER(call) call
 
-constexpr int BK = 64;     // of a step
-constexpr int ROWS = 128;  // of a tile: those of one group
+constexpr int BK = 64;  // of a step
 
-template <int BN>
-using Sums = float[2][BN / 2];  // a thread's share of a group's 128 x BN: of the rows from 0 and from 64 on
+template <int BN, int HALVES>
+using Sums = float[HALVES][BN / 2];  // a thread's share of a group's HALVES * 64 x BN
 
-// sums = a (ROWS,BK) @ b (BK,BN), or += if not `first`. Only begun: wgmma_wait tells when it is done.
-template <int BN>
-__device__ __forceinline__ void begin_product(Sums<BN>& sums, const element* a, const element* b, bool first) {
+// sums = a (HALVES * 64,BK) @ b (BK,BN), or += if not `first`. Only begun: wgmma_wait tells when it is done.
+template <int BN, int HALVES>
+__device__ __forceinline__ void begin_product(Sums<BN, HALVES>& sums, const element* a, const element* b, bool first) {
     const unsigned long long of_a = describe(a), of_b = describe(b);
     wgmma_fence();
 #pragma unroll
     for (int part = 0; part < BK / 16; part++) {  // 16 of the inner dimension: 32 bytes of each row
 #pragma unroll
-        for (int half = 0; half < 2; half++) wgmma<0, 0>(sums[half], of_a + half * 512 + part * 2, of_b + part * 2, !first || part > 0);
+        for (int half = 0; half < HALVES; half++) {
+            wgmma<0, 0>(sums[half], of_a + half * 512 + part * 2, of_b + part * 2, !first || part > 0);
+        }
     }
     wgmma_commit();
 }
 
 // out = sums + bias, for the group's rows from `row` on: each thread writes what it has.
-template <int BN>
-__device__ __forceinline__ void write_sums(element* out, const Sums<BN>& sums, const element* bias, int row, int column, int M, int N) {
+template <int BN, int HALVES>
+__device__ __forceinline__ void write_sums(element* out, const Sums<BN, HALVES>& sums, const element* bias, int row, int column, int M,
+                                           int N) {
     const int first = row + threadIdx.x % GROUP / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < BN / 8; j++) {
@@ -49,7 +51,7 @@ __device__ __forceinline__ void write_sums(element* out, const Sums<BN>& sums, c
         if (c >= N) continue;
         const float2 b = as_floats(*reinterpret_cast<const uint32*>(bias + c));
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
+        for (int k = 0; k < 2 * HALVES; k++) {
             const int r = first + k % 2 * 8 + k / 2 * 64;
             const float* x = &sums[k / 2][4 * j + k % 2 * 2];
             if (r < M) put_pair(out + int64(r) * N + c, x[0] + b.x, x[1] + b.y, 0);
@@ -57,12 +59,12 @@ __device__ __forceinline__ void write_sums(element* out, const Sums<BN>& sums, c
     }
 }
 
-// A tile of GROUPS * ROWS by BN for each block, a group for each ROWS of it. Three or four steps are on their way or being multiplied; when
-// all groups are done with one, the first thread has the next step brought to its place.
-template <int GROUPS, int BN, int STAGES>
+// A tile of GROUPS * HALVES * 64 by BN for each block, a part of its rows for each group. Some steps are on their way or being multiplied;
+// when all groups are done with one, the first thread has the next step brought to its place.
+template <int GROUPS, int HALVES, int BN, int STAGES>
 __device__ __forceinline__ void one_tile(element* out, const TensorMap& inp, const TensorMap& weight, const element* bias, int M, int N,
                                          int K) {
-    constexpr int BM = GROUPS * ROWS, STAGE = (BM + BN) * BK;
+    constexpr int ROWS = HALVES * 64, BM = GROUPS * ROWS, STAGE = (BM + BN) * BK;
     extern __shared__ __align__(1024) element stages[];
     __shared__ Barrier full[STAGES];
     const int row = blockIdx.y * BM, column = blockIdx.x * BN, steps = (K + BK - 1) / BK, group = warpgroup();
@@ -76,22 +78,22 @@ __device__ __forceinline__ void one_tile(element* out, const TensorMap& inp, con
         element* here = stages + step % STAGES * STAGE;
         Barrier* arrived = &full[step % STAGES];
         barrier_expect(arrived, STAGE * sizeof(element));
-        for (int g = 0; g < GROUPS; g++) load_box(here + g * ROWS * BK, &inp, arrived, step * BK, row + g * ROWS, 0);
+        for (int r = 0; r < BM; r += 128) load_box(here + r * BK, &inp, arrived, step * BK, row + r, 0);
         load_box(here + BM * BK, &weight, arrived, step * BK, column, 0);
     };
     for (int step = 0; step < STAGES; step++) begin_load(step);
-    Sums<BN> sums;  // the first product overwrites them
+    Sums<BN, HALVES> sums;  // the first product overwrites them
     for (int step = 0; step < steps; step++) {
         const element* here = stages + step % STAGES * STAGE;
         barrier_wait(&full[step % STAGES], step / STAGES & 1);
-        begin_product<BN>(sums, here + group * ROWS * BK, here + BM * BK, step == 0);
+        begin_product<BN, HALVES>(sums, here + group * ROWS * BK, here + BM * BK, step == 0);
         wgmma_wait<0>();
         __syncthreads();
         begin_load(step + STAGES);
     }
-    pin(sums[0]);
-    pin(sums[1]);
-    write_sums<BN>(out, sums, bias, row + group * ROWS, column, M, N);
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) pin(sums[half]);
+    write_sums<BN, HALVES>(out, sums, bias, row + group * ROWS, column, M, N);
 }
 
 // Two blocks as one cluster: where they begin and end together. A block's shared memory is there for the other one until both have come.
@@ -121,7 +123,7 @@ __device__ inline void barrier_arrive_in(Barrier* b, int rank) {
 template <int BLOCKS>
 __device__ __forceinline__ void many_tiles(element* out, const TensorMap& inp, const TensorMap& weight, const element* bias,
                                            const Sizes& z) {
-    constexpr int GROUPS = 2, BM = GROUPS * ROWS, BN = 192, STAGE = (BM + BN) * BK, STAGES = 4;
+    constexpr int GROUPS = 2, ROWS = 128, BM = GROUPS * ROWS, BN = 192, STAGE = (BM + BN) * BK, STAGES = 4;
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> ring;
     const int rank = blockIdx.x % BLOCKS, stride = gridDim.x / BLOCKS;
@@ -159,11 +161,11 @@ __device__ __forceinline__ void many_tiles(element* out, const TensorMap& inp, c
             if (threadIdx.x % 32 < BLOCKS) barrier_arrive_in(&ring.empty[i % STAGES], threadIdx.x % 32);
         };
         for (int w = blockIdx.x / BLOCKS, n = 0; pick<BM, BN * BLOCKS, BK>(item, w, z); w += stride) {
-            Sums<BN> sums;  // the first product overwrites them
+            Sums<BN, 2> sums;  // the first product overwrites them
             for (int step = item.begin; step < item.end; step++, n++) {
                 const element *a = stages + n % STAGES * STAGE, *b = a + BM * BK;
                 ring.wait(n);
-                begin_product<BN>(sums, a + group * ROWS * BK, b, step == item.begin);
+                begin_product<BN, 2>(sums, a + group * ROWS * BK, b, step == item.begin);
                 if (step > item.begin) {
                     wgmma_wait<1>();
                     release(n - 1);
@@ -173,7 +175,7 @@ __device__ __forceinline__ void many_tiles(element* out, const TensorMap& inp, c
             pin(sums[0]);
             pin(sums[1]);
             release(n - 1);
-            write_sums<BN>(out, sums, bias, item.row + group * ROWS, item.column + rank * BN, z.M, z.N);
+            write_sums<BN, 2>(out, sums, bias, item.row + group * ROWS, item.column + rank * BN, z.M, z.N);
         }
     }
     if (BLOCKS > 1) cluster_wait();
@@ -195,17 +197,34 @@ matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap
 extern "C" __global__ void __launch_bounds__(128, 2)
 matmul_forward_wgmma_tma(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight, const element* bias,
                          int M, int N, int K) {
-    ON_HOPPER((one_tile<1, 128, 3>(out, inp, weight, bias, M, N, K)));
+    ON_HOPPER((one_tile<1, 2, 128, 3>(out, inp, weight, bias, M, N, K)));
 }
 
-// larger_tiles. Two groups with 128 x 192 each, one below the other, share the columns: 256 x 192 products for each 256 + 192 numbers that
-// are loaded, 1.7 times as many as with 128 x 128, and 1.1 times as many for each that the tensor cores read from shared memory. The price
-// is that there is no room for a second block: while these groups wait, nobody multiplies.
+// tiles_128x192. Half as many columns more, which is as far as the registers of one group go: 128 x 192 products for each 128 + 192 numbers
+// that are loaded, 1.2 times as many as before. With two steps of shared memory, there are still two blocks on a multiprocessor.
+// Block (128), grid (N / 192, M / 128). Shared memory: 2 * (128 + 192) * 64 elements. Boxes: inp 128 x 64, weight 192 x 64.
+extern "C" __global__ void __launch_bounds__(128, 2)
+matmul_forward_tiles_128x192(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
+                             const element* bias, int M, int N, int K) {
+    ON_HOPPER((one_tile<1, 2, 192, 2>(out, inp, weight, bias, M, N, K)));
+}
+
+// tiles_128x256. Two groups of 64 rows and 256 columns each, the widest that the instruction takes: 1.3 times as many products for each
+// number loaded as with 128 x 128. The price is that there is no room for a second block: while these groups wait, nobody multiplies.
+// Block (256), grid (N / 256, M / 128). Shared memory: 4 * (128 + 256) * 64 elements. Boxes: inp 128 x 64, weight 256 x 64.
+extern "C" __global__ void __launch_bounds__(256, 1)
+matmul_forward_tiles_128x256(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
+                             const element* bias, int M, int N, int K) {
+    ON_HOPPER((one_tile<2, 1, 256, 4>(out, inp, weight, bias, M, N, K)));
+}
+
+// larger_tiles. Two groups with 128 x 192 each, one below the other, share the columns: 1.7 times as many products for each number loaded
+// as with 128 x 128, and 1.1 times as many for each that the tensor cores read from shared memory.
 // Block (256), grid (N / 192, M / 256). Shared memory: 4 * (256 + 192) * 64 elements. Boxes: inp 128 x 64, weight 192 x 64; here and below.
 extern "C" __global__ void __launch_bounds__(256, 1)
 matmul_forward_larger_tiles(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                             const element* bias, int M, int N, int K) {
-    ON_HOPPER((one_tile<2, 192, 4>(out, inp, weight, bias, M, N, K)));
+    ON_HOPPER((one_tile<2, 2, 192, 4>(out, inp, weight, bias, M, N, K)));
 }
 
 // producer_consumer. Nobody waits for all others any more: a warpgroup that does nothing else keeps TMA busy, and hands its registers to

@@ -106,12 +106,14 @@ class MatmulForward(Matmul):
     def library(self, t):
         return lambda: {"out": F.linear(t.inp, t.weight, t.bias)}
 
-    def hopper_launch(self, lab, a, kernel, wide, grid, block, stages, *band):
-        """A kernel of matmul_hopper.cu: tiles of so many columns, and so many steps of both operands in shared memory."""
-        tall = 128 if block == 128 else 256
+    def hopper_launch(self, lab, a, kernel, tall, wide, grid, block, stages, *band):
+        """A kernel of matmul_hopper.cu: tiles of so many rows and columns, and so many steps of both operands in shared memory."""
         maps = lab.tensor_map(a.inp, 128, 64), lab.tensor_map(a.weight, wide, 64)
         lab.launch(f"matmul_forward_{kernel}", grid, (block,), a.out, *maps, a.bias, *self.sizes, *band,
                    shared=stages * (tall + wide) * 64 * 2)
+
+    def tile_a_block(self, lab, a, kernel, tall, wide, block, stages):
+        self.hopper_launch(lab, a, kernel, tall, wide, (blocks(self.OC, wide), blocks(self.N, tall)), block, stages)
 
     thread_an_element = Matmul.thread_an_element
 
@@ -128,26 +130,34 @@ class MatmulForward(Matmul):
 
     @version(128, fits=Matmul.on_hopper)
     def wgmma_tma(self, lab, a, block):
-        self.hopper_launch(lab, a, "wgmma_tma", 128, (blocks(self.OC, 128), blocks(self.N, 128)), block, 3)
+        self.tile_a_block(lab, a, "wgmma_tma", 128, 128, block, 3)
+
+    @version(128, fits=Matmul.on_hopper)
+    def tiles_128x192(self, lab, a, block):
+        self.tile_a_block(lab, a, "tiles_128x192", 128, 192, block, 2)
+
+    @version(256, fits=Matmul.on_hopper)
+    def tiles_128x256(self, lab, a, block):
+        self.tile_a_block(lab, a, "tiles_128x256", 128, 256, block, 4)
 
     @version(256, fits=Matmul.on_hopper)
     def larger_tiles(self, lab, a, block):
-        self.hopper_launch(lab, a, "larger_tiles", 192, (blocks(self.OC, 192), blocks(self.N, 256)), block, 4)
+        self.tile_a_block(lab, a, "larger_tiles", 256, 192, block, 4)
 
     @version(384, fits=Matmul.on_hopper)
     def producer_consumer(self, lab, a, block):
         tiles = blocks(self.OC, 192) * blocks(self.N, 256)
-        self.hopper_launch(lab, a, "producer_consumer", 192, (tiles,), block, 4, 1)
+        self.hopper_launch(lab, a, "producer_consumer", 256, 192, (tiles,), block, 4, 1)
 
     @version(384, fits=Matmul.on_hopper)
     def persistent(self, lab, a, block):
         tiles = blocks(self.OC, 192) * blocks(self.N, 256)
-        self.hopper_launch(lab, a, "producer_consumer", 192, (min(tiles, lab.sm_count),), block, 4, BAND)
+        self.hopper_launch(lab, a, "producer_consumer", 256, 192, (min(tiles, lab.sm_count),), block, 4, BAND)
 
     @version(384, fits=Matmul.on_hopper)
     def cluster_multicast(self, lab, a, block):
         pairs = blocks(self.OC, 2 * 192) * blocks(self.N, 256)
-        self.hopper_launch(lab, a, "cluster_multicast", 192, (2 * min(pairs, lab.sm_count // 2),), block, 4, BAND)
+        self.hopper_launch(lab, a, "cluster_multicast", 256, 192, (2 * min(pairs, lab.sm_count // 2),), block, 4, BAND)
 
     @version(384, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
