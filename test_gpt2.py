@@ -235,9 +235,9 @@ def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("dtype, matmul", (("float32", "auto"), ("float32", "kernels"), ("bfloat16", "auto")))
 @pytest.mark.parametrize("B", (64, 96))
-def test_indices_beyond_32_bits(B, dtype):
+def test_indices_beyond_32_bits(B, dtype, matmul):
     """One forward and backward pass where B*T*Vp passes 2^31 (B=64) and 2^32 (B=96): of a batch of B equal rows, every row's
     loss is the same to the bit, and the gradients are those of one row."""
     need("cuda")
@@ -246,10 +246,10 @@ def test_indices_beyond_32_bits(B, dtype):
     T, (config, params) = 1024, random_model(12, VOCABULARIES["gpt2"])
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
     precision = cuda.Precision(dtype)
-    device, results = cuda.Device(cuda.open_gpu(), config, precision, cuda.Cache()), []
+    device, results = cuda.Device(cuda.open_gpu(), config, precision, cuda.Cache(), matmul), []
     for rows in (B, 1):
         try:
-            settings = cuda.settle(cuda.CudaSettings(B=rows, T=T, dtype=dtype), device.gpu.arch)
+            settings = cuda.settle(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul), device.gpu.arch)
             model = cuda.GPT2(device, config, params, settings)
         except train_gpt2.UserError as error:
             pytest.skip(str(error))

@@ -523,7 +523,7 @@ class Device:
             self.functions.update({kernel: module.get_function(kernel) for kernel in KERNELS[name]})
         for name, launch in self.attention.items():
             self.functions[name].max_dynamic_shared_size_bytes = launch.shared
-        self.functions["layernorm_backward"].max_dynamic_shared_size_bytes = layernorm_shared(config.C, precision)
+        self.functions["layernorm_backward"].max_dynamic_shared_size_bytes = layernorm_shared(config.C, precision, gpu.arch)
         self.row_on_chip = row_on_chip(config, precision, gpu.arch)
         if self.row_on_chip:
             self.functions["classifier"].max_dynamic_shared_size_bytes = 16 // precision.pack * config.Vp
@@ -625,7 +625,9 @@ class Products:
         self.known = json.loads(found[1]) if found else {}
 
     def cache_key(self):
-        return f"algorithms, {self.identity}"
+        """What the choices of earlier starts depended on: beside GPU and library, the kernels that were timed."""
+        kernels = (kernel_key(name, self.device.gpu.arch, {}) for name in ("matmul_hopper_bf16", "matmul", "gelu", "transpose"))
+        return "\n".join([f"algorithms, {self.identity}", *kernels])
 
     def save(self):
         """Keep what was found for the next start."""
@@ -937,12 +939,14 @@ def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, we
 def layernorm_backward(device, dinp, sums, dout, inp, weight, mean, rstd, B, T, C):
     """dinp (B,T,C) +=; sums (layernorm_blocks, 3C) =, for column_sums: of dweight, dbias, and the new dinp, over its rows."""
     device.launch("layernorm_backward", (sums.shape[0],), (256,), dinp, sums, dout, inp, weight, mean, rstd, B * T,
-                  shared=layernorm_shared(C, device.precision), bytes=size_of(dinp, dinp, dout, inp))
+                  shared=layernorm_shared(C, device.precision, device.gpu.arch), bytes=size_of(dinp, dinp, dout, inp))
 
 
-def layernorm_shared(C, precision):
-    """Bytes of shared memory for layernorm_backward: in bfloat16, the next row's three operands beside this one's, for each group."""
-    return 8 // row_warps(C) * 6 * 2 * C if precision.bf16 else 0
+def layernorm_shared(C, precision, arch):
+    """Bytes of shared memory for layernorm_backward: where layernorm.cu copies rows AHEAD, two of each operand for each group."""
+    number = int(arch[3:].rstrip("a"))
+    ahead = precision.bf16 and number not in (86, 89) and number < 120
+    return 8 // row_warps(C) * 6 * 2 * C if ahead else 0
 
 
 def sum_rows(config, B, T, sm_count, pack):
@@ -953,6 +957,11 @@ def sum_rows(config, B, T, sm_count, pack):
         gelu=blocks(N, MatmulKernels.BM),
         attention=B * blocks(T, ATTENTION_ROWS),
     )
+
+
+def norm_blocks(sm_count):
+    """Blocks of global_norm: as many as the GPU holds."""
+    return 8 * sm_count
 
 
 JOB = np.dtype([("partials", "u8"), ("out", "u8", 3), ("width", "i4"), ("rows", "i4"), ("columns", "i4"), ("padding", "i4")])
@@ -1096,7 +1105,7 @@ class GPT2:
             self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
             self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
             self.loss = cp.zeros(1, np.float32)
-            self.norm_partials = cp.zeros(8 * device.sm_count if self.want_norm else 0, np.float32)
+            self.norm_partials = cp.zeros(norm_blocks(device.sm_count) if self.want_norm else 0, np.float32)
             spans = decay_spans(table, settings)
             self.stops = cp.asarray(np.array([stop for _, stop, _ in spans], np.int64))
             self.decays = cp.asarray(np.array([decay for _, _, decay in spans], np.float32))

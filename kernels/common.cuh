@@ -1,4 +1,5 @@
-// What every kernel shares: the model's sizes, the element type, 16-byte accesses, and sums over a warp or a block.
+// What every kernel shares: the model's sizes, the element type, 16-byte accesses, copies to shared memory that go on meanwhile, and sums
+// over a warp or a block.
 //
 // train_gpt2_cuda.py compiles each .cu file for the GPU and the model at hand and passes, as -D constants,
 //     MODEL_C, MODEL_NH, MODEL_V, MODEL_VP   the model's sizes

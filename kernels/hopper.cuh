@@ -26,7 +26,8 @@ __device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x /
 __device__ inline int place(int r, int c) { return c / 32 * (TILE / 2) + r * 32 + ((c % 32 / 4 ^ r % 8) * 4 | c % 4); }
 
 // What the tensor core is told of a tile: its address in units of 16 bytes, 1024 bytes from one 8 rows to the next, and the
-// permutation. That of its k-th 8 floats is `part(k)` units on.
+// permutation. That of its k-th 8 floats is `part(k)` units on. (In a cluster of blocks, bits 24 and up of an address are the block's
+// number. They come to lie where this kind of tile says nothing, but describe_across its stride.)
 __device__ inline unsigned long long describe(const void* tile) {
     return __cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }

@@ -12,8 +12,9 @@
 // its own there. Each block adds up its rows in order, column_sums.cu adds up the blocks.
 //
 // Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's or, for large C, several
-// warps', and stays in registers from the first read to the last write. H200 (a copy: 4250 GB/s), T=1024: float32 forward
-// 3530 GB/s at B=4, 3780 at B=16, backward 2540 and 3530; bfloat16, in a step of B=64, forward 3950, backward 3700.
+// warps', and stays in registers from the first read to the last write; backward has the next one on its way to shared memory.
+// H200 (a copy: 4250 GB/s), T=1024: float32 forward 3530 GB/s at B=4, 3780 at B=16, backward 2540 and 3530; bfloat16, in a step of B=64,
+// forward 3950, backward 3700.
 
 #include "common.cuh"
 
@@ -94,8 +95,9 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
     }
 }
 
-// The backward pass has its next row copied to shared memory while it works on one. (float32 rows do not fit every GPU's.)
-constexpr bool AHEAD = BFLOAT16;
+// The backward pass has its next row copied to shared memory while it works on one: where a multiprocessor has room for two blocks of that.
+// As in layernorm_shared of train_gpt2_cuda.py. (float32 rows do not fit every GPU's.)
+constexpr bool AHEAD = BFLOAT16 && __CUDA_ARCH__ != 860 && __CUDA_ARCH__ != 890 && __CUDA_ARCH__ < 1200;
 
 // Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32. Shared memory: 6 rows for each group if AHEAD, else none.
 extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && PACKS * PACK <= 24 ? 2 : 1)

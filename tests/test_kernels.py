@@ -76,6 +76,15 @@ def test_attention_fits_into_the_shared_memory_of_every_gpu():
             assert max(launch.shared for launch in launches.values()) + cuda.STATIC_SHARED <= limit
 
 
+def test_layernorm_fits_into_the_shared_memory_of_every_gpu():
+    """A block's, and where rows are copied ahead, two blocks into a multiprocessor's, but for the longest rows."""
+    for arch, precision in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"), PRECISIONS.values()):
+        for C in (64, 768, 1600, 8192):
+            shared = cuda.layernorm_shared(C, precision, arch)
+            assert shared <= (96 << 10) and (C == 8192 or 2 * shared <= 160 << 10)
+            assert bool(shared) == (precision.bf16 and arch in ("sm_80", "sm_90a", "sm_100"))
+
+
 def test_an_error_in_a_kernel_names_file_and_line(tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     (tmp_path / "gelu.cu").write_text("// one\n// two\n__device__ int broken() { return 1 + ; }\n")
@@ -251,8 +260,8 @@ def test_layernorm_backward(device, B, T):
     expected, dweight, dbias = dinp.astype(np.float64), np.empty(C), np.empty(C)
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
     before = random(3, C, seed=5, dtype=g)
-    for accumulate in (0, 1):
-        rows = cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).layernorm
+    most = cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).layernorm
+    for accumulate, rows in ((0, most), (1, most), (0, min(most, 3))):  # three blocks: each comes to many rows, one after the other
         got, partials = on_gpu(dinp, dtype=e), unwritten(rows, 3 * C)
         sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
         cuda.layernorm_backward(device, got, partials, *on_gpu(dout, inp, weight, dtype=e), *on_gpu(mean, rstd), B, T, C)
@@ -447,7 +456,7 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
     split = 8 * 1000
     expected = wide(master, m, v)
     params, *on = on_gpu(master, dtype=e), *on_gpu(master, m, v)
-    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(4 * device.sm_count)
+    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(cuda.norm_blocks(device.sm_count))
     reports, rate = cuda.pinned_array(16).view(np.float32).reshape(2, 2), on_gpu(np.float32([learning_rate]))
     stops, decays = on_gpu(np.array([split, count]), np.float32([decay, 0.0]))
     norm = float(np.sqrt((grads.astype(np.float64) ** 2).sum()))

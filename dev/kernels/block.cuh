@@ -4,36 +4,27 @@
 
 #include "softmax.cuh"
 
-// The sum over the block's threads, whose number is a multiple of 32; every thread gets it.
-__device__ inline float block_sum(float x) {
-    __shared__ float sums[32];
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
-    __syncthreads();  // all have read `sums`, which the next call overwrites
-    return x;
-}
-
-__device__ inline float block_max(float x) {
-    __shared__ float largest[32];
-    x = warp_max(x);
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = warp_max(threadIdx.x % 32 < blockDim.x / 32 ? largest[threadIdx.x % 32] : -INFINITE);
-    __syncthreads();
-    return x;
-}
-
-__device__ inline Softmax block_merge(Softmax x) {
-    __shared__ Softmax parts[32];
-    x = warp_merge(x);
+// What across_warp makes of x over a warp, over the block's threads, whose number is a multiple of 32; every thread gets it. nothing: what
+// changes no result.
+template <class T, class AcrossWarp>
+__device__ inline T block_reduce(T x, T nothing, AcrossWarp across_warp) {
+    __shared__ T parts[32];
+    x = across_warp(x);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
     __syncthreads();
-    const Softmax nothing = {-INFINITE, 0.0f};
-    x = warp_merge(threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : nothing);
-    __syncthreads();
+    x = across_warp(threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : nothing);
+    __syncthreads();  // all have read `parts`, which the next call overwrites
     return x;
+}
+
+__device__ inline float block_sum(float x) {
+    return block_reduce(x, 0.0f, [](float y) { return warp_sum(y); });
+}
+__device__ inline float block_max(float x) {
+    return block_reduce(x, -INFINITE, [](float y) { return warp_max(y); });
+}
+__device__ inline Softmax block_merge(Softmax x) {
+    return block_reduce(x, Softmax{-INFINITE, 0.0f}, [](Softmax y) { return warp_merge(y); });
 }
 
 // PACK logits from column v on, -infinity from V on, whatever stands there.

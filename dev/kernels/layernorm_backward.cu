@@ -5,8 +5,9 @@
 //
 // dinp, dout, inp (N,C); mean, rstd (N), dweight, dbias (C) float32; weight (C). Bound by bytes: three rows in, one out. What the
 // versions differ in is how rows that different threads work on come together in dweight and dbias.
-// The live version is layernorm_backward of kernels/layernorm.cu and column_sums.cu: rows and sums stay in registers, each block leaves
-// one row of sums, a second kernel adds those up. No atomics, and the same bits in every run.
+// The live version is layernorm_backward of kernels/layernorm.cu and column_sums.cu: rows and sums stay in registers, while the next rows
+// are copied to shared memory; each block leaves one row of sums, a second kernel adds those up. No atomics, and the same bits in every
+// run.
 
 #include "common.cuh"
 #include "block.cuh"

@@ -724,6 +724,6 @@ class GlobalNorm(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        count = 8 * lab.sm_count
+        count = cuda.norm_blocks(lab.sm_count)
         lab.launch("global_norm", (count,), (block,), a.partials, a.grads, np.int64(a.grads.size))
         lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, count)
