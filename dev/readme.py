@@ -49,7 +49,7 @@ def output_of(command):
     """What a command prints; raises UserError when it fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True)
     if done.returncode:
-        raise UserError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace')}")
+        raise UserError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace').strip()}")
     return done.stdout.decode(errors="replace")
 
 
