@@ -104,7 +104,8 @@ def with_default(name, default, help=None):
 
 
 class Precision(NamedTuple):
-    """What a run computes in. Parameters, activations and gradients have `dtype`; statistics, losses and AdamW's state float32."""
+    """What a run computes in. Parameters, activations and gradients have `dtype`, but the residual stream; statistics, losses and AdamW's
+    state are float32."""
 
     dtype: str = "float32"
     tf32: int = 1  # products of float32 operands round them to TF32
@@ -113,6 +114,12 @@ class Precision(NamedTuple):
     @property
     def bf16(self):
         return self.dtype == "bfloat16"
+
+    @property
+    def stream(self):
+        """Of the residual stream. Each layer adds to it twice, and all roundings of the sums stay: in half precision, 3 bits more than
+        bfloat16 has in as many bytes. Its range, up to 65504, does for sums of layers' outputs, and saturates."""
+        return "float16" if self.bf16 else self.dtype
 
     @property
     def grads(self):
@@ -199,22 +206,22 @@ ALIGN = 256  # bytes; cuBLASLt's fastest algorithms ask for it
 
 def activation_table(config, B, T, recompute, dtype):
     """name -> Row for what the forward pass leaves behind for the backward pass."""
-    L, NH, C = config.L, config.NH, config.C
+    L, NH, C, stream = config.L, config.NH, config.C, Precision(dtype).stream
     table = {
-        "encoded": Row((B, T, C), dtype),
+        "encoded": Row((B, T, C), stream),
         "ln1": Row((L, B, T, C), dtype),  # not with recompute 2
         "ln1_mean": Row((L, B, T)),
         "ln1_rstd": Row((L, B, T)),
         "qkv": Row((L, B, T, 3 * C), dtype),
         "atty": Row((L, B, T, C), dtype),
         "lse": Row((L, B, NH, T)),  # all that is kept of the (T, T) matrices: log of the sum of exp of each row's scores
-        "residual2": Row((L, B, T, C), dtype),
+        "residual2": Row((L, B, T, C), stream),
         "ln2": Row((L, B, T, C), dtype),  # not with recompute 2
         "ln2_mean": Row((L, B, T)),
         "ln2_rstd": Row((L, B, T)),
         "fch": Row((L, B, T, 4 * C), dtype),
         "fch_gelu": Row((L, B, T, 4 * C), dtype),  # not with recompute 1 and 2
-        "residual3": Row((L, B, T, C), dtype),
+        "residual3": Row((L, B, T, C), stream),
         "lnf": Row((B, T, C), dtype),
         "lnf_mean": Row((B, T)),
         "lnf_rstd": Row((B, T)),
@@ -930,14 +937,16 @@ def row_warps(C):
 
 
 def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, weight, bias, B, T, C):
-    """residual = inp1 + inp2 (both None: none), out = its layernorm. All (B,T,C) but mean, rstd (B,T) and weight, bias (C,)."""
+    """residual = inp1 + inp2 (both None: none), out = its layernorm. All (B,T,C) but mean, rstd (B,T) and weight, bias (C,); residual and
+    inp1 in Precision.stream."""
     grid = (blocks(B * T, 8 // row_warps(C)),)
     device.launch("residual_layernorm_forward", grid, (256,), residual, out, mean, rstd, inp1, inp2, weight, bias, B * T,
                   bytes=size_of(residual, out, inp1, inp2))
 
 
 def layernorm_backward(device, dinp, sums, dout, inp, weight, mean, rstd, B, T, C):
-    """dinp (B,T,C) +=; sums (layernorm_blocks, 3C) =, for column_sums: of dweight, dbias, and the new dinp, over its rows."""
+    """dinp (B,T,C) +=; sums (layernorm_blocks, 3C) =, for column_sums: of dweight, dbias, and the new dinp, over its rows; inp in
+    Precision.stream."""
     device.launch("layernorm_backward", (sums.shape[0],), (256,), dinp, sums, dout, inp, weight, mean, rstd, B * T,
                   shared=layernorm_shared(C, device.precision, device.gpu.arch), bytes=size_of(dinp, dinp, dout, inp))
 
@@ -1379,8 +1388,10 @@ class GPT2:
 
 
 def to_float32(array):
-    """An array of the GPU's on the host, bfloat16 bits as float32."""
+    """An array of the GPU's on the host; bfloat16 bits and halves as float32."""
     array = array.get()
+    if array.dtype == np.float16:
+        return array.astype(np.float32)
     return bf16_to_float32(array) if array.dtype == np.uint16 else array
 
 

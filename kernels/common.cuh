@@ -15,6 +15,7 @@
 
 #if BFLOAT16
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #endif
 
 typedef long long int64;
@@ -28,8 +29,10 @@ constexpr int Vp = MODEL_VP;
 
 #if BFLOAT16
 typedef __nv_bfloat16 element;
+typedef __half stream_element;  // of the residual stream, which is rounded 2L times: 3 bits more than bfloat16's in as many bytes
 #else
 typedef float element;
+typedef float stream_element;
 #endif
 
 #if FLOAT32_GRADS
@@ -67,10 +70,24 @@ __device__ inline uint32 as_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+
+// The residual stream's. What is beyond the largest half becomes that; inf and NaN stay what they are, for the loss to show.
+__device__ inline float within_half(float x) { return fabsf(x) < INFINITE ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; }
+__device__ inline uint32 as_halves(float low, float high) {
+    uint32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ inline float2 of_halves(uint32 pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline void from_float(__half& out, float x) { out = __float2half_rn(within_half(x)); }
 #endif
 
 // PACK elements at a 16-byte boundary as they lie there: in bfloat16, half the registers that they take as floats.
-__device__ inline uint4 load_bits(const element* at) { return *reinterpret_cast<const uint4*>(at); }
+template <class T>
+__device__ inline uint4 load_bits(const T* at) {
+    return *reinterpret_cast<const uint4*>(at);
+}
 
 __device__ inline Floats unpack(uint4 bits) {
     const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -107,6 +124,29 @@ __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
     for (int k = 0; k < PACK; k += 2) pairs[k / 2] = as_pair(values.x[k], values.x[k + 1]);
     *reinterpret_cast<uint4*>(at) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
+
+__device__ inline void store(__half* at, const Floats& values) {
+    uint32 pairs[4];
+#pragma unroll
+    for (int k = 0; k < PACK; k += 2) pairs[k / 2] = as_halves(within_half(values.x[k]), within_half(values.x[k + 1]));
+    *reinterpret_cast<uint4*>(at) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+#endif
+
+// unpack for the residual stream.
+__device__ inline Floats unpack_stream(uint4 bits) {
+#if BFLOAT16
+    const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+    Floats values;
+#pragma unroll
+    for (int k = 0; k < PACK; k += 2) *reinterpret_cast<float2*>(values.x + k) = of_halves(words[k / 2]);
+    return values;
+#else
+    return unpack(bits);
+#endif
+}
+#if BFLOAT16
+__device__ inline Floats load(const __half* at) { return unpack_stream(load_bits(at)); }
 #endif
 
 // 16 bytes from global to shared memory, zeros instead if not `exists`, while the threads go on; before sm_80, they wait.

@@ -4,7 +4,7 @@
 //     backward  dwte[token] += the sum of dout over the places of the token                          dwte +=
 //               dwpe[t] = the sum of dout over b, 0 for t >= T                                       dwpe = (or += if accumulate)
 //
-// out, dout (B,T,C); inp (B,T) int32; wte, dwte (Vp,C); wpe, dwpe (maxT,C).
+// out, dout (B,T,C), out of the residual stream's type; inp (B,T) int32; wte, dwte (Vp,C); wpe, dwpe (maxT,C).
 //
 // Bound by bytes: B*T*C elements read and written. H200 (a copy: 4250 GB/s), T=1024: float32, B=4 / B=16, forward 1450 / 2770 GB/s,
 // wte 1740 / 2310, wpe 2660 / 3020; 6 to 17 us at B=4, where launching counts; bfloat16, B=64, forward 3100, wte 2700, wpe 3000, 0.17 ms
@@ -15,7 +15,7 @@
 #include "common.cuh"
 
 // One thread a pack; grid (B*T*C / PACK / 256).
-extern "C" __global__ void encoder_forward(element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
+extern "C" __global__ void encoder_forward(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= int64(B) * T * C) return;
     const int row = i / C, c = i % C;

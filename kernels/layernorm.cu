@@ -6,7 +6,8 @@
 //               dinp += rstd * (dn - mean(dn) - n * mean(dn * n))
 //               partials[block] = over the block's rows, the sums of dout * n, dout, and the new dinp
 //
-// The rows of inp1, inp2, residual, out, dout, dinp: (N,C). mean, rstd: (N) float32. weight, bias: (C).
+// The rows of inp1, inp2, residual, out, dout, inp, dinp: (N,C); those of residual, inp1 and inp are the residual stream's. mean, rstd: (N)
+// float32. weight, bias: (C).
 // The sums over rows of dout * n and of dout are the gradients of weight and bias; that of dinp is the gradient of the bias
 // that was added to this residual stream by the projection before: the third column sum costs nothing here, a pass of
 // its own there. Each block adds up its rows in order, column_sums.cu adds up the blocks.
@@ -34,8 +35,8 @@ __device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % RO
 
 // Block (256); grid (N / GROUPS, rounded up). inp2 and residual may be null, together.
 extern "C" __global__ void __launch_bounds__(THREADS)
-residual_layernorm_forward(element* residual, element* out, float* mean, float* rstd, const element* inp1, const element* inp2,
-                           const element* weight, const element* bias, int N) {
+residual_layernorm_forward(stream_element* residual, element* out, float* mean, float* rstd, const stream_element* inp1,
+                           const element* inp2, const element* weight, const element* bias, int N) {
     const int row = blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS;
     const bool exists = row < N;  // all threads stay, for the barriers of group_sum
     const int64 start = int64(row) * C;
@@ -54,12 +55,12 @@ residual_layernorm_forward(element* residual, element* out, float* mean, float* 
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int c = column(p);
-        x[p] = unpack(bits[p]);
+        x[p] = unpack_stream(bits[p]);
         if (inp2 && exists && c < C) {
             const Floats addend = unpack(more[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
-                element rounded;  // what the backward pass will read
+                stream_element rounded;  // what the backward pass will read
                 from_float(rounded, x[p].x[k] + addend.x[k]);
                 x[p].x[k] = to_float(rounded);
             }
@@ -101,13 +102,13 @@ constexpr bool AHEAD = BFLOAT16 && __CUDA_ARCH__ != 860 && __CUDA_ARCH__ != 890 
 
 // Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32. Shared memory: 6 rows for each group if AHEAD, else none.
 extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && PACKS * PACK <= 24 ? 2 : 1)
-layernorm_backward(element* dinp, float* partials, const element* dout, const element* inp, const element* weight, const float* mean,
-                   const float* rstd, int N) {
+layernorm_backward(element* dinp, float* partials, const element* dout, const stream_element* inp, const element* weight,
+                   const float* mean, const float* rstd, int N) {
     const int group = threadIdx.x / ROW_THREADS;
     Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
     extern __shared__ uint4 waiting[];  // dout, inp and dinp of two rows in turn; each thread reads what it has copied itself
     const auto place = [&](int turn, int which, int c) {
-        return reinterpret_cast<element*>(waiting) + ((group * 2 + turn) * 3 + which) * C + c;
+        return reinterpret_cast<uint4*>(reinterpret_cast<element*>(waiting) + ((group * 2 + turn) * 3 + which) * C + c);
     };
     float next_mean, next_rstd;
     const auto fetch = [&](int row, int turn) {
@@ -119,9 +120,10 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
             for (int p = 0; p < PACKS; p++) {
                 const int c = column(p);
                 if (!exists || c >= C) continue;
-                copy_async(place(turn, 0, c), dout + int64(row) * C + c, true);
-                copy_async(place(turn, 1, c), inp + int64(row) * C + c, true);
-                copy_async(place(turn, 2, c), dinp + int64(row) * C + c, true);
+                const int64 start = int64(row) * C + c;
+                copy_async(place(turn, 0, c), reinterpret_cast<const uint4*>(dout + start), true);
+                copy_async(place(turn, 1, c), reinterpret_cast<const uint4*>(inp + start), true);
+                copy_async(place(turn, 2, c), reinterpret_cast<const uint4*>(dinp + start), true);
             }
             copies_commit();
         }
@@ -142,16 +144,16 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
             d[p] = x[p] = before[p] = {};
             const int c = column(p);
             if (!exists || c >= C) continue;
-            d[p] = load_bits(AHEAD ? place(turn, 0, c) : dout + start + c);
-            x[p] = load_bits(AHEAD ? place(turn, 1, c) : inp + start + c);
-            before[p] = load_bits(AHEAD ? place(turn, 2, c) : dinp + start + c);
+            d[p] = AHEAD ? *place(turn, 0, c) : load_bits(dout + start + c);
+            x[p] = AHEAD ? *place(turn, 1, c) : load_bits(inp + start + c);
+            before[p] = AHEAD ? *place(turn, 2, c) : load_bits(dinp + start + c);
         }
         float sum_dn = 0.0f, sum_dn_n = 0.0f;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int c = column(p);
             if (!exists || c >= C) continue;
-            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack(x[p]);
+            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack_stream(x[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
                 const float n = (xp.x[k] - m) * r;
@@ -167,7 +169,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const el
         for (int p = 0; p < PACKS; p++) {
             const int c = column(p);
             if (!exists || c >= C) continue;
-            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack(x[p]);
+            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack_stream(x[p]);
             Floats sum = unpack(before[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) {

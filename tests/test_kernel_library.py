@@ -130,8 +130,9 @@ class FakeLab(lab.Lab):
             return type(argument) is numbers.get(type_name, np.void)  # else a struct
         if isinstance(argument, np.uint64):
             return argument == 0
-        stored = {"element": self.precision.dtype, "gradient": self.precision.grads}.get(type_name[:-1], type_name[:-1])
-        dtypes = {"bfloat16": "u2", "float32": "f4", "float": "f4", "int": "i4", "int64": "i8"}
+        types = {"element": self.precision.dtype, "stream_element": self.precision.stream, "gradient": self.precision.grads}
+        stored = types.get(type_name[:-1], type_name[:-1])
+        dtypes = {"bfloat16": "u2", "float16": "f2", "float32": "f4", "float": "f4", "int": "i4", "int64": "i8"}
         return isinstance(argument, Array) and (stored not in dtypes or argument.dtype == np.dtype(dtypes[stored]))
 
     def tensor_map(self, array, rows, columns):

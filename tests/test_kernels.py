@@ -136,8 +136,8 @@ def test_sort_tokens():
 
 # The largest error allowed, as a fraction of the largest value of the reference. float32 rounds to 6e-8, sums of n numbers in
 # any order to some sqrt(n) of that; TF32 rounds operands to 5e-4; bfloat16 rounds what is stored to 2e-3, and in attention what one
-# product hands to the next, too.
-EXACT, SUMS, TF32, BF16, BF16_TWICE = 1e-6, 5e-6, 2e-3, 4e-3, 1e-2
+# product hands to the next, too; half precision rounds the residual stream to 2.5e-4.
+EXACT, SUMS, TF32, BF16, BF16_TWICE, HALF = 1e-6, 5e-6, 2e-3, 4e-3, 1e-2, 5e-4
 
 SHAPES = [(1, 1), (3, 97), (1, 1000), (3, 1024)]
 DEVICES = {}
@@ -181,27 +181,27 @@ def get_device(gpu, config, precision, tmp_path_factory, portable=False, matmul=
 
 
 def random(*shape, seed=0, spread=1.0, mean=0.0, dtype="float32"):
-    """float32 normal numbers, others in each run of the tests; those that bfloat16 has, if dtype says so."""
+    """float32 normal numbers, others in each run of the tests; those that this dtype has."""
     rng = np.random.default_rng((seed, os.getpid()))
     numbers = rng.standard_normal(shape, dtype=np.float32) * np.float32(spread) + np.float32(mean)
-    return bf16_to_float32(bf16_bits(numbers)) if dtype == "bfloat16" else numbers
+    return bf16_to_float32(bf16_bits(numbers)) if dtype == "bfloat16" else numbers.astype(dtype).astype(np.float32)
 
 
 def on_gpu(*arrays, dtype=None):
     """Copies on the GPU, in this dtype."""
-    arrays = [cuda.cp.asarray(bf16_bits(array) if dtype == "bfloat16" else array) for array in arrays]
+    arrays = [cuda.cp.asarray(bf16_bits(array) if dtype == "bfloat16" else array.astype(dtype or array.dtype)) for array in arrays]
     return arrays if len(arrays) > 1 else arrays[0]
 
 
 def unwritten(*shape, dtype="float32"):
     """NaN everywhere."""
-    return cuda.cp.full(shape, 0xFFFF, np.uint16) if dtype == "bfloat16" else cuda.cp.full(shape, np.nan, np.float32)
+    return cuda.cp.full(shape, 0xFFFF, np.uint16) if dtype == "bfloat16" else cuda.cp.full(shape, np.nan, dtype)
 
 
 def assert_close(tolerance, **pairs):
-    """name=(got on the GPU, expected). What is stored in bfloat16 may be off by its rounding."""
+    """name=(got on the GPU, expected). What is stored in bfloat16 or in halves may be off by its rounding."""
     for name, (got, expected) in pairs.items():
-        allowed = max(tolerance, BF16) if got.dtype == np.uint16 else tolerance
+        allowed = max(tolerance, {"uint16": BF16, "float16": HALF}.get(got.dtype.name, 0.0))
         assert check_tensor(name, cuda.to_float32(got), expected, allowed * max(float(np.abs(expected).max()), 1e-30)), name
 
 
@@ -216,7 +216,7 @@ def test_encoder(device, B, T):
     e, g = device.precision.dtype, device.precision.grads
     wte, wpe, dout = random(Vp, C, seed=1, dtype=e), random(maxT, C, seed=2, dtype=e), random(B, T, C, seed=3, dtype=e)
     dwte, dwpe = random(Vp, C, seed=4, dtype=g), random(maxT, C, seed=5, dtype=g)
-    out = unwritten(B, T, C, dtype=e)
+    out = unwritten(B, T, C, dtype=device.precision.stream)
     cuda.encoder_forward(device, out, on_gpu(inp), *on_gpu(wte, wpe, dtype=e), B, T, C)
     expected = np.empty((B, T, C))
     train_gpt2.encoder_forward(expected, inp, *wide(wte, wpe), B, T, C)
@@ -234,12 +234,12 @@ def test_encoder(device, B, T):
 
 @pytest.mark.parametrize("B, T", SHAPES)
 def test_residual_layernorm(device, B, T):
-    C, e = device.config.C, device.precision.dtype
-    inp1, inp2 = random(B, T, C, seed=1, mean=1, dtype=e), random(B, T, C, seed=2, mean=1, dtype=e)
+    C, e, stream = device.config.C, device.precision.dtype, device.precision.stream
+    inp1, inp2 = random(B, T, C, seed=1, mean=1, dtype=stream), random(B, T, C, seed=2, mean=1, dtype=e)
     weight, bias = random(C, seed=3, dtype=e), random(C, seed=4, dtype=e)
     for both in (True, False):
-        residual, out, mean, rstd = unwritten(B, T, C, dtype=e), unwritten(B, T, C, dtype=e), unwritten(B, T), unwritten(B, T)
-        cuda.residual_layernorm_forward(device, residual if both else None, out, mean, rstd, on_gpu(inp1, dtype=e),
+        residual, out, mean, rstd = unwritten(B, T, C, dtype=stream), unwritten(B, T, C, dtype=e), unwritten(B, T), unwritten(B, T)
+        cuda.residual_layernorm_forward(device, residual if both else None, out, mean, rstd, on_gpu(inp1, dtype=stream),
                                         on_gpu(inp2, dtype=e) if both else None, *on_gpu(weight, bias, dtype=e), B, T, C)
         total = inp1.astype(np.float64) + (inp2 if both else 0)
         if both:
@@ -250,11 +250,24 @@ def test_residual_layernorm(device, B, T):
         assert_close(SUMS, out=(out, expected[0]), mean=(mean, expected[1]), rstd=(rstd, expected[2]))
 
 
+def test_the_residual_stream_saturates(device):
+    """Beyond the largest half there is that; inf and NaN stay, so that the loss shows them."""
+    if device.precision.stream != "float16":
+        pytest.skip("a float32 stream has no end in reach")
+    C, e = device.config.C, device.precision.dtype
+    inp1, inp2, ones = np.full((1, 1, C), 6e4, np.float32), np.zeros((1, 1, C), np.float32), np.ones(C, np.float32)
+    inp1[..., 1], inp2[..., :4] = -6e4, (8192, -8192, np.inf, np.nan)
+    residual, out, mean, rstd = unwritten(1, 1, C, dtype="float16"), unwritten(1, 1, C, dtype=e), unwritten(1, 1), unwritten(1, 1)
+    cuda.residual_layernorm_forward(device, residual, out, mean, rstd, on_gpu(inp1, dtype="float16"), on_gpu(inp2, dtype=e),
+                                    *on_gpu(ones, ones, dtype=e), 1, 1, C)
+    assert np.array_equal(residual.get()[0, 0, :5], np.array([65504, -65504, np.inf, np.nan, 6e4], np.float16), equal_nan=True)
+
+
 @pytest.mark.parametrize("B, T", SHAPES)
 def test_layernorm_backward(device, B, T):
     C, e, g = device.config.C, device.precision.dtype, device.precision.grads
-    dinp, dout, inp = (random(B, T, C, seed=seed, dtype=e) for seed in (1, 2, 3))
-    weight = random(C, seed=4, dtype=e)
+    dinp, dout = (random(B, T, C, seed=seed, dtype=e) for seed in (1, 2))
+    inp, weight = random(B, T, C, seed=3, dtype=device.precision.stream), random(C, seed=4, dtype=e)
     mean = inp.mean(axis=-1, dtype=np.float64).astype(np.float32)
     rstd = (1 / np.sqrt(inp.var(axis=-1, dtype=np.float64) + 1e-5)).astype(np.float32)
     expected, dweight, dbias = dinp.astype(np.float64), np.empty(C), np.empty(C)
@@ -264,7 +277,8 @@ def test_layernorm_backward(device, B, T):
     for accumulate, rows in ((0, most), (1, most), (0, min(most, 3))):  # three blocks: each comes to many rows, one after the other
         got, partials = on_gpu(dinp, dtype=e), unwritten(rows, 3 * C)
         sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
-        cuda.layernorm_backward(device, got, partials, *on_gpu(dout, inp, weight, dtype=e), *on_gpu(mean, rstd), B, T, C)
+        cuda.layernorm_backward(device, got, partials, on_gpu(dout, dtype=e), on_gpu(inp, dtype=device.precision.stream),
+                                on_gpu(weight, dtype=e), *on_gpu(mean, rstd), B, T, C)
         cuda.column_sums(device, cuda.sum_jobs([(partials, tuple(sums))]), accumulate)
         wanted = np.stack([dweight, dbias, expected.sum(axis=(0, 1))]) + accumulate * before
         assert_close(SUMS, dinp=(got, expected), dweight=(sums[0], wanted[0]), dbias=(sums[1], wanted[1]))

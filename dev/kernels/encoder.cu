@@ -4,16 +4,16 @@
 //     backward  dwte[token] += the sum of dout over the places of the token                          dwte +=
 //               dwpe[t] = the sum of dout over b, 0 for t >= T                                       dwpe =
 //
-// out, dout (B,T,C); inp (B,T) int32; wte (Vp,C), wpe (maxT,C); dwte, dwpe float32. Bound by bytes. The live versions are those of
-// kernels/encoder.cu: forward, 16 bytes a thread all over the tensor; backward, the host sorts the places by token, and a block adds up
-// one token's rows in that order, with no atomics and the same bits in every run.
+// out, dout (B,T,C), out of the residual stream's type; inp (B,T) int32; wte (Vp,C), wpe (maxT,C); dwte, dwpe float32. Bound by bytes.
+// The live versions are those of kernels/encoder.cu: forward, 16 bytes a thread all over the tensor; backward, the host sorts the places by
+// token, and a block adds up one token's rows in that order, with no atomics and the same bits in every run.
 
 #include "common.cuh"
 
 // thread_an_element. The formula; neighbouring threads read and write neighbouring elements. In bfloat16 each access moves two bytes,
 // and a warp 64, where the memory system would take 512 for the same instruction.
 extern "C" __global__ void __launch_bounds__(1024)
-encoder_forward_thread_an_element(element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
+encoder_forward_thread_an_element(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= int64(B) * T * C) return;
     const int row = i / C, c = i % C;
@@ -23,7 +23,7 @@ encoder_forward_thread_an_element(element* out, const int* inp, const element* w
 // block_a_row. 16 bytes a thread, and a block for each place: what depends on the row is worked out once and not for every element.
 // A small C leaves many threads of a large block idle. Grid (B*T).
 extern "C" __global__ void __launch_bounds__(1024)
-encoder_forward_block_a_row(element* out, const int* inp, const element* wte, const element* wpe, int T) {
+encoder_forward_block_a_row(stream_element* out, const int* inp, const element* wte, const element* wpe, int T) {
     const int row = blockIdx.x;
     const element* token = wte + int64(inp[row]) * C;
     const element* position = wpe + int64(row % T) * C;

@@ -32,7 +32,7 @@ SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
 
 # The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in any order to some
 # sqrt(n) of that; bfloat16 rounds what is stored to 2e-3. LIBRARY only shows that PyTorch was asked for the same function.
-EXACT, SUMS, BF16 = 1e-6, 5e-6, 4e-3
+EXACT, SUMS, BF16, HALF = 1e-6, 5e-6, 4e-3, 5e-4
 LIBRARY = {"float32": 1e-4, "bfloat16": 2e-2}
 
 SHAPES = ((1, 1), (3, 97), (2, 1024))  # (B, T) of the checks
@@ -105,9 +105,8 @@ class Layer:
         """Normal numbers; they repeat after 2^24, which is enough for timing."""
         count = math.prod(shape)
         numbers = self.rng.standard_normal(min(count, 1 << 24), dtype=np.float32) * np.float32(spread) + np.float32(mean)
-        if (dtype or self.precision.dtype) == "bfloat16":
-            numbers = bf16_bits(numbers)
-        return np.resize(numbers, shape)
+        dtype = dtype or self.precision.dtype
+        return np.resize(bf16_bits(numbers) if dtype == "bfloat16" else numbers.astype(dtype), shape)
 
     def unwritten(self, *shape, dtype=None):
         """An output: NaN before each call."""
@@ -132,7 +131,7 @@ def widen(array):
     """An array as it is stored -> float64; integers stay."""
     if array.dtype == np.uint16:
         array = bf16_to_float32(array)
-    return array.astype(np.float64) if array.dtype == np.float32 else array.copy()
+    return array.astype(np.float64) if array.dtype in (np.float32, np.float16) else array.copy()
 
 
 def expected_results(layer, tensors):
@@ -145,8 +144,8 @@ def expected_results(layer, tensors):
 def allowed_error(layer, name, array, expected):
     """By how much a result may be off; `array` is it as it is stored."""
     fraction = layer.checked[name]
-    if array.dtype == np.uint16:
-        fraction = max(fraction, BF16)
+    if array.dtype in (np.uint16, np.float16):
+        fraction = max(fraction, BF16 if array.dtype == np.uint16 else HALF)
     return fraction * max(float(np.abs(expected).max()), 1e-30)
 
 

@@ -28,8 +28,8 @@ __device__ inline float gradient_of(const Sums& sums, float dout, float n, float
 
 // A row by one thread, or by a warp (LANES: 1, 32): dinp, and each element's share of dweight and dbias, atomically added to those.
 template <int LANES>
-__device__ inline void add_row(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
-                               const float* mean, const float* rstd, int row) {
+__device__ inline void add_row(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
+                               const element* weight, const float* mean, const float* rstd, int row) {
     const int64 start = int64(row) * C;
     const int lane = threadIdx.x % LANES;
     const float m = mean[row], r = rstd[row];
@@ -47,8 +47,8 @@ __device__ inline void add_row(element* dinp, float* dweight, float* dbias, cons
 // thread_a_row. A thread goes along its row twice, and adds each element's share of dweight and dbias atomically: N additions to
 // each of C addresses, which take turns in the L2 cache. dweight and dbias must be 0.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
-                                const float* mean, const float* rstd, int N) {
+layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
+                                const element* weight, const float* mean, const float* rstd, int N) {
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;
     add_row<1>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
@@ -57,8 +57,8 @@ layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, con
 // atomics. A warp a row: neighbouring threads read neighbouring elements, and their additions go to neighbouring addresses. There are as
 // many additions as before.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp, const element* weight,
-                           const float* mean, const float* rstd, int N) {
+layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
+                           const element* weight, const float* mean, const float* rstd, int N) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row < N) add_row<32>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
 }
@@ -67,7 +67,7 @@ layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const el
 // only those of the same block. Each block then adds 2 C sums to memory, instead of 2 C for every row.
 // Any number of blocks; dynamic shared memory: 2 * C floats.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, const element* dout, const element* inp,
+layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
                                  const element* weight, const float* mean, const float* rstd, int N) {
     extern __shared__ float block_sums[];  // of dweight, of dbias
     for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) block_sums[c] = 0.0f;
@@ -89,7 +89,7 @@ layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, co
 // Any number of blocks, partials (gridDim.x, 2C); *done must be 0, and is 0 again afterwards. Dynamic shared memory: 2 * C floats.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, float* partials, int* done, const element* dout,
-                              const element* inp, const element* weight, const float* mean, const float* rstd, int N) {
+                              const stream_element* inp, const element* weight, const float* mean, const float* rstd, int N) {
     extern __shared__ float block_sums[];  // each thread reads and writes its own columns only
     for (int c = threadIdx.x; c < C; c += blockDim.x) block_sums[c] = block_sums[C + c] = 0.0f;
     for (int row = blockIdx.x; row < N; row += gridDim.x) {

@@ -2,7 +2,8 @@
 //
 //     out = (inp - mean) * rstd * weight + bias                                                      out =, mean =, rstd =
 //
-// inp, out (N,C); mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row comes in once and goes out once.
+// inp, out (N,C), inp of the residual stream's type; mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row comes in once and goes
+// out once.
 // The live version is residual_layernorm_forward of kernels/layernorm.cu: a row stays in the registers of a warp (or several) from the
 // only reading to the writing, and the addition to the residual stream before it costs no pass of its own.
 
@@ -12,16 +13,16 @@
 __device__ inline float rstd_of(float variance) { return 1.0f / sqrtf(variance + 1e-5f); }
 
 // One element of the result.
-__device__ inline void normalize(element* out, const element* inp, const element* weight, const element* bias, int64 start, int c, float m,
-                                 float r) {
+__device__ inline void normalize(element* out, const stream_element* inp, const element* weight, const element* bias, int64 start, int c,
+                                 float m, float r) {
     from_float(out[start + c], (to_float(inp[start + c]) - m) * r * to_float(weight[c]) + to_float(bias[c]));
 }
 
 // thread_a_row. The three loops of the formula, a thread for each row. Neighbouring threads read addresses that are a row apart, so that
 // each access of a warp touches 32 lines of memory for 32 elements; and there are only N threads.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias,
-                               int N) {
+layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
+                               const element* bias, int N) {
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;
     const int64 start = int64(row) * C;
@@ -38,7 +39,7 @@ layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const ele
 // statistics_apart. Two kernels: a block works out mean and rstd of a row, then a thread normalizes an element. Neighbouring threads
 // read neighbouring elements, which is what memory is fast at. The price is a launch more, and that the input comes from memory twice.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_statistics(float* mean, float* rstd, const element* inp) {
+layernorm_forward_statistics(float* mean, float* rstd, const stream_element* inp) {
     const int64 start = int64(blockIdx.x) * C;
     float sum = 0.0f, squares = 0.0f;
     for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);
@@ -52,7 +53,7 @@ layernorm_forward_statistics(float* mean, float* rstd, const element* inp) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_normalize(element* out, const float* mean, const float* rstd, const element* inp, const element* weight,
+layernorm_forward_normalize(element* out, const float* mean, const float* rstd, const stream_element* inp, const element* weight,
                             const element* bias, int N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= int64(N) * C) return;
@@ -63,7 +64,7 @@ layernorm_forward_normalize(element* out, const float* mean, const float* rstd, 
 // warp_a_row. One kernel again: the 32 threads of a warp share a row and add up through registers, with no barrier and no shared memory.
 // The second and third reading of the row come from the L1 cache.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias,
+layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight, const element* bias,
                              int N) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= N) return;
@@ -83,7 +84,8 @@ layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const eleme
 // one_pass. The variance is E[x^2] - E[x]^2, so that one reading gives both sums. It is the difference of two numbers that may be large
 // and nearly equal: where a row's mean is a thousand times its spread, nothing is left of it in float32.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_one_pass(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias, int N) {
+layernorm_forward_one_pass(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight, const element* bias,
+                           int N) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= N) return;
     const int64 start = int64(row) * C;
@@ -105,7 +107,8 @@ layernorm_forward_one_pass(element* out, float* mean, float* rstd, const element
 // block_a_row. A whole block on each row: more loads underway for it, which pays where rows are few or long; for many short rows the
 // barriers of the sums cost more than they bring.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias) {
+layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
+                              const element* bias) {
     const int64 start = int64(blockIdx.x) * C;
     float sum = 0.0f, squares = 0.0f;
     for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);
@@ -123,12 +126,12 @@ layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const elem
 // memory between the passes, so that nothing depends on the L1 cache keeping it; weight and bias are there for all rows of the block.
 // Dynamic shared memory: (2 + warps of the block) * C elements.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const element* inp, const element* weight, const element* bias,
-                                int N) {
+layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
+                                const element* bias, int N) {
     extern __shared__ uint4 shared[];
     element* const w = reinterpret_cast<element*>(shared);
     element* const b = w + C;
-    element* const x = b + C + threadIdx.x / 32 * C;
+    stream_element* const x = reinterpret_cast<stream_element*>(b + C) + threadIdx.x / 32 * C;
     for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
         store(w + c, load(weight + c));
         store(b + c, load(bias + c));

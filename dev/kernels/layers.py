@@ -6,7 +6,7 @@ layer is; the kernels are in the .cu files beside this one, where each stands un
 import math
 
 from lab import EXACT, SUMS, SWEEP, Layer, blocks, cuda, np, size_of, torch, train_gpt2, version
-from train_gpt2 import bf16_bits, bf16_to_float32
+from train_gpt2 import bf16_bits
 
 F = torch.nn.functional
 
@@ -32,7 +32,7 @@ class EncoderForward(Layer):
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
-        return {"out": self.unwritten(B, T, C), "inp": self.tokens(), "wte": self.random(self.Vp, C),
+        return {"out": self.unwritten(B, T, C, dtype=self.precision.stream), "inp": self.tokens(), "wte": self.random(self.Vp, C),
                 "wpe": self.random(self.config.maxT, C)}
 
     def oracle(self, t):
@@ -115,8 +115,8 @@ class LayernormForward(Layer):
     def tensors(self):
         B, T, C = self.B, self.T, self.C
         return {"out": self.unwritten(B, T, C), "mean": self.unwritten(B, T, dtype="float32"),
-                "rstd": self.unwritten(B, T, dtype="float32"), "inp": self.random(B, T, C, mean=1), "weight": self.random(C),
-                "bias": self.random(C)}
+                "rstd": self.unwritten(B, T, dtype="float32"), "weight": self.random(C), "bias": self.random(C),
+                "inp": self.random(B, T, C, mean=1, dtype=self.precision.stream)}
 
     def oracle(self, t):
         train_gpt2.layernorm_forward(t.out, t.mean, t.rstd, t.inp, t.weight, t.bias, self.B, self.T, self.C)
@@ -125,8 +125,8 @@ class LayernormForward(Layer):
         return size_of(a.out, a.inp)
 
     def library(self, t):
-        names = "out", "mean", "rstd"
-        return lambda: dict(zip(names, torch.native_layer_norm(t.inp, (self.C,), t.weight, t.bias, 1e-5)))
+        names, inp = ("out", "mean", "rstd"), t.inp.to(t.weight.dtype)  # it has no layernorm for two dtypes
+        return lambda: dict(zip(names, torch.native_layer_norm(inp, (self.C,), t.weight, t.bias, 1e-5)))
 
     def launch(self, lab, kernel, a, rows, block, shared=0):
         """rows: what a block does of them."""
@@ -174,10 +174,9 @@ class LayernormBackward(Layer):
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
-        inp = self.random(B, T, C, mean=1)
-        numbers = inp if inp.dtype == np.float32 else bf16_to_float32(inp)
-        mean = numbers.mean(axis=-1)
-        rstd = 1 / np.sqrt(numbers.var(axis=-1) + np.float32(1e-5))
+        inp = self.random(B, T, C, mean=1, dtype=self.precision.stream)
+        mean = inp.mean(axis=-1, dtype=np.float32)
+        rstd = 1 / np.sqrt(inp.var(axis=-1, dtype=np.float32) + np.float32(1e-5))
         rows = cuda.sum_rows(self.config, B, T, self.gpu.sm_count, self.pack).layernorm
         return {"dinp": self.random(B, T, C), "dweight": self.unwritten(C, dtype="float32"), "dbias": self.unwritten(C, dtype="float32"),
                 "dout": self.random(B, T, C), "inp": inp, "weight": self.random(C), "mean": mean, "rstd": rstd,
@@ -191,11 +190,12 @@ class LayernormBackward(Layer):
         return size_of(a.dinp, a.dinp, a.dout, a.inp)
 
     def library(self, t):
-        _, mean, rstd = torch.native_layer_norm(t.inp, (self.C,), t.weight, t.weight, 1e-5)
+        inp = t.inp.to(t.weight.dtype)  # it has no layernorm for two dtypes
+        _, mean, rstd = torch.native_layer_norm(inp, (self.C,), t.weight, t.weight, 1e-5)
 
         def call():
             dinp, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-                t.dout, t.inp, (self.C,), mean, rstd, t.weight, t.weight, (True, True, True))
+                t.dout, inp, (self.C,), mean, rstd, t.weight, t.weight, (True, True, True))
             return {"dinp": t.dinp.add_(dinp), "dweight": dweight, "dbias": dbias}
 
         return call
@@ -241,8 +241,8 @@ class ResidualForward(Layer):
     checked = {"out": EXACT}
 
     def tensors(self):
-        shape = self.B, self.T, self.C
-        return {"out": self.unwritten(*shape), "inp1": self.random(*shape), "inp2": self.random(*shape)}
+        shape, stream = (self.B, self.T, self.C), self.precision.stream
+        return {"out": self.unwritten(*shape, dtype=stream), "inp1": self.random(*shape, dtype=stream), "inp2": self.random(*shape)}
 
     def oracle(self, t):
         train_gpt2.residual_forward(t.out, t.inp1, t.inp2, t.out.size)
@@ -251,7 +251,8 @@ class ResidualForward(Layer):
         return size_of(a.out, a.inp1, a.inp2)
 
     def library(self, t):
-        return lambda: {"out": t.inp1 + t.inp2}
+        inp1 = t.inp1.to(t.inp2.dtype)  # of two dtypes it would make a third
+        return lambda: {"out": inp1 + t.inp2}
 
     def launch(self, lab, kernel, a, block, elements):
         """elements: what a thread does of them."""
@@ -277,23 +278,26 @@ class ResidualLayernormForward(Layer):
     checked = {"residual": EXACT, "out": SUMS, "mean": SUMS, "rstd": SUMS}
 
     def tensors(self):
-        B, T, C = self.B, self.T, self.C
-        return {"residual": self.unwritten(B, T, C), "out": self.unwritten(B, T, C), "mean": self.unwritten(B, T, dtype="float32"),
-                "rstd": self.unwritten(B, T, dtype="float32"), "inp1": self.random(B, T, C, mean=1), "inp2": self.random(B, T, C),
-                "weight": self.random(C), "bias": self.random(C)}
+        B, T, C, stream = self.B, self.T, self.C, self.precision.stream
+        return {"residual": self.unwritten(B, T, C, dtype=stream), "out": self.unwritten(B, T, C),
+                "mean": self.unwritten(B, T, dtype="float32"), "rstd": self.unwritten(B, T, dtype="float32"),
+                "inp1": self.random(B, T, C, mean=1, dtype=stream), "inp2": self.random(B, T, C), "weight": self.random(C),
+                "bias": self.random(C)}
 
     def oracle(self, t):
         np.add(t.inp1, t.inp2, out=t.residual)
         # the layernorm is that of what is stored
-        stored = bf16_to_float32(bf16_bits(t.residual.astype(np.float32))).astype(np.float64) if self.precision.bf16 else t.residual
+        stored = t.residual.astype(np.float16).astype(np.float64) if self.precision.bf16 else t.residual
         train_gpt2.layernorm_forward(t.out, t.mean, t.rstd, stored, t.weight, t.bias, self.B, self.T, self.C)
 
     def bytes(self, a):
         return size_of(a.residual, a.out, a.inp1, a.inp2)
 
     def library(self, t):
+        inp1 = t.inp1.to(t.inp2.dtype)  # of two dtypes it would make a third
+
         def call():
-            residual = t.inp1 + t.inp2
+            residual = inp1 + t.inp2
             out, mean, rstd = torch.native_layer_norm(residual, (self.C,), t.weight, t.bias, 1e-5)
             return {"residual": residual, "out": out, "mean": mean, "rstd": rstd}
 
