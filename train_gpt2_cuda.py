@@ -401,7 +401,7 @@ KERNELS = {  # file -> its kernels
     "classifier": ("classifier",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
-    "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "round_weights", "fill_random"),
+    "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "round_weights", "hold", "fill_random"),
 }
 ATTENTION_FILES = {  # instead of attention.cu where it can be: the same kernels, (bfloat16, Hopper's own instructions)
     (False, False): "attention",
@@ -1579,11 +1579,15 @@ def profile(model, steps):
     print(f"{'all':<28} {sum(row.calls for row in rows.values()):>6.0f} {total:>9.4f}")
 
 
+HOLD = 100  # microseconds, in which Python launches a call
+
+
 def measure(device, call, repeats=5):
-    """Median seconds of call(), which runs once more before that."""
+    """Median seconds of call(), which runs once more before that, on the GPU alone: it waits there until all of it is launched."""
     times = []
     for _ in range(repeats + 1):
         start, end = cp.cuda.Event(), cp.cuda.Event()
+        device.functions["hold"]((1,), (1,), (np.int32(HOLD),))
         start.record(device.stream)
         call()
         end.record(device.stream)

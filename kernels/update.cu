@@ -142,6 +142,15 @@ extern "C" __global__ void __launch_bounds__(256) round_weights(element* params,
     if (i < N) store(params + i, load(exact + i));
 }
 
+// Keeps the stream busy for a while, so that what is launched meanwhile can be timed without the launching. One thread.
+extern "C" __global__ void hold(int microseconds) {
+    int64 begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - begin < 1000ll * microseconds);
+}
+
 // out[i] = a number in [-1, 1) that only i decides: inputs for timing, which zeros would make too fast. One thread an element.
 extern "C" __global__ void fill_random(element* out, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;

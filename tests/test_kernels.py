@@ -5,6 +5,7 @@ Outputs are NaN before the call, so that an element which is not written fails. 
 
 import itertools
 import os
+import time
 
 import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
 
@@ -207,6 +208,16 @@ def assert_close(tolerance, **pairs):
 
 def wide(*arrays):
     return [array.astype(np.float64) for array in arrays]
+
+
+def test_a_measurement_leaves_launching_out(gpu, tmp_path_factory):
+    """A call that keeps Python busy for 50 us, and the GPU not at all."""
+    def slow():
+        begin = time.perf_counter()
+        while time.perf_counter() < begin + 5e-5:
+            pass
+
+    assert cuda.measure(get_device(gpu, MODELS[1], PRECISIONS["tf32"], tmp_path_factory), slow) < 2.5e-5
 
 
 @pytest.mark.parametrize("B, T", SHAPES)
