@@ -632,9 +632,9 @@ class Products:
         self.known = json.loads(found[1]) if found else {}
 
     def cache_key(self):
-        """What the choices of earlier starts depended on: beside GPU and library, the kernels that were timed."""
+        """What the choices of earlier starts depended on: beside GPU and library, the kernels, and how they were timed."""
         kernels = (kernel_key(name, self.device.gpu.arch, {}) for name in ("matmul_hopper_bf16", "matmul", "gelu", "transpose"))
-        return "\n".join([f"algorithms, {self.identity}", *kernels])
+        return "\n".join([f"algorithms, timed without launching, {self.identity}", *kernels])
 
     def save(self):
         """Keep what was found for the next start."""
@@ -1583,14 +1583,15 @@ HOLD = 100  # microseconds, in which Python launches a call
 
 
 def measure(device, call, repeats=5):
-    """Median seconds of call(), which runs once more before that, on the GPU alone: it waits there until all of it is launched."""
+    """Median seconds of call() on the GPU, which runs once more before that; launching counts only as far as it takes longer than HOLD."""
     times = []
     for _ in range(repeats + 1):
         start, end = cp.cuda.Event(), cp.cuda.Event()
-        device.functions["hold"]((1,), (1,), (np.int32(HOLD),))
-        start.record(device.stream)
-        call()
-        end.record(device.stream)
+        with device.stream:
+            device.functions["hold"]((1,), (1,), (np.int32(HOLD),))
+            start.record(device.stream)
+            call()
+            end.record(device.stream)
         end.synchronize()
         times.append(cp.cuda.get_elapsed_time(start, end) / 1000)
     return sorted(times[1:])[repeats // 2]

@@ -1,9 +1,9 @@
-// What every kernel shares: the model's sizes, the element type, 16-byte accesses, copies to shared memory that go on meanwhile, and sums
+// What every kernel shares: the model's sizes, the element types, 16-byte accesses, copies to shared memory that go on meanwhile, and sums
 // over a warp or a block.
 //
 // train_gpt2_cuda.py compiles each .cu file for the GPU and the model at hand and passes, as -D constants,
 //     MODEL_C, MODEL_NH, MODEL_V, MODEL_VP   the model's sizes
-//     BFLOAT16                               1: activations, parameters and gradients are bfloat16; 0: float32
+//     BFLOAT16                               1: activations, parameters and gradients are bfloat16, the residual stream half; 0: float32
 //     FLOAT32_GRADS                          1: gradients of parameters are float32 whatever BFLOAT16 says
 //     TF32                                   1: tensor cores may round float32 operands to TF32
 // B and T are run-time values. Indices that can pass 2^31 are int64; a row's number cannot.
@@ -29,7 +29,7 @@ constexpr int Vp = MODEL_VP;
 
 #if BFLOAT16
 typedef __nv_bfloat16 element;
-typedef __half stream_element;  // of the residual stream, which is rounded 2L times: 3 bits more than bfloat16's in as many bytes
+typedef __half stream_element;  // of the residual stream, which is rounded 2L + 1 times: 3 bits more than bfloat16's in as many bytes
 #else
 typedef float element;
 typedef float stream_element;
@@ -125,15 +125,9 @@ __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
     *reinterpret_cast<uint4*>(at) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-__device__ inline void store(__half* at, const Floats& values) {
-    uint32 pairs[4];
-#pragma unroll
-    for (int k = 0; k < PACK; k += 2) pairs[k / 2] = as_halves(within_half(values.x[k]), within_half(values.x[k + 1]));
-    *reinterpret_cast<uint4*>(at) = {pairs[0], pairs[1], pairs[2], pairs[3]};
-}
 #endif
 
-// unpack for the residual stream.
+// The residual stream's unpack, and its other way around, which rounds.
 __device__ inline Floats unpack_stream(uint4 bits) {
 #if BFLOAT16
     const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -145,8 +139,20 @@ __device__ inline Floats unpack_stream(uint4 bits) {
     return unpack(bits);
 #endif
 }
+__device__ inline uint4 pack_stream(const Floats& values) {
+    uint32 words[4];
+#if BFLOAT16
+#pragma unroll
+    for (int k = 0; k < PACK; k += 2) words[k / 2] = as_halves(within_half(values.x[k]), within_half(values.x[k + 1]));
+#else
+#pragma unroll
+    for (int k = 0; k < PACK; k++) words[k] = __float_as_uint(values.x[k]);
+#endif
+    return {words[0], words[1], words[2], words[3]};
+}
 #if BFLOAT16
 __device__ inline Floats load(const __half* at) { return unpack_stream(load_bits(at)); }
+__device__ inline void store(__half* at, const Floats& values) { *reinterpret_cast<uint4*>(at) = pack_stream(values); }
 #endif
 
 // 16 bytes from global to shared memory, zeros instead if not `exists`, while the threads go on; before sm_80, they wait.

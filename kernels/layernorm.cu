@@ -59,12 +59,10 @@ residual_layernorm_forward(stream_element* residual, element* out, float* mean, 
         if (inp2 && exists && c < C) {
             const Floats addend = unpack(more[p]);
 #pragma unroll
-            for (int k = 0; k < PACK; k++) {
-                stream_element rounded;  // what the backward pass will read
-                from_float(rounded, x[p].x[k] + addend.x[k]);
-                x[p].x[k] = to_float(rounded);
-            }
-            store(residual + start + c, x[p]);
+            for (int k = 0; k < PACK; k++) x[p].x[k] += addend.x[k];
+            const uint4 rounded = pack_stream(x[p]);  // what the backward pass will read
+            *reinterpret_cast<uint4*>(residual + start + c) = rounded;
+            x[p] = unpack_stream(rounded);
         }
 #pragma unroll
         for (int k = 0; k < PACK; k++) sum += x[p].x[k];

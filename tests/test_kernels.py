@@ -262,7 +262,7 @@ def test_residual_layernorm(device, B, T):
 
 
 def test_the_residual_stream_saturates(device):
-    """Beyond the largest half there is that; inf and NaN stay, so that the loss shows them."""
+    """Beyond the largest half there is that; inf and NaN stay, in what follows from them, too."""
     if device.precision.stream != "float16":
         pytest.skip("a float32 stream has no end in reach")
     C, e = device.config.C, device.precision.dtype
@@ -272,6 +272,17 @@ def test_the_residual_stream_saturates(device):
     cuda.residual_layernorm_forward(device, residual, out, mean, rstd, on_gpu(inp1, dtype="float16"), on_gpu(inp2, dtype=e),
                                     *on_gpu(ones, ones, dtype=e), 1, 1, C)
     assert np.array_equal(residual.get()[0, 0, :5], np.array([65504, -65504, np.inf, np.nan, 6e4], np.float16), equal_nan=True)
+    assert not np.isfinite(cuda.to_float32(out)).any()
+    cuda.residual_layernorm_forward(device, residual, out, mean, rstd, on_gpu(inp1, dtype="float16"), on_gpu(ones[None, None] * 0, dtype=e),
+                                    *on_gpu(ones, ones, dtype=e), 1, 1, C)
+    assert np.isfinite(cuda.to_float32(out)).all()
+
+    wte, wpe = np.full((device.config.Vp, C), 6e4, np.float32), np.full((device.config.maxT, C), 6e4, np.float32)
+    wte[0, :2] = -6e4, np.inf
+    wpe[0, 0] = -6e4
+    encoded = unwritten(1, 1, C, dtype="float16")
+    cuda.encoder_forward(device, encoded, on_gpu(np.zeros((1, 1), np.int32)), *on_gpu(wte, wpe, dtype=e), 1, 1, C)
+    assert np.array_equal(encoded.get()[0, 0, :3], np.array([-65504, np.inf, 65504], np.float16))
 
 
 @pytest.mark.parametrize("B, T", SHAPES)

@@ -3,8 +3,8 @@
 //     with n = (inp - mean) * rstd and dn = dout * weight, over each row,
 //     dinp += rstd * (dn - mean(dn) - n * mean(dn * n));  dweight = the sum over rows of dout * n, dbias = that of dout
 //
-// dinp, dout, inp (N,C); mean, rstd (N), dweight, dbias (C) float32; weight (C). Bound by bytes: three rows in, one out. What the
-// versions differ in is how rows that different threads work on come together in dweight and dbias.
+// dinp, dout, inp (N,C), inp of the residual stream's type; mean, rstd (N), dweight, dbias (C) float32; weight (C). Bound by bytes: three
+// rows in, one out. What the versions differ in is how rows that different threads work on come together in dweight and dbias.
 // The live version is layernorm_backward of kernels/layernorm.cu and column_sums.cu: rows and sums stay in registers, while the next rows
 // are copied to shared memory; each block leaves one row of sums, a second kernel adds those up. No atomics, and the same bits in every
 // run.

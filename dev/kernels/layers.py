@@ -115,8 +115,8 @@ class LayernormForward(Layer):
     def tensors(self):
         B, T, C = self.B, self.T, self.C
         return {"out": self.unwritten(B, T, C), "mean": self.unwritten(B, T, dtype="float32"),
-                "rstd": self.unwritten(B, T, dtype="float32"), "weight": self.random(C), "bias": self.random(C),
-                "inp": self.random(B, T, C, mean=1, dtype=self.precision.stream)}
+                "rstd": self.unwritten(B, T, dtype="float32"),
+                "inp": self.random(B, T, C, mean=1, dtype=self.precision.stream), "weight": self.random(C), "bias": self.random(C)}
 
     def oracle(self, t):
         train_gpt2.layernorm_forward(t.out, t.mean, t.rstd, t.inp, t.weight, t.bias, self.B, self.T, self.C)
