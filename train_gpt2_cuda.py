@@ -853,7 +853,7 @@ class CublasLt:
                   self.device.stream.ptr)
 
     def choose(self, key, call):
-        """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates, or its first."""
+        """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates; while not searching, its first."""
         products = self.products
         if key in products.known and products.searching:
             algorithm = np.array([(products.known[key],)], lt.matmul_algo_dtype)
@@ -872,11 +872,13 @@ class CublasLt:
         return found
 
     def propose(self, plan):
-        """cuBLASLt's candidates, most promising first; each as a (1,) array."""
+        """cuBLASLt's candidates, most promising first; each as a (1,) array. Those for other shapes than the training step's add up each
+        sum as a whole: some of the others split the last tiles' sums, and the same row comes out otherwise there than in the tiles before."""
+        whole, in_float32, in_any = 0, 2, 7  # cublasLtReductionScheme_t: what the parts of a sum are added up in
+        schemes = whole if not self.products.searching else in_float32 if self.device.precision.bf16 else in_any
         preference = lt.matmul_preference_create()
         set_attribute(preference, lt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES, WORKSPACE, of="preference")
-        if self.device.precision.bf16:  # parts of a sum are added up in float32, not rounded to bfloat16 before
-            set_attribute(preference, lt.MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK, 2, of="preference")
+        set_attribute(preference, lt.MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK, schemes, of="preference")
         results, count = np.zeros(CANDIDATES, lt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
         a, b, d = plan.layouts
         lt.matmul_algo_get_heuristic(self.handle, plan.description, a, b, d, d, preference, CANDIDATES, results.ctypes.data,
@@ -1587,11 +1589,10 @@ def measure(device, call, repeats=5):
     times = []
     for _ in range(repeats + 1):
         start, end = cp.cuda.Event(), cp.cuda.Event()
-        with device.stream:
-            device.functions["hold"]((1,), (1,), (np.int32(HOLD),))
-            start.record(device.stream)
-            call()
-            end.record(device.stream)
+        device.functions["hold"]((1,), (1,), (np.int32(HOLD),), stream=device.stream)
+        start.record(device.stream)
+        call()
+        end.record(device.stream)
         end.synchronize()
         times.append(cp.cuda.get_elapsed_time(start, end) / 1000)
     return sorted(times[1:])[repeats // 2]
