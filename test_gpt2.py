@@ -20,6 +20,7 @@ rounded weights.
 import argparse
 import contextlib
 import functools
+import gc
 import io
 import sys
 
@@ -248,6 +249,8 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
     precision = cuda.Precision(dtype)
     device, results = cuda.Device(cuda.open_gpu(), config, precision, cuda.Cache(), matmul), []
     for rows in (B, 1):
+        gc.collect()
+        cuda.cp.get_default_memory_pool().free_all_blocks()  # of the model before
         try:
             settings = cuda.settle(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul), device.gpu.arch)
             model = cuda.GPT2(device, config, params, settings)
