@@ -8,7 +8,8 @@ endif
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 TRAINER := $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
-SANITIZE ?= (3-97 and (C64x or C240x)) or update or (products and (97-240 or C240-1000) and bf16 and not grads and not cublaslt)
+SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update or stochastic or \
+    (products and (97-240 or C240-1000) and not grads and not cublaslt)
 
 help:
 	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"
@@ -32,7 +33,7 @@ test-124M: $(ENVIRONMENT)
 bench: $(ENVIRONMENT)
 	$(PYTHON) $(if $(GPU),dev/bench_gpu.py --readme,dev/bench_cpu.py)
 
-# NVIDIA's compute-sanitizer over the kernels' tests, at one awkward shape of each; it comes with the CUDA toolkit. (API errors are not
+# NVIDIA's compute-sanitizer over the kernels' tests, at awkward shapes of each; it comes with the CUDA toolkit. (API errors are not
 # memory's: cuda.bindings asks the driver for functions that only newer ones have.)
 sanitize: $(ENVIRONMENT)
 	for tool in memcheck racecheck initcheck synccheck; do \

@@ -90,8 +90,9 @@ try:
     from nvmath.bindings import cublasLt as lt
 
     MISSING = None
+    GPU_ERRORS = cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError, lt.cuBLASLtError
 except ImportError as error:
-    MISSING = error
+    MISSING, GPU_ERRORS = error, ()
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
@@ -138,7 +139,8 @@ class Precision(NamedTuple):
 
 @dataclass
 class CudaSettings(Settings):
-    """What one training run on a GPU does. The defaults are llm.c's CUDA program of April 2024, but for the dtype."""
+    """What one training run on a GPU does. The defaults are those of llm.c's CUDA program of April 2024, but for
+    the dtype and the learning rate."""
 
     T: int = with_default("T", 1024)
     steps: int = with_default("steps", 0, "number of updates (0: one epoch)")
@@ -235,7 +237,7 @@ RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows wi
 
 def phase_tables(config, B, T, recompute, sm_count, dtype):
     """phase -> table of what lives in that phase alone. The three lie over one another: each phase ends what the one before
-    left there. The logits are larger than all the rest, but for very small vocabularies."""
+    left there. The logits are the largest, but where the vocabulary or the batch is small beside the layers."""
     NH, C, Vp = config.NH, config.C, config.Vp
     again = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
     again = {name: row for name, row in again.items() if name in RECOMPUTED[recompute]}
@@ -312,7 +314,8 @@ def open_gpu(arch="native"):
     that only its own generation has."""
     instead = "with no GPU, train with: python train_gpt2.py"
     if MISSING is not None:
-        raise UserError(f"the Python package {MISSING.name} cannot be imported: pip install -r requirements.txt; {instead}")
+        what = MISSING.name or next(line.strip() for line in [*str(MISSING).splitlines(), "of the GPU's"] if line.strip(" =-"))
+        raise UserError(f"the Python package {what} cannot be imported: pip install -r requirements.txt; {instead}")
     try:
         count = cp.cuda.runtime.getDeviceCount()
     except cp.cuda.runtime.CUDARuntimeError as error:
@@ -441,6 +444,10 @@ def compile_kernels(name, arch, constants):
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except Exception as error:  # cuda.core has a class of its own for each way to fail
         lines = str(error).splitlines()
+        if "libnvrtc" in str(error) or not cuda_include():
+            package = "nvidia-cuda-nvrtc" if "libnvrtc" in str(error) else "nvidia-cuda-runtime"
+            raise UserError(f"the Python package {package} is missing, without which no kernel compiles: pip install -r requirements.txt;"
+                            " or train on the CPU: python train_gpt2.py") from None
         first = next((line for line in lines if "error" in line and "NVRTC_ERROR" not in line), lines[0] if lines else repr(error))
         raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None
 
@@ -627,7 +634,8 @@ class Products:
         self.kernels = MatmulKernels(device, self) if matmul != "cublaslt" else None
         self.cublaslt = CublasLt(device, self) if matmul != "kernels" else None
         self.ways = {name: way for name, way in (("kernels", self.kernels), ("cublaslt", self.cublaslt)) if way}
-        self.identity = f"{device.gpu.name}, {f'cuBLASLt {self.cublaslt.version}' if self.cublaslt else 'our kernels'}"
+        library = [f"cuBLASLt {self.cublaslt.version}"] if self.cublaslt else []
+        self.identity = f"{device.gpu.name}, {' and '.join(library + ['our kernels'] * bool(self.kernels))}"
         found = cache.find(self.cache_key(), ".json")
         self.known = json.loads(found[1]) if found else {}
 
@@ -872,8 +880,8 @@ class CublasLt:
         return found
 
     def propose(self, plan):
-        """cuBLASLt's candidates, most promising first; each as a (1,) array. Those for other shapes than the training step's add up each
-        sum as a whole: some of the others split the last tiles' sums, and the same row comes out otherwise there than in the tiles before."""
+        """cuBLASLt's candidates, most promising first; each as a (1,) array. Those for other shapes than the training step's add up
+        each sum as a whole: some of the others split the last tiles' sums, and a row comes out otherwise there than in the tiles before."""
         whole, in_float32, in_any = 0, 2, 7  # cublasLtReductionScheme_t: what the parts of a sum are added up in
         schemes = whole if not self.products.searching else in_float32 if self.device.precision.bf16 else in_any
         preference = lt.matmul_preference_create()
@@ -1092,8 +1100,8 @@ def row_on_chip(config, precision, arch):
 
 
 class GPT2:
-    """A model, its gradients and its optimizer on the GPU. Everything is allocated here, once; smaller batches and shorter
-    sequences use the start of the same buffers."""
+    """A model, its gradients and its optimizer on the GPU. Everything is allocated here, once, but for a table of sums that the first
+    backward pass makes; smaller batches and shorter sequences use the start of the same buffers."""
 
     def __init__(self, device, config, params, settings):
         """params: float32 Tensors on the host. Raises UserError when it does not all fit into the GPU's free memory."""
@@ -1149,7 +1157,7 @@ class GPT2:
                 for a, b in zip(s.layers, s.backward_layers):
                     setattr(a, name, getattr(s.forward, name))
                     setattr(b, name, getattr(s.backward, name))
-            s.jobs = self.jobs(s.backward)
+            s.jobs = None  # of the backward pass, which only training's shape has
             self.shapes[B, T] = s
         return self.shapes[B, T]
 
@@ -1250,6 +1258,7 @@ class GPT2:
             device.wait(dresidual_free)
             layernorm_backward(device, dresidual, scratch.ln1_sums[l], dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C)
         device.wait(dqkv_free)  # the last product put aside
+        s.jobs = s.jobs or self.jobs(scratch)
         column_sums(device, s.jobs, more)
         encoder_backward(device, grads.wte, grads.wpe, dresidual, batch.inputs[micro_step], batch.order[micro_step],
                          batch.first[micro_step], batch.runs[micro_step], more, B, T, C)
@@ -1413,7 +1422,7 @@ def pointer(array):
     return np.uint64(array.ctypes.data)
 
 
-GRID_LAYERS = 65535  # attention has one for each sequence
+GRID_LAYERS = 65535  # of a CUDA grid: attention has one for each sequence, transpose one for each 64 places
 
 
 def check_memory(device, config, settings):
@@ -1428,6 +1437,9 @@ def check_memory(device, config, settings):
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed >> 20} MiB of GPU memory, {free >> 20} MiB are free; {mend}")
     if settings.B > GRID_LAYERS:
         raise UserError(f"-b {settings.B}: expected at most {GRID_LAYERS}, the layers of a CUDA grid: gather more with -d")
+    if settings.B * settings.T > 64 * GRID_LAYERS:
+        raise UserError(f"-b {settings.B} -t {settings.T}: {settings.B * settings.T} tokens, expected at most {64 * GRID_LAYERS}, 64 for"
+                        " each layer of a CUDA grid: take a smaller -b, and gather more with -d")
     for size, what in plan:
         print(f"allocated {blocks(size, 1 << 20)} MiB for {what}")
 
@@ -1451,7 +1463,8 @@ def largest_batch(config, settings, sm_count, free):
 
 
 def check(device, config, params, settings):
-    """Print one row for each activation and gradient on one random batch, the GPU beside train_gpt2.py; True when all agree.
+    """Print one row for each activation and gradient on one random batch, the GPU beside train_gpt2.py, and after them what went wrong
+    first, and in which kernel; True when all agree.
 
     A row may be off by this fraction of its largest value: float32 sums in another order stay below 1e-4 through all
     layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
@@ -1464,11 +1477,44 @@ def check(device, config, params, settings):
     inputs, targets = (rng.integers(0, V, (B, T), dtype=np.int32) for _ in range(2))
     expected = run_on_cpu(config, params, inputs, targets)
     got = run_on_gpu(device, config, params, inputs, targets, settings)
-    okay = True
-    for name, reference in expected.items():
-        okay &= check_tensor(name, got[name], reference, tolerance * float(np.abs(reference).max()))
-    print(f"overall okay: {int(okay)}")
-    return okay
+    allowed = {name: tolerance * float(np.abs(reference).max()) for name, reference in expected.items()}
+    red = [name for name, reference in expected.items() if not check_tensor(name, got[name], reference, allowed[name])]
+    for name, l, kernels in order_of_computation(config.L) if red else ():
+        pair = [rows[name] if l is None else rows[name][l] for rows in (got, expected)]
+        if not check_tensor(name, *pair, allowed[name], print_row=False):
+            print(f"first wrong: {name}{'' if l is None else f' of layer {l}'}, from {kernels}")
+            break
+    print(f"overall okay: {int(not red)}")
+    return not red
+
+
+LAYERNORM_FORWARD = "residual_layernorm_forward"
+FORWARD_ORDER = (  # of a layer: row, what makes it
+    ("ln1_mean", LAYERNORM_FORWARD), ("ln1_rstd", LAYERNORM_FORWARD), ("ln1", LAYERNORM_FORWARD), ("qkv", "matmul qkv"),
+    ("atty", "attention_forward"), ("lse", "attention_forward"), ("residual2", f"matmul attproj or {LAYERNORM_FORWARD}"),
+    ("ln2_mean", LAYERNORM_FORWARD), ("ln2_rstd", LAYERNORM_FORWARD), ("ln2", LAYERNORM_FORWARD), ("fch", "matmul fc"),
+    ("fch_gelu", "gelu_forward or matmul fc"), ("residual3", f"matmul fcproj or {LAYERNORM_FORWARD}"),
+)
+BACKWARD_ORDER = (
+    ("dfcprojb", "layernorm_backward"), ("dfcprojw", "matmul fcproj dweight"), ("dfcb", "matmul fcproj dinp or gelu_backward"),
+    ("dfcw", "matmul fc dweight"), ("dln2b", "matmul fc dinp or layernorm_backward"), ("dln2w", "layernorm_backward"),
+    ("dattprojb", "layernorm_backward"), ("dattprojw", "matmul attproj dweight"), ("dqkvb", "matmul attproj dinp or attention_backward"),
+    ("dqkvw", "matmul qkv dweight"), ("dln1b", "matmul qkv dinp or layernorm_backward"), ("dln1w", "layernorm_backward"),
+)
+
+
+def order_of_computation(L):
+    """(row, layer or None, the kernels between it and the rows before) of one forward and backward pass of L layers."""
+    yield "encoded", None, "encoder_forward"
+    for l in range(L):
+        yield from ((name, l, kernels) for name, kernels in FORWARD_ORDER)
+    yield from ((name, None, LAYERNORM_FORWARD) for name in ("lnf_mean", "lnf_rstd", "lnf"))
+    yield "logits", None, "matmul logits"
+    yield from ((name, None, "classifier") for name in ("losses", "dlogits"))
+    yield from (("dlnfb", None, "matmul logits dinp or layernorm_backward"), ("dlnfw", None, "layernorm_backward"))
+    for l in reversed(range(L)):
+        yield from ((name, l, kernels) for name, kernels in BACKWARD_ORDER)
+    yield from (("dwpe", None, "layernorm_backward or encoder_backward"), ("dwte", None, "matmul logits dweight or encoder_backward"))
 
 
 def run_on_cpu(config, params, inputs, targets):
@@ -1683,7 +1729,14 @@ def resolve_steps(settings, train_loader, first_step):
 
 
 def main():
-    settings = parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels.")
+    try:
+        return run(parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels."))
+    except GPU_ERRORS as error:
+        raise UserError(f"the GPU or one of CUDA's libraries failed ({str(error).splitlines()[0]}): if for want of memory, or as it could"
+                        " not be initialized, another process may hold the GPU's memory: see nvidia-smi") from None
+
+
+def run(settings):
     sys.stdout.reconfigure(line_buffering=True)
     first_step = find_checkpoint(settings)
     gpu = open_gpu(settings.arch)

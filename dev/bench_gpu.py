@@ -202,7 +202,8 @@ def measure(jobs):
 def run_worker(job, cache):
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, __file__, "--worker", *map(str, job)]
-        caches = {"TRAIN_GPT2_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, "-".join(map(str, job)))}
+        own = os.path.join(cache, "-".join(map(str, job)))
+        caches = {"TRAIN_GPT2_CACHE": own, "TORCHINDUCTOR_CACHE_DIR": own}
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **caches})
         try:
             return json.loads(done.stdout.splitlines()[-1])

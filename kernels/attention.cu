@@ -17,7 +17,8 @@
 // Bound by the tensor cores, and as closely by the reading of the passing tiles from shared memory: 2 cycles for each
 // 16x8x8 product where 16 rows share what is read (backward), 1 where 32 do (forward). Both operands of a product may have
 // their inner dimension in any one order, and its columns may come out in any order; the orders here are those in which
-// a thread's floats lie side by side, for accesses of 16 and 8 bytes.
+// a thread's floats lie side by side, for accesses of 16 and 8 bytes. H200, TF32, B=32, T=1024: forward 109 TFLOP/s, backward 68 (five
+// products counted, seven done); attention_hopper.cu 154 and 133.
 
 #include "mma.cuh"
 

@@ -8,7 +8,7 @@
 //     TF32                                   1: tensor cores may round float32 operands to TF32
 // B and T are run-time values. Indices that can pass 2^31 are int64; a row's number cannot.
 //
-// The arguments of a kernel are those of the NumPy function of the same name in train_gpt2.py, in the same order:
+// The arguments of a kernel stand in the order of train_gpt2.py's NumPy functions, and are theirs where it does what one of them does:
 // outputs first, then statistics, inputs, weights, sizes.
 
 #pragma once

@@ -375,6 +375,17 @@ def test_gelu(device, B, T):
 
 @pytest.mark.parametrize("B, T", SHAPES[:3])
 def test_classifier(device, B, T):
+    check_classifier(device, B, T)
+
+
+def test_classifier_off_chip(gpu, tmp_path_factory):
+    """What GPUs run whose shared memory has no room for two rows of logits."""
+    device = get_device(gpu, MODELS[0], PRECISIONS["bf16"], tmp_path_factory, portable=True)
+    assert not device.row_on_chip
+    check_classifier(device, 3, 97)
+
+
+def check_classifier(device, B, T):
     V, Vp = device.config.V, device.config.Vp
     e = device.precision.dtype
     logits, targets = random(B, T, Vp, seed=1, spread=4, dtype=e), np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
@@ -477,6 +488,29 @@ def test_products_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, preci
     assert check_tensor("sums", cuda.to_float32(sums).sum(axis=0), expected.sum(axis=0), scale)
     cuda.gelu_forward(device, alone, pre_gpu)
     assert np.array_equal(again.get(), alone.get())
+
+
+@pytest.mark.parametrize("precision", ("tf32", "bf16"))
+def test_update_helpers(gpu, tmp_path_factory, precision):
+    """begin_step, round_weights and fill_random."""
+    device, cp = get_device(gpu, MODELS[1], PRECISIONS[precision], tmp_path_factory), cuda.cp
+    e, words, count = device.precision.dtype, 1001, 8 * 12345
+    pinned = cuda.pinned_array(2 * 4 * words).view(np.int32)
+    pinned[:] = np.random.default_rng().integers(-(2**31), 2**31, pinned.size)
+    for launches in (4, 7):
+        control, batch = on_gpu(np.array([0, launches, 0, 0, 0])), cp.full(words, -1, np.int32)
+        device.launch("begin_step", (cuda.blocks(words, 256),), (256,), batch, cuda.pointer(pinned), control, words)
+        assert np.array_equal(batch.get(), pinned[launches % 2 * words :][:words])
+
+    exact, rounded = random(count), unwritten(count, dtype=e)
+    device.launch("round_weights", device.grid(count), (256,), rounded, on_gpu(exact), np.int64(count))
+    assert np.array_equal(rounded.get(), bf16_bits(exact) if e == "bfloat16" else exact)
+
+    numbers = unwritten(count, dtype=e)
+    device.launch("fill_random", (cuda.blocks(count, 256),), (256,), numbers, np.int64(count))
+    numbers = cuda.to_float32(numbers)
+    assert np.abs(numbers).max() <= 1.0 and abs(numbers.mean()) < 0.01 and abs(numbers.std() - 3**-0.5) < 0.01
+    assert np.unique(numbers).size > (200 if e == "bfloat16" else 0.99 * count)
 
 
 @pytest.mark.parametrize("grad_clip", (0.0, 1.0))

@@ -51,15 +51,110 @@ def losses_and_samples(text):
 # with no GPU
 
 
+FIRST_WRONG = {  # a function of train_gpt2.py whose first result is 1 percent off -> what --check names
+    "encoder_forward": "encoded, from encoder_forward", "layernorm_forward": "ln1 of layer 0, from residual_layernorm_forward",
+    "matmul_forward": "qkv of layer 0, from matmul qkv", "attention_forward": "atty of layer 0, from attention_forward",
+    "gelu_forward": "fch_gelu of layer 0, from gelu_forward or matmul fc", "crossentropy_softmax_backward": "dlogits, from classifier",
+    "layernorm_backward": "dfcprojb of layer 1, from layernorm_backward", "gelu_backward": "dfcb of layer 1, from matmul fcproj dinp or"
+    " gelu_backward", "attention_backward": "dqkvb of layer 1, from matmul attproj dinp or attention_backward",
+    "matmul_backward": "dlnfb, from matmul logits dinp or layernorm_backward",
+    "encoder_backward": "dwte, from matmul logits dweight or encoder_backward",
+}
+
+
+@pytest.mark.parametrize("name", FIRST_WRONG)
+def test_check_names_what_went_wrong_first(name, monkeypatch, capsys):
+    """The ladder, with the CPU's own pass, in which one layer's function is off, in the place of the GPU's."""
+    right = getattr(t, name)
+
+    def wrong(*arguments):
+        result = right(*arguments)
+        arguments[0][...] *= arguments[0].dtype.type(1.01)
+        return result
+
+    def on_gpu(device, config, params, inputs, targets, settings):
+        with monkeypatch.context() as patch:
+            patch.setattr(t, name, wrong)
+            return cuda.run_on_cpu(config, params, inputs, targets)
+
+    settings = cuda.CudaSettings(B=2, T=24, dtype="float32", tf32=0)
+    monkeypatch.setattr(cuda, "run_on_gpu", on_gpu)
+    assert not cuda.check(None, SMALL_HEADS, random_params(SMALL_HEADS), settings)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [f"first wrong: {FIRST_WRONG[name]}", "overall okay: 0"]
+
+
+def test_the_order_of_computation_names_every_row():
+    """Each row that --check compares, once for each layer that has it."""
+    rows = [(name, l) for name, l, _ in cuda.order_of_computation(2)]
+    acts = cuda.activation_table(SMALL_HEADS, 2, 24, 0, "float32")
+    layered = [name for name in acts if name in dict(cuda.FORWARD_ORDER)] + [f"d{name}" for name in t.parameter_table(SMALL_HEADS)
+                                                                            if f"d{name}" in dict(cuda.BACKWARD_ORDER)]
+    wanted = {*acts, "logits", "dlogits", *(f"d{name}" for name in t.parameter_table(SMALL_HEADS))}
+    assert len(rows) == len(set(rows)) and {name for name, _ in rows} == wanted
+    assert sorted(name for name, l in rows if l is not None) == sorted(2 * layered)
+
+
 def test_with_no_gpu_it_names_the_cpu_trainer():
     done = run_program("train_gpt2_cuda.py", check=False, CUDA_VISIBLE_DEVICES="")
     assert_one_line_error(done, "GPU", "python train_gpt2.py")
 
 
 def test_with_a_package_missing_it_names_it(tmp_path):
-    (tmp_path / "cupy.py").write_text("raise ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')\n")
-    done = run_program("train_gpt2_cuda.py", check=False, PYTHONPATH=str(tmp_path))
-    assert_one_line_error(done, "cupy", "pip install -r requirements.txt", "python train_gpt2.py")
+    for error in ("ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')",
+                  "ImportError('\\n====\\nFailed to import CuPy.\\nMore.')"):
+        (tmp_path / "cupy.py").write_text(f"raise {error}\n")
+        done = run_program("train_gpt2_cuda.py", check=False, PYTHONPATH=str(tmp_path))
+        assert_one_line_error(done, "cupy" if "name" in error else "Failed to import CuPy.", "pip install -r requirements.txt",
+                              "python train_gpt2.py")
+
+
+@pytest.mark.parametrize("package, message", (("nvidia-cuda-nvrtc", "Failure finding \"libnvrtc.so\""),
+                                              ("nvidia-cuda-runtime", "cannot open source file \"cuda_bf16.h\"")))
+def test_without_a_compiler_or_its_headers_it_names_the_package(package, message, monkeypatch):
+    pytest.importorskip("cuda.core")
+
+    class Missing:
+        def __init__(self, *arguments):
+            raise RuntimeError(message)
+
+    monkeypatch.setattr(cuda, "Program", Missing)
+    if package == "nvidia-cuda-runtime":
+        monkeypatch.setattr(cuda, "cuda_include", lambda: [])
+    with pytest.raises(t.UserError, match=f"{package} is missing.*pip install -r requirements.txt.*python train_gpt2.py"):
+        cuda.compile_kernels("gelu", "sm_80", {})
+
+
+def test_a_gpu_that_is_too_old(monkeypatch):
+    pytest.importorskip("cupy")
+    monkeypatch.setattr(cuda.cp.cuda.runtime, "getDeviceCount", lambda: 1)
+    monkeypatch.setattr(cuda.cp.cuda.runtime, "getDeviceProperties", lambda device: {"name": b"Tesla V100", "major": 7, "minor": 0})
+    with pytest.raises(t.UserError, match=r"Tesla V100 has compute capability 7\.0, expected 7\.5 or newer; .*python train_gpt2.py"):
+        cuda.open_gpu()
+
+
+def test_an_error_of_the_gpu_is_one_line(monkeypatch):
+    """Whatever CUDA or its libraries report, when another process holds the memory, say."""
+    pytest.importorskip("cupy")
+
+    def fails(settings):
+        raise cuda.cp.cuda.runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(cuda, "run", fails)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2_cuda.py"])
+    with pytest.raises(t.UserError, match="out of memory.*nvidia-smi"):
+        cuda.main()
+
+
+def test_a_checkpoint_s_algorithms_win_over_the_cache_s():
+    """Of products that the cache and a checkpoint know, the checkpoint's way is taken, and nothing is timed."""
+    products = cuda.Products.__new__(cuda.Products)
+    products.identity, products.searching, products.chosen, products.searched = "a GPU", True, {}, 0
+    products.known = {"here": "cublaslt", "there": "cublaslt"}
+    assert not products.recall({"products": {"on": "another GPU", "algorithms": {"there": "kernels"}}})
+    assert products.recall({"products": {"on": "a GPU", "algorithms": {"there": "kernels"}}})
+    ways = {"kernels": None, "cublaslt": None}
+    assert [products.pick(key, ways) for key in ("here", "there")] == ["cublaslt", "kernels"] and products.searched == 0
 
 
 @pytest.mark.parametrize("heads, C", ((3, 24), (1, 144)))
@@ -200,6 +295,7 @@ def test_check_names_a_wrong_kernel(gpu_workplace, tmp_path):
     red = {line.split()[0] for line in done.stdout.splitlines() if line.endswith("FAIL")}
     assert done.returncode == 1 and done.stdout.endswith("overall okay: 0\n")
     assert {"dfcw", "dfcb"} <= red and not red & {"logits", "losses", "dlogits", "dlnfw", "dlnfb", "fch_gelu"}
+    assert "first wrong: dfcb of layer 1, from matmul fcproj dinp or gelu_backward\n" in done.stdout
     (project / "kernels" / "gelu.cu").write_text(source.replace("gelu_slope(x.x[k], g)", "nonsense"))
     done = subprocess.run([sys.executable, project / "train_gpt2_cuda.py", "-t", "24"], cwd=gpu_workplace, capture_output=True, text=True)
     assert_one_line_error(done, "gelu.cu", "error: identifier \"nonsense\" is undefined")
@@ -213,7 +309,8 @@ def test_profile(gpu_workplace):
 
 
 def test_memory_in_use_does_not_grow(gpu_workplace, gpu, monkeypatch, capsys):
-    """From the second step to the last: no allocation, in CuPy's pool or beside it."""
+    """From the second step to the last, with validation, samples and checkpoints between them: no allocation in CuPy's pool, nor beside
+    it but by the first sample, for whose shape cuBLASLt may load a kernel."""
     config, params = t.read_model("gpt2_124M.bin")
     settings = cuda.settle(cuda.CudaSettings(B=2, T=24, steps=30), gpu.arch)
     model = cuda.GPT2(cuda.Device(gpu, config, settings.precision, cuda.Cache()), config, params, settings)
@@ -222,8 +319,13 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, monkeypatch, capsys):
     for step in range(30):
         number = model.begin_step([rng.integers(0, config.V, (2, 2, 24), dtype=np.int32)], 1e-3)
         model.end_step(number)
+        if step % 5 == 4:
+            model.forward(*rng.integers(0, config.V, (2, 2, 24), dtype=np.int32))
+            model.next_token_probs(rng.integers(0, config.V, 1 + step % 2, dtype=np.int32))
+            model.to_host(model.m)
         used.append((cuda.cp.cuda.runtime.memGetInfo()[0], cuda.cp.get_default_memory_pool().used_bytes()))
-    assert len(set(used[1:])) == 1
+    assert len({pool for _, pool in used[1:]}) == 1
+    assert len(set(used[1:4])) == 1 and len(set(used[5:])) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -239,8 +341,9 @@ def test_resumed_run_is_bit_equal(gpu_workplace, dtype_flags):
     for name in os.listdir("parts"):  # as if the run had been killed after step 6, two steps beyond its checkpoint
         if "00000009" in name or "00000008" in name:
             os.unlink(os.path.join("parts", name))
-    rest = train(*run, "-o", "parts", "-n", 4, "-y", 1)
+    rest = train(*run, "-o", "parts", "-n", 4, "-y", 1, TRAIN_GPT2_CACHE=str(gpu_workplace / "empty"))
     assert "resuming at step 4 from parts" in rest.stdout and rest.stderr == ""
+    assert "matrix products: 0 shapes searched" in rest.stdout, "the checkpoint knows them all, the cache none"
     rest = losses_and_samples(rest.stdout)
     assert whole.endswith(rest[rest.index("step    5/9:") :])
     for name in ("main.log", "model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"):
@@ -323,7 +426,9 @@ def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
         time.sleep(rng.uniform(0, 0.2))
         run.kill()
         run.communicate()
-        assert t.newest_checkpoint("run") is not None
+        model, state, _ = t.checkpoint_paths("run", t.newest_checkpoint("run"))
+        config, params = t.read_model(model)
+        t.read_optimizer_state(state, config, [t.allocate(params.table) for _ in range(2)], t.allocate(params.table))
     assert "resuming at step" in train("-x", t.newest_checkpoint("run") + 2, "-v", 0, "-s", 0, "-o", "run", "-y", 1).stdout
 
 
@@ -334,6 +439,18 @@ def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
 def test_what_does_not_fit_is_said_before_it_is_tried(gpu_workplace):
     done = train("-b", 20000000, "-t", 64, "--profile", 1, check=False)
     assert_one_line_error(done, "-b 20000000 -t 64 needs", "MiB of GPU memory", "MiB are free", "the largest batch that fits is -b ")
+
+
+def test_another_process_holds_the_memory(gpu_workplace):
+    """All but a part of what a context and the smallest model take, or all but next to nothing."""
+    runtime = cuda.cp.cuda.runtime
+    for left in (700 << 20, 100 << 20):
+        held = cuda.cp.cuda.Memory(runtime.memGetInfo()[0] - left)
+        try:
+            done = train("-x", 1, "-b", 64, "-t", 64, check=False)
+        finally:
+            del held
+        assert_one_line_error(done, "memory")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(gpu_workplace):
