@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from conftest import ROOT, assert_one_line_error, run_program
 
 sys.path.insert(0, str(ROOT / "dev" / "kernels"))
 import bench
+import heads
 import lab
 import train_gpt2_cuda as cuda
 from lab import AWKWARD, LAYERS
@@ -166,6 +168,113 @@ def test_launches_pass_what_the_kernels_take(fake_cupy, name):
             assert fake.launched
             tried.add(found.name)
     assert tried == set(LAYERS[name].versions), "each version fits some of these sizes in some dtype"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# heads: above each version's kernel, its idea and what it measured
+
+
+@functools.cache
+def ideas():
+    """{(layer, version): the text of its head without its figures}"""
+    found = {}
+    for file in FILES:
+        lines = (ROOT / "dev" / "kernels" / f"{file}.cu").read_text().splitlines()
+        for head in heads.heads_of(file, lines):
+            text = " ".join(line[3:] for line in lines[head.first : head.end] if not heads.OWN.match(line))
+            for layer in head.layers:
+                assert (layer, head.version) not in found, f"{file}.cu: two heads for {head.version} of {layer}"
+                found[layer, head.version] = text
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_version_has_a_head_that_says_its_idea(fake_cupy, name):
+    """Of the versions that begin with a kernel of this library; the others are live, and have theirs in kernels/."""
+    here = set().union(*(signatures_of(ROOT / "dev" / "kernels" / f"{file}.cu") for file in (LAYERS[name].file, *LAYERS[name].uses)))
+    seen = set()
+    for (config, B, T), dtype in itertools.product(SIZES, ("bfloat16", "float32")):
+        fake = FakeLab(config, precision_of(LAYERS[name], dtype))
+        layer = LAYERS[name](config, fake.precision, GPU, B, T)
+        arrays = lab.upload(layer.tensors())
+        for found, block in layer.runs():
+            fake.launched.clear()
+            lab.run_version(layer, fake, lab.copies(arrays), found, block)
+            if fake.launched[0] not in here:
+                continue
+            seen.add(found.name)
+            idea = ideas().get((name, found.name), "")
+            assert len(idea.removeprefix(found.name).split()) >= 8, f"{name} {found.name}: its head {idea!r} names no idea"
+    assert seen, "each layer has a version of its own"
+
+
+def test_heads_say_what_was_measured():
+    done = run_program("dev/kernels/heads.py", "--check", check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.fixture
+def copied_library(tmp_path, monkeypatch):
+    for path in (*(ROOT / "dev" / "kernels").glob("*.cu"), ROOT / "dev" / "kernels" / "RESULTS.md"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(heads, "HERE", str(tmp_path))
+    return tmp_path
+
+
+def replace(path, old, new):
+    """`new` instead of the first `old` of a file."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@functools.cache
+def figures_of(layer, version):
+    return heads.read_results(ROOT / "dev" / "kernels" / "RESULTS.md")[layer, version]
+
+
+@pytest.mark.parametrize("file, layer, version, change", (
+    ("gelu", "gelu_forward", "sigmoid", lambda line: line.replace(" ms", "1 ms", 1)),
+    ("gelu", "gelu_backward", "thread_an_element", lambda line: line.replace("; float32", "; float32 1", 1)),
+    ("encoder", "encoder_backward", "wpe_apart", lambda line: ""),
+    ("matmul_hopper", "matmul_forward", "persistent", lambda line: line * 2),
+    ("matmul", "matmul_backward_inp", "mma_sync", lambda line: line.replace("matmul_backward_inp", "matmul_backward_weight"))))
+def test_figures_that_differ_are_named_and_mended(copied_library, capsys, file, layer, version, change):
+    path = copied_library / f"{file}.cu"
+    before, figures = path.read_text(), figures_of(layer, version)
+    line = next(line for line in (f"// {layer}, {figures}\n", f"// {figures}\n") if line in before)
+    replace(path, line, change(line))
+    spoiled_text = path.read_text()
+    assert heads.main(["--check"]) == 1 and path.read_text() == spoiled_text
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == 1 and printed.startswith(f"{file}.cu:") and version in printed and figures in printed
+    assert heads.main([]) == 0 and path.read_text() == before
+    assert heads.main(["--check"]) == 0 and "wrote" in capsys.readouterr().out
+
+
+def test_new_results_go_into_the_heads(copied_library, capsys):
+    """A figure that changed, and a version that is there no more; the text around them stays."""
+    texts = {path.name: path.read_text() for path in copied_library.glob("*.cu")}
+    results = copied_library / "RESULTS.md"
+    replace(results, "NVIDIA H200,", "NVIDIA B300,")
+    results.write_text("".join(line for line in results.read_text().splitlines(True) if not line.startswith("| last_block |")))
+    assert heads.main(["--check"]) == 1
+    count = len(capsys.readouterr().out.splitlines())
+    assert count == sum(len(list(heads.heads_of(name[:-3], text.splitlines()))) for name, text in texts.items())
+    assert heads.main([]) == 0 and heads.main(["--check"]) == 0
+    for name, text in texts.items():
+        expected = [line.replace("H200, B=", "B300, B=") for line in text.splitlines()]
+        dropped = figures_of("layernorm_backward", "last_block").replace("H200", "B300")
+        assert (copied_library / name).read_text().splitlines() == [line for line in expected if dropped not in line]
+
+
+def test_results_with_no_figures(copied_library):
+    (copied_library / "RESULTS.md").write_text("nothing\n")
+    with pytest.raises(UserError, match="RESULTS.md: no GPU's name or no figures in it, expected what bench.py --all writes"):
+        heads.main([])
+    (copied_library / "RESULTS.md").unlink()
+    with pytest.raises(UserError, match="RESULTS.md: no such file; make it with: python dev/kernels/bench.py --all"):
+        heads.main([])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,19 @@
-// Cross entropy: the loss of each row of logits, its gradient, and both at once. What each version measured: RESULTS.md.
+// Cross entropy: the loss of each row of logits, its gradient, and both at once. Each head ends with what its version measured; RESULTS.md
+// has every block size.
 //
 //     losses[n] = log(the sum over v of exp(logits[n,v])) - logits[n,targets[n]]                      losses =
 //     dlogits[n,v] = (probs[n,v] - (v is the target)) * dloss, 0 for v >= V                           dlogits =
 //
 // logits, probs, dlogits (N,Vp); losses (N) float32; targets (N) int32. Bound by bytes. The live version is kernels/classifier.cu, which
-// does it all: a row of logits comes in once, its loss and its gradient go out.
+// does it all: a row of logits comes in, its loss and its gradient go out. In bfloat16 on Hopper, a row comes in once and waits in shared
+// memory for its gradient; else, as in float32, it is read twice, the second time from the L2 cache.
 
 #include "common.cuh"
 #include "block.cuh"
 
-// thread_a_row. Two loops of one thread, and no probabilities: the loss needs the row's largest and its sum alone.
+// thread_a_row. Two loops of one thread, and no probabilities: the loss needs the row's largest and its sum alone. Neighbouring threads are
+// a row apart, 100 KB in bfloat16, so that each access of a warp touches 32 lines of memory.
+// H200, B=32, T=1024: bfloat16 13.5089 ms, 244 GB/s at 256 threads; float32 13.3253 ms, 495 GB/s at 32.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_thread_a_row(float* losses, const element* logits, const int* targets, int N) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
@@ -22,6 +26,7 @@ crossentropy_forward_thread_a_row(float* losses, const element* logits, const in
 }
 
 // warp_a_row. Online, 16 bytes a lane: one reading, and neighbouring lanes side by side.
+// H200, B=32, T=1024: bfloat16 1.1134 ms, 2961 GB/s at 1024 threads; float32 1.5255 ms, 4322 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_warp_a_row(float* losses, const element* logits, const int* targets, int N) {
     const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -31,7 +36,10 @@ crossentropy_forward_warp_a_row(float* losses, const element* logits, const int*
     if (lane == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
 }
 
-// block_a_row. The same with a block on each row: 32 lanes take 200 turns for GPT-2's vocabulary in bfloat16, 1024 threads seven.
+// block_a_row. The same with a block on each row: 32 lanes take 200 turns for GPT-2's vocabulary in bfloat16, 1024 threads seven. A little
+// faster with 64 to 256 threads in bfloat16, and no faster in float32, where warp_a_row is at a copy's speed already; there, both are
+// faster than the live version, which is made for the gradient that follows.
+// H200, B=32, T=1024: bfloat16 1.0512 ms, 3136 GB/s at 128 threads; float32 1.5269 ms, 4318 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_block_a_row(float* losses, const element* logits, const int* targets) {
     const int n = blockIdx.x;
@@ -40,7 +48,9 @@ crossentropy_forward_block_a_row(float* losses, const element* logits, const int
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
 }
 
-// thread_an_element, from stored probabilities.
+// thread_an_element. The formula, from stored probabilities, a thread for each: 2 or 4 bytes with an instruction, and for each of them a
+// division, to find the row, and a reading of its target.
+// H200, B=32, T=1024: bfloat16 4.7620 ms, 1385 GB/s at 256 threads; float32 5.2738 ms, 2500 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_softmax_backward_thread_an_element(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -49,7 +59,9 @@ crossentropy_softmax_backward_thread_an_element(element* dlogits, const element*
     from_float(dlogits[i], v < V ? (to_float(probs[i]) - (v == targets[n] ? 1.0f : 0.0f)) * dloss : 0.0f);
 }
 
-// pack_a_thread. 16 bytes a thread: one division and one reading of the target for all elements of a pack.
+// pack_a_thread. 16 bytes a thread: one division and one reading of the target for all elements of a pack. A copy's speed, so what is left
+// to save are the bytes.
+// H200, B=32, T=1024: bfloat16 1.5517 ms, 4249 GB/s at 128 threads; float32 3.0899 ms, 4268 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
@@ -60,8 +72,14 @@ crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* pro
     store(dlogits + i, x);
 }
 
+// apart: softmax.cu's online, then the loss (block_a_row) and the gradient (pack_a_thread), each a kernel at its best: the probabilities go
+// to memory and come back, and the logits are read again for the loss.
+// H200, B=32, T=1024: bfloat16 4.9431 ms, 1334 GB/s at 128 threads; float32 9.2500 ms, 1426 GB/s at 256.
+
 // fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again from its end, which the
-// cache still has. Three kernels apart move a row six times, this one two or three times.
+// cache still has. Three kernels apart move a row six times, this one two or three times: half the time. In float32 it is faster than the
+// live version, too, which does the same there.
+// H200, B=32, T=1024: bfloat16 2.3286 ms, 2832 GB/s at 256 threads; float32 4.2893 ms, 3074 GB/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024)
 classifier_fused(float* losses, element* logits, const int* targets, float dloss) {
     const int n = blockIdx.x, target = targets[n];

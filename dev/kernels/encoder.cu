@@ -1,4 +1,4 @@
-// Token and position embedding. What each version measured: RESULTS.md.
+// Token and position embedding. Each head ends with what its version measured; RESULTS.md has every block size.
 //
 //     forward   out[b,t] = wte[inp[b,t]] + wpe[t]                                                    out =
 //     backward  dwte[token] += the sum of dout over the places of the token                          dwte +=
@@ -11,7 +11,8 @@
 #include "common.cuh"
 
 // thread_an_element. The formula; neighbouring threads read and write neighbouring elements. In bfloat16 each access moves two bytes,
-// and a warp 64, where the memory system would take 512 for the same instruction.
+// and a warp 64, where the memory system would take 512 for the same instruction: half the bytes of float32 take nearly the same time.
+// H200, B=32, T=1024: bfloat16 0.1058 ms, 951 GB/s at 256 threads; float32 0.1167 ms, 1725 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_thread_an_element(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -21,7 +22,9 @@ encoder_forward_thread_an_element(stream_element* out, const int* inp, const ele
 }
 
 // block_a_row. 16 bytes a thread, and a block for each place: what depends on the row is worked out once and not for every element.
-// A small C leaves many threads of a large block idle. Grid (B*T).
+// A small C leaves many threads of a large block idle. With 64 threads it is a little faster than the live version, which looks up the
+// row for every pack. Grid (B*T).
+// H200, B=32, T=1024: bfloat16 0.0303 ms, 3322 GB/s at 64 threads; float32 0.0545 ms, 3695 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_block_a_row(stream_element* out, const int* inp, const element* wte, const element* wpe, int T) {
     const int row = blockIdx.x;
@@ -35,8 +38,11 @@ encoder_forward_block_a_row(stream_element* out, const int* inp, const element* 
     }
 }
 
-// atomics. A thread an element of dout, which adds it to both tables. The places of one token meet at the same addresses, and so do the
-// B rows of one position. The sums' order, and with it their last bits, differ from run to run. dwpe must be 0.
+// atomics. A thread an element of dout, which adds it to both tables: one reading, and nobody has to know who else adds there. The places
+// of one token meet at the same addresses, and so do the B rows of one position. The sums' order, and with it their last bits, differ from
+// run to run. It takes as long as forward's thread_an_element, which adds nothing atomically, and nearly as long in bfloat16 as in float32:
+// a thread for each element is what costs. In float32 it is as fast as the live version, in bfloat16 slower. dwpe must be 0.
+// H200, B=32, T=1024: bfloat16 0.1054 ms, 1910 GB/s at 256 threads; float32 0.1126 ms, 2235 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_backward_atomics(float* dwte, float* dwpe, const element* dout, const int* inp, int B, int T) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -48,7 +54,10 @@ encoder_backward_atomics(float* dwte, float* dwpe, const element* dout, const in
 }
 
 // wpe_apart. Positions need no atomics: who adds to which row is known, so a thread adds up one element over the batch, which is the live
-// encoder_backward_wpe. What is left for atomics are the tokens.
+// encoder_backward_wpe. What is left for atomics are the tokens: half as many. Yet it is slower than atomics: there is still a thread for
+// each element, and dout is read a second time, in a launch of its own, which costs more than the additions that are saved; the more so in
+// float32, where dout is larger.
+// H200, B=32, T=1024: bfloat16 0.1086 ms, 1853 GB/s at 256 threads; float32 0.1253 ms, 2008 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_backward_wte_atomics(float* dwte, const element* dout, const int* inp, int N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// The norm of the gradient, before its root. What each version measured: RESULTS.md.
+// The norm of the gradient, before its root. Each head ends with what its version measured; RESULTS.md has every block size.
 //
 //     squares = the sum of grads[i]^2                                                                squares =
 //
@@ -22,18 +22,22 @@ __device__ inline float thread_part(const gradient* grads, int64 N) {
 
 // atomics_a_thread. As many threads as the GPU holds, and each adds its share to one address, one after the other. (An atomic addition for
 // each element would not only be slower: a float32 sum of 2^24 ones grows no further.) squares must be 0.
+// H200, B=32, T=1024: bfloat16 0.2957 ms, 681 GB/s at 32 threads; float32 0.3302 ms, 1220 GB/s at 32.
 extern "C" __global__ void __launch_bounds__(1024) global_norm_atomics_a_thread(float* squares, const gradient* grads, int64 N) {
     atomicAdd(squares, thread_part(grads, N));
 }
 
-// atomics_a_block. The block adds up first, and one thread of it adds that to memory: a hundred times fewer atomics. squares must be 0.
+// atomics_a_block. The block adds up first, and one thread of it adds that to memory: an atomic addition for each block instead of each
+// thread, up to a thousand times fewer to wait for. squares must be 0.
+// H200, B=32, T=1024: bfloat16 0.0600 ms, 3353 GB/s at 1024 threads; float32 0.1020 ms, 3949 GB/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024) global_norm_atomics_a_block(float* squares, const gradient* grads, int64 N) {
     const float sum = block_sum(thread_part(grads, N));
     if (threadIdx.x == 0) atomicAdd(squares, sum);
 }
 
 // two_stages. No atomics: each block leaves its sum in partials (gridDim.x), and one block adds those up, in an order that is always
-// the same. A launch more, and a result that can be compared bit for bit.
+// the same. A launch more, which makes it a little slower than atomics_a_block, and a result that can be compared bit for bit.
+// H200, B=32, T=1024: bfloat16 0.0620 ms, 3247 GB/s at 1024 threads; float32 0.1045 ms, 3853 GB/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024) global_norm_partials(float* partials, const gradient* grads, int64 N) {
     const float sum = block_sum(thread_part(grads, N));
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;

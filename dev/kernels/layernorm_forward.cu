@@ -1,4 +1,5 @@
-// Layer normalization, forward, from a thread for each row to rows in shared memory. What each measured: RESULTS.md.
+// Layer normalization, forward, from a thread for each row to rows in shared memory. Each head ends with what its version measured;
+// RESULTS.md has every block size.
 //
 //     out = (inp - mean) * rstd * weight + bias                                                      out =, mean =, rstd =
 //
@@ -20,6 +21,7 @@ __device__ inline void normalize(element* out, const stream_element* inp, const 
 
 // thread_a_row. The three loops of the formula, a thread for each row. Neighbouring threads read addresses that are a row apart, so that
 // each access of a warp touches 32 lines of memory for 32 elements; and there are only N threads.
+// H200, B=32, T=1024: bfloat16 0.6395 ms, 157 GB/s at 256 threads; float32 0.6544 ms, 308 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
                                const element* bias, int N) {
@@ -38,6 +40,7 @@ layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const str
 
 // statistics_apart. Two kernels: a block works out mean and rstd of a row, then a thread normalizes an element. Neighbouring threads
 // read neighbouring elements, which is what memory is fast at. The price is a launch more, and that the input comes from memory twice.
+// H200, B=32, T=1024: bfloat16 0.1583 ms, 636 GB/s at 256 threads; float32 0.1673 ms, 1204 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_statistics(float* mean, float* rstd, const stream_element* inp) {
     const int64 start = int64(blockIdx.x) * C;
@@ -63,6 +66,7 @@ layernorm_forward_normalize(element* out, const float* mean, const float* rstd, 
 
 // warp_a_row. One kernel again: the 32 threads of a warp share a row and add up through registers, with no barrier and no shared memory.
 // The second and third reading of the row come from the L1 cache.
+// H200, B=32, T=1024: bfloat16 0.0462 ms, 2181 GB/s at 64 threads; float32 0.0668 ms, 3015 GB/s at 32.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight, const element* bias,
                              int N) {
@@ -82,7 +86,9 @@ layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const strea
 }
 
 // one_pass. The variance is E[x^2] - E[x]^2, so that one reading gives both sums. It is the difference of two numbers that may be large
-// and nearly equal: where a row's mean is a thousand times its spread, nothing is left of it in float32.
+// and nearly equal: where a row's mean is a thousand times its spread, nothing is left of it in float32. And it is hardly faster, in
+// float32 slower: the reading that it saves was one from the L1 cache.
+// H200, B=32, T=1024: bfloat16 0.0458 ms, 2198 GB/s at 64 threads; float32 0.0694 ms, 2900 GB/s at 32.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_one_pass(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight, const element* bias,
                            int N) {
@@ -104,8 +110,10 @@ layernorm_forward_one_pass(element* out, float* mean, float* rstd, const stream_
     }
 }
 
-// block_a_row. A whole block on each row: more loads underway for it, which pays where rows are few or long; for many short rows the
-// barriers of the sums cost more than they bring.
+// block_a_row. A whole block on each row: more loads underway for it, which pays where rows are few or long; for many short rows, as here,
+// it is slower than warp_a_row: the barriers of the sums cost more than they bring, and the compiler, which does not know the step of the
+// loops, leaves one load of the row in each turn, where warp_a_row has 16 underway.
+// H200, B=32, T=1024: bfloat16 0.0831 ms, 1212 GB/s at 64 threads; float32 0.0925 ms, 2177 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
                               const element* bias) {
@@ -125,6 +133,7 @@ layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const stre
 // shared_memory. A warp a row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions. The row waits in shared
 // memory between the passes, so that nothing depends on the L1 cache keeping it; weight and bias are there for all rows of the block.
 // Dynamic shared memory: (2 + warps of the block) * C elements.
+// H200, B=32, T=1024: bfloat16 0.0330 ms, 3053 GB/s at 128 threads; float32 0.0557 ms, 3615 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
                                 const element* bias, int N) {
