@@ -12,6 +12,7 @@ from conftest import ROOT, assert_one_line_error, run_program
 
 sys.path.insert(0, str(ROOT / "dev"))
 import bench_gpu
+import bench_products
 
 RESULT = {"B": 64, "ms": 100.0, "first": 1.0, "memory": 2**30, "used": 3 * 2**29, "gpu": "NVIDIA H200"}
 OURS = {**RESULT, "cold": 4.0, "floor": 75.0, "product": 700e12,
@@ -50,6 +51,30 @@ def test_picture(tmp_path):
     assert_one_line_error(run_program("dev/plot_bench.py", "none.json", cwd=tmp_path, check=False), "none.json", "no such file")
 
 
+def test_products():
+    config, B = bench_gpu.MODELS["124M"], 4
+    products, N = bench_products.products_of(config), B * bench_products.T
+    assert len({product.name for product in products}) == len(products) == 15
+    work = sum(2 * rows * columns * inner * product.calls for product in products for rows, columns, inner in [product.sizes(N)])
+    assert work == 6 * N * (12 * 12 * 768 * 768 + 50304 * 768), "three products for each weight of a layer, and for the logits'"
+    times = [(product, 2e-5 * (1 + i), 1e-5 * (1 + i)) for i, product in enumerate(products)]
+    lines = bench_products.table(B, "bfloat16", times)
+    assert lines[0] == "B=4, T=1024, bfloat16:" and len({line.count("|") for line in lines[2:]}) == 1
+    assert lines[4] == "| qkv | 4096 x 2304 x 768 | 12 | 20.0 | 10.0 | 0.500 |"
+    assert any(line.startswith("| logits dweight | 50304 x 768 x 4096 | 1 | 300.0 | 150.0 |") for line in lines)
+    calls = [product.calls for product in products]
+    ms = sum(count * 0.02 * (1 + i) for i, count in enumerate(calls))
+    assert lines[-1] == f"| all of a step | | 147 | {ms:.2f} ms | {ms / 2:.2f} ms | 0.500 |"
+
+
+def test_the_place_of_the_products_table(tmp_path):
+    path = tmp_path / "products.md"
+    path.write_text((ROOT / "dev" / "products.md").read_text())
+    bench_products.put_between_markers("products", "a table", path)
+    text = path.read_text()
+    assert "<!-- products begin -->\na table\n<!-- products end -->" in text and "By our own kernels" in text.split("a table")[0]
+
+
 def test_the_walkthrough_names_every_kernel_of_a_step():
     import train_gpt2_cuda as cuda
 
@@ -62,6 +87,6 @@ def test_the_walkthrough_names_every_kernel_of_a_step():
 
 
 def test_what_needs_a_gpu_says_so():
-    for program in ("dev/bench_attention.py", "dev/compare_losses.py", "dev/kernels/overlap.py"):
+    for program in ("dev/bench_attention.py", "dev/bench_products.py", "dev/compare_losses.py", "dev/kernels/overlap.py"):
         done = run_program(program, check=False, CUDA_VISIBLE_DEVICES="")
         assert_one_line_error(done, "GPU")

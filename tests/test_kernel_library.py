@@ -1,6 +1,7 @@
 """dev/kernels with no GPU: that all kernels compile, that every launch passes what the kernel takes, and the frame's own Python."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import os
@@ -17,6 +18,7 @@ from conftest import ROOT, assert_one_line_error, run_program
 
 sys.path.insert(0, str(ROOT / "dev" / "kernels"))
 import bench
+import bench_products
 import heads
 import lab
 import train_gpt2_cuda as cuda
@@ -476,3 +478,253 @@ def test_the_list(capsys):
 def test_without_a_gpu():
     done = run_program("dev/kernels/bench.py", "layernorm_forward", check=False, CUDA_VISIBLE_DEVICES="")
     assert_one_line_error(done, "GPU")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# results in parts, results that are added to, libraries in the tables, bench.py as a whole, and the products of a step
+
+
+def test_only_the_total_of_partial_sums_counts(fake_cupy, monkeypatch, capsys):
+    def spoil(a, block):
+        if block == 64:  # the rows shared out otherwise
+            a.sums[-1], a.sums[:-1] = a.sums.sum(axis=0), 0.0
+        if block == 128:
+            a.sums[1, 3] += np.abs(a.sums).max()
+
+    layer_class = LAYERS["matmul_backward_inp_gelu"]
+    found = lab.Version("spoiled", (32, 64, 128), oracle_version(spoil), lambda layer, block: True)
+    monkeypatch.setattr(layer_class, "versions", {"spoiled": found})
+    fake = FakeLab(AWKWARD[1], Precision())
+    layer = layer_class(AWKWARD[1], fake.precision, GPU, 2, 100)
+    assert lab.check_layer(layer, fake, None, False) == 1
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("block 128", "sums", "at [3]"))
+    arrays = lab.upload(layer.tensors())
+    assert arrays["sums"].shape == (2, 960) and lab.sample(layer, "sums", arrays["sums"]).shape == (960,)
+    assert lab.sample(layer, "dinp", arrays["dinp"]).size == 200 * 960
+
+
+def test_each_check_adds_to_fresh_data(fake_cupy, monkeypatch, capsys):
+    def run(layer, fake, a, block):
+        product = a.dout.T @ a.inp
+        a.dweight[...] = product if block == 128 else a.dweight + product
+
+    layer_class = LAYERS["matmul_backward_weight_accumulate"]
+    monkeypatch.setattr(layer_class, "versions", {"adds": lab.Version("adds", (32, 64, 128), run, lambda layer, block: True)})
+    fake = FakeLab(AWKWARD[1], Precision())
+    assert lab.check_layer(layer_class(AWKWARD[1], fake.precision, GPU, 3, 97), fake, None, False) == 1
+    assert "block 128" in capsys.readouterr().out, "what was there before is not added"
+
+
+def test_pytorch_rounds_to_tf32_where_our_products_do():
+    settings = lab.torch.backends.cuda.matmul
+    before = settings.allow_tf32
+    for precision, allowed in ((Precision(), True), (Precision(tf32=0), False)):
+        with pytest.raises(KeyError), lab.torch_as(precision):
+            assert settings.allow_tf32 is allowed
+            raise KeyError
+        assert settings.allow_tf32 is before
+
+
+def test_cublaslt_is_row_0_of_the_products(tmp_path):
+    times = {"mma_sync": {256: 4.0}, "live": {384: 1.0}, "cublaslt": {384: 2.0}}
+    timing = timing_of("matmul_forward_gelu", flops=8 * 10**11)._replace(versions=times)
+    assert [row[:3] for row in bench.rows_of(timing, PEAKS)] == [
+        ("cublaslt", "", 2.0), ("PyTorch", "", 0.5), ("mma_sync", 256, 4.0), ("live", 384, 1.0)]
+    assert bench.markdown(timing, PEAKS)[2:] == [
+        "| cublaslt |  | 2.0000 | 400.0 TFLOP/s | 50.0% |  |  |", "| PyTorch |  | 0.5000 | 1600.0 TFLOP/s | 200.0% |  |  |",
+        "| mma_sync | 256 | 4.0000 | 200.0 TFLOP/s | 25.0% | 4.0000 |  |", "| live | 384 | 1.0000 | 800.0 TFLOP/s | 100.0% |  | 1.0000 |"]
+    assert all(layer.library_version == "cublaslt" for name, layer in LAYERS.items() if name.startswith("matmul"))
+    assert all(layer.library_version in (None, *layer.versions) for layer in LAYERS.values())
+    for versions in (times, {"cublaslt": times["cublaslt"]}):
+        bench.plot([timing._replace(versions=versions)], str(tmp_path / "picture.png"))
+
+
+@pytest.fixture
+def fake_gpu(fake_cupy, monkeypatch):
+    """bench.py's GPU: on it, every call takes 2 ms."""
+    class Stream(contextlib.nullcontext):
+        def synchronize(self):
+            pass
+
+    class FakeLabs:
+        gpu, torch = GPU, False
+
+        def open(self, layer, config, dtype):
+            fake = FakeLab(config, precision_of(layer, dtype))
+            fake.stream = Stream()
+            return fake
+
+    monkeypatch.setattr(bench, "Labs", FakeLabs)
+    monkeypatch.setattr(bench, "measure_peaks", lambda labs, config, dtype: PEAKS)
+    monkeypatch.setattr(CUPY, "get_default_memory_pool", lambda: SimpleNamespace(free_all_blocks=lambda: None), raising=False)
+    monkeypatch.setattr(lab, "FLUSH", 1000)
+    monkeypatch.setattr(lab, "milliseconds", lambda fake, flush, call: call() or 2.0)
+
+
+@pytest.mark.parametrize("wrong_at", (None, (3, 97), (1, 16)))
+def test_with_a_wrong_element_there_are_no_times(fake_gpu, monkeypatch, capsys, tmp_path, wrong_at):
+    """Found by the checks, or at the size that is timed."""
+    def last_element(a, block):
+        if a.out.shape[:2] == wrong_at:
+            a.rstd[-1, -1] += np.float32(0.1)
+
+    found = (spoiled(spoil)._replace(name=name, blocks=(64,)) for name, spoil in (("right", nothing), ("wrong", last_element)))
+    monkeypatch.setattr(LAYERS["layernorm_forward"], "versions", {version.name: version for version in found})
+    monkeypatch.setattr(bench, "AWKWARD", AWKWARD[1:])
+    arguments = ["layernorm_forward", "-b", "1", "-t", "16", "--plot", str(tmp_path / "picture.png")]
+    if wrong_at == (3, 97):
+        monkeypatch.setattr(bench, "time_all", lambda *arguments: pytest.fail("something was timed"))
+    with pytest.raises(SystemExit) as end:
+        train_gpt2.run_main(lambda: bench.main(arguments))
+    printed = capsys.readouterr().out
+    if wrong_at is None:
+        assert end.value.code == 0 and "2.0000" in printed and (tmp_path / "picture.png").exists()
+        return
+    assert end.value.code == 1 if wrong_at == (3, 97) else "layernorm_forward is wrong at the size" in end.value.code
+    assert "layernorm_forward wrong, block 64" in printed and "rstd" in printed and "FAIL" in printed
+    assert "layernorm_forward right" not in printed and "2.0000" not in printed and "GB/s" not in printed
+    assert not (tmp_path / "picture.png").exists()
+
+
+BY_HAND = """# What some kernels measure
+
+a GPU, CUDA 13.0, driver 1
+
+## bfloat16
+
+Peaks, measured: a copy 1000 GB/s, a large product 10 TFLOP/s.
+
+### layernorm_forward
+
+kept
+
+| a | table |
+
+### gelu_forward
+
+replaced
+
+### a_layer_of_old
+
+kept
+
+## float32
+
+Peaks, measured: a copy 2000 GB/s, a large product 20 TFLOP/s.
+
+### attention_forward
+
+kept
+"""
+
+
+@pytest.fixture
+def by_hand(fake_gpu, monkeypatch, tmp_path):
+    path = tmp_path / "RESULTS.md"
+    path.write_text(BY_HAND)
+    monkeypatch.setattr(bench, "RESULTS", str(path))
+    monkeypatch.setattr(bench, "check_all", lambda *arguments: True)
+    monkeypatch.setattr(bench, "time_all", lambda labs, chosen, *rest: [timing_of(layer.name) for layer in chosen])
+    return path
+
+
+def test_results_replaces_the_tables_of_named_layers(by_hand, capsys):
+    assert bench.main(["softmax", "gelu_forward", "--results"]) == 0
+
+    def part(name, copy):
+        return "\n".join(bench.part_of_results(timing_of(name), (copy * 1e9, 1e13))) + "\n"
+
+    expected = BY_HAND.replace("### gelu_forward\n\nreplaced\n", part("gelu_forward", 1000))
+    expected = expected.replace("kept\n\n## float32", "kept\n\n" + part("softmax", 1000) + "\n## float32")
+    expected = expected.replace("### attention_f", part("gelu_forward", 2000) + "\n" + part("softmax", 2000) + "\n### attention_f")
+    assert by_hand.read_text() == expected
+    assert expected.count("2000 GB/s | 200.0%") == 2 and expected.count("2000 GB/s | 100.0%") == 2, "shares are of the section's peaks"
+    assert bench.main(["gelu_forward", "softmax", "--results", "--dtype", "float32"]) == 0
+    assert by_hand.read_text() == expected, "the same times leave the same file"
+    assert "wrote" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, words", (
+    (BY_HAND.replace("a GPU,", "another GPU,"), "is of another GPU (another GPU), this is a GPU"),
+    (BY_HAND.replace("## float32", "## float16"), "has no section float32"),
+    (BY_HAND.replace("a copy 2000", "a copy"), "has no section float32"),
+    ("", "is of another GPU ()"), (None, "cannot be read")))
+def test_results_are_not_mixed(by_hand, monkeypatch, text, words):
+    monkeypatch.setattr(bench, "check_all", lambda *arguments: pytest.fail("first the work, then the refusal"))
+    if text is None:
+        by_hand.unlink()
+    else:
+        by_hand.write_text(text)
+    with pytest.raises(UserError) as error:
+        bench.main(["gelu_forward", "--results"])
+    assert words in str(error.value) and "bench.py --all" in str(error.value) and "\n" not in str(error.value)
+    assert text is None or by_hand.read_text() == text
+
+
+def test_the_results_of_this_library_can_be_replaced_in_parts(monkeypatch):
+    text, written = (ROOT / "dev" / "kernels" / "RESULTS.md").read_text(), []
+    monkeypatch.setattr(bench, "write_text", lambda text: written.append(text + "\n"))
+    gpu_name = text.split("\n")[4].split(",")[0]
+    bench.Results(gpu_name, ("bfloat16", "float32")).write()
+    assert written == [text]
+
+
+@pytest.mark.parametrize("arguments, words", (
+    *((option, f"{option.split()[0]}: of which layer?") for option in (
+        "--plot", "--plot x.png", "--check_only", "-b 4", "-t 64", "--dtype float32", "--model 355M", "--results", "--version live")),
+    *((f"softmax --results {option}", f"--results with {option.split()[0]}") for option in (
+        "--version online", "--check_only", "-b 4", "-t 64", "--model 355M")),
+    ("-b 4 -t 64", "-b, -t: of which layer?"), ("--all --results", "--all takes all"), ("softmax --check_only -t 64", "it times nothing"),
+    ("--all --plot softmax", "that is a layer")))
+def test_what_an_option_would_not_do_is_said_in_one_line(capsys, arguments, words):
+    with pytest.raises(SystemExit) as error:
+        bench.parse_arguments(arguments.split())
+    last = capsys.readouterr().err.strip().split("\n")[-1]
+    assert error.value.code == 2 and "error: " in last and words in last
+
+
+def test_a_picture_needs_no_name():
+    assert bench.parse_arguments(["softmax", "--plot"]).plot == "kernels.png"
+    assert bench.parse_arguments(["softmax", "--plot", "x.png"]).plot == "x.png"
+    assert bench.parse_arguments(["--all", "-b", "4", "--plot"]).b == 4
+
+
+class FakeProducts(cuda.Products):
+    """Does what comes to mind first."""
+
+    def __init__(self, device, **ways):
+        self.device, self.ways, self.chosen, self.known, self.searching = device, ways, {}, {}, False
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_the_products_of_a_step_are_given_what_they_take(fake_cupy, monkeypatch, dtype):
+    config, N = Config(1024, 257, 2, 2, 128, 384), 150
+    fake = FakeLab(config, Precision(dtype))
+    kernels, cublaslt = fake.products.kernels, fake.products.cublaslt
+    if dtype == "float32":
+        kernels = cuda.MatmulKernels(fake, fake.products)
+    sides = FakeProducts(fake, kernels=kernels), FakeProducts(fake, cublaslt=cublaslt)
+    monkeypatch.setattr(cuda, "measure", lambda device, call, repeats: call() or 3e-6)
+    monkeypatch.setattr(bench_products, "agree", lambda where, ours, theirs, tolerance: ours.keys() == theirs.keys() and tolerance < 0.02)
+    for product in bench_products.products_of(config):
+        operands = bench_products.Operands(fake, product, N)
+        rows, columns, _ = product.sizes(N)
+        shapes = {name: array.shape for name, array in operands.results.items()}
+        assert shapes == {name: (2, columns) if name == "sums" else (rows, columns) for name in shapes}
+        starts = [array.data.ptr for array in operands.arguments if isinstance(array, Array) and array.dtype != np.int32]
+        assert len(starts) == len(set(starts)) and all(array.flags.c_contiguous for array in operands.arguments if isinstance(array, Array))
+        fake.launched.clear()
+        assert bench_products.time_product(fake, sides, product, N) == ((3e-6, 3e-6), True)
+        names = set(fake.launched) - {"fill_random"}
+        assert {product.name, f"matmul_{product.operation}"} <= names
+        assert names - {product.name, f"matmul_{product.operation}"} <= {"gelu_forward", "gelu_backward"}
+
+
+def test_wrong_products_are_named(capsys):
+    right = {"out": np.ones((2, 3)), "sums": np.ones(3)}
+    assert bench_products.agree("fc", right, right, 1e-2) and not capsys.readouterr().out
+    for wrong in (np.nan, 1.1):
+        assert not bench_products.agree("fc", {**right, "sums": np.array([1, wrong, 1])}, right, 1e-2)
+        printed = capsys.readouterr().out
+        assert all(word in printed for word in ("fc: sums", "[1]", "FAIL"))

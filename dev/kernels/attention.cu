@@ -223,6 +223,64 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
     if (lane == 0) D[row] = sum;
 }
 
+// thread_a_row. The formulas, in two loops: a thread for each query goes over the keys that it sees and adds up dquery, then a thread for
+// each key goes over the queries that see it and adds up dkey and dvalue. P and dS of a pair are worked out in both, so there are seven
+// products instead of five, but none for the masked half, and no (T,T) matrix. Nothing is kept in shared memory: every product reads both
+// its numbers from memory, or from the cache, and neighbouring threads read their rows 3C apart. The next version reads a number once for a
+// whole row of a tile, which is faster where reading is what takes the time, and pays with matrices; `recompute` has the tiles and no
+// matrices.
+// Both: block (any size up to 256), grid (T / block, NH, B).
+__device__ inline float row_product(const element* a, const element* b) {
+    float sum = 0.0f;
+#pragma unroll 8  // unrolled as a whole, the compiler would keep the thread's own rows in registers, where the sums leave no room
+    for (int c = 0; c < HS; c++) sum += to_float(a[c]) * to_float(b[c]);
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+attention_backward_dquery_thread_a_row(element* dinp, const element* dout, const element* inp, const float* lse, const float* D, int T) {
+    const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
+    if (t >= T) return;
+    const int64 row = (int64(b) * NH + h) * T + t;
+    const element *query = head_in(inp, 0, b, h, T, t), *d = head_out(dout, b, h, T, t);
+    float dquery[HS] = {};
+    for (int k = 0; k <= t; k++) {
+        const element *key = head_in(inp, 1, b, h, T, k), *value = head_in(inp, 2, b, h, T, k);
+        const float p = expf(row_product(query, key) * scale() - lse[row]);
+        const float ds = p * (row_product(d, value) - D[row]) * scale();
+#pragma unroll
+        for (int c = 0; c < HS; c++) dquery[c] += ds * to_float(key[c]);
+    }
+    element* result = head_in(dinp, 0, b, h, T, t);
+#pragma unroll
+    for (int c = 0; c < HS; c++) from_float(result[c], dquery[c]);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const element* inp, const float* lse, const float* D, int T) {
+    const int k = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
+    if (k >= T) return;
+    const int64 head = (int64(b) * NH + h) * T;
+    const element *key = head_in(inp, 1, b, h, T, k), *value = head_in(inp, 2, b, h, T, k);
+    float dkey[HS] = {}, dvalue[HS] = {};
+    for (int t = k; t < T; t++) {
+        const element *query = head_in(inp, 0, b, h, T, t), *d = head_out(dout, b, h, T, t);
+        const float p = expf(row_product(query, key) * scale() - lse[head + t]);
+        const float ds = p * (row_product(d, value) - D[head + t]) * scale();
+#pragma unroll
+        for (int c = 0; c < HS; c++) {
+            dkey[c] += ds * to_float(query[c]);
+            dvalue[c] += p * to_float(d[c]);
+        }
+    }
+    element *to_dkey = head_in(dinp, 1, b, h, T, k), *to_dvalue = head_in(dinp, 2, b, h, T, k);
+#pragma unroll
+    for (int c = 0; c < HS; c++) {
+        from_float(to_dkey[c], dkey[c]);
+        from_float(to_dvalue[c], dvalue[c]);
+    }
+}
+
 // matrices. P and dS of all heads to memory, then each formula is one product over tiles in shared memory. The price is two (T,T) matrices
 // for each head, which are written once and read twice, and the masked half of every product. att (P), datt (dS): (B,NH,T,T) float32.
 // All five: block (tile, tile), grid (columns of the result / tile, T / tile, B * NH).

@@ -169,6 +169,12 @@ class AttentionBackward(Attention):
     def row_sums(self, lab, a):
         self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
 
+    @version(32, 64, 128, 256)
+    def thread_a_row(self, lab, a, block):
+        self.row_sums(lab, a)
+        for name in ("attention_backward_dquery_thread_a_row", "attention_backward_dkv_thread_a_row"):
+            lab.launch(name, (blocks(self.T, block), self.NH, self.B), (block,), a.dinp, a.dout, a.inp, a.lse, a.D, self.T)
+
     @version(*TILES)
     def matrices(self, lab, a, block):
         HS = self.C // self.NH

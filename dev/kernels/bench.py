@@ -6,17 +6,24 @@ The kernel library: every layer of GPT-2 from the naive kernel to the live one o
     python dev/kernels/bench.py softmax --plot softmax.png        # and draws the time of each block size
     python dev/kernels/bench.py gelu_forward --version live --check_only
     python dev/kernels/bench.py --all                             # all layers, bfloat16 and float32: dev/kernels/RESULTS.md
+    python dev/kernels/bench.py softmax --results                 # this layer's tables in that file, and no others
 
 Each version is compared with the NumPy function in float64 at every block size, at the model's sizes and at awkward ones, its
-outputs NaN before the call; one wrong element ends it all with exit status 1 and no time. Then each is timed at -b and -t, as the
-median over CUDA events with the L2 cache flushed before each call. GB/s counts what a perfect kernel would move, whatever a version
-moves beside that; its peak is the bandwidth of a large copy, that of TFLOP/s the rate of a large product, both measured.
+outputs NaN before the call. One wrong element is enough: each tensor that has one is printed, nothing is timed, and the exit status
+is 1. Otherwise each version is timed at -b and -t, as the median over CUDA events with the L2 cache flushed before each call. There,
+NumPy would take minutes: at its first block size, each version has to agree with the first one in 16 million elements of each
+result, or the exit status is 1, too, and no time of any layer is printed, drawn or written.
+
+GB/s counts what a perfect kernel would move, whatever a version moves beside that; its peak is the bandwidth of a large copy, that
+of TFLOP/s the rate of a large product, both measured (with --results: those of the file, to which its shares refer). Row 0 of a table
+is the library's: PyTorch's, and for products cuBLASLt's.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 
@@ -38,6 +45,7 @@ from train_gpt2 import Config, UserError, replacing, run_main
 from train_gpt2_cuda import Precision
 
 RESULTS = os.path.join(lab.HERE, "RESULTS.md")
+PICTURE = "kernels.png"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the command line
@@ -51,19 +59,34 @@ def parse_arguments(argv=None):
     parser.add_argument("-b", type=int, default=32, metavar="B", help="batch size of the timing")
     parser.add_argument("-t", type=int, default=1024, metavar="T", help="sequence length of the timing")
     parser.add_argument("--model", default="124M", help=f"{', '.join(MODELS)}, or C/NH")
-    parser.add_argument("--plot", metavar="FILE", help="draw the time of each block size (.png)")
+    parser.add_argument("--plot", nargs="?", const=PICTURE, metavar="FILE",
+                        help=f"draw the time of each block size (.png; with no FILE: {PICTURE})")
     parser.add_argument("--check_only", action="store_true", help="check, and time nothing")
     parser.add_argument("--all", action="store_true", help=f"all layers, in each dtype, into {os.path.relpath(RESULTS)}")
+    parser.add_argument("--results", action="store_true", help="the tables of these layers, in each dtype, into that file")
     args = parser.parse_args(argv)
-    if args.all and (args.layers or args.version or args.check_only):
-        parser.error("--all takes all layers and versions, and times them")
-    if args.check_only and args.plot:
-        parser.error("--check_only times nothing that --plot could draw")
-    if args.version and not args.layers:
-        parser.error("--version: of which layer?")
-    if min(args.b, args.t) < 1:
-        parser.error("-b and -t: expected at least 1")
+    defaults = vars(parser.parse_args([]))
+    given = {f"-{name}" if len(name) == 1 else f"--{name}" for name in defaults if getattr(args, name) != defaults[name]} - {"--layers"}
+    refuse_without_effect(args, given, parser.error)
     return args
+
+
+def refuse_without_effect(args, given, error):
+    """Call error(one line) when one of the options that are not at their defaults would have no effect, or cannot be meant."""
+    if min(args.b, args.t) < 1:
+        error("-b and -t: expected at least 1")
+    if args.plot in LAYERS:
+        error(f"--plot {args.plot}: that is a layer, expected the name of a picture: name layers first")
+    if args.all and (args.layers or given & {"--version", "--check_only", "--results"}):
+        error("--all takes all layers and versions, times them and writes all results")
+    if not args.layers and not args.all and given:
+        error(f"{', '.join(sorted(given))}: of which layer? With none, they are listed, and nothing else is done")
+    refused = sorted(given & {"--plot", "-b", "-t"})
+    if args.check_only and refused:
+        error(f"--check_only with {', '.join(refused)}: it times nothing")
+    refused = sorted(given & {"--version", "--check_only", "-b", "-t", "--model"})
+    if args.results and refused:
+        error(f"--results with {', '.join(refused)}: the file has all versions, timed at the default sizes")
 
 
 def find_layers(names, versions=None):
@@ -179,13 +202,14 @@ def rate(timing, ms, peaks):
 
 
 def rows_of(timing, peaks):
-    """[(version, best block size, ms, rate, share of the peak)], the library first."""
-    library = timing.layer.library_name, "", timing.library
-    rows = [(*library, *rate(timing, timing.library, peaks))] if timing.library else []
-    for name, times in timing.versions.items():
-        block = min(times, key=times.get)
-        rows.append((name, block, times[block], *rate(timing, times[block], peaks)))
-    return rows
+    """[(version, best block size, ms, rate, share of the peak)], the libraries first."""
+    of_libraries = timing.layer.library_version, timing.layer.library_name
+    best = {name: min(times.values()) for name, times in timing.versions.items()}
+    blocks = {name: min(times, key=times.get) for name, times in timing.versions.items() if name not in of_libraries}
+    if timing.library:
+        best[timing.layer.library_name] = timing.library
+    names = [name for name in of_libraries if name in best] + list(blocks)
+    return [(name, blocks.get(name, ""), best[name], *rate(timing, best[name], peaks)) for name in names]
 
 
 def print_timing(timing, peaks):
@@ -196,31 +220,95 @@ def print_timing(timing, peaks):
         print(f"{name:<28} {block:>5} {ms:>9.4f} {text:>15} {share:>8.1%}")
 
 
+def own_versions(timing):
+    """{version: {block size: ms}} without the library's, whose block sizes are its own."""
+    return {name: times for name, times in timing.versions.items() if name != timing.layer.library_version}
+
+
 def markdown(timing, peaks):
     """The lines of a layer's table in RESULTS.md: a row for each version, with the ms of each block size."""
-    sizes = sorted({block for times in timing.versions.values() for block in times})
+    own = own_versions(timing)
+    sizes = sorted({block for times in own.values() for block in times})
     lines = [f"| version | best block | ms | rate | of peak | {' | '.join(f'ms at {block}' for block in sizes)} |",
              "|---" * (5 + len(sizes)) + "|"]
     for name, block, ms, text, share in rows_of(timing, peaks):
-        times = timing.versions.get(name, {})
+        times = own.get(name, {})
         cells = (f"{times[size]:.4f}" if size in times else "" for size in sizes)
         lines.append(f"| {name} | {block} | {ms:.4f} | {text} | {share:.1%} | {' | '.join(cells)} |")
     return lines
 
 
+def part_of_results(timing, peaks):
+    """The lines of a layer in RESULTS.md."""
+    layer = timing.layer
+    return [f"### {layer.name}", "", f"{about(layer)}. B={layer.B}, T={layer.T}.", "", *markdown(timing, peaks)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# RESULTS.md: a head that ends with the machine, a section for each dtype that begins with its peaks, in it a part for each layer
+
+PEAKS_LINE = "Peaks, measured: a copy {:.0f} GB/s, a large product {:.0f} TFLOP/s."
+PEAKS_FOUND = re.compile(r"Peaks, measured: a copy (\d+) GB/s, a large product (\d+) TFLOP/s\.")
+
+
 def write_results(machine, config, groups):
-    """RESULTS.md; groups: [(dtype, peaks, [Timing])]."""
+    """All of the file; groups: [(dtype, peaks, [Timing])]."""
     lines = ["# What the kernels of this library measure", "",
              "`python dev/kernels/bench.py --all` writes this file, after every version has agreed with the NumPy function at every block"
              " size. Medians over CUDA events, the L2 cache flushed before each call; rates count what a perfect kernel would move or"
              f" compute. C={config.C}, NH={config.NH}, V={config.V}, Vp={config.Vp}.", "", machine]
     for dtype, (copy, product), timings in groups:
-        lines += ["", f"## {dtype}", "", f"Peaks, measured: a copy {copy / 1e9:.0f} GB/s, a large product {product / 1e12:.0f} TFLOP/s."]
+        lines += ["", f"## {dtype}", "", PEAKS_LINE.format(copy / 1e9, product / 1e12)]
         for timing in timings:
-            layer = timing.layer
-            lines += ["", f"### {layer.name}", "", f"{about(layer)}. B={layer.B}, T={layer.T}.", "", *markdown(timing, (copy, product))]
+            lines += ["", *part_of_results(timing, (copy, product))]
+    write_text("\n".join(lines))
+
+
+def write_text(text):
     with replacing(RESULTS) as f:
-        f.write(("\n".join(lines) + "\n").encode())
+        f.write((text + "\n").encode())
+
+
+class Results:
+    """The file as it is, of which some tables are replaced."""
+
+    def __init__(self, gpu_name, dtypes):
+        """Raises UserError when new times would not stand beside others of their kind."""
+        instead = "write the file as a whole: python dev/kernels/bench.py --all"
+        name = f"--results: {os.path.relpath(RESULTS)}"
+        try:
+            with open(RESULTS, encoding="utf-8") as f:
+                head, *sections = re.split(r"^(?=## )", f.read(), flags=re.MULTILINE)
+        except OSError as error:
+            raise UserError(f"{name} cannot be read ({error.strerror}): {instead}") from None
+        self.head, self.sections = head.rstrip("\n"), {}
+        machine = self.head.split("\n")[-1].split(",")[0]
+        if machine != gpu_name:
+            raise UserError(f"{name} is of another GPU ({machine}), this is {gpu_name}: {instead}")
+        for section in sections:
+            begin, *tables = (part.rstrip("\n") for part in re.split(r"^(?=### )", section, flags=re.MULTILINE))
+            self.sections[begin.split("\n")[0][len("## ") :]] = [begin, *tables]
+        for dtype in dtypes:
+            if dtype not in self.sections or not PEAKS_FOUND.search(self.sections[dtype][0]):
+                raise UserError(f"{name} has no section {dtype} with its peaks: {instead}")
+
+    def peaks(self, dtype):
+        """Those that all shares of this section refer to."""
+        copy, product = PEAKS_FOUND.search(self.sections[dtype][0]).groups()
+        return int(copy) * 1e9, int(product) * 1e12
+
+    def put(self, dtype, timing):
+        """A layer's table instead of the one that is there, or before the first one of a later layer."""
+        section, text = self.sections[dtype], "\n".join(part_of_results(timing, self.peaks(dtype)))
+        names, order = [part.split("\n")[0][len("### ") :] for part in section[1:]], list(LAYERS)
+        if timing.layer.name in names:
+            section[1 + names.index(timing.layer.name)] = text
+            return
+        later = [i for i, name in enumerate(names) if name in LAYERS and order.index(name) > order.index(timing.layer.name)]
+        section.insert(1 + min(later, default=len(names)), text)
+
+    def write(self):
+        write_text("\n\n".join([self.head, *(part for section in self.sections.values() for part in section)]))
 
 
 def machine_text(bench):
@@ -240,11 +328,14 @@ def plot(timings, path):
     for axis in axes.flat[len(timings) :]:
         axis.remove()
     for axis, timing in zip(axes.flat, timings):
+        own, of_library = own_versions(timing), timing.versions.get(timing.layer.library_version)
+        if of_library:
+            axis.axhline(min(of_library.values()), color="black", linestyle=":", label=timing.layer.library_version)
         if timing.library:
             axis.axhline(timing.library, color="black", linestyle="--", label=timing.layer.library_name)
-        for name, times in timing.versions.items():
+        for name, times in own.items():
             axis.plot(list(times), list(times.values()), marker="o", label=name)
-        ticks = sorted({block for times in timing.versions.values() for block in times})
+        ticks = sorted({block for times in own.values() for block in times})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, map(str, ticks))
         axis.set_yscale("log")
@@ -263,30 +354,36 @@ def plot(timings, path):
 # main
 
 
-def main():
-    args = parse_arguments()
+def main(argv=None):
+    args = parse_arguments(argv)
     chosen = find_layers(args.layers or LAYERS, args.version)
     if not args.layers and not args.all:
         return list_layers()
     config = find_config(args.model, args.t)
     labs = Labs()
     settled = cuda.settle(cuda.CudaSettings(dtype=args.dtype or "auto"), labs.gpu.arch).dtype
-    dtypes = list(dict.fromkeys((settled, "float32") if args.all and not args.dtype else (settled,)))
+    dtypes = list(dict.fromkeys((settled, "float32") if (args.all or args.results) and not args.dtype else (settled,)))
+    results = Results(labs.gpu.name, dtypes) if args.results else None  # now, not after all the work
     if not all([check_all(labs, chosen, args.version, config, dtype) for dtype in dtypes]):
         return 1
     if args.check_only:
         return 0
-    groups = []
-    for dtype in dtypes:
-        peaks = measure_peaks(labs, config, dtype)
+    groups = [(dtype, results.peaks(dtype) if results else measure_peaks(labs, config, dtype),
+               time_all(labs, chosen, args.version, config, dtype, args.b, args.t)) for dtype in dtypes]
+    for dtype, peaks, timings in groups:
         print(f"\n{labs.gpu.name}: a copy {peaks[0] / 1e9:.0f} GB/s, a large product {peaks[1] / 1e12:.0f} TFLOP/s in {dtype}")
-        groups.append((dtype, peaks, time_all(labs, chosen, args.version, config, dtype, args.b, args.t)))
-        for timing in groups[-1][2]:
+        for timing in timings:
             print_timing(timing, peaks)
     if args.plot:
         plot([timing for _, _, timings in groups for timing in timings], args.plot)
     if args.all:
         write_results(machine_text(labs.open(chosen[0], config, dtypes[0])), config, groups)
+    if results:
+        for dtype, _, timings in groups:
+            for timing in timings:
+                results.put(dtype, timing)
+        results.write()
+    if args.all or results:
         print(f"wrote {os.path.relpath(RESULTS)}")
     return 0
 

@@ -32,7 +32,7 @@ SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
 
 # The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in any order to some
 # sqrt(n) of that; bfloat16 rounds what is stored to 2e-3, half precision the residual stream to 2.5e-4. LIBRARY only shows that PyTorch
-# was asked for the same function.
+# was asked for the same function; where our own versions may be off by more, so may PyTorch.
 EXACT, SUMS, BF16, HALF = 1e-6, 5e-6, 4e-3, 5e-4
 LIBRARY = {"float32": 1e-4, "bfloat16": 2e-2}
 
@@ -68,18 +68,21 @@ class Layer:
 
     - its docstring: the formula; the first line is printed;
     - file: its kernels are in dev/kernels/<file>.cu; uses: other files of which it takes some;
-    - checked: {tensor: the error allowed, as a fraction of its largest value} for all that the layer writes;
+    - checked: {tensor: the error allowed, as a fraction of its largest value} for all that the layer writes; partial: those of them that
+      have a row for each block of a kernel: only what the rows add up to is the same for all versions, and compared;
     - tensors(): {name: data, or the Row of an output}, in the order of the kernels' arguments;
     - oracle(t): does to float64 NumPy arrays what the kernels do;
     - bytes(a) or flops(): what a perfect kernel would move, or compute;
     - library(t), if PyTorch has the layer: given its tensors, a call that returns {tensor: result}; its row is called library_name;
-    - versions: methods marked with @version, the simplest first. Those may differ in speed only.
+    - versions: methods marked with @version, the simplest first. Those may differ in speed only. library_version: the name of one that
+      calls a library without PyTorch, if there is one: it is row 0 of the tables, and PyTorch's row comes after it.
     """
 
     shapes = SHAPES  # of the checks at the model's sizes; at AWKWARD ones it is always SHAPES
     uses = ()
+    partial = ()
     float32_grads = False  # True: gradients of weights are float32 in bfloat16 runs, too
-    library, library_name = None, "PyTorch"
+    library, library_name, library_version = None, "PyTorch", None
 
     def __init_subclass__(cls):
         if "name" in vars(cls):
@@ -139,7 +142,12 @@ def expected_results(layer, tensors):
     """{name: float64} of what the layer writes."""
     t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x) for name, x in tensors.items()})
     layer.oracle(t)
-    return {name: getattr(t, name) for name in layer.checked}
+    return {name: together(layer, name, getattr(t, name)) for name in layer.checked}
+
+
+def together(layer, name, array):
+    """A result on the host as it is compared: of partial sums, what they add up to."""
+    return array.sum(axis=0, dtype=np.float64) if name in layer.partial else array
 
 
 def allowed_error(layer, name, array, expected):
@@ -221,9 +229,20 @@ def run_version(layer, lab, arrays, found, block):
 
 
 @contextlib.contextmanager
-def torch_stream(lab):
-    """PyTorch works on the stream of the kernels."""
-    with torch.cuda.stream(torch.cuda.ExternalStream(lab.stream.ptr)):
+def torch_as(precision):
+    """PyTorch's products round float32 operands to TF32 where those of this precision do."""
+    settings = torch.backends.cuda.matmul
+    before, settings.allow_tf32 = settings.allow_tf32, bool(precision.tf32)
+    try:
+        yield
+    finally:
+        settings.allow_tf32 = before
+
+
+@contextlib.contextmanager
+def torch_beside(lab):
+    """PyTorch works on the stream of the kernels, in their precision."""
+    with torch_as(lab.precision), torch.cuda.stream(torch.cuda.ExternalStream(lab.stream.ptr)):
         yield
 
 
@@ -254,16 +273,16 @@ def check_layer(layer, lab, names, with_library):
         arrays = copies(fresh)
         run_version(layer, lab, arrays, found, block)
         for name in layer.checked:
-            got = arrays[name].get()
+            got = together(layer, name, arrays[name].get())
             where = f"{layer.name} {found.name}, block {block}, {layer.describe()}"
             wrong += not agrees(where, name, widen(got), expected[name], allowed_error(layer, name, got, expected[name]))
     if with_library:
         arrays = copies(fresh)
-        with torch_stream(lab):
+        with torch_beside(lab):
             call = library_call(layer, arrays)
             results = {name: result.double().cpu().numpy() for name, result in call().items()} if call else {}
         for name, got in results.items():
-            tolerance = LIBRARY[layer.precision.dtype] * float(np.abs(expected[name]).max())
+            tolerance = max(LIBRARY[layer.precision.dtype], layer.checked[name]) * float(np.abs(expected[name]).max())
             got = got.reshape(expected[name].shape)
             wrong += not agrees(f"{layer.name} {layer.library_name}, {layer.describe()}", name, got, expected[name], tolerance)
     return wrong
@@ -273,8 +292,10 @@ def copies(arrays):
     return {name: array.copy() for name, array in arrays.items()}
 
 
-def sample(array):
-    """Some 16 million elements of an array on the GPU, the first and the last among them, on the host."""
+def sample(layer, name, array):
+    """Some 16 million elements of a result on the GPU, the first and the last among them, on the host."""
+    if name in layer.partial:
+        return together(layer, name, array.get())
     pieces = list(chunks(array.reshape(-1)))
     chosen = sorted({round(i * (len(pieces) - 1) / 3) for i in range(4)})
     return np.concatenate([pieces[i].get() for i in chosen])
@@ -314,7 +335,7 @@ def time_version(layer, lab, fresh, found, first, flush):
     """({block size: milliseconds}, {tensor: a sample of the result}, how many of these differ from the first version's)"""
     sizes, arrays, wrong = [block for _, block in layer.runs([found.name])], copies(fresh), 0
     run_version(layer, lab, arrays, found, sizes[0])
-    results = {name: sample(arrays[name]) for name in layer.checked}
+    results = {name: sample(layer, name, arrays[name]) for name in layer.checked}
     for name, got in results.items() if first else ():
         where = f"{layer.name} {found.name}, block {sizes[0]}, {layer.describe()}, beside the first version"
         wrong += not agrees(where, name, widen(got), first[name], 2 * allowed_error(layer, name, got, first[name]))
@@ -336,7 +357,7 @@ def time_layer(layer, lab, names, with_library):
         return None
     library = None
     if with_library:
-        with torch_stream(lab):
+        with torch_beside(lab):
             call = library_call(layer, fresh)
             library = milliseconds(lab, flush, call) if call else None
     flops = layer.flops()

@@ -230,7 +230,9 @@ matmul_backward_weight_register_tiles(gradient* dweight, const element* dout, co
 // matmul_backward_weight, H200, B=32, T=1024: bfloat16 1.0184 ms, 151.8 TFLOP/s at 256 threads; float32 2.5025 ms, 61.8 TFLOP/s at 256.
 
 #define matmul_forward matmul_forward_mma
+#define matmul_forward_gelu matmul_forward_gelu_mma
 #define matmul_backward_inp matmul_backward_inp_mma
+#define matmul_backward_inp_gelu matmul_backward_inp_gelu_mma
 #define matmul_backward_weight matmul_backward_weight_mma
 
 namespace live {
@@ -239,7 +241,11 @@ namespace live {
 
 extern "C" __global__ void matmul_forward_mma(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
                                               int K, int band);
+extern "C" __global__ void matmul_forward_gelu_mma(element* out, element* gelu_out, const element* inp, const element* weight,
+                                                   const element* bias, int M, int N, int K, int band);
 extern "C" __global__ void matmul_backward_inp_mma(element* dinp, const element* dout, const element* weight, float scale, int M, int N,
                                                    int K, int band);
+extern "C" __global__ void matmul_backward_inp_gelu_mma(element* dinp, float* partials, const element* dout, const element* weight,
+                                                        const element* inp, int M, int N, int K, int band);
 extern "C" __global__ void matmul_backward_weight_mma(gradient* dweight, float4* parts, int* done, const element* dout, const element* inp,
                                                       float scale, int accumulate, int M, int N, int K, int band, int splits);

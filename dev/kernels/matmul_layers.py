@@ -1,18 +1,22 @@
 """
-Matrix products in the kernel library: the three that training needs, at the shape of fc (C -> 4C). See lab.py for what a layer is.
+Matrix products in the kernel library: the three that training needs, at the shape of fc (C -> 4C), and what it does in their epilogues:
+GELU after fc, its derivative and the bias's gradient before fc, and gradients of weights that are added up over several batches. See
+lab.py for what a layer is.
 
 The kernels are in matmul.cu, and those of the forward pass that only Hopper has in matmul_hopper.cu. The last versions are live:
-mma_sync on all GPUs but Hopper's in bfloat16, `live` there. cublaslt is the fastest of the algorithms that cuBLASLt proposes, searched
-before anything is timed, as train_gpt2_cuda.py does; in float32, it rounds operands to TF32, as do the live kernels. It has block sizes
-of its own, and stands in the tables with that of `live`. PyTorch's row is cuBLAS's own choice, and in float32 not rounded.
+mma_sync on all GPUs but Hopper's in bfloat16, `live` there. cublaslt is the library, and row 0 of the tables: the fastest of the
+algorithms that cuBLASLt proposes, searched before anything is timed, as train_gpt2_cuda.py does, and where GELU is asked for, its kernel
+beside the product. PyTorch's row next to it is cuBLAS's own choice. In float32, all but the versions without tensor cores round operands
+to TF32.
 """
 
 import contextlib
+import math
 from types import SimpleNamespace
 
 import torch.nn.functional as F
 
-from lab import SHAPES, SUMS, SWEEP, Layer, blocks, cuda, np, train_gpt2, version
+from lab import BF16, SHAPES, SUMS, SWEEP, Layer, blocks, cuda, np, torch, train_gpt2, version
 
 TF32 = 2e-3  # what rounding operands to TF32 costs, as in tests/test_kernels.py
 BAND = 8  # rows of tiles that blocks which stay take in turns
@@ -49,7 +53,7 @@ class Matmul(Layer):
     """What the three products share. A layer has a `result`, `operands`, the result first, and `sizes`: M and N of the result, K of the
     inner dimension."""
 
-    file = "matmul"
+    file, library_version = "matmul", "cublaslt"
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -169,6 +173,48 @@ class MatmulForward(Matmul):
             cublaslt.forward(self.name, *self.operands(a), self.N, self.C, self.OC)
 
 
+class MatmulForwardGelu(Matmul):
+    """out = inp @ weight^T + bias, gelu = GELU(out)"""
+
+    name, result = "matmul_forward_gelu", "out"
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.checked["gelu"] = 2 * BF16 if self.precision.bf16 else TF32  # of the stored out, which was rounded once before
+
+    def operands(self, a):
+        return a.out, a.gelu, a.inp, a.weight, a.bias
+
+    def tensors(self):
+        # out is where GELU is neither 0 nor its input.
+        return {"out": self.unwritten(self.N, self.OC), "gelu": self.unwritten(self.N, self.OC), "inp": self.random(self.N, self.C),
+                "weight": self.random(self.OC, self.C, spread=1 / math.sqrt(self.C)), "bias": self.random(self.OC)}
+
+    def oracle(self, t):
+        train_gpt2.matmul_forward(t.out, t.inp, t.weight, t.bias, self.B, self.T, self.C, self.OC)
+        train_gpt2.gelu_forward(t.gelu, t.out, t.out.size)
+
+    def library(self, t):
+        def call():
+            out = F.linear(t.inp, t.weight, t.bias)
+            return {"out": out, "gelu": F.gelu(out, approximate="tanh")}
+
+        return call
+
+    @version(256)
+    def mma_sync(self, lab, a, block):
+        portable(lab, a).forward_gelu(self.name, *self.operands(a), self.N, self.C, self.OC)
+
+    @version(384, fits=Matmul.on_hopper)
+    def live(self, lab, a, block):
+        lab.products.kernels.forward_gelu(self.name, *self.operands(a), self.N, self.C, self.OC)
+
+    @version(384)
+    def cublaslt(self, lab, a, block):
+        with searched(lab) as cublaslt:
+            cublaslt.forward_gelu(self.name, *self.operands(a), self.N, self.C, self.OC)
+
+
 class MatmulBackwardInp(Matmul):
     """dinp = dout @ weight"""
 
@@ -209,10 +255,56 @@ class MatmulBackwardInp(Matmul):
             cublaslt.backward_inp(self.name, *self.operands(a), self.N, self.C, self.OC)
 
 
+class MatmulBackwardInpGelu(Matmul):
+    """dinp = dout @ weight * GELU'(pre), sums = the column sums of dinp, a row of them for each tile"""
+
+    name, result = "matmul_backward_inp_gelu", "dinp"
+    partial = ("sums",)  # our kernels': of 128 rows each; those of gelu.cu share the rows out evenly
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        # cuBLASLt's product is stored before GELU's derivative comes in. The errors of sums are sums of such errors, of either sign.
+        self.checked = dict.fromkeys(("dinp", "sums"), 2 * BF16 if self.precision.bf16 else TF32)
+
+    def operands(self, a):
+        return a.dinp, a.sums, None, a.dout, a.weight, a.pre  # None: GELU(pre) is not computed again
+
+    def tensors(self):
+        rows = cuda.sum_rows(self.config, self.B, self.T, self.gpu.sm_count, self.pack).gelu
+        return {"dinp": self.unwritten(self.N, self.OC), "sums": self.unwritten(rows, self.OC, dtype="float32"),
+                "dout": self.random(self.N, self.C), "weight": self.random(self.C, self.OC), "pre": self.random(self.N, self.OC)}
+
+    def oracle(self, t):
+        dgelu, inp, dweight = np.empty_like(t.dinp), np.zeros_like(t.dinp), np.empty_like(t.weight)
+        train_gpt2.matmul_backward(dgelu, dweight, None, t.dout, inp, t.weight, self.B, self.T, self.OC, self.C)
+        train_gpt2.gelu_backward(t.dinp, t.pre, dgelu, t.dinp.size)
+        t.sums[:] = np.add.reduceat(t.dinp, range(0, self.N, cuda.MatmulKernels.BM))
+
+    def library(self, t):
+        def call():
+            dinp = torch.ops.aten.gelu_backward(t.dout @ t.weight, t.pre, approximate="tanh")
+            return {"dinp": dinp, "sums": dinp.sum(dim=0, dtype=torch.float32)}
+
+        return call
+
+    @version(256)
+    def mma_sync(self, lab, a, block):
+        portable(lab, a).backward_inp_gelu(self.name, *self.operands(a), self.N, self.OC, self.C)
+
+    @version(384, fits=Matmul.on_hopper)
+    def live(self, lab, a, block):
+        lab.products.kernels.backward_inp_gelu(self.name, *self.operands(a), self.N, self.OC, self.C)
+
+    @version(384)
+    def cublaslt(self, lab, a, block):
+        with searched(lab) as cublaslt:
+            cublaslt.backward_inp_gelu(self.name, *self.operands(a), self.N, self.OC, self.C)
+
+
 class MatmulBackwardWeight(Matmul):
     """dweight = dout^T @ inp"""
 
-    name, result = "matmul_backward_weight", "dweight"
+    name, result, accumulate = "matmul_backward_weight", "dweight", 0
     shapes = (*SHAPES, (3, 1024))  # the last one is long enough for 11 parts
 
     @property
@@ -247,21 +339,51 @@ class MatmulBackwardWeight(Matmul):
 
     @version(256)
     def mma_sync(self, lab, a, block):
-        self.ways(portable(lab, a), a)["kernels 1"](0)
+        self.ways(portable(lab, a), a)["kernels 1"](self.accumulate)
 
     @version(384, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
-        self.ways(lab.products.kernels, a)["kernels 1"](0)
+        self.ways(lab.products.kernels, a)["kernels 1"](self.accumulate)
 
     @version(384, fits=can_split)
     def live_in_4_parts(self, lab, a, block):
-        self.ways(lab.products.kernels, a)["kernels 4"](0)
+        self.ways(lab.products.kernels, a)["kernels 4"](self.accumulate)
 
     @version(384, fits=can_split)
     def live_in_11_parts(self, lab, a, block):
-        self.ways(lab.products.kernels, a)["kernels 11"](0)
+        self.ways(lab.products.kernels, a)["kernels 11"](self.accumulate)
 
     @version(384)
     def cublaslt(self, lab, a, block):
         with searched(lab) as cublaslt:
-            self.ways(cublaslt, a)["direct"](0)
+            self.ways(cublaslt, a)["direct"](self.accumulate)
+
+
+class MatmulBackwardWeightAccumulate(MatmulBackwardWeight):
+    """dweight += dout^T @ inp"""
+
+    name, accumulate = "matmul_backward_weight_accumulate", 1
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self.precision.grads == "bfloat16":
+            self.checked = {"dweight": 2 * BF16}  # a library may round the product before it is added
+
+    def tensors(self):
+        # What is added to is as large as the product, and as real: neither may get lost.
+        before = self.random(self.OC, self.C, spread=math.sqrt(self.N), dtype=self.precision.grads)
+        return {**super().tensors(), "dweight": before}
+
+    def oracle(self, t):
+        before = t.dweight.copy()
+        super().oracle(t)
+        t.dweight += before
+
+    def library(self, t):
+        return lambda: {"dweight": t.dweight.addmm_(t.dout.T, t.inp)}
+
+    mma_sync = MatmulBackwardWeight.mma_sync
+    live = MatmulBackwardWeight.live
+    live_in_4_parts = MatmulBackwardWeight.live_in_4_parts
+    live_in_11_parts = MatmulBackwardWeight.live_in_11_parts
+    cublaslt = MatmulBackwardWeight.cublaslt
