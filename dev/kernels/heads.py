@@ -59,6 +59,11 @@ def is_text(line):
     return line.startswith("// ") and not line.startswith("// ---")
 
 
+def names_of(layer):
+    """A layer's, and those of the layers whose kernels it launches in its own way."""
+    return [vars(cls)["name"] for cls in layer.__mro__ if "name" in vars(cls)]
+
+
 def heads_of(file, lines):
     """The heads of <file>.cu, the last one first. Layers that have a version of the same name are told apart by the kernels that follow:
     those up to the next head, or where two heads stand above one kernel, that one. A head with no kernel is for all of them."""
@@ -73,9 +78,9 @@ def heads_of(file, lines):
         while end < len(lines) and is_text(lines[end]):
             end += 1
         kernels = list(lab.signatures("\n".join(lines[end:stop]))) or kernels
-        names = [layer.name for layer in candidates if match[1] in layer.versions]
-        above = [name for name in names if any(kernel.startswith(name) for kernel in kernels)]
-        yield Head(match[1], above or names, first, end)
+        having = [layer for layer in candidates if match[1] in layer.versions]
+        above = [layer.name for layer in having if any(kernel.startswith(tuple(names_of(layer))) for kernel in kernels)]
+        yield Head(match[1], above or [layer.name for layer in having], first, end)
         stop = first
 
 
