@@ -622,13 +622,13 @@ WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
 class Products:
     """out = inp @ weight^T and its two gradients, with and without GELU: by cuBLASLt, by our kernels or, "auto", by what is faster.
 
-    While `searching`, ways to do a product are timed at the first call of a shape, on the data at hand, and kept: in the cache for
-    the next start, in `chosen` for the checkpoint, because another way adds up in another order.
+    While `searching`, ways to do a product are timed at the first call of a shape, on the data at hand, and kept in `chosen`: all for the
+    cache and the next start; those that the training step then uses for the checkpoint, because another way adds up in another order.
     """
 
     def __init__(self, device, cache, matmul):
         self.device, self.cache = device, cache
-        self.chosen, self.searched = {}, 0
+        self.chosen, self.used, self.searched = {}, set(), 0
         self.searching = False  # True while the training step's shapes come by; for others the first way has to do
         self.workspace = None  # WORKSPACE bytes for each of the device's two streams, given when the memory is allocated
         self.kernels = MatmulKernels(device, self) if matmul != "cublaslt" else None
@@ -651,8 +651,8 @@ class Products:
             self.cache.keep(self.cache_key(), ".json", json.dumps(together, indent=1).encode())
 
     def notes(self):
-        """What a checkpoint records."""
-        return {"products": {"on": self.identity, "algorithms": self.chosen}}
+        """What a checkpoint records: the same after a start that had to search as after one that knew."""
+        return {"products": {"on": self.identity, "algorithms": {key: self.chosen[key] for key in sorted(self.used & self.chosen.keys())}}}
 
     def recall(self, notes):
         """Use what a checkpoint records; returns False when it is of another GPU or library. Raises ValueError for notes that are
@@ -674,13 +674,15 @@ class Products:
         """Of ways {name: call}, the name of the recorded one, or of the fastest, or, while not searching, of the first."""
         if len(ways) == 1:
             return next(iter(ways))
-        if key not in self.chosen:
-            name = self.known.get(key) if self.searching else next(iter(ways))
+        if not self.searching:
+            self.used.add(key)
+        elif key not in self.chosen:
+            name = self.known.get(key)
             if name not in ways:
                 name = list(ways)[fastest(self.device, list(ways.values()))]
                 self.searched += 1
             self.chosen[key] = name
-        return self.chosen[key]
+        return self.chosen.get(key, next(iter(ways)))
 
     def by_shape(self, operation, *arguments, **options):
         """`operation` by what is the fastest at this shape, the last three arguments."""
@@ -839,6 +841,8 @@ class CublasLt:
                                scale=np.full(1, scale, np.float32), beta=np.full(1, accumulate, np.float32))
         if plan.algorithm is None:
             plan.algorithm = self.choose(key, call)
+        if not self.products.searching:
+            self.products.used.add(key)
         with self.device.record(name, flops=2 * m * n * k):
             self.run(call, plan.algorithm)
 

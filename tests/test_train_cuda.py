@@ -149,12 +149,15 @@ def test_an_error_of_the_gpu_is_one_line(monkeypatch):
 def test_a_checkpoint_s_algorithms_win_over_the_cache_s():
     """Of products that the cache and a checkpoint know, the checkpoint's way is taken, and nothing is timed."""
     products = cuda.Products.__new__(cuda.Products)
-    products.identity, products.searching, products.chosen, products.searched = "a GPU", True, {}, 0
+    products.identity, products.searching, products.chosen, products.used, products.searched = "a GPU", True, {}, set(), 0
     products.known = {"here": "cublaslt", "there": "cublaslt"}
     assert not products.recall({"products": {"on": "another GPU", "algorithms": {"there": "kernels"}}})
     assert products.recall({"products": {"on": "a GPU", "algorithms": {"there": "kernels"}}})
     ways = {"kernels": None, "cublaslt": None}
     assert [products.pick(key, ways) for key in ("here", "there")] == ["cublaslt", "kernels"] and products.searched == 0
+    products.searching = False
+    assert [products.pick(key, ways) for key in ("there", "elsewhere")] == ["kernels", "kernels"], "the first way, where nothing is known"
+    assert products.notes()["products"]["algorithms"] == {"there": "kernels"}, "of what was chosen, what was used"
 
 
 @pytest.mark.parametrize("heads, C", ((3, 24), (1, 144)))
@@ -447,7 +450,7 @@ def test_another_process_holds_the_memory(gpu_workplace):
     for left in (700 << 20, 100 << 20):
         held = cuda.cp.cuda.Memory(runtime.memGetInfo()[0] - left)
         try:
-            done = train("-x", 1, "-b", 64, "-t", 64, check=False)
+            done = train("--profile", 1, "-b", 64, "-t", 64, check=False)
         finally:
             del held
         assert_one_line_error(done, "memory")
