@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
 
@@ -87,6 +88,7 @@ def test_the_walkthrough_names_every_kernel_of_a_step():
 
 
 def test_what_needs_a_gpu_says_so():
-    for program in ("dev/bench_attention.py", "dev/bench_products.py", "dev/compare_losses.py", "dev/kernels/overlap.py"):
-        done = run_program(program, check=False, CUDA_VISIBLE_DEVICES="")
-        assert_one_line_error(done, "GPU")
+    programs = "dev/bench_attention.py", "dev/bench_products.py", "dev/compare_losses.py", "dev/kernels/overlap.py"
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(lambda program: run_program(program, check=False, CUDA_VISIBLE_DEVICES=""), programs):
+            assert_one_line_error(done, "GPU")

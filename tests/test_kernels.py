@@ -33,7 +33,7 @@ PRECISIONS = {"tf32": Precision(), "float32": Precision(tf32=0), "bf16": Precisi
               "bf16-float32-grads": Precision("bfloat16", 1, 1)}
 
 
-COMPILED = [("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "tf32"), ("sm_90a", "bf16")]  # in make test
+COMPILED = [("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "tf32"), ("sm_90a", "bf16")]  # in make test; the others in make test-124M
 OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_100"), PRECISIONS) if case not in COMPILED]
 
 
@@ -49,7 +49,7 @@ def test_kernels_compile_with_no_gpu(arch, precision):
         for name, file in cuda.kernel_files(arch, config, precision).items():
             if (file, config) in seen or precision.float32_grads and name not in ("encoder", "matmul", "column_sums", "update"):
                 continue
-            if name == "matmul" and config != MODELS[0]:  # which knows nothing of the model
+            if name in ("matmul", "attention") and config != MODELS[0]:  # for which only the size of a head matters, the same here
                 continue
             seen.add((file, config))
             cubin = cuda.compile_kernels(file, arch, cuda.kernel_constants(config, precision))
