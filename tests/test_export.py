@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -120,10 +121,11 @@ def test_pretrained_from_a_hub_then_from_its_cache_then_offline(tmp_path):
     first = (tmp_path / "gpt2_124M.bin").read_bytes()
     run_program(*command, **{**environment, "HF_HUB_OFFLINE": "1"})
     assert (tmp_path / "gpt2_124M.bin").read_bytes() == first
-    done = run_program(*command, "--model", "gpt2-xl", check=False, **{**environment, "HF_HUB_OFFLINE": "1"})
-    assert_one_line_error(done, "openai-community/gpt2-xl", "--model d12")
-    done = run_program(*command, "--model", "gpt2-large", check=False, **{**environment, "HF_ENDPOINT": "http://127.0.0.1:9"})
-    assert_one_line_error(done, "openai-community/gpt2-large", "--model d12")
+    faults = ("gpt2-xl", {"HF_HUB_OFFLINE": "1"}), ("gpt2-large", {"HF_ENDPOINT": "http://127.0.0.1:9"})
+    with ThreadPoolExecutor() as pool:
+        runs = pool.map(lambda fault: run_program(*command, "--model", fault[0], check=False, **{**environment, **fault[1]}), faults)
+        for (name, _), done in zip(faults, runs):
+            assert_one_line_error(done, f"openai-community/{name}", "--model d12")
 
 
 def run_here(monkeypatch, *flags):
