@@ -149,7 +149,8 @@ class CudaSettings(Settings):
     final_reports: int = with_default("final_reports", 1)
 
     dtype: str = option("auto", group="gpu", choices=("auto", "bfloat16", "float32"),
-                        help="of parameters, activations and gradients (auto: bfloat16 where the GPU has it, sm_80 and newer)")
+                        help="of parameters, activations (but the residual stream, half precision then) and gradients (auto: bfloat16"
+                        " where the GPU has it)")
     master_weights: int = option(1, "-w", group="gpu", choices=(0, 1), help="bfloat16: 1: AdamW works on a float32 copy of the weights")
     stochastic_rounding: int = option(0, group="gpu", metavar="SEED",
                                       help="bfloat16: round new weights up or down at random, from this seed (0: to nearest)")
@@ -314,8 +315,9 @@ def open_gpu(arch="native"):
     that only its own generation has."""
     instead = "with no GPU, train with: python train_gpt2.py"
     if MISSING is not None:
-        what = MISSING.name or next(line.strip() for line in [*str(MISSING).splitlines(), "of the GPU's"] if line.strip(" =-"))
-        raise UserError(f"the Python package {what} cannot be imported: pip install -r requirements.txt; {instead}")
+        reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")), repr(MISSING))
+        what = f"the Python package {MISSING.name} cannot" if MISSING.name else f"CuPy, or a package beside it, cannot ({reason})"
+        raise UserError(f"{what} be imported: pip install -r requirements.txt; {instead}")
     try:
         count = cp.cuda.runtime.getDeviceCount()
     except cp.cuda.runtime.CUDARuntimeError as error:
@@ -444,10 +446,10 @@ def compile_kernels(name, arch, constants):
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except Exception as error:  # cuda.core has a class of its own for each way to fail
         lines = str(error).splitlines()
-        if "libnvrtc" in str(error) or not cuda_include():
-            package = "nvidia-cuda-nvrtc" if "libnvrtc" in str(error) else "nvidia-cuda-runtime"
-            raise UserError(f"the Python package {package} is missing, without which no kernel compiles: pip install -r requirements.txt;"
-                            " or train on the CPU: python train_gpt2.py") from None
+        for package, sign in (("nvidia-cuda-nvrtc", "libnvrtc"), ("nvidia-cuda-runtime", 'open source file "cuda_')):
+            if sign in str(error):
+                raise UserError(f"the Python package {package} is missing, without which {path} does not compile: pip install -r"
+                                " requirements.txt; or train on the CPU: python train_gpt2.py") from None
         first = next((line for line in lines if "error" in line and "NVRTC_ERROR" not in line), lines[0] if lines else repr(error))
         raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None
 
@@ -1732,15 +1734,19 @@ def resolve_steps(settings, train_loader, first_step):
         raise UserError(f"{settings.output}: its checkpoint is of step {first_step}, beyond -x {settings.steps}: pass a larger -x")
 
 
-def main():
+@contextlib.contextmanager
+def gpu_errors_as_lines():
+    """For a program's main(): what CUDA or one of its libraries reports is a line, too."""
     try:
-        return run(parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels."))
+        yield
     except GPU_ERRORS as error:
         raise UserError(f"the GPU or one of CUDA's libraries failed ({str(error).splitlines()[0]}): if for want of memory, or as it could"
                         " not be initialized, another process may hold the GPU's memory: see nvidia-smi") from None
 
 
-def run(settings):
+@gpu_errors_as_lines()
+def main():
+    settings = parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels.")
     sys.stdout.reconfigure(line_buffering=True)
     first_step = find_checkpoint(settings)
     gpu = open_gpu(settings.arch)

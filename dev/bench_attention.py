@@ -111,6 +111,7 @@ def agrees(name, results, expected):
     return okay
 
 
+@cuda.gpu_errors_as_lines()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--heads", type=int, default=12, help="NH")

@@ -153,6 +153,7 @@ def both_sides(device, cache):
     return ours, theirs
 
 
+@cuda.gpu_errors_as_lines()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bfloat16", help="of the operands (default: bfloat16)")

@@ -23,16 +23,24 @@ import sys
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 
-from train_gpt2 import UserError, replacing, run_main
+from train_gpt2 import UserError, open_input, replacing, run_main
 
 README = os.path.join(ROOT, "README.md")
+
+
+def read_text(path, mend="it is part of the project"):
+    """A text file as it is; raises UserError when it cannot be read or is no text."""
+    with open_input(path, mend) as f:
+        try:
+            return f.read().decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: expected text in UTF-8, found other bytes at {error.start}; {mend}") from None
 
 
 def split_at_markers(name, path=README):
     """The text up to and with `<!-- NAME begin -->`, and the text from `<!-- NAME end -->` on."""
     begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
-    with open(path, encoding="utf-8") as f:
-        before, _, rest = f.read().partition(begin)
+    before, _, rest = read_text(path).partition(begin)
     _, found, after = rest.partition(end)
     if not found:
         raise UserError(f"{path}: the markers {begin} and {end} are not in it")

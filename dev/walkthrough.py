@@ -13,7 +13,7 @@ import os
 import re
 from typing import NamedTuple
 
-from readme import README, ROOT, split_at_markers
+from readme import README, ROOT, read_text, split_at_markers
 from train_gpt2 import UserError, replacing, run_main
 
 PAGE = os.path.join(ROOT, "doc", "walkthrough.md")
@@ -51,8 +51,7 @@ class Times(NamedTuple):
 def read_profile(path=README):
     """kernel -> Times."""
     before, after = split_at_markers("profile_gpu", path)
-    with open(path, encoding="utf-8") as f:
-        text = f.read()[len(before) : -len(after)]
+    text = read_text(path)[len(before) : -len(after)]
     rows = re.findall(r"^(\S.*?) +(\d+) +(\d+\.\d+) +([\d.]+) (TFLOP|GB)/s ", text, re.MULTILINE)
     if not rows:
         raise UserError(f"{path}: no kernel between the profile's markers: python dev/readme.py profile")
@@ -72,7 +71,7 @@ def read_rows(lines):
             unit = None
         elif unit is None:
             unit = cells[-1]
-        elif not re.fullmatch("[-|]+", line):
+        elif not re.fullmatch("[-:| ]+", line):
             rows.append(Row(i, cells, unit))
     return rows
 
@@ -80,8 +79,7 @@ def read_rows(lines):
 def refresh(path, profile):
     """Put the profile's times into the page; returns the rows that are other than before. Raises UserError for a row that the profile
     has not."""
-    with open(path, encoding="utf-8") as f:
-        lines = f.read().split("\n")
+    lines = read_text(path).split("\n")
     sums = {part: sum(times.ms for kernel, times in profile.items() if part_of(kernel) == part) for part in PARTS}
     fresh = {"us": {kernel: f"{times.ms * 1000 / times.calls:.0f}" for kernel, times in profile.items()},
              "ms": {part: f"{ms:.1f}" for part, ms in sums.items()}}

@@ -12,7 +12,7 @@
 //
 // H200 (a copy: 4250 GB/s), counting one reading and one writing: float32 3010 GB/s at B=4, 2690 at B=32 (the library's `fused`, with one
 // load of a thread underway instead of four, 3070). bfloat16, B=64: with the second reading from the cache 1600 GB/s, whole rows by TMA and
-// a block a row 3120; parts, with a warp of its own to see to them, 3520; parts, thread 0 sees to them, 3770 by itself, and 3130 in a step,
+// a block a row 3120; parts, with a warp of its own to see to them, 3520; parts, thread 0 sees to them, 3770 by itself, and 3190 in a step,
 // at the GPU's power limit.
 
 #include "softmax.cuh"

@@ -105,8 +105,8 @@ def test_with_a_package_missing_it_names_it(tmp_path):
                   "ImportError('\\n====\\nFailed to import CuPy.\\nMore.')"):
         (tmp_path / "cupy.py").write_text(f"raise {error}\n")
         done = run_program("train_gpt2_cuda.py", check=False, PYTHONPATH=str(tmp_path))
-        assert_one_line_error(done, "cupy" if "name" in error else "Failed to import CuPy.", "pip install -r requirements.txt",
-                              "python train_gpt2.py")
+        what = "the Python package cupy cannot be" if "name" in error else "CuPy, or a package beside it, cannot (Failed to import CuPy.)"
+        assert_one_line_error(done, what, "pip install -r requirements.txt", "python train_gpt2.py")
 
 
 @pytest.mark.parametrize("package, message", (("nvidia-cuda-nvrtc", "Failure finding \"libnvrtc.so\""),
@@ -119,9 +119,7 @@ def test_without_a_compiler_or_its_headers_it_names_the_package(package, message
             raise RuntimeError(message)
 
     monkeypatch.setattr(cuda, "Program", Missing)
-    if package == "nvidia-cuda-runtime":
-        monkeypatch.setattr(cuda, "cuda_include", lambda: [])
-    with pytest.raises(t.UserError, match=f"{package} is missing.*pip install -r requirements.txt.*python train_gpt2.py"):
+    with pytest.raises(t.UserError, match=f"{package} is missing.*gelu.cu.*pip install -r requirements.txt.*python train_gpt2.py"):
         cuda.compile_kernels("gelu", "sm_80", {})
 
 
@@ -137,10 +135,10 @@ def test_an_error_of_the_gpu_is_one_line(monkeypatch):
     """Whatever CUDA or its libraries report, when another process holds the memory, say."""
     pytest.importorskip("cupy")
 
-    def fails(settings):
+    def fails(arch):
         raise cuda.cp.cuda.runtime.CUDARuntimeError(2)
 
-    monkeypatch.setattr(cuda, "run", fails)
+    monkeypatch.setattr(cuda, "open_gpu", fails)
     monkeypatch.setattr(sys, "argv", ["train_gpt2_cuda.py"])
     with pytest.raises(t.UserError, match="out of memory.*nvidia-smi"):
         cuda.main()

@@ -41,6 +41,7 @@ import torch
 import train_gpt2_cuda as cuda
 from bench_gpu import MODELS, describe
 from lab import AWKWARD, LAYERS, SHAPES, Lab, check_layer, time_layer
+from readme import read_text
 from train_gpt2 import Config, UserError, replacing, run_main
 from train_gpt2_cuda import Precision
 
@@ -77,8 +78,10 @@ def refuse_without_effect(args, given, error):
         error("-b and -t: expected at least 1")
     if args.plot in LAYERS:
         error(f"--plot {args.plot}: that is a layer, expected the name of a picture: name layers first")
-    if args.all and (args.layers or given & {"--version", "--check_only", "--results"}):
-        error("--all takes all layers and versions, times them and writes all results")
+    if args.plot == "":
+        error("--plot: expected the name of a picture, or none")
+    if args.all and (args.layers or given - {"--all", "--plot"}):
+        error("--all takes all layers and versions in each dtype, at the default sizes, and times them; it goes with --plot alone")
     if not args.layers and not args.all and given:
         error(f"{', '.join(sorted(given))}: of which layer? With none, they are listed, and nothing else is done")
     refused = sorted(given & {"--plot", "-b", "-t"})
@@ -276,11 +279,7 @@ class Results:
         """Raises UserError when new times would not stand beside others of their kind."""
         instead = "write the file as a whole: python dev/kernels/bench.py --all"
         name = f"--results: {os.path.relpath(RESULTS)}"
-        try:
-            with open(RESULTS, encoding="utf-8") as f:
-                head, *sections = re.split(r"^(?=## )", f.read(), flags=re.MULTILINE)
-        except OSError as error:
-            raise UserError(f"{name} cannot be read ({error.strerror}): {instead}") from None
+        head, *sections = re.split(r"^(?=## )", read_text(RESULTS, instead), flags=re.MULTILINE)
         self.head, self.sections = head.rstrip("\n"), {}
         machine = self.head.split("\n")[-1].split(",")[0]
         if machine != gpu_name:
@@ -354,12 +353,15 @@ def plot(timings, path):
 # main
 
 
+@cuda.gpu_errors_as_lines()
 def main(argv=None):
     args = parse_arguments(argv)
     chosen = find_layers(args.layers or LAYERS, args.version)
     if not args.layers and not args.all:
         return list_layers()
     config = find_config(args.model, args.t)
+    if args.plot and not os.path.isdir(os.path.dirname(os.path.abspath(args.plot))):
+        raise UserError(f"--plot {args.plot}: there is no such directory")
     labs = Labs()
     settled = cuda.settle(cuda.CudaSettings(dtype=args.dtype or "auto"), labs.gpu.arch).dtype
     dtypes = list(dict.fromkeys((settled, "float32") if (args.all or args.results) and not args.dtype else (settled,)))
@@ -374,8 +376,6 @@ def main(argv=None):
         print(f"\n{labs.gpu.name}: a copy {peaks[0] / 1e9:.0f} GB/s, a large product {peaks[1] / 1e12:.0f} TFLOP/s in {dtype}")
         for timing in timings:
             print_timing(timing, peaks)
-    if args.plot:
-        plot([timing for _, _, timings in groups for timing in timings], args.plot)
     if args.all:
         write_results(machine_text(labs.open(chosen[0], config, dtypes[0])), config, groups)
     if results:
@@ -385,6 +385,8 @@ def main(argv=None):
         results.write()
     if args.all or results:
         print(f"wrote {os.path.relpath(RESULTS)}")
+    if args.plot:
+        plot([timing for _, _, timings in groups for timing in timings], args.plot)
     return 0
 
 

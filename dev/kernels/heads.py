@@ -20,7 +20,8 @@ import lab  # first: it finds the project's modules
 import bench  # noqa: F401  (it knows all layers)
 
 from lab import HERE, LAYERS
-from train_gpt2 import UserError, open_input, replacing, run_main
+from readme import read_text
+from train_gpt2 import UserError, replacing, run_main
 
 ROW = re.compile(r"\| (\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+ \S+) \| ")  # version, best block, ms, rate
 OWN = re.compile(r"// (\w+, )?[^,]+, B=\d+, T=\d+: (bfloat16|float32) [\d.]+ ms, ")  # the lines that this program writes
@@ -28,8 +29,7 @@ OWN = re.compile(r"// (\w+, )?[^,]+, B=\d+, T=\d+: (bfloat16|float32) [\d.]+ ms,
 
 def read_results(path):
     """RESULTS.md -> {(layer, version): its figures, in one line}."""
-    with open_input(path, "make it with: python dev/kernels/bench.py --all") as f:
-        lines = f.read().decode().splitlines()
+    lines = read_text(path, "make it with: python dev/kernels/bench.py --all").splitlines()
     gpu, dtype, layer, sizes, figures = None, None, None, None, {}
     for line in lines:
         if ", driver " in line:
@@ -43,6 +43,8 @@ def read_results(path):
         elif match := ROW.match(line):
             version, block, ms, rate = match.groups()
             figures.setdefault((layer, version), [sizes]).append(f"{dtype} {ms} ms, {rate} at {block}")
+        elif re.match(r"\| \w+ \| \d", line):
+            raise UserError(f"{path}: {line[:60]}...: expected a version, its best block, ms and a rate")
     if not gpu or not figures:
         raise UserError(f"{path}: no GPU's name or no figures in it, expected what bench.py --all writes")
     return {key: f"{gpu}, {sizes}: {'; '.join([f'{first} threads', *more])}." for key, (sizes, first, *more) in figures.items()}

@@ -252,6 +252,7 @@ def time_all(work, batches):
     return rows
 
 
+@cuda.gpu_errors_as_lines()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("-b", type=int, nargs="+", default=BATCHES, metavar="B", help="batch sizes")
