@@ -149,8 +149,8 @@ class CudaSettings(Settings):
     final_reports: int = with_default("final_reports", 1)
 
     dtype: str = option("auto", group="gpu", choices=("auto", "bfloat16", "float32"),
-                        help="of parameters, activations (but the residual stream, half precision then) and gradients (auto: bfloat16"
-                        " where the GPU has it)")
+                        help="of parameters, activations and gradients; with bfloat16, the residual stream is in half precision (auto:"
+                        " bfloat16 where the GPU has it, sm_80 and newer)")
     master_weights: int = option(1, "-w", group="gpu", choices=(0, 1), help="bfloat16: 1: AdamW works on a float32 copy of the weights")
     stochastic_rounding: int = option(0, group="gpu", metavar="SEED",
                                       help="bfloat16: round new weights up or down at random, from this seed (0: to nearest)")

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
+sys.path[:0] = [ROOT, os.path.join(ROOT, "dev", "kernels")]
 
 import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
 
@@ -31,8 +31,9 @@ import numpy as np
 
 import train_gpt2_cuda as cuda
 from bench_gpu import MODELS, describe
+from lab import agrees
 from readme import put_between_markers, split_at_markers
-from train_gpt2 import Row, check_tensor, run_main
+from train_gpt2 import Row, run_main
 
 BATCHES, T = (4, 32, 64), 1024
 ROUNDS = 21
@@ -111,12 +112,8 @@ class Operands:
 
 def agree(where, ours, theirs, tolerance):
     """Whether the results are the same but for rounding; prints a row for each that is not."""
-    okay = True
-    for name, expected in theirs.items():
-        allowed = tolerance * max(float(np.abs(expected).max()), 1e-30)
-        right = check_tensor(name, ours[name], expected, allowed, print_row=False)
-        okay &= right or check_tensor(f"{where}: {name}", ours[name], expected, allowed)
-    return okay
+    allowed = {name: tolerance * max(float(np.abs(expected).max()), 1e-30) for name, expected in theirs.items()}
+    return all([agrees(where, name, ours[name], expected, allowed[name]) for name, expected in theirs.items()])
 
 
 def time_product(device, sides, product, N):

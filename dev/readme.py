@@ -28,13 +28,13 @@ from train_gpt2 import UserError, open_input, replacing, run_main
 README = os.path.join(ROOT, "README.md")
 
 
-def read_text(path, mend="it is part of the project"):
+def read_text(path, mend="expected a text file of this project"):
     """A text file as it is; raises UserError when it cannot be read or is no text."""
     with open_input(path, mend) as f:
         try:
             return f.read().decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}: expected text in UTF-8, found other bytes at {error.start}; {mend}") from None
+            raise UserError(f"{path}: no text in UTF-8, found other bytes at {error.start}; {mend}") from None
 
 
 def split_at_markers(name, path=README):

@@ -124,7 +124,6 @@ __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
     for (int k = 0; k < PACK; k += 2) pairs[k / 2] = as_pair(values.x[k], values.x[k + 1]);
     *reinterpret_cast<uint4*>(at) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
-
 #endif
 
 // The residual stream's unpack, and its other way around, which rounds.

@@ -206,8 +206,18 @@ def test_every_version_has_a_head_that_says_its_idea(fake_cupy, name):
         assert len(idea.removeprefix(version).split()) >= 8, f"{name} {version}: its head {idea!r} names no idea"
 
 
+NOT_MEASURED = {  # yet: RESULTS.md is to get them from a GPU, and this list is to become empty
+    ("attention_backward", "thread_a_row"),
+    *((name, version) for name in ("matmul_forward_gelu", "matmul_backward_inp_gelu") for version in LAYERS[name].versions),
+    *(("matmul_backward_weight_accumulate", version) for version in LAYERS["matmul_backward_weight_accumulate"].versions),
+}
+
+
 def test_heads_say_what_was_measured():  # else: python dev/kernels/heads.py
     assert heads.main(["--check"]) == 0
+    measured = heads.read_results(ROOT / "dev" / "kernels" / "RESULTS.md").keys()
+    versions = {(name, version) for name, layer in LAYERS.items() for version in layer.versions}
+    assert versions - measured == NOT_MEASURED and not measured - versions
 
 
 @pytest.fixture
@@ -645,7 +655,7 @@ def test_results_replaces_the_tables_of_named_layers(by_hand, capsys):
     (BY_HAND.replace("a GPU,", "another GPU,"), "is of another GPU (another GPU), this is a GPU"),
     (BY_HAND.replace("## float32", "## float16"), "has no section float32"),
     (BY_HAND.replace("a copy 2000", "a copy"), "has no section float32"),
-    ("", "is of another GPU ()"), ("\udcff", "expected text in UTF-8"), (None, "no such file")))
+    ("", "is of another GPU ()"), ("\udcff", "no text in UTF-8"), (None, "no such file")))
 def test_results_are_not_mixed(by_hand, monkeypatch, text, words):
     monkeypatch.setattr(bench, "check_all", lambda *arguments: pytest.fail("first the work, then the refusal"))
     if text is None:
