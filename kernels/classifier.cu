@@ -47,11 +47,30 @@ __device__ inline float offset(float largest, float scale) { return largest; }
 __device__ inline float weight(float x, float offset, float scale) { return expf(x - offset) * scale; }
 #endif
 
-// Elements [v, v + PACK) of a row, -infinity from V on.
-__device__ inline Floats load_logits(const element* row, int v) {
+// How a row on chip keeps exp(x - the largest so far), between the sum and the gradient: in bfloat16 as halves, 2^15 times as large. What
+// is 2^-29 of the largest still has its 11 bits, 3 more than the gradient.
+constexpr float RAISE = ON_CHIP && BFLOAT16 ? 32768.0f : 1.0f;
+#if BFLOAT16
+typedef __half kept;
+__device__ inline uint4 pack_kept(const Floats& x) {
+    return {as_halves(x.x[0], x.x[1]), as_halves(x.x[2], x.x[3]), as_halves(x.x[4], x.x[5]), as_halves(x.x[6], x.x[7])};
+}
+#else
+typedef float kept;
+__device__ inline uint4 pack_kept(const Floats& x) { return pack_stream(x); }
+#endif
+
+// Where a thread's i-th PACK elements of part s begin.
+__device__ inline int begin_of(int s, int i) { return s * STEP + (i * THREADS + int(threadIdx.x)) * PACK; }
+
+// Whether all of part s comes before `end`, which the compiler knows, or this pack's first element, v, does.
+__device__ inline bool is_before(int end, int s, int v) { return (s + 1) * STEP <= end || v < end; }
+
+// Elements [v, v + PACK) of part s, -infinity from V on.
+__device__ inline Floats load_logits(const element* row, int s, int v) {
     Floats x;
-    if (v < V) x = load(row + v);
-    if (v + PACK > V) {
+    if (is_before(V, s, v)) x = load(row + v);
+    if (!is_before(V - PACK + 1, s, v)) {
 #pragma unroll
         for (int k = 0; k < PACK; k++) {
             if (v + k >= V) x.x[k] = -INFINITE;
@@ -60,39 +79,48 @@ __device__ inline Floats load_logits(const element* row, int v) {
     return x;
 }
 
-// `part`, and part s of the row.
-__device__ inline Softmax add_part(Softmax part, const element* row, int s) {
+// `part`, and part s of the row. On chip, what the gradient takes stands in the row from then on.
+__device__ inline Softmax add_part(Softmax part, element* row, int s) {
     Floats x[BATCH];
     float largest = part.largest;
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-        x[i] = load_logits(row, s * STEP + (i * THREADS + int(threadIdx.x)) * PACK);
+        x[i] = load_logits(row, s, begin_of(s, i));
 #pragma unroll
         for (int k = 0; k < PACK; k++) largest = fmaxf(largest, x[i].x[k]);
     }
-    if (largest == -INFINITE) return part;  // nothing yet
-    const float from = offset(largest, 1.0f);
-    float sum = part.sum * expf(part.largest - largest);
+    const float finite = largest == -INFINITE ? 0.0f : largest;  // nothing yet but padding: -inf - -inf would be NaN
+    const float from = offset(finite, RAISE);
+    float sum = part.sum * expf(part.largest - finite);
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
 #pragma unroll
-        for (int k = 0; k < PACK; k++) sum += weight(x[i].x[k], from, 1.0f);
+        for (int k = 0; k < PACK; k++) {
+            x[i].x[k] = weight(x[i].x[k], from, RAISE);
+            sum += x[i].x[k];
+        }
+        if (ON_CHIP && is_before(Vp, s, begin_of(s, i))) *reinterpret_cast<uint4*>(row + begin_of(s, i)) = pack_kept(x[i]);
     }
     return {largest, sum};
 }
 
-// The gradient in place of part s of the row; scale: dloss / the row's sum, from: the offset for that.
-__device__ inline void turn_part(element* row, int s, float from, float scale, int target, float dloss) {
+// The gradient in place of part s of the row; scale: dloss / the row's sum, from: the offset for that, of the row's largest; before: the
+// largest so far when this thread added up part s.
+__device__ inline void turn_part(element* row, int s, float from, float scale, float before, int target, float dloss) {
     Floats x[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) x[i] = load_logits(row, s * STEP + (i * THREADS + int(threadIdx.x)) * PACK);
+    const float factor = weight(before, from, scale);
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-        const int v = s * STEP + (i * THREADS + int(threadIdx.x)) * PACK;
-        if (v >= Vp) continue;
+        if (ON_CHIP && is_before(Vp, s, begin_of(s, i))) x[i] = load(reinterpret_cast<const kept*>(row + begin_of(s, i)));
+        if (!ON_CHIP) x[i] = load_logits(row, s, begin_of(s, i));
+    }
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x[i].x[k] = weight(x[i].x[k], from, scale);
-        if (v <= target && target < v + PACK) {
+    for (int i = 0; i < BATCH; i++) {
+        const int v = begin_of(s, i);
+        if (!is_before(Vp, s, v)) continue;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) x[i].x[k] = ON_CHIP ? x[i].x[k] * factor : weight(x[i].x[k], from, scale);
+        if (target / STEP == s && v <= target && target < v + PACK) {
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
                 if (v + k == target) x[i].x[k] -= dloss;
@@ -128,17 +156,24 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     for (int n = blockIdx.x, parity = 0; n < N; n += gridDim.x, parity ^= 1) {
         const int target = targets[n], next = n + gridDim.x;
         Softmax part = {-INFINITE, 0.0f};
+        float before[STEPS], target_logit = 0.0f;
+#pragma unroll 1
         for (int s = 0; s < STEPS; s++) {
             barrier_wait(&here[s], parity);
+            if (s == STEPS - 1 && threadIdx.x == 0) target_logit = to_float(logits[int64(n) * Vp + target]);
             part = add_part(part, row, s);
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) {  // before[s], but in registers
+                if (k == s) before[k] = part.largest;
+            }
         }
-        const float target_logit = to_float(row[target]);  // every thread reads it before the barrier in block_merge,
-        const Softmax whole = block_merge(part);           // no thread writes to the row before it has passed that barrier
-        if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
+        const Softmax whole = block_merge(part);
+        if (threadIdx.x == 0) losses[n] = logf(whole.sum / RAISE) + (whole.largest - target_logit);
         if (write_gradient) {
             const float scale = dloss / whole.sum, from = offset(whole.largest, scale);
+#pragma unroll
             for (int s = 0; s < STEPS; s++) {
-                turn_part(row, s, from, scale, target, dloss);
+                turn_part(row, s, from, scale, before[s], target, dloss);
                 fence_for_async();
                 __syncthreads();
                 if (threadIdx.x == 0) {
@@ -152,7 +187,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
                 for (int s = max(0, STEPS - LAG); s < STEPS; s++) fetch(next, s);
             }
         } else {
-            __syncthreads();  // all have read the row
+            fence_for_async();
+            __syncthreads();  // all are done with the row
             if (threadIdx.x == 0) {
                 for (int s = 0; s < STEPS; s++) fetch(next, s);
             }
@@ -169,12 +205,12 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     element* const row = logits + int64(n) * Vp;
     Softmax part = {-INFINITE, 0.0f};
     for (int s = 0; s < STEPS; s++) part = add_part(part, row, s);
-    const float target_logit = to_float(row[target]);  // as above
-    const Softmax whole = block_merge(part);
+    const float target_logit = to_float(row[target]);  // every thread reads it before the barrier in block_merge,
+    const Softmax whole = block_merge(part);           // no thread writes to the row before it has passed that barrier
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
     if (!write_gradient) return;
     const float scale = dloss / whole.sum, from = offset(whole.largest, scale);
-    for (int s = STEPS - 1; s >= 0; s--) turn_part(row, s, from, scale, target, dloss);
+    for (int s = STEPS - 1; s >= 0; s--) turn_part(row, s, from, scale, 0.0f, target, dloss);
 }
 
 #endif
