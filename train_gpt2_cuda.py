@@ -540,8 +540,8 @@ class Device:
         for name, launch in self.attention.items():
             self.functions[name].max_dynamic_shared_size_bytes = launch.shared
         self.functions["layernorm_backward"].max_dynamic_shared_size_bytes = layernorm_shared(config.C, precision, gpu.arch)
-        self.row_on_chip = row_on_chip(config, precision, gpu.arch)
-        if self.row_on_chip:
+        self.rows_on_chip = rows_on_chip(config, precision, gpu.arch)
+        if self.rows_on_chip:
             self.functions["classifier"].max_dynamic_shared_size_bytes = 16 // precision.pack * config.Vp
         self.products = Products(self, cache, matmul)
         self.profile = None  # a Profile while --profile times
@@ -1089,16 +1089,23 @@ def gelu_backward(device, dinp, sums, out, inp, dout):
 
 def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
     """losses (B,T) = cross entropy of the logits (B,T,Vp), which become their gradient times dloss; targets (B,T) int32."""
-    grid, threads, shared = B * T, 1024, 0
-    if device.row_on_chip:
-        grid, threads, shared = min(2 * device.sm_count, B * T), 512, logits.nbytes // (B * T)
+    grid, shared = B * T, 0
+    if device.rows_on_chip:
+        grid, shared = min(device.rows_on_chip * device.sm_count, B * T), logits.nbytes // (B * T)
+    threads = classifier_threads(device.rows_on_chip, device.precision)
     device.launch("classifier", (grid,), (threads,), losses, logits, targets, float(dloss), int(write_gradient), B * T, shared=shared,
                   bytes=size_of(logits) * (1 + write_gradient))
 
 
-def row_on_chip(config, precision, arch):
-    """Whether classifier.cu keeps a row of logits in shared memory: two blocks of them must have room."""
-    return arch == "sm_90a" and config.Vp * (2 if precision.bf16 else 4) <= 110 << 10
+def rows_on_chip(config, precision, arch):
+    """How many rows of logits classifier.cu keeps in a multiprocessor's shared memory, one for each of its blocks there."""
+    row = config.Vp * (2 if precision.bf16 else 4)
+    return 0 if arch != "sm_90a" or row > 220 << 10 else 2 if row <= 110 << 10 else 1
+
+
+def classifier_threads(rows, precision):
+    """Of a block of classifier.cu, with so many rows_on_chip."""
+    return 1024 // rows if rows else 256 if precision.bf16 else 1024
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@
 //
 // logits (N,Vp), of which columns V..Vp-1 belong to the padding of wte; losses (N) float32; targets (N) int32.
 //
-// Bound by bytes: a row is read from memory once and written once. On Hopper, where shared memory has room for two rows of 50304
-// bfloat16 logits, rows come and go by TMA, part by part: two blocks stay on each multiprocessor, and where a part of the
-// gradient has left, the same part of the block's next row comes in. Else, the second reading finds the row in the L2 cache, where
-// all rows at hand have room (132 blocks of 201 KB = 27 MB in float32), and starts at the end, which was read last.
+// Bound by bytes: a row is read from memory once and written once. On Hopper, where shared memory has room for a row, or for two of 50304
+// bfloat16 logits, rows come and go by TMA, part by part: a block for each row that has room stays on each multiprocessor, and where a part
+// of the gradient has left, the same part of the block's next row comes in. Between the sum and the gradient, exp(x - the largest so far)
+// stands in the row, so that there is one exp for each element, and not two: at the GPU's power limit, they took two thirds of the time that
+// memory took. Else, the second reading finds the row in the L2 cache, and starts at the end, which was read last.
 //
 // H200 (a copy: 4250 GB/s), counting one reading and one writing: float32 3010 GB/s at B=4, 2690 at B=32 (the library's `fused`, with one
 // load of a thread underway instead of four, 3070). bfloat16, B=64: with the second reading from the cache 1600 GB/s, whole rows by TMA and
@@ -17,15 +18,19 @@
 
 #include "softmax.cuh"
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && MODEL_VP * (BFLOAT16 ? 2 : 4) <= 110 << 10  // sm_90a; row_on_chip in train_gpt2_cuda.py
+// As in rows_on_chip and classifier_threads of train_gpt2_cuda.py.
+#define ROW_BYTES (MODEL_VP * (BFLOAT16 ? 2 : 4))
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && ROW_BYTES <= 220 << 10  // sm_90a
 #define ON_CHIP 1
 #include "hopper.cuh"
+constexpr int BLOCKS = ROW_BYTES <= 110 << 10 ? 2 : 1;  // that a multiprocessor has room for
+constexpr int THREADS = 1024 / BLOCKS;
 #else
 #define ON_CHIP 0
+constexpr int THREADS = BFLOAT16 ? 256 : 1024;
 #endif
 
-constexpr int THREADS = ON_CHIP ? 512 : 1024;
-constexpr int BATCH = ON_CHIP ? 2 : 4;  // loads of a thread underway at once
+constexpr int BATCH = ON_CHIP ? 2 : 1;  // loads of a thread underway at once
 constexpr int STEP = BATCH * THREADS * PACK, STEPS = (Vp + STEP - 1) / STEP;
 
 __device__ inline Softmax block_merge(Softmax s) {
@@ -79,8 +84,8 @@ __device__ inline Floats load_logits(const element* row, int s, int v) {
     return x;
 }
 
-// `part`, and part s of the row. On chip, what the gradient takes stands in the row from then on.
-__device__ inline Softmax add_part(Softmax part, element* row, int s) {
+// `part`, and part s of the row. With `keep`, what the gradient takes stands in the row from then on.
+__device__ inline Softmax add_part(Softmax part, element* row, int s, bool keep) {
     Floats x[BATCH];
     float largest = part.largest;
 #pragma unroll
@@ -99,7 +104,7 @@ __device__ inline Softmax add_part(Softmax part, element* row, int s) {
             x[i].x[k] = weight(x[i].x[k], from, RAISE);
             sum += x[i].x[k];
         }
-        if (ON_CHIP && is_before(Vp, s, begin_of(s, i))) *reinterpret_cast<uint4*>(row + begin_of(s, i)) = pack_kept(x[i]);
+        if (keep && is_before(Vp, s, begin_of(s, i))) *reinterpret_cast<uint4*>(row + begin_of(s, i)) = pack_kept(x[i]);
     }
     return {largest, sum};
 }
@@ -134,8 +139,8 @@ __device__ inline void turn_part(element* row, int s, float from, float scale, f
 
 constexpr int LAG = 2;  // parts of a gradient that may be on their way out before the next row's part is asked for
 
-// Block (512); grid (2 for each multiprocessor). Shared memory: one row.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+// Block (THREADS); grid (BLOCKS for each multiprocessor). Shared memory: one row.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
     extern __shared__ uint4 shared[];
     __shared__ Barrier here[STEPS];  // each part of the row
@@ -161,7 +166,11 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
         for (int s = 0; s < STEPS; s++) {
             barrier_wait(&here[s], parity);
             if (s == STEPS - 1 && threadIdx.x == 0) target_logit = to_float(logits[int64(n) * Vp + target]);
-            part = add_part(part, row, s);
+            part = add_part(part, row, s, write_gradient);
+            if (!write_gradient) {
+                __syncthreads();  // all have read it
+                if (threadIdx.x == 0) fetch(next, s);
+            }
 #pragma unroll
             for (int k = 0; k < STEPS; k++) {  // before[s], but in registers
                 if (k == s) before[k] = part.largest;
@@ -186,25 +195,19 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
                 stores_wait<0>();
                 for (int s = max(0, STEPS - LAG); s < STEPS; s++) fetch(next, s);
             }
-        } else {
-            fence_for_async();
-            __syncthreads();  // all are done with the row
-            if (threadIdx.x == 0) {
-                for (int s = 0; s < STEPS; s++) fetch(next, s);
-            }
         }
     }
 }
 
 #else
 
-// Block (1024); grid (N).
+// Block (THREADS); grid (N).
 extern "C" __global__ void __launch_bounds__(THREADS)
 classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
     const int n = blockIdx.x, target = targets[n];
     element* const row = logits + int64(n) * Vp;
     Softmax part = {-INFINITE, 0.0f};
-    for (int s = 0; s < STEPS; s++) part = add_part(part, row, s);
+    for (int s = 0; s < STEPS; s++) part = add_part(part, row, s, false);
     const float target_logit = to_float(row[target]);  // every thread reads it before the barrier in block_merge,
     const Softmax whole = block_merge(part);           // no thread writes to the row before it has passed that barrier
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);

@@ -105,7 +105,7 @@ class FakeLab(lab.Lab):
     def __init__(self, config, precision):
         self.gpu, self.sm_count, self.config, self.precision = GPU, GPU.sm_count, config, precision
         self.profile, self.side, self.stream = None, None, SimpleNamespace(ptr=0, synchronize=lambda: None)
-        self.row_on_chip = cuda.row_on_chip(config, precision, GPU.arch)
+        self.rows_on_chip = cuda.rows_on_chip(config, precision, GPU.arch)
         self.attention = cuda.attention_launches(config, precision, GPU.arch)
         live = [ROOT / "kernels" / f"{file}.cu" for file in cuda.kernel_files(GPU.arch, config, precision).values()]
         self.signatures, self.launched = {}, []

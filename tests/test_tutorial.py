@@ -152,7 +152,7 @@ class CountingDevice(cuda.Device):
         self.stream = self.main = self.side = Stream()
         self.functions = collections.defaultdict(lambda: lambda *arguments, shared_mem: None)
         self.attention = cuda.attention_launches(config, precision, self.gpu.arch)
-        self.row_on_chip = cuda.row_on_chip(config, precision, self.gpu.arch)
+        self.rows_on_chip = cuda.rows_on_chip(config, precision, self.gpu.arch)
         self.products = cuda.Products(self, cache, "cublaslt")
 
     def tensor_map(self, array, rows, columns):

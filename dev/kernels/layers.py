@@ -443,7 +443,7 @@ class BiasGradient(Layer):
 
 
 def live_block(layer, block):
-    return block == (512 if cuda.row_on_chip(layer.config, layer.precision, layer.gpu.arch) else 1024)
+    return block == cuda.classifier_threads(cuda.rows_on_chip(layer.config, layer.precision, layer.gpu.arch), layer.precision)
 
 
 class Logits(Layer):
@@ -536,7 +536,7 @@ class CrossentropyForward(Logits):
     def block_a_row(self, lab, a, block):
         lab.launch("crossentropy_forward_block_a_row", (self.N,), (block,), a.losses, a.logits, a.targets)
 
-    @version(512, 1024, fits=live_block)
+    @version(256, 512, 1024, fits=live_block)
     def live(self, lab, a, block):
         cuda.classifier(lab, a.losses, a.logits, a.targets, 1.0, 0, self.B, self.T)
 
@@ -614,7 +614,7 @@ class Classifier(Logits):
     def fused(self, lab, a, block):
         lab.launch("classifier_fused", (self.N,), (block,), a.losses, a.logits, a.targets, 1.0 / self.N)
 
-    @version(512, 1024, fits=live_block)
+    @version(256, 512, 1024, fits=live_block)
     def live(self, lab, a, block):
         cuda.classifier(lab, a.losses, a.logits, a.targets, 1.0 / self.N, 1, self.B, self.T)
 
