@@ -925,7 +925,7 @@ def size_of(*tensors):
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
     """out (B,T,C) = wte[inp] + wpe. inp (B,T) int32."""
-    device.launch("encoder_forward", device.grid(B * T * C), (256,), out, inp, wte, wpe, B, T, bytes=2 * size_of(out))
+    device.launch("encoder_forward", (B * T,), (64,), out, inp, wte, wpe, T, bytes=2 * size_of(out))
 
 
 def encoder_backward(device, dwte, dwpe, dout, inp, order, first, runs, accumulate, B, T, C):

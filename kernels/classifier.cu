@@ -6,7 +6,7 @@
 // logits (N,Vp), of which columns V..Vp-1 belong to the padding of wte; losses (N) float32; targets (N) int32.
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, where shared memory has room for a row, or for two of 50304
-// bfloat16 logits, rows come and go by TMA, part by part: a block for each row that has room stays on each multiprocessor, and where a part
+// bfloat16 logits, rows come and go by TMA, part by part: a block for each row that has room stays on a multiprocessor, and where a part
 // of the gradient has left, the same part of the block's next row comes in. Between the sum and the gradient, exp(x - the largest so far)
 // stands in the row, so that there is one exp for each element, and not two: at the GPU's power limit, they took two thirds of the time that
 // memory took. Else, the second reading finds the row in the L2 cache, and starts at the end, which was read last.

@@ -14,16 +14,18 @@
 
 #include "common.cuh"
 
-// One thread a pack; grid (B*T*C / PACK / 256).
-extern "C" __global__ void encoder_forward(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
-    const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
-    if (i >= int64(B) * T * C) return;
-    const int row = i / C, c = i % C;
-    Floats sum = load(wte + int64(inp[row]) * C + c);
-    const Floats position = load(wpe + int64(row % T) * C + c);
+// A block a row, which is looked up once and not for every pack. Block (64); grid (B*T).
+extern "C" __global__ void encoder_forward(stream_element* out, const int* inp, const element* wte, const element* wpe, int T) {
+    const int row = blockIdx.x;
+    const element* token = wte + int64(inp[row]) * C;
+    const element* position = wpe + int64(row % T) * C;
+    for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
+        Floats sum = load(token + c);
+        const Floats more = load(position + c);
 #pragma unroll
-    for (int k = 0; k < PACK; k++) sum.x[k] += position.x[k];
-    store(out + i, sum);
+        for (int k = 0; k < PACK; k++) sum.x[k] += more.x[k];
+        store(out + int64(row) * C + c, sum);
+    }
 }
 
 // order (B*T): the places b*T+t, sorted by token, earlier ones first. first (runs + 1): where each token's run starts in it.

@@ -5,7 +5,7 @@
 //               dwpe[t] = the sum of dout over b, 0 for t >= T                                       dwpe =
 //
 // out, dout (B,T,C), out of the residual stream's type; inp (B,T) int32; wte (Vp,C), wpe (maxT,C); dwte, dwpe float32. Bound by bytes.
-// The live versions are those of kernels/encoder.cu: forward, 16 bytes a thread all over the tensor; backward, the host sorts the places by
+// The live versions are those of kernels/encoder.cu: forward, a block a row, 16 bytes a thread; backward, the host sorts the places by
 // token, and a block adds up one token's rows in that order, with no atomics and the same bits in every run.
 
 #include "common.cuh"
@@ -21,21 +21,17 @@ encoder_forward_thread_an_element(stream_element* out, const int* inp, const ele
     from_float(out[i], to_float(wte[int64(inp[row]) * C + c]) + to_float(wpe[int64(row % T) * C + c]));
 }
 
-// block_a_row. 16 bytes a thread, and a block for each place: what depends on the row is worked out once and not for every element.
-// A small C leaves many threads of a large block idle. With 64 threads it is a little faster than the live version, which looks up the
-// row for every pack. Grid (B*T).
-// H200, B=32, T=1024: bfloat16 0.0303 ms, 3322 GB/s at 64 threads; float32 0.0545 ms, 3695 GB/s at 64.
+// pack_a_thread. 16 bytes a thread all over the tensor: an eighth (bfloat16) or a quarter of the threads and instructions. Each looks up
+// its row for itself, and which one that is takes a division; the live version has a block for each row, and does both once.
 extern "C" __global__ void __launch_bounds__(1024)
-encoder_forward_block_a_row(stream_element* out, const int* inp, const element* wte, const element* wpe, int T) {
-    const int row = blockIdx.x;
-    const element* token = wte + int64(inp[row]) * C;
-    const element* position = wpe + int64(row % T) * C;
-    for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
-        Floats sum = load(token + c);
-        const Floats more = load(position + c);
-        for (int k = 0; k < PACK; k++) sum.x[k] += more.x[k];
-        store(out + int64(row) * C + c, sum);
-    }
+encoder_forward_pack_a_thread(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
+    const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
+    if (i >= int64(B) * T * C) return;
+    const int row = i / C, c = i % C;
+    Floats sum = load(wte + int64(inp[row]) * C + c);
+    const Floats position = load(wpe + int64(row % T) * C + c);
+    for (int k = 0; k < PACK; k++) sum.x[k] += position.x[k];
+    store(out + i, sum);
 }
 
 // atomics. A thread an element of dout, which adds it to both tables: one reading, and nobody has to know who else adds there. The places

@@ -50,10 +50,11 @@ class EncoderForward(Layer):
                    self.B, self.T)
 
     @version(*SWEEP)
-    def block_a_row(self, lab, a, block):
-        lab.launch("encoder_forward_block_a_row", (self.N,), (block,), a.out, a.inp, a.wte, a.wpe, self.T)
+    def pack_a_thread(self, lab, a, block):
+        lab.launch("encoder_forward_pack_a_thread", (blocks(self.N * self.C, block * self.pack),), (block,), a.out, a.inp, a.wte, a.wpe,
+                   self.B, self.T)
 
-    @version(256)
+    @version(64)
     def live(self, lab, a, block):
         cuda.encoder_forward(lab, a.out, a.inp, a.wte, a.wpe, self.B, self.T, self.C)
 
