@@ -558,14 +558,16 @@ class Device:
         return (blocks(elements, self.precision.pack * 256),)
 
     def tensor_map(self, array, rows, columns):
-        """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 array (B,T,C) or (T,C): a kernel's argument."""
-        key = array.data.ptr, array.shape, rows, columns
+        """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 or float32 array (B,T,C) or (T,C): a kernel's argument."""
+        key = array.data.ptr, array.shape, array.dtype, rows, columns
         if key not in self.maps:
             B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
-            ints = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (2 * C, 2 * C * T))]
+            kinds, row = driver.CUtensorMapDataType, array.itemsize * C
+            kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if array.itemsize == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+            ints = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]
             boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, 1), (1, 1, 1))]
             error, made = driver.cuTensorMapEncodeTiled(
-                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, array.data.ptr, *ints, *boxes,
+                kind, 3, array.data.ptr, *ints, *boxes,
                 driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
                 driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
@@ -751,8 +753,8 @@ class MatmulKernels:
                            shared=self.shared, flops=2 * M * N * K, label=name)
 
     def matrix(self, array, rows, columns, box):
-        """An operand or a result as the kernels take it; box: the rows of one that TMA copies."""
-        return self.device.tensor_map(array.reshape(rows, columns), box, 64) if self.hopper else array
+        """An operand or a result as the kernels take it; box: the rows of one that TMA copies, 128 bytes of each."""
+        return self.device.tensor_map(array.reshape(rows, columns), box, 128 // array.itemsize) if self.hopper else array
 
     def forward(self, name, out, inp, weight, bias, N, C, OC):
         self.launch("matmul_forward", name, N, OC, C, self.matrix(out, N, OC, self.BM), self.matrix(inp, N, C, self.BM),
@@ -776,7 +778,7 @@ class MatmulKernels:
         """{way: call(accumulate)}: with the inner dimension in so many parts, where there are few tiles for many multiprocessors."""
         def call(splits, accumulate):
             done = self.done[int(self.device.stream is self.device.side)]
-            self.launch("matmul_backward_weight", name, OC, C, N, dweight, self.products.scratch(), done,
+            self.launch("matmul_backward_weight", name, OC, C, N, self.matrix(dweight, OC, C, self.BM), self.products.scratch(), done,
                         self.matrix(dout, N, OC, 64), self.matrix(inp, N, C, 64), float(scale), int(accumulate), splits=splits)
 
         few = blocks(OC, self.BM) * blocks(C, self.wide) <= min(2 * self.device.sm_count, self.done.shape[1])

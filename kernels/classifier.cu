@@ -7,14 +7,13 @@
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, where shared memory has room for a row, or for two of 50304
 // bfloat16 logits, rows come and go by TMA, part by part: a block for each row that has room stays on a multiprocessor, and where a part
-// of the gradient has left, the same part of the block's next row comes in. Between the sum and the gradient, exp(x - the largest so far)
-// stands in the row, so that there is one exp for each element, and not two: at the GPU's power limit, they took two thirds of the time that
-// memory took. Else, the second reading finds the row in the L2 cache, and starts at the end, which was read last.
+// of the gradient has left, the same part of the block's next row comes in. In bfloat16, exp(x - the largest so far) stands in the row
+// between the sum and the gradient, so that there is one exp for each element, and not two: at the GPU's power limit, they took two thirds
+// of the time that memory took. Else, the second reading finds the row in the L2 cache, and starts at the end, which was read last.
 //
-// H200 (a copy: 4250 GB/s), counting one reading and one writing: float32 3010 GB/s at B=4, 2690 at B=32 (the library's `fused`, with one
-// load of a thread underway instead of four, 3070). bfloat16, B=64: with the second reading from the cache 1600 GB/s, whole rows by TMA and
-// a block a row 3120; parts, with a warp of its own to see to them, 3520; parts, thread 0 sees to them, 3770 by itself, and 3190 in a step,
-// at the GPU's power limit.
+// H200 (a copy: 4250 GB/s), counting one reading and one writing, bfloat16, B=64: with the second reading from the cache 1600 GB/s, whole
+// rows by TMA and a block a row 3120; parts, with a warp of its own to see to them, 3520; parts, thread 0 sees to them, 3770 by itself, and
+// 3190 in a step, at the GPU's power limit; with one exp for each element 3850 by itself.
 
 #include "softmax.cuh"
 
@@ -52,17 +51,19 @@ __device__ inline float offset(float largest, float scale) { return largest; }
 __device__ inline float weight(float x, float offset, float scale) { return expf(x - offset) * scale; }
 #endif
 
-// How a row on chip keeps exp(x - the largest so far), between the sum and the gradient: in bfloat16 as halves, 2^15 times as large. What
-// is 2^-29 of the largest still has its 11 bits, 3 more than the gradient.
-constexpr float RAISE = ON_CHIP && BFLOAT16 ? 32768.0f : 1.0f;
+// In bfloat16, a row on chip keeps exp(x - the largest so far) between the sum and the gradient, as halves and 2^15 times as large. What is
+// 2^-29 of the largest still has its 11 bits, 3 more than the gradient.
+constexpr bool KEEPS = ON_CHIP && BFLOAT16;
+constexpr float RAISE = KEEPS ? 32768.0f : 1.0f;
 #if BFLOAT16
-typedef __half kept;
-__device__ inline uint4 pack_kept(const Floats& x) {
-    return {as_halves(x.x[0], x.x[1]), as_halves(x.x[2], x.x[3]), as_halves(x.x[4], x.x[5]), as_halves(x.x[6], x.x[7])};
+__device__ inline void keep(element* to, const Floats& x) {
+    *reinterpret_cast<uint4*>(to) = {as_halves(x.x[0], x.x[1]), as_halves(x.x[2], x.x[3]),  //
+                                     as_halves(x.x[4], x.x[5]), as_halves(x.x[6], x.x[7])};
 }
+__device__ inline Floats load_kept(const element* from) { return load(reinterpret_cast<const __half*>(from)); }
 #else
-typedef float kept;
-__device__ inline uint4 pack_kept(const Floats& x) { return pack_stream(x); }
+__device__ inline void keep(element* to, const Floats& x) {}
+__device__ inline Floats load_kept(const element* from) { return Floats(); }
 #endif
 
 // Where a thread's i-th PACK elements of part s begin.
@@ -84,8 +85,8 @@ __device__ inline Floats load_logits(const element* row, int s, int v) {
     return x;
 }
 
-// `part`, and part s of the row. With `keep`, what the gradient takes stands in the row from then on.
-__device__ inline Softmax add_part(Softmax part, element* row, int s, bool keep) {
+// `part`, and part s of the row. With `again`, there will be a gradient, and what it takes stands in the row from then on.
+__device__ inline Softmax add_part(Softmax part, element* row, int s, bool again) {
     Floats x[BATCH];
     float largest = part.largest;
 #pragma unroll
@@ -104,7 +105,7 @@ __device__ inline Softmax add_part(Softmax part, element* row, int s, bool keep)
             x[i].x[k] = weight(x[i].x[k], from, RAISE);
             sum += x[i].x[k];
         }
-        if (keep && is_before(Vp, s, begin_of(s, i))) *reinterpret_cast<uint4*>(row + begin_of(s, i)) = pack_kept(x[i]);
+        if (KEEPS && again && is_before(Vp, s, begin_of(s, i))) keep(row + begin_of(s, i), x[i]);
     }
     return {largest, sum};
 }
@@ -116,15 +117,15 @@ __device__ inline void turn_part(element* row, int s, float from, float scale, f
     const float factor = weight(before, from, scale);
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-        if (ON_CHIP && is_before(Vp, s, begin_of(s, i))) x[i] = load(reinterpret_cast<const kept*>(row + begin_of(s, i)));
-        if (!ON_CHIP) x[i] = load_logits(row, s, begin_of(s, i));
+        if (KEEPS && is_before(Vp, s, begin_of(s, i))) x[i] = load_kept(row + begin_of(s, i));
+        if (!KEEPS) x[i] = load_logits(row, s, begin_of(s, i));
     }
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
         const int v = begin_of(s, i);
         if (!is_before(Vp, s, v)) continue;
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x[i].x[k] = ON_CHIP ? x[i].x[k] * factor : weight(x[i].x[k], from, scale);
+        for (int k = 0; k < PACK; k++) x[i].x[k] = KEEPS ? x[i].x[k] * factor : weight(x[i].x[k], from, scale);
         if (target / STEP == s && v <= target && target < v + PACK) {
 #pragma unroll
             for (int k = 0; k < PACK; k++) {

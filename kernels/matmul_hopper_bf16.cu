@@ -9,7 +9,8 @@
 // product: 12 steps of 768 cycles when the inner dimension is 768.
 //
 // dweight has few tiles and a long inner dimension: that is split among blocks where there are too few tiles for the multiprocessors.
-// Each part adds its sums to those of the parts before it, in their order, so that the result does not depend on who was first.
+// Each part adds its sums to those of the parts before it, in their order, so that the result does not depend on who was first. What is
+// there is read with many loads underway; a gradient that is added to is brought, strip by strip, by TMA.
 //
 // Bound by the tensor cores: 2048 multiply-adds a cycle and multiprocessor; on large products by power. H200, GPT-2 124M, all products of a
 // step together, beside cuBLASLt with searched algorithms: 0.89 times as fast at B=4, 1.01 at B=32, 1.02 at B=64. fc with GELU at B=64:
@@ -44,6 +45,12 @@ struct Place {
     // The two columns from 8 * unit + 2 * t on in row(k) of a strip, which lies as TMA wants it.
     __device__ uint32* pair(element* strip, int unit, int k) const {
         return reinterpret_cast<uint32*>(strip) + first * 32 + (unit ^ g) * 4 + t + (k % 2 * 8 + k / 2 * 64) * 32;
+    }
+
+    // The same where a strip is of gradients, which may be float32: 128 bytes a row, of 16 bytes each that change places.
+    __device__ gradient* pair_of_gradients(void* strip, int unit, int k) const {
+        const int byte = (8 * unit + 2 * t) * int(sizeof(gradient));
+        return reinterpret_cast<gradient*>(static_cast<char*>(strip) + row(k) * 128 + ((byte / 16) ^ g) * 16 + byte % 16);
     }
 };
 
@@ -139,12 +146,13 @@ __device__ inline void claim() {
     group_wait();
 }
 
-// A strip is complete: the group's first thread has TMA write it. From there on it is that thread that knows when it is read.
-__device__ inline void write_strip(const TensorMap& map, const element* strip, const Item& item, int s) {
+// A strip, of the tile's columns from `right` on, is complete: the group's first thread has TMA write it. From there on it is that thread
+// that knows when it is read.
+__device__ inline void write_strip(const TensorMap& map, const element* strip, const Item& item, int right) {
     fence_for_async();
     group_wait();
     if (first_of_group()) {
-        store_box(&map, strip, item.column + 64 * s, item.row, 0);
+        store_box(&map, strip, item.column + right, item.row, 0);
         stores_commit();
     }
 }
@@ -213,7 +221,7 @@ __device__ __forceinline__ void write_tile(const TensorMap& map, const Sums<BN>&
         element* strip = strips + s % 2 * STRIP;
         s == 0 ? claim<0>() : claim<1>();
         fill_strip<BN>(strip, sums, s, scale, bias, item.column, N);
-        write_strip(map, strip, item, s);
+        write_strip(map, strip, item, 64 * s);
     }
 }
 
@@ -242,10 +250,10 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
         for (int s = 0; s < BN / 64; s++) {
             claim<1>();
             fill_strip<BN>(strips, sums, s, 1.0f, bias, item.column, N);
-            write_strip(out, strips, item, s);
+            write_strip(out, strips, item, 64 * s);
             claim<1>();
             gelu_strip(strips + STRIP, strips);
-            write_strip(gelu_out, strips + STRIP, item, s);
+            write_strip(gelu_out, strips + STRIP, item, 64 * s);
         }
     });
 }
@@ -324,7 +332,7 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
             }
             group_wait();  // the sums of the strip before are read
             sum_columns(of_warps[threadIdx.x % GROUP / 32], total);
-            write_strip(dinp, strip, item, s);
+            write_strip(dinp, strip, item, 64 * s);
             const int c = threadIdx.x % GROUP, column = item.column + 64 * s + c;
             if (c < 64 && column < N) {
                 partials[int64(item.row / BM) * N + column] = of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
@@ -334,43 +342,69 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
 }
 
 // parts: BM * BN float32 for each tile; done: for each tile, how many parts are in there, 0 before and after. Neither is used when splits
-// is 1.
+// is 1. Boxes of dweight: 128 rows of 128 bytes.
 // A block that waits for another one's part waits for an item before its own, so there is always one that goes on.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_weight(gradient* dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
+matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
                        const __grid_constant__ TensorMap inp, float scale, int accumulate, int M, int N, int K, int band, int splits) {
-    constexpr int BN = 192;
-    multiply<BN, 1, 1>(dout, inp, {M, N, K, band, splits}, Nothing(), [&](Sums<BN>& sums, const Item& item, element*) {
-        const int thread = threadIdx.x % GROUP, own = OWN + warpgroup();
-        float4* const before = parts + int64(item.tile) * (BM * BN / 4) + thread;
-        const auto sum = [&](int j) {  // of sums[j / 24][j % 24 * 4 ...] and the parts before
-            const float* x = &sums[j / 24][j % 24 * 4];
-            if (item.split == 0) return float4{x[0], x[1], x[2], x[3]};
-            const float4 y = __ldcg(before + j * GROUP);
-            return float4{y.x + x[0], y.y + x[1], y.z + x[2], y.w + x[3]};
-        };
-        if (item.split > 0 && thread == 0) wait_for(done + item.tile, item.split);
-        barrier_wait(own, GROUP);  // always: a warp may come to the next `turn` only when all have given theirs
+    constexpr int BN = 192, WIDE = 128 / sizeof(gradient);  // columns of a tile, and of a strip
+    constexpr int UNDERWAY = 8;       // loads of a thread: it has registers for as many beside its sums
+    __shared__ Barrier here[GROUPS];  // what stood in a strip of dweight is
+    const int group = warpgroup() - 1;
+    int loads = 0;  // of this group, so far
+    if (threadIdx.x == 0) {
+        for (int k = 0; k < GROUPS; k++) barrier_make(&here[k], 1);
+    }
+    multiply<BN, 1, 1>(dout, inp, {M, N, K, band, splits}, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
+        float4* const before = parts + int64(item.tile) * (BM * BN / 4) + threadIdx.x % GROUP;
+        if (item.split > 0) {
+            if (first_of_group()) wait_for(done + item.tile, item.split);
+            group_wait();
+#pragma unroll
+            for (int first = 0; first < 48; first += UNDERWAY) {
+                float4 y[UNDERWAY];
+#pragma unroll
+                for (int j = 0; j < UNDERWAY; j++) y[j] = __ldcg(before + (first + j) * GROUP);
+#pragma unroll
+                for (int j = 0; j < UNDERWAY; j++) {
+                    float* x = &sums[(first + j) / 24][(first + j) % 24 * 4];
+                    x[0] += y[j].x, x[1] += y[j].y, x[2] += y[j].z, x[3] += y[j].w;
+                }
+            }
+        }
         if (item.split < splits - 1) {
 #pragma unroll
-            for (int j = 0; j < 48; j++) __stcg(before + j * GROUP, sum(j));
+            for (int j = 0; j < 48; j++) {
+                const float* x = &sums[j / 24][j % 24 * 4];
+                __stcg(before + j * GROUP, float4{x[0], x[1], x[2], x[3]});
+            }
             __threadfence();
-            barrier_wait(own, GROUP);
-            if (thread == 0) announce(done + item.tile, item.split + 1);
+            group_wait();
+            if (first_of_group()) announce(done + item.tile, item.split + 1);
             return;
         }
+        if (splits > 1 && first_of_group()) done[item.tile] = 0;
         const Place at;
-        const int row = item.row + at.row(0), column = item.column + 2 * at.t;
-        gradient* const out = dweight + int64(row) * N + column;
 #pragma unroll
-        for (int j = 0; j < 48; j++) {
-            const int down = j / 24 * 64, right = j % 24 * 8;
-            const float4 x = sum(j);
-            gradient* pair = out + down * int64(N) + right;
-            if (column + right >= N) continue;
-            if (row + down < M) put_pair(pair, x.x * scale, x.y * scale, accumulate);
-            if (row + down + 8 < M) put_pair(pair + 8 * int64(N), x.z * scale, x.w * scale, accumulate);
+        for (int s = 0; s < BN / WIDE; s++) {
+            element* const strip = strips + s % 2 * STRIP;
+            s == 0 ? claim<0>() : claim<1>();
+            if (accumulate) {
+                if (first_of_group()) {
+                    barrier_expect(&here[group], STRIP * sizeof(element));
+                    load_box(strip, &dweight, &here[group], item.column + WIDE * s, item.row, 0);
+                }
+                barrier_wait(&here[group], loads++ & 1);
+            }
+#pragma unroll
+            for (int unit = 0; unit < WIDE / 8; unit++) {
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    const float* x = &sums[k / 2][4 * (WIDE / 8 * s + unit) + k % 2 * 2];
+                    put_pair(at.pair_of_gradients(strip, unit, k), x[0] * scale, x[1] * scale, accumulate);
+                }
+            }
+            write_strip(dweight, strip, item, WIDE * s);
         }
-        if (splits > 1 && thread == 0) done[item.tile] = 0;
     });
 }
