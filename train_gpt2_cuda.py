@@ -408,6 +408,7 @@ KERNELS = {  # file -> its kernels
     "column_sums": ("column_sums",),
     "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "round_weights", "hold", "fill_random"),
 }
+HOPPER_ONLY = {"matmul_hopper_bf16": ("matmul_backward_weight_narrow",)}  # .cu file -> kernels that the one for other GPUs has not
 ATTENTION_FILES = {  # instead of attention.cu where it can be: the same kernels, (bfloat16, Hopper's own instructions)
     (False, False): "attention",
     (False, True): "attention_hopper",
@@ -502,6 +503,11 @@ def kernel_files(arch, config, precision, matmul="kernels"):
     return files
 
 
+def kernels_of(name, file):
+    """The kernels of one of kernel_files."""
+    return KERNELS[name] + HOPPER_ONLY.get(file, ())
+
+
 def prepare_kernels(cache, arch, config, precision, matmul):
     """Compile all kernels that the cache does not have; returns ({name: path of a cubin}, how many were compiled)."""
     constants, files = kernel_constants(config, precision), kernel_files(arch, config, precision, matmul)
@@ -534,9 +540,9 @@ class Device:
         matmul = settle_matmul(matmul, gpu.arch, precision)
         paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision, matmul)
         self.functions, self.files = {}, len(paths)
-        for name, path in paths.items():
-            module = cp.RawModule(path=path)
-            self.functions.update({kernel: module.get_function(kernel) for kernel in KERNELS[name]})
+        for name, file in kernel_files(gpu.arch, config, precision, matmul).items():
+            module = cp.RawModule(path=paths[name])
+            self.functions.update({kernel: module.get_function(kernel) for kernel in kernels_of(name, file)})
         for name, launch in self.attention.items():
             self.functions[name].max_dynamic_shared_size_bytes = launch.shared
         self.functions["layernorm_backward"].max_dynamic_shared_size_bytes = layernorm_shared(config.C, precision, gpu.arch)
@@ -558,17 +564,18 @@ class Device:
         return (blocks(elements, self.precision.pack * 256),)
 
     def tensor_map(self, array, rows, columns):
-        """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 or float32 array (B,T,C) or (T,C): a kernel's argument."""
+        """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 or float32 array (B,T,C) or (T,C): a kernel's argument.
+        A row of a box is 64 or 128 bytes, of which each 16 have changed places, so that those of several rows are in other banks."""
         key = array.data.ptr, array.shape, array.dtype, rows, columns
         if key not in self.maps:
             B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
-            kinds, row = driver.CUtensorMapDataType, array.itemsize * C
+            kinds, swizzles, row = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle, array.itemsize * C
+            swizzle = {64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B, 128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B}[array.itemsize * columns]
             kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if array.itemsize == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
             ints = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]
             boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, 1), (1, 1, 1))]
             error, made = driver.cuTensorMapEncodeTiled(
-                kind, 3, array.data.ptr, *ints, *boxes,
-                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                kind, 3, array.data.ptr, *ints, *boxes, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                 driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
             if error != driver.CUresult.CUDA_SUCCESS:
@@ -739,22 +746,22 @@ class MatmulKernels:
         self.hopper = matmul_hopper(device.gpu.arch, device.precision)
         self.wide, self.threads = (192, 384) if self.hopper else (128, 256)
         self.shared = 2 * (4 * (self.BM + self.wide) * 64 + 4 * self.BM * 64) if self.hopper else 3 * 2 * 10240
-        for name in KERNELS["matmul"]:
+        for name in kernels_of("matmul", "matmul_hopper_bf16" if self.hopper else "matmul"):
             device.functions[name].max_dynamic_shared_size_bytes = self.shared
         tiles = WORKSPACE // (4 * self.BM * self.wide)  # whose sums have room in the workspace
         self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 again after each product
 
     def launch(self, kernel, name, M, N, K, *arguments, splits=1):
-        wide = 128 if kernel == "matmul_backward_inp_gelu" else self.wide
+        wide = {"matmul_backward_inp_gelu": 128, "matmul_backward_weight_narrow": 160}.get(kernel, self.wide)
         tiles = blocks(M, self.BM) * blocks(N, wide)
         band = 32 if blocks(N, wide) > 64 else 8  # so many rows of tiles in turn: what they share is in the L2 cache
         grid = min(tiles * splits, self.device.sm_count) if self.hopper else tiles * splits
         self.device.launch(kernel, (grid,), (self.threads,), *arguments, M, N, K, band, *([splits] if "weight" in kernel else []),
                            shared=self.shared, flops=2 * M * N * K, label=name)
 
-    def matrix(self, array, rows, columns, box):
-        """An operand or a result as the kernels take it; box: the rows of one that TMA copies, 128 bytes of each."""
-        return self.device.tensor_map(array.reshape(rows, columns), box, 128 // array.itemsize) if self.hopper else array
+    def matrix(self, array, rows, columns, box, box_columns=64):
+        """An operand or a result as the kernels take it; box, box_columns: what TMA copies at once."""
+        return self.device.tensor_map(array.reshape(rows, columns), box, box_columns) if self.hopper else array
 
     def forward(self, name, out, inp, weight, bias, N, C, OC):
         self.launch("matmul_forward", name, N, OC, C, self.matrix(out, N, OC, self.BM), self.matrix(inp, N, C, self.BM),
@@ -775,15 +782,20 @@ class MatmulKernels:
             gelu_forward(self.device, again, inp)
 
     def backward_weight(self, name, dweight, dout, inp, transposed, N, C, OC, scale):
-        """{way: call(accumulate)}: with the inner dimension in so many parts, where there are few tiles for many multiprocessors."""
-        def call(splits, accumulate):
+        """{way: call(accumulate)}: with the inner dimension in so many parts, where there are few tiles for many multiprocessors, and
+        on Hopper in narrow tiles, too."""
+        def call(kernel, splits, accumulate):
             done = self.done[int(self.device.stream is self.device.side)]
-            self.launch("matmul_backward_weight", name, OC, C, N, self.matrix(dweight, OC, C, self.BM), self.products.scratch(), done,
+            self.launch(kernel, name, OC, C, N, self.matrix(dweight, OC, C, self.BM, 32), self.products.scratch(), done,
                         self.matrix(dout, N, OC, 64), self.matrix(inp, N, C, 64), float(scale), int(accumulate), splits=splits)
 
         few = blocks(OC, self.BM) * blocks(C, self.wide) <= min(2 * self.device.sm_count, self.done.shape[1])
         parts = [splits for splits in (1, 2, 3, 4, 5, 7, 9, 11) if splits == 1 or few and N >= 256 * splits]
-        return {f"kernels {splits}": functools.partial(call, splits) for splits in parts}
+        ways = {f"kernels {splits}": functools.partial(call, "matmul_backward_weight", splits) for splits in parts}
+        if self.hopper and few:
+            ways |= {f"kernels {splits} narrow": functools.partial(call, "matmul_backward_weight_narrow", splits)
+                     for splits in parts if splits < 5}
+        return ways
 
 
 # cuBLASLt is column-major: our (rows, columns) array is its (columns, rows) matrix.

@@ -87,7 +87,8 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D32 D16(0), D16(16)
 #define D64 D32, D16(32), D16(48)
-#define D96 D64, D16(64), D16(80)
+#define D80 D64, D16(64)
+#define D96 D80, D16(80)
 #define D128 D96, D16(96), D16(112)
 #define NAMES32                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "  \
@@ -95,9 +96,8 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float
 #define NAMES64                                                                               \
     NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES96                                                                               \
-    NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES80 NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES96 NAMES80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES128                                                                                     \
     NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
     "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -149,6 +149,14 @@ __device__ inline void wgmma(float (&d)[64], unsigned long long a, unsigned long
         "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64 "}, %64, %65, p, 1, 1, %67, %68; }\n"
         : D64
+        : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
+}
+template <int A_ACROSS, int B_ACROSS>
+__device__ inline void wgmma(float (&d)[80], unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %82, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {" NAMES80 "}, %80, %81, p, 1, 1, %83, %84; }\n"
+        : D80
         : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
 }
 template <int A_ACROSS, int B_ACROSS>

@@ -21,13 +21,13 @@
 
 static_assert(sizeof(element) == 2, "TF32 and float32 are in matmul.cu");
 
-constexpr int BM = 128, BK = 64;  // BN, the columns of a tile, is 192 or 128
+constexpr int BM = 128, BK = 64;  // BN, the columns of a tile, is 192, 160 or 128
 constexpr int GROUPS = 2;         // that compute
 constexpr int THREADS = (1 + GROUPS) * GROUP;
 // A thread's in the loading group, which spills with fewer, and in a computing one: 504 in three. With tiles of 128 columns, the computing
 // threads have registers to spare for overlapping, and can use all that they get.
 template <int BN>
-constexpr int LOADER_REGISTERS = BN == 192 ? 40 : 24;
+constexpr int LOADER_REGISTERS = BN > 128 ? 40 : 24;
 template <int BN>
 constexpr int COMPUTE_REGISTERS = (504 - LOADER_REGISTERS<BN>) / 2;
 constexpr int STAGES_ROOM = 80 << 10;  // elements that the steps of both operands have room for
@@ -47,10 +47,11 @@ struct Place {
         return reinterpret_cast<uint32*>(strip) + first * 32 + (unit ^ g) * 4 + t + (k % 2 * 8 + k / 2 * 64) * 32;
     }
 
-    // The same where a strip is of gradients, which may be float32: 128 bytes a row, of 16 bytes each that change places.
+    // The same where a strip is of gradients, bfloat16 or float32, and 32 columns: 64 or 128 bytes a row.
     __device__ gradient* pair_of_gradients(void* strip, int unit, int k) const {
-        const int byte = (8 * unit + 2 * t) * int(sizeof(gradient));
-        return reinterpret_cast<gradient*>(static_cast<char*>(strip) + row(k) * 128 + ((byte / 16) ^ g) * 16 + byte % 16);
+        constexpr int ROW = 32 * sizeof(gradient);
+        const int byte = (8 * unit + 2 * t) * int(sizeof(gradient)), turned = ROW == 128 ? g : g / 2;
+        return reinterpret_cast<gradient*>(static_cast<char*>(strip) + row(k) * ROW + ((byte / 16) ^ turned) * 16 + byte % 16);
     }
 };
 
@@ -62,7 +63,7 @@ __device__ inline void group_wait() { barrier_wait(OWN + warpgroup(), GROUP); }
 template <int BN, int A_ACROSS, int B_ACROSS, class Prepare, class Finish>
 __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z, Prepare prepare,
                                          Finish finish) {
-    constexpr int STAGE = (BM + BN) * BK, STAGES = STAGES_ROOM / STAGE;
+    constexpr int BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK, STAGES = STAGES_ROOM / STAGE;
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> ring;
     __shared__ Barrier turn;  // ends a phase with each item whose last product is begun
@@ -89,7 +90,7 @@ __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap
                     load_box(a, &a_map, full, step * BK, item.row, 0);
                 }
                 if (B_ACROSS) {
-                    for (int j = 0; j < BN / 64; j++) load_box(b + j * 64 * BK, &b_map, full, item.column + 64 * j, step * BK, 0);
+                    for (int j = 0; j < BOXES; j++) load_box(b + j * 64 * BK, &b_map, full, item.column + 64 * j, step * BK, 0);
                 } else {
                     load_box(b, &b_map, full, step * BK, item.column, 0);
                 }
@@ -342,48 +343,45 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
 }
 
 // parts: BM * BN float32 for each tile; done: for each tile, how many parts are in there, 0 before and after. Neither is used when splits
-// is 1. Boxes of dweight: 128 rows of 128 bytes.
+// is 1. Boxes of dweight: 128 x 32.
 // A block that waits for another one's part waits for an item before its own, so there is always one that goes on.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
-                       const __grid_constant__ TensorMap inp, float scale, int accumulate, int M, int N, int K, int band, int splits) {
-    constexpr int BN = 192, WIDE = 128 / sizeof(gradient);  // columns of a tile, and of a strip
-    constexpr int UNDERWAY = 8;       // loads of a thread: it has registers for as many beside its sums
-    __shared__ Barrier here[GROUPS];  // what stood in a strip of dweight is
+template <int BN>
+__device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4* parts, int* done, const TensorMap& dout,
+                                                const TensorMap& inp, float scale, int accumulate, const Sizes& z) {
+    constexpr int WIDE = 32, BYTES = BM * WIDE * sizeof(gradient);  // of a strip
+    constexpr int QUADS = BN / 4, UNDERWAY = 8;                     // a thread's sums, 4 at a time; so many loads beside them
+    __shared__ Barrier here[GROUPS];                                // what stood in a strip of dweight is
     const int group = warpgroup() - 1;
     int loads = 0;  // of this group, so far
     if (threadIdx.x == 0) {
         for (int k = 0; k < GROUPS; k++) barrier_make(&here[k], 1);
     }
-    multiply<BN, 1, 1>(dout, inp, {M, N, K, band, splits}, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
+    multiply<BN, 1, 1>(dout, inp, z, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
+        const auto quad = [&](int j) { return &sums[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
         float4* const before = parts + int64(item.tile) * (BM * BN / 4) + threadIdx.x % GROUP;
         if (item.split > 0) {
             if (first_of_group()) wait_for(done + item.tile, item.split);
             group_wait();
 #pragma unroll
-            for (int first = 0; first < 48; first += UNDERWAY) {
+            for (int first = 0; first < QUADS; first += UNDERWAY) {
                 float4 y[UNDERWAY];
 #pragma unroll
                 for (int j = 0; j < UNDERWAY; j++) y[j] = __ldcg(before + (first + j) * GROUP);
 #pragma unroll
                 for (int j = 0; j < UNDERWAY; j++) {
-                    float* x = &sums[(first + j) / 24][(first + j) % 24 * 4];
+                    float* x = quad(first + j);
                     x[0] += y[j].x, x[1] += y[j].y, x[2] += y[j].z, x[3] += y[j].w;
                 }
             }
         }
-        if (item.split < splits - 1) {
+        if (item.split < z.splits - 1) {
 #pragma unroll
-            for (int j = 0; j < 48; j++) {
-                const float* x = &sums[j / 24][j % 24 * 4];
-                __stcg(before + j * GROUP, float4{x[0], x[1], x[2], x[3]});
-            }
-            __threadfence();
-            group_wait();
+            for (int j = 0; j < QUADS; j++) __stcg(before + j * GROUP, float4{quad(j)[0], quad(j)[1], quad(j)[2], quad(j)[3]});
+            group_wait();  // what all have written, the first one announces
             if (first_of_group()) announce(done + item.tile, item.split + 1);
             return;
         }
-        if (splits > 1 && first_of_group()) done[item.tile] = 0;
+        if (z.splits > 1 && first_of_group()) done[item.tile] = 0;
         const Place at;
 #pragma unroll
         for (int s = 0; s < BN / WIDE; s++) {
@@ -391,7 +389,7 @@ matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* parts,
             s == 0 ? claim<0>() : claim<1>();
             if (accumulate) {
                 if (first_of_group()) {
-                    barrier_expect(&here[group], STRIP * sizeof(element));
+                    barrier_expect(&here[group], BYTES);
                     load_box(strip, &dweight, &here[group], item.column + WIDE * s, item.row, 0);
                 }
                 barrier_wait(&here[group], loads++ & 1);
@@ -407,4 +405,18 @@ matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* parts,
             write_strip(dweight, strip, item, WIDE * s);
         }
     });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
+                       const __grid_constant__ TensorMap inp, float scale, int accumulate, int M, int N, int K, int band, int splits) {
+    backward_weight<192>(dweight, parts, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
+}
+
+// Narrow tiles: 768 columns are 5 of them, and 3072 x 768 numbers 120, which gives nearly all multiprocessors of an H200 one.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_backward_weight_narrow(const __grid_constant__ TensorMap dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
+                              const __grid_constant__ TensorMap inp, float scale, int accumulate, int M, int N, int K, int band,
+                              int splits) {
+    backward_weight<160>(dweight, parts, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
 }

@@ -329,9 +329,12 @@ class MatmulBackwardWeight(Matmul):
         """{way: call(accumulate)} of one class of products; none of them needs a transposed operand here."""
         return products.backward_weight(self.name, *self.operands(a), None, self.N, self.C, self.OC, 1.0)
 
+    def has_few_tiles(self, block):
+        return self.on_hopper(block) and blocks(self.OC, 128) * blocks(self.C, 192) <= 2 * self.gpu.sm_count
+
     def can_split(self, block):
         """Whether the live kernel's launcher would consider 11 parts: there are few tiles, and rows enough for each part."""
-        return self.on_hopper(block) and self.N >= 11 * 256 and blocks(self.OC, 128) * blocks(self.C, 192) <= 2 * self.gpu.sm_count
+        return self.has_few_tiles(block) and self.N >= 11 * 256
 
     thread_an_element = Matmul.thread_an_element
     shared_tiles = Matmul.shared_tiles
@@ -344,6 +347,10 @@ class MatmulBackwardWeight(Matmul):
     @version(384, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
         self.ways(lab.products.kernels, a)["kernels 1"](self.accumulate)
+
+    @version(384, fits=has_few_tiles)
+    def live_narrow(self, lab, a, block):
+        self.ways(lab.products.kernels, a)["kernels 1 narrow"](self.accumulate)
 
     @version(384, fits=can_split)
     def live_in_4_parts(self, lab, a, block):
@@ -384,6 +391,7 @@ class MatmulBackwardWeightAccumulate(MatmulBackwardWeight):
 
     mma_sync = MatmulBackwardWeight.mma_sync
     live = MatmulBackwardWeight.live
+    live_narrow = MatmulBackwardWeight.live_narrow
     live_in_4_parts = MatmulBackwardWeight.live_in_4_parts
     live_in_11_parts = MatmulBackwardWeight.live_in_11_parts
     cublaslt = MatmulBackwardWeight.cublaslt
