@@ -23,6 +23,7 @@ encoder_forward_thread_an_element(stream_element* out, const int* inp, const ele
 
 // pack_a_thread. 16 bytes a thread all over the tensor: an eighth (bfloat16) or a quarter of the threads and instructions. Each looks up
 // its row for itself, and which one that is takes a division; the live version has a block for each row, and does both once.
+// H200, B=32, T=1024: bfloat16 0.0311 ms, 3241 GB/s at 256 threads; float32 0.0588 ms, 3426 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_pack_a_thread(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
