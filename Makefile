@@ -34,12 +34,13 @@ bench: $(ENVIRONMENT)
 	$(PYTHON) $(if $(GPU),dev/bench_gpu.py --readme,dev/bench_cpu.py)
 
 # NVIDIA's compute-sanitizer over the kernels' tests, at awkward shapes of each; it comes with the CUDA toolkit. (API errors are not
-# memory's: cuda.bindings asks the driver for functions that only newer ones have.)
+# memory's: cuda.bindings asks the driver for functions that only newer ones have. Racecheck looks at shared memory alone, and takes minutes
+# for the products whose parts are added up in the GPU's.)
 sanitize: $(ENVIRONMENT)
 	for tool in memcheck racecheck initcheck synccheck; do \
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
-	        $(PYTHON) -m pytest -q -x tests/test_kernels.py -k "$(SANITIZE)" || exit 1; \
+	        $(PYTHON) -m pytest -q -x tests/test_kernels.py -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 96-504')" || exit 1; \
 	done
 
 clean:
