@@ -565,7 +565,7 @@ class Device:
 
     def tensor_map(self, array, rows, columns):
         """What TMA needs to cut boxes of (rows, columns) out of a bfloat16 or float32 array (B,T,C) or (T,C): a kernel's argument.
-        A row of a box is 64 or 128 bytes, of which each 16 have changed places, so that those of several rows are in other banks."""
+        A row of a box is 64 or 128 bytes, whose 16-byte units are permuted, so that those of a column lie in different banks."""
         key = array.data.ptr, array.shape, array.dtype, rows, columns
         if key not in self.maps:
             B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
@@ -737,9 +737,10 @@ def fastest(device, calls):
 
 
 class MatmulKernels:
-    """The products by matmul_hopper_bf16.cu or matmul.cu, with GELU in the epilogue. A tile of the result is BM rows by `wide` columns."""
+    """The products by matmul_hopper_bf16.cu or matmul.cu, with GELU in the epilogue. A tile of the result is BM rows by `wide` columns, or
+    by NARROW ones."""
 
-    BM = 128
+    BM, NARROW = 128, 160
 
     def __init__(self, device, products):
         self.device, self.products = device, products
@@ -752,7 +753,7 @@ class MatmulKernels:
         self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 again after each product
 
     def launch(self, kernel, name, M, N, K, *arguments, splits=1):
-        wide = {"matmul_backward_inp_gelu": 128, "matmul_backward_weight_narrow": 160}.get(kernel, self.wide)
+        wide = {"matmul_backward_inp_gelu": 128, "matmul_backward_weight_narrow": self.NARROW}.get(kernel, self.wide)
         tiles = blocks(M, self.BM) * blocks(N, wide)
         band = 32 if blocks(N, wide) > 64 else 8  # so many rows of tiles in turn: what they share is in the L2 cache
         grid = min(tiles * splits, self.device.sm_count) if self.hopper else tiles * splits
@@ -792,7 +793,7 @@ class MatmulKernels:
         few = blocks(OC, self.BM) * blocks(C, self.wide) <= min(2 * self.device.sm_count, self.done.shape[1])
         parts = [splits for splits in (1, 2, 3, 4, 5, 7, 9, 11) if splits == 1 or few and N >= 256 * splits]
         ways = {f"kernels {splits}": functools.partial(call, "matmul_backward_weight", splits) for splits in parts}
-        if self.hopper and few:
+        if self.hopper and few and blocks(OC, self.BM) * blocks(C, self.NARROW) <= self.done.shape[1]:
             ways |= {f"kernels {splits} narrow": functools.partial(call, "matmul_backward_weight_narrow", splits)
                      for splits in parts if splits < 5}
         return ways

@@ -7,8 +7,8 @@ The matrix products of a training step of GPT-2 124M, each by itself: our kernel
 
 Biases, GELU after fc, and before fc its derivative and the bias's gradient are part of the products, as in the step: ours do them in
 the epilogue, cuBLASLt the biases, and the kernels of gelu.cu beside it the rest. Both sides choose anew, on these very operands:
-cuBLASLt the fastest of the algorithms that it proposes, ours in how many parts a weight gradient's inner dimension is done. Operands
-are as large as in training, and random, because zeros would be too fast.
+cuBLASLt the fastest of the algorithms that it proposes, ours in how many parts a weight gradient's inner dimension is done, and in which
+tiles. Operands are as large as in training, and random, because zeros would be too fast.
 
 First the first and last rows of both results are compared; a wrong one is a non-zero exit. Then both are timed in turns, so that the heat
 of the GPU falls on both: microseconds as medians over CUDA events, without the launching. The ratio is cuBLASLt's time over ours: above 1,

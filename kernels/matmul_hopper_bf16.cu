@@ -14,7 +14,7 @@
 //
 // Bound by the tensor cores: 2048 multiply-adds a cycle and multiprocessor; on large products by power. H200, GPT-2 124M, all products of a
 // step together, beside cuBLASLt with searched algorithms: 0.97 times as fast at B=4, 1.02 at B=32, 1.03 at B=64. fc with GELU at B=64:
-// 0.55 ms, 0.70 with cuBLASLt and a kernel for GELU. The ladder is in dev/kernels/matmul_hopper.cu, what was tried in dev/products.md.
+// 0.51 ms, 0.65 with cuBLASLt and a kernel for GELU. The ladder is in dev/kernels/matmul_hopper.cu, what was tried in dev/products.md.
 
 #include "hopper.cuh"
 #include "matmul.cuh"

@@ -697,6 +697,17 @@ def test_a_picture_needs_no_name():
     assert bench.parse_arguments(["--all", "--plot"]).plot == "kernels.png"
 
 
+@pytest.mark.parametrize("C, OC", ((768, 3072), (3072, 768), (1600, 1600), (768, 50304), (192, 32000), (384, 16384), (512, 11008)))
+def test_parts_of_a_weight_gradient_have_room(fake_cupy, C, OC):
+    """For the sums of each tile that is done in parts, and for how many are."""
+    kernels = FakeLab(Config(1024, 257, 2, 2, 128, 384), Precision("bfloat16")).products.kernels
+    ways = kernels.backward_weight("dweight", None, None, None, None, 4096, C, OC, 1.0)
+    assert "kernels 1" in ways and (OC > 4000 or "kernels 4 narrow" in ways)
+    for way in ways:
+        tiles = cuda.blocks(OC, 128) * cuda.blocks(C, 160 if "narrow" in way else 192)
+        assert way.split()[1] == "1" or tiles <= kernels.done.shape[1] and tiles * 128 * 192 * 4 <= cuda.WORKSPACE
+
+
 class FakeProducts(cuda.Products):
     """Does what comes to mind first."""
 

@@ -379,7 +379,7 @@ def test_classifier(device, B, T):
 
 
 def test_classifier_off_chip(gpu, tmp_path_factory):
-    """What GPUs run whose shared memory has no room for two rows of logits."""
+    """What GPUs run whose shared memory has no room for a row of logits."""
     device = get_device(gpu, MODELS[0], PRECISIONS["bf16"], tmp_path_factory, portable=True)
     assert not device.rows_on_chip
     check_classifier(device, 3, 97)

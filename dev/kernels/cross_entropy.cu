@@ -5,8 +5,8 @@
 //     dlogits[n,v] = (probs[n,v] - (v is the target)) * dloss, 0 for v >= V                           dlogits =
 //
 // logits, probs, dlogits (N,Vp); losses (N) float32; targets (N) int32. Bound by bytes. The live version is kernels/classifier.cu, which
-// does it all: a row of logits comes in, its loss and its gradient go out. In bfloat16 on Hopper, a row comes in once and waits in shared
-// memory for its gradient; else, as in float32, it is read twice, the second time from the L2 cache.
+// does it all: a row of logits comes in, its loss and its gradient go out. On Hopper, a row that shared memory has room for comes in once
+// and waits there for its gradient; else it is read twice, the second time from the L2 cache.
 
 #include "common.cuh"
 #include "block.cuh"
@@ -37,8 +37,7 @@ crossentropy_forward_warp_a_row(float* losses, const element* logits, const int*
 }
 
 // block_a_row. The same with a block on each row: 32 lanes take 200 turns for GPT-2's vocabulary in bfloat16, 1024 threads seven. A little
-// faster with 64 to 256 threads in bfloat16, and no faster in float32, where warp_a_row is at a copy's speed already; there, both are
-// faster than the live version, which is made for the gradient that follows.
+// faster with 64 to 256 threads in bfloat16, and no faster in float32, where warp_a_row is at a copy's speed already.
 // H200, B=32, T=1024: bfloat16 1.0512 ms, 3136 GB/s at 128 threads; float32 1.5269 ms, 4318 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_block_a_row(float* losses, const element* logits, const int* targets) {
@@ -77,8 +76,7 @@ crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* pro
 // H200, B=32, T=1024: bfloat16 4.9431 ms, 1334 GB/s at 128 threads; float32 9.2500 ms, 1426 GB/s at 256.
 
 // fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again from its end, which the
-// cache still has. Three kernels apart move a row six times, this one two or three times: half the time. In float32 it is faster than the
-// live version, too, which does the same there.
+// cache still has. Three kernels apart move a row six times, this one two or three times: half the time.
 // H200, B=32, T=1024: bfloat16 2.3286 ms, 2832 GB/s at 256 threads; float32 4.2893 ms, 3074 GB/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024)
 classifier_fused(float* losses, element* logits, const int* targets, float dloss) {
