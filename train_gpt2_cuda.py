@@ -488,6 +488,10 @@ def matmul_hopper(arch, precision):
     return arch == "sm_90a" and precision.bf16
 
 
+def matmul_file(arch, precision):
+    return "matmul_hopper_bf16" if matmul_hopper(arch, precision) else "matmul"
+
+
 def settle_matmul(matmul, arch, precision):
     """What "auto" stands for: only Hopper's products are worth timing beside cuBLASLt's."""
     return "cublaslt" if matmul == "auto" and not matmul_hopper(arch, precision) else matmul
@@ -497,7 +501,7 @@ def kernel_files(arch, config, precision, matmul="kernels"):
     """{name: .cu file} of a run, in the order of KERNELS."""
     files = {name: name for name in KERNELS}
     files["attention"] = ATTENTION_FILES[precision.bf16, use_hopper(arch, config, precision)]
-    files["matmul"] = "matmul_hopper_bf16" if matmul_hopper(arch, precision) else "matmul"
+    files["matmul"] = matmul_file(arch, precision)
     if matmul == "cublaslt":
         del files["matmul"]
     return files
@@ -747,7 +751,7 @@ class MatmulKernels:
         self.hopper = matmul_hopper(device.gpu.arch, device.precision)
         self.wide, self.threads = (192, 384) if self.hopper else (128, 256)
         self.shared = 2 * (4 * (self.BM + self.wide) * 64 + 4 * self.BM * 64) if self.hopper else 3 * 2 * 10240
-        for name in kernels_of("matmul", "matmul_hopper_bf16" if self.hopper else "matmul"):
+        for name in kernels_of("matmul", matmul_file(device.gpu.arch, device.precision)):
             device.functions[name].max_dynamic_shared_size_bytes = self.shared
         tiles = WORKSPACE // (4 * self.BM * self.wide)  # whose sums have room in the workspace
         self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 again after each product

@@ -142,39 +142,21 @@ __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
 }
 
-// d += a @ b with both in shared memory; A_ACROSS: a has its rows contiguous (each row of the tile one k), too.
-template <int A_ACROSS, int B_ACROSS>
-__device__ inline void wgmma(float (&d)[64], unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64 "}, %64, %65, p, 1, 1, %67, %68; }\n"
-        : D64
-        : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
-}
-template <int A_ACROSS, int B_ACROSS>
-__device__ inline void wgmma(float (&d)[80], unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %82, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {" NAMES80 "}, %80, %81, p, 1, 1, %83, %84; }\n"
-        : D80
-        : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
-}
-template <int A_ACROSS, int B_ACROSS>
-__device__ inline void wgmma(float (&d)[96], unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NAMES96 "}, %96, %97, p, 1, 1, %99, %100; }\n"
-        : D96
-        : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
-}
-template <int A_ACROSS, int B_ACROSS>
-__device__ inline void wgmma(float (&d)[128], unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NAMES128 "}, %128, %129, p, 1, 1, %131, %132; }\n"
-        : D128
-        : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));
-}
+// d += a @ b with both in shared memory; A_ACROSS: a has its rows contiguous (each row of the tile one k), too. d is 64 rows by COLUMNS, of
+// which a thread has half as many numbers as there are columns; A .. TB: the operands' numbers, after d's.
+#define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \
+    template <int A_ACROSS, int B_ACROSS>                                                                              \
+    __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 "                                 \
+                     "{" NAMES "}, " A ", " B ", p, 1, 1, " TA ", " TB "; }\n"                                         \
+                     : D                                                                                               \
+                     : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));                                 \
+    }
+WGMMA(128, D64, NAMES64, "%64", "%65", "%66", "%67", "%68")
+WGMMA(160, D80, NAMES80, "%80", "%81", "%82", "%83", "%84")
+WGMMA(192, D96, NAMES96, "%96", "%97", "%98", "%99", "%100")
+WGMMA(256, D128, NAMES128, "%128", "%129", "%130", "%131", "%132")
 
 #endif
 
