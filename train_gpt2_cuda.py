@@ -408,7 +408,9 @@ KERNELS = {  # file -> its kernels
     "column_sums": ("column_sums",),
     "update": ("begin_step", "loss_mean", "global_norm", "prepare_update", "adamw_update", "round_weights", "hold", "fill_random"),
 }
-HOPPER_ONLY = {"matmul_hopper_bf16": ("matmul_backward_weight_narrow",)}  # .cu file -> kernels that the one for other GPUs has not
+HOPPER_ONLY = {  # .cu file -> kernels that the one for other GPUs has not
+    "matmul_hopper_bf16": ("matmul_forward_narrow", "matmul_backward_inp_narrow", "matmul_backward_weight_narrow"),
+}
 ATTENTION_FILES = {  # instead of attention.cu where it can be: the same kernels, (bfloat16, Hopper's own instructions)
     (False, False): "attention",
     (False, True): "attention_hopper",
@@ -702,8 +704,15 @@ class Products:
     def by_shape(self, operation, *arguments, **options):
         """`operation` by what is the fastest at this shape, the last three arguments."""
         key = f"{operation} {' '.join(map(str, arguments[-3:]))} {self.device.precision.products}"
-        ways = {name: functools.partial(getattr(way, operation), *arguments, **options) for name, way in self.ways.items()}
+        ways = self.ways_of(operation, *arguments, **options)
         ways[self.pick(key, ways)]()
+
+    def ways_of(self, operation, *arguments, **options):
+        """{way: call} of an operation that is no weight gradient."""
+        ways = {name: functools.partial(getattr(way, operation), *arguments, **options) for name, way in self.ways.items()}
+        if "kernels" in ways and self.ways["kernels"].hopper and operation in ("forward", "backward_inp"):
+            ways["kernels narrow"] = functools.partial(ways["kernels"], narrow=True)
+        return ways
 
     def forward(self, name, out, inp, weight, bias, N, C, OC):
         """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (None: no bias)."""
@@ -746,7 +755,7 @@ def fastest(device, calls):
 
 class MatmulKernels:
     """The products by matmul_hopper_bf16.cu or matmul.cu, with GELU in the epilogue. A tile of the result is BM rows by `wide` columns, or
-    by NARROW ones."""
+    NARROW ones on Hopper, of which 1280 and 1600 are multiples, but not of 192."""
 
     BM, NARROW = 128, 160
 
@@ -761,7 +770,7 @@ class MatmulKernels:
         self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 again after each product
 
     def launch(self, kernel, name, M, N, K, *arguments, splits=1):
-        wide = {"matmul_backward_inp_gelu": 128, "matmul_backward_weight_narrow": self.NARROW}.get(kernel, self.wide)
+        wide = self.NARROW if kernel.endswith("_narrow") else 128 if kernel == "matmul_backward_inp_gelu" else self.wide
         tiles = blocks(M, self.BM) * blocks(N, wide)
         band = 32 if blocks(N, wide) > 64 else 8  # so many rows of tiles in turn: what they share is in the L2 cache
         grid = min(tiles * splits, self.device.sm_count) if self.hopper else tiles * splits
@@ -772,16 +781,18 @@ class MatmulKernels:
         """An operand or a result as the kernels take it; box, box_columns: what TMA copies at once."""
         return self.device.tensor_map(array.reshape(rows, columns), box, box_columns) if self.hopper else array
 
-    def forward(self, name, out, inp, weight, bias, N, C, OC):
-        self.launch("matmul_forward", name, N, OC, C, self.matrix(out, N, OC, self.BM), self.matrix(inp, N, C, self.BM),
-                    self.matrix(weight, OC, C, self.wide), bias)
+    def forward(self, name, out, inp, weight, bias, N, C, OC, narrow=False):
+        kernel, wide, strip = ("matmul_forward_narrow", self.NARROW, 32) if narrow else ("matmul_forward", self.wide, 64)
+        self.launch(kernel, name, N, OC, C, self.matrix(out, N, OC, self.BM, strip), self.matrix(inp, N, C, self.BM),
+                    self.matrix(weight, OC, C, wide), bias)
 
     def forward_gelu(self, name, out, gelu, inp, weight, bias, N, C, OC):
         self.launch("matmul_forward_gelu", name, N, OC, C, self.matrix(out, N, OC, self.BM), self.matrix(gelu, N, OC, self.BM),
                     self.matrix(inp, N, C, self.BM), self.matrix(weight, OC, C, self.wide), bias)
 
-    def backward_inp(self, name, dinp, dout, weight, N, C, OC, scale=1.0):
-        self.launch("matmul_backward_inp", name, N, C, OC, self.matrix(dinp, N, C, self.BM), self.matrix(dout, N, OC, self.BM),
+    def backward_inp(self, name, dinp, dout, weight, N, C, OC, scale=1.0, narrow=False):
+        kernel, strip = ("matmul_backward_inp_narrow", 32) if narrow else ("matmul_backward_inp", 64)
+        self.launch(kernel, name, N, C, OC, self.matrix(dinp, N, C, self.BM, strip), self.matrix(dout, N, OC, self.BM),
                     self.matrix(weight, OC, C, 64), float(scale))
 
     def backward_inp_gelu(self, name, dinp, sums, again, dout, weight, inp, N, C, OC):
@@ -801,9 +812,10 @@ class MatmulKernels:
         few = blocks(OC, self.BM) * blocks(C, self.wide) <= min(2 * self.device.sm_count, self.done.shape[1])
         parts = [splits for splits in (1, 2, 3, 4, 5, 7, 9, 11) if splits == 1 or few and N >= 256 * splits]
         ways = {f"kernels {splits}": functools.partial(call, "matmul_backward_weight", splits) for splits in parts}
-        if self.hopper and few and blocks(OC, self.BM) * blocks(C, self.NARROW) <= self.done.shape[1]:
+        if self.hopper:
+            room = blocks(OC, self.BM) * blocks(C, self.NARROW) <= self.done.shape[1]
             ways |= {f"kernels {splits} narrow": functools.partial(call, "matmul_backward_weight_narrow", splits)
-                     for splits in parts if splits < 5}
+                     for splits in parts if splits == 1 or splits < 5 and room}
         return ways
 
 

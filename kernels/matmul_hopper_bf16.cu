@@ -2,11 +2,11 @@
 //
 // The kernels, their arguments and formulas are those of matmul.cuh.
 //
-// A block stays on its multiprocessor and takes items, tiles of 128 x 192 of `out`, one after the other. It is three warpgroups: one
-// thread of the first has TMA bring 128 x 64 of A and 64 x 192 of B at a time, always some steps ahead, over the end of a tile too.
-// The other two compute, each a tile of its own, in turns: while the tensor cores work on one group's tile, the other rounds its own,
-// applies what the epilogue asks for, and hands it to TMA to write. So the epilogue costs nothing as long as it is shorter than a tile's
-// product: 12 steps of 768 cycles when the inner dimension is 768.
+// A block stays on its multiprocessor and takes items, tiles of 128 x 192 of `out`, or of 128 x 160 ("narrow"), one after the other. It is
+// three warpgroups: one thread of the first has TMA bring 128 x 64 of A and 64 x 192 of B at a time, always some steps ahead, over the end
+// of a tile too. The other two compute, each a tile of its own, in turns: while the tensor cores work on one group's tile, the other rounds
+// its own, applies what the epilogue asks for, and hands it to TMA to write. So the epilogue costs nothing as long as it is shorter than a
+// tile's product: 12 steps of 768 cycles when the inner dimension is 768.
 //
 // dweight has few tiles and a long inner dimension: that is split among blocks where there are too few tiles for the multiprocessors.
 // Each part adds its sums to those of the parts before it, in their order, so that the result does not depend on who was first. What is
@@ -42,16 +42,17 @@ struct Place {
     int t = threadIdx.x % 4, g = threadIdx.x % 32 / 4, first = threadIdx.x % GROUP / 32 * 16 + g;
     __device__ int row(int k) const { return first + k % 2 * 8 + k / 2 * 64; }
 
-    // The two columns from 8 * unit + 2 * t on in row(k) of a strip, which lies as TMA wants it.
+    // The two columns from 8 * unit + 2 * t on in row(k) of a strip of 64, which lies as TMA wants it.
     __device__ uint32* pair(element* strip, int unit, int k) const {
         return reinterpret_cast<uint32*>(strip) + first * 32 + (unit ^ g) * 4 + t + (k % 2 * 8 + k / 2 * 64) * 32;
     }
 
-    // The same where a strip is of gradients, bfloat16 or float32, and 32 columns: 64 or 128 bytes a row.
-    __device__ gradient* pair_of_gradients(void* strip, int unit, int k) const {
-        constexpr int ROW = 32 * sizeof(gradient);
-        const int byte = (8 * unit + 2 * t) * int(sizeof(gradient)), turned = ROW == 128 ? g : g / 2;
-        return reinterpret_cast<gradient*>(static_cast<char*>(strip) + row(k) * ROW + ((byte / 16) ^ turned) * 16 + byte % 16);
+    // The same in a strip of 32 columns, of elements or of gradients, bfloat16 or float32: 64 or 128 bytes a row.
+    template <class Number>
+    __device__ Number* pair_of_32(void* strip, int unit, int k) const {
+        constexpr int ROW = 32 * sizeof(Number);
+        const int byte = (8 * unit + 2 * t) * int(sizeof(Number)), turned = ROW == 128 ? g : g / 2;
+        return reinterpret_cast<Number*>(static_cast<char*>(strip) + row(k) * ROW + ((byte / 16) ^ turned) * 16 + byte % 16);
     }
 };
 
@@ -64,6 +65,7 @@ template <int BN, int A_ACROSS, int B_ACROSS, class Prepare, class Finish>
 __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z, Prepare prepare,
                                          Finish finish) {
     constexpr int BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK, STAGES = STAGES_ROOM / STAGE;
+    constexpr int LOADED = (BM + (B_ACROSS ? BOXES * 64 : BN)) * BK;  // elements of a step
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> ring;
     __shared__ Barrier turn;  // ends a phase with each item whose last product is begun
@@ -83,7 +85,7 @@ __device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap
                 element *a = stages + n % STAGES * STAGE, *b = a + BM * BK;
                 Barrier* full = &ring.full[n % STAGES];
                 ring.wait_for_room(n);
-                barrier_expect(full, STAGE * sizeof(element));
+                barrier_expect(full, LOADED * sizeof(element));
                 if (A_ACROSS) {
                     for (int j = 0; j < BM / 64; j++) load_box(a + j * 64 * BK, &a_map, full, item.row + 64 * j, step * BK, 0);
                 } else {
@@ -159,18 +161,19 @@ __device__ inline void write_strip(const TensorMap& map, const element* strip, c
 }
 
 // strip = (sums of its columns) * scale + bias, rounded.
-template <int BN>
+template <int BN, int WIDE>
 __device__ __forceinline__ void fill_strip(element* strip, const Sums<BN>& sums, int s, float scale, const element* bias, int column,
                                            int N) {
     const Place at;
 #pragma unroll
-    for (int unit = 0; unit < 8; unit++) {
-        const int c = column + 64 * s + 8 * unit + 2 * at.t;
+    for (int unit = 0; unit < WIDE / 8; unit++) {
+        const int c = column + WIDE * s + 8 * unit + 2 * at.t;
         const float2 b = bias && c < N ? as_floats(*reinterpret_cast<const uint32*>(bias + c)) : float2{0.0f, 0.0f};
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const float* x = &sums[k / 2][4 * (8 * s + unit) + k % 2 * 2];
-            *at.pair(strip, unit, k) = as_pair(x[0] * scale + b.x, x[1] * scale + b.y);
+            const float* x = &sums[k / 2][4 * (WIDE / 8 * s + unit) + k % 2 * 2];
+            uint32* pair = WIDE == 64 ? at.pair(strip, unit, k) : reinterpret_cast<uint32*>(at.pair_of_32<element>(strip, unit, k));
+            *pair = as_pair(x[0] * scale + b.x, x[1] * scale + b.y);
         }
     }
 }
@@ -217,12 +220,13 @@ __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
 template <int BN>
 __device__ __forceinline__ void write_tile(const TensorMap& map, const Sums<BN>& sums, const Item& item, element* strips, float scale,
                                            const element* bias, int N) {
+    constexpr int WIDE = BN % 64 ? 32 : 64;  // columns of a strip
 #pragma unroll
-    for (int s = 0; s < BN / 64; s++) {
+    for (int s = 0; s < BN / WIDE; s++) {
         element* strip = strips + s % 2 * STRIP;
         s == 0 ? claim<0>() : claim<1>();
-        fill_strip<BN>(strip, sums, s, scale, bias, item.column, N);
-        write_strip(map, strip, item, 64 * s);
+        fill_strip<BN, WIDE>(strip, sums, s, scale, bias, item.column, N);
+        write_strip(map, strip, item, WIDE * s);
     }
 }
 
@@ -231,14 +235,26 @@ struct Nothing {
 };
 
 // Block (384); grid (any number of blocks). Shared memory: STAGES_ROOM + 4 * STRIP elements. Boxes of the maps: A 128 x 64 (rows x
-// columns), across 64 x 64; B 192 x 64, across 64 x 64; out, and what is beside it, 128 x 64.
+// columns), across 64 x 64; B 192 x 64 (narrow: 160 x 64), across 64 x 64; out, and what is beside it, 128 x 64 (narrow: 128 x 32).
+template <int BN>
+__device__ __forceinline__ void forward(const TensorMap& out, const TensorMap& inp, const TensorMap& weight, const element* bias,
+                                        const Sizes& z) {
+    multiply<BN, 0, 0>(inp, weight, z, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
+        write_tile<BN>(out, sums, item, strips, 1.0f, bias, z.N);
+    });
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_forward(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                const element* bias, int M, int N, int K, int band) {
-    constexpr int BN = 192;
-    multiply<BN, 0, 0>(inp, weight, {M, N, K, band, 1}, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
-        write_tile<BN>(out, sums, item, strips, 1.0f, bias, N);
-    });
+    forward<192>(out, inp, weight, bias, {M, N, K, band, 1});
+}
+
+// 1600 columns are 10 narrow tiles, but 8.3 others.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_forward_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
+                      const __grid_constant__ TensorMap weight, const element* bias, int M, int N, int K, int band) {
+    forward<160>(out, inp, weight, bias, {M, N, K, band, 1});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -250,7 +266,7 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
 #pragma unroll
         for (int s = 0; s < BN / 64; s++) {
             claim<1>();
-            fill_strip<BN>(strips, sums, s, 1.0f, bias, item.column, N);
+            fill_strip<BN, 64>(strips, sums, s, 1.0f, bias, item.column, N);
             write_strip(out, strips, item, 64 * s);
             claim<1>();
             gelu_strip(strips + STRIP, strips);
@@ -259,13 +275,24 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
     });
 }
 
+template <int BN>
+__device__ __forceinline__ void backward_inp(const TensorMap& dinp, const TensorMap& dout, const TensorMap& weight, float scale,
+                                             const Sizes& z) {
+    multiply<BN, 0, 1>(dout, weight, z, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
+        write_tile<BN>(dinp, sums, item, strips, scale, nullptr, z.N);
+    });
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_inp(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
                     const __grid_constant__ TensorMap weight, float scale, int M, int N, int K, int band) {
-    constexpr int BN = 192;
-    multiply<BN, 0, 1>(dout, weight, {M, N, K, band, 1}, Nothing(), [&](Sums<BN>& sums, const Item& item, element* strips) {
-        write_tile<BN>(dinp, sums, item, strips, scale, nullptr, N);
-    });
+    backward_inp<192>(dinp, dout, weight, scale, {M, N, K, band, 1});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_backward_inp_narrow(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
+                           const __grid_constant__ TensorMap weight, float scale, int M, int N, int K, int band) {
+    backward_inp<160>(dinp, dout, weight, scale, {M, N, K, band, 1});
 }
 
 // One step of sum_columns: a lane hands one half of what it has to the lane 4 * DISTANCE away, and adds up the other half.
@@ -399,7 +426,7 @@ __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     const float* x = &sums[k / 2][4 * (WIDE / 8 * s + unit) + k % 2 * 2];
-                    put_pair(at.pair_of_gradients(strip, unit, k), x[0] * scale, x[1] * scale, accumulate);
+                    put_pair(at.pair_of_32<gradient>(strip, unit, k), x[0] * scale, x[1] * scale, accumulate);
                 }
             }
             write_strip(dweight, strip, item, WIDE * s);
@@ -413,7 +440,7 @@ matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* parts,
     backward_weight<192>(dweight, parts, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
 }
 
-// Narrow tiles: 768 columns are 5 of them, and 3072 x 768 numbers 120, which gives nearly all multiprocessors of an H200 one.
+// 768 columns are 5 narrow tiles, and 3072 x 768 numbers are 120, which gives nearly all multiprocessors of an H200 one.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_weight_narrow(const __grid_constant__ TensorMap dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
                               const __grid_constant__ TensorMap inp, float scale, int accumulate, int M, int N, int K, int band,

@@ -378,6 +378,13 @@ def test_classifier(device, B, T):
     check_classifier(device, B, T)
 
 
+def test_classifier_with_one_row_on_chip(gpu, tmp_path_factory):
+    """In bfloat16; in float32, there is never room for two of 50304."""
+    device = get_device(gpu, Config(1024, 100001, 1, 2, 128, 100096), PRECISIONS["bf16"], tmp_path_factory)
+    assert device.rows_on_chip == (1 if gpu.arch == "sm_90a" else 0)
+    check_classifier(device, 3, 97)
+
+
 def test_classifier_off_chip(gpu, tmp_path_factory):
     """What GPUs run whose shared memory has no room for a row of logits."""
     device = get_device(gpu, MODELS[0], PRECISIONS["bf16"], tmp_path_factory, portable=True)
@@ -406,7 +413,7 @@ def check_classifier(device, B, T):
     assert not got[..., V:].any(), "the padding's gradient is 0"
 
 
-PRODUCTS = [(291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720), (2100, 96, 504)]  # N, C, OC
+PRODUCTS = [(291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720), (2100, 168, 504)]  # N, C, OC
 WAYS = ("cublaslt", "kernels", "kernels, portable", "kernels, two blocks")
 
 
@@ -433,15 +440,21 @@ def test_products(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, way):
     inp_gpu, weight_gpu, bias_gpu, dout_gpu = on_gpu(inp, weight, bias, dout, dtype=e)
     tolerance = TF32 if precision == "tf32" else SUMS
     exact = inp.astype(np.float64) @ weight.T.astype(np.float64)
+    out, dinp = unwritten(N, OC, dtype=e), unwritten(N, C, dtype=e)
     for b in (None, bias_gpu):
-        out = unwritten(N, OC, dtype=e)
-        products.forward("forward", out, inp_gpu, weight_gpu, b, N, C, OC)
-        assert_close(tolerance, out=(out, exact + (0 if b is None else bias)))
+        for call in products.ways_of("forward", "forward", out, inp_gpu, weight_gpu, b, N, C, OC).values():
+            out[...] = unwritten(N, OC, dtype=e)
+            call()
+            assert_close(tolerance, out=(out, exact + (0 if b is None else bias)))
     exact = dout.astype(np.float64) @ weight.astype(np.float64)
     for scale in (1.0, 0.7):
-        dinp = unwritten(N, C, dtype=e)
-        products.backward_inp("dinp", dinp, dout_gpu, weight_gpu, N, C, OC, scale=scale)
-        assert_close(tolerance, dinp=(dinp, scale * exact))
+        for call in products.ways_of("backward_inp", "dinp", dinp, dout_gpu, weight_gpu, N, C, OC, scale=scale).values():
+            dinp[...] = unwritten(N, C, dtype=e)
+            call()
+            assert_close(tolerance, dinp=(dinp, scale * exact))
+    out[...] = unwritten(N, OC, dtype=e)
+    products.forward("forward", out, inp_gpu, weight_gpu, None, N, C, OC)  # the fastest of them
+    assert_close(tolerance, out=(out, inp.astype(np.float64) @ weight.T.astype(np.float64)))
     expected = dout.T.astype(np.float64) @ inp.astype(np.float64)
     transposed = unwritten(min(C, OC), N, dtype=e)
     dweight, chosen = unwritten(OC, C, dtype=g), products.ways[way.split(",")[0]]

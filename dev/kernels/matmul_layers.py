@@ -167,6 +167,10 @@ class MatmulForward(Matmul):
     def live(self, lab, a, block):
         lab.products.kernels.forward(self.name, *self.operands(a), self.N, self.C, self.OC)
 
+    @version(384, fits=Matmul.on_hopper)
+    def live_narrow(self, lab, a, block):
+        lab.products.kernels.forward(self.name, *self.operands(a), self.N, self.C, self.OC, narrow=True)
+
     @version(384)
     def cublaslt(self, lab, a, block):
         with searched(lab) as cublaslt:
@@ -248,6 +252,10 @@ class MatmulBackwardInp(Matmul):
     @version(384, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
         lab.products.kernels.backward_inp(self.name, *self.operands(a), self.N, self.C, self.OC)
+
+    @version(384, fits=Matmul.on_hopper)
+    def live_narrow(self, lab, a, block):
+        lab.products.kernels.backward_inp(self.name, *self.operands(a), self.N, self.C, self.OC, narrow=True)
 
     @version(384)
     def cublaslt(self, lab, a, block):
