@@ -11,12 +11,12 @@
 // Products are begun and waited for apart: those of P with a tile run while the softmax of the next tile is worked out, and
 // what one group leaves idle of the tensor cores, the other one takes.
 //
-// The maps that TMA reads by are made by train_gpt2_cuda.py: of inp (B,T,3C), dout and out (B,T,C), boxes of 64 rows by HS columns.
-// Rows from T on arrive as zeros.
+// The maps that TMA goes by are made by train_gpt2_cuda.py: of inp (B,T,3C), dout and out (B,T,C), boxes of 64 rows by HS columns, and of
+// what a kernel writes, of 16 rows. Rows from T on arrive as zeros, and are not written.
 //
 // Bound by the tensor cores (2048 multiply-adds a cycle and multiprocessor) and, as much, by exp (16 a cycle: for each element
-// of P, as long as its two products with heads of 64). H200, B=64, T=1024: 345 TFLOP/s forward, 329 backward (five products counted,
-// seven done); cuDNN 338 and 250, both on a GPU that is not warm yet. The ladder is in dev/attention.md.
+// of P, as long as its two products with heads of 64). H200, B=64, T=1024: 346 TFLOP/s forward, 329 backward (five products counted,
+// seven done); cuDNN 344 and 254, in the middle of a longer run. The ladder is in dev/attention.md.
 
 #include "hopper.cuh"
 #include "mma.cuh"
@@ -41,10 +41,11 @@ struct Item {
 
 // This block's item number `round`; false when there are no more. Items come in the order of w: first tile 0 of all heads, then tile 1 ...
 // The blocks take turns forwards and backwards, because tiles get cheaper along the way (or, counted from the end, dearer first).
-__device__ inline bool pick(Item& item, int round, int T, int B) {
+__device__ inline bool pick(Item& item, int round, int T, const Divisor& heads) {
     const int blocks = gridDim.x, w = round * blocks + (round % 2 ? blocks - 1 - int(blockIdx.x) : int(blockIdx.x));
-    item = {w / (NH * B), w % NH, w / NH % B};
-    return w < (T + ROWS - 1) / ROWS * NH * B;
+    const int tile = heads.quotient(w), head = w - tile * heads.by;
+    item = {tile, head % NH, head / NH};
+    return tile < (T + ROWS - 1) / ROWS;
 }
 
 // All threads of the block, before anything else: the rings' barriers, for so many arrivals beside the announced bytes.
@@ -71,20 +72,6 @@ __device__ inline void load_keys_and_values(Ring<STAGES>& ring, int n, element* 
     }
 }
 
-// Among the 4 lanes that share a row: lane t has x[n], piece t of unit n, and gets piece n of unit t.
-__device__ inline void turn(uint32 (&x)[4]) {
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-        const int i = bit == 1 ? 2 : 1;  // x[0], x[bit] are exchanged, and x[i], x[i + bit]
-        const bool upper = t & bit;
-        const uint32 a = __shfl_xor_sync(0xffffffff, upper ? x[0] : x[bit], bit);
-        const uint32 b = __shfl_xor_sync(0xffffffff, upper ? x[i] : x[i + bit], bit);
-        (upper ? x[0] : x[bit]) = a;
-        (upper ? x[i] : x[i + bit]) = b;
-    }
-}
-
 // This warp's 16 rows of a box as the A operands of 4 products.
 __device__ inline void read_rows(uint32 (&a)[4][4], const element* box) {
     const int lane = threadIdx.x % 32, r = threadIdx.x % GROUP / 32 * 16 + lane % 16;
@@ -92,37 +79,40 @@ __device__ inline void read_rows(uint32 (&a)[4][4], const element* box) {
     for (int k = 0; k < 4; k++) load_tiles<0>(a[k], box + r * 64 + ((2 * k + lane / 16) ^ r % 8) * 8);
 }
 
-// Write a warp's 16 rows (16,64) of one head, times a factor for each of the thread's two rows.
-__device__ inline void store_rows(element* head, const float (&d)[32], float upper, float lower, int row, int T, int row_stride) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+// Write a warp's 16 rows (16,64) of one head, times a factor for each of the thread's two rows, by way of `room`, a quarter of a box; all
+// but the newest PENDING of the warp's rooms are to be free then.
+template <int PENDING>
+__device__ inline void store_rows(const TensorMap& map, element* room, const float (&d)[32], float upper, float lower, int column, int row,
+                                  int b) {
+    const int lane = threadIdx.x % 32, r = lane % 16;
+    if (lane == 0) stores_wait<PENDING>();
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int r = row + g + i % 2 * 8, half = i / 2;
-        const float factor = i % 2 ? lower : upper;
-        uint32 x[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const int j = (half * 4 + n) * 4 + i % 2 * 2;
-            x[n] = as_pair(d[j] * factor, d[j + 1] * factor);
-        }
-        turn(x);
-        if (r < T) *reinterpret_cast<uint4*>(head + int64(r) * row_stride + half * 32 + t * 8) = {x[0], x[1], x[2], x[3]};
+    for (int k = 0; k < 4; k++) {
+        const float* x = d + 8 * k;
+        store_tiles({as_pair(x[0] * upper, x[1] * upper), as_pair(x[2] * lower, x[3] * lower), as_pair(x[4] * upper, x[5] * upper),
+                     as_pair(x[6] * lower, x[7] * lower)},
+                    room + r * 64 + ((2 * k + lane / 16) ^ r % 8) * 8);
+    }
+    fence_for_async();
+    __syncwarp();
+    if (lane == 0) {
+        store_box(&map, room, column, row, b);
+        stores_commit();
     }
 }
 
 // sums[c] = the sum over the warp's 16 rows, times `factor`.
 __device__ inline void sum_rows(float* sums, const float (&d)[32], float factor) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float v[16];
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        float2 sum = {(d[4 * n] + d[4 * n + 2]) * factor, (d[4 * n + 1] + d[4 * n + 3]) * factor};
-#pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) {
-            sum.x += __shfl_xor_sync(0xffffffff, sum.x, distance);
-            sum.y += __shfl_xor_sync(0xffffffff, sum.y, distance);
-        }
-        if (g == 0) *reinterpret_cast<float2*>(sums + 8 * n + 2 * t) = sum;
-    }
+    for (int k = 0; k < 16; k++) v[k] = (d[k / 2 * 4 + k % 2] + d[k / 2 * 4 + k % 2 + 2]) * factor;
+    halve<8, 1>(v);
+    halve<4, 2>(v);
+    halve<2, 4>(v);
+    const int n = g % 2 * 4 + g / 2 % 2 * 2 + g / 4;
+    *reinterpret_cast<float2*>(sums + 8 * n + 2 * t) = float2{v[0], v[1]};
 }
 
 // d (64,n) = rows (64,HS) @ tile (n,HS)^T, begun.
@@ -163,24 +153,27 @@ __device__ inline void put_sums(float* partials, const float (&sums)[4][HS], int
 constexpr float TO_LOG2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
 constexpr int OWN = 1;                   // the first of the hardware's barriers for one group alone
 
-// Block (384); grid (any number of blocks, which share out the items). Shared memory: 2 + FORWARD_STAGES * 2 * FORWARD_BOXES boxes and 1024
+// Block (384); grid (any number of blocks, which share out the items). Shared memory: 4 + FORWARD_STAGES * 2 * FORWARD_BOXES boxes and 1024
 // bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_forward(element* out, float* lse, const element* inp, int T, int B, const __grid_constant__ TensorMap map) {
+attention_forward(element* out, float* lse, const element* inp, int T, int B, const __grid_constant__ TensorMap map,
+                  const __grid_constant__ TensorMap out_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1> rows;
     __shared__ Ring<FORWARD_STAGES> ring;
     constexpr int KEYS = FORWARD_BOXES * 64, TILE = FORWARD_BOXES * BOX;
     element* const queries = tiles_of(shared);
-    element* const tiles = queries + GROUPS * BOX;  // of each stage: key, value
+    element* const rooms = queries + GROUPS * BOX;
+    element* const tiles = rooms + GROUPS * BOX;  // of each stage: key, value
     const int last_tile = (T - 1) / ROWS;
     make_rings(rows, 1, ring, 1);
+    const Divisor heads(NH * B);
     Item item;
 
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick(item, round, T, B); round++) {
+            for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
                 const int first = (last_tile - item.tile) * ROWS, column = item.h * HS;
                 rows.wait_for_room(round);
                 barrier_expect(&rows.full[0], GROUPS * BOX_BYTES);
@@ -193,7 +186,8 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
     } else {
         take_registers<COMPUTE_REGISTERS>();
         const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        for (int round = 0, n = 0; pick(item, round, T, B); round++) {
+        element* const room = rooms + (group * 4 + warp) * (BOX / 4);
+        for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
             const int first = (last_tile - item.tile) * ROWS;
             const int group_row = first + 64 * group, row = group_row + 16 * warp + g;  // the thread's rows: row, row + 8
             uint32 q[4][4], p[KEYS / 16][4];
@@ -250,16 +244,17 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             wgmma_wait<0>();
             pin(o);
             ring.release(n++);
-            store_rows(out + int64(item.b) * T * C + item.h * HS, o, 1.0f / sum[0], 1.0f / sum[1], group_row + 16 * warp, T, C);
+            store_rows<0>(out_map, room, o, 1.0f / sum[0], 1.0f / sum[1], item.h * HS, group_row + 16 * warp, item.b);
         }
+        if (threadIdx.x % 32 == 0) stores_wait<0>();  // shared memory stays until TMA has read it
     }
 }
 
-// dquery, and D for attention_backward_dkv. Block (384); grid as above. Shared memory: 6 + DQUERY_STAGES * 2 boxes and 1024 bytes.
+// dquery, and D for attention_backward_dkv. Block (384); grid as above. Shared memory: 8 + DQUERY_STAGES * 2 boxes and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp, const element* out,
                           const float* lse, int T, int B, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap dout_map,
-                          const __grid_constant__ TensorMap out_map) {
+                          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap dinp_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1, 32> rows;
     __shared__ Ring<DQUERY_STAGES> ring;
@@ -268,15 +263,17 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     element* const queries = tiles_of(shared);
     element* const dqueries = queries + GROUPS * BOX;  // dout
     element* const outs = dqueries + GROUPS * BOX;
-    element* const tiles = outs + GROUPS * BOX;        // of each stage: key, value
+    element* const rooms = outs + GROUPS * BOX;
+    element* const tiles = rooms + GROUPS * BOX;       // of each stage: key, value
     const int last_tile = (T - 1) / ROWS;
     make_rings(rows, 1 + 64, ring, 1);
+    const Divisor heads(NH * B);
     Item item;
 
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick(item, round, T, B); round++) {
+            for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
                 const int first = (last_tile - item.tile) * ROWS, column = item.h * HS;
                 rows.wait_for_room(round);
                 barrier_expect(&rows.full[0], 3 * GROUPS * BOX_BYTES);
@@ -290,7 +287,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
                 }
             }
         } else if (threadIdx.x >= 64) {
-            for (int round = 0; pick(item, round, T, B); round++) {
+            for (int round = 0; pick(item, round, T, heads); round++) {
                 const int r = threadIdx.x - 64, first = (last_tile - item.tile) * ROWS;
                 const float* from = lse + (int64(item.b) * NH + item.h) * T;
                 const float upper = first + r < T ? from[first + r] : 0.0f, lower = first + 64 + r < T ? from[first + 64 + r] : 0.0f;
@@ -303,7 +300,8 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     } else {
         take_registers<COMPUTE_REGISTERS>();
         const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        for (int round = 0, n = 0; pick(item, round, T, B); round++) {
+        element* const room = rooms + (group * 4 + warp) * (BOX / 4);
+        for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
             const int first = (last_tile - item.tile) * ROWS;
             const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
             uint32 q[4][4], d[4][4], ds[KEYS / 16][4];
@@ -395,19 +393,21 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
                 ring.wait(n);
                 ring.release(n);
             }
-            store_rows(dinp + int64(item.b) * T * 3 * C + item.h * HS, dq, 1.0f / 8.0f, 1.0f / 8.0f, group_row + 16 * warp, T, 3 * C);
+            store_rows<0>(dinp_map, room, dq, 1.0f / 8.0f, 1.0f / 8.0f, item.h * HS, group_row + 16 * warp, item.b);
             barrier_wait(OWN + group, GROUP);  // the sums of the item before are read
             sum_rows(sums[group][warp], dq, 1.0f / 8.0f);
             barrier_wait(OWN + group, GROUP);
             put_sums(partials, sums[group], item.h * HS, item.b, group_row, T);
         }
+        if (threadIdx.x % 32 == 0) stores_wait<0>();
     }
 }
 
-// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid as above. Shared memory: 4 + DKV_STAGES * 2 boxes and 1024 bytes.
+// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid as above. Shared memory: 8 + DKV_STAGES * 2 boxes and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse, const float* D, int T,
-                       int B, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap dout_map) {
+                       int B, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap dout_map,
+                       const __grid_constant__ TensorMap dinp_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1> rows;
     __shared__ Ring<DKV_STAGES> ring;
@@ -415,14 +415,16 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     constexpr int QUERIES = 64;
     element* const keys = tiles_of(shared);
     element* const values = keys + GROUPS * BOX;
-    element* const tiles = values + GROUPS * BOX;  // of each stage: query, dout
+    element* const rooms = values + GROUPS * BOX;     // for each warp: of dkey, of dvalue
+    element* const tiles = rooms + 2 * GROUPS * BOX;  // of each stage: query, dout
     make_rings(rows, 1, ring, 1 + 64);
+    const Divisor heads(NH * B);
     Item item;  // the first keys have the most queries
 
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick(item, round, T, B); round++) {
+            for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
                 const int first = item.tile * ROWS, column = item.h * HS;
                 rows.wait_for_room(round);
                 barrier_expect(&rows.full[0], 2 * GROUPS * BOX_BYTES);
@@ -441,7 +443,7 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
             }
         } else if (threadIdx.x >= 64) {
             const int q = threadIdx.x - 64;
-            for (int round = 0, n = 0; pick(item, round, T, B); round++) {
+            for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
                 const int64 head = (int64(item.b) * NH + item.h) * T;
                 for (int start = item.tile * ROWS; start < T; start += QUERIES, n++) {
                     const int stage = n % DKV_STAGES, r = start + q;
@@ -456,7 +458,8 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     } else {
         take_registers<COMPUTE_REGISTERS>();
         const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        for (int round = 0, n = 0; pick(item, round, T, B); round++) {
+        element* const room = rooms + (group * 4 + warp) * (BOX / 2);
+        for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
             const int first = item.tile * ROWS, group_row = first + 64 * group, row = group_row + 16 * warp + g;
             const int count = (T - first + QUERIES - 1) / QUERIES;  // tiles of queries from the first key on
             uint32 k[4][4], v[4][4], p[QUERIES / 16][4], ds[QUERIES / 16][4];
@@ -549,9 +552,8 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
                 pin(dv);
                 ring.release(n++);
             }
-            element* dhead = dinp + int64(item.b) * T * 3 * C + item.h * HS;
-            store_rows(dhead + C, dk, 1.0f / 8.0f, 1.0f / 8.0f, group_row + 16 * warp, T, 3 * C);
-            store_rows(dhead + 2 * C, dv, 1.0f, 1.0f, group_row + 16 * warp, T, 3 * C);
+            store_rows<1>(dinp_map, room, dk, 1.0f / 8.0f, 1.0f / 8.0f, C + item.h * HS, group_row + 16 * warp, item.b);
+            store_rows<1>(dinp_map, room + BOX / 4, dv, 1.0f, 1.0f, 2 * C + item.h * HS, group_row + 16 * warp, item.b);
             barrier_wait(OWN + group, GROUP);  // the sums of the item before are read
             sum_rows(sums[group][0][warp], dk, 1.0f / 8.0f);
             sum_rows(sums[group][1][warp], dv, 1.0f);
@@ -559,5 +561,6 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
             put_sums(partials, sums[group][0], C + item.h * HS, item.b, group_row, T);
             put_sums(partials, sums[group][1], 2 * C + item.h * HS, item.b, group_row, T);
         }
+        if (threadIdx.x % 32 == 0) stores_wait<0>();
     }
 }

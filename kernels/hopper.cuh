@@ -19,6 +19,8 @@
 constexpr int GROUP = 128;        // threads of a warpgroup
 constexpr int TILE = 64 * 64;     // elements of 64 rows of a tile
 
+__device__ inline uint32 shared_address(const void* p) { return __cvta_generic_to_shared(p); }
+
 // Which warpgroup of the block this thread is in; from one lane's register, so that the compiler knows it is one for all lanes.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / GROUP, 0); }
 
@@ -49,6 +51,27 @@ template <int N>
 __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Four matrices of 8 x 8 elements to shared memory: lane l says where row l % 8 of number l / 8 goes; pairs[k] are (g, 2t) and the next of
+// number k.
+__device__ inline void store_tiles(const uint32 (&pairs)[4], element* row) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(pairs[0]),
+                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                 : "memory");
+}
+
+// One step of sums over the 8 lanes that share t: a lane hands one half of its v to the lane 4 * DISTANCE away, and adds up the other
+// half.
+template <int HALF, int DISTANCE, int N>
+__device__ inline void halve(float (&v)[N]) {
+    const bool upper = threadIdx.x / (4 * DISTANCE) % 2;
+#pragma unroll
+    for (int k = 0; k < HALF; k++) {
+        const float low = v[k], high = v[k + HALF];  // copies, or the compiler picks one by its address, in local memory
+        const float handed = __shfl_xor_sync(0xffffffff, upper ? low : high, 4 * DISTANCE);
+        v[k] = (upper ? high : low) + handed;
+    }
 }
 
 // Online softmax: s, the scores of a thread's rows `row` and `row` + 8 with the keys from `start` on (before scaling; to_log2 is
@@ -167,8 +190,6 @@ typedef unsigned long long Barrier;
 struct alignas(64) TensorMap {
     char opaque[128];
 };
-
-__device__ inline uint32 shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
 // By one thread; the others may use the barriers after fence_barriers() by that thread and __syncthreads().
 __device__ inline void barrier_make(Barrier* b, int arrivals) {
