@@ -758,23 +758,25 @@ class MatmulKernels:
     NARROW ones on Hopper, of which 1280 and 1600 are multiples, but not of 192."""
 
     BM, NARROW = 128, 160
+    HOPPER_SHARED = 2 * (4 * (BM + 192) * 64 + 4 * BM * 64)  # bytes of a block: four steps of both operands, four strips of 64 columns
 
     def __init__(self, device, products):
         self.device, self.products = device, products
         self.hopper = matmul_hopper(device.gpu.arch, device.precision)
         self.wide, self.threads = (192, 384) if self.hopper else (128, 256)
-        self.shared = 2 * (4 * (self.BM + self.wide) * 64 + 4 * self.BM * 64) if self.hopper else 3 * 2 * 10240
+        self.shared = self.HOPPER_SHARED if self.hopper else 3 * 2 * 10240
         for name in kernels_of("matmul", matmul_file(device.gpu.arch, device.precision)):
             device.functions[name].max_dynamic_shared_size_bytes = self.shared
         tiles = WORKSPACE // (4 * self.BM * self.wide)  # whose sums have room in the workspace
         self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 again after each product
 
     def launch(self, kernel, name, M, N, K, *arguments, splits=1):
-        wide = self.NARROW if kernel.endswith("_narrow") else 128 if kernel == "matmul_backward_inp_gelu" else self.wide
+        wide = self.NARROW if kernel.endswith("_narrow") else self.wide
         tiles = blocks(M, self.BM) * blocks(N, wide)
         band = 32 if blocks(N, wide) > 64 else 8  # so many rows of tiles in turn: what they share is in the L2 cache
         grid = min(tiles * splits, self.device.sm_count) if self.hopper else tiles * splits
-        self.device.launch(kernel, (grid,), (self.threads,), *arguments, M, N, K, band, *([splits] if "weight" in kernel else []),
+        threads = self.threads + 128 * (self.hopper and kernel == "matmul_forward_gelu")  # a warpgroup of its own does GELU
+        self.device.launch(kernel, (grid,), (threads,), *arguments, M, N, K, band, *([splits] if "weight" in kernel else []),
                            shared=self.shared, flops=2 * M * N * K, label=name)
 
     def matrix(self, array, rows, columns, box, box_columns=64):

@@ -225,7 +225,7 @@ __device__ inline void put_pair(float* out, float left, float right, int accumul
 #if BFLOAT16
 __device__ inline void put_pair(__nv_bfloat16* out, float left, float right, int accumulate) {
     uint32* pair = reinterpret_cast<uint32*>(out);
-    const float2 before = accumulate ? as_floats(*pair) : float2{0.0f, 0.0f};
+    const float2 before = accumulate ? as_floats(*pair) : float2{-0.0f, -0.0f};  // x + -0 is x, -0 too
     *pair = as_pair(before.x + left, before.y + right);
 }
 #endif

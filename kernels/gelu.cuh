@@ -8,32 +8,34 @@ constexpr float SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float CUBE = 0.044715f;
 
 struct Gate {
-    float s, rest;  // rest = 1 - s, exact where s is nearly 1
+    float s, slope;  // s (1 - s)
 };
 
 // For all passes the same to the bit: with operations that the compiler may not fuse one way here and another way there.
 #if BFLOAT16
-// -2u in units of log2, but so that 2^ it stays finite.
+// -2u in units of log2. Where 2^ it is infinite, s is 0.
 __device__ inline float away(float x) {
-    return fminf(__fmul_rn(x, __fmaf_rn(-2.0f * SCALE * CUBE * LOG2E, __fmul_rn(x, x), -2.0f * SCALE * LOG2E)), 115.0f);
+    return __fmul_rn(x, __fmaf_rn(-2.0f * SCALE * CUBE * LOG2E, __fmul_rn(x, x), -2.0f * SCALE * LOG2E));
 }
-#endif
+__device__ inline float inverse_of_1_plus(float e) { return inverse(__fadd_rn(1.0f, e)); }
+__device__ inline Gate gate_of(float s) { return {s, __fmaf_rn(-s, s, s)}; }
 __device__ inline Gate gate(float x) {
-#if BFLOAT16
-    const float e = power_of_2(away(x)), s = inverse(__fadd_rn(1.0f, e));  // 2^-21 off, which bfloat16 does not see
+    return gate_of(inverse_of_1_plus(power_of_2(away(x))));  // 2^-21 off, which bfloat16 does not see
+}
 #else
+__device__ inline Gate gate(float x) {
     const float twice_u = __fmul_rn(__fmul_rn(2.0f * SCALE, x), __fmaf_rn(CUBE, __fmul_rn(x, x), 1.0f));
     const float e = expf(fminf(-twice_u, 80.0f)), s = __fdiv_rn(1.0f, __fadd_rn(1.0f, e));  // 80: exp stays finite
-#endif
-    return {s, __fmul_rn(e, s)};
+    return {s, __fmul_rn(s, __fmul_rn(e, s))};  // e s = 1 - s, exact where s is nearly 1
 }
+#endif
 
 __device__ inline float gelu(float x) { return __fmul_rn(x, gate(x).s); }
 
 // GELU's derivative: s + 2xu' s (1 - s).
 __device__ inline float gelu_slope(float x, Gate g) {
-    const float twice_xu = x * fmaf(6.0f * SCALE * CUBE, x * x, 2.0f * SCALE);
-    return fmaf(twice_xu, g.s * g.rest, g.s);
+    const float twice_xu = x * fmaf(6.0f * SCALE * CUBE, __fmul_rn(x, x), 2.0f * SCALE);
+    return fmaf(twice_xu, g.slope, g.s);
 }
 
 #if BFLOAT16
@@ -46,9 +48,9 @@ __device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
     for (int i = 0; i < N; i++) e[i] = power_of_2(away(x[i]));
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < N; i++) g[i].s = inverse(__fadd_rn(1.0f, e[i]));
+    for (int i = 0; i < N; i++) e[i] = inverse_of_1_plus(e[i]);
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < N; i++) g[i].rest = __fmul_rn(e[i], g[i].s);
+    for (int i = 0; i < N; i++) g[i] = gate_of(e[i]);
 }
 #endif

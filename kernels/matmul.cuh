@@ -23,17 +23,28 @@ struct Item {
     int row, column, tile, split, begin, end;
 };
 
-// Item number w; false when there are no more.
+// How many steps of the inner dimension item w has.
+template <int BM, int BN, int BK>
+__device__ inline int steps_of(int w, const Sizes& z) {
+    const int tiles = (z.M + BM - 1) / BM * ((z.N + BN - 1) / BN), steps = (z.K + BK - 1) / BK;
+    if (z.splits == 1) return steps;
+    const int split = w / tiles;
+    return steps * (split + 1) / z.splits - steps * split / z.splits;
+}
+
+// Item number w; false when there are no more. A division takes hundreds of cycles: no more of them than needed.
 template <int BM, int BN, int BK>
 __device__ inline bool pick(Item& item, int w, const Sizes& z) {
     const int down = (z.M + BM - 1) / BM, across = (z.N + BN - 1) / BN, steps = (z.K + BK - 1) / BK;
-    item.split = w / (down * across);
-    item.tile = w % (down * across);
-    const int first = item.tile / (z.band * across) * z.band, height = min(z.band, down - first), rest = item.tile - first * across;
+    const bool whole = z.splits == 1;
+    item.split = whole ? w >= down * across : w / (down * across);
+    item.tile = whole ? w : w % (down * across);
+    const int first = item.tile / (z.band * across) * z.band, height = max(1, min(z.band, down - first));
+    const int rest = item.tile - first * across;
     item.row = (first + rest % height) * BM;
     item.column = rest / height * BN;
-    item.begin = steps * item.split / z.splits;
-    item.end = steps * (item.split + 1) / z.splits;
+    item.begin = whole ? 0 : steps * item.split / z.splits;
+    item.end = whole ? steps : steps * (item.split + 1) / z.splits;
     return item.split < z.splits;
 }
 

@@ -5,6 +5,7 @@ Outputs are NaN before the call, so that an element which is not written fails. 
 
 import itertools
 import os
+import struct
 import time
 
 import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
@@ -77,6 +78,27 @@ def test_attention_fits_into_the_shared_memory_of_every_gpu():
             assert max(launch.shared for launch in launches.values()) + cuda.STATIC_SHARED <= limit
 
 
+def shared_sections(cubin):
+    """{kernel: bytes of shared memory that it declares, with the 1024 that the driver keeps} of a cubin, which is an ELF64 file."""
+    start, = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]  # name, type, flags, address, offset, size
+    text = cubin[headers[names][4] :]
+    found = {text[header[0] :].split(b"\0", 1)[0].decode(): header[5] for header in headers}
+    prefix = ".nv.shared."
+    return {name.removeprefix(prefix): size for name, size in found.items() if name.startswith(prefix) and ".reserved" not in name}
+
+
+def test_products_fit_into_the_shared_memory_of_hopper():
+    """228 KB a multiprocessor."""
+    pytest.importorskip("cuda.core")
+    constants = cuda.kernel_constants(MODELS[0], PRECISIONS["bf16"])
+    sections = shared_sections(cuda.compile_kernels("matmul_hopper_bf16", "sm_90a", constants))
+    assert set(sections) == set(cuda.kernels_of("matmul", "matmul_hopper_bf16"))
+    for name, size in sections.items():
+        assert 1024 < size <= (228 << 10) - cuda.MatmulKernels.HOPPER_SHARED, name
+
+
 def test_layernorm_fits_into_the_shared_memory_of_every_gpu():
     """A block's, and where rows are copied ahead, two blocks into a multiprocessor's, but for the longest rows."""
     for arch, precision in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"), PRECISIONS.values()):
@@ -103,8 +125,8 @@ def test_the_cache_returns_what_it_was_given_and_nothing_damaged(tmp_path, capsy
     path = cache.keep("a key", ".cubin", b"content")
     assert cache.find("a key", ".cubin") == (path, b"content") and cache.find("another", ".cubin") is None
     cache.keep("a key", ".cubin", b"newer")
-    assert cache.find("a key", ".cubin")[1] == b"newer" and len(os.listdir(tmp_path / "cache")) == 1
-    (found,) = (tmp_path / "cache").iterdir()
+    assert cache.find("a key", ".cubin")[1] == b"newer" and len(list((tmp_path / "cache").glob("*.cubin"))) == 1
+    (found,) = (tmp_path / "cache").glob("*.cubin")
     found.write_bytes(b"newe")
     assert cache.find("a key", ".cubin") is None and "is damaged" in capsys.readouterr().err
     assert not found.exists()
@@ -475,7 +497,8 @@ def test_products(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ("tf32", "float32", "bf16"))
-@pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[3], 1000)), ids=("C768-291", "C64-1", "C240-1000"))
+@pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[1], 391), (MODELS[3], 1000)),
+                         ids=("C768-291", "C64-1", "C64-391", "C240-1000"))
 def test_products_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, precision, way):
     """fc and its GELU; the gradient of what goes into fcproj, through GELU. GELU is that of the rounded result, the same to the bit as by
     itself."""
@@ -484,6 +507,7 @@ def test_products_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, preci
     tolerance = TF32 if precision == "tf32" else SUMS
     inp, fcw, fcb, dout, fcprojw, pre = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(
         ((N, C), (4 * C, C), (4 * C,), (N, C), (C, 4 * C), (N, 4 * C))))
+    pre *= 4  # exactly, and to where exp(-2u) is infinite
     inp_gpu, fcw_gpu, fcb_gpu, dout_gpu, fcprojw_gpu, pre_gpu = on_gpu(inp, fcw, fcb, dout, fcprojw, pre, dtype=e)
     out, gelu, alone, dinp, again = (unwritten(N, 4 * C, dtype=e) for _ in range(5))
     products.forward_gelu("forward", out, gelu, inp_gpu, fcw_gpu, fcb_gpu, N, C, 4 * C)

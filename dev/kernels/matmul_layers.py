@@ -209,7 +209,7 @@ class MatmulForwardGelu(Matmul):
     def mma_sync(self, lab, a, block):
         portable(lab, a).forward_gelu(self.name, *self.operands(a), self.N, self.C, self.OC)
 
-    @version(384, fits=Matmul.on_hopper)
+    @version(512, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
         lab.products.kernels.forward_gelu(self.name, *self.operands(a), self.N, self.C, self.OC)
 
