@@ -39,6 +39,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
+
 import train_gpt2  # before NumPy: it tells OpenBLAS how to run
 
 import numpy as np
@@ -370,7 +375,7 @@ class Cache:
     def keep(self, key, suffix, content):
         """Write `content` and return its path."""
         name = f"{digest(key.encode())}-{digest(content)}{suffix}"
-        with self.lock:
+        with self.lock, self.alone("writing"):
             if self.temporary is None:
                 try:
                     os.makedirs(self.path, exist_ok=True)
@@ -382,12 +387,25 @@ class Cache:
             return self.write(os.path.join(self.temporary.name, name), content)
 
     def write(self, path, content):
-        for older in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), os.path.basename(path)[:33] + "*")):
-            with contextlib.suppress(OSError):
-                os.unlink(older)
         with replacing(path) as f:
             f.write(content)
+        for other in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), os.path.basename(path)[:33] + "*")):
+            if other != path:
+                with contextlib.suppress(OSError):
+                    os.unlink(other)
         return path
+
+    @contextlib.contextmanager
+    def alone(self, work):
+        """While this lasts, no other process is at this work on the same directory; where the system has no locks of files, or the
+        directory cannot be written to, that is not seen to."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                os.makedirs(self.path, exist_ok=True)
+                file = stack.enter_context(open(os.path.join(self.path, f"{work}.lock"), "ab"))
+                if fcntl:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
 
 def digest(content):
@@ -653,19 +671,28 @@ class Products:
         self.ways = {name: way for name, way in (("kernels", self.kernels), ("cublaslt", self.cublaslt)) if way}
         library = [f"cuBLASLt {self.cublaslt.version}"] if self.cublaslt else []
         self.identity = f"{device.gpu.name}, {' and '.join(library + ['our kernels'] * bool(self.kernels))}"
-        found = cache.find(self.cache_key(), ".json")
-        self.known = json.loads(found[1]) if found else {}
+        self.known = {}  # what a checkpoint recorded, and the cache
 
     def cache_key(self):
         """What the choices of earlier starts depended on: beside GPU and library, the kernels, and how they were timed."""
         kernels = (kernel_key(name, self.device.gpu.arch, {}) for name in ("matmul_hopper_bf16", "matmul", "gelu", "transpose"))
         return "\n".join([f"algorithms, timed without launching, {self.identity}", *kernels])
 
-    def save(self):
-        """Keep what was found for the next start."""
-        together = {**self.known, **self.chosen}
-        if together != self.known:
-            self.cache.keep(self.cache_key(), ".json", json.dumps(together, indent=1).encode())
+    @contextlib.contextmanager
+    def search(self):
+        """While this lasts, ways are timed where neither the cache nor a checkpoint knows one; then, the cache does. One process after the
+        other: two at a time would disturb each other, and choose differently."""
+        with self.cache.alone("searching"):
+            found = self.cache.find(self.cache_key(), ".json")
+            before = json.loads(found[1]) if found else {}
+            self.known, self.searching = {**before, **self.known}, True
+            try:
+                yield
+            finally:
+                self.searching = False
+            together = {**self.known, **self.chosen}
+            if together != before:
+                self.cache.keep(self.cache_key(), ".json", json.dumps(together, indent=1).encode())
 
     def notes(self):
         """What a checkpoint records: the same after a start that had to search as after one that knew."""
@@ -1351,10 +1378,8 @@ class GPT2:
             batch = rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
             self.stage(self.staged[0], [batch] * self.micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
-            self.device.products.searching = True
-            self.micro_step(0)
-            self.device.products.searching = False
-            self.device.products.save()
+            with self.device.products.search():
+                self.micro_step(0)
             self.device.stream.synchronize()
             if settings.graph:
                 self.device.stream.begin_capture()

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import train_gpt2 as t  # first: it tells OpenBLAS how to run, before NumPy is imported
@@ -156,6 +157,35 @@ def test_a_checkpoint_s_algorithms_win_over_the_cache_s():
     products.searching = False
     assert [products.pick(key, ways) for key in ("there", "elsewhere")] == ["kernels", "kernels"], "the first way, where nothing is known"
     assert products.notes()["products"]["algorithms"] == {"there": "kernels"}, "of what was chosen, what was used"
+
+
+def test_who_starts_beside_another_gets_the_algorithms_that_it_finds(tmp_path):
+    pytest.importorskip("fcntl")
+
+    def products():
+        made = cuda.Products.__new__(cuda.Products)
+        made.cache, made.cache_key, made.known, made.chosen = cuda.Cache(str(tmp_path)), lambda: "a GPU", {}, {}
+        return made
+
+    first, second, searched = products(), products(), threading.Event()
+
+    def start():
+        with second.search():
+            searched.set()
+
+    thread = threading.Thread(target=start)
+    with first.search():
+        thread.start()
+        assert not searched.wait(0.3), "while one searches, the other waits"
+        first.chosen["here"] = "kernels"
+    thread.join(10)
+    assert searched.is_set() and second.known == {"here": "kernels"} and not second.searching
+    with pytest.raises(KeyboardInterrupt), first.search():
+        first.chosen["there"] = "cublaslt"
+        raise KeyboardInterrupt
+    third = products()
+    with third.search():
+        assert third.known == {"here": "kernels"}, "what was broken off is not kept"
 
 
 @pytest.mark.parametrize("heads, C", ((3, 24), (1, 144)))
