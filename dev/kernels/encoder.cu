@@ -12,7 +12,7 @@
 
 // thread_an_element. The formula; neighbouring threads read and write neighbouring elements. In bfloat16 each access moves two bytes,
 // and a warp 64, where the memory system would take 512 for the same instruction: half the bytes of float32 take nearly the same time.
-// H200, B=32, T=1024: bfloat16 0.1058 ms, 951 GB/s at 256 threads; float32 0.1167 ms, 1725 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.1097 ms, 918 GB/s at 256 threads; float32 0.1196 ms, 1684 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_thread_an_element(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -23,7 +23,7 @@ encoder_forward_thread_an_element(stream_element* out, const int* inp, const ele
 
 // pack_a_thread. 16 bytes a thread all over the tensor: an eighth (bfloat16) or a quarter of the threads and instructions. Each looks up
 // its row for itself, and which one that is takes a division; the live version has a block for each row, and does both once.
-// H200, B=32, T=1024: bfloat16 0.0311 ms, 3241 GB/s at 256 threads; float32 0.0588 ms, 3426 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.0310 ms, 3243 GB/s at 128 threads; float32 0.0583 ms, 3456 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_pack_a_thread(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
