@@ -195,6 +195,8 @@ def measure(jobs):
                 result, cold = run_worker(job, cache), result["first"]
                 result["cold"] = cold
             results.append((job, result))
+            done = f"{result['ms']:.2f} ms a step" if "ms" in result else result["failed"]
+            tqdm.write(f"{NAMES[job.name]}, {job.model}, B={result.get('B', job.B)}, {job.precision}: {done}", file=sys.stderr)
             bar.update()
     return results
 
