@@ -396,15 +396,19 @@ class Cache:
         return path
 
     @contextlib.contextmanager
-    def alone(self, work):
-        """While this lasts, no other process is at this work on the same directory; where the system has no locks of files, or the
-        directory cannot be written to, that is not seen to."""
+    def alone(self, work, notice=""):
+        """While this lasts, no other process is at this work on the same directory; who has to wait prints `notice`. Where the system
+        has no locks of files, or the directory cannot be written to, that is not seen to."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 os.makedirs(self.path, exist_ok=True)
                 file = stack.enter_context(open(os.path.join(self.path, f"{work}.lock"), "ab"))
                 if fcntl:
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        print(notice, end="", file=sys.stderr, flush=True)
+                        fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
 
@@ -682,7 +686,7 @@ class Products:
     def search(self):
         """While this lasts, ways are timed where neither the cache nor a checkpoint knows one; then, the cache does. One process after the
         other: two at a time would disturb each other, and choose differently."""
-        with self.cache.alone("searching"):
+        with self.cache.alone("searching", "another process searches for the fastest matrix products: this one waits for it\n"):
             found = self.cache.find(self.cache_key(), ".json")
             before = json.loads(found[1]) if found else {}
             self.known, self.searching = {**before, **self.known}, True

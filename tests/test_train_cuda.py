@@ -159,7 +159,7 @@ def test_a_checkpoint_s_algorithms_win_over_the_cache_s():
     assert products.notes()["products"]["algorithms"] == {"there": "kernels"}, "of what was chosen, what was used"
 
 
-def test_who_starts_beside_another_gets_the_algorithms_that_it_finds(tmp_path):
+def test_who_starts_beside_another_gets_the_algorithms_that_it_finds(tmp_path, capsys):
     pytest.importorskip("fcntl")
 
     def products():
@@ -176,7 +176,7 @@ def test_who_starts_beside_another_gets_the_algorithms_that_it_finds(tmp_path):
     thread = threading.Thread(target=start)
     with first.search():
         thread.start()
-        assert not searched.wait(0.3), "while one searches, the other waits"
+        assert not searched.wait(0.3) and "this one waits" in capsys.readouterr().err, "while one searches, the other waits"
         first.chosen["here"] = "kernels"
     thread.join(10)
     assert searched.is_set() and second.known == {"here": "kernels"} and not second.searching
