@@ -785,7 +785,7 @@ def fastest(device, calls):
 
 
 class MatmulKernels:
-    """The products by matmul_hopper_bf16.cu or matmul.cu, with GELU in the epilogue. A tile of the result is BM rows by `wide` columns, or
+    """The products by matmul_hopper_bf16.cu or matmul.cu, with GELU beside them. A tile of the result is BM rows by `wide` columns, or
     NARROW ones on Hopper, of which 1280 and 1600 are multiples, but not of 192."""
 
     BM, NARROW = 128, 160

@@ -163,8 +163,8 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
     __shared__ Ring<FORWARD_STAGES> ring;
     constexpr int KEYS = FORWARD_BOXES * 64, TILE = FORWARD_BOXES * BOX;
     element* const queries = tiles_of(shared);
-    element* const rooms = queries + GROUPS * BOX;
-    element* const tiles = rooms + GROUPS * BOX;  // of each stage: key, value
+    element* const rooms = queries + GROUPS * BOX;  // for each warp: of out, until TMA has read it
+    element* const tiles = rooms + GROUPS * BOX;    // of each stage: key, value
     const int last_tile = (T - 1) / ROWS;
     make_rings(rows, 1, ring, 1);
     const Divisor heads(NH * B);
@@ -263,7 +263,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     element* const queries = tiles_of(shared);
     element* const dqueries = queries + GROUPS * BOX;  // dout
     element* const outs = dqueries + GROUPS * BOX;
-    element* const rooms = outs + GROUPS * BOX;
+    element* const rooms = outs + GROUPS * BOX;        // for each warp: of dquery
     element* const tiles = rooms + GROUPS * BOX;       // of each stage: key, value
     const int last_tile = (T - 1) / ROWS;
     make_rings(rows, 1 + 64, ring, 1);

@@ -5,7 +5,7 @@ Put what each version of the kernel library measured into its head, from RESULTS
     python dev/kernels/heads.py --check    # changes nothing; a line for each head that says something else, and exit status 1
 
 A head is a comment that begins with a version's name, `// warp_a_row. ...`, and stands above the version's first kernel; its figures are
-its last line (one for each layer, where layers share the head), the best block of each dtype:
+its last lines (one for each layer, where layers share the head, or two where one is too long), the best block of each dtype:
 
     // H200, B=32, T=1024: bfloat16 0.1054 ms, 1910 GB/s at 256 threads; float32 0.1126 ms, 2235 GB/s at 256.
 """
@@ -24,7 +24,8 @@ from readme import read_text
 from train_gpt2 import UserError, replacing, run_main
 
 ROW = re.compile(r"\| (\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+ \S+) \| ")  # version, best block, ms, rate
-OWN = re.compile(r"// (\w+, )?[^,]+, B=\d+, T=\d+: (bfloat16|float32) [\d.]+ ms, ")  # the lines that this program writes
+OWN = re.compile(r"// ((\w+, )?[^,]+, B=\d+, T=\d+: )?(bfloat16|float32) [\d.]+ ms, ")  # the lines that this program writes
+WIDTH = 140  # columns
 
 
 def read_results(path):
@@ -91,7 +92,10 @@ def with_figures(file, text, figures):
     lines, wrong = text.splitlines(), []
     for head in heads_of(file, lines):
         measured = {layer: figures[layer, head.version] for layer in head.layers if (layer, head.version) in figures}
-        own = [f"// {f'{layer}, ' if len(head.layers) > 1 else ''}{line}" for layer, line in measured.items()]
+        own = []
+        for layer, line in measured.items():
+            line = f"// {f'{layer}, ' if len(head.layers) > 1 else ''}{line}"
+            own += [line] if len(line) <= WIDTH else line.replace("; ", ";\n// ").split("\n")
         before = lines[head.first : head.end]
         idea = [line for line in before if not OWN.match(line)]
         if before != idea + own:

@@ -230,7 +230,8 @@ matmul_backward_weight_register_tiles(gradient* dweight, const element* dout, co
 // matmul_backward_inp, H200, B=32, T=1024: bfloat16 0.5978 ms, 258.6 TFLOP/s at 256 threads; float32 1.3877 ms, 111.4 TFLOP/s at 256.
 // matmul_backward_inp_gelu, H200, B=32, T=1024: bfloat16 0.8169 ms, 189.3 TFLOP/s at 256 threads; float32 1.7410 ms, 88.8 TFLOP/s at 256.
 // matmul_backward_weight, H200, B=32, T=1024: bfloat16 1.0141 ms, 152.5 TFLOP/s at 256 threads; float32 2.4969 ms, 61.9 TFLOP/s at 256.
-// matmul_backward_weight_accumulate, H200, B=32, T=1024: bfloat16 1.0100 ms, 153.1 TFLOP/s at 256 threads; float32 2.5001 ms, 61.8 TFLOP/s at 256.
+// matmul_backward_weight_accumulate, H200, B=32, T=1024: bfloat16 1.0100 ms, 153.1 TFLOP/s at 256 threads;
+// float32 2.5001 ms, 61.8 TFLOP/s at 256.
 
 #define matmul_forward matmul_forward_mma
 #define matmul_forward_gelu matmul_forward_gelu_mma
