@@ -288,8 +288,8 @@ def batch_table(B, T, micro_steps):
         "inputs": Row((micro_steps, B, T), "int32"),
         "targets": Row((micro_steps, B, T), "int32"),
         "order": Row((micro_steps, N), "int32"),  # the places of `inputs`, sorted by token: see encoder_backward
-        "first": Row((micro_steps, N + 1), "int32"),  # where each token's run begins in `order`
-        "runs": Row((micro_steps, 1), "int32"),  # how many different tokens there are
+        "first": Row((micro_steps, N + 1), "int32"),  # where each token's run begins in `order`,
+        "tokens": Row((micro_steps, N), "int32"),  # and which token that is
     }
 
 
@@ -993,26 +993,33 @@ def size_of(*tensors):
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
     """out (B,T,C) = wte[inp] + wpe. inp (B,T) int32."""
-    device.launch("encoder_forward", (B * T,), (64,), out, inp, wte, wpe, T, bytes=2 * size_of(out))
+    device.launch("encoder_forward", encoder_grid(device, B * T, C), (256,), out, inp, wte, wpe, B * T, T, bytes=2 * size_of(out))
 
 
-def encoder_backward(device, dwte, dwpe, dout, inp, order, first, runs, accumulate, B, T, C):
-    """dwte += the sum of dout over the places of each token; dwpe = (+=) the sum over the batch. order, first, runs: see sort_tokens."""
-    threads = min(C // device.precision.pack, 1024)
-    device.launch("encoder_backward_wte", (B * T,), (threads,), dwte, dout, inp, order, first, runs, bytes=2 * size_of(dout))
+def encoder_backward(device, dwte, dwpe, dout, order, first, tokens, accumulate, B, T, C):
+    """dwte += the sum of dout over the places of each token; dwpe = (+=) the sum over the batch. order, first, tokens: see sort_tokens."""
     device.launch("encoder_backward_wpe", device.grid(dwpe.size), (256,), dwpe, dout, accumulate, B, T, dwpe.shape[0],
                   bytes=size_of(dout, dwpe))
+    groups, spans = encoder_grid(device, B * T, C)
+    grid = min(groups, 6 * device.sm_count), spans  # H200, B=64: 60 us, with a block for each group 68
+    device.launch("encoder_backward_wte", grid, (256,), dwte, dout, order, first, tokens, B * T, bytes=2 * size_of(dout))
 
 
-def sort_tokens(order, first, runs, inp):
-    """What encoder_backward needs to add up each token's rows in a fixed order; on the host. inp (B,T) -> order (B*T,),
-    first (B*T+1,), runs (1,), all int32."""
-    tokens = inp.reshape(-1)
-    order[:] = np.argsort(tokens.astype(np.uint16) if tokens.max() < 65536 else tokens, kind="stable")  # a radix sort for 16 bits
-    starts = np.flatnonzero(np.diff(tokens[order], prepend=-1))
-    runs[0] = starts.size
-    first[: starts.size] = starts
-    first[starts.size] = tokens.size
+def encoder_grid(device, N, C):
+    """A warp for each of N rows and of the equal parts of C channels, as in encoder.cu: a lane has up to 4 packs."""
+    return blocks(N, 8), blocks(C, 4 * 32 * device.precision.pack)
+
+
+def sort_tokens(order, first, tokens, inp):
+    """What encoder_backward needs to add up each token's rows in a fixed order; on the host. inp (B,T) -> order (N,): the places b*T+t,
+    sorted by token, earlier ones first; first (N+1,): where each token's run of places starts, N after the last one; tokens (N,): of each
+    run, 0 after the last one. All int32."""
+    inp = inp.reshape(-1)
+    order[:] = np.argsort(inp.astype(np.uint16) if inp.max() < 65536 else inp, kind="stable")  # a radix sort for 16 bits
+    ordered = inp[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    first[: starts.size], first[starts.size :] = starts, inp.size
+    tokens[: starts.size], tokens[starts.size :] = ordered[starts], 0
 
 
 def row_warps(C):
@@ -1342,8 +1349,8 @@ class GPT2:
         device.wait(dqkv_free)  # the last product put aside
         s.jobs = s.jobs or self.jobs(scratch)
         column_sums(device, s.jobs, more)
-        encoder_backward(device, grads.wte, grads.wpe, dresidual, batch.inputs[micro_step], batch.order[micro_step],
-                         batch.first[micro_step], batch.runs[micro_step], more, B, T, C)
+        encoder_backward(device, grads.wte, grads.wpe, dresidual, batch.order[micro_step], batch.first[micro_step],
+                         batch.tokens[micro_step], more, B, T, C)
 
     def update(self):
         """AdamW over the flat buffers, and the report to the host."""
@@ -1396,7 +1403,7 @@ class GPT2:
         half.learning_rate[0] = learning_rate
         for i, (inputs, targets) in enumerate(batches):
             half.inputs[i], half.targets[i] = inputs, targets
-            sort_tokens(half.order[i], half.first[i], half.runs[i], inputs)
+            sort_tokens(half.order[i], half.first[i], half.tokens[i], inputs)
 
     def begin_step(self, batches, learning_rate):
         """Start one update and return its number; the GPU may still be at the one before."""

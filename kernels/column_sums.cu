@@ -17,7 +17,7 @@ struct Job {
 };
 
 // Block (512); grid (columns of the widest job / 32 rounded up, jobs).
-extern "C" __global__ void __launch_bounds__(32 * WARPS) column_sums(const Job* jobs, int accumulate) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) column_sums(const Job* jobs, int accumulate) {
     const Job job = jobs[blockIdx.y];
     if (blockIdx.x * 32 >= job.columns) return;
     __shared__ float sums[WARPS][32];
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) column_sums(const Job* 
     const int c = blockIdx.x * 32 + lane;
     float sum = 0.0f;
     if (c < job.columns) {
-#pragma unroll 8
+#pragma unroll 16
         for (int r = warp; r < job.rows; r += WARPS) sum += job.partials[int64(r) * job.columns + c];
     }
     sums[warp][lane] = sum;

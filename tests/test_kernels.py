@@ -145,13 +145,14 @@ def test_sort_tokens():
     rng = np.random.default_rng(0)
     for V in (3, 257, 70000):
         inputs = rng.integers(0, V, (3, 97), dtype=np.int32)
-        order, first, runs = np.full(291, -1, np.int32), np.full(292, -1, np.int32), np.full(1, -1, np.int32)
-        cuda.sort_tokens(order, first, runs, inputs)
-        tokens = inputs.reshape(-1)
-        assert sorted(order.tolist()) == list(range(291)) and runs[0] == np.unique(tokens).size
-        for r in range(runs[0]):
+        order, first, tokens = (np.full(size, -1, np.int32) for size in (291, 292, 291))
+        cuda.sort_tokens(order, first, tokens, inputs)
+        runs = np.unique(inputs).size
+        assert sorted(order.tolist()) == list(range(291)) and np.all(first[runs:] == 291) and np.all(tokens[runs:] == 0)
+        assert np.array_equal(tokens[:runs], np.unique(inputs))
+        for r in range(runs):
             places = order[first[r] : first[r + 1]]
-            assert np.all(np.diff(places) > 0) and np.array_equal(places, np.flatnonzero(tokens == tokens[places[0]]))
+            assert np.all(np.diff(places) > 0) and np.array_equal(places, np.flatnonzero(inputs == tokens[r]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -246,6 +247,7 @@ def test_a_measurement_leaves_launching_out(gpu, tmp_path_factory):
 def test_encoder(device, B, T):
     maxT, V, C, Vp = device.config.maxT, device.config.V, device.config.C, device.config.Vp
     inp = np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
+    inp[:, 1::3] = V - 1  # one long run
     e, g = device.precision.dtype, device.precision.grads
     wte, wpe, dout = random(Vp, C, seed=1, dtype=e), random(maxT, C, seed=2, dtype=e), random(B, T, C, seed=3, dtype=e)
     dwte, dwpe = random(Vp, C, seed=4, dtype=g), random(maxT, C, seed=5, dtype=g)
@@ -255,11 +257,11 @@ def test_encoder(device, B, T):
     train_gpt2.encoder_forward(expected, inp, *wide(wte, wpe), B, T, C)
     assert_close(EXACT, out=(out, expected))
 
-    sorted_tokens = np.zeros(B * T, np.int32), np.zeros(B * T + 1, np.int32), np.zeros(1, np.int32)
-    cuda.sort_tokens(*sorted_tokens, inp)
+    order_first_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
+    cuda.sort_tokens(*order_first_tokens, inp)
     for accumulate in (0, 1):
         got_wte, got_wpe = on_gpu(dwte, dwpe, dtype=g) if accumulate else (on_gpu(dwte, dtype=g), unwritten(maxT, C, dtype=g))
-        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), on_gpu(inp), *on_gpu(*sorted_tokens), accumulate, B, T, C)
+        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), *on_gpu(*order_first_tokens), accumulate, B, T, C)
         expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C))
         train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
         assert_close(SUMS, dwte=(got_wte, expected_wte), dwpe=(got_wpe, expected_wpe + accumulate * dwpe))

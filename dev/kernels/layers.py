@@ -54,7 +54,7 @@ class EncoderForward(Layer):
         lab.launch("encoder_forward_pack_a_thread", (blocks(self.N * self.C, block * self.pack),), (block,), a.out, a.inp, a.wte, a.wpe,
                    self.B, self.T)
 
-    @version(64)
+    @version(256)
     def live(self, lab, a, block):
         cuda.encoder_forward(lab, a.out, a.inp, a.wte, a.wpe, self.B, self.T, self.C)
 
@@ -67,11 +67,11 @@ class EncoderBackward(Layer):
 
     def tensors(self):
         B, T, C, N, maxT = self.B, self.T, self.C, self.N, self.config.maxT
-        inp, order, first, runs = self.tokens(), np.zeros(N, np.int32), np.zeros(N + 1, np.int32), np.zeros(1, np.int32)
-        cuda.sort_tokens(order, first, runs, inp)
-        self.different = int(runs[0])
+        inp, order, first, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
+        cuda.sort_tokens(order, first, tokens, inp)
+        self.different = np.unique(inp).size
         return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.unwritten(maxT, C, dtype="float32"),
-                "dout": self.random(B, T, C), "inp": inp, "order": order, "first": first, "runs": runs}
+                "dout": self.random(B, T, C), "inp": inp, "order": order, "first": first, "tokens": tokens}
 
     def oracle(self, t):
         train_gpt2.encoder_backward(t.dwte, t.dwpe, t.dout, t.inp, self.B, self.T, self.C)
@@ -100,7 +100,7 @@ class EncoderBackward(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.encoder_backward(lab, a.dwte, a.dwpe, a.dout, a.inp, a.order, a.first, a.runs, 0, self.B, self.T, self.C)
+        cuda.encoder_backward(lab, a.dwte, a.dwpe, a.dout, a.order, a.first, a.tokens, 0, self.B, self.T, self.C)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
