@@ -996,13 +996,15 @@ def encoder_forward(device, out, inp, wte, wpe, B, T, C):
     device.launch("encoder_forward", encoder_grid(device, B * T, C), (256,), out, inp, wte, wpe, B * T, T, bytes=2 * size_of(out))
 
 
-def encoder_backward(device, dwte, dwpe, dout, order, first, tokens, accumulate, B, T, C):
-    """dwte += the sum of dout over the places of each token; dwpe = (+=) the sum over the batch. order, first, tokens: see sort_tokens."""
+def encoder_backward(device, dwte, dwpe, dout, order, first, tokens, accumulate, B, T, C, runs):
+    """dwte += the sum of dout over the places of each token; dwpe = (+=) the sum over the batch. order, first, tokens, runs: see
+    sort_tokens; runs is for --profile alone."""
     device.launch("encoder_backward_wpe", device.grid(dwpe.size), (256,), dwpe, dout, accumulate, B, T, dwpe.shape[0],
                   bytes=size_of(dout, dwpe))
     groups, spans = encoder_grid(device, B * T, C)
     grid = min(groups, 6 * device.sm_count), spans  # H200, B=64: 60 us, with a block for each group 68
-    device.launch("encoder_backward_wte", grid, (256,), dwte, dout, order, first, tokens, B * T, bytes=2 * size_of(dout))
+    device.launch("encoder_backward_wte", grid, (256,), dwte, dout, order, first, tokens, B * T,
+                  bytes=size_of(dout, order) + 2 * runs * size_of(dwte[0]))
 
 
 def encoder_grid(device, N, C):
@@ -1013,13 +1015,14 @@ def encoder_grid(device, N, C):
 def sort_tokens(order, first, tokens, inp):
     """What encoder_backward needs to add up each token's rows in a fixed order; on the host. inp (B,T) -> order (N,): the places b*T+t,
     sorted by token, earlier ones first; first (N+1,): where each token's run of places starts, N after the last one; tokens (N,): of each
-    run, 0 after the last one. All int32."""
+    run, 0 after the last one. All int32. Returns how many runs there are."""
     inp = inp.reshape(-1)
     order[:] = np.argsort(inp.astype(np.uint16) if inp.max() < 65536 else inp, kind="stable")  # a radix sort for 16 bits
     ordered = inp[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
     first[: starts.size], first[starts.size :] = starts, inp.size
     tokens[: starts.size], tokens[starts.size :] = ordered[starts], 0
+    return starts.size
 
 
 def row_warps(C):
@@ -1227,7 +1230,7 @@ class GPT2:
         self.staged = [views(table, halves[0]), views(table, halves[1])]
         self.reports = pinned_array(16).view(np.float32).reshape(2, 2)  # loss, norm
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
-        self.launches, self.graph = 0, None
+        self.launches, self.graph, self.runs = 0, None, 0
 
     # -- views of the buffers, for the batch at hand
 
@@ -1350,7 +1353,7 @@ class GPT2:
         s.jobs = s.jobs or self.jobs(scratch)
         column_sums(device, s.jobs, more)
         encoder_backward(device, grads.wte, grads.wpe, dresidual, batch.order[micro_step], batch.first[micro_step],
-                         batch.tokens[micro_step], more, B, T, C)
+                         batch.tokens[micro_step], more, B, T, C, self.runs)
 
     def update(self):
         """AdamW over the flat buffers, and the report to the host."""
@@ -1403,7 +1406,7 @@ class GPT2:
         half.learning_rate[0] = learning_rate
         for i, (inputs, targets) in enumerate(batches):
             half.inputs[i], half.targets[i] = inputs, targets
-            sort_tokens(half.order[i], half.first[i], half.tokens[i], inputs)
+            self.runs = sort_tokens(half.order[i], half.first[i], half.tokens[i], inputs)
 
     def begin_step(self, batches, learning_rate):
         """Start one update and return its number; the GPU may still be at the one before."""
@@ -1654,10 +1657,10 @@ def poison(model):
 
 
 class Profile:
-    """Times every launch with a pair of events, and prints where the time of a step goes."""
+    """Times every launch with a pair of events, less what a pair takes with nothing between its two (H200: 1.3 us)."""
 
-    def __init__(self, stream):
-        self.stream, self.launches = stream, []
+    def __init__(self, device):
+        self.stream, self.launches, self.nothing = device.stream, [], 1000 * measure(device, lambda: None)
 
     @contextlib.contextmanager
     def record(self, name, bytes, flops):
@@ -1676,22 +1679,29 @@ class Profile:
         for name, start, end, bytes, flops in self.launches:
             row = rows.setdefault(name, SimpleNamespace(calls=0, ms=0.0, bytes=0, flops=0))
             row.calls += 1 / steps
-            row.ms += cp.cuda.get_elapsed_time(start, end) / steps
+            row.ms += max(0.0, cp.cuda.get_elapsed_time(start, end) - self.nothing) / steps
             row.bytes += bytes / steps
             row.flops += flops / steps
         return dict(sorted(rows.items(), key=lambda item: -item[1].ms))
 
 
 def time_kernels(model, steps):
-    """Time `steps` steps launch by launch, on random tokens; the learning rate is 0. Returns Profile.rows."""
+    """Time `steps` steps launch by launch, on random tokens; the learning rate is 0. Returns Profile.rows. The GPU waits until a step is
+    launched, or nearly so: between a kernel's two events, it must not wait for Python."""
     device, settings = model.device, model.settings
     rng = np.random.default_rng(0)
     model.graph = None
-    for step in range(3 + steps):
-        if step == 3:  # warm
-            device.profile = Profile(device.stream)
+    launching = 0.0  # seconds
+    for step in range(4 + steps):
+        if step in (3, 4):  # warm; one more, which shows how long launching takes
+            device.profile = Profile(device)
         batches = [rng.integers(0, model.config.V, (2, settings.B, settings.T), dtype=np.int32) for _ in range(model.micro_steps)]
-        model.end_step(model.begin_step(batches, 0.0))
+        device.functions["hold"]((1,), (1,), (np.int32(1e6 * launching),), stream=device.stream)
+        begin = time.perf_counter()
+        number = model.begin_step(batches, 0.0)
+        if step == 3:
+            launching = time.perf_counter() - begin
+        model.end_step(number)
     finished, device.profile = device.profile, None
     return finished.rows(steps)
 

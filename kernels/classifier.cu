@@ -6,8 +6,8 @@
 // logits (N,Vp), of which columns V..Vp-1 belong to the padding of wte; losses (N) float32; targets (N) int32.
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, where shared memory has room for a row, or for two of 50304
-// bfloat16 logits, rows come and go by TMA, part by part: a block for each row that has room stays on a multiprocessor, and where a part
-// of the gradient has left, the same part of the block's next row comes in. In bfloat16, exp(x - the largest so far) stands in the row
+// bfloat16 logits, rows come and go by TMA, in parts, of which each warp sees to its own slice: a block for each row that has room stays on
+// a multiprocessor, and where a slice of the gradient has left, the same slice of the block's next row comes in. In bfloat16, exp(x - the largest so far) stands in the row
 // between the sum and the gradient, so that there is one exp for each element, and not two: at the GPU's power limit, they took two thirds
 // of the time that memory took. Else, the second reading finds the row in the L2 cache, and starts at the end, which was read last.
 //
@@ -182,9 +182,9 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     element* const row = reinterpret_cast<element*>(shared);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // so, the compiler sees that it is one for all lanes
     const bool leads = threadIdx.x % 32 == 0;
-    Barrier* const here = barriers[warp];           // this warp's slice of each part
-    element* const slices = row + warp * SLICE;     // the one of part s stands s * STEP further on, here and in memory,
-    const auto bytes_of = [&](int s) {              // and has so many bytes, if any
+    Barrier* const here = barriers[warp];        // this warp's slice of each part
+    element* const slices = row + warp * SLICE;  // the one of part s stands s * STEP further on, here and in memory,
+    const auto bytes_of = [&](int s) {           // and has so many bytes, if any
         return ((s + 1) * STEP <= Vp ? SLICE : min(SLICE, Vp - s * STEP - warp * SLICE)) * int(sizeof(element));
     };
     const auto fetch = [&](const element* from, int s) {  // by the thread that leads; from: the slice of a row's first part

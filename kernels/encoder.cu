@@ -15,7 +15,7 @@
 
 constexpr int WARPS = 8;  // of a block
 
-// A row's channels are SPANS equal parts, as in train_gpt2_cuda.py's spans; of each, a lane of a warp has up to PACKS packs, LANES apart.
+// A row's channels are SPANS equal parts, as in train_gpt2_cuda.py's encoder_grid; of each, a lane of a warp has up to PACKS packs, LANES apart.
 constexpr int LANES = 32 * PACK, SPANS = (C + 4 * LANES - 1) / (4 * LANES), PACKS = (C + SPANS * LANES - 1) / (SPANS * LANES);
 __device__ inline int first_channel() { return (SPANS > 1 ? blockIdx.y : 0) * PACKS * LANES + threadIdx.x % 32 * PACK; }
 __device__ inline bool has_pack(int c, int p) { return SPANS * PACKS * LANES == C || c + p * LANES < C; }
@@ -47,7 +47,7 @@ encoder_forward(stream_element* out, const int* inp, const element* wte, const e
     }
 }
 
-// sums += this lane's packs of rows begin .. end - 1 in their order; at(i): where row i's channel c is. AT_ONCE rows are underway at a time.
+// sums += this lane's packs of rows begin .. end - 1, in their order; at(i): where row i's channel c is. AT_ONCE rows are underway at once.
 template <int AT_ONCE, int PACKS, class At>
 __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end, const At& at) {
     for (int first = begin; first < end; first += AT_ONCE) {
@@ -133,6 +133,6 @@ encoder_backward_wpe(gradient* dwpe, const element* dout, int accumulate, int B,
     Floats sum[1] = {};
     if (accumulate) sum[0] = load(dwpe + i);
     const int64 batch = int64(T) * C;
-    if (t < T) add_rows<16>(sum, 0, 0, B, [&](int b) { return dout + b * batch + i; });
+    if (t < T) add_rows<16>(sum, 0, 0, B, [&](int b) { return dout + b * batch + i; });  // one pack, that of channel 0 as it were
     store(dwpe + i, sum[0]);
 }

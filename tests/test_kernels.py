@@ -146,8 +146,8 @@ def test_sort_tokens():
     for V in (3, 257, 70000):
         inputs = rng.integers(0, V, (3, 97), dtype=np.int32)
         order, first, tokens = (np.full(size, -1, np.int32) for size in (291, 292, 291))
-        cuda.sort_tokens(order, first, tokens, inputs)
-        runs = np.unique(inputs).size
+        runs = cuda.sort_tokens(order, first, tokens, inputs)
+        assert runs == np.unique(inputs).size
         assert sorted(order.tolist()) == list(range(291)) and np.all(first[runs:] == 291) and np.all(tokens[runs:] == 0)
         assert np.array_equal(tokens[:runs], np.unique(inputs))
         for r in range(runs):
@@ -258,10 +258,10 @@ def test_encoder(device, B, T):
     assert_close(EXACT, out=(out, expected))
 
     order_first_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
-    cuda.sort_tokens(*order_first_tokens, inp)
+    runs = cuda.sort_tokens(*order_first_tokens, inp)
     for accumulate in (0, 1):
         got_wte, got_wpe = on_gpu(dwte, dwpe, dtype=g) if accumulate else (on_gpu(dwte, dtype=g), unwritten(maxT, C, dtype=g))
-        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), *on_gpu(*order_first_tokens), accumulate, B, T, C)
+        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), *on_gpu(*order_first_tokens), accumulate, B, T, C, runs)
         expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C))
         train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
         assert_close(SUMS, dwte=(got_wte, expected_wte), dwpe=(got_wpe, expected_wpe + accumulate * dwpe))

@@ -173,6 +173,7 @@ def step(monkeypatch, tmp_path):
     config, settings = Config(1024, 50257, 12, 12, 768, 50304), cuda.CudaSettings(B=64, T=1024, dtype="bfloat16", recompute=0)
     device = CountingDevice(config, settings.precision, cuda.Cache(str(tmp_path / "cache")))
     model = cuda.GPT2(device, config, allocate(parameter_table(config), CUPY), settings)
+    model.stage(model.staged[0], [np.random.default_rng(0).integers(0, config.V, (2, 64, 1024), dtype=np.int32)], 0.0)  # as --profile does
     device.profile = device
     model.step_kernels()
     # What the program leaves uncounted: the batch over the bus and into its place; the losses; struct Control of update.cu in and out, the

@@ -68,8 +68,7 @@ class EncoderBackward(Layer):
     def tensors(self):
         B, T, C, N, maxT = self.B, self.T, self.C, self.N, self.config.maxT
         inp, order, first, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
-        cuda.sort_tokens(order, first, tokens, inp)
-        self.different = np.unique(inp).size
+        self.different = cuda.sort_tokens(order, first, tokens, inp)
         return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.unwritten(maxT, C, dtype="float32"),
                 "dout": self.random(B, T, C), "inp": inp, "order": order, "first": first, "tokens": tokens}
 
@@ -100,7 +99,7 @@ class EncoderBackward(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.encoder_backward(lab, a.dwte, a.dwpe, a.dout, a.order, a.first, a.tokens, 0, self.B, self.T, self.C)
+        cuda.encoder_backward(lab, a.dwte, a.dwpe, a.dout, a.order, a.first, a.tokens, 0, self.B, self.T, self.C, self.different)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
