@@ -64,7 +64,8 @@ def draw(machine, results, output):
         for r in ours:
             total = sum(r["profile"].values())
             shares.append(100 * sum(ms for kernel, ms in r["profile"].items() if group_of(kernel) == group) / total)
-        right.bar([f"B={r['B']}\n{r['ms']:.1f} ms" for r in ours], shares, bottom=bottoms, color=f"C{index}", label=group)
+        right.bar([f"B={r['B']}\n{r['ms']:.1f} ms" for r in ours], shares, bottom=bottoms, color=f"C{index}",
+                  label=group if any(shares) else None)
         bottoms = [bottom + share for bottom, share in zip(bottoms, shares)]
     right.set_ylabel("percent of the step, launch by launch")
     right.set_title("where the time goes")
