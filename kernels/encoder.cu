@@ -13,7 +13,8 @@
 // sorts the places by token while the GPU works on the step before, and a warp adds up one token's rows in that order. What that took at
 // B=64: a block for each token 74 us; a warp for each token 66; blocks that stay, and look up the next token meanwhile, 60, as with four
 // rows at once instead of two, or a third of a row for each warp: so much do rows at random places take. (NVRTC puts loads behind one
-// another to save registers, unless __launch_bounds__ says how few blocks there are to be.)
+// another to save registers, unless __launch_bounds__ says how few blocks there are to be.) A text has tokens with thousands of places,
+// which one block adds up, 0.045 us each: 1.2 ms where 8 neighbours in the vocabulary have 27500 of 65536 places.
 
 #include "common.cuh"
 
@@ -76,8 +77,8 @@ __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end
 
 constexpr int LONG = 16;  // rows: longer runs are shared by the warps of a block
 
-// order (N): the places b*T+t, sorted by token, earlier ones first; first (N + 1): where each token's run starts in it, N from the last run
-// on; tokens (N): of each run. A warp adds up one run after the other, one of the SPANS of its channels; what it needs to know of the next
+// order (N): the places b*T+t, sorted by token, earlier ones first; first (N + 1): where each token's run starts in it, N after the last
+// one; tokens (N): of each run. A warp adds up one run after the other, one of the SPANS of its channels; what it needs to know of the next
 // one is underway meanwhile. Block (32 * WARPS); grid (any, SPANS).
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PACKS > 3 || SPANS > 1 ? 2 : 3)
 encoder_backward_wte(gradient* dwte, const element* dout, const int* order, const int* first, const int* tokens, int N) {

@@ -191,7 +191,7 @@ struct alignas(64) TensorMap {
     char opaque[128];
 };
 
-// By one thread; the others may use the barriers after fence_barriers() by that thread and __syncthreads().
+// By one thread; the others may use the barriers after fence_barriers() by that thread and a barrier of theirs, like __syncthreads().
 __device__ inline void barrier_make(Barrier* b, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
