@@ -78,15 +78,16 @@ def read_rows(lines):
 
 def refresh(path, profile):
     """Put the profile's times into the page; returns the rows that are other than before. Raises UserError for a row that the profile
-    has not."""
+    has not, and for a page without such rows."""
     lines = read_text(path).split("\n")
     sums = {part: sum(times.ms for kernel, times in profile.items() if part_of(kernel) == part) for part in PARTS}
     fresh = {"us": {kernel: f"{times.ms * 1000 / times.calls:.0f}" for kernel, times in profile.items()},
              "ms": {part: f"{ms:.1f}" for part, ms in sums.items()}}
+    timed = [row for row in read_rows(lines) if row.unit in fresh]
+    if not timed:
+        raise UserError(f"{path}: no table whose last column is {' or '.join(fresh)}, expected doc/walkthrough.md or a page like it")
     changed = []
-    for row in read_rows(lines):
-        if row.unit not in fresh:
-            continue
+    for row in timed:
         known = fresh[row.unit]
         if row.name not in known:
             raise UserError(f"{path}: line {row.line + 1}: {row.name} is not in the profile of {os.path.basename(README)}, expected one of:"

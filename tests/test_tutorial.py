@@ -260,6 +260,8 @@ def test_a_kernel_that_the_profile_has_not_is_named(tmp_path):
     assert_one_line_error(run_program("dev/walkthrough.py", page, check=False), "walkthrough.md: line ", "matmul kqv", "matmul qkv")
     assert page.read_text(encoding="utf-8") == text
     assert_one_line_error(run_program("dev/walkthrough.py", tmp_path / "none.md", check=False), "none.md")
+    page.write_text("| kernel | GB/s |\n|---|---|\n| copy | 4250 |\n")
+    assert_one_line_error(run_program("dev/walkthrough.py", page, check=False), "walkthrough.md: no table whose last column is us or ms")
     page.write_text("<!-- profile_gpu begin -->\nnothing\n<!-- profile_gpu end -->\n")
     with pytest.raises(UserError, match="no kernel between"):
         walkthrough.read_profile(page)
