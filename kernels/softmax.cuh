@@ -12,7 +12,7 @@ struct Softmax {
 
 __device__ inline Softmax merge(Softmax a, Softmax b) {
     const float largest = fmaxf(a.largest, b.largest);
-    if (largest == -INFINITE) return {largest, 0.0f};  // nothing yet: -inf - -inf would be NaN
+    if (largest == -INFINITE) return {largest, a.sum + b.sum};  // 0, or NaN if all values are; -inf - -inf would always be NaN
     return {largest, a.sum * expf(a.largest - largest) + b.sum * expf(b.largest - largest)};
 }
 

@@ -417,6 +417,31 @@ def test_classifier_off_chip(gpu, tmp_path_factory):
 
 
 def check_classifier(device, B, T):
+@pytest.mark.parametrize("V", (257, 8193, 16384, 17000, 24577))
+def test_classifier_of_few_parts(gpu, tmp_path_factory, monkeypatch, V):
+    """Rows of one to four parts, of whose last some warps have no slice; two blocks of one multiprocessor take all rows, in turns."""
+    for precision in ("tf32", "bf16"):
+        device = get_device(gpu, Config(1024, V, 1, 1, 64, cuda.blocks(V, 128) * 128), PRECISIONS[precision], tmp_path_factory)
+        monkeypatch.setattr(device, "sm_count", 1)
+        check_classifier(device, 3, 97)
+
+
+@pytest.mark.parametrize("kind", ("tf32", "bf16", "bf16, portable"))
+def test_classifier_of_what_is_not_finite(gpu, tmp_path_factory, kind):
+    """NaN and infinity are not swallowed, and stay in their row; -infinity has no weight."""
+    precision, *portable = kind.split(", ")
+    device = get_device(gpu, MODELS[2], PRECISIONS[precision], tmp_path_factory, bool(portable))
+    V, Vp, e = device.config.V, device.config.Vp, device.precision.dtype
+    logits, targets = random(1, 6, Vp, dtype=e), np.full((1, 6), 3, np.int32)
+    logits[0, 0, V - 1], logits[0, 1], logits[0, 2, 7], logits[0, 3], logits[0, 4, 5] = np.nan, np.nan, np.inf, -np.inf, -np.inf
+    losses, got = unwritten(1, 6), on_gpu(logits, dtype=e)
+    losses[...] = 1.0
+    cuda.classifier(device, losses, got, on_gpu(targets), 1.0, 1, 1, 6)
+    gradient = cuda.to_float32(got)[0, :, :V]
+    assert np.isnan(losses.get()[0, :4]).all() and np.isfinite(losses.get()[0, 4:]).all()
+    assert np.isnan(gradient[:3]).all() and np.isfinite(gradient[4:]).all() and gradient[4, 5] == 0.0
+
+
     V, Vp = device.config.V, device.config.Vp
     e = device.precision.dtype
     logits, targets = random(B, T, Vp, seed=1, spread=4, dtype=e), np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
