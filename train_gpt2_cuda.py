@@ -566,7 +566,10 @@ class Device:
             raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block, {gpu.name} has"
                             f" {gpu.shared}: train this model with: python train_gpt2.py")
         matmul = settle_matmul(matmul, gpu.arch, precision)
-        paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision, matmul)
+        with ThreadPoolExecutor(1) as pool:
+            if matmul != "kernels":
+                pool.submit(lt.get_version)  # while kernels compile, cuBLASLt comes from the disk: hundreds of megabytes at a first start
+            paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision, matmul)
         self.functions, self.files = {}, len(paths)
         for name, file in kernel_files(gpu.arch, config, precision, matmul).items():
             module = cp.RawModule(path=paths[name])
@@ -1038,11 +1041,12 @@ def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, we
                   bytes=size_of(residual, out, inp1, inp2))
 
 
-def layernorm_backward(device, dinp, sums, dout, inp, weight, mean, rstd, B, T, C):
-    """dinp (B,T,C) +=; sums (layernorm_blocks, 3C) =, for column_sums: of dweight, dbias, and the new dinp, over its rows; inp in
-    Precision.stream."""
-    device.launch("layernorm_backward", (sums.shape[0],), (256,), dinp, sums, dout, inp, weight, mean, rstd, B * T,
-                  shared=layernorm_shared(C, device.precision, device.gpu.arch), bytes=size_of(dinp, dinp, dout, inp))
+def layernorm_backward(device, dinp, sums, dout, inp, weight, mean, rstd, accumulate, B, T, C):
+    """dinp (B,T,C) = (+= if accumulate); sums (layernorm_blocks, 3C) =, for column_sums: of dweight, dbias, and the new dinp, over its
+    rows; inp in Precision.stream."""
+    device.launch("layernorm_backward", (sums.shape[0],), (256,), dinp, sums, dout, inp, weight, mean, rstd, accumulate, B * T,
+                  shared=layernorm_shared(C, device.precision, device.gpu.arch),
+                  bytes=size_of(dinp, dinp if accumulate else None, dout, inp))
 
 
 def layernorm_shared(C, precision, arch):
@@ -1291,13 +1295,14 @@ class GPT2:
             residual_layernorm_forward(device, residual, *normed[0], a.residual2, branch, *normed[1], B, T, C)
 
     def classify(self, targets, s, train, accumulate=0):
-        """self.loss = (+=) the mean of s.acts.losses; with `train`, the logits' gradient takes their place."""
+        """self.loss = (+=) the mean of s.acts.losses; with `train`, the logits' gradient takes their place. Returns an event for the loss,
+        which is made aside."""
         device, config, N = self.device, self.config, s.B * s.T
         logits = s.classifier.logits
         device.products.forward("matmul logits", logits, s.acts.lnf, self.params.wte, None, N, config.C, config.Vp)
         share = 1.0 / (N * self.micro_steps) if train else 1.0 / N
         classifier(device, s.acts.losses, logits, targets, near_power_of_2(share), train, s.B, s.T)
-        device.launch("loss_mean", (1,), (1024,), self.loss, s.acts.losses, share, accumulate, N)
+        return device.aside(lambda: device.launch("loss_mean", (1,), (1024,), self.loss, s.acts.losses, share, accumulate, N))
 
     def rest_of_share(self, N):
         """What dlogits lack: they carry the power of 2 next to each token's share of the loss, 1 / (N * micro_steps), because the share
@@ -1315,10 +1320,8 @@ class GPT2:
         dlogits, rest = s.classifier.logits, self.rest_of_share(N)
         products.backward_inp("matmul logits dinp", dbranch, dlogits, self.params.wte, N, C, config.Vp, scale=rest)
         products.backward_weight("matmul logits dweight", grads.wte, dlogits, acts.lnf, transposed, N, C, config.Vp, more, scale=rest)
-        with device.record("clear dresidual", bytes=dresidual.nbytes):
-            cp.cuda.runtime.memsetAsync(dresidual.data.ptr, 0, dresidual.nbytes, device.stream.ptr)
         layernorm_backward(device, dresidual, scratch.lnf_sums, dbranch, s.layers[-1].residual3, self.params.lnfw, acts.lnf_mean,
-                           acts.lnf_rstd, B, T, C)
+                           acts.lnf_rstd, 0, B, T, C)
         dfch_free = dqkv_free = None  # events: the products aside that read dfch and dqkv of the layer before are done
         for l in reversed(range(config.L)):
             p, a, g = self.param_layers[l], s.backward_layers[l], self.grad_layers[l]
@@ -1338,7 +1341,7 @@ class GPT2:
             dfch_free = weight("matmul fc dweight", g.fcw, scratch.dfch, a.ln2, C, 4 * C)
             products.backward_inp("matmul fc dinp", dbranch, scratch.dfch, p.fcw, N, C, 4 * C)
             device.wait(dresidual_free)
-            layernorm_backward(device, dresidual, scratch.ln2_sums[l], dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C)
+            layernorm_backward(device, dresidual, scratch.ln2_sums[l], dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, 1, B, T, C)
             dresidual_free = weight("matmul attproj dweight", g.attprojw, dresidual, a.atty, C, C)
             products.backward_inp("matmul attproj dinp", dbranch, dresidual, p.attprojw, N, C, C)
             device.wait(dqkv_free)
@@ -1348,12 +1351,12 @@ class GPT2:
             dqkv_free = weight("matmul qkv dweight", g.qkvw, scratch.dqkv, a.ln1, C, 3 * C)
             products.backward_inp("matmul qkv dinp", dbranch, scratch.dqkv, p.qkvw, N, C, 3 * C)
             device.wait(dresidual_free)
-            layernorm_backward(device, dresidual, scratch.ln1_sums[l], dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C)
-        device.wait(dqkv_free)  # the last product put aside
+            layernorm_backward(device, dresidual, scratch.ln1_sums[l], dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, 1, B, T, C)
         s.jobs = s.jobs or self.jobs(scratch)
         column_sums(device, s.jobs, more)
         encoder_backward(device, grads.wte, grads.wpe, dresidual, batch.order[micro_step], batch.first[micro_step],
                          batch.tokens[micro_step], more, B, T, C, self.runs)
+        device.wait(dqkv_free)  # the last that was put aside: all of it is done
 
     def update(self):
         """AdamW over the flat buffers, and the report to the host."""
@@ -1369,21 +1372,29 @@ class GPT2:
                       self.stops, self.decays, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.stochastic_rounding,
                       np.int64(count), bytes=size_of(params, grads, m, m, v, v) + (size_of(master, master) or params.nbytes))
 
-    def micro_step(self, micro_step):
-        """Forward and backward of one batch that lies in self.batch."""
+    def micro_step(self, micro_step, here=None):
+        """Forward and backward of one batch that lies in self.batch, all but `inputs` from the event `here` on."""
         s = self.shape(self.settings.B, self.settings.T)
         self.trunk(self.batch.inputs[micro_step], s)
+        self.device.wait(here)
         self.classify(self.batch.targets[micro_step], s, train=1, accumulate=int(micro_step > 0))
         self.backward(micro_step, s)
 
     # -- a training step, of which the GPU does everything
 
     def step_kernels(self):
-        words = self.batch.buffer.nbytes // 4
-        self.device.launch("begin_step", (blocks(words, 256),), (256,), self.batch.buffer, pointer(self.pinned), self.control, words)
+        words, inputs = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # these and the learning rate come first
+        self.copy_batch("batch inputs", 0, inputs)
+        rest = self.device.aside(lambda: self.copy_batch("batch rest", inputs, words))  # beside the forward pass
         for micro_step in range(self.micro_steps):
-            self.micro_step(micro_step)
+            self.micro_step(micro_step, rest)
         self.update()
+
+    def copy_batch(self, label, begin, end):
+        """Bring words begin .. end - 1 of the batch from the half of the pinned memory whose turn it is."""
+        words = self.batch.buffer.nbytes // 4
+        self.device.launch("begin_step", (blocks(end - begin, 256),), (256,), self.batch.buffer, pointer(self.pinned), self.control, words,
+                           begin, end, label=label)
 
     def prepare(self):
         """Choose the products' algorithms on a batch of random tokens, and capture the step as a graph. Changes no weight."""
@@ -1440,7 +1451,7 @@ class GPT2:
             on_gpu = [copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
                       for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets))]
             self.trunk(on_gpu[0], s)
-            self.classify(on_gpu[1], s, train=0)
+            self.device.wait(self.classify(on_gpu[1], s, train=0))
             return float(self.loss.get()[0])
 
     def next_token_probs(self, tokens):

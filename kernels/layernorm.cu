@@ -3,7 +3,7 @@
 //     forward   residual = inp1 + inp2 (if there is an inp2);  out = (residual - mean) * rstd * weight + bias
 //               residual =, out =, mean =, rstd =
 //     backward  with n = (inp - mean) * rstd and dn = dout * weight, over each row,
-//               dinp += rstd * (dn - mean(dn) - n * mean(dn * n))
+//               dinp = (+= if accumulate) rstd * (dn - mean(dn) - n * mean(dn * n))
 //               partials[block] = over the block's rows, the sums of dout * n, dout, and the new dinp
 //
 // The rows of inp1, inp2, residual, out, dout, inp, dinp: (N,C); those of residual, inp1 and inp are the residual stream's. mean, rstd: (N)
@@ -14,6 +14,8 @@
 //
 // Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4. A row is one warp's or, for large C, several
 // warps', and stays in registers from the first read to the last write; backward has the next one on its way to shared memory, if AHEAD.
+// The last row comes first: the L2 cache still has the end of what the product before wrote, and then the rows that the next one begins
+// with.
 // H200 (a copy: 4250 GB/s), T=1024: float32 forward 3530 GB/s at B=4, 3780 at B=16, backward 2540 and 3530; bfloat16, in a step of B=64,
 // forward 3950, backward 3740.
 
@@ -37,8 +39,8 @@ __device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % RO
 extern "C" __global__ void __launch_bounds__(THREADS)
 residual_layernorm_forward(stream_element* residual, element* out, float* mean, float* rstd, const stream_element* inp1,
                            const element* inp2, const element* weight, const element* bias, int N) {
-    const int row = blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS;
-    const bool exists = row < N;  // all threads stay, for the barriers of group_sum
+    const int row = N - 1 - (blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS);
+    const bool exists = row >= 0;  // all threads stay, for the barriers of group_sum
     const int64 start = int64(row) * C;
 
     uint4 bits[PACKS], more[PACKS];  // all loads are underway before the first is needed, and before anything is stored
@@ -101,7 +103,7 @@ constexpr bool AHEAD = BFLOAT16 && __CUDA_ARCH__ != 860 && __CUDA_ARCH__ != 890 
 // Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32. Shared memory: 6 rows for each group if AHEAD, else none.
 extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && PACKS * PACK <= 24 ? 2 : 1)
 layernorm_backward(element* dinp, float* partials, const element* dout, const stream_element* inp, const element* weight,
-                   const float* mean, const float* rstd, int N) {
+                   const float* mean, const float* rstd, int accumulate, int N) {
     const int group = threadIdx.x / ROW_THREADS;
     Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
     extern __shared__ uint4 waiting[];  // dout, inp and dinp of two rows in turn; each thread reads what it has copied itself
@@ -110,7 +112,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const st
     };
     float next_mean, next_rstd;
     const auto fetch = [&](int row, int turn) {
-        const bool exists = row < N;
+        const bool exists = row >= 0;
         next_mean = exists ? mean[row] : 0.0f;
         next_rstd = exists ? rstd[row] : 0.0f;
         if constexpr (AHEAD) {
@@ -121,19 +123,19 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const st
                 const int64 start = int64(row) * C + c;
                 copy_async(place(turn, 0, c), reinterpret_cast<const uint4*>(dout + start), true);
                 copy_async(place(turn, 1, c), reinterpret_cast<const uint4*>(inp + start), true);
-                copy_async(place(turn, 2, c), reinterpret_cast<const uint4*>(dinp + start), true);
+                if (accumulate) copy_async(place(turn, 2, c), reinterpret_cast<const uint4*>(dinp + start), true);
             }
             copies_commit();
         }
     };
-    fetch(blockIdx.x * GROUPS + group, 0);
+    fetch(N - 1 - (blockIdx.x * GROUPS + group), 0);
 
     for (int first = blockIdx.x * GROUPS, turn = 0; first < N; first += gridDim.x * GROUPS, turn ^= 1) {
-        const int row = first + group;
-        const bool exists = row < N;
+        const int row = N - 1 - (first + group);
+        const bool exists = row >= 0;
         const int64 start = int64(row) * C;
         const float m = next_mean, r = next_rstd;
-        fetch(row + gridDim.x * GROUPS, turn ^ 1);
+        fetch(row - gridDim.x * GROUPS, turn ^ 1);
         if constexpr (AHEAD) copies_wait<1>();
 
         uint4 d[PACKS], x[PACKS], before[PACKS];  // all loads are underway before the first is needed
@@ -144,7 +146,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const st
             if (!exists || c >= C) continue;
             d[p] = AHEAD ? *place(turn, 0, c) : load_bits(dout + start + c);
             x[p] = AHEAD ? *place(turn, 1, c) : load_bits(inp + start + c);
-            before[p] = AHEAD ? *place(turn, 2, c) : load_bits(dinp + start + c);
+            if (accumulate) before[p] = AHEAD ? *place(turn, 2, c) : load_bits(dinp + start + c);
         }
         float sum_dn = 0.0f, sum_dn_n = 0.0f;
 #pragma unroll

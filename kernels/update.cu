@@ -1,6 +1,6 @@
 // From the losses and gradients of a step to the new weights.
 //
-//     begin_step      copies the batch that the host has left in pinned memory                        batch =
+//     begin_step      copies words of the batch that the host has left in pinned memory               batch =
 //     loss_mean       loss = the mean of losses                                                       loss = (or += if accumulate)
 //     global_norm     partials[block] = the sum of squares over a part of the gradients              partials =
 //     prepare_update  what all threads of adamw_update need, worked out once; reports to the host     control =, report =
@@ -39,10 +39,11 @@ __device__ inline float block_sum(float x) {
     return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
 }
 
-// batch: the learning rate's bits, then the words of encoder and classifier. pinned: two halves of `words` each.
-extern "C" __global__ void begin_step(int* batch, const int* pinned, const Control* control, int words) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < words) batch[i] = pinned[control->launches % 2 * words + i];
+// The words from `begin` to `end` - 1. batch: the learning rate's bits, then the words of encoder and classifier. pinned: two halves of
+// `words` each.
+extern "C" __global__ void begin_step(int* batch, const int* pinned, const Control* control, int words, int begin, int end) {
+    const int i = begin + blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < end) batch[i] = pinned[control->launches % 2 * words + i];
 }
 
 // One block (1024). loss (1) = or += the sum of losses (N), times scale.

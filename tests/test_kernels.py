@@ -320,14 +320,15 @@ def test_layernorm_backward(device, B, T):
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
     before = random(3, C, seed=5, dtype=g)
     most = cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).layernorm
-    for accumulate, rows in ((0, most), (1, most), (0, min(most, 3))):  # three blocks: each comes to many rows, one after the other
-        got, partials = on_gpu(dinp, dtype=e), unwritten(rows, 3 * C)
+    for accumulate, adds, rows in ((0, 1, most), (1, 0, most), (0, 1, min(most, 3))):  # three blocks: each comes to many rows, in turn
+        got, partials = on_gpu(dinp, dtype=e) if adds else unwritten(B, T, C, dtype=e), unwritten(rows, 3 * C)
         sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
         cuda.layernorm_backward(device, got, partials, on_gpu(dout, dtype=e), on_gpu(inp, dtype=device.precision.stream),
-                                on_gpu(weight, dtype=e), *on_gpu(mean, rstd), B, T, C)
+                                on_gpu(weight, dtype=e), *on_gpu(mean, rstd), adds, B, T, C)
         cuda.column_sums(device, cuda.sum_jobs([(partials, tuple(sums))]), accumulate)
-        wanted = np.stack([dweight, dbias, expected.sum(axis=(0, 1))]) + accumulate * before
-        assert_close(SUMS, dinp=(got, expected), dweight=(sums[0], wanted[0]), dbias=(sums[1], wanted[1]))
+        total = expected - (0 if adds else dinp)
+        wanted = np.stack([dweight, dbias, total.sum(axis=(0, 1))]) + accumulate * before
+        assert_close(SUMS, dinp=(got, total), dweight=(sums[0], wanted[0]), dbias=(sums[1], wanted[1]))
         assert_close(20 * SUMS, total=(sums[2], wanted[2]))  # sums of the errors of dinp, which may cancel in the value
 
 
@@ -416,7 +417,6 @@ def test_classifier_off_chip(gpu, tmp_path_factory):
     check_classifier(device, 3, 97)
 
 
-def check_classifier(device, B, T):
 @pytest.mark.parametrize("V", (257, 8193, 16384, 17000, 24577))
 def test_classifier_of_few_parts(gpu, tmp_path_factory, monkeypatch, V):
     """Rows of one to four parts, of whose last some warps have no slice; two blocks of one multiprocessor take all rows, in turns."""
@@ -442,6 +442,7 @@ def test_classifier_of_what_is_not_finite(gpu, tmp_path_factory, kind):
     assert np.isnan(gradient[:3]).all() and np.isfinite(gradient[4:]).all() and gradient[4, 5] == 0.0
 
 
+def check_classifier(device, B, T):
     V, Vp = device.config.V, device.config.Vp
     e = device.precision.dtype
     logits, targets = random(B, T, Vp, seed=1, spread=4, dtype=e), np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
@@ -563,8 +564,10 @@ def test_update_helpers(gpu, tmp_path_factory, precision):
     pinned[:] = np.random.default_rng().integers(-(2**31), 2**31, pinned.size)
     for launches in (4, 7):
         control, batch = on_gpu(np.array([0, launches, 0, 0, 0])), cp.full(words, -1, np.int32)
-        device.launch("begin_step", (cuda.blocks(words, 256),), (256,), batch, cuda.pointer(pinned), control, words)
-        assert np.array_equal(batch.get(), pinned[launches % 2 * words :][:words])
+        for begin, end in ((300, 777), (0, words)):
+            device.launch("begin_step", (cuda.blocks(end - begin, 256),), (256,), batch, cuda.pointer(pinned), control, words, begin, end)
+            assert np.array_equal(batch.get()[begin:end], pinned[launches % 2 * words :][begin:end])
+            assert end == words or np.all(batch.get()[:begin] == -1) and np.all(batch.get()[end:] == -1)
 
     exact, rounded = random(count), unwritten(count, dtype=e)
     device.launch("round_weights", device.grid(count), (256,), rounded, on_gpu(exact), np.int64(count))

@@ -230,7 +230,7 @@ class LayernormBackward(Layer):
     @version(256)
     def live(self, lab, a, block):
         a.jobs = getattr(a, "jobs", None) or cuda.sum_jobs([(a.live_partials, (a.dweight, a.dbias, None))])
-        cuda.layernorm_backward(lab, a.dinp, a.live_partials, a.dout, a.inp, a.weight, a.mean, a.rstd, self.B, self.T, self.C)
+        cuda.layernorm_backward(lab, a.dinp, a.live_partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1, self.B, self.T, self.C)
         cuda.column_sums(lab, a.jobs, 0)
 
 
