@@ -320,7 +320,7 @@ def test_layernorm_backward(device, B, T):
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
     before = random(3, C, seed=5, dtype=g)
     most = cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).layernorm
-    for accumulate, adds, rows in ((0, 1, most), (1, 0, most), (0, 1, min(most, 3))):  # three blocks: each comes to many rows, in turn
+    for accumulate, adds, rows in ((0, 1, most), (1, 0, min(most, 3)), (0, 1, min(most, 3))):  # three blocks: each comes to many rows
         got, partials = on_gpu(dinp, dtype=e) if adds else unwritten(B, T, C, dtype=e), unwritten(rows, 3 * C)
         sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
         cuda.layernorm_backward(device, got, partials, on_gpu(dout, dtype=e), on_gpu(inp, dtype=device.precision.stream),
@@ -419,7 +419,7 @@ def test_classifier_off_chip(gpu, tmp_path_factory):
 
 @pytest.mark.parametrize("V", (257, 8193, 16384, 17000, 24577))
 def test_classifier_of_few_parts(gpu, tmp_path_factory, monkeypatch, V):
-    """Rows of one to four parts, of whose last some warps have no slice; two blocks of one multiprocessor take all rows, in turns."""
+    """Rows of one to seven parts, of whose last some warps have no slice; the blocks of one multiprocessor take all rows, in turns."""
     for precision in ("tf32", "bf16"):
         device = get_device(gpu, Config(1024, V, 1, 1, 64, cuda.blocks(V, 128) * 128), PRECISIONS[precision], tmp_path_factory)
         monkeypatch.setattr(device, "sm_count", 1)
