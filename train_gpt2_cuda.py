@@ -566,10 +566,7 @@ class Device:
             raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block, {gpu.name} has"
                             f" {gpu.shared}: train this model with: python train_gpt2.py")
         matmul = settle_matmul(matmul, gpu.arch, precision)
-        with ThreadPoolExecutor(1) as pool:
-            if matmul != "kernels":
-                pool.submit(lt.get_version)  # while kernels compile, cuBLASLt comes from the disk: hundreds of megabytes at a first start
-            paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision, matmul)
+        paths, self.compiled = prepare_kernels(cache, gpu.arch, config, precision, matmul)
         self.functions, self.files = {}, len(paths)
         for name, file in kernel_files(gpu.arch, config, precision, matmul).items():
             module = cp.RawModule(path=paths[name])
