@@ -914,10 +914,24 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
         dinp[r] += dn
 
 
+SMALL, PART = 2**25, 192  # multiplications of a product; of each of its sums
+
+
+def multiply(a, b, out):
+    """out (M,N) = a (M,K) @ b (K,N). OpenBLAS's AVX-512 kernels add up to 384 numbers one after the other, with 1.4 times the rounding
+    error of parts of 192. A small product is done in such parts; a large one is not, because adding them up would take its time."""
+    (M, K), N = a.shape, b.shape[1]
+    parts = -(-K // PART) if M * N * K < SMALL else 1
+    np.matmul(a[:, : K // parts], b[: K // parts], out=out)
+    for i in range(1, parts):
+        part = slice(K * i // parts, K * (i + 1) // parts)
+        out += np.matmul(a[:, part], b[part])
+
+
 def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC,) (None: no bias)."""
     out = out.reshape(B * T, OC)
-    np.matmul(inp.reshape(B * T, C), weight.T, out=out)
+    multiply(inp.reshape(B * T, C), weight.T, out)
     if bias is not None:
         out += bias
 
@@ -925,8 +939,8 @@ def matmul_forward(out, inp, weight, bias, B, T, C, OC):
 def matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC):
     """dinp (B,T,C) =, dweight (OC,C) =, dbias (OC,) = (None: no bias); dout (B,T,OC)."""
     dout = dout.reshape(B * T, OC)
-    np.matmul(dout, weight, out=dinp.reshape(B * T, C))
-    np.matmul(dout.T, inp.reshape(B * T, C), out=dweight)
+    multiply(dout, weight, dinp.reshape(B * T, C))
+    multiply(dout.T, inp.reshape(B * T, C), dweight)
     if dbias is not None:
         np.matmul(np.ones(B * T, dout.dtype), dout, out=dbias)  # the column sums: several times faster than np.add.reduce
 
