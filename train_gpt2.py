@@ -919,7 +919,8 @@ SMALL, PART = 2**25, 192  # multiplications of a product; of each of its sums
 
 def multiply(a, b, out):
     """out (M,N) = a (M,K) @ b (K,N). OpenBLAS's AVX-512 kernels add up to 384 numbers one after the other, with 1.4 times the rounding
-    error of parts of 192. A small product is done in such parts; a large one is not, because adding them up would take its time."""
+    error of parts of 192. A small product is done in such parts; with all of them, a step of GPT-2 124M (4 x 64 tokens, AMD EPYC, 2 cores)
+    would take 0.75 s instead of 0.66."""
     (M, K), N = a.shape, b.shape[1]
     parts = -(-K // PART) if M * N * K < SMALL else 1
     np.matmul(a[:, : K // parts], b[: K // parts], out=out)
