@@ -1380,16 +1380,17 @@ class GPT2:
     # -- a training step, of which the GPU does everything
 
     def step_kernels(self):
-        words, inputs = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # these and the learning rate come first
+        inputs = 1 + self.batch.inputs.size  # words: the learning rate and these come first
         self.copy_batch("batch inputs", 0, inputs)
-        rest = self.device.aside(lambda: self.copy_batch("batch rest", inputs, words))  # beside the forward pass
+        rest = self.device.aside(lambda: self.copy_batch("batch rest", inputs))  # beside the forward pass
         for micro_step in range(self.micro_steps):
             self.micro_step(micro_step, rest)
         self.update()
 
-    def copy_batch(self, label, begin, end):
-        """Bring words begin .. end - 1 of the batch from the half of the pinned memory whose turn it is."""
+    def copy_batch(self, label, begin, end=None):
+        """Bring words begin .. end - 1 (none: all from begin on) from the half of the pinned memory whose turn it is."""
         words = self.batch.buffer.nbytes // 4
+        end = end or words
         self.device.launch("begin_step", (blocks(end - begin, 256),), (256,), self.batch.buffer, pointer(self.pinned), self.control, words,
                            begin, end, label=label)
 

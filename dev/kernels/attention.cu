@@ -73,7 +73,7 @@ __device__ inline float tile_product(Matrix<A> a, Matrix<B> b, int M, int N, int
 // thread_a_row. The formula, a thread for each query: one loop over the keys for the largest score, a second one for the sums, which works
 // out the scores again. No tile of anything is kept: each product reads both its numbers from memory, or from the cache.
 // Block (any size up to 256), grid (T / block, NH, B).
-// H200, B=32, T=1024: bfloat16 12.3359 ms, 4.2 TFLOP/s at 128 threads; float32 18.6989 ms, 2.8 TFLOP/s at 128.
+// H200, B=32, T=1024: bfloat16 12.3291 ms, 4.2 TFLOP/s at 128 threads; float32 18.7214 ms, 2.8 TFLOP/s at 128.
 extern "C" __global__ void __launch_bounds__(256)
 attention_forward_thread_a_row(element* out, float* lse, const element* inp, int T) {
     const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
@@ -108,7 +108,7 @@ attention_forward_thread_a_row(element* out, float* lse, const element* inp, int
 // bfloat16 by more than half. The masked half is more than the scores that thread_a_row works out twice, and each product takes both its
 // numbers from shared memory, where thread_a_row has its sums in registers and one key or value serves a whole warp.
 // scores: block (tile, tile), grid (T / tile, T / tile, B * NH). att (B,NH,T,T) float32.
-// H200, B=32, T=1024: bfloat16 19.9107 ms, 2.6 TFLOP/s at 1024 threads; float32 19.8437 ms, 2.6 TFLOP/s at 1024.
+// H200, B=32, T=1024: bfloat16 19.9365 ms, 2.6 TFLOP/s at 1024 threads; float32 19.8425 ms, 2.6 TFLOP/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024) attention_forward_scores(float* att, const element* inp, int T) {
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
     const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1}, key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(1024) attention_forward_values(elem
 // What is left is the speed of the CUDA cores: a product and an addition of one number a thread and cycle. No faster in bfloat16 than in
 // float32, since all is multiplied in float32.
 // Block (any size up to 256), grid (T / block, NH, B).
-// H200, B=32, T=1024: bfloat16 2.5512 ms, 20.2 TFLOP/s at 128 threads; float32 2.5228 ms, 20.4 TFLOP/s at 128.
+// H200, B=32, T=1024: bfloat16 2.5584 ms, 20.2 TFLOP/s at 128 threads; float32 2.5336 ms, 20.4 TFLOP/s at 128.
 extern "C" __global__ void __launch_bounds__(256) attention_forward_online(element* out, float* lse, const element* inp, int T) {
     constexpr int KEYS = 32, UNITS = HS / 4;  // of a tile; of a row
     __shared__ float4 keys[KEYS][UNITS], values[KEYS][UNITS];
@@ -230,7 +230,7 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
 // whole row of a tile, which is faster where reading is what takes the time, and pays with matrices; `recompute` has the tiles and no
 // matrices.
 // Both: block (any size up to 256), grid (T / block, NH, B).
-// H200, B=32, T=1024: bfloat16 447.6505 ms, 0.3 TFLOP/s at 128 threads; float32 451.6165 ms, 0.3 TFLOP/s at 64.
+// H200, B=32, T=1024: bfloat16 449.7061 ms, 0.3 TFLOP/s at 32 threads; float32 448.6689 ms, 0.3 TFLOP/s at 64.
 __device__ inline float row_product(const element* a, const element* b) {
     float sum = 0.0f;
 #pragma unroll 8  // unrolled as a whole, the compiler would keep the thread's own rows in registers, where the sums leave no room
@@ -285,7 +285,7 @@ attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const el
 // matrices. P and dS of all heads to memory, then each formula is one product over tiles in shared memory. The price is two (T,T) matrices
 // for each head, which are written once and read twice, and the masked half of every product. att (P), datt (dS): (B,NH,T,T) float32.
 // All five: block (tile, tile), grid (columns of the result / tile, T / tile, B * NH).
-// H200, B=32, T=1024: bfloat16 48.7473 ms, 2.6 TFLOP/s at 1024 threads; float32 48.4785 ms, 2.7 TFLOP/s at 1024.
+// H200, B=32, T=1024: bfloat16 48.7601 ms, 2.6 TFLOP/s at 1024 threads; float32 48.4992 ms, 2.7 TFLOP/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024)
 attention_backward_probabilities(float* att, const element* inp, const float* lse, int T) {
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
@@ -337,7 +337,7 @@ attention_backward_dvalue_product(element* dinp, const float* att, const element
 // Four neighbouring threads share a row, since four rows of HS would not fit the registers of one; the other side passes through shared
 // memory, in tiles that all rows of the block share.
 // Both: block (any multiple of 32 up to 256), grid (T / (block / 4), NH, B).
-// H200, B=32, T=1024: bfloat16 10.1980 ms, 12.6 TFLOP/s at 128 threads; float32 10.7823 ms, 12.0 TFLOP/s at 128.
+// H200, B=32, T=1024: bfloat16 10.2054 ms, 12.6 TFLOP/s at 128 threads; float32 10.7898 ms, 12.0 TFLOP/s at 128.
 constexpr int TILE = 32;          // rows that pass through shared memory at once
 constexpr int UNITS = HS / 16;    // of 4 floats, of one thread: units lane, lane + 4, ... of a row
 
@@ -454,8 +454,8 @@ attention_backward_dkv_recompute(element* dinp, const element* dout, const eleme
 // them: kernels/attention.cu (float32, rounded to TF32) and kernels/attention_bf16.cu. An instruction of a tensor core does thousands of
 // operations where the others do 64, and the next tile is copied while this one is worked on. dquery's kernel works out D in passing;
 // partials (3C for each 64 rows) are the column sums that the bias gradient wants.
-// attention_forward, H200, B=32, T=1024: bfloat16 0.2430 ms, 212.3 TFLOP/s at 128 threads; float32 0.4724 ms, 109.2 TFLOP/s at 128.
-// attention_backward, H200, B=32, T=1024: bfloat16 0.8282 ms, 155.7 TFLOP/s at 128 threads; float32 1.8690 ms, 69.0 TFLOP/s at 128.
+// attention_forward, H200, B=32, T=1024: bfloat16 0.2448 ms, 210.7 TFLOP/s at 128 threads; float32 0.4726 ms, 109.2 TFLOP/s at 128.
+// attention_backward, H200, B=32, T=1024: bfloat16 0.8289 ms, 155.6 TFLOP/s at 128 threads; float32 1.8818 ms, 68.5 TFLOP/s at 128.
 
 #define attention_forward attention_forward_mma
 #define attention_backward_dquery attention_backward_dquery_mma

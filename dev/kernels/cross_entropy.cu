@@ -13,7 +13,7 @@
 
 // thread_a_row. Two loops of one thread, and no probabilities: the loss needs the row's largest and its sum alone. Neighbouring threads are
 // a row apart, 100 KB in bfloat16, so that each access of a warp touches 32 lines of memory.
-// H200, B=32, T=1024: bfloat16 13.5012 ms, 244 GB/s at 32 threads; float32 13.3373 ms, 494 GB/s at 32.
+// H200, B=32, T=1024: bfloat16 13.5052 ms, 244 GB/s at 128 threads; float32 13.3310 ms, 495 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_thread_a_row(float* losses, const element* logits, const int* targets, int N) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
@@ -26,7 +26,7 @@ crossentropy_forward_thread_a_row(float* losses, const element* logits, const in
 }
 
 // warp_a_row. Online, 16 bytes a lane: one reading, and neighbouring lanes side by side.
-// H200, B=32, T=1024: bfloat16 1.1143 ms, 2958 GB/s at 1024 threads; float32 1.4864 ms, 4436 GB/s at 64.
+// H200, B=32, T=1024: bfloat16 1.1143 ms, 2959 GB/s at 1024 threads; float32 1.4887 ms, 4429 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_warp_a_row(float* losses, const element* logits, const int* targets, int N) {
     const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -38,7 +38,7 @@ crossentropy_forward_warp_a_row(float* losses, const element* logits, const int*
 
 // block_a_row. The same with a block on each row: 32 lanes take 200 turns for GPT-2's vocabulary in bfloat16, 1024 threads seven. A little
 // faster with 64 to 256 threads in bfloat16, and no faster in float32, where warp_a_row is at a copy's speed already.
-// H200, B=32, T=1024: bfloat16 1.0516 ms, 3135 GB/s at 128 threads; float32 1.4865 ms, 4436 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 1.0951 ms, 3011 GB/s at 128 threads; float32 1.4934 ms, 4415 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_block_a_row(float* losses, const element* logits, const int* targets) {
     const int n = blockIdx.x;
@@ -49,7 +49,7 @@ crossentropy_forward_block_a_row(float* losses, const element* logits, const int
 
 // thread_an_element. The formula, from stored probabilities, a thread for each: 2 or 4 bytes with an instruction, and for each of them a
 // division, to find the row, and a reading of its target.
-// H200, B=32, T=1024: bfloat16 4.7620 ms, 1385 GB/s at 256 threads; float32 5.2738 ms, 2500 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 4.9202 ms, 1340 GB/s at 256 threads; float32 5.3848 ms, 2449 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_softmax_backward_thread_an_element(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -60,7 +60,7 @@ crossentropy_softmax_backward_thread_an_element(element* dlogits, const element*
 
 // pack_a_thread. 16 bytes a thread: one division and one reading of the target for all elements of a pack. A copy's speed, so what is left
 // to save are the bytes.
-// H200, B=32, T=1024: bfloat16 1.5517 ms, 4249 GB/s at 128 threads; float32 3.0899 ms, 4268 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 1.5620 ms, 4221 GB/s at 128 threads; float32 3.0847 ms, 4275 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
@@ -73,11 +73,11 @@ crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* pro
 
 // apart: softmax.cu's online, then the loss (block_a_row) and the gradient (pack_a_thread), each a kernel at its best: the probabilities go
 // to memory and come back, and the logits are read again for the loss.
-// H200, B=32, T=1024: bfloat16 4.9461 ms, 1333 GB/s at 128 threads; float32 9.2235 ms, 1430 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 4.9916 ms, 1321 GB/s at 128 threads; float32 9.2220 ms, 1430 GB/s at 256.
 
 // fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again from its end, which the
 // cache still has. Three kernels apart move a row six times, this one two or three times: half the time.
-// H200, B=32, T=1024: bfloat16 2.3339 ms, 2825 GB/s at 256 threads; float32 4.3079 ms, 3061 GB/s at 1024.
+// H200, B=32, T=1024: bfloat16 2.3347 ms, 2824 GB/s at 256 threads; float32 4.3146 ms, 3056 GB/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024)
 classifier_fused(float* losses, element* logits, const int* targets, float dloss) {
     const int n = blockIdx.x, target = targets[n];

@@ -12,7 +12,7 @@
 
 // thread_an_element. The formula; neighbouring threads read and write neighbouring elements. In bfloat16 each access moves two bytes,
 // and a warp 64, where the memory system would take 512 for the same instruction: half the bytes of float32 take nearly the same time.
-// H200, B=32, T=1024: bfloat16 0.1097 ms, 918 GB/s at 256 threads; float32 0.1196 ms, 1684 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.1094 ms, 920 GB/s at 256 threads; float32 0.1196 ms, 1684 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_thread_an_element(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -23,7 +23,7 @@ encoder_forward_thread_an_element(stream_element* out, const int* inp, const ele
 
 // pack_a_thread. 16 bytes a thread all over the tensor: an eighth (bfloat16) or a quarter of the threads and instructions. Each looks up
 // its row for itself, and which one that is takes a division; the live version has a warp for each row, and does both once.
-// H200, B=32, T=1024: bfloat16 0.0310 ms, 3243 GB/s at 128 threads; float32 0.0583 ms, 3456 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 0.0309 ms, 3260 GB/s at 128 threads; float32 0.0583 ms, 3451 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_pack_a_thread(stream_element* out, const int* inp, const element* wte, const element* wpe, int B, int T) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
@@ -39,7 +39,7 @@ encoder_forward_pack_a_thread(stream_element* out, const int* inp, const element
 // of one token meet at the same addresses, and so do the B rows of one position. The sums' order, and with it their last bits, differ from
 // run to run. It takes as long as forward's thread_an_element, which adds nothing atomically, and nearly as long in bfloat16 as in float32:
 // a thread for each element is what costs. dwpe must be 0.
-// H200, B=32, T=1024: bfloat16 0.1054 ms, 1910 GB/s at 256 threads; float32 0.1126 ms, 2235 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.1078 ms, 1868 GB/s at 256 threads; float32 0.1150 ms, 2187 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_backward_atomics(float* dwte, float* dwpe, const element* dout, const int* inp, int B, int T) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -54,7 +54,7 @@ encoder_backward_atomics(float* dwte, float* dwpe, const element* dout, const in
 // encoder_backward_wpe. What is left for atomics are the tokens: half as many. Yet it is slower than atomics: there is still a thread for
 // each element, and dout is read a second time, in a launch of its own, which costs more than the additions that are saved; the more so in
 // float32, where dout is larger.
-// H200, B=32, T=1024: bfloat16 0.1086 ms, 1853 GB/s at 256 threads; float32 0.1253 ms, 2008 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.1070 ms, 1881 GB/s at 256 threads; float32 0.1263 ms, 1992 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_backward_wte_atomics(float* dwte, const element* dout, const int* inp, int N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;

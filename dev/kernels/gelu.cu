@@ -20,14 +20,14 @@ __device__ inline float gelu_slope(float x) {
 
 // thread_an_element. The formula, a thread for each element: neighbouring threads read neighbouring elements. But each moves 2 or 4 bytes
 // with an instruction: in bfloat16, half the bytes of float32 take nearly as long.
-// H200, B=32, T=1024: bfloat16 0.2946 ms, 1367 GB/s at 256 threads; float32 0.3236 ms, 2488 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.2959 ms, 1361 GB/s at 256 threads; float32 0.3240 ms, 2486 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024) gelu_forward_thread_an_element(element* out, const element* inp, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < N) from_float(out[i], gelu(to_float(inp[i])));
 }
 
 // pack_a_thread. 16 bytes a thread: fewer instructions for the same bytes, and more bytes underway.
-// H200, B=32, T=1024: bfloat16 0.1130 ms, 3564 GB/s at 256 threads; float32 0.1930 ms, 4173 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 0.1130 ms, 3564 GB/s at 256 threads; float32 0.1928 ms, 4178 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024) gelu_forward_pack_a_thread(element* out, const element* inp, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= N) return;
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(1024) gelu_forward_pack_a_thread(el
 
 // sigmoid. (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)): an exp and a division, where tanhf has branches for small and large arguments. In
 // bfloat16, where a thread has eight of them to do, the arithmetic shows: it is a little faster. In float32, bytes are all that counts.
-// H200, B=32, T=1024: bfloat16 0.1110 ms, 3628 GB/s at 128 threads; float32 0.1929 ms, 4174 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 0.1108 ms, 3634 GB/s at 128 threads; float32 0.1928 ms, 4177 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024) gelu_forward_sigmoid(element* out, const element* inp, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= N) return;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(1024) gelu_forward_sigmoid(element*
 
 // thread_an_element. The formula with its slope, a thread for each element; slow for the same reason as forward, 2 or 4 bytes with each
 // instruction.
-// H200, B=32, T=1024: bfloat16 0.3227 ms, 1872 GB/s at 256 threads; float32 0.3668 ms, 3293 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.3233 ms, 1868 GB/s at 256 threads; float32 0.3674 ms, 3288 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_backward_thread_an_element(element* dinp, const element* inp, const element* dout, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -61,7 +61,7 @@ gelu_backward_thread_an_element(element* dinp, const element* inp, const element
 
 // pack_a_thread. 16 bytes a thread, for the same reason as forward: fewer instructions for the same bytes. The slope costs one tanhf, which
 // the three accesses hide: a copy's speed. It takes less time than the live version, which leaves the column sums as well.
-// H200, B=32, T=1024: bfloat16 0.1464 ms, 4126 GB/s at 64 threads; float32 0.2794 ms, 4324 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 0.1471 ms, 4107 GB/s at 128 threads; float32 0.2794 ms, 4324 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_backward_pack_a_thread(element* dinp, const element* inp, const element* dout, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;

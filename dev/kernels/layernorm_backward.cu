@@ -47,7 +47,7 @@ __device__ inline void add_row(element* dinp, float* dweight, float* dbias, cons
 
 // thread_a_row. A thread goes along its row twice, and adds each element's share of dweight and dbias atomically: N additions to
 // each of C addresses, which take turns in the L2 cache. dweight and dbias must be 0.
-// H200, B=32, T=1024: bfloat16 8.8462 ms, 23 GB/s at 128 threads; float32 8.9416 ms, 45 GB/s at 32.
+// H200, B=32, T=1024: bfloat16 9.0961 ms, 22 GB/s at 32 threads; float32 9.3295 ms, 43 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
                                 const element* weight, const float* mean, const float* rstd, int N) {
@@ -59,7 +59,7 @@ layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, con
 // atomics. A warp a row: neighbouring threads read neighbouring elements, and their additions go to neighbouring addresses, where those of
 // thread_a_row all meet at one. There are as many additions as before, and they are what is waited for: half the bytes in bfloat16 save
 // next to nothing.
-// H200, B=32, T=1024: bfloat16 0.4795 ms, 420 GB/s at 1024 threads; float32 0.5102 ms, 789 GB/s at 32.
+// H200, B=32, T=1024: bfloat16 0.4624 ms, 435 GB/s at 32 threads; float32 0.4994 ms, 806 GB/s at 32.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
                            const element* weight, const float* mean, const float* rstd, int N) {
@@ -70,7 +70,7 @@ layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const el
 // shared_memory. A block takes many rows, one a warp at a time, and its warps add up in shared memory, where atomic additions meet
 // only those of the same block. Each block then adds 2 C sums to memory, instead of 2 C for every row: the larger the block, the fewer.
 // Any number of blocks; dynamic shared memory: 2 * C floats.
-// H200, B=32, T=1024: bfloat16 0.1143 ms, 1762 GB/s at 1024 threads; float32 0.1829 ms, 2201 GB/s at 1024.
+// H200, B=32, T=1024: bfloat16 0.1175 ms, 1713 GB/s at 1024 threads; float32 0.1828 ms, 2203 GB/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
                                  const element* weight, const float* mean, const float* rstd, int N) {
@@ -95,7 +95,7 @@ layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, co
 // each other at every row, for its sums; and at the end one block adds up what all have left, while the rest of the GPU has nothing to do:
 // with blocks of 32 threads, of which there are thousands, that is nearly all of its time.
 // Any number of blocks, partials (gridDim.x, 2C); *done must be 0, and is 0 again afterwards. Dynamic shared memory: 2 * C floats.
-// H200, B=32, T=1024: bfloat16 0.2296 ms, 877 GB/s at 512 threads; float32 0.2426 ms, 1660 GB/s at 512.
+// H200, B=32, T=1024: bfloat16 0.2340 ms, 860 GB/s at 512 threads; float32 0.2454 ms, 1641 GB/s at 512.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, float* partials, int* done, const element* dout,
                               const stream_element* inp, const element* weight, const float* mean, const float* rstd, int N) {

@@ -21,7 +21,7 @@ __device__ inline void normalize(element* out, const stream_element* inp, const 
 
 // thread_a_row. The three loops of the formula, a thread for each row. Neighbouring threads read addresses that are a row apart, so that
 // each access of a warp touches 32 lines of memory for 32 elements; and there are only N threads.
-// H200, B=32, T=1024: bfloat16 0.6395 ms, 157 GB/s at 256 threads; float32 0.6544 ms, 308 GB/s at 64.
+// H200, B=32, T=1024: bfloat16 0.6429 ms, 157 GB/s at 256 threads; float32 0.6750 ms, 298 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
                                const element* bias, int N) {
@@ -40,7 +40,7 @@ layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const str
 
 // statistics_apart. Two kernels: a block works out mean and rstd of a row, then a thread normalizes an element. Neighbouring threads
 // read neighbouring elements, which is what memory is fast at. The price is a launch more, and that the input comes from memory twice.
-// H200, B=32, T=1024: bfloat16 0.1583 ms, 636 GB/s at 256 threads; float32 0.1673 ms, 1204 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.1622 ms, 621 GB/s at 256 threads; float32 0.1714 ms, 1175 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_statistics(float* mean, float* rstd, const stream_element* inp) {
     const int64 start = int64(blockIdx.x) * C;
@@ -66,7 +66,7 @@ layernorm_forward_normalize(element* out, const float* mean, const float* rstd, 
 
 // warp_a_row. One kernel again: the 32 threads of a warp share a row and add up through registers, with no barrier and no shared memory.
 // The second and third reading of the row come from the L1 cache.
-// H200, B=32, T=1024: bfloat16 0.0462 ms, 2181 GB/s at 64 threads; float32 0.0668 ms, 3015 GB/s at 32.
+// H200, B=32, T=1024: bfloat16 0.0468 ms, 2152 GB/s at 64 threads; float32 0.0669 ms, 3007 GB/s at 32.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight, const element* bias,
                              int N) {
@@ -88,7 +88,7 @@ layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const strea
 // one_pass. The variance is E[x^2] - E[x]^2, so that one reading gives both sums. It is the difference of two numbers that may be large
 // and nearly equal: where a row's mean is a thousand times its spread, nothing is left of it in float32. And it is hardly faster, in
 // float32 slower: the reading that it saves was one from the L1 cache.
-// H200, B=32, T=1024: bfloat16 0.0458 ms, 2198 GB/s at 64 threads; float32 0.0694 ms, 2900 GB/s at 32.
+// H200, B=32, T=1024: bfloat16 0.0466 ms, 2159 GB/s at 64 threads; float32 0.0704 ms, 2860 GB/s at 32.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_one_pass(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight, const element* bias,
                            int N) {
@@ -113,7 +113,7 @@ layernorm_forward_one_pass(element* out, float* mean, float* rstd, const stream_
 // block_a_row. A whole block on each row: more loads underway for it, which pays where rows are few or long; for many short rows, as here,
 // it is slower than warp_a_row: the barriers of the sums cost more than they bring, and the compiler, which does not know the step of the
 // loops, leaves one load of the row in each turn, where warp_a_row has 16 underway.
-// H200, B=32, T=1024: bfloat16 0.0831 ms, 1212 GB/s at 64 threads; float32 0.0925 ms, 2177 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 0.0841 ms, 1197 GB/s at 64 threads; float32 0.0936 ms, 2152 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
                               const element* bias) {
@@ -133,7 +133,7 @@ layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const stre
 // shared_memory. A warp a row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions. The row waits in shared
 // memory between the passes, so that nothing depends on the L1 cache keeping it; weight and bias are there for all rows of the block.
 // Dynamic shared memory: (2 + warps of the block) * C elements.
-// H200, B=32, T=1024: bfloat16 0.0330 ms, 3053 GB/s at 128 threads; float32 0.0557 ms, 3615 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.0332 ms, 3036 GB/s at 256 threads; float32 0.0563 ms, 3578 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
                                 const element* bias, int N) {

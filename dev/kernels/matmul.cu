@@ -40,9 +40,9 @@ struct Result {
 // numbers of A that a warp reads at once lie in 32 rows, each of which is fetched for one number, and the warp's results are written to
 // 32 rows, too. Each product reads both its numbers from the cache.
 // Block (tile, tile), grid (M / tile, N / tile).
-// matmul_forward, H200, B=32, T=1024: bfloat16 111.9988 ms, 1.4 TFLOP/s at 64 threads; float32 111.9282 ms, 1.4 TFLOP/s at 64.
-// matmul_backward_inp, H200, B=32, T=1024: bfloat16 86.5264 ms, 1.8 TFLOP/s at 64 threads; float32 83.8005 ms, 1.8 TFLOP/s at 64.
-// matmul_backward_weight, H200, B=32, T=1024: bfloat16 36.5153 ms, 4.2 TFLOP/s at 1024 threads; float32 31.1894 ms, 5.0 TFLOP/s at 1024.
+// matmul_forward, H200, B=32, T=1024: bfloat16 112.1185 ms, 1.4 TFLOP/s at 64 threads; float32 111.9952 ms, 1.4 TFLOP/s at 64.
+// matmul_backward_inp, H200, B=32, T=1024: bfloat16 86.5802 ms, 1.8 TFLOP/s at 64 threads; float32 83.8015 ms, 1.8 TFLOP/s at 64.
+// matmul_backward_weight, H200, B=32, T=1024: bfloat16 36.5409 ms, 4.2 TFLOP/s at 1024 threads; float32 31.3486 ms, 4.9 TFLOP/s at 1024.
 
 template <class E, int A_ACROSS, int B_ACROSS>
 __device__ inline void thread_an_element(Result<E> out, Operand<A_ACROSS> a, Operand<B_ACROSS> b) {
@@ -73,7 +73,7 @@ matmul_backward_weight_thread_an_element(gradient* dweight, const element* dout,
 // neighbouring numbers, 16 bytes each, and at the end add up what they have. Whole lines of memory are fetched, and each is used at once.
 // But each number still serves one product.
 // Block (any size), grid (M * N / warps of a block).
-// H200, B=32, T=1024: bfloat16 25.1459 ms, 6.1 TFLOP/s at 128 threads; float32 36.9886 ms, 4.2 TFLOP/s at 128.
+// H200, B=32, T=1024: bfloat16 25.1472 ms, 6.1 TFLOP/s at 128 threads; float32 36.9843 ms, 4.2 TFLOP/s at 128.
 
 extern "C" __global__ void __launch_bounds__(1024)
 matmul_forward_coalesced(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K) {
@@ -97,9 +97,9 @@ matmul_forward_coalesced(element* out, const element* inp, const element* weight
 // cycle with one of the two, so that a multiprocessor does 16 products a cycle where it could do 128. So it is no faster than coalesced in
 // bfloat16; in float32, where the cache has twice as many bytes to deliver to that one, by a third.
 // Block (tile, tile), grid (N / tile, M / tile). Shared memory: 2 * tile * (tile + 1) floats.
-// matmul_forward, H200, B=32, T=1024: bfloat16 25.0664 ms, 6.2 TFLOP/s at 1024 threads; float32 25.0633 ms, 6.2 TFLOP/s at 1024.
-// matmul_backward_inp, H200, B=32, T=1024: bfloat16 25.5422 ms, 6.1 TFLOP/s at 1024 threads; float32 25.4920 ms, 6.1 TFLOP/s at 1024.
-// matmul_backward_weight, H200, B=32, T=1024: bfloat16 26.7422 ms, 5.8 TFLOP/s at 1024 threads; float32 26.7507 ms, 5.8 TFLOP/s at 1024.
+// matmul_forward, H200, B=32, T=1024: bfloat16 25.0618 ms, 6.2 TFLOP/s at 1024 threads; float32 25.0526 ms, 6.2 TFLOP/s at 1024.
+// matmul_backward_inp, H200, B=32, T=1024: bfloat16 25.5449 ms, 6.1 TFLOP/s at 1024 threads; float32 25.4587 ms, 6.1 TFLOP/s at 1024.
+// matmul_backward_weight, H200, B=32, T=1024: bfloat16 26.7483 ms, 5.8 TFLOP/s at 1024 threads; float32 26.7663 ms, 5.8 TFLOP/s at 1024.
 
 // Lines first .. and k0 .. of an operand, a number for each thread; zeros beyond its end. Rows of tile + 1 floats: those that a warp reads
 // or writes at once lie in different banks.
@@ -147,9 +147,9 @@ matmul_backward_weight_shared_tiles(gradient* dweight, const element* dout, cons
 // the sums stay in registers. A block makes 128 x 128, so that a number from memory, which is read 16 bytes at a time, serves 128 products.
 // What is left is the speed of the CUDA cores: one product and addition for each of the 128 of a multiprocessor and cycle.
 // Block (256), grid (N / 128, M / 128).
-// matmul_forward, H200, B=32, T=1024: bfloat16 3.8124 ms, 40.6 TFLOP/s at 256 threads; float32 4.3692 ms, 35.4 TFLOP/s at 256.
-// matmul_backward_inp, H200, B=32, T=1024: bfloat16 3.7744 ms, 41.0 TFLOP/s at 256 threads; float32 4.3782 ms, 35.3 TFLOP/s at 256.
-// matmul_backward_weight, H200, B=32, T=1024: bfloat16 6.7771 ms, 22.8 TFLOP/s at 256 threads; float32 8.4218 ms, 18.4 TFLOP/s at 256.
+// matmul_forward, H200, B=32, T=1024: bfloat16 3.8135 ms, 40.5 TFLOP/s at 256 threads; float32 4.3698 ms, 35.4 TFLOP/s at 256.
+// matmul_backward_inp, H200, B=32, T=1024: bfloat16 3.7793 ms, 40.9 TFLOP/s at 256 threads; float32 4.3847 ms, 35.3 TFLOP/s at 256.
+// matmul_backward_weight, H200, B=32, T=1024: bfloat16 6.7599 ms, 22.9 TFLOP/s at 256 threads; float32 8.4491 ms, 18.3 TFLOP/s at 256.
 
 constexpr int SIDE = 128, DEPTH = 16;  // of a tile: lines, and of the inner dimension
 typedef float Lines[DEPTH][SIDE + 4];  // in shared memory, where all lines of one k stand side by side
@@ -225,13 +225,13 @@ matmul_backward_weight_register_tiles(gradient* dweight, const element* dout, co
 // mma_sync: kernels/matmul.cu, the live kernels of all GPUs but Hopper's in bfloat16, under names of their own, because Hopper's are loaded
 // beside them. One instruction of a tensor core does 2048 products of bfloat16 numbers, or 1024 of TF32, and the steps ahead are on their
 // way to shared memory (cp.async) while this one is multiplied.
-// matmul_forward, H200, B=32, T=1024: bfloat16 0.6784 ms, 227.9 TFLOP/s at 256 threads; float32 1.4455 ms, 107.0 TFLOP/s at 256.
-// matmul_forward_gelu, H200, B=32, T=1024: bfloat16 0.8316 ms, 185.9 TFLOP/s at 256 threads; float32 1.6570 ms, 93.3 TFLOP/s at 256.
-// matmul_backward_inp, H200, B=32, T=1024: bfloat16 0.5978 ms, 258.6 TFLOP/s at 256 threads; float32 1.3877 ms, 111.4 TFLOP/s at 256.
-// matmul_backward_inp_gelu, H200, B=32, T=1024: bfloat16 0.8169 ms, 189.3 TFLOP/s at 256 threads; float32 1.7410 ms, 88.8 TFLOP/s at 256.
-// matmul_backward_weight, H200, B=32, T=1024: bfloat16 1.0141 ms, 152.5 TFLOP/s at 256 threads; float32 2.4969 ms, 61.9 TFLOP/s at 256.
-// matmul_backward_weight_accumulate, H200, B=32, T=1024: bfloat16 1.0100 ms, 153.1 TFLOP/s at 256 threads;
-// float32 2.5001 ms, 61.8 TFLOP/s at 256.
+// matmul_forward, H200, B=32, T=1024: bfloat16 0.6837 ms, 226.2 TFLOP/s at 256 threads; float32 1.4567 ms, 106.1 TFLOP/s at 256.
+// matmul_forward_gelu, H200, B=32, T=1024: bfloat16 0.8374 ms, 184.6 TFLOP/s at 256 threads; float32 1.6587 ms, 93.2 TFLOP/s at 256.
+// matmul_backward_inp, H200, B=32, T=1024: bfloat16 0.6012 ms, 257.2 TFLOP/s at 256 threads; float32 1.4008 ms, 110.4 TFLOP/s at 256.
+// matmul_backward_inp_gelu, H200, B=32, T=1024: bfloat16 0.8236 ms, 187.7 TFLOP/s at 256 threads; float32 1.7541 ms, 88.1 TFLOP/s at 256.
+// matmul_backward_weight, H200, B=32, T=1024: bfloat16 1.0071 ms, 153.5 TFLOP/s at 256 threads; float32 2.4960 ms, 61.9 TFLOP/s at 256.
+// matmul_backward_weight_accumulate, H200, B=32, T=1024: bfloat16 1.0203 ms, 151.5 TFLOP/s at 256 threads;
+// float32 2.5057 ms, 61.7 TFLOP/s at 256.
 
 #define matmul_forward matmul_forward_mma
 #define matmul_forward_gelu matmul_forward_gelu_mma

@@ -195,7 +195,7 @@ matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap
 // tells TMA which box to bring, and no warp reads fragments. While a block waits, for its product to be done and then for the next step,
 // the second one that a multiprocessor has room for multiplies.
 // Block (128), grid (N / 128, M / 128). Shared memory: 3 * (128 + 128) * 64 elements. Boxes of the maps: 128 x 64 (rows x columns).
-// H200, B=32, T=1024: bfloat16 0.3321 ms, 465.6 TFLOP/s at 128 threads.
+// H200, B=32, T=1024: bfloat16 0.3315 ms, 466.4 TFLOP/s at 128 threads.
 extern "C" __global__ void __launch_bounds__(128, 2)
 matmul_forward_wgmma_tma(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight, const element* bias,
                          int M, int N, int K) {
@@ -206,7 +206,7 @@ matmul_forward_wgmma_tma(element* out, const __grid_constant__ TensorMap inp, co
 // that are loaded, 1.2 times as many as before. With two steps of shared memory, there are still two blocks on a multiprocessor. No gain,
 // with a step less on its way while another is multiplied.
 // Block (128), grid (N / 192, M / 128). Shared memory: 2 * (128 + 192) * 64 elements. Boxes: inp 128 x 64, weight 192 x 64.
-// H200, B=32, T=1024: bfloat16 0.3360 ms, 460.2 TFLOP/s at 128 threads.
+// H200, B=32, T=1024: bfloat16 0.3356 ms, 460.8 TFLOP/s at 128 threads.
 extern "C" __global__ void __launch_bounds__(128, 2)
 matmul_forward_tiles_128x192(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                              const element* bias, int M, int N, int K) {
@@ -217,7 +217,7 @@ matmul_forward_tiles_128x192(element* out, const __grid_constant__ TensorMap inp
 // number loaded as with 128 x 128. The price is that there is no room for a second block: while these groups wait, nobody multiplies. It is
 // more than the larger tile brings: slower than both above.
 // Block (256), grid (N / 256, M / 128). Shared memory: 4 * (128 + 256) * 64 elements. Boxes: inp 128 x 64, weight 256 x 64.
-// H200, B=32, T=1024: bfloat16 0.4135 ms, 373.9 TFLOP/s at 256 threads.
+// H200, B=32, T=1024: bfloat16 0.4161 ms, 371.6 TFLOP/s at 256 threads.
 extern "C" __global__ void __launch_bounds__(256, 1)
 matmul_forward_tiles_128x256(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                              const element* bias, int M, int N, int K) {
@@ -228,7 +228,7 @@ matmul_forward_tiles_128x256(element* out, const __grid_constant__ TensorMap inp
 // as with 128 x 128, and 1.1 times as many for each that the tensor cores read from shared memory. Faster than tiles_128x256, and for
 // the same price still slower than wgmma_tma.
 // Block (256), grid (N / 192, M / 256). Shared memory: 4 * (256 + 192) * 64 elements. Boxes: inp 128 x 64, weight 192 x 64; here and below.
-// H200, B=32, T=1024: bfloat16 0.3930 ms, 393.4 TFLOP/s at 256 threads.
+// H200, B=32, T=1024: bfloat16 0.3990 ms, 387.5 TFLOP/s at 256 threads.
 extern "C" __global__ void __launch_bounds__(256, 1)
 matmul_forward_larger_tiles(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                             const element* bias, int M, int N, int K) {
@@ -239,13 +239,13 @@ matmul_forward_larger_tiles(element* out, const __grid_constant__ TensorMap inp,
 // the two that compute; these begin a step's product before the one before it is done. A place in shared memory has two barriers, one for
 // "it is full" and one for "it is empty".
 // Block (384), grid (tiles), band 1: the tiles of a row, then the next row.
-// H200, B=32, T=1024: bfloat16 0.3760 ms, 411.2 TFLOP/s at 384 threads.
+// H200, B=32, T=1024: bfloat16 0.3804 ms, 406.5 TFLOP/s at 384 threads.
 //
 // persistent. The same kernel, launched with as many blocks as there are multiprocessors: each takes tile after tile, so that the loads for
 // the next one are under way while the last one is written, and no block has to be set up. With bands of several rows, the tiles that are
 // worked on at the same time are close to a square, and what they share is in the L2 cache.
 // Block (384), grid (multiprocessors).
-// H200, B=32, T=1024: bfloat16 0.3675 ms, 420.8 TFLOP/s at 384 threads.
+// H200, B=32, T=1024: bfloat16 0.3708 ms, 417.0 TFLOP/s at 384 threads.
 extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_forward_producer_consumer(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                                  const element* bias, int M, int N, int K, int band) {
@@ -256,7 +256,7 @@ matmul_forward_producer_consumer(element* out, const __grid_constant__ TensorMap
 // each block 320 rows of a step instead of 448. A place is empty when the groups of both blocks say so: each block waits for the slower
 // one, which costs more than the reading that is saved, since that was not what persistent waited for. It is slower than persistent.
 // Block (384), grid (multiprocessors, an even number).
-// H200, B=32, T=1024: bfloat16 0.3981 ms, 388.4 TFLOP/s at 384 threads.
+// H200, B=32, T=1024: bfloat16 0.3994 ms, 387.2 TFLOP/s at 384 threads.
 extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                                  const element* bias, int M, int N, int K, int band) {
@@ -268,4 +268,4 @@ matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap
 // its tile together in shared memory, for TMA to write. Its dweight can split the inner dimension among blocks (live_in_4_parts,
 // live_in_11_parts): fc's has 96 tiles, which do not even give each multiprocessor of an H200 one. Or it takes narrow tiles, of which
 // there are 120 (live_narrow).
-// H200, B=32, T=1024: bfloat16 0.2042 ms, 757.1 TFLOP/s at 384 threads.
+// H200, B=32, T=1024: bfloat16 0.2012 ms, 768.4 TFLOP/s at 384 threads.

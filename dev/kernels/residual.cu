@@ -11,7 +11,7 @@
 // thread_an_element. The formula: neighbouring threads read and write neighbouring elements, so no byte is fetched in vain. But a thread
 // moves only 2 or 4 bytes with each instruction, and a block is to be started for every few elements. That takes 0.6 ns, whatever the block
 // does (the column of 32 threads in RESULTS.md): in bfloat16, three quarters of the time with 256 threads.
-// H200, B=32, T=1024: bfloat16 0.0783 ms, 1928 GB/s at 256 threads; float32 0.0934 ms, 3232 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.0797 ms, 1894 GB/s at 256 threads; float32 0.0950 ms, 3179 GB/s at 256.
 extern "C" __global__ void __launch_bounds__(1024)
 residual_forward_thread_an_element(stream_element* out, const stream_element* inp1, const element* inp2, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -20,7 +20,7 @@ residual_forward_thread_an_element(stream_element* out, const stream_element* in
 
 // pack_a_thread. 16 bytes a thread with each access: an eighth (bfloat16) or a quarter of the threads and instructions for the same bytes,
 // and more of these underway. PyTorch's speed, and nearly a copy's.
-// H200, B=32, T=1024: bfloat16 0.0403 ms, 3749 GB/s at 64 threads; float32 0.0750 ms, 4025 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.0402 ms, 3757 GB/s at 128 threads; float32 0.0753 ms, 4009 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 residual_forward_pack_a_thread(stream_element* out, const stream_element* inp1, const element* inp2, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
@@ -34,7 +34,7 @@ residual_forward_pack_a_thread(stream_element* out, const stream_element* inp1, 
 // packs_a_thread. Four packs a thread, all eight loads underway before the first is needed: a thread waits for memory once instead of
 // four times. No gain: with pack_a_thread, the other threads of a multiprocessor hide the wait as well. Only with blocks of 32 threads is
 // it faster, by a third: it has a quarter as many of them to start.
-// H200, B=32, T=1024: bfloat16 0.0405 ms, 3730 GB/s at 64 threads; float32 0.0752 ms, 4016 GB/s at 64.
+// H200, B=32, T=1024: bfloat16 0.0404 ms, 3739 GB/s at 64 threads; float32 0.0752 ms, 4013 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 residual_forward_packs_a_thread(stream_element* out, const stream_element* inp1, const element* inp2, int64 N) {
     const int64 first = (int64(blockIdx.x) * 4 * blockDim.x + threadIdx.x) * PACK, step = blockDim.x * PACK;
@@ -57,4 +57,4 @@ residual_forward_packs_a_thread(stream_element* out, const stream_element* inp1,
 
 // apart: residual_layernorm_forward as two kernels, the best addition (pack_a_thread), and then the live layernorm of the sum that it has
 // stored. Each is near a copy's speed, but the sum comes from memory once more than in the live version, which adds and normalizes at once.
-// H200, B=32, T=1024: bfloat16 0.0686 ms, 2934 GB/s at 512 threads; float32 0.1269 ms, 3173 GB/s at 64.
+// H200, B=32, T=1024: bfloat16 0.0680 ms, 2959 GB/s at 128 threads; float32 0.1260 ms, 3197 GB/s at 128.

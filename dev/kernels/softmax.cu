@@ -12,7 +12,7 @@
 // thread_a_row. Three loops of one thread: the largest, the sum, the result. Neighbouring threads are a row apart, 100 KB, so that each
 // element costs a sector of 32 bytes, and the row is read three times. The sum goes by parts: added up one by one, the many small numbers
 // would be lost in the rounding of a sum that has grown, 2e-5 of it for a row of 50257.
-// H200, B=32, T=1024: bfloat16 38.9983 ms, 169 GB/s at 128 threads; float32 41.4023 ms, 319 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 39.6330 ms, 166 GB/s at 64 threads; float32 41.9728 ms, 314 GB/s at 32.
 extern "C" __global__ void __launch_bounds__(1024) softmax_thread_a_row(element* probs, const element* logits, int N) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
     if (n >= N) return;
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_thread_a_row(element*
 
 // warp_a_row. The lanes of a warp go along the row side by side, and add up through registers. Many rows are underway at once, more than
 // the L2 cache holds: the second and third reading come from memory again.
-// H200, B=32, T=1024: bfloat16 5.5132 ms, 1196 GB/s at 128 threads; float32 7.5057 ms, 1757 GB/s at 64.
+// H200, B=32, T=1024: bfloat16 5.5461 ms, 1189 GB/s at 64 threads; float32 7.4827 ms, 1762 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* probs, const element* logits, int N) {
     const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* p
 // 264 rows or 27 MB in bfloat16, which the L2 cache can hold until the third reading: as fast as warp_a_row, not faster. With 256 threads,
 // 1056 rows or 106 MB are underway, and it is slower, as it is with all blocks in float32, where 264 rows are 53 MB. The machine code shows
 // why: the compiler does not know the step of the loops and leaves one load in each turn, where those of warp_a_row have up to 16.
-// H200, B=32, T=1024: bfloat16 5.5383 ms, 1191 GB/s at 1024 threads; float32 9.6688 ms, 1364 GB/s at 128.
+// H200, B=32, T=1024: bfloat16 5.6544 ms, 1166 GB/s at 1024 threads; float32 9.8483 ms, 1339 GB/s at 128.
 extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* probs, const element* logits) {
     const int64 start = int64(blockIdx.x) * Vp;
     float largest = -INFINITE, sum = 0.0f;
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* 
 
 // online. Largest and sum in one reading: where a larger value turns up, the sum so far is scaled down. Two readings instead of three,
 // 16 bytes a thread, and the second one begins at the end, which was read last and is the likeliest to be in the cache.
-// H200, B=32, T=1024: bfloat16 2.3747 ms, 2777 GB/s at 128 threads; float32 4.4394 ms, 2970 GB/s at 1024.
+// H200, B=32, T=1024: bfloat16 2.3492 ms, 2807 GB/s at 256 threads; float32 4.4211 ms, 2983 GB/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits) {
     const element* row = logits + int64(blockIdx.x) * Vp;
     const Softmax whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
