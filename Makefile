@@ -5,8 +5,10 @@ ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
 ENVIRONMENT := .venv/installed
 endif
-GPU := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
-TRAINER := $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
+# Looked up when a recipe needs it, with the environment there: a GPU that the trainer cannot use is named, with the reason, and left alone.
+GPU = $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),$(shell $(PYTHON) -c \
+    'import sys, train_gpt2_cuda as cuda; sys.argv[0] = "make"; cuda.run_main(lambda: print(cuda.open_gpu().arch))'))
+TRAINER = $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
 SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update or stochastic or \
     few_parts or (products and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt)

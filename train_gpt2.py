@@ -1686,14 +1686,15 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
 
         done = step + 1
         due = settings.checkpoint_every and (done % settings.checkpoint_every == 0 or done == settings.steps)
-        if directory and (due or interruption.signal):
+        stop = interruption.signal  # which may come at any moment: read once
+        if directory and (due or stop):
             batch = (settings.B, settings.T, settings.spread)
             progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
             save_checkpoint(directory, config, model.params, (model.m, model.v), progress)
-        if interruption.signal:
+        if stop:
             how = f"go on with: {resume_command(settings)}" if directory else "nothing was saved: there is no -o DIR"
             print(f"stopped after step {step}; {how}", file=sys.stderr)
-            return 128 + interruption.signal
+            return 128 + stop
     return 0
 
 

@@ -13,7 +13,8 @@ GPU and the model at hand. What it needs: an NVIDIA driver and the pip packages 
 
 A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the host
 prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every sum has a
-fixed order, there are no atomic additions of floats, and the products' algorithms are part of a checkpoint.
+fixed order, there are no atomic additions of floats, and the products' algorithms, once searched, are kept in a cache and recorded in
+checkpoints.
 """
 
 import time
@@ -87,6 +88,10 @@ from train_gpt2 import (
     validate,
     views,
 )
+
+# While it is imported, CuPy makes a directory in $HOME, which need not be writable, for kernels of its own; training uses none of those.
+os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")
+os.environ.setdefault("CUPY_CACHE_DIR", tempfile.gettempdir())
 
 try:
     import cupy as cp
@@ -196,11 +201,18 @@ def settle(settings, arch):
         raise UserError(f"--dtype bfloat16: this GPU is {arch}, expected sm_80 or newer: pass --dtype float32")
     if settings.dtype == "bfloat16" and not settings.tf32:
         raise UserError("--tf32 0: this run is in bfloat16, whose products know no TF32: pass --dtype float32, too")
+    if not has_bfloat16:
+        settings.tf32 = 0  # which came with the same tensor cores
     if settings.dtype == "float32":
         for name, default in (("master_weights", 1), ("stochastic_rounding", 0), ("float32_grads", 0)):
             if getattr(settings, name) != default:
                 raise UserError(f"{flag_of(settings, name)} {getattr(settings, name)}: this run is in float32, and the flag is for"
                                 " bfloat16: pass --dtype bfloat16")
+    if settings.compare and (settings.profile or settings.total_batch_size):
+        other = "profile" if settings.profile else "total_batch_size"
+        raise UserError(f"{flag_of(settings, other)} {getattr(settings, other)}: --check looks at one batch and exits: pass one of the two")
+    if settings.recompute == -1 and settings.compare:
+        settings.recompute = 0  # so that every row is there to be compared
     if settings.recompute == -1:
         settings.recompute = 0 if settings.dtype == "bfloat16" else 1
     return settings
@@ -383,7 +395,7 @@ class Cache:
                 except (OSError, UserError) as error:
                     self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
                     print(f"warning: {self.path}: cannot be written ({getattr(error, 'strerror', None) or error}); the next start"
-                          " compiles again. TRAIN_GPT2_CACHE=DIR names another place", file=sys.stderr)
+                          " compiles and searches again, and may round differently. TRAIN_GPT2_CACHE=DIR names another place", file=sys.stderr)
             return self.write(os.path.join(self.temporary.name, name), content)
 
     def write(self, path, content):
@@ -674,8 +686,8 @@ class Products:
         self.cublaslt = CublasLt(device, self) if matmul != "kernels" else None
         self.ways = {name: way for name, way in (("kernels", self.kernels), ("cublaslt", self.cublaslt)) if way}
         library = [f"cuBLASLt {self.cublaslt.version}"] if self.cublaslt else []
-        self.identity = f"{device.gpu.name}, {' and '.join(library + ['our kernels'] * bool(self.kernels))}"
-        self.known = {}  # what a checkpoint recorded, and the cache
+        self.identity = f"{device.gpu.name}, {device.gpu.arch}, {' and '.join(library + ['our kernels'] * bool(self.kernels))}"
+        self.known, self.recorded = {}, {}  # what a checkpoint recorded and the cache knows; the former alone
 
     def cache_key(self):
         """What the choices of earlier starts depended on: beside GPU and library, the kernels, and how they were timed."""
@@ -711,8 +723,13 @@ class Products:
         for value in recorded["algorithms"].values():
             if not isinstance(value, str):
                 np.array([(value,)], lt.matmul_algo_dtype)
-        self.known = {**self.known, **recorded["algorithms"]}
+        self.recorded = recorded["algorithms"]
+        self.known = {**self.known, **self.recorded}
         return True
+
+    def repeats(self):
+        """Whether each product that a checkpoint recorded is done as it says, as far as it occurs in this run."""
+        return all(self.chosen.get(key, value) == value for key, value in self.recorded.items())
 
     def scratch(self):
         """The workspace of the stream at hand."""
@@ -772,16 +789,20 @@ class Products:
 
 
 RESOLUTION = 0.5e-6  # seconds: that of CUDA's events
+IN_FRONT = 1.15  # times the least time: whoever took longer at first is not timed again
 
 
 def fastest(device, calls):
     """Which of the calls takes the least time; the first one, if no other is faster by more than can be told. Those in front are timed
-    again, in turns: the clock falls while the GPU gets warm."""
+    again, in turns: the clock falls while the GPU gets warm, and a product by up to 15 percent with it."""
     times = [measure(device, call, 1) for call in calls]
-    best = sorted({0, *sorted(range(len(calls)), key=times.__getitem__)[:6]})
+    front = {0, *sorted(range(len(calls)), key=times.__getitem__)[:6]}
+    front = [i for i in sorted(front) if times[i] <= IN_FRONT * min(times) + RESOLUTION]
+    if len(front) == 1:
+        return front[0]
     rounds = 7 if min(times) < 2e-3 else 3
-    again = np.median([[measure(device, calls[i], 1) for i in best] for _ in range(rounds)], axis=0)
-    return 0 if again[0] <= again.min() + RESOLUTION else best[int(np.argmin(again))]
+    again = np.median([[measure(device, calls[i], 1) for i in front] for _ in range(rounds)], axis=0)
+    return front[0 if again[0] <= again.min() + RESOLUTION else int(np.argmin(again))]
 
 
 class MatmulKernels:
@@ -1365,7 +1386,7 @@ class GPT2:
             device.launch("global_norm", (partials.size,), (256,), partials, grads, np.int64(count), bytes=grads.nbytes)
         device.launch("prepare_update", (1,), (256,), self.control, pointer(self.reports), self.loss, partials, self.batch.learning_rate,
                       np.float64(settings.beta1), np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, partials.size)
-        device.launch("adamw_update", device.grid(count), (256,), params, master, m, v, grads, self.control,
+        device.launch("adamw_update", (blocks(count, 4 * 256),), (256,), params, master, m, v, grads, self.control,
                       self.stops, self.decays, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2, settings.stochastic_rounding,
                       np.int64(count), bytes=size_of(params, grads, m, m, v, v) + (size_of(master, master) or params.nbytes))
 
@@ -1494,7 +1515,7 @@ class GPT2:
             for ours, theirs in zip((self.m, self.v, exact), (*moments, params)):
                 if ours:
                     copy_to_gpu(ours.buffer, theirs.buffer)
-            self.control[0] = step
+            copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
 
 
 def to_float32(array):
@@ -1531,9 +1552,11 @@ def check_memory(device, config, settings):
     if needed > free:
         largest = min(largest_batch(config, settings, device.sm_count, free), GRID_LAYERS)
         mend = f"the largest batch that fits is -b {largest}" if largest else "not even -b 1 fits: take a smaller -t or model"
-        if settings.recompute < 2:
+        least = dataclasses.replace(settings, recompute=2)
+        if largest_batch(config, least, device.sm_count, free) == settings.B:
             mend += ", or pass --recompute 2"
-        raise UserError(f"-b {settings.B} -t {settings.T} needs {needed >> 20} MiB of GPU memory, {free >> 20} MiB are free; {mend}")
+        raise UserError(f"-b {settings.B} -t {settings.T} needs {needed + RESERVE >> 20} MiB of GPU memory,"
+                        f" {free + RESERVE >> 20} MiB are free; {mend}")
     if settings.B > GRID_LAYERS:
         raise UserError(f"-b {settings.B}: expected at most {GRID_LAYERS}, the layers of a CUDA grid: gather more with -d")
     if settings.B * settings.T > 64 * GRID_LAYERS:
@@ -1543,9 +1566,12 @@ def check_memory(device, config, settings):
         print(f"allocated {blocks(size, 1 << 20)} MiB for {what}")
 
 
+RESERVE = 256 << 20  # bytes beside the plan: for cuBLASLt's kernels, the graph, small tables and rounding up
+
+
 def free_memory():
-    """Bytes that the plan may use; what is left over is for cuBLASLt's kernels, the graph, small tables and rounding up."""
-    return cp.cuda.runtime.memGetInfo()[0] - (256 << 20)
+    """Bytes that the plan may use."""
+    return cp.cuda.runtime.memGetInfo()[0] - RESERVE
 
 
 def largest_batch(config, settings, sm_count, free):
@@ -1562,8 +1588,8 @@ def largest_batch(config, settings, sm_count, free):
 
 
 def check(device, config, params, settings):
-    """Print one row for each activation and gradient on one random batch, the GPU beside train_gpt2.py, and after them what went wrong
-    first, and in which kernel; True when all agree.
+    """Print one row for each gradient, and each activation that settings.recompute keeps, of one random batch, the GPU beside
+    train_gpt2.py, and after them what went wrong first, and in which kernel; True when all agree.
 
     A row may be off by this fraction of its largest value: float32 sums in another order stay below 1e-4 through all
     layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
@@ -1574,11 +1600,13 @@ def check(device, config, params, settings):
     B, T, V = settings.B, settings.T, config.V
     rng = np.random.default_rng(0)
     inputs, targets = (rng.integers(0, V, (B, T), dtype=np.int32) for _ in range(2))
-    expected = run_on_cpu(config, params, inputs, targets)
     got = run_on_gpu(device, config, params, inputs, targets, settings)
+    expected = {name: row for name, row in run_on_cpu(config, params, inputs, targets).items() if name in got}
     allowed = {name: tolerance * float(np.abs(reference).max()) for name, reference in expected.items()}
     red = [name for name, reference in expected.items() if not check_tensor(name, got[name], reference, allowed[name])]
     for name, l, kernels in order_of_computation(config.L) if red else ():
+        if name not in expected:
+            continue
         pair = [rows[name] if l is None else rows[name][l] for rows in (got, expected)]
         if not check_tensor(name, *pair, allowed[name], print_row=False):
             print(f"first wrong: {name}{'' if l is None else f' of layer {l}'}, from {kernels}")
@@ -1638,9 +1666,9 @@ def run_on_cpu(config, params, inputs, targets):
 
 
 def run_on_gpu(device, config, params, inputs, targets, settings):
-    """{row: array} of one forward and backward pass of this file, every row kept."""
-    settings = dataclasses.replace(settings, recompute=0, total_batch_size=0)
-    model = GPT2(device, config, params, settings)
+    """{row: array} of one forward and backward pass of this file, by the products that training would choose."""
+    model = GPT2(device, config, params, dataclasses.replace(settings, graph=0))
+    model.prepare()
     poison(model)
     model.forward(inputs, targets)
     s = model.shape(*inputs.shape)
@@ -1662,7 +1690,7 @@ def poison(model):
     """NaN into every activation and gradient: what a kernel fails to write, a check finds."""
     with model.device.stream:
         for buffer in (model.activations, model.phases, model.streams, model.grads.buffer):
-            buffer.fill(0xFF)  # of whatever type
+            buffer.data.memset_async(0xFF, buffer.nbytes)  # of whatever type
 
 
 class Profile:
@@ -1881,6 +1909,9 @@ def main():
     if first_step is not None:
         resume(model, params, first_step, train_loader, random)
     model.prepare()
+    if not device.products.repeats():
+        print("note: some products' algorithms that the checkpoint records do not run here: what follows agrees up to rounding",
+              file=sys.stderr)
     print(f"matrix products: {device.products.searched} shapes searched for the fastest algorithm, the others known")
     return train(model, train_loader, val_loader, tokenizer, random, first_step or 0, loading)
 
@@ -1959,19 +1990,20 @@ def train(model, train_loader, val_loader, tokenizer, random, first_step, loadin
 
         done = step + 1
         due = settings.checkpoint_every and (done % settings.checkpoint_every == 0 or done == settings.steps)
-        if interruption.signal or (directory and due):
+        stop = interruption.signal  # which may come at any moment: read once
+        if stop or (directory and due):
             finish()
-        if directory and (due or interruption.signal):
+        if directory and (due or stop):
             batch = (settings.B, settings.T, settings.spread)
             progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
             params, *moments = (model.to_host(tensors) for tensors in (model.params, model.m, model.v))
             notes = {**model.device.products.notes(), "precision": describe_precision(settings)}
             save_checkpoint(directory, config, params, moments, progress, notes,
                             version=5 if settings.precision.bf16 else 3, master=model.to_host(model.master) if model.master else None)
-        if interruption.signal:
+        if stop:
             how = f"go on with: {resume_command(settings)}" if directory else "nothing was saved: there is no -o DIR"
             print(f"stopped after step {done}; {how}", file=sys.stderr)
-            return 128 + interruption.signal
+            return 128 + stop
     if times:
         print(f"total average iteration time: {sum(times) / len(times):f} ms")
     return 0

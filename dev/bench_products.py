@@ -12,7 +12,8 @@ tiles. Operands are as large as in training, and random, because zeros would be 
 
 First the first and last rows of both results are compared; a wrong one is a non-zero exit. Then both are timed in turns, so that the heat
 of the GPU falls on both: microseconds as medians over CUDA events, without the launching. The ratio is cuBLASLt's time over ours: above 1,
-ours are faster. The last row of a table is the sum over all calls of a step, 12 for a layer's product and one for the logits'.
+ours are faster. The last rows of a table are sums over all calls of a step, 12 for a layer's product and one for the logits': of what a
+step does, and of the products alone, where fc and fcproj dinp stand for those with GELU or its derivative.
 """
 
 import argparse
@@ -48,6 +49,7 @@ class Product(NamedTuple):
     C: int  # its arguments
     OC: int
     calls: int  # in a step
+    alone: bool = False  # what a step does together with something else: for the last row
 
     def sizes(self, N):
         """Rows and columns of the result, and the inner dimension."""
@@ -62,9 +64,12 @@ def products_of(config):
     products = [Product(name, "forward", *sizes) for name, *sizes in weights]
     products += [Product(f"{name} dinp", "backward_inp", *sizes) for name, *sizes in weights]
     products += [Product(f"{name} dweight", "backward_weight", *sizes) for name, *sizes in weights]
-    with_gelu = {"fc": "fc and GELU", "fcproj dinp": "fcproj dinp, GELU', column sums"}
-    return [product._replace(name=with_gelu[product.name], operation=f"{product.operation}_gelu") if product.name in with_gelu else product
-            for product in products]
+    with_gelu, found = {"fc": "fc and GELU", "fcproj dinp": "fcproj dinp, GELU', column sums"}, []
+    for product in products:
+        if product.name in with_gelu:
+            found.append(product._replace(name=with_gelu[product.name], operation=f"{product.operation}_gelu"))
+        found.append(product._replace(alone=product.name in with_gelu))
+    return found
 
 
 class Operands:
@@ -135,10 +140,15 @@ def table(B, dtype, times):
     for product, ours, theirs in times:
         sizes = " x ".join(map(str, product.sizes(B * T)))
         lines.append(f"| {product.name} | {sizes} | {product.calls} | {ours * 1e6:.1f} | {theirs * 1e6:.1f} | {theirs / ours:.3f} |")
+    lines.append(total("all of a step", [row for row in times if not row[0].alone]))
+    lines.append(total("the products alone", [row for row in times if not row[0].operation.endswith("_gelu")]))
+    return lines
+
+
+def total(name, times):
     ours, theirs = (sum(row[0].calls * row[side] for row in times) for side in (1, 2))
     calls = sum(product.calls for product, _, _ in times)
-    lines.append(f"| all of a step | | {calls} | {ours * 1e3:.2f} ms | {theirs * 1e3:.2f} ms | {theirs / ours:.3f} |")
-    return lines
+    return f"| {name} | | {calls} | {ours * 1e3:.2f} ms | {theirs * 1e3:.2f} ms | {theirs / ours:.3f} |"
 
 
 def both_sides(device, cache):

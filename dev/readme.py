@@ -12,6 +12,7 @@ and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespea
     python dev/readme.py losses_float32  # the same, in float32
     python dev/readme.py profile    # train_gpt2_cuda.py -b 64 --profile 10 --matmul cublaslt
     python dev/readme.py attention  # dev/bench_attention.py
+    python dev/readme.py library    # dev/kernels/bench.py layernorm_forward
 """
 
 import argparse
@@ -90,6 +91,7 @@ def sections():
         "profile": ("profile_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin", "-b", "64", "--profile", "10",
                                     "--matmul", "cublaslt"]),
         "attention": ("attention_gpu", [python, "dev/bench_attention.py"]),
+        "library": ("library_gpu", [python, "dev/kernels/bench.py", "layernorm_forward"]),
     }
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
 
+import numpy as np
 import pytest
 
 from conftest import ROOT, assert_one_line_error, run_program
@@ -14,6 +15,7 @@ from conftest import ROOT, assert_one_line_error, run_program
 sys.path.insert(0, str(ROOT / "dev"))
 import bench_gpu
 import bench_products
+import compare_losses
 
 RESULT = {"B": 64, "ms": 100.0, "first": 1.0, "memory": 2**30, "used": 3 * 2**29, "gpu": "NVIDIA H200"}
 OURS = {**RESULT, "cold": 4.0, "floor": 75.0, "product": 700e12,
@@ -55,17 +57,42 @@ def test_picture(tmp_path):
 def test_products():
     config, B = bench_gpu.MODELS["124M"], 4
     products, N = bench_products.products_of(config), B * bench_products.T
-    assert len({product.name for product in products}) == len(products) == 15
-    work = sum(2 * rows * columns * inner * product.calls for product in products for rows, columns, inner in [product.sizes(N)])
+    assert len({product.name for product in products}) == len(products) == 17
+    work = sum(2 * rows * columns * inner * product.calls for product in products if not product.alone
+               for rows, columns, inner in [product.sizes(N)])
     assert work == 6 * N * (12 * 12 * 768 * 768 + 50304 * 768), "three products for each weight of a layer, and for the logits'"
     times = [(product, 2e-5 * (1 + i), 1e-5 * (1 + i)) for i, product in enumerate(products)]
     lines = bench_products.table(B, "bfloat16", times)
     assert lines[0] == "B=4, T=1024, bfloat16:" and len({line.count("|") for line in lines[2:]}) == 1
     assert lines[4] == "| qkv | 4096 x 2304 x 768 | 12 | 20.0 | 10.0 | 0.500 |"
-    assert any(line.startswith("| logits dweight | 50304 x 768 x 4096 | 1 | 300.0 | 150.0 |") for line in lines)
-    calls = [product.calls for product in products]
-    ms = sum(count * 0.02 * (1 + i) for i, count in enumerate(calls))
-    assert lines[-1] == f"| all of a step | | 147 | {ms:.2f} ms | {ms / 2:.2f} ms | 0.500 |"
+    assert any(line.startswith("| logits dweight | 50304 x 768 x 4096 | 1 | 340.0 | 170.0 |") for line in lines)
+    for line, name, others in ((lines[-2], "all of a step", ("fc", "fcproj dinp")),
+                               (lines[-1], "the products alone", ("fc and GELU", "fcproj dinp, GELU', column sums"))):
+        ms = sum(product.calls * 0.02 * (1 + i) for i, product in enumerate(products) if product.name not in others)
+        assert line == f"| {name} | | 147 | {ms:.2f} ms | {ms / 2:.2f} ms | 0.500 |"
+
+
+def test_the_summary_has_ours_beside_the_others():
+    jobs = [bench_gpu.Job(name, "bfloat16", B) for B in (4, 32) for name in ("ours", "compile", "reduce-overhead")]
+    results = [(job, {"ms": 10.0 * job.B + i}) for i, job in enumerate(jobs)]
+    results.append((bench_gpu.Job("compile", "bfloat16", 64), {"failed": "x"}))
+    results.append((bench_gpu.Job("ours", "bfloat16", 4, recompute=1), {"ms": 1.0}))
+    lines = bench_gpu.make_summary(results)
+    assert "| train_gpt2_cuda.py | 40.00 | 323.00 |  |" in lines and "| PyTorch at its best | 41.00 | 324.00 |  |" in lines
+    assert lines[2].startswith("| llm.c") and lines[-1] == "| stretch goal | 8.0 | 48 | 96 |"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_losses_within_the_band():
+    """No farther off, at most and on average, than two curves of PyTorch's are apart; a constant offset that only the largest gap
+    would cover is too far."""
+    one = np.linspace(10.0, 4.0, 50)
+    two = one + 0.01 * np.sin(np.arange(50))
+    two[20] += 0.1
+    for shift, okay in ((0.0, True), (0.004, True), (0.05, False), (-0.2, False)):
+        ours = (one + two) / 2 + shift
+        apart, off, found = compare_losses.within_band(ours, one, two)
+        assert found == okay and np.allclose(apart, np.abs(one - two)) and (off <= np.abs(ours - one) + 1e-12).all()
 
 
 def test_the_place_of_the_products_table(tmp_path):

@@ -47,7 +47,8 @@ def test_every_file_belongs_to_a_layer():
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("arch, dtype", (("sm_80", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32"), ("sm_90a", "bfloat16")))
+@pytest.mark.parametrize("arch, dtype", (("sm_75", "float32"), ("sm_80", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32"),
+                                         ("sm_90a", "bfloat16")))
 def test_kernels_compile_with_no_gpu(arch, dtype):
     pytest.importorskip("cuda.core")
     config = GPT2_124M if arch == "sm_90a" else AWKWARD[0]

@@ -606,7 +606,7 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
         device.launch("global_norm", (partials.size,), (256,), partials, on_gpu(grads, dtype=g), np.int64(count))
         device.launch("prepare_update", (1,), (256,), control, cuda.pointer(reports), loss, partials, rate, np.float64(beta1),
                       np.float64(beta2), np.float64(eps), grad_clip, partials.size)
-        device.launch("adamw_update", (-(-count // (device.precision.pack * 256)),), (256,), params, on[0] if has_master else None,
+        device.launch("adamw_update", (cuda.blocks(count, 4 * 256),), (256,), params, on[0] if has_master else None,
                       on[1], on[2], on_gpu(grads, dtype=g), control, stops, decays, beta2, 1 - beta1, 1 - beta2, 0, np.int64(count))
         device.stream.synchronize()
         reported = reports[(step - 1) % 2]
@@ -638,9 +638,9 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
     def rounded(seed, step):
         params, master, m, v = unwritten(count, dtype="bfloat16"), on_gpu(numbers), cp.zeros(count, np.float32), cp.ones(count, np.float32)
         control[0] = step
-        device.launch("adamw_update", (count // 2048 + 1,), (256,), params, master, m, v, zeros, control, stops, decays, 0.5, 0.5, 0.5,
-                      seed, np.int64(count))
-        assert np.array_equal(master.get(), numbers)
+        device.launch("adamw_update", (cuda.blocks(count, 4 * 256),), (256,), params, master, m, v, zeros, control, stops, decays,
+                      0.5, 0.5, 0.5, seed, np.int64(count))
+        assert np.array_equal(master.get(), numbers, equal_nan=True)
         return cuda.to_float32(params)
 
     first = rounded(7, 1)
@@ -651,6 +651,8 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
     for other in (rounded(8, 1), rounded(7, 2)):
         assert abs(np.mean(first == other) - 0.58) < 0.02, "choices of other seeds and steps have nothing to do with these"
     assert np.array_equal(rounded(0, 1), bf16_to_float32(bf16_bits(numbers))), "seed 0: to nearest"
+    numbers[:] = np.resize(np.float32([np.nan, np.inf, -np.inf]), count)
+    assert np.array_equal(rounded(7, 1), numbers, equal_nan=True), "what is not finite stays so"
 
 
 def test_indices_beyond_32_bits(gpu, tmp_path_factory):

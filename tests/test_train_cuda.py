@@ -101,6 +101,24 @@ def test_with_no_gpu_it_names_the_cpu_trainer():
     assert_one_line_error(done, "GPU", "python train_gpt2.py")
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_make_train_leaves_a_gpu_alone_that_cannot_be_used(tmp_path):
+    """nvidia-smi lists one, CUDA has none: the trainer's own line says why, and the CPU trains."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: of another time'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done = subprocess.run(["make", "-n", "train", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0 and " train_gpt2.py " in done.stdout and "train_gpt2_cuda.py" not in done.stdout
+    assert set(done.stderr.splitlines()) and all(line.startswith("make: error: no ") for line in done.stderr.splitlines())
+
+
+def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path):
+    """CuPy would make a directory there while it is imported."""
+    (tmp_path / "file").write_text("")
+    done = run_program("train_gpt2_cuda.py", check=False, CUDA_VISIBLE_DEVICES="", HOME=str(tmp_path / "file" / "home"))
+    assert_one_line_error(done, "GPU", "python train_gpt2.py")
+
+
 def test_with_a_package_missing_it_names_it(tmp_path):
     for error in ("ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')",
                   "ImportError('\\n====\\nFailed to import CuPy.\\nMore.')"):
@@ -154,9 +172,37 @@ def test_a_checkpoint_s_algorithms_win_over_the_cache_s():
     assert products.recall({"products": {"on": "a GPU", "algorithms": {"there": "kernels"}}})
     ways = {"kernels": None, "cublaslt": None}
     assert [products.pick(key, ways) for key in ("here", "there")] == ["cublaslt", "kernels"] and products.searched == 0
+    assert products.repeats()
+    products.recorded = {"there": "cublaslt", "of another batch size": "kernels"}
+    assert not products.repeats(), "another way than the recorded one"
     products.searching = False
     assert [products.pick(key, ways) for key in ("there", "elsewhere")] == ["kernels", "kernels"], "the first way, where nothing is known"
     assert products.notes()["products"]["algorithms"] == {"there": "kernels"}, "of what was chosen, what was used"
+
+
+def test_the_fastest_way_is_timed_again(monkeypatch):
+    """The first one, unless another is faster by more than the clock can tell; one that is far behind is timed but once."""
+    timed = []
+
+    def measure(device, call, repeats):
+        timed.append(call)
+        return call(timed.count(call)) * 1e-6
+
+    monkeypatch.setattr(cuda, "measure", measure)
+
+    def search(*microseconds):
+        timed.clear()
+        calls = [us if callable(us) else lambda turn, us=us: us for us in microseconds]
+        found = cuda.fastest(None, calls)
+        return found, [timed.count(call) for call in calls]
+
+    assert search(20.0, 19.6, 30.0) == (0, [8, 8, 1])
+    assert search(20.0, 19.0, 30.0) == (1, [8, 8, 1])
+    assert search(40.0, 20.0, 30.0) == (1, [1, 1, 1]), "nobody near the fastest: no second round"
+    assert search(9000.0, 8000.0, 8500.0) == (1, [4, 4, 4])
+    assert search(20.0, lambda turn: 18.0 if turn == 1 else 21.0, 20.2)[0] == 0, "fast by chance, the first time"
+    assert search(30.0, 21.0, 20.9) == (1, [1, 8, 8]), "of two that cannot be told apart, the one that was proposed first"
+    assert search(*range(110, 100, -1))[1] == [8, 1, 1, 1, 8, 8, 8, 8, 8, 8], "six at most, and the first"
 
 
 def test_who_starts_beside_another_gets_the_algorithms_that_it_finds(tmp_path, capsys):
@@ -200,6 +246,8 @@ def test_a_model_that_the_kernels_do_not_take(heads, C):
     ("sm_75", dict(float32_grads=1), "--float32_grads 1: this run is in float32"),
     ("sm_90a", dict(dtype="float32", master_weights=0), "-w/--master_weights 0: this run is in float32"),
     ("sm_90a", dict(dtype="float32", stochastic_rounding=3), "--stochastic_rounding 3: this run is in float32"),
+    ("sm_90a", dict(compare=True, profile=3), "--profile 3: --check looks at one batch"),
+    ("sm_90a", dict(compare=True, total_batch_size=8192), "-d/--total_batch_size 8192: --check looks at one batch"),
     ("sm_90a", dict(tf32=0), "--tf32 0: this run is in bfloat16.*--dtype float32")))
 def test_flags_without_effect_are_refused(arch, settings, words):
     with pytest.raises(t.UserError, match=words):
@@ -210,6 +258,8 @@ def test_what_is_left_to_the_gpu():
     for arch, dtype, recompute in (("sm_75", "float32", 1), ("sm_80", "bfloat16", 0), ("sm_90a", "bfloat16", 0)):
         settings = cuda.settle(cuda.CudaSettings(), arch)
         assert (settings.dtype, settings.recompute) == (dtype, recompute)
+    assert [cuda.settle(cuda.CudaSettings(dtype="float32"), arch).precision.products for arch in ("sm_75", "sm_80")] == ["float32", "tf32"]
+    assert [cuda.settle(cuda.CudaSettings(compare=True, recompute=given), "sm_75").recompute for given in (-1, 2)] == [0, 2]
     assert cuda.settle(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
     for arch, dtype, matmul, wanted in (("sm_90a", "bfloat16", "auto", "auto"), ("sm_90a", "float32", "auto", "cublaslt"),
                                         ("sm_80", "bfloat16", "auto", "cublaslt"), ("sm_80", "bfloat16", "kernels", "kernels")):
@@ -294,11 +344,19 @@ def test_bfloat16_trains_like_float32(gpu_workplace, dtype_flags):
 
 
 def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace, dtype_flags):
+    """What is printed, the weights, AdamW's moments and the logged norms."""
     flags = ("-x", 5, "-v", 2, "-s", 4, "-d", 96, "--grad_clip", 1, *dtype_flags)
-    first = losses_and_samples(train(*flags).stdout)
-    assert "step    5/5" in first
+
+    def run(*more):
+        shutil.rmtree("run", ignore_errors=True)
+        output = train(*flags, *more, "-o", "run", "-n", 5).stdout
+        files = [(gpu_workplace / "run" / name).read_bytes() for name in ("model_00000005.bin", "state_00000005_00000.bin", "main.log")]
+        return losses_and_samples(output), files
+
+    first = run()
+    assert "step    5/5" in first[0]
     for more in (("--graph", 1), ("--graph", 0), ("--recompute", 0), ("--recompute", 1), ("--recompute", 2)):
-        assert losses_and_samples(train(*flags, *more).stdout) == first, more
+        assert run(*more) == first, more
 
 
 def test_check(gpu_workplace):
@@ -309,6 +367,9 @@ def test_check(gpu_workplace):
         rows = {line.split()[0] for line in lines if "max diff" in line}
         assert lines[-1] == "overall okay: 1" and {"encoded", "lse", "fch_gelu", "logits", "dlogits", "dwte", "dlnfb"} <= rows
         assert len(rows) == 18 + 2 + 16
+    lines = train("--check", "--recompute", 2).stdout.splitlines()
+    rows = {line.split()[0] for line in lines if "max diff" in line}
+    assert lines[-1] == "overall okay: 1" and len(rows) == 36 - 3 and not rows & {"fch_gelu", "ln1", "ln2"}
 
 
 def test_check_names_a_wrong_kernel(gpu_workplace, tmp_path):
@@ -339,11 +400,12 @@ def test_profile(gpu_workplace):
         assert re.search(rf"^{name} +\d+ +\d+\.\d{{4}} +[\d.]+ (GB/s|TFLOP/s) +[\d.]+% +[\d.]+%$", output, re.MULTILINE), name
 
 
-def test_memory_in_use_does_not_grow(gpu_workplace, gpu, monkeypatch, capsys):
+@pytest.mark.parametrize("dtype", ("auto", "float32"))
+def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
     """From the second step to the last, with validation, samples and checkpoints between them: no allocation in CuPy's pool, nor beside
     it but by the first sample, for whose shape cuBLASLt may load a kernel."""
     config, params = t.read_model("gpt2_124M.bin")
-    settings = cuda.settle(cuda.CudaSettings(B=2, T=24, steps=30), gpu.arch)
+    settings = cuda.settle(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
     model = cuda.GPT2(cuda.Device(gpu, config, settings.precision, cuda.Cache()), config, params, settings)
     model.prepare()
     used, rng = [], np.random.default_rng(0)
@@ -470,6 +532,18 @@ def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
 def test_what_does_not_fit_is_said_before_it_is_tried(gpu_workplace):
     done = train("-b", 20000000, "-t", 64, "--profile", 1, check=False)
     assert_one_line_error(done, "-b 20000000 -t 64 needs", "MiB of GPU memory", "MiB are free", "the largest batch that fits is -b ")
+    assert "--recompute" not in done.stderr, "which would not help"
+
+
+def test_recomputation_is_named_where_it_helps(monkeypatch):
+    config, settings = t.Config(1024, 50257, 12, 12, 768, 50304), cuda.settle(cuda.CudaSettings(B=4), "sm_90a")
+    needed = [sum(size for size, _ in cuda.memory_plan(config, cuda.dataclasses.replace(settings, recompute=r), 132)) for r in (0, 2)]
+    for free, words, recompute in ((needed[0] - 1, "the largest batch that fits is -b 3, or pass --recompute 2", 0),
+                                   (needed[1] - 1, "the largest batch that fits is -b 2", 0), (needed[1] - 1, "-b 3", 2),
+                                   (1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", 0)):
+        monkeypatch.setattr(cuda, "free_memory", lambda: free)
+        with pytest.raises(t.UserError, match=f"{words}$"):
+            cuda.check_memory(cuda.SimpleNamespace(sm_count=132), config, cuda.dataclasses.replace(settings, recompute=recompute))
 
 
 def test_another_process_holds_the_memory(gpu_workplace):
@@ -482,6 +556,7 @@ def test_another_process_holds_the_memory(gpu_workplace):
         finally:
             del held
         assert_one_line_error(done, "memory")
+        assert not re.search(r"-\d+ MiB", done.stderr)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(gpu_workplace):
@@ -504,5 +579,5 @@ def test_a_damaged_cache_is_made_again(gpu_workplace, tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_done_without(gpu_workplace, tmp_path):
     (tmp_path / "file").write_text("")
-    done = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(tmp_path / "file" / "cache"))
+    done = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(tmp_path / "file" / "cache"), HOME=str(tmp_path / "file" / "home"))
     assert done.stderr.count("cannot be written") == 1 and "step    1/1" in done.stdout

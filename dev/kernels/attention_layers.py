@@ -61,7 +61,8 @@ class Attention(Layer):
 
     def mma_launch(self, lab, name, *arguments):
         """A live kernel of other GPUs than Hopper's, as train_gpt2_cuda.py launches it there."""
-        launch = cuda.attention_launches(self.config, self.precision, "sm_80")[name]
+        arch = self.gpu.arch if self.gpu.arch == "sm_75" else "sm_80"
+        launch = cuda.attention_launches(self.config, self.precision, arch)[name]
         grid = self.NH, blocks(self.T, launch.rows), self.B
         lab.launch(f"{name}_mma", grid, (launch.threads,), *arguments, self.T, shared=launch.shared)
 

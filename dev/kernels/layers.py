@@ -687,8 +687,8 @@ class AdamWUpdate(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        lab.launch("adamw_update", lab.grid(a.m.size), (block,), *self.updated(a), a.control, a.stops, a.decays, self.beta2, 1 - self.beta1,
-                   1 - self.beta2, 0, np.int64(a.m.size))
+        lab.launch("adamw_update", (blocks(a.m.size, 4 * block),), (block,), *self.updated(a), a.control, a.stops, a.decays,
+                   self.beta2, 1 - self.beta1, 1 - self.beta2, 0, np.int64(a.m.size))
 
 
 class GlobalNorm(Layer):
