@@ -395,7 +395,8 @@ class Cache:
                 except (OSError, UserError) as error:
                     self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
                     print(f"warning: {self.path}: cannot be written ({getattr(error, 'strerror', None) or error}); the next start"
-                          " compiles and searches again, and may round differently. TRAIN_GPT2_CACHE=DIR names another place", file=sys.stderr)
+                          " compiles and searches again, and may round differently. TRAIN_GPT2_CACHE=DIR names another place",
+                          file=sys.stderr)
             return self.write(os.path.join(self.temporary.name, name), content)
 
     def write(self, path, content):
