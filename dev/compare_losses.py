@@ -4,6 +4,7 @@ The losses of train_gpt2_cuda.py beside those of PyTorch, from the same weights 
     python dev/compare_losses.py -e gpt2_d12.bin                            # bfloat16, one epoch, B=4, T=1024; needs a GPU
     python dev/compare_losses.py -e gpt2_d12.bin -b 32 -t 256 -x 500        # longer
     python dev/compare_losses.py -e gpt2_d12.bin --dtype float32            # TF32 products; --tf32 0: float32 ones
+    python dev/compare_losses.py -e gpt2_d12.bin --matmul kernels           # ours without cuBLASLt
 
 PyTorch runs twice. Against bfloat16: in float32, and in bfloat16 under autocast. Against float32: both times with our products, TF32 or
 float32, the second time by other kernels: with the model's channels in another order (which changes nothing but the rounding of every
@@ -34,7 +35,8 @@ from train_gpt2 import DataLoader, UserError, read_model, run_main
 
 def run_ours(args):
     command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), "-e", args.e, "-i", args.i, "-b", str(args.b), "-t", str(args.t),
-               "-x", str(args.x), "-v", "0", "-s", "0", "--final_reports", "0", "--dtype", args.dtype, "--tf32", str(args.tf32)]
+               "-x", str(args.x), "-v", "0", "-s", "0", "--final_reports", "0", "--dtype", args.dtype, "--tf32", str(args.tf32),
+               "--matmul", args.matmul]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()}")
@@ -81,6 +83,7 @@ def main():
     parser.add_argument("-x", type=int, default=0, help="steps (0: one epoch)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="ours")
     parser.add_argument("--tf32", type=int, choices=(0, 1), default=1, help="TF32 products in float32")
+    parser.add_argument("--matmul", choices=("auto", "cublaslt", "kernels"), default="auto", help="our products: see train_gpt2_cuda.py")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("PyTorch sees no GPU, and this comparison needs one")

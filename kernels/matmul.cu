@@ -12,7 +12,7 @@
 // the same threads make the same sums by ordinary multiply-adds, 64 for each 16 numbers read: three products on the tensor cores, as in
 // attention, would be faster, but their error, which is cut off and not rounded, is 1.5 times as large as that of PyTorch's float32.
 // H200, fc of GPT-2 124M at B=32, forward, input gradient, weight gradient: bfloat16 227, 261 and 152 TFLOP/s (cuBLASLt, with Hopper's own
-// instructions, 694, 769, 778), TF32 106, 110 and 62 (387, 337, 223).
+// instructions, 690, 769, 776), TF32 106, 110 and 62 (388, 334, 224).
 
 #include "matmul.cuh"
 #include "mma.cuh"

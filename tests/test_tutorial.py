@@ -237,6 +237,20 @@ def test_the_profile_in_the_readme_counts_the_same(step):
         assert times.rate == 0 or times.rate * times.ms / 1000 == pytest.approx(counted, rel=0.01), name
 
 
+def test_the_walkthrough_has_the_rates_and_products_that_were_measured():
+    """RESULTS.md's bfloat16 peaks, and what its kernels take for the products of dev/products.md at B=64."""
+    results, products = ((ROOT / "dev" / name).read_text(encoding="utf-8") for name in ("kernels/RESULTS.md", "products.md"))
+    copy, product = re.search(r"## bfloat16\n\nPeaks, measured: a copy (\d+) GB/s, a large product (\d+) TFLOP/s", results).groups()
+    assert f"copies {copy} GB/s, reading and writing together, and does a large matrix product at {product} TFLOP/s" in WALKTHROUGH
+    assert f"At the {product} TFLOP/s of a large one" in WALKTHROUGH
+    measured = products[products.index("B=64, T=1024, bfloat16") :]
+    for kernel, name in (("matmul_forward", "qkv"), ("matmul_forward_gelu", "fc and GELU"), ("matmul_backward_inp", "attproj dinp"),
+                         ("matmul_backward_inp_gelu", "fcproj dinp, GELU', column sums"), ("matmul_backward_weight", "qkv dweight")):
+        ours = re.search(rf"^\| {re.escape(name)} \| [^|]+ \| \d+ \| ([\d.]+) \|", measured, re.MULTILINE)[1]
+        shown = re.search(rf"^\| `{kernel}` \| .* \| (\d+) \|$", WALKTHROUGH, re.MULTILINE)[1]
+        assert abs(float(ours) - int(shown)) <= 0.5, kernel
+
+
 def test_the_walkthrough_has_the_profiles_times(tmp_path):
     """dev/walkthrough.py on a copy: nothing to do, and where the times are others, it puts the same page there."""
     page = tmp_path / "walkthrough.md"

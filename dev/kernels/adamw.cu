@@ -12,7 +12,7 @@
 
 // thread_an_element. The formula; each thread works out the bias corrections anew, with two powf, and waits for four loads of 2 or
 // 4 bytes: more instructions for a byte than memory leaves time for.
-// H200, B=32, T=1024: bfloat16 1.0310 ms, 2734 GB/s at 64 threads; float32 1.0126 ms, 2784 GB/s at 64.
+// H200, B=32, T=1024: bfloat16 1.0308 ms, 2734 GB/s at 64 threads; float32 1.0105 ms, 2789 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 adamw_update_thread_an_element(element* params, float* master, float* m, float* v, const gradient* grads, float learning_rate, float beta1,
                                float beta2, float eps, float weight_decay, float grad_scale, int step, int64 N) {
@@ -31,7 +31,7 @@ adamw_update_thread_an_element(element* params, float* master, float* m, float* 
 // pack_a_thread. PACK elements a thread, in 16-byte accesses; the corrections are drawn into rate = learning_rate * sqrt(1 - beta2^step) /
 // (1 - beta1^step) and eps * sqrt(1 - beta2^step), which the host works out once. keep = 1 - learning_rate * weight_decay. What is left is
 // close to a copy's speed: the live version has nothing to gain beside it, only more to look up.
-// H200, B=32, T=1024: bfloat16 0.7058 ms, 3993 GB/s at 128 threads; float32 0.6650 ms, 4238 GB/s at 256.
+// H200, B=32, T=1024: bfloat16 0.7064 ms, 3990 GB/s at 128 threads; float32 0.6673 ms, 4224 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 adamw_update_pack_a_thread(element* params, float* master, float* m, float* v, const gradient* grads, float rate, float beta1, float beta2,
                            float eps, float keep, float grad_scale, int64 N) {
