@@ -7,8 +7,9 @@ The losses of train_gpt2_cuda.py beside those of PyTorch, from the same weights 
     python dev/compare_losses.py -e gpt2_d12.bin --matmul kernels           # ours without cuBLASLt
 
 PyTorch runs twice. Against bfloat16: in float32, and in bfloat16 under autocast. Against float32: both times with our products, TF32 or
-float32, the second time by other kernels: with the model's channels in another order (which changes nothing but the rounding of every
-sum), F.scaled_dot_product_attention and fused AdamW. How far the two come apart is what rounding alone does. Exit status 0 when our
+float32, the second time by other kernels: one sequence of the batch after the other, so that cuBLAS has other shapes to choose for,
+F.scaled_dot_product_attention, fused AdamW, and the model's channels in another order, which changes nothing but the rounding of every
+sum. How far the two come apart is what rounding alone does. Exit status 0 when our
 losses are, at most and on average (the root of the mean square over the steps), no farther than that from the nearer of the two (and
 the last printed digit), and in bfloat16 the mean of the last ten no farther than 0.02 from that of float32.
 """
@@ -43,22 +44,26 @@ def run_ours(args):
     return [float(loss) for loss in re.findall(r"^step .*train loss (\S+)", done.stdout, re.MULTILINE)]
 
 
-def run_pytorch(args, steps, name, tf32=False, autocast=False, best=False):
-    """best: F.scaled_dot_product_attention and fused AdamW, the channels in another order."""
+def run_pytorch(args, steps, name, tf32=False, autocast=False, others=False, device="cuda"):
+    """The loss of each step. others: by other kernels, and sums in another order."""
     config, params = read_model(args.e)
-    params = reorder_channels(config, params, seed=0) if best else params
+    params = reorder_channels(config, params, seed=0) if others else params
+    rows = 1 if others else args.b  # of the batch, at a time
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    model = to_reference(config, params, flash=best or autocast).cuda()
-    optimizer = adamw(model, ADAMW, **({"fused": True} if best or autocast else {}))
+    model = to_reference(config, params, flash=others or autocast).to(device)
+    optimizer = adamw(model, ADAMW, **({"fused": True} if others or autocast else {}))
     loader, losses = DataLoader([f"{args.i}_train.bin"], config.V, args.b, args.t), []
     for _ in tqdm(range(steps), desc=f"PyTorch, {name}", leave=False):
-        x, y = (torch.from_numpy(np.ascontiguousarray(ids)).long().cuda() for ids in loader.next_batch())
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = model(x, y)[1]
+        batch = [torch.from_numpy(np.ascontiguousarray(ids)).long().to(device).split(rows) for ids in loader.next_batch()]
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        mean = 0.0
+        for x, y in zip(*batch):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                loss = model(x, y)[1] * (rows / args.b)
+            loss.backward()
+            mean += loss.item()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(mean)
     return losses
 
 
@@ -92,7 +97,7 @@ def main():
         rivals = {"float32": {}, "autocast": dict(autocast=True)}
         described = "bfloat16"
     else:
-        rivals = {"PyTorch": dict(tf32=bool(args.tf32)), "reordered": dict(tf32=bool(args.tf32), best=True)}
+        rivals = {"PyTorch": dict(tf32=bool(args.tf32)), "others": dict(tf32=bool(args.tf32), others=True)}
         described = f"{'TF32' if args.tf32 else 'float32'} products"
     one, two = (np.array(run_pytorch(args, len(ours), name, **options)) for name, options in rivals.items())
 

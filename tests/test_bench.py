@@ -1,5 +1,6 @@
 """What the GPU benchmark makes of its workers' results, and its picture; no GPU needed."""
 
+import argparse
 import json
 import re
 import sys
@@ -81,6 +82,16 @@ def test_the_summary_has_ours_beside_the_others():
     assert "| train_gpt2_cuda.py | 40.00 | 323.00 |  |" in lines and "| PyTorch at its best | 41.00 | 324.00 |  |" in lines
     assert lines[2].startswith("| llm.c") and lines[-1] == "| stretch goal | 8.0 | 48 | 96 |"
     assert len({line.count("|") for line in lines}) == 1
+
+
+def test_pytorch_by_other_kernels_computes_the_same(workplace):
+    """Its losses, on the CPU, over four steps: those of train_gpt2.py, whether the batch comes at once or a sequence at a time."""
+    args = argparse.Namespace(e="gpt2_124M.bin", i="data/tiny_shakespeare", b=3, t=16)
+    trained = run_program("train_gpt2.py", "-b", 3, "-t", 16, "-x", 4, "-v", 0, "-s", 0, "-l", compare_losses.ADAMW["learning_rate"]).stdout
+    expected = [float(loss) for loss in re.findall(r"train loss (\S+)", trained)]
+    for others in (False, True):
+        losses = compare_losses.run_pytorch(args, 4, "test", others=others, device="cpu")
+        assert len(losses) == 4 and np.allclose(losses, expected, rtol=0, atol=1e-5)
 
 
 def test_losses_within_the_band():
