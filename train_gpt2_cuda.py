@@ -1554,7 +1554,7 @@ def check_memory(device, config, settings):
         largest = min(largest_batch(config, settings, device.sm_count, free), GRID_LAYERS)
         mend = f"the largest batch that fits is -b {largest}" if largest else "not even -b 1 fits: take a smaller -t or model"
         least = dataclasses.replace(settings, recompute=2)
-        if largest_batch(config, least, device.sm_count, free) == settings.B:
+        if sum(size for size, _ in memory_plan(config, least, device.sm_count)) <= free:
             mend += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed + RESERVE >> 20} MiB of GPU memory,"
                         f" {free + RESERVE >> 20} MiB are free; {mend}")
@@ -1578,8 +1578,7 @@ def free_memory():
 def largest_batch(config, settings, sm_count, free):
     """The largest B up to settings.B for which `free` bytes are enough; 0 when there is none."""
     def too_large(B):
-        smaller = dataclasses.replace(settings, B=B, total_batch_size=0)
-        return sum(size for size, _ in memory_plan(config, smaller, sm_count)) > free
+        return sum(size for size, _ in memory_plan(config, dataclasses.replace(settings, B=B), sm_count)) > free
 
     return bisect.bisect_left(range(1, settings.B + 1), True, key=too_large)
 
@@ -1605,13 +1604,16 @@ def check(device, config, params, settings):
     expected = {name: row for name, row in run_on_cpu(config, params, inputs, targets).items() if name in got}
     allowed = {name: tolerance * float(np.abs(reference).max()) for name, reference in expected.items()}
     red = [name for name, reference in expected.items() if not check_tensor(name, got[name], reference, allowed[name])]
+    unseen = []  # what made rows that are not kept, since the last one that is
     for name, l, kernels in order_of_computation(config.L) if red else ():
+        unseen.append(kernels)
         if name not in expected:
             continue
         pair = [rows[name] if l is None else rows[name][l] for rows in (got, expected)]
         if not check_tensor(name, *pair, allowed[name], print_row=False):
-            print(f"first wrong: {name}{'' if l is None else f' of layer {l}'}, from {kernels}")
+            print(f"first wrong: {name}{'' if l is None else f' of layer {l}'}, from {' or '.join(unseen)}")
             break
+        unseen.clear()
     print(f"overall okay: {int(not red)}")
     return not red
 

@@ -58,7 +58,7 @@ class Product(NamedTuple):
 
 
 def products_of(config):
-    """All products of a step, the forward pass first."""
+    """All products of a step, the forward pass first, and alone those that it does with GELU."""
     L, C = config.L, config.C
     weights = (("qkv", C, 3 * C, L), ("attproj", C, C, L), ("fc", C, 4 * C, L), ("fcproj", 4 * C, C, L), ("logits", C, config.Vp, 1))
     products = [Product(name, "forward", *sizes) for name, *sizes in weights]

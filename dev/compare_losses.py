@@ -9,9 +9,9 @@ The losses of train_gpt2_cuda.py beside those of PyTorch, from the same weights 
 PyTorch runs twice. Against bfloat16: in float32, and in bfloat16 under autocast. Against float32: both times with our products, TF32 or
 float32, the second time by other kernels: one sequence of the batch after the other, so that cuBLAS has other shapes to choose for,
 F.scaled_dot_product_attention, fused AdamW, and the model's channels in another order, which changes nothing but the rounding of every
-sum. How far the two come apart is what rounding alone does. Exit status 0 when our
-losses are, at most and on average (the root of the mean square over the steps), no farther than that from the nearer of the two (and
-the last printed digit), and in bfloat16 the mean of the last ten no farther than 0.02 from that of float32.
+sum. How far the two come apart is what rounding alone does. Exit status 0 when our losses are, at most and on average (the root of the
+mean square over the steps), no farther than that from the nearer of the two (and the last printed digit), and in bfloat16 the mean of the
+last ten no farther than 0.02 from that of float32.
 """
 
 import argparse

@@ -11,8 +11,8 @@
 // Bound by the tensor cores and by shared memory: each warp reads 96 rows of operands for 64 x 32 of out. With TF32 off, and before sm_80,
 // the same threads make the same sums by ordinary multiply-adds, 64 for each 16 numbers read: three products on the tensor cores, as in
 // attention, would be faster, but their error, which is cut off and not rounded, is 1.5 times as large as that of PyTorch's float32.
-// H200, fc of GPT-2 124M at B=32, forward, input gradient, weight gradient: bfloat16 227, 261 and 152 TFLOP/s (cuBLASLt, with Hopper's own
-// instructions, 690, 769, 776), TF32 106, 110 and 62 (388, 334, 224).
+// H200, fc of GPT-2 124M at B=32, forward, input gradient, weight gradient: bfloat16 226, 257 and 154 TFLOP/s (cuBLASLt, with Hopper's own
+// instructions, 690, 769, 776), TF32 106, 110 and 62 (388, 341, 222).
 
 #include "matmul.cuh"
 #include "mma.cuh"

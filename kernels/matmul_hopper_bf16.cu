@@ -17,7 +17,7 @@
 // Bound by the tensor cores, 2048 multiply-adds a cycle and multiprocessor, and nearly as much by shared memory: a step of 768 cycles moves
 // 40 KB in and 64 KB to the tensor cores, at 128 bytes a cycle 832. Large products are bound by power. H200, GPT-2 124M, all products of a
 // step together, beside cuBLASLt with searched algorithms: with GELU 1.00 times as fast at B=4, 1.05 at B=32 and 1.06 at 64; the products
-// alone 0.95, 0.99 and 1.00. fc with GELU at B=64: 0.46 ms, 0.63 with cuBLASLt and a kernel for GELU. The ladder is in
+// alone 0.95, 0.99 and 1.01. fc with GELU at B=64: 0.46 ms, 0.63 with cuBLASLt and a kernel for GELU. The ladder is in
 // dev/kernels/matmul_hopper.cu, what was tried in dev/products.md.
 
 #include "hopper.cuh"

@@ -101,19 +101,48 @@ def test_with_no_gpu_it_names_the_cpu_trainer():
     assert_one_line_error(done, "GPU", "python train_gpt2.py")
 
 
+def test_check_names_what_makes_rows_that_are_not_kept(monkeypatch, capsys):
+    """With --recompute 2: of a row that is not there, its kernel stands beside that of the next one."""
+    right = t.gelu_forward
+
+    def wrong(*arguments):
+        right(*arguments)
+        arguments[0][...] *= arguments[0].dtype.type(1.01)
+
+    def on_gpu(device, config, params, inputs, targets, settings):
+        with monkeypatch.context() as patch:
+            patch.setattr(t, "gelu_forward", wrong)
+            rows = cuda.run_on_cpu(config, params, inputs, targets)
+        return {name: row for name, row in rows.items() if name not in cuda.RECOMPUTED[settings.recompute]}
+
+    monkeypatch.setattr(cuda, "run_on_gpu", on_gpu)
+    assert not cuda.check(None, SMALL_HEADS, random_params(SMALL_HEADS), cuda.CudaSettings(B=2, T=24, dtype="float32", tf32=0, recompute=2))
+    first = capsys.readouterr().out.splitlines()[-2]
+    assert first == f"first wrong: residual3 of layer 0, from gelu_forward or matmul fc or matmul fcproj or {cuda.LAYERNORM_FORWARD}"
+
+
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
 def test_make_train_leaves_a_gpu_alone_that_cannot_be_used(tmp_path):
     """nvidia-smi lists one, CUDA has none: the trainer's own line says why, and the CPU trains."""
+    pytest.importorskip("cupy")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: of another time'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    done = subprocess.run(["make", "-n", "train", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""})
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # this may run in `make -j test`
+    env |= {"PATH": f"{tmp_path}{os.pathsep}{env['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["make", "-n", "train", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and " train_gpt2.py " in done.stdout and "train_gpt2_cuda.py" not in done.stdout
-    assert set(done.stderr.splitlines()) and all(line.startswith("make: error: no ") for line in done.stderr.splitlines())
+    assert done.stderr and all(line.startswith("make: error: no ") for line in done.stderr.splitlines())
 
 
-def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path):
+def forget_cupys_cache(monkeypatch):
+    """What importing train_gpt2_cuda.py set for this process: the program under test has to do so itself."""
+    for name in ("CUPY_CACHE_DIR", "CUPY_CACHE_IN_MEMORY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path, monkeypatch):
     """CuPy would make a directory there while it is imported."""
+    forget_cupys_cache(monkeypatch)
     (tmp_path / "file").write_text("")
     done = run_program("train_gpt2_cuda.py", check=False, CUDA_VISIBLE_DEVICES="", HOME=str(tmp_path / "file" / "home"))
     assert_one_line_error(done, "GPU", "python train_gpt2.py")
@@ -538,6 +567,10 @@ def test_what_does_not_fit_is_said_before_it_is_tried(gpu_workplace):
 def test_recomputation_is_named_where_it_helps(monkeypatch):
     config, settings = t.Config(1024, 50257, 12, 12, 768, 50304), cuda.settle(cuda.CudaSettings(B=4), "sm_90a")
     needed = [sum(size for size, _ in cuda.memory_plan(config, cuda.dataclasses.replace(settings, recompute=r), 132)) for r in (0, 2)]
+    gathering = cuda.dataclasses.replace(settings, total_batch_size=512 * 1024)  # the batch is 10 MiB more
+    monkeypatch.setattr(cuda, "free_memory", lambda: needed[0] + (5 << 20))
+    with pytest.raises(t.UserError, match="the largest batch that fits is -b 3, or pass --recompute 2$"):
+        cuda.check_memory(cuda.SimpleNamespace(sm_count=132), config, gathering)
     for free, words, recompute in ((needed[0] - 1, "the largest batch that fits is -b 3, or pass --recompute 2", 0),
                                    (needed[1] - 1, "the largest batch that fits is -b 2", 0), (needed[1] - 1, "-b 3", 2),
                                    (1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", 0)):
@@ -577,7 +610,8 @@ def test_a_damaged_cache_is_made_again(gpu_workplace, tmp_path):
     assert losses_and_samples(mended.stdout) == losses_and_samples(first.stdout)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(gpu_workplace, tmp_path):
+def test_a_cache_that_cannot_be_written_is_done_without(gpu_workplace, tmp_path, monkeypatch):
+    forget_cupys_cache(monkeypatch)
     (tmp_path / "file").write_text("")
     done = train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(tmp_path / "file" / "cache"), HOME=str(tmp_path / "file" / "home"))
     assert done.stderr.count("cannot be written") == 1 and "step    1/1" in done.stdout

@@ -29,8 +29,9 @@ adamw_update_thread_an_element(element* params, float* master, float* m, float* 
 }
 
 // pack_a_thread. PACK elements a thread, in 16-byte accesses; the corrections are drawn into rate = learning_rate * sqrt(1 - beta2^step) /
-// (1 - beta1^step) and eps * sqrt(1 - beta2^step), which the host works out once. keep = 1 - learning_rate * weight_decay. What is left is
-// close to a copy's speed: the live version has nothing to gain beside it, only more to look up.
+// (1 - beta1^step) and eps * sqrt(1 - beta2^step), which the host works out once. keep = 1 - learning_rate * weight_decay. In float32, the
+// live version has nothing to gain beside it, only more to look up; in bfloat16 it is 3.5 percent faster: on four numbers a thread instead
+// of eight, so that what a warp reads or writes at once of m, v and master lies side by side.
 // H200, B=32, T=1024: bfloat16 0.7064 ms, 3990 GB/s at 128 threads; float32 0.6673 ms, 4224 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 adamw_update_pack_a_thread(element* params, float* master, float* m, float* v, const gradient* grads, float rate, float beta1, float beta2,
