@@ -11,7 +11,7 @@ GPU = $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),$(shell $(PYTHON) -c
 TRAINER = $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
 SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update or stochastic or \
-    few_parts or (products and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt)
+    few_parts or (long_chains and 12808) or (products and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt)
 
 help:
 	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"

@@ -876,6 +876,9 @@ class MatmulKernels:
 
 # cuBLASLt is column-major: our (rows, columns) array is its (columns, rows) matrix.
 CANDIDATES = 32  # algorithms that a search times
+# Tensor cores cut off what an addition leaves below the last bit of a sum: of 50304 TF32 products in one chain, the gradient of lnf, that
+# is seen in the losses. So many at most, and such sums added to each other in float32: dev/products.md. (A bfloat16 result hides it.)
+LONGEST_CHAIN = 6400
 FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
 
 
@@ -898,7 +901,18 @@ class CublasLt:
         gelu_forward(self.device, gelu, out)
 
     def backward_inp(self, name, dinp, dout, weight, N, C, OC, scale=1.0):
-        self.multiply(name, dinp, weight, dout, C, N, OC, "NN", scale=scale)
+        dout, weight = dout.reshape(N, OC), weight.reshape(OC, C)
+        length = OC // self.chains(OC)
+        for begin in range(0, OC, length):
+            part = slice(begin, begin + length)
+            self.multiply(name, dinp, weight[part], dout[:, part], C, N, length, "NN", accumulate=begin > 0, scale=scale, b_stride=OC)
+
+    def chains(self, k):
+        """In how many equal parts to add up k products: see LONGEST_CHAIN."""
+        limited, parts = self.device.precision.products == "tf32", 1
+        while limited and k > parts * LONGEST_CHAIN and k % (8 * parts) == 0:  # rows of 16 bytes in each part
+            parts *= 2
+        return parts
 
     def backward_inp_gelu(self, name, dinp, sums, again, dout, weight, inp, N, C, OC):
         self.backward_inp(name, dinp, dout, weight, N, C, OC)
@@ -919,13 +933,17 @@ class CublasLt:
 
         return {"direct": direct} if self.device.precision.bf16 else {"direct": direct, "transposed": transposed_first}
 
-    def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False, scale=1.0):
-        """Column-major out (m,n) = (+=) scale * op(a) (m,k) @ op(b) (k,n) + bias (m,), `transposed` 'T' or 'N' for a and b."""
+    def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False, scale=1.0, b_stride=None):
+        """Column-major out (m,n) = (+=) scale * op(a) (m,k) @ op(b) (k,n) + bias (m,), `transposed` 'T' or 'N' for a and b. b_stride: from
+        one column of b as it lies to the next (none: its rows)."""
         to = FLOAT32 if out.dtype == np.float32 else BFLOAT16
         widened = " to float32" if self.device.precision.bf16 and to == FLOAT32 else ""
-        key = f"{transposed} {m} {n} {k} {'bias ' if bias is not None else ''}{self.device.precision.products}{widened}"
+        b_rows = n if transposed[1] == "T" else k
+        part = "" if b_stride in (None, b_rows) else f" of {b_stride}"
+        key = f"{transposed} {m} {n} {k}{part} {'bias ' if bias is not None else ''}{self.device.precision.products}{widened}"
         if key not in self.plans:
-            self.plans[key] = self.describe(m, n, k, transposed, lt.Epilogue.DEFAULT if bias is None else lt.Epilogue.BIAS, to)
+            epilogue = lt.Epilogue.DEFAULT if bias is None else lt.Epilogue.BIAS
+            self.plans[key] = self.describe(m, n, k, transposed, epilogue, to, b_stride or b_rows)
         plan = self.plans[key]
         if bias is not None:
             set_attribute(plan.description, lt.MatmulDescAttribute.BIAS_POINTER, bias.data.ptr)
@@ -938,7 +956,7 @@ class CublasLt:
         with self.device.record(name, flops=2 * m * n * k):
             self.run(call, plan.algorithm)
 
-    def describe(self, m, n, k, transposed, epilogue, to):
+    def describe(self, m, n, k, transposed, epilogue, to, b_stride):
         precision = self.device.precision
         description = lt.matmul_desc_create(COMPUTE_TF32 if precision.tf32 and not precision.bf16 else COMPUTE_FLOAT32, FLOAT32)
         set_attribute(description, lt.MatmulDescAttribute.TRANSA, transposed[0] == "T")
@@ -947,7 +965,8 @@ class CublasLt:
         a_shape = (k, m) if transposed[0] == "T" else (m, k)
         b_shape = (n, k) if transposed[1] == "T" else (k, n)
         of = BFLOAT16 if precision.bf16 else FLOAT32
-        layouts = [lt.matrix_layout_create(type, *shape, shape[0]) for type, shape in ((of, a_shape), (of, b_shape), (to, (m, n)))]
+        layouts = [lt.matrix_layout_create(type, *shape, stride)
+                   for type, shape, stride in ((of, a_shape, a_shape[0]), (of, b_shape, b_stride), (to, (m, n), m))]
         return SimpleNamespace(description=description, layouts=layouts, algorithm=None)
 
     def run(self, call, algorithm):

@@ -9,6 +9,7 @@ and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespea
     python dev/readme.py epoch      # train_gpt2_cuda.py, one epoch
     python dev/readme.py losses     # dev/compare_losses.py
     python dev/readme.py losses500  # the same, 500 steps
+    python dev/readme.py losses_tf32     # the same, in float32 with TF32 products
     python dev/readme.py losses_float32  # the same, in float32 throughout
     python dev/readme.py profile    # train_gpt2_cuda.py -b 64 --profile 10 --matmul cublaslt
     python dev/readme.py attention  # dev/bench_attention.py
@@ -84,6 +85,7 @@ def sections():
         "test": ("test_gpt2", [python, "test_gpt2.py", "--model", "gpt2_d12.bin", "--state", "gpt2_d12_debug_state.bin"]),
         "epoch": ("epoch_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"]),
         "losses": ("losses_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"]),
+        "losses_tf32": ("losses_tf32_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin", "--dtype", "float32"]),
         "losses_float32": ("losses_float32_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin", "--dtype", "float32",
                                                   "--tf32", "0"]),
         "losses500": ("losses500_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin", "-b", "32", "-t", "256", "-x", "500"]),

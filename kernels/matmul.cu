@@ -49,6 +49,10 @@ __device__ inline void copy_operand(element* to, const element* from, int first,
 
 #define ON_TENSOR_CORES (BFLOAT16 || TF32 && __CUDA_ARCH__ >= 800)
 
+// So many steps of dinp's inner dimension at most are one chain of additions, and chains are added up in dinp: LONGEST_CHAIN in
+// train_gpt2_cuda.py says why. 0: no limit.
+constexpr int CHAIN = TF32 && !BFLOAT16 ? 6400 / BK : 0;
+
 template <int IS_ACROSS>
 __device__ inline element read(const element* tile, int line, int k) {
     return tile[IS_ACROSS ? k * ACROSS + line : line * ALONG + k];
@@ -138,10 +142,9 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const element* a, cons
 #endif
 }
 
-// item = this block's, sums = its product.
+// sums = the item's product.
 template <int A_ACROSS, int B_ACROSS>
-__device__ __forceinline__ void multiply(Sums& sums, Item& item, const element* a, const element* b, const Sizes& z) {
-    pick<BM, BN, BK>(item, blockIdx.x, z);
+__device__ __forceinline__ void multiply(Sums& sums, const Item& item, const element* a, const element* b, const Sizes& z) {
     extern __shared__ float4 shared[];
     element* const stages = reinterpret_cast<element*>(shared);
     const auto begin_copy = [&](int step) {
@@ -198,6 +201,7 @@ matmul_forward(element* out, const element* inp, const element* weight, const el
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<0, 0>(sums, item, inp, weight, z);
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
         const float2 b = bias ? get_pair(bias + column) : float2{0.0f, 0.0f};
@@ -211,6 +215,7 @@ matmul_forward_gelu(element* out, element* gelu_out, const element* inp, const e
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<0, 0>(sums, item, inp, weight, z);
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
         const float2 b = bias ? get_pair(bias + column) : float2{0.0f, 0.0f};
@@ -229,10 +234,16 @@ matmul_backward_inp(element* dinp, const element* dout, const element* weight, f
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
-    multiply<0, 1>(sums, item, dout, weight, z);
-    for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
-        put_pair(dinp + int64(row) * N + column, x[0] * scale, x[1] * scale, 0);
-    });
+    pick<BM, BN, BK>(item, blockIdx.x, z);
+    const int steps = item.end;
+    do {
+        if (CHAIN) item.end = min(item.begin + CHAIN, steps);
+        multiply<0, 1>(sums, item, dout, weight, z);
+        for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
+            put_pair(dinp + int64(row) * N + column, x[0] * scale, x[1] * scale, item.begin > 0);
+        });
+        item.begin = item.end;
+    } while (CHAIN && item.begin < steps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -242,6 +253,7 @@ matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, co
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<0, 1>(sums, item, dout, weight, z);
     float total[COLUMNS * 2] = {};
     for_each_pair(sums, item, z, [&](int row, int column, float* x) {
@@ -274,6 +286,7 @@ matmul_backward_weight(gradient* dweight, float4* parts, int* done, const elemen
     const Sizes z = {M, N, K, band, splits};
     Sums sums;
     Item item;
+    pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<1, 1>(sums, item, dout, inp, z);
     if (splits > 1) {
         float4* const before = parts + int64(item.tile) * (BM * BN / 4) + threadIdx.x;

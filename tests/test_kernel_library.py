@@ -95,8 +95,10 @@ class FakeCublasLt(cuda.CublasLt):
     def __init__(self, device):
         self.device = device
 
-    def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False, scale=1.0):
+    def multiply(self, name, out, a, b, m, n, k, transposed, bias=None, accumulate=False, scale=1.0, b_stride=None):
         assert (out.size, a.size, b.size) == (m * n, m * k, k * n) and (bias is None or bias.size == m)
+        assert out.flags.c_contiguous and a.flags.c_contiguous
+        assert b.flags.c_contiguous if b_stride is None else b.strides == (b_stride * b.itemsize, b.itemsize)
         self.device.launched.append(name)
 
 
@@ -725,6 +727,27 @@ def test_the_products_of_a_step_are_given_what_they_take(fake_cupy, monkeypatch,
         names = set(fake.launched) - {"fill_random"}
         assert {product.name, f"matmul_{product.operation}"} <= names
         assert names - {product.name, f"matmul_{product.operation}"} <= {"gelu_forward", "gelu_backward"}
+
+
+@pytest.mark.parametrize("OC, parts", ((384, 4), (100, 1), (104, 2), (102, 1)))
+def test_long_chains_are_added_up_in_parts(monkeypatch, OC, parts):
+    """Each place of the inner dimension once, and the first part writes what the others add to."""
+    class InNumPy(cuda.CublasLt):
+        def __init__(self, precision):
+            self.device, self.lengths = SimpleNamespace(precision=precision), []
+
+        def multiply(self, name, out, a, b, m, n, k, transposed, accumulate, scale, b_stride):
+            assert transposed == "NN" and a.shape == (k, m) and b.shape == (n, k) and b.strides == (4 * b_stride, 4) and b_stride == OC
+            out[...] = (out if accumulate else 0) + scale * (b @ a)
+            self.lengths.append(k)
+
+    monkeypatch.setattr(cuda, "LONGEST_CHAIN", 100)
+    dout, weight = (np.random.default_rng(i).standard_normal(shape, np.float32) for i, shape in enumerate(((2, 3, OC), (OC, 5))))
+    for precision in (Precision(), Precision(tf32=0), Precision("bfloat16")):
+        products, dinp = InNumPy(precision), np.full((2, 3, 5), np.nan, np.float32)
+        products.backward_inp("dinp", dinp.reshape(6, 5), dout, weight, 6, 5, OC, scale=0.5)
+        assert products.lengths == ([OC // parts] * parts if precision.products == "tf32" else [OC])
+        assert np.allclose(dinp, 0.5 * dout @ weight, rtol=0, atol=1e-4)
 
 
 def test_wrong_products_are_named(capsys):

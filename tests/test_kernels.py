@@ -523,6 +523,23 @@ def test_products(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, way):
     assert np.array_equal(cuda.to_float32(transposed), dout.T)
 
 
+@pytest.mark.parametrize("way", ("cublaslt", "kernels"))
+@pytest.mark.parametrize("OC", (50304, 12808, 6400))
+def test_products_of_long_chains(gpu, tmp_path_factory, monkeypatch, OC, way):
+    """In TF32, sums do not shrink with the number of their additions. All numbers are positive and exact in TF32; in one chain of 50304,
+    8 at a time and half a bit lost each time, sums would be 1.4e-4 too small."""
+    products, N, C = get_products(gpu, tmp_path_factory, monkeypatch, "tf32", way), 130, 72
+    dout, weight = (np.random.default_rng(i).integers(512, 1024, shape).astype(np.float32) / 1024 for i, shape in
+                    enumerate(((N, OC), (OC, C))))
+    dinp, exact = unwritten(N, C), dout.astype(np.float64) @ weight.astype(np.float64)
+    dout, weight = on_gpu(dout, weight)
+    for searching in (False, True):
+        products.searching, dinp[...] = searching, unwritten(N, C)
+        products.backward_inp("dinp", dinp, dout, weight, N, C, OC, scale=0.5)
+        lost = 1 - 2 * dinp.get() / exact
+        assert abs(lost).max() < 5e-5, lost.mean()
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ("tf32", "float32", "bf16"))
 @pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[1], 391), (MODELS[3], 1000)),
