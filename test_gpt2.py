@@ -261,7 +261,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
             cuda.poison(model)
             cuda.copy_to_gpu(model.batch.buffer, model.staged[0].buffer)
             model.micro_step(0)
-        results.append((model.shape(rows, T).acts.losses.get(), model.to_host(model.grads)))
+            results.append((model.shape(rows, T).acts.losses.get(), model.to_host(model.grads)))
         del model
     (losses, grads), (_, expected) = results
     assert np.isfinite(losses).all() and (losses == losses[0]).all()
