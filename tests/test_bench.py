@@ -78,6 +78,8 @@ def test_the_summary_has_ours_beside_the_others():
     results = [(job, {"ms": 10.0 * job.B + i}) for i, job in enumerate(jobs)]
     results.append((bench_gpu.Job("compile", "bfloat16", 64), {"failed": "x"}))
     results.append((bench_gpu.Job("ours", "bfloat16", 4, recompute=1), {"ms": 1.0}))
+    assert len(bench_gpu.make_summary(results)) == 4, "another GPU than an H200: what was measured, no more"
+    results.append((bench_gpu.Job("ours", "bfloat16", 4), {"ms": 40.0, "gpu": "NVIDIA H200"}))
     lines = bench_gpu.make_summary(results)
     assert "| train_gpt2_cuda.py | 40.00 | 323.00 |  |" in lines and "| PyTorch at its best | 41.00 | 324.00 |  |" in lines
     assert lines[2].startswith("| llm.c") and lines[-1] == "| stretch goal | 8.0 | 48 | 96 |"
