@@ -877,7 +877,8 @@ class MatmulKernels:
 # cuBLASLt is column-major: our (rows, columns) array is its (columns, rows) matrix.
 CANDIDATES = 32  # algorithms that a search times
 # Tensor cores cut off what an addition leaves below the last bit of a sum: of 50304 TF32 products in one chain, the gradient of lnf, that
-# is seen in the losses. So many at most, and such sums added to each other in float32: dev/products.md. (A bfloat16 result hides it.)
+# is seen in the losses. So many at most, where they can be halved that often, as Vp and 4C can; such sums are added to each other in
+# float32: dev/products.md. (A bfloat16 result hides it.)
 LONGEST_CHAIN = 6400
 FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
 

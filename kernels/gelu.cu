@@ -12,9 +12,9 @@
 // gradient, when it was not kept. H200 (a copy: 4235 GB/s), in a step: float32, B=16, forward 3970 GB/s, backward 3930; bfloat16, B=64,
 // forward 4200, backward 3960.
 //
-// cuBLASLt can do the forward pass in the epilogue of the product before, for as much as it saves (H200, fc of GPT-2 124M in TF32, 12
-// layers: B=4 1.15 ms with GELU in the epilogue, 0.79 + 0.33 apart), and what the backward pass computes again would not be the same to
-// the bit: dev/products.md. Our own products do both passes in theirs, with the functions of gelu.cuh.
+// cuBLASLt can do the forward pass in the epilogue of the product before, which then takes as much longer as that saves (H200, fc of
+// GPT-2 124M in TF32, 12 layers: B=4 1.15 ms with GELU in the epilogue, 0.79 + 0.33 apart), and what the backward pass computes again
+// would not be the same to the bit: dev/products.md. Our own products do both passes in theirs, with the functions of gelu.cuh.
 
 #include "gelu.cuh"
 

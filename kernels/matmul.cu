@@ -49,8 +49,8 @@ __device__ inline void copy_operand(element* to, const element* from, int first,
 
 #define ON_TENSOR_CORES (BFLOAT16 || TF32 && __CUDA_ARCH__ >= 800)
 
-// So many steps of dinp's inner dimension at most are one chain of additions, and chains are added up in dinp: LONGEST_CHAIN in
-// train_gpt2_cuda.py says why. 0: no limit.
+// So many steps of matmul_backward_inp's inner dimension at most are one chain of additions, and chains are added up in dinp: LONGEST_CHAIN
+// in train_gpt2_cuda.py says why. 0: no limit.
 constexpr int CHAIN = TF32 && !BFLOAT16 ? 6400 / BK : 0;
 
 template <int IS_ACROSS>

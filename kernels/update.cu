@@ -7,13 +7,13 @@
 //     adamw_update    m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2
 //                     params -= rate * m / (sqrt(v) + eps), after params *= 1 - learning_rate * decay     params, master, m, v =
 //
-// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are drawn into rate and eps, as in
+// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are part of rate and eps, as in
 // train_gpt2.py. All that changes from step to step is in device memory, so that one captured graph serves every step.
 //
 // Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter; for a bfloat16 one with a float32 original, 14 and 14.
 // H200 (a copy: 4235 GB/s), 124M, in a step: adamw_update float32 0.82 ms, 4256 GB/s; bfloat16 0.836 ms, 4170 GB/s at B=4, 0.845 ms, 4120
-// at B=64; with eight numbers a thread 0.88 and 0.93 ms. global_norm, which only clipping and a log ask for, and which has to be done
-// before: float32 0.117 ms, 4255 GB/s; bfloat16 0.062 ms, 3994 GB/s at B=4, 0.065 ms, 3811 at B=64.
+// at B=64; with eight numbers a thread 0.88 and 0.93 ms. global_norm, which only clipping and a run's main.log ask for, and which has to be
+// done before: float32 0.117 ms, 4255 GB/s; bfloat16 0.062 ms, 3994 GB/s at B=4, 0.065 ms, 3811 at B=64.
 
 #include "common.cuh"
 

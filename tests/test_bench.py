@@ -19,7 +19,7 @@ import bench_products
 import compare_losses
 
 RESULT = {"B": 64, "ms": 100.0, "first": 1.0, "memory": 2**30, "used": 3 * 2**29, "gpu": "NVIDIA H200"}
-OURS = {**RESULT, "cold": 4.0, "floor": 75.0, "product": 700e12,
+OURS = {**RESULT, "cold": 4.0, "flops": 35e12, "moved": 0.0, "product": 700e12, "bandwidth": 4e12,
         "profile": {"matmul fc": 60.0, "attention_forward": 30.0, "begin_step": 10.0}}
 
 
@@ -29,7 +29,10 @@ def test_table():
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     rate = 64 * 1024 / 0.1
     mfu = rate * (6 * 124439808 + 6 * 12 * 768 * 1024) / 989.4e12
-    assert cells[0][1:] == ["64", "bfloat16", "100.00", f"{rate:.0f}", f"{mfu:.1%}", "4.0 s, warm 1.0 s", "1.00 GiB", "1.50 GiB", "75%"]
+    assert cells[0][1:] == ["64", "bfloat16", "100.00", f"{rate:.0f}", f"{mfu:.1%}", "4.0 s, warm 1.0 s", "1.00 GiB", "1.50 GiB", "50%"]
+    faster = (jobs[0], {**OURS, "ms": 50.0, "product": 1400e12})
+    lines = bench_gpu.make_table("bfloat16", [(jobs[0], OURS), faster, (jobs[0]._replace(precision="tf32"), OURS)])
+    assert [line.split("|")[-2].strip() for line in lines[2:]] == ["25%", "50%", "50%"], "by the best rate in a row's own precision"
     assert cells[1][5] == f"{mfu * 989.4 / 700:.1%}", "the peak of an unknown GPU is that of one large product"
     alone = bench_gpu.make_table("bfloat16", [(jobs[1], {**RESULT, "gpu": "an unknown one"})])
     assert alone[2].split("|")[6].strip() == ""
