@@ -380,6 +380,12 @@ def write_files(args, config, params, label, x, y, encoding):
     """All that the trainers and the tests read; returns the reference after its training steps."""
     tokenizer_path = os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin") if encoding else None
     prefix = os.path.join(args.output_dir, f"gpt2_{label}")
+    for path, version in ((f"{prefix}.bin", args.model_version), (f"{prefix}_bf16.bin", 5)):
+        if os.path.isfile(args.model) and os.path.exists(path) and os.path.samefile(args.model, path):
+            found = int(np.fromfile(path, "<i4", 2)[1])
+            if found != version:  # the same version would write the same weights
+                raise UserError(f"{path}: is --model itself, of version {found}, and would become version {version}:"
+                                " pass --output_dir with another directory")
     make_directory(args.output_dir)
     if encoding:
         tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]

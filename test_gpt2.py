@@ -208,17 +208,22 @@ def write_pair(directory, depth, vocabulary, B, T):
     return paths
 
 
-def need(backend):
-    """Skip the test where this backend cannot run."""
+def require(backend):
+    """Raises UserError where this backend cannot run."""
     if backend != "numpy":
         import train_gpt2_cuda as cuda
 
-        try:
-            cuda.settle(cuda.CudaSettings(dtype="bfloat16" if "bf16" in backend else "float32"), cuda.open_gpu().arch)
-        except train_gpt2.UserError as error:
-            pytest.skip(str(error))
+        cuda.settle(cuda.CudaSettings(dtype="bfloat16" if "bf16" in backend else "float32"), cuda.open_gpu().arch)
         if not torch.cuda.is_available():
-            pytest.skip("PyTorch has no CUDA here")
+            raise train_gpt2.UserError("PyTorch has no CUDA here, with which a GPU's results are compared: pip install torch with CUDA")
+
+
+def need(backend):
+    """Skip the test where this backend cannot run."""
+    try:
+        require(backend)
+    except train_gpt2.UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -311,6 +316,7 @@ def main():
     parser.add_argument("--state", default="gpt2_124M_debug_state.bin", help="its debug state")
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
     args = parser.parse_args()
+    require(args.backend)
     okay = climb(args.model, args.state, args.backend)
     print(f"overall okay: {int(okay)}")
     return 0 if okay else 1

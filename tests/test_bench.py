@@ -132,7 +132,7 @@ def test_the_walkthrough_names_every_kernel_of_a_step():
 
 def test_what_needs_a_gpu_says_so():
     programs = (["dev/bench_attention.py"], ["dev/bench_products.py"], ["dev/compare_losses.py"], ["dev/kernels/overlap.py"],
-                ["dev/kernels/bench.py", "layernorm_forward"])
+                ["dev/kernels/bench.py", "layernorm_forward"], ["test_gpt2.py", "--backend", "cuda"])
     with ThreadPoolExecutor() as pool:
         for done in pool.map(lambda program: run_program(*program, check=False, CUDA_VISIBLE_DEVICES=""), programs):
             assert_one_line_error(done, "GPU")

@@ -180,6 +180,17 @@ def test_april_s_versions_on_request(tmp_path, export):
     assert len(t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
 
 
+def test_the_model_that_is_read_is_not_written_over(tmp_path, export):
+    export("--num_iterations", 2)
+    for name, version in (("gpt2_d2.bin", 5), ("gpt2_d2_bf16.bin", 3)):
+        path = tmp_path / "out" / name
+        before = path.read_bytes()
+        done = run_program("export_weights.py", "--model", path, "--model_version", version, "--output_dir", tmp_path / "out",
+                           "--input", tmp_path / "val.bin", check=False)
+        assert_one_line_error(done, name, f"version {version}", "--output_dir")
+        assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("flags", (
     ("--dtype", "bfloat16"), ("--dtype", "float16"), ("--flash", 1), ("--inference_only", 1), ("--tensorcores", 1),
     ("--batch_size", 2, "--sequence_length", 32, "--device", "cpu"),
