@@ -1,52 +1,70 @@
 # make train, make test: on a machine with Python 3.11 or newer and a package registry, and nothing else.
-# PYTHON=python3 uses an interpreter that has the packages already; otherwise a .venv is made and kept up to date.
+# PYTHON=python3 uses an interpreter that has the packages already; otherwise a .venv is made and kept up to date, with
+# the GPU's packages where nvidia-smi lists one, and the tests' (requirements-test.txt) before the first test.
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
 ENVIRONMENT := .venv/installed
+TEST_ENVIRONMENT := .venv/installed_for_tests
 endif
-# Looked up when a recipe needs it, with the environment there: a GPU that the trainer cannot use is named, with the reason, and left alone.
-GPU = $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),$(shell $(PYTHON) -c \
+LISTED := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
+REQUIREMENTS := $(if $(LISTED),requirements-gpu.txt,requirements.txt)
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+# Looked up when a recipe needs it, with the environment there: a GPU that the trainer cannot use is named, with the
+# reason, and left alone.
+GPU = $(if $(LISTED),$(shell $(PYTHON) -c \
     'import sys, train_gpt2_cuda as cuda; sys.argv[0] = "make"; cuda.run_main(lambda: print(cuda.open_gpu().arch))'))
 TRAINER = $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
-SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update or stochastic or \
-    few_parts or (long_chains and 12808) or (products and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt)
+MODEL ?= gpt2_d4.bin
+ARGS ?= -b 16 -t 64
+SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update \
+    or stochastic or few_parts or (long_chains and 12808) \
+    or (matmuls and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt)
 
 help:
-	@echo "make train       train a small GPT-2 on the source of Python's standard library, about two minutes, no download"
-	@echo "make test        parity with PyTorch on small models, formats, errors: under two minutes"
-	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, and all kernels compiled: some minutes, 12 GB of memory"
-	@echo "make bench       step time and memory against PyTorch on this machine (with a GPU: ten minutes, and into README.md)"
-	@echo "make sanitize    the GPU kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
+	@echo "make train       train a small GPT-2 on Python's own standard library: two minutes, no download of data"
+	@echo "make test        parity with PyTorch on small models, formats, errors: under two minutes after installation"
+	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 12 GB of memory"
+	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes, and into the docs)"
+	@echo "make check       on a GPU: one batch through both trainers, every activation and gradient side by side"
+	@echo "make profile     on a GPU: where the time of a step goes, kernel by kernel"
+	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
 	@echo "make clean       remove what make train made (.venv stays)"
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
 train: $(ENVIRONMENT) data/pystdlib_train.bin gpt2_d4.bin
-	$(PYTHON) $(TRAINER) -e gpt2_d4.bin -i data/pystdlib --tokenizer bytes_tokenizer.bin -b 16 -t 64 -x $(STEPS) --spread 1 \
-	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
+	$(PYTHON) $(TRAINER) -e gpt2_d4.bin -i data/pystdlib --tokenizer bytes_tokenizer.bin -b 16 -t 64 -x $(STEPS) \
+	    --spread 1 -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 \
+	    -v 200 -m 40 -s 400 -g 400 --final_reports 1
 
-test: $(ENVIRONMENT)
+test: $(TEST_ENVIRONMENT)
 	$(PYTHON) -m pytest -q
 
-test-124M: $(ENVIRONMENT)
+test-124M: $(TEST_ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
 
 bench: $(ENVIRONMENT)
 	$(PYTHON) $(if $(GPU),dev/bench_gpu.py --readme,dev/bench_cpu.py)
 
-# NVIDIA's compute-sanitizer over the kernels' tests, at awkward shapes of each; it comes with the CUDA toolkit. (API errors are not
-# memory's: cuda.bindings asks the driver for functions that only newer ones have. Racecheck looks at shared memory alone, and takes minutes
-# for the products whose parts are added up in the GPU's.)
-sanitize: $(ENVIRONMENT)
+# On a GPU: one batch beside train_gpt2.py; where the time of a step goes. make profile MODEL=gpt2_d12.bin ARGS="-b 64"
+check profile: $(ENVIRONMENT) $(MODEL)
+	$(PYTHON) dev/$@_gpu.py -e $(MODEL) $(ARGS)
+
+# NVIDIA's compute-sanitizer over the kernels' tests, at awkward shapes of each; it comes with the CUDA toolkit. (API
+# errors are not memory's: cuda.bindings asks the driver for functions that only newer ones have. Racecheck looks at
+# shared memory alone, and takes minutes for the matmuls whose parts are added up in the GPU's.)
+sanitize: $(TEST_ENVIRONMENT)
 	for tool in memcheck racecheck initcheck synccheck; do \
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
-	        $(PYTHON) -m pytest -q -x tests/test_kernels.py -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
+	        $(PYTHON) -m pytest -q -x tests/test_kernels.py \
+	        -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
 	done
 
 clean:
-	rm -f gpt2_d4.bin gpt2_d4_bf16.bin gpt2_d4_debug_state.bin bytes_tokenizer.bin data/pystdlib_train.bin data/pystdlib_val.bin
+	rm -f gpt2_d4.bin gpt2_d4_bf16.bin gpt2_d4_debug_state.bin bytes_tokenizer.bin \
+	    data/pystdlib_train.bin data/pystdlib_val.bin
 
 data/pystdlib_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
 	$(PYTHON) prepro_pystdlib.py
@@ -54,10 +72,21 @@ data/pystdlib_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
 gpt2_d4.bin: export_weights.py data/pystdlib_train.bin | $(ENVIRONMENT)
 	$(PYTHON) export_weights.py --model d4 --vocabulary bytes --input data/pystdlib_val.bin
 
-.venv/installed: requirements.txt
-	@python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"python3 is {sys.version.split()[0]}, expected 3.11 or newer: install one, then make PYTHON=...")'
+# Where no GPU is listed, Linux gets PyTorch's CPU build first, which the rest then finds.
+.venv/installed: requirements.txt $(REQUIREMENTS)
+	@python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"python3 is {sys.version.split()[0]}, \
+	expected 3.11 or newer: install one, then make PYTHON=...")'
 	python3 -m venv .venv
-	.venv/bin/python -m pip install -q --progress-bar on -r requirements.txt
+ifeq ($(LISTED)$(shell uname), Linux)
+	.venv/bin/python -m pip install -q --no-deps --retries 1 --index-url $(CPU_BUILDS) \
+	    $$(grep -o '^torch==[0-9.]*' requirements.txt) || \
+	    echo "no CPU build of PyTorch from $(CPU_BUILDS): the plain one comes, with its CUDA libraries"
+endif
+	.venv/bin/python -m pip install -q --progress-bar on -r $(REQUIREMENTS)
 	@touch $@
 
-.PHONY: help train test test-124M bench sanitize clean
+.venv/installed_for_tests: .venv/installed requirements-test.txt requirements-gpu.txt
+	.venv/bin/python -m pip install -q --progress-bar on -r requirements-test.txt
+	@touch $@
+
+.PHONY: help train test test-124M bench check profile sanitize clean

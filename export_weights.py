@@ -1,5 +1,5 @@
 """
-The reference GPT-2, in PyTorch: makes the weights that the trainers start from, and the state that their tests compare with.
+The reference GPT-2, in PyTorch: the weights that the trainers start from, and the state that their tests compare with.
 
     python export_weights.py                      # pretrained GPT-2 124M from Hugging Face
     python export_weights.py --model d12          # the same architecture with random weights from a seed, no download
@@ -9,8 +9,9 @@ It reads one batch (the first tokens of the validation file), trains on it for t
 sample, and writes
     gpt2_124M.bin                weights, float32
     gpt2_124M_bf16.bin           weights, bfloat16
-    gpt2_124M_debug_state.bin    that batch, its logits, loss and gradients, and the losses of the ten steps
+    gpt2_124M_debug_state.bin    that batch, its logits, loss and gradients, the losses of the ten steps
     gpt2_tokenizer.bin           token id -> bytes
+in the versions that today's llm.c reads; with --llmc april2024 in those of its program of April 2024 (no bfloat16).
 
 The other direction: --to_hf model.bin DIR writes a trained checkpoint as a Hugging Face folder.
 It is a benchmark, too: --write_tensors 0 --inference_only 1 --compile 1 --dtype bfloat16 and so on.
@@ -25,6 +26,9 @@ import math
 import os
 import sys
 import time
+from types import SimpleNamespace
+
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 import safetensors.torch
@@ -35,34 +39,27 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from torch import nn
 from torch.nn import functional as F
 
+from llmc.checkpoint import Config, DebugState, fingerprint, padded, read_model, write_debug_state, write_model
+from llmc.dataloader import open_tokens
+from llmc.errors import UserError, run_main
+from llmc.files import make_directory, replacing
+from llmc.tensors import allocate, check_finite
+from llmc.tokenizer import write_tokenizer
 from prepro import load_encoding, reason
-from train_gpt2 import (
-    Config,
-    DebugState,
-    UserError,
-    allocate,
-    check_finite,
-    fingerprint,
-    make_directory,
-    open_tokens,
-    padded,
-    parameter_table,
-    read_model,
-    replacing,
-    run_main,
-    write_debug_state,
-    write_model,
-    write_tokenizer,
-)
+from train_gpt2 import parameter_table
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> in file names
-LARGE = {12: (12, 768), 24: (16, 1024), 36: (20, 1280), 48: (25, 1600)}  # depth -> (heads, channels), GPT-2's own shapes
+LARGE = {12: (12, 768), 24: (16, 1024), 36: (20, 1280), 48: (25, 1600)}  # depth -> (heads, channels), as GPT-2's
 RANDOM = {f"d{depth}": depth for depth in (2, 4, 6, *LARGE)}
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
+VERSIONS = {  # --llmc -> the versions of the files that this llm.c reads (0: it has no such file)
+    "today": SimpleNamespace(model=3, bf16_model=5, debug_state=2, tokenizer=2),
+    "april2024": SimpleNamespace(model=1, bf16_model=0, debug_state=1, tokenizer=1),
+}
 ADAMW = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the model. Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Attribute names are Hugging Face's.
+# the model. Language Models are Unsupervised Multitask Learners, Radford et al. 2019. The names are Hugging Face's.
 
 
 class Attention(nn.Module):
@@ -76,7 +73,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        query, key, value = (part.view(B, T, self.NH, C // self.NH).transpose(1, 2) for part in self.c_attn(x).split(C, dim=2))
+        query, key, value = (part.view(B, T, self.NH, C // self.NH).transpose(1, 2)
+                             for part in self.c_attn(x).split(C, dim=2))
         if self.flash:
             y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
@@ -123,7 +121,7 @@ class ReferenceGPT2(nn.Module):
         self.ln_f = nn.LayerNorm(config.C)
 
     def forward(self, inputs, targets=None):
-        """inputs (B, T) -> (logits (B, T, V), mean loss); without targets, the last position's logits (B, 1, V) and None."""
+        """inputs (B, T) -> (logits (B, T, V), mean loss); without targets, the last position's (B, 1, V) and None."""
         x = self.wte(inputs) + self.wpe(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.h:
             x = block(x)
@@ -171,7 +169,8 @@ def to_reference(config, params, flash=False, dtype=torch.float32):
     """Our parameters -> a ReferenceGPT2 on the CPU."""
     with torch.device("meta"):
         model = ReferenceGPT2(config, flash)
-    state = {module_name: torch.from_numpy(np.array(view)).to(dtype) for _, module_name, view in named_slices(config, params)}
+    state = {module_name: torch.from_numpy(np.array(view)).to(dtype)
+             for _, module_name, view in named_slices(config, params)}
     model.load_state_dict(state, assign=True)
     return model
 
@@ -186,7 +185,7 @@ def collect_gradients(config, model, dtype="float32"):
 
 
 def random_model(depth, V, seed=42):
-    """(config, params): weights N(0, 0.02), the projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0."""
+    """(config, params): weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0."""
     NH, C = LARGE.get(depth, (depth, 64 * depth))
     config = Config(maxT=1024, V=V, L=depth, NH=NH, C=C, Vp=padded(V))
     params = allocate(parameter_table(config))
@@ -206,8 +205,8 @@ def fetch_pretrained(name):
     try:
         return snapshot_download(repository, allow_patterns=["config.json", "model.safetensors"])
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(f"{repository}: the download from Hugging Face failed ({reason(error)}); random weights need none:"
-                        " python export_weights.py --model d12") from None
+        raise UserError(f"{repository}: the download from Hugging Face failed ({reason(error)}); random weights"
+                        " need none: python export_weights.py --model d12") from None
 
 
 HF_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise belongs to another architecture
@@ -225,7 +224,8 @@ def read_hf_folder(folder):
             hf = json.load(f)
         for key, allowed in HF_EXPECTED.items():
             if hf.get(key, allowed[0]) not in allowed:
-                raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}: not a GPT-2 that this project trains")
+                raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}:"
+                                " not a GPT-2 that this project trains")
         if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
             raise UserError(f"{config_path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
         for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
@@ -237,8 +237,8 @@ def read_hf_folder(folder):
             raise UserError(f"{config_path}: impossible sizes: {config.describe()}")
         state = safetensors.torch.load_file(weights_path)
     except OSError as error:
-        raise UserError(f"{error.filename or weights_path}: cannot be read ({error.strerror or error}): expected a Hugging Face"
-                        " folder with config.json and model.safetensors") from None
+        raise UserError(f"{error.filename or weights_path}: cannot be read ({error.strerror or error}): expected a"
+                        " Hugging Face folder with config.json and model.safetensors") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{config_path}: not the configuration of a GPT-2 ({error!r})") from None
     except safetensors.SafetensorError as error:
@@ -255,7 +255,8 @@ def read_hf_folder(folder):
         tensor = state[module_name].float().numpy()
         tensor = tensor.T if transposed else tensor
         if tensor.shape != shape:
-            raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {shape} from config.json")
+            raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {shape} from"
+                            " config.json")
         return tensor
 
     fetch("wte.weight", (config.V, config.C))  # all sizes are seen in these three, before anything is allocated
@@ -269,19 +270,21 @@ def read_hf_folder(folder):
 
 
 def write_hf_folder(model_path, folder):
-    """A checkpoint -> a folder that `transformers` and other tools load: config, weights, and GPT-2's tokenizer if it is that."""
-    config, params = read_model(model_path)
+    """A checkpoint -> a folder that `transformers` and others load: config, weights, and GPT-2's tokenizer."""
+    config, params = read_model(model_path, parameter_table)
     make_directory(folder)
     eot = config.V - 1
     hf = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
-        "n_positions": config.maxT, "n_ctx": config.maxT, "vocab_size": config.V, "n_layer": config.L, "n_head": config.NH,
-        "n_embd": config.C, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot, "tie_word_embeddings": True,
+        "n_positions": config.maxT, "n_ctx": config.maxT, "vocab_size": config.V, "n_layer": config.L,
+        "n_head": config.NH, "n_embd": config.C, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot,
+        "tie_word_embeddings": True,
     }  # fmt: skip
     state = {}
     for name, module_name, view in named_slices(config, params):
-        state[f"transformer.{module_name}"] = torch.from_numpy(np.ascontiguousarray(view.T if name in TRANSPOSED else view))
+        view = np.ascontiguousarray(view.T if name in TRANSPOSED else view)
+        state[f"transformer.{module_name}"] = torch.from_numpy(view)
     files = {"config.json": json.dumps(hf, indent=2).encode(),
              "model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"})}
     if config.V == VOCABULARIES["gpt2"]:
@@ -316,8 +319,9 @@ def load_model(name, vocabulary):
     if os.path.isdir(name):
         return *read_hf_folder(name), os.path.basename(os.path.abspath(name))
     if os.path.isfile(name):
-        return *read_model(name), os.path.splitext(os.path.basename(name))[0].removeprefix("gpt2_")
-    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *RANDOM])}, a Hugging Face folder or a .bin file")
+        return *read_model(name, parameter_table), os.path.splitext(os.path.basename(name))[0].removeprefix("gpt2_")
+    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *RANDOM])}, a Hugging Face folder or a"
+                    " .bin file")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -331,14 +335,16 @@ def first_batch(path, V, B, T):
 
 
 def adamw(model, settings, **options):
-    return torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(settings["beta1"], settings["beta2"]),
-                             eps=settings["eps"], weight_decay=settings["weight_decay"], **options)
+    return torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"],
+                             betas=(settings["beta1"], settings["beta2"]), eps=settings["eps"],
+                             weight_decay=settings["weight_decay"], **options)
 
 
 def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, capture=None, report=None):
     """Train on one batch; returns the loss of each iteration, before its update.
 
-    capture(logits, loss) is called once, after the first backward pass; report(iteration, loss, seconds) after each update.
+    capture(logits, loss) is called once, after the first backward pass; report(iteration, loss, seconds) after each
+    update.
     """
     optimizer, losses = adamw(model, settings), []
     for iteration in range(iterations):
@@ -371,33 +377,47 @@ def make_debug_state(config, params, x, y, iterations, report=None):
     def capture(logits, loss):
         state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect_gradients(config, model))
 
-    losses = overfit(model, torch.from_numpy(x).long(), torch.from_numpy(y).long(), iterations, ADAMW, capture=capture, report=report)
-    state = DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32), crc=fingerprint(config, params))
+    losses = overfit(model, torch.from_numpy(x).long(), torch.from_numpy(y).long(), iterations, ADAMW,
+                     capture=capture, report=report)
+    state = DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32),
+                       crc=fingerprint(config, params))
     return state, model
 
 
 def write_files(args, config, params, label, x, y, encoding):
     """All that the trainers and the tests read; returns the reference after its training steps."""
-    tokenizer_path = os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin") if encoding else None
+    versions = VERSIONS[args.llmc]
+    if encoding and versions.tokenizer == 1 and encoding.eot_token != VOCABULARIES["gpt2"] - 1:
+        raise UserError(f"--llmc {args.llmc}: that program takes token 50256 for end of text, which is"
+                        f" {encoding.eot_token} in this vocabulary: leave --llmc out, or use GPT-2's vocabulary")
     prefix = os.path.join(args.output_dir, f"gpt2_{label}")
-    for path, version in ((f"{prefix}.bin", args.model_version), (f"{prefix}_bf16.bin", 5)):
-        if os.path.isfile(args.model) and os.path.exists(path) and os.path.samefile(args.model, path):
-            found = int(np.fromfile(path, "<i4", 2)[1])
-            if found != version:  # the same version would write the same weights
-                raise UserError(f"{path}: is --model itself, of version {found}, and would become version {version}:"
-                                " pass --output_dir with another directory")
+    models = {f"{prefix}.bin": versions.model, f"{prefix}_bf16.bin": versions.bf16_model}
+    models = {path: version for path, version in models.items() if version}
+    state_path = f"{prefix}_debug_state.bin"
+    for path, version in models.items():
+        check_not_read(args.model, path, version)
     make_directory(args.output_dir)
+    written = [*models, state_path]
     if encoding:
+        written.append(os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin"))
         tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
-        write_tokenizer(tokenizer_path, tokens, encoding.eot_token, args.tokenizer_version)
-    write_model(f"{prefix}.bin", config, params, args.model_version)
-    write_model(f"{prefix}_bf16.bin", config, params, 5)
+        write_tokenizer(written[-1], tokens, encoding.eot_token, versions.tokenizer)
+    for path, version in models.items():
+        write_model(path, config, params, version)
     state, model = make_debug_state(config, params, x, y, args.num_iterations, print_iteration)
-    write_debug_state(f"{prefix}_debug_state.bin", config, state, args.debug_state_version)
-    for path in (f"{prefix}.bin", f"{prefix}_bf16.bin", f"{prefix}_debug_state.bin", tokenizer_path):
-        if path:
-            print(f"wrote {path}")
+    write_debug_state(state_path, config, state, versions.debug_state)
+    for path in written:
+        print(f"wrote {path}")
     return model
+
+
+def check_not_read(model, path, version):
+    """Raise UserError where writing `path` would turn the file that --model reads into one of another version."""
+    if os.path.isfile(model) and os.path.exists(path) and os.path.samefile(model, path):
+        found = int(np.fromfile(path, "<i4", 2)[1])
+        if found != version:  # the same version would write the same weights
+            raise UserError(f"{path}: is --model itself, of version {found}, and would become version {version}:"
+                            " pass --output_dir with another directory")
 
 
 def run_benchmark(args, config, params, x, y):
@@ -421,7 +441,7 @@ def print_iteration(iteration, loss, seconds):
 
 
 def vocabulary_of(config):
-    """The tiktoken.Encoding with the model's vocabulary; None when there is none of that size, or, with a warning, to be had."""
+    """The tiktoken.Encoding of the model's vocabulary; None, with a warning, when it cannot be had."""
     try:
         return next((load_encoding(name) for name, V in VOCABULARIES.items() if V == config.V), None)
     except UserError as error:
@@ -447,30 +467,36 @@ def choose_device(name):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
-                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(RANDOM)} (random weights), a folder or a .bin file")
-    group.add_argument("--vocabulary", choices=tuple(VOCABULARIES), default="gpt2", help="of a model with random weights")
-    group.add_argument("--input", default=os.path.join("data", "tiny_shakespeare_val.bin"), help="token file of the batch")
+                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(RANDOM)} (random weights), a folder or"
+                            " a .bin file")
+    group.add_argument("--vocabulary", choices=tuple(VOCABULARIES), default="gpt2",
+                       help="of a model with random weights")
+    group.add_argument("--input", default=os.path.join("data", "tiny_shakespeare_val.bin"),
+                       help="token file of the batch")
     group.add_argument("--output_dir", default=".", help="where the files go")
-    group.add_argument("--to_hf", nargs=2, metavar=("MODEL.bin", "DIR"), help="write a checkpoint as a Hugging Face folder, no more")
-    group = parser.add_argument_group("formats")
-    group.add_argument("--model_version", type=int, choices=(1, 3, 5), default=3, help="1: llm.c of April 2024, 3: float32, 5: bfloat16")
-    group.add_argument("--debug_state_version", type=int, choices=(1, 2), default=2, help="1: llm.c of April 2024")
-    group.add_argument("--tokenizer_version", type=int, choices=(1, 2), default=2, help="1: llm.c of April 2024")
+    group.add_argument("--to_hf", nargs=2, metavar=("MODEL.bin", "DIR"),
+                       help="write a checkpoint as a Hugging Face folder, no more")
+    group.add_argument("--llmc", choices=tuple(VERSIONS), default="today",
+                       help="which llm.c reads the files: today's, or its program of April 2024 (no bfloat16)")
     group = parser.add_argument_group("run")
-    group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1, help="0: write no file, only run as the next group says")
+    group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1,
+                       help="0: write no file, only run as the next group says")
     group.add_argument("--num_iterations", type=int, default=10, help="steps on the batch")
     group.add_argument("--batch_size", type=int, default=4, help="B")
     group.add_argument("--sequence_length", type=int, default=64, help="T")
-    group = parser.add_argument_group("benchmark", "for --write_tensors 0: files always come from a float32 run on the CPU")
+    group = parser.add_argument_group("benchmark",
+                                      "for --write_tensors 0: files always come from a float32 run on the CPU")
     group.add_argument("--inference_only", type=int, choices=(0, 1), default=0, help="1: forward passes only")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
                        help="bfloat16, float16: autocast")
     group.add_argument("--compile", type=int, choices=(0, 1), default=0, help="torch.compile")
-    group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0, help="TF32 matrix products on a GPU")
-    group.add_argument("--flash", type=int, choices=(0, 1), default=0, help="F.scaled_dot_product_attention")
+    group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0, help="TF32 matmuls on a GPU")
+    group.add_argument("--flash", type=int, choices=(0, 1), default=0,
+                       help="F.scaled_dot_product_attention")
     group.add_argument("--device", default="auto", help="cpu, cuda, mps; auto: a GPU when there is one")
     args = parser.parse_args()
     for name in ("num_iterations", "batch_size", "sequence_length"):
@@ -478,8 +504,8 @@ def parse_arguments():
             raise UserError(f"--{name} {getattr(args, name)}: expected at least 1")
     for action in group._group_actions:
         if args.write_tensors and getattr(args, action.dest) != action.default:
-            raise UserError(f"{action.option_strings[0]} {getattr(args, action.dest)}: is for benchmarks, which write no files:"
-                            " add --write_tensors 0")
+            raise UserError(f"{action.option_strings[0]} {getattr(args, action.dest)}: is for benchmarks, which write"
+                            " no files: add --write_tensors 0")
     return args
 
 

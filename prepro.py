@@ -13,14 +13,16 @@ import requests
 import tiktoken
 from tqdm import tqdm
 
-from train_gpt2 import UserError, make_directory, replacing, write_tokens
+from llmc.dataloader import write_tokens
+from llmc.errors import UserError
+from llmc.files import make_directory, replacing
 
 TIMEOUT_SECONDS = 30  # without a byte from the server
 EOT = "<|endoftext|>"
 
 
 def load_encoding(vocabulary):
-    """The tiktoken.Encoding of 'gpt2' (50257 tokens, downloaded once by tiktoken) or 'bytes' (256 bytes and end of text)."""
+    """The tiktoken.Encoding of 'gpt2' (50257 tokens, downloaded by tiktoken, once) or 'bytes' (256 and end of text)."""
     if vocabulary == "bytes":
         return tiktoken.Encoding(
             name="bytes",
@@ -31,8 +33,8 @@ def load_encoding(vocabulary):
     try:
         return tiktoken.get_encoding("gpt2")
     except (requests.RequestException, OSError, ValueError) as error:
-        raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a directory"
-                        " that holds it, or use the byte vocabulary (prepro_pystdlib.py)") from None
+        raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
+                        " directory that holds it, or use the byte vocabulary (prepro_pystdlib.py)") from None
 
 
 def reason(error):
@@ -61,10 +63,11 @@ def download(url, path, md5):
                     found.update(piece)
                     bar.update(len(piece))
                 if found.hexdigest() != md5:
-                    raise UserError(f"{url}: MD5 {found.hexdigest()}, expected {md5}: the download is damaged or the text"
-                                    " has changed; try again, or pass a good copy with --input FILE")
+                    raise UserError(f"{url}: MD5 {found.hexdigest()}, expected {md5}: the download is damaged or"
+                                    " the text has changed; try again, or pass a good copy with --input FILE")
     except requests.RequestException as error:
-        raise UserError(f"{url}: the download failed ({reason(error)}); fetch it by other means and pass --input FILE") from None
+        raise UserError(f"{url}: the download failed ({reason(error)}); fetch it by other means and pass"
+                        " --input FILE") from None
 
 
 def file_hash(path, algorithm):
@@ -92,7 +95,8 @@ def save_split(prefix, tokens, val_tokens, format):
     """The first `val_tokens` tokens to PREFIX_val.bin, the others to PREFIX_train.bin."""
     tokens = np.asarray(tokens)
     if len(tokens) <= val_tokens:
-        raise UserError(f"{len(tokens)} tokens of text, expected more than the {val_tokens} that validation takes: give more text")
+        raise UserError(f"{len(tokens)} tokens of text, expected more than the {val_tokens} that validation takes: give"
+                        " more text")
     save_tokens(f"{prefix}_val.bin", [tokens[:val_tokens]], val_tokens, format)
     save_tokens(f"{prefix}_train.bin", [tokens[val_tokens:]], len(tokens) - val_tokens, format)
 

@@ -1,12 +1,12 @@
 """
-The Python standard library's own source -> bytes as tokens: text to train on that is on every machine, with no download.
+Python's own standard library -> bytes as tokens: text to train on that is on every machine, with no download.
 
     python prepro_pystdlib.py                 # prints:
         Saved 65536 tokens to data/pystdlib_val.bin
         Saved 4128768 tokens to data/pystdlib_train.bin
 
-Files come in sorted order, each after an end-of-text token, up to a fixed size. The first 65536 tokens validate, the rest
-train. The vocabulary is the 256 byte values and end of text (id 256).
+Files come in sorted order, each after an end-of-text token, up to a fixed size. The first 65536 tokens validate, the
+rest train. The vocabulary is the 256 byte values and end of text (id 256).
 """
 
 import os
@@ -14,8 +14,8 @@ import sysconfig
 
 import numpy as np
 
+from llmc.errors import run_main
 from prepro import load_encoding, make_parser, read_input, save_split
-from train_gpt2 import run_main
 
 LIMIT = 4 * 1024 * 1024  # tokens in all
 VAL_TOKENS = 65536
@@ -23,11 +23,12 @@ SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "id
 
 
 def source_files(root):
-    """Paths of the .py files below root, sorted by path; tests, tables of data and private modules (_*.py) are left out."""
+    """Paths of the .py files below root, sorted; tests, tables of data and private modules (_*.py) are left out."""
     paths = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in SKIPPED]
-        paths += [os.path.join(directory, file) for file in files if file.endswith(".py") and (file[0] != "_" or file == "__init__.py")]
+        public = (file for file in files if file[0] != "_" or file == "__init__.py")
+        paths += [os.path.join(directory, file) for file in public if file.endswith(".py")]
     return sorted(paths, key=lambda path: os.path.relpath(path, root).replace(os.sep, "/"))
 
 

@@ -11,8 +11,8 @@ An end-of-text token opens the text and every speech. The first 32768 tokens val
 
 import os
 
+from llmc.errors import UserError, run_main
 from prepro import EOT, download, load_encoding, make_parser, read_input, save_split
-from train_gpt2 import UserError, run_main
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"

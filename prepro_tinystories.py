@@ -4,8 +4,8 @@ TinyStories (https://arxiv.org/abs/2305.07759) -> GPT-2 tokens: 2.7 million shor
     python prepro_tinystories.py              # downloads a 1.5 GB archive of 50 JSON shards, then prints two lines
         Saved ... tokens to data/TinyStories_val.bin
 
-Shard 0 validates, the others train. Each story follows an end-of-text token; the stories of a shard are shuffled with the
-seed 1337 + shard, so that the same archive always gives the same files. Shards are tokenized by several processes.
+Shard 0 validates, the others train. Each story follows an end-of-text token; the stories of a shard are shuffled with
+the seed 1337 + shard, so that the same archive always gives the same files. Shards are tokenized by several processes.
 --input DIR takes a directory of data*.json shards that is already there.
 """
 
@@ -25,25 +25,28 @@ from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from tqdm import tqdm
 
+from llmc.errors import UserError, run_main
+from llmc.files import make_directory, replacing
 from prepro import file_hash, load_encoding, make_parser, reason, save_tokens
-from train_gpt2 import UserError, make_directory, replacing, run_main
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 
 
 def fetch_shards(directory):
-    """Download the archive through huggingface_hub's cache, check its SHA-256 against the hub's record, unpack the shards."""
+    """Download the archive through huggingface_hub's cache, check its SHA-256 with the hub's, unpack the shards."""
     try:
         path = hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset")
-        expected = os.path.basename(os.path.realpath(path))  # the cache names a large file by the hub's SHA-256 of it ...
+        expected = os.path.basename(os.path.realpath(path))  # the cache names a large file by the hub's SHA-256 ...
         if not re.fullmatch("[0-9a-f]{64}", expected):  # ... where there are symbolic links
             expected = HfApi().get_paths_info(REPOSITORY, ARCHIVE, repo_type="dataset")[0].lfs.sha256
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, IndexError, AttributeError) as error:
-        raise UserError(f"{REPOSITORY}/{ARCHIVE}: the download failed ({reason(error)}); fetch and unpack it by other means"
-                        " and pass --input DIR") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, IndexError,
+            AttributeError) as error:
+        raise UserError(f"{REPOSITORY}/{ARCHIVE}: the download failed ({reason(error)}); fetch and unpack it"
+                        " by other means and pass --input DIR") from None
     found = file_hash(path, "sha256")
     if found != expected:
-        raise UserError(f"{path}: SHA-256 {found}, expected {expected}: the download is damaged; remove the file and try again")
+        raise UserError(f"{path}: SHA-256 {found}, expected {expected}: the download is damaged; remove the file and"
+                        " try again")
     unpacked = f"{directory}.tmp"  # renamed when complete
     make_directory(unpacked)
     try:
@@ -61,12 +64,13 @@ def find_shards(directory):
     """The data*.json shards of a directory, sorted; at least two, one to validate and one to train."""
     paths = sorted(glob.glob(os.path.join(glob.escape(directory), "data*.json")))
     if len(paths) < 2:
-        raise UserError(f"{directory}: {len(paths)} shards named data*.json, expected at least 2 (one validates, the rest train)")
+        raise UserError(f"{directory}: {len(paths)} shards named data*.json, expected at least 2 (one validates, the"
+                        " rest train)")
     return paths
 
 
 def tokenize_shard(job):
-    """(shard number, path) -> its tokens, uint16: each story after an end-of-text token, in the shard's shuffled order."""
+    """(shard number, path) -> its tokens, uint16: each story after an end-of-text token, in shuffled order."""
     shard, path = job
     encoding = load_encoding("gpt2")
     try:
@@ -101,7 +105,8 @@ def main():
             fetch_shards(directory)
     paths = find_shards(directory)
     load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
-    with multiprocessing.get_context("spawn").Pool(min(args.processes, len(paths)), leave_interruptions_to_the_parent) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(min(args.processes, len(paths)), leave_interruptions_to_the_parent) as pool:
         jobs = pool.imap(tokenize_shard, enumerate(paths))  # in order, whoever is done first
         shards = list(tqdm(jobs, total=len(paths), desc="tokenizing", unit="shard"))
     for split, chosen in (("val", shards[:1]), ("train", shards[1:])):

@@ -4,12 +4,12 @@ Attention by itself: our kernels beside PyTorch's FlashAttention-2 and cuDNN, fo
     python dev/bench_attention.py                    # bfloat16, 12 heads of 64: GPT-2 124M's layer
     python dev/bench_attention.py --heads 6 -C 768   # heads of 128
 
-Causal, ms as medians over CUDA events with the L2 cache flushed before each call, and TFLOP/s that count the products of the
-unmasked half once each: two forward, five backward, whatever an implementation computes twice. "ours, sm_80" are the portable
-kernels. Flushing writes 1 GiB, which takes the GPU longer than Python takes to launch what is timed, so that small shapes do not
-measure Python, which the trainer's graph does not pay either.
-Ours reads the packed (B,T,3C) and writes the packed gradient; PyTorch gets q, k, v as (B,NH,T,HS) views of that tensor. Each
-result is compared with PyTorch's plain float32 attention first; a wrong one is a non-zero exit.
+Causal, ms as medians over CUDA events with the L2 cache flushed before each call, and TFLOP/s that count the matmuls of
+the unmasked half once each: two forward, five backward, whatever an implementation computes twice. "ours, sm_80" are
+the portable kernels. Flushing writes 1 GiB, which takes the GPU longer than Python takes to launch what is timed, so
+that small shapes do not measure Python, which the trainer's graph does not pay either. Ours reads the packed (B,T,3C)
+and writes the packed gradient; PyTorch gets q, k, v as (B,NH,T,HS) views of that tensor. Each result is compared with
+PyTorch's plain float32 attention first; a wrong one is a non-zero exit.
 """
 
 import argparse
@@ -19,35 +19,39 @@ import sys
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 
-import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_gpt2_cuda as cuda
-from train_gpt2 import Config, UserError, run_main
+from llmc.checkpoint import Config
+from llmc.compiler import Cache
+from llmc.device import cp, gpu_errors_as_lines, open_gpu
+from llmc.errors import UserError, run_main
+from llmc.kernels import check_sizes
+from profile_gpu import attention_flops
 
-cp = cuda.cp
 BATCHES, LENGTHS = (1, 4, 16, 64), (256, 1024, 4096)
 
 
 class Ours:
     def __init__(self, device, config, qkv, dout):
         B, T, C = dout.shape
-        self.device, self.config, self.B, self.T = device, config, B, T
+        self.device, self.sizes = device, (B, T, C, config.NH)
         self.out, self.dqkv = torch.empty_like(dout), torch.empty_like(qkv)
         lse, D = (torch.empty((B, config.NH, T), device="cuda") for _ in range(2))
-        rows = cuda.sum_rows(config, B, T, device.sm_count, device.precision.pack).attention
+        rows = cuda.partial_rows(config, B, T, device.sm_count, device.geometry).attention
         sums = torch.empty((rows, 3 * C), device="cuda")
         out, dqkv, lse, D, sums, dout, qkv = map(view, (self.out, self.dqkv, lse, D, sums, dout, qkv))
         self.for_forward, self.for_backward = (out, lse, qkv), (dqkv, D, sums, dout, qkv, out, lse)
 
     def forward(self):
-        cuda.attention_forward(self.device, *self.for_forward, self.config, self.B, self.T)
+        cuda.attention_forward(self.device, *self.for_forward, *self.sizes)
 
     def backward(self):
-        cuda.attention_backward(self.device, *self.for_backward, self.config, self.B, self.T)
+        cuda.attention_backward(self.device, *self.for_backward, *self.sizes)
 
     def results(self):
         return self.out, self.dqkv
@@ -106,12 +110,12 @@ def agrees(name, results, expected):
     for what, got, want in zip(("out", "dqkv"), results, expected):
         error = float((got.detach()[[0, -1]].float() - want).abs().max() / want.abs().max())
         if not error <= 2e-2:
-            print(f"{name}: {what} is off by {error:.1e} of its largest value: FAIL")
+            print(f"{name}: {what} has an error of {error:.1e} of its largest value: FAIL")
             okay = False
     return okay
 
 
-@cuda.gpu_errors_as_lines()
+@gpu_errors_as_lines()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--heads", type=int, default=12, help="NH")
@@ -122,13 +126,14 @@ def main():
     if not torch.cuda.is_available():
         raise UserError("PyTorch sees no GPU, and this comparison needs one")
     config = Config(max(args.t), 257, 1, args.heads, args.C, 384)
-    cuda.check_sizes(config)
-    gpus = {"ours": cuda.open_gpu(), "ours, sm_80": cuda.open_gpu("sm_80")}
-    devices = {name: cuda.Device(gpu, config, cuda.Precision("bfloat16"), cuda.Cache()) for name, gpu in gpus.items()}
+    check_sizes(config)
+    gpus = {"ours": open_gpu(), "ours, sm_80": open_gpu("sm_80")}
+    devices = {name: cuda.open_device(gpu, config, cuda.Precision("bfloat16"), Cache())[0] for name,
+               gpu in gpus.items()}
     backends = {"PyTorch flash": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
     flush, okay = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), True
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, bfloat16,"
-          f" {args.heads} heads of {args.C // args.heads}")
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()},"
+          f" bfloat16, {args.heads} heads of {args.C // args.heads}")
     print(f"{'':<16} {'B':>3} {'T':>5} {'forward ms':>11} {'TFLOP/s':>8} {'backward ms':>12} {'TFLOP/s':>8}")
     for T in args.t:
         for B in args.b:
@@ -136,10 +141,13 @@ def main():
             qkv, dout = (torch.randn((B, T, n * args.C), device="cuda").bfloat16() for n in (3, 1))
             expected = reference(config, qkv, dout)
             for name in (*devices, *backends):
-                stream = torch.cuda.ExternalStream(devices[name].stream.ptr) if name in devices else torch.cuda.current_stream()
+                stream = torch.cuda.current_stream()
+                if name in devices:
+                    stream = torch.cuda.ExternalStream(devices[name].stream.ptr)
                 torch.cuda.synchronize()
                 with torch.cuda.stream(stream):
-                    model = Ours(devices[name], config, qkv, dout) if name in devices else PyTorch(backends[name], config, qkv, dout)
+                    model = Ours(devices[name], config, qkv,
+                                 dout) if name in devices else PyTorch(backends[name], config, qkv, dout)
                     if name in devices:
                         devices[name].stream.use()
                     model.forward()
@@ -147,7 +155,7 @@ def main():
                     torch.cuda.synchronize()
                     okay &= agrees(f"{name}, B={B} T={T}", model.results(), expected)
                     times = [milliseconds(call, flush, 20) for call in (model.forward, model.backward)]
-                rates = [cuda.attention_flops(B, T, args.C, products) / ms / 1e9 for products, ms in zip((2, 5), times)]
+                rates = [attention_flops(B, T, args.C, matmuls) / ms / 1e9 for matmuls, ms in zip((2, 5), times)]
                 print(f"{name:<16} {B:>3} {T:>5} {times[0]:>11.4f} {rates[0]:>8.0f} {times[1]:>12.4f} {rates[1]:>8.0f}")
                 del model
     return 0 if okay else 1

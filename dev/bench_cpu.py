@@ -2,13 +2,13 @@
 make bench: one training step (forward, backward, AdamW) of GPT-2 124M on the CPU, this trainer beside PyTorch.
 
     python dev/bench_cpu.py
-    python dev/bench_cpu.py --readme               # also puts the table into README.md
+    python dev/bench_cpu.py --readme      # also puts the table into doc/speed.md, its first rows into README.md
 
-The same model, batch and number of threads, random tokens, each contender in a process of its own. They take turns, a few
-steps each, so that a machine whose speed drifts is the same to all; the figure is the median step. "products" is the floor:
-the step's matrix products alone, in NumPy, on the model's own buffers, in the same process. PyTorch runs twice as its users
-write it (export_weights.py's model, AdamW with its defaults; eager and torch.compile) and once at its best (torch.compile,
-flash attention, fused AdamW). Nothing else should run meanwhile.
+The same model, batch and number of threads, random tokens, each contender in a process of its own. They take turns, a
+few steps each, so that a machine whose speed drifts is the same to all; the figure is the median step. "matmuls" is the
+floor: the step's matmuls alone, in NumPy, on the model's own buffers, in the same process. PyTorch runs twice as its
+users write it (export_weights.py's model, AdamW with its defaults; eager and torch.compile) and once at its best
+(torch.compile, flash attention, fused AdamW). Nothing else should run meanwhile.
 """
 
 import argparse
@@ -30,13 +30,18 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 USERS_CORE = os.environ.get("OPENBLAS_CORETYPE")
 
-import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 from tqdm import tqdm
 
-from readme import put_between_markers, split_at_markers
-from train_gpt2 import Config, GPT2, Settings, UserError, allocate, flat, layer, parameter_table, run_main
+from llmc.checkpoint import Config
+from llmc.errors import UserError, run_main
+from llmc.settings import Settings
+from llmc.tensors import allocate, flat, layer
+from llmc.threads import THREADS
+from readme import SPEED, put_between_markers, split_at_markers
+from train_gpt2 import GPT2, parameter_table
 
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 NAMES = {
@@ -84,8 +89,8 @@ def random_parameters(config=GPT2_124M):
     return params
 
 
-def matrix_products(model, B, T):
-    """All matrix products of one step, forward and backward, and nothing else."""
+def matmuls(model, B, T):
+    """All matmuls of one step, forward and backward, and nothing else."""
     config, params, grads, acts, scratch = model.config, model.params, model.grads, model.acts, model.scratch
     L, NH, C, V = config.L, config.NH, config.C, config.V
 
@@ -122,7 +127,7 @@ def numpy_calls(B, T):
         model.backward()
         model.update(settings, settings.learning_rate, next(counter))
 
-    return {"step": step, "products": lambda: matrix_products(model, B, T)}
+    return {"step": step, "matmuls": lambda: matmuls(model, B, T)}
 
 
 def pytorch_calls(B, T, compiled, best):
@@ -130,7 +135,7 @@ def pytorch_calls(B, T, compiled, best):
 
     from export_weights import ADAMW, adamw, to_reference
 
-    torch.set_num_threads(train_gpt2.THREADS)
+    torch.set_num_threads(THREADS)
     model = to_reference(GPT2_124M, random_parameters(), flash=best)
     optimizer = adamw(model, ADAMW, **({"fused": True} if best else {}))
     step_model = torch.compile(model) if compiled else model
@@ -151,7 +156,8 @@ def peak_memory():
 
 
 def run_worker(name, B, T):
-    serve_turns(numpy_calls(B, T) if name == "numpy" else pytorch_calls(B, T, compiled=name != "eager", best=name == "best"))
+    serve_turns(numpy_calls(B, T) if name == "numpy" else pytorch_calls(B, T, compiled=name != "eager",
+                                                                        best=name == "best"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,13 +171,14 @@ def describe_machine():
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, TypeError), open("/proc/cpuinfo") as f:
         cpu = re.search(r"model name\s*: (.*)", f.read())[1]
-    child = subprocess.run([sys.executable, "-c", "import train_gpt2"], cwd=ROOT, env={**os.environ, "OPENBLAS_VERBOSE": "2"},
-                           capture_output=True, text=True)
+    child = subprocess.run([sys.executable, "-c", "import train_gpt2"], cwd=ROOT,
+                           env={**os.environ, "OPENBLAS_VERBOSE": "2"}, capture_output=True, text=True)
     chosen = os.environ.get("OPENBLAS_CORETYPE")
     core = re.search(r"Core: (\S+)", child.stdout + child.stderr)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True,
+                            text=True).stdout.strip()
     return [
-        f"{cpu}, {train_gpt2.THREADS} threads; {datetime.date.today()}, commit {commit or 'unknown'}",
+        f"{cpu}, {THREADS} threads; {datetime.date.today()}, commit {commit or 'unknown'}",
         f"Python {platform.python_version()}, NumPy {np.__version__}, PyTorch {torch.__version__},"
         f" OpenBLAS core {core[1] if core else 'unknown'}"
         f" (OPENBLAS_CORETYPE {'set by the user' if USERS_CORE else 'set by train_gpt2.py' if chosen else 'not set'})",
@@ -179,7 +186,7 @@ def describe_machine():
 
 
 def measure(turns):
-    """{(contender, B, T): {"step": median seconds, "products": ..., "peak": bytes}}."""
+    """{(contender, B, T): {"step": median seconds, "matmuls": ..., "peak": bytes}}."""
     results = {}
     with tqdm(total=turns * sum(map(len, JOBS.values())), unit="turn", leave=False) as bar:
         for (B, T), names in JOBS.items():
@@ -197,7 +204,8 @@ def measure(turns):
                     results[name, B, T] = {"failed": last_line(worker.errors)}
                     continue
                 calls = [call for call in answers[name][0] if call != "peak"]
-                medians = {call: statistics.median(s for answer in answers[name] for s in answer[call]) for call in calls}
+                medians = {call: statistics.median(s for answer in answers[name] for s in answer[call])
+                           for call in calls}
                 results[name, B, T] = {**medians, "peak": answers[name][0]["peak"]}
     return results
 
@@ -225,22 +233,33 @@ def last_line(errors):
 
 
 def make_table(results):
-    lines = ["| GPT-2 124M, float32 | B | T | seconds a step | tokens/s | peak memory | matrix products alone | step / products |",
-             "|---|---|---|---|---|---|---|---|"]
+    columns = ("GPT-2 124M, float32", "B", "T", "seconds a step", "tokens/s", "peak memory", "matmuls alone",
+               "step / matmuls")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for (name, B, T), r in results.items():
         if "failed" in r:
             lines.append(f"| {NAMES[name]} | {B} | {T} | failed: {r['failed']} | | | | |")
             continue
-        products = f"{r['products']:.3f} s | {r['step'] / r['products']:.2f}" if "products" in r else "|"
-        lines.append(f"| {NAMES[name]} | {B} | {T} | {r['step']:.3f} | {B * T / r['step']:.0f} | {r['peak'] / 2**30:.2f} GiB"
-                     f" | {products} |")
+        matmuls = f"{r['matmuls']:.3f} s | {r['step'] / r['matmuls']:.2f}" if "matmuls" in r else "|"
+        lines.append(f"| {NAMES[name]} | {B} | {T} | {r['step']:.3f} | {B * T / r['step']:.0f}"
+                     f" | {r['peak'] / 2**30:.2f} GiB | {matmuls} |")
+    return lines
+
+
+def make_summary(results):
+    """The first shape's rows, for a reader who wants no more than how long a step takes."""
+    lines = ["| GPT-2 124M, float32, B=4, T=64 | seconds a step | tokens/s | peak memory |", "|---|---|---|---|"]
+    for (name, B, T), r in results.items():
+        if (B, T) == (4, 64) and "failed" not in r:
+            lines.append(f"| {NAMES[name]} | {r['step']:.3f} | {B * T / r['step']:.0f} | {r['peak'] / 2**30:.2f} GiB |")
     return lines
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--turns", type=int, default=3, help=f"turns of {TURN} steps for each contender")
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md, between its markers")
+    parser.add_argument("--readme", action="store_true",
+                        help="put the table into doc/speed.md, and B=4 T=64 into README.md, between the markers")
     parser.add_argument("--worker", choices=tuple(NAMES), help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -249,13 +268,16 @@ def main():
     if args.worker:
         return run_worker(args.worker, *args.shape)
     if args.readme:
-        split_at_markers("bench_cpu")  # fail now, not after all the work
+        split_at_markers("bench_cpu", SPEED)  # fail now, not after all the work
+        split_at_markers("speed_cpu")
     machine = describe_machine()
     print("\n".join(machine))
-    table = make_table(measure(args.turns))
+    results = measure(args.turns)
+    table = make_table(results)
     print("\n".join(table))
     if args.readme:
-        put_between_markers("bench_cpu", "\n".join([*machine, "", *table]))
+        put_between_markers("bench_cpu", "\n".join([*machine, "", *table]), SPEED)
+        put_between_markers("speed_cpu", "\n".join([*machine, "", *make_summary(results)]))
 
 
 if __name__ == "__main__":

@@ -3,22 +3,23 @@ make bench on a GPU: one training step at T=1024 on random tokens, this trainer 
 
     python dev/bench_gpu.py                        # about ten minutes
     python dev/bench_gpu.py --only bfloat16        # one of its three tables: bfloat16, models, float32
-    python dev/bench_gpu.py --readme               # also puts tables and picture into README.md
+    python dev/bench_gpu.py --readme               # also puts tables and pictures into doc/speed.md and README.md
 
-The same model and batch, each contender in a process of its own, one after the other. A step is forward, backward and AdamW;
-its time is the median over CUDA events. PyTorch is export_weights.py's model with F.scaled_dot_product_attention and fused
-AdamW, its vocabulary padded like ours, in bfloat16 under autocast, in float32 with the same products as ours: as written
-(eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first step" is from the start of the process to the
-end of its first step, less the making of the weights, "warm" where kernels and algorithms were kept from an earlier start.
-"memory" is what the trainer or PyTorch has allocated at its peak; "in use" is all that the GPU counts, context included. "MFU"
-counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16 rate, or that of one large product where PEAKS does not
-have the GPU. "roofline" is the time of all the step's matrix and attention products at the rate of one large product, and of
-AdamW's bytes at the rate of a copy, the best of those measured in that precision, as a share of the step. In bfloat16, a
-summary stands before the table, on an H200 with earlier figures and our goals, and the last rows are ours with --recompute.
-Nothing else should use the GPU meanwhile.
+The same model and batch, each contender in a process of its own, one after the other. A step is forward, backward and
+AdamW; its time is the median over CUDA events. PyTorch is export_weights.py's model with F.scaled_dot_product_attention
+and fused AdamW, its vocabulary padded like ours, in bfloat16 under autocast, in float32 with matmuls in the same
+precision as ours: as written (eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first step" is
+from the start of the process to the end of its first step, less the making of the weights, "warm" where kernels and
+algorithms were kept from an earlier start. "memory" is what the trainer or PyTorch has allocated at its peak; "in use"
+is all that the GPU counts, context included. "MFU" counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16
+rate, or that of one large matmul where PEAKS does not have the GPU. "roofline" is the time of all the step's matmuls,
+attention's too, at the rate of one large matmul, and of AdamW's bytes at the rate of a copy, the best of those measured
+in that precision, as a share of the step. In bfloat16, the last rows are ours with --recompute, and README.md gets a
+summary, on an H200 with what was measured beside llm.c. Nothing else should use the GPU meanwhile.
 """
 
 import argparse
+import bisect
 import dataclasses
 import datetime
 import json
@@ -28,22 +29,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 START = time.perf_counter()
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 
-import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 from tqdm import tqdm
 
 from bench_cpu import GPT2_124M, last_line, random_parameters
-from readme import put_between_markers, split_at_markers
-from train_gpt2 import Config, UserError, count_parameters, replacing, run_main, table_elements
+from llmc.checkpoint import Config
+from llmc.errors import UserError, run_main
+from llmc.files import replacing
+from llmc.kernels import launch_geometry
+from llmc.tensors import table_elements
+from readme import SPEED, put_between_markers, split_at_markers
+from train_gpt2 import parameter_table
 
 RESULTS = os.path.join(ROOT, "dev", "bench_gpu.json")  # for plot_bench.py
+BESIDE_LLMC = os.path.join(ROOT, "dev", "bench_llmc.json")  # ours, llm.c and PyTorch, measured by hand in one sitting
 NAMES = {
     "ours": "train_gpt2_cuda.py",
     "eager": "PyTorch, eager",
@@ -59,18 +67,12 @@ MODELS = {
 T = 1024
 WARMUP, STEPS = 10, 30
 
-# What the makers say of dense bfloat16 products with float32 sums, TFLOP/s; the first name that the GPU's name contains.
+# What the makers say of dense bfloat16 matmuls with float32 sums, TFLOP/s; the first name that the GPU's name contains.
 PEAKS = {"B200": 2250.0, "H200 NVL": 835.5, "H200": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.4,
          "A100": 311.9, "L40S": 362.1, "L40": 181.0, "L4": 121.0, "RTX 4090": 165.2}
 
 
-# ms a step in bfloat16 at B=4, 32 and 64, T=1024: measured on an H200 on another day, and what we set out to reach.
 BATCHES = (4, 32, 64)
-EARLIER = {
-    "llm.c with cuDNN's attention and fused GELU, another day": (10.3, 58.5, 113),
-    "PyTorch at its best, that day": (11.2, 65.2, 125),
-}
-GOALS = {"goal": (9.0, 51, 103), "stretch goal": (8.0, 48, 96)}
 
 
 class Job(NamedTuple):
@@ -86,7 +88,8 @@ TABLES = {
                  *(Job("ours", "bfloat16", 64, recompute=recompute) for recompute in (1, 2))],
     "models": [Job("ours", "bfloat16", B, model)
                for model, sizes in (("355M", (4, 0)), ("774M", (4, 0)), ("1558M", (4, 16, 0))) for B in sizes],
-    "float32": [Job(name, precision, B) for precision, B in (("tf32", 4), ("tf32", 16), ("float32", 4)) for name in NAMES],
+    "float32": [Job(name, precision, B) for precision, B in (("tf32", 4), ("tf32", 16), ("float32", 4))
+                for name in NAMES],
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -98,42 +101,60 @@ def random_batch(B):
 
 
 def bench_ours(job):
+    import llmc.device
     import train_gpt2_cuda as cuda
+    from profile_gpu import measure_copy, measure_matmul, time_launches
 
     making = time.perf_counter()
     config = MODELS[job.model]
     params = random_parameters(config)
     making = time.perf_counter() - making
-    gpu = cuda.open_gpu()
+    gpu = llmc.device.open_gpu()
     dtype = "bfloat16" if job.precision == "bfloat16" else "float32"
-    settings = cuda.CudaSettings(B=job.B or 1024, T=T, dtype=dtype, tf32=int(job.precision != "float32"), recompute=job.recompute)
+    settings = cuda.CudaSettings(B=job.B or 4, T=T, dtype=dtype, tf32=int(job.precision != "float32"),
+                                 recompute=job.recompute)
     cuda.settle(settings, gpu.arch)
-    device = cuda.Device(gpu, config, settings.precision, cuda.Cache(), settings.matmul)
     if job.B == 0:
-        settings.B = cuda.largest_batch(config, settings, device.sm_count, cuda.free_memory()) // 4 * 4
-        if settings.B == 0:
-            raise UserError(f"GPT-2 {job.model} does not fit at B=4")
-    model = cuda.GPT2(device, config, params, settings)
-    model.prepare()
+        settings.B = largest_batch(gpu, config, settings)
+    trainer = cuda.open_trainer(gpu, config, params, settings)
+    trainer.prepare()
     batch = random_batch(settings.B)
 
     def step():
-        return model.end_step(model.begin_step([batch], settings.learning_rate))[2]
+        return trainer.end_step(trainer.begin_step([batch], settings.learning_rate))[2]
 
     step()
     first = time.perf_counter() - START - making
     ms = [step() for _ in range(WARMUP + STEPS if job.model == "124M" else 13)]
     ms = statistics.median(ms[WARMUP if job.model == "124M" else 3 :])
-    pool, (free, total) = cuda.cp.get_default_memory_pool(), cuda.cp.cuda.runtime.memGetInfo()
-    result = {"B": settings.B, "ms": ms, "first": first, "memory": pool.total_bytes(), "used": total - free, "gpu": gpu.name,
-              "machine": describe(gpu, device)}
+    cp = llmc.device.cp
+    pool, (free, total) = cp.get_default_memory_pool(), cp.cuda.runtime.memGetInfo()
+    result = {"B": settings.B, "ms": ms, "first": first, "memory": pool.total_bytes(), "used": total - free,
+              "gpu": gpu.name, "machine": describe(trainer.matmul)}
     if peak(gpu.name) is None:
-        result["product"] = cuda.measure_product(device)
+        result["matmul"] = measure_matmul(trainer.matmul)
     if job.model == "124M":
-        result["bandwidth"], result["product"] = cuda.measure_copy(device), cuda.measure_product(device)
+        result["bandwidth"], result["matmul"] = measure_copy(trainer.device), measure_matmul(trainer.matmul)
         result["flops"], result["moved"] = work(settings)
-        result["profile"] = {name: row.ms for name, row in cuda.time_kernels(model, 5).items()}
+        result["profile"] = {name: row.ms for name, row in time_launches(trainer, 5).items()}
     return result
+
+
+def largest_batch(gpu, config, settings):
+    """The largest B that fits, a multiple of 4."""
+    import train_gpt2_cuda as cuda
+
+    geometry = launch_geometry(config, settings.precision, gpu.arch)
+    device, free = SimpleNamespace(sm_count=gpu.sm_count, geometry=geometry), cuda.free_memory()
+
+    def too_large(B):
+        plan = cuda.memory_plan(cuda.GPT2, config, dataclasses.replace(settings, B=B), device)
+        return sum(size for size, _ in plan) > free
+
+    B = 4 * bisect.bisect_left(range(4, 1025, 4), True, key=too_large)
+    if B == 0:
+        raise UserError(f"{config.describe()} does not fit at B=4")
+    return B
 
 
 def bench_pytorch(job):
@@ -145,7 +166,7 @@ def bench_pytorch(job):
     making = time.perf_counter()
     params = random_parameters()
     making = time.perf_counter() - making
-    padded = dataclasses.replace(GPT2_124M, V=GPT2_124M.Vp)  # as many rows of logits as ours: products like multiples of 128
+    padded = dataclasses.replace(GPT2_124M, V=GPT2_124M.Vp)  # as many logits as ours: matmuls like multiples of 128
     model = to_reference(padded, params, flash=True).cuda()
     optimizer = adamw(model, ADAMW, fused=True)
 
@@ -173,26 +194,27 @@ def bench_pytorch(job):
     first = time.perf_counter() - START - making
     ms = [step() for _ in range(WARMUP + STEPS)][WARMUP:]
     free, total = torch.cuda.mem_get_info()
-    return {"B": job.B, "ms": statistics.median(ms), "first": first, "memory": torch.cuda.max_memory_allocated(), "used": total - free,
-            "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    return {"B": job.B, "ms": statistics.median(ms), "first": first, "memory": torch.cuda.max_memory_allocated(),
+            "used": total - free, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
 
 
 def work(settings):
-    """(operations of a step's products, attention's too, as its kernels do them; bytes of AdamW, 28 a parameter) of GPT-2 124M."""
-    import train_gpt2_cuda as cuda
+    """(operations of a step's matmuls, attention's too, none twice; bytes of AdamW, 28 a parameter) of GPT-2 124M."""
+    from profile_gpu import attention_flops
 
     C, L = GPT2_124M.C, GPT2_124M.L
     weights = GPT2_124M.Vp * C + L * 12 * C * C
-    flops = 6 * weights * settings.B * T + L * cuda.attention_flops(settings.B, T, C, 7)
-    return flops, 28 * table_elements(train_gpt2.parameter_table(GPT2_124M))
+    flops = 6 * weights * settings.B * T + L * attention_flops(settings.B, T, C, 7)
+    return flops, 28 * table_elements(parameter_table(GPT2_124M))
 
 
-def describe(gpu, device):
-    import train_gpt2_cuda as cuda
+def describe(matmul):
+    """GPU and versions; matmul: a Matmul that has cuBLASLt."""
+    from llmc.device import cp
 
-    driver = cuda.cp.cuda.runtime.driverGetVersion()
-    cuda_version, cublaslt = f"{driver // 1000}.{driver % 1000 // 10}", device.products.cublaslt.version
-    return f"{gpu.name}, CUDA {cuda_version}, CuPy {cuda.cp.__version__}, cuBLASLt {cublaslt}"
+    driver, gpu = cp.cuda.runtime.driverGetVersion(), matmul.device.gpu
+    cuda_version = f"{driver // 1000}.{driver % 1000 // 10}"
+    return f"{gpu.name}, CUDA {cuda_version}, CuPy {cp.__version__}, cuBLASLt {matmul.cublaslt.version}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -200,8 +222,8 @@ def describe(gpu, device):
 
 
 def measure(jobs):
-    """[(job, result of its worker)]; ours runs twice for 124M, with no kernels kept and then with them. Raises UserError when ours
-    fails; a rival that does is a row that says so."""
+    """[(job, result of its worker)]; ours runs twice for 124M, with no kernels kept and then with them. Raises
+    UserError when ours fails; a rival that does is a row that says so."""
     results = []
     with tempfile.TemporaryDirectory() as cache, tqdm(total=len(jobs), unit="run", leave=False) as bar:
         for job in jobs:
@@ -214,7 +236,8 @@ def measure(jobs):
                 result["cold"] = cold
             results.append((job, result))
             done = f"{result['ms']:.2f} ms a step" if "ms" in result else result["failed"]
-            tqdm.write(f"{title(job)}, {job.model}, B={result.get('B', job.B)}, {job.precision}: {done}", file=sys.stderr)
+            tqdm.write(f"{title(job)}, {job.model}, B={result.get('B', job.B)}, {job.precision}: {done}",
+                       file=sys.stderr)
             bar.update()
     return results
 
@@ -233,7 +256,9 @@ def run_worker(job, cache):
 
 def model_flops(config):
     """Operations a token of a training step, as model FLOP utilisation counts them: 6 N + 6 L C T."""
-    return 6 * count_parameters(config) + 6 * config.L * config.C * T
+    rows = parameter_table(config).values()
+    parameters = sum(row.size // config.Vp * config.V if row.vocabulary else row.size for row in rows)
+    return 6 * parameters + 6 * config.L * config.C * T
 
 
 def peak(gpu):
@@ -241,10 +266,10 @@ def peak(gpu):
 
 
 def roofline(result, alike):
-    """What a step's work takes at the best rates of those alike, the results in its precision, as a share of what it took: the rate of a
-    large product is measured right after each run, and falls while the GPU grows warm."""
-    product, bandwidth = (max(other.get(rate, 0) for other in alike) for rate in ("product", "bandwidth"))
-    return 1000 * (result["flops"] / product + result["moved"] / bandwidth) / result["ms"]
+    """What a step's work takes at the best rates of those alike, the results in its precision, as a share of what it
+    took: the rate of a large matmul is measured right after each run, and falls while the GPU grows warm."""
+    matmul, bandwidth = (max(other.get(rate, 0) for other in alike) for rate in ("matmul", "bandwidth"))
+    return 1000 * (result["flops"] / matmul + result["moved"] / bandwidth) / result["ms"]
 
 
 def title(job):
@@ -252,42 +277,51 @@ def title(job):
 
 
 def make_summary(results):
-    """Ours and PyTorch at its best; on an H200, between what was measured earlier and the goals."""
+    """Ours and PyTorch at its best; on an H200 also both beside llm.c, in one sitting on another."""
     ms = {"train_gpt2_cuda.py": {}, "PyTorch at its best": {}}
     for job, r in results:
         if "ms" in r and job.recompute < 0:
             row = ms["train_gpt2_cuda.py" if job.name == "ours" else "PyTorch at its best"]
             row[job.B] = min(r["ms"], row.get(job.B, r["ms"]))
-    measured = {name: [f"{row[B]:.2f}" if B in row else "" for B in BATCHES] for name, row in reversed(ms.items())}
-    on_h200 = any("H200" in r.get("gpu", "") for _, r in results)  # what EARLIER and GOALS are of
-    rows = {**EARLIER, **measured, **GOALS} if on_h200 else measured
-    return [f"| ms a step, bfloat16, T={T} | {' | '.join(f'B={B}' for B in BATCHES)} |", "|---|---|---|---|",
-            *(f"| {name} | {' | '.join(map(str, row))} |" for name, row in rows.items())]
+    measured = {name: [f"{row[B]:.2f}" if B in row else "" for B in BATCHES] for name, row in ms.items()}
+    if any("H200" in r.get("gpu", "") for _, r in results):
+        with open(BESIDE_LLMC) as f:
+            beside = json.load(f)
+        day = beside["machine"].rpartition("; ")[2]
+        for name, row in beside["ms"].items():
+            measured[f"{name}; another H200, {day}"] = [row[str(B)] for B in BATCHES]
+    return [f"| ms a step, GPT-2 124M, bfloat16, T={T} | {' | '.join(f'B={B}' for B in BATCHES)} |",
+            "|---|---|---|---|", *(f"| {name} | {' | '.join(map(str, row))} |" for name, row in measured.items())]
 
 
 def make_table(table, results):
     lines = [f"| GPT-2, T={T} | B | precision | ms a step | tokens/s | MFU | first step | memory | in use | roofline |",
              "|---|---|---|---|---|---|---|---|---|---|"]
-    measured = next((r["product"] for _, r in results if "product" in r), None)
+    measured = next((r["matmul"] for _, r in results if "matmul" in r), None)
     for job, r in results:
         start = f"| {title(job)}, {job.model} |" if table == "models" else f"| {title(job)} |"
         if "failed" in r:
             lines.append(f"{start} {job.B} | {job.precision} | failed: {r['failed']} | | | | | | |")
             continue
         rate, fastest = r["B"] * T / r["ms"] * 1000, peak(r["gpu"]) or measured
-        mfu = f"{rate * model_flops(MODELS[job.model]) / fastest:.1%}" if fastest and job.precision == "bfloat16" else ""
+        mfu = ""
+        if fastest and job.precision == "bfloat16":
+            mfu = f"{rate * model_flops(MODELS[job.model]) / fastest:.1%}"
         first = f"{r['cold']:.1f} s, warm {r['first']:.1f} s" if "cold" in r else f"{r['first']:.1f} s"
-        share = f"{roofline(r, [other for of, other in results if of.precision == job.precision]):.0%}" if "flops" in r else ""
+        alike = [other for of, other in results if of.precision == job.precision]
+        share = f"{roofline(r, alike):.0%}" if "flops" in r else ""
         precision = "TF32" if job.precision == "tf32" else job.precision
         memory = f"{r['memory'] / 2**30:.2f} GiB | {r['used'] / 2**30:.2f} GiB"
-        lines.append(f"{start} {r['B']} | {precision} | {r['ms']:.2f} | {rate:.0f} | {mfu} | {first} | {memory} | {share} |")
+        lines.append(f"{start} {r['B']} | {precision} | {r['ms']:.2f} | {rate:.0f} | {mfu} | {first} | {memory}"
+                     f" | {share} |")
     return lines
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--only", choices=tuple(TABLES), help="one table")
-    parser.add_argument("--readme", action="store_true", help="put tables and picture into README.md, between their markers")
+    parser.add_argument("--readme", action="store_true",
+                        help="put tables and pictures into doc/speed.md and README.md, between their markers")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -298,24 +332,26 @@ def main():
     tables = [args.only] if args.only else list(TABLES)
     if args.readme:
         for table in tables:
-            split_at_markers(f"bench_{table}")  # fail now, not after all the work
+            split_at_markers(f"bench_{table}", SPEED)  # fail now, not after all the work
+        split_at_markers("speed_gpu")
     for table in tables:
         results = measure(TABLES[table])
         ours = next((r for job, r in results if job.name == "ours"), {})
         rival = next((f", PyTorch {r['torch']}" for _, r in results if "torch" in r), "")
         machine = [f"{ours['machine']}{rival}; {datetime.date.today()}"]
-        if "product" in ours:
-            machine.append(f"copy bandwidth {ours['bandwidth'] / 1e9:.0f} GB/s, large product {ours['product'] / 1e12:.0f} TFLOP/s")
-        lines = [*make_summary(results), ""] * (table == "bfloat16") + make_table(table, results)
+        if "matmul" in ours:
+            machine.append(f"copy {ours['bandwidth'] / 1e9:.0f} GB/s, large matmul {ours['matmul'] / 1e12:.0f} TFLOP/s")
+        lines = make_table(table, results)
         print("\n".join([*machine, *lines]))
         if args.readme:
-            put_between_markers(f"bench_{table}", "\n".join([*machine, "", *lines]))
+            put_between_markers(f"bench_{table}", "\n".join([*machine, "", *lines]), SPEED)
             if table == "bfloat16":
+                put_between_markers("speed_gpu", "\n".join([machine[0], "", *make_summary(results)]))
                 save(machine[0], results)
 
 
 def save(machine, results):
-    """What plot_bench.py draws, and the picture."""
+    """What plot_bench.py draws, and its pictures."""
     rows = [{**job._asdict(), **r} for job, r in results if "failed" not in r and job.recompute < 0]
     with replacing(RESULTS) as f:
         f.write(json.dumps({"machine": machine, "T": T, "results": rows}, indent=1).encode() + b"\n")

@@ -1,7 +1,11 @@
 """
-Draw what dev/bench_gpu.py --readme measured: ms a step against B, and where the time of a step goes.
+Draw what was measured: README.md's picture, and that of doc/speed.md.
 
-    python dev/plot_bench.py                       # dev/bench_gpu.json -> dev/bench_gpu.png
+    python dev/plot_bench.py          # writes doc/overview.png and doc/bench_gpu.png
+
+doc/overview.png: the losses of `make train` on a CPU (doc/logs/make_train_losses.txt, by dev/readme.py train), and
+tokens a second beside llm.c and PyTorch (dev/bench_llmc.json, one sitting on one GPU). doc/bench_gpu.png: ms a step
+against B, and where the time of a step goes (dev/bench_gpu.json, by dev/bench_gpu.py --readme).
 """
 
 import argparse
@@ -14,12 +18,17 @@ import matplotlib
 matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 
+from plot_log import read_log
+
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
-from train_gpt2 import UserError, open_input, replacing, run_main
+from llmc.errors import UserError, run_main
+from llmc.files import open_input, replacing
 
+LOSSES = os.path.join(ROOT, "doc", "logs", "make_train_losses.txt")
+BESIDE_LLMC = os.path.join(ROOT, "dev", "bench_llmc.json")
 GROUPS = {  # what a bar is divided into: the beginnings of kernels' names
-    "products": ("matmul",),
+    "matmuls": ("matmul",),
     "attention": ("attention",),
     "GELU": ("gelu",),
     "layernorms": ("residual_layernorm", "layernorm"),
@@ -33,13 +42,46 @@ def group_of(kernel):
     return next(group for group, starts in GROUPS.items() if kernel.startswith(starts))
 
 
-def read_results(path):
-    with open_input(path, "make it with: python dev/bench_gpu.py --readme") as f:
+def read_json(path, mend, *keys):
+    """The values of these keys; raises UserError, which ends in `mend`, for anything else than such a file."""
+    with open_input(path, mend) as f:
         try:
             found = json.load(f)
-            return found["machine"], found["results"]
+            return [found[key] for key in keys]
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: expected the JSON of dev/bench_gpu.py; make it with: python dev/bench_gpu.py --readme") from None
+            raise UserError(f"{path}: expected JSON with {' and '.join(keys)}; {mend}") from None
+
+
+def save(figure, path):
+    with replacing(path) as f:
+        figure.savefig(f, format="png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+    print(f"wrote {os.path.relpath(path)}")
+
+
+def draw_overview(curves, machine, ms, output):
+    """curves: plot_log.read_log's; ms: {program: {B: ms a step}}."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    left.plot(*curves["trl"], color="C0", linewidth=1, alpha=0.6, label="training")
+    left.plot(*curves["tel"], color="C1", marker="o", linestyle="none", label="validation")
+    left.set_xlabel("step")
+    left.set_ylabel("loss, nats a byte")
+    left.set_title("make train: 3.5 million parameters, two minutes on two CPU cores", fontsize=9)
+    left.grid(alpha=0.3)
+    left.legend()
+
+    width = 0.8 / len(ms)
+    for index, (program, row) in enumerate(ms.items()):
+        rates = [int(B) * 1024 / t for B, t in row.items()]  # thousands of tokens a second
+        bars = right.bar([i + (index - (len(ms) - 1) / 2) * width for i in range(len(row))], rates, width,
+                         label=program)
+        right.bar_label(bars, fmt="%.0f", fontsize=8)
+    right.set_xticks(range(len(row)), [f"B={B}" for B in row])
+    right.set_ylabel("thousand tokens a second")
+    right.set_ylim(top=1.8 * max(rates))  # room for the legend
+    right.set_title(f"training GPT-2 124M in bfloat16, T=1024\n{machine}", fontsize=9)
+    right.legend(fontsize=8, loc="upper left")
+    save(figure, output)
 
 
 def draw(machine, results, output):
@@ -49,7 +91,8 @@ def draw(machine, results, output):
     for index, (name, label) in enumerate(labels.items()):
         points = sorted((r["B"], r["ms"]) for r in results if r["name"] == name)
         if points:
-            left.plot(*zip(*points), color=f"C{index}", marker="o", linewidth=2.5 if name == "ours" else 1.5, label=label)
+            left.plot(*zip(*points), color=f"C{index}", marker="o", linewidth=2.5 if name == "ours" else 1.5,
+                      label=label)
     left.set_xlabel("B, sequences of 1024 tokens")
     left.set_ylabel("ms a step")
     left.set_title("GPT-2 124M, bfloat16")
@@ -71,19 +114,19 @@ def draw(machine, results, output):
     right.set_title("where the time goes")
     right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
     figure.suptitle(machine, fontsize=8)
-    with replacing(output) as f:
-        figure.savefig(f, format="png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    save(figure, output)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("results", nargs="?", default=os.path.join(ROOT, "dev", "bench_gpu.json"),
                         help="what dev/bench_gpu.py --readme wrote")
-    parser.add_argument("-o", "--output", default=os.path.join(ROOT, "dev", "bench_gpu.png"), help="picture to write")
+    parser.add_argument("-o", "--output", default=os.path.join(ROOT, "doc", "bench_gpu.png"), help="their picture")
+    parser.add_argument("--overview", default=os.path.join(ROOT, "doc", "overview.png"), help="README.md's picture")
     args = parser.parse_args()
-    draw(*read_results(args.results), args.output)
-    print(f"wrote {os.path.relpath(args.output)}")
+    draw(*read_json(args.results, "make it with: python dev/bench_gpu.py --readme", "machine", "results"), args.output)
+    mend = "it comes with this project: git checkout dev/bench_llmc.json"
+    draw_overview(read_log(LOSSES), *read_json(BESIDE_LLMC, mend, "machine", "ms"), args.overview)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,15 @@ matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from train_gpt2 import UserError, open_input, replacing, run_main
+from llmc.errors import UserError, run_main
+from llmc.files import open_input, replacing
 
 EVENT = re.compile(r"s:(\d+) (trl|tel|eval):(\S+)")
 
 
 def read_log(path):
-    """{'trl': (steps, losses), 'tel': ...} of one log; a step that was logged again after a restart counts once, the last time."""
+    """{'trl': (steps, losses), 'tel': ...} of one log; a step that was logged again after a restart counts once, the
+    last time."""
     with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
         lines = f.read().decode(errors="replace").splitlines()
     curves = {}
@@ -62,7 +64,8 @@ def draw(logs, output):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("logs", nargs="+", metavar="LOG", help="log file, or a run's directory")
-    parser.add_argument("-o", "--output", default="losses.png", help="picture to write (.png, .svg, .pdf; default: losses.png)")
+    parser.add_argument("-o", "--output", default="losses.png",
+                        help="picture to write (.png, .svg, .pdf; default: losses.png)")
     args = parser.parse_args()
     paths = [os.path.join(path, "main.log") if os.path.isdir(path) else path for path in args.logs]
     draw({path: read_log(path) for path in paths}, args.output)

@@ -1,32 +1,39 @@
 """
-Put what the README's commands truly print between its markers.
+Put what programs truly print into README.md and doc/.
 
-    python dev/readme.py train      # make train, three minutes (on a GPU machine: into the GPU section, seconds)
-    python dev/readme.py test       # test_gpt2.py on gpt2_d12.bin, two minutes
+    python dev/readme.py train      # make train, three minutes (seconds on a GPU): doc/logs/, README.md and its picture
+    python dev/readme.py test       # test_gpt2.py on gpt2_d12.bin, two minutes: doc/correctness.md
 
 and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespeare there:
 
-    python dev/readme.py epoch      # train_gpt2_cuda.py, one epoch
-    python dev/readme.py losses     # dev/compare_losses.py
+    python dev/readme.py epoch      # train_gpt2_cuda.py, one epoch: doc/logs/
+    python dev/readme.py losses     # dev/compare_losses.py: doc/correctness.md
     python dev/readme.py losses500  # the same, 500 steps
-    python dev/readme.py losses_tf32     # the same, in float32 with TF32 products
+    python dev/readme.py losses_tf32     # the same, in float32 with TF32 matmuls
     python dev/readme.py losses_float32  # the same, in float32 throughout
-    python dev/readme.py profile    # train_gpt2_cuda.py -b 64 --profile 10 --matmul cublaslt
-    python dev/readme.py attention  # dev/bench_attention.py
-    python dev/readme.py library    # dev/kernels/bench.py layernorm_forward
+    python dev/readme.py profile    # dev/profile_gpu.py at B=64: doc/speed.md
+    python dev/readme.py attention  # dev/bench_attention.py: doc/speed.md
+
+The tables of steps come from dev/bench_cpu.py --readme and dev/bench_gpu.py --readme.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 
-from train_gpt2 import UserError, open_input, replacing, run_main
+from llmc.errors import UserError, run_main
+from llmc.files import open_input, replacing
 
 README = os.path.join(ROOT, "README.md")
+SPEED, CORRECTNESS = (os.path.join(ROOT, "doc", name) for name in ("speed.md", "correctness.md"))
+LOGS = os.path.join(ROOT, "doc", "logs")
+LOSSES = os.path.join(LOGS, "make_train_losses.txt")  # what dev/plot_bench.py draws
 
 
 def read_text(path, mend="expected a text file of this project"):
@@ -36,6 +43,11 @@ def read_text(path, mend="expected a text file of this project"):
             return f.read().decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: no text in UTF-8, found other bytes at {error.start}; {mend}") from None
+
+
+def write_text(path, text):
+    with replacing(path) as f:
+        f.write(text.encode())
 
 
 def split_at_markers(name, path=README):
@@ -51,8 +63,7 @@ def split_at_markers(name, path=README):
 def put_between_markers(name, text, path=README):
     """Replace what stands between the two markers."""
     before, after = split_at_markers(name, path)
-    with replacing(path) as f:
-        f.write(f"{before}\n{text}\n{after}".encode())
+    write_text(path, f"{before}\n{text}\n{after}")
 
 
 def output_of(command):
@@ -77,35 +88,77 @@ def shorten(text, keep=2):
     return "\n".join(lines)
 
 
+def excerpt(text):
+    """Twelve lines of what make train prints: data, size of the model, first and last steps, how a sample begins."""
+    lines = text.rstrip().split("\n")
+    steps = [line for line in lines if line.startswith("step ")]
+    losses = [line for line in lines if line.startswith("val loss")]
+    last = max(i for i, line in enumerate(lines) if line == "generating:")
+    sample = [lines[last], *lines[last + 2 : last + 4]]
+    head = [line for line in lines if line.startswith("Saved ")][1:]
+    size = next(line.strip("| ") for line in lines if "num_parameters" in line)
+    size = re.sub(" *[|:] *", ": ", size)
+    return "\n".join([*head, size, losses[0], *steps[:2], "...", *steps[-2:], losses[-1], *sample])
+
+
+def loss_log(text):
+    """The losses among what a trainer prints, as lines of a log; a validation loss belongs to the step after it."""
+    lines, val, step = [], None, -1
+    for kind, number, loss in re.findall(r"^(val loss|step +(\d+)\S*: train loss) (\S+)", text, re.MULTILINE):
+        if kind == "val loss":
+            val = loss
+            continue
+        step = int(number)
+        lines += [f"s:{step} tel:{val}"] * (val is not None) + [f"s:{step} trl:{loss}"]
+        val = None
+    return "\n".join([*lines, *([f"s:{step + 1} tel:{val}"] if val is not None else [])]) + "\n"
+
+
+class Section(NamedTuple):
+    command: list
+    page: str  # a page with markers, or a file of doc/logs
+    marker: str = ""
+
+
 def sections():
-    """name -> (marker, command)."""
+    """name -> Section."""
     python = sys.executable
+    compare = [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"]
+    state = ["--model", "gpt2_d12.bin", "--state", "gpt2_d12_debug_state.bin"]
+    profile = [python, "dev/profile_gpu.py", "-e", "gpt2_d12.bin", "-b", "64", "--matmul", "cublaslt"]
     return {
-        "train": ("make_train", ["make", "-s", "train", f"PYTHON={python}"]),
-        "test": ("test_gpt2", [python, "test_gpt2.py", "--model", "gpt2_d12.bin", "--state", "gpt2_d12_debug_state.bin"]),
-        "epoch": ("epoch_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"]),
-        "losses": ("losses_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"]),
-        "losses_tf32": ("losses_tf32_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin", "--dtype", "float32"]),
-        "losses_float32": ("losses_float32_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin", "--dtype", "float32",
-                                                  "--tf32", "0"]),
-        "losses500": ("losses500_gpu", [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin", "-b", "32", "-t", "256", "-x", "500"]),
-        "profile": ("profile_gpu", [python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin", "-b", "64", "--profile", "10",
-                                    "--matmul", "cublaslt"]),
-        "attention": ("attention_gpu", [python, "dev/bench_attention.py"]),
-        "library": ("library_gpu", [python, "dev/kernels/bench.py", "layernorm_forward"]),
+        "train": Section(["make", "-s", "train", f"PYTHON={python}"], os.path.join(LOGS, "make_train.txt")),
+        "test": Section([python, "test_gpt2.py", *state], CORRECTNESS, "test_gpt2"),
+        "epoch": Section([python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"], os.path.join(LOGS, "epoch_gpu.txt")),
+        "losses": Section(compare, CORRECTNESS, "losses_gpu"),
+        "losses_tf32": Section([*compare, "--dtype", "float32"], CORRECTNESS, "losses_tf32_gpu"),
+        "losses_float32": Section([*compare, "--dtype", "float32", "--tf32", "0"], CORRECTNESS, "losses_float32_gpu"),
+        "losses500": Section([*compare, "-b", "32", "-t", "256", "-x", "500"], CORRECTNESS, "losses500_gpu"),
+        "profile": Section(profile, SPEED, "profile_gpu"),
+        "attention": Section([python, "dev/bench_attention.py"], SPEED, "attention_gpu"),
     }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("section", choices=tuple(sections()))
-    marker, command = sections()[parser.parse_args().section]
-    split_at_markers(marker)  # fail now, not after all the work
-    output = shorten(output_of(command))
-    if marker == "make_train" and "\n| device " in output:
-        marker = "make_train_gpu"
-    put_between_markers(marker, f"```\n{output}\n```")
+    name = parser.parse_args().section
+    command, page, marker = sections()[name]
+    if marker:
+        split_at_markers(marker, page)  # fail now, not after all the work
+    printed = output_of(command)
+    output = shorten(printed)
     print(output)
+    if marker:
+        put_between_markers(marker, f"```\n{output}\n```", page)
+    elif name == "train" and "\n| device " in output:  # the GPU's
+        write_text(page.replace(".txt", "_gpu.txt"), output + "\n")
+    else:
+        write_text(page, output + "\n")
+        if name == "train":
+            put_between_markers("make_train", f"```\n{excerpt(printed)}\n```")
+            write_text(LOSSES, loss_log(printed))
+            subprocess.run([sys.executable, os.path.join(ROOT, "dev", "plot_bench.py")], check=True)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,68 @@
-// Causal attention as in attention.cu, with the same kernels, arguments and formulas, for Hopper (sm_90a), heads of 64, TF32.
+// Causal attention as in attention.cu, with the same kernels, arguments and formulas, for Hopper (sm_90a), heads of 64,
+// TF32. The pipeline is that of attention_hopper_bf16.cu, which is the easier one to read first.
 //
-// A block is three warpgroups. The first one loads: it brings tiles of 64 rows from memory to shared memory, rounded to TF32.
-// The other two compute: each has 64 rows of one head (queries; keys in attention_backward_dkv) in its registers, and
-// multiplies them with the tiles as they come. While one of the two works on its softmax, the other one's products keep the
-// tensor cores busy, and its own, too: those of P with a tile are begun together with the first products of the next tile, and
-// waited for after the softmax of that. Meanwhile, the tile after it is being loaded.
+// A block has 128 rows of one head: queries or, in attention_backward_dkv, keys and values. These rows are resident:
+// they stay on the chip while tiles of 64 rows of the other tensors stream by. How a tile travels:
 //
-// The tensor cores want the inner dimension of a tile contiguous. For query @ key^T that is how rows lie in memory; for
-// P @ value it is the other way, so the loading group writes such tiles transposed. P comes out of the registers of the product
-// before it, where a thread holds columns 2t and 2t + 1 of every 8, but goes in as columns t and t + 4: the transposed tiles
-// have their columns in that order (`position`).
+//     a tile   --loads--> registers --round to TF32, transpose, swizzle--> shared memory --wgmma--> registers: S, P, O
+//     O        --stores--> global memory
 //
-// Bound by the tensor cores (TF32: 1024 multiply-adds a cycle and multiprocessor, 32 cycles for a 64x64x8 product). Measured
-// on an H200, B=16, T=1024, in a step: forward 131 TFLOP/s, dquery 147, dkv 164; the ladder is in dev/attention.md.
+// The producer warpgroup loads tiles into its registers, one tile ahead, and writes them to shared memory. TMA could do
+// neither the rounding nor the transposing: with TF32, wgmma wants both operands K-major, with the inner dimension
+// contiguous. For S = Q K^T that is how rows lie in memory; for O += P V it is not, so tiles for that are stored
+// transposed. The two consumer warpgroups have 64 of the resident rows each, and multiply them with the tiles. While
+// one computes its softmax, the other one's matmuls keep the tensor cores busy, and so do its own: it begins O += P V
+// of a tile together with S = Q K^T of the next tile, and waits for O after the softmax of that S.
+//
+// Of every 8 columns of P, a thread gets columns 2t and 2t + 1 from one wgmma, but the next one takes columns t and t +
+// 4 from it. The inner dimension of a matmul may be in any order that both operands share, so the transposed tiles have
+// theirs in P's order (`in_order_of_P`).
+//
+// The stages of the ring are guarded by named barriers, as each is filled and emptied by threads, not by TMA.
+//
+// Bound by the tensor cores (TF32: 1024 multiply-adds per cycle and multiprocessor, 32 cycles for a 64x64x8 matmul).
+// Measured on an H200, B=16, T=1024, in a step: forward 131 TFLOP/s, dquery 147, dkv 164; the steps from a simple
+// kernel to this one are in dev/attention.md.
 
 #include "hopper.cuh"
 
 static_assert(sizeof(element) == 4 && TF32 && HS == 64, "elsewhere, attention.cu is used");
 
-constexpr int THREADS = 3 * GROUP;
-constexpr int ROWS = 2 * 64;  // of a block
-constexpr int STAGES = 3;     // sets of tiles in shared memory: two worked on, one underway
-constexpr int DKV_STAGES = 2; // one worked on: no room for more
+constexpr int THREADS = ATTENTION_THREADS;
+constexpr int ROWS = ATTENTION_FORWARD_ROWS;      // of a block
+constexpr int STAGES = ATTENTION_STAGES;          // sets of tiles in shared memory: two in use, one being loaded
+constexpr int DKV_STAGES = ATTENTION_DKV_STAGES;  // one in use, one being loaded: no room for more
+
+static_assert(THREADS == (1 + ATTENTION_GROUPS) * WARPGROUP && ATTENTION_GROUPS == 2,
+              "one warpgroup loads, two compute");
+static_assert(ROWS == ATTENTION_GROUPS * 64 && ATTENTION_BACKWARD_ROWS == ROWS, "each consumer has 64 rows");
+static_assert(ATTENTION_FORWARD_SHARED == STAGES * 2 * TILE * sizeof(element) + 1024 &&
+                  ATTENTION_DQUERY_SHARED == (STAGES * 3 + ATTENTION_GROUPS) * TILE * sizeof(element) + 1024 &&
+                  ATTENTION_DKV_SHARED == (DKV_STAGES * 4 + ATTENTION_GROUPS) * TILE * sizeof(element) + 1024,
+              "shared memory: the stages, backward a tile of each consumer's rows, from a multiple of 1024 bytes on");
+
 constexpr int LOADER_REGISTERS = 120, COMPUTE_REGISTERS = 192;
 
-// Barriers of stage s: its tiles are FULL + s loaded, EMPTY + s no longer needed; and one for each computing group.
-constexpr int FULL = 1, EMPTY = FULL + STAGES, OWN = EMPTY + STAGES;
+// Named barriers, by what they guard. The producer syncs on TILE_EMPTY + stage and arrives on TILE_FULL + stage; the
+// consumers the other way round. CONSUMER_READY + consumer is for the threads of one consumer: what they wrote to
+// shared memory, resident rows or sums, is complete.
+enum NamedBarrier { TILE_FULL = 1, TILE_EMPTY = TILE_FULL + STAGES, CONSUMER_READY = TILE_EMPTY + STAGES };
 
 __device__ inline float round_tf32(float x) { return __uint_as_float(tf32(x)); }
 
-// Where column c of a transposed tile is stored: of every 8, the even ones first.
-__device__ inline int position(int c) { return (c & ~7) | (c & 1) << 2 | (c & 7) >> 1; }
+// The order of the inner dimension of a transposed tile: of every 8 columns of P, the even ones come first.
+__device__ inline int in_order_of_P(int c) { return (c & ~7) | (c & 1) << 2 | (c & 7) >> 1; }
 
-// A tile on its way from global to shared memory, in the registers of one group. Step i of a warp is 4 rows, every other one, by
-// 32 columns, 8 lanes to a row's 128 bytes: i % 2 is the half of the columns, i / 2 % 2 odd rows, i / 4 the next 8 rows.
+// A tile in the registers of the producer, between global and shared memory. A warp reads it in 8 steps, each 4 rows
+// (every other one of 8) by 32 columns, 8 lanes to the 128 bytes of a row: in step i, i % 2 is the half of the columns,
+// i / 2 % 2 even or odd rows, i / 4 which 8 rows.
 struct Load {
     float4 x[8];
 };
 
-// Begin to read rows [row, row + 64) of one head; rows from T on are zeros.
+// Begin to load rows [row, row + 64) of one head; rows from T on are zeros.
 __device__ inline void fetch(Load& load, const float* head, int row, int T, int row_stride) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32;
     row += 16 * warp + lane / 8 * 2;
     const float* source = head + int64(row) * row_stride + lane % 8 * 4;
 #pragma unroll
@@ -51,33 +73,34 @@ __device__ inline void fetch(Load& load, const float* head, int row, int T, int 
     }
 }
 
-// Write it, rounded, to `tile` and transposed to `across` (either may be null). Each lane begins with another of its four floats,
-// so that no bank is hit twice. In `place`, a step is an addition, and flips bits where the permutation of units takes part:
-// few registers for many addresses.
-__device__ inline void write(float* tile, float* across, const Load& load) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
-    const int r = 16 * warp + lane / 8 * 2, c = lane % 8 * 4, turn = lane / 2 % 4;
-    const int at = place(r, c);
-    const int at_across[4] = {place(c + turn, position(r)), place(c + (turn + 1) % 4, position(r)), place(c + (turn + 2) % 4, position(r)),
-                              place(c + (turn + 3) % 4, position(r))};
+// Write it, rounded, to `tile`, and transposed to `transposed`; either may be null. Lanes begin with different ones of
+// their four floats, so that there are no bank conflicts. From step to step, an index changes by additions and flipped
+// bits (see `swizzled`), which saves registers.
+__device__ inline void write(float* tile, float* transposed, const Load& load) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32;
+    const int r = 16 * warp + lane / 8 * 2, c = lane % 8 * 4, rotation = lane / 2 % 4;
+    const int at = swizzled(r, c);
+    const int k = in_order_of_P(r);
+    const int at_transposed[4] = {swizzled(c + rotation, k), swizzled(c + (rotation + 1) % 4, k),
+                                  swizzled(c + (rotation + 2) % 4, k), swizzled(c + (rotation + 3) % 4, k)};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int eights = i / 4, odd = i / 2 % 2, right = i % 2;
         const float4 x = load.x[i], y = {round_tf32(x.x), round_tf32(x.y), round_tf32(x.z), round_tf32(x.w)};
         if (tile) *reinterpret_cast<float4*>(tile + (at ^ odd * 4) + odd * 32 + eights * 256 + right * (TILE / 2)) = y;
-        if (across) {
-            const float4 one = turn % 2 ? float4{y.y, y.z, y.w, y.x} : y;
-            const float4 turned = turn / 2 ? float4{one.z, one.w, one.x, one.y} : one;
+        if (transposed) {
+            const float4 one = rotation % 2 ? float4{y.y, y.z, y.w, y.x} : y;
+            const float4 rotated = rotation / 2 ? float4{one.z, one.w, one.x, one.y} : one;
             const int flip = odd * 4 | eights * 8;
-            across[(at_across[0] ^ flip) + right * 1024] = turned.x;
-            across[(at_across[1] ^ flip) + right * 1024] = turned.y;
-            across[(at_across[2] ^ flip) + right * 1024] = turned.z;
-            across[(at_across[3] ^ flip) + right * 1024] = turned.w;
+            transposed[(at_transposed[0] ^ flip) + right * 1024] = rotated.x;
+            transposed[(at_transposed[1] ^ flip) + right * 1024] = rotated.y;
+            transposed[(at_transposed[2] ^ flip) + right * 1024] = rotated.z;
+            transposed[(at_transposed[3] ^ flip) + right * 1024] = rotated.w;
         }
     }
 }
 
-// A computing warp's 16 rows of one head, from global memory, as the A operands of 8 products.
+// A consumer warp's 16 rows of one head, from global memory to registers, as the A operands of 8 wgmmas.
 __device__ inline void load_rows(uint32 (&a)[8][4], const float* head, int row, int T, int row_stride) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -90,27 +113,27 @@ __device__ inline void load_rows(uint32 (&a)[8][4], const float* head, int row, 
     }
 }
 
-// d (64,64) = rows (64,HS) @ tile (64,HS)^T, begun.
-__device__ inline void begin_product_transposed(float (&d)[32], const uint32 (&rows)[8][4], const float* tile) {
-    const unsigned long long b = describe(tile);  // once: the chain of operations that makes it would hold up every wgmma
+// Begin d (64,64) = rows (64,HS) @ tile (64,HS)^T, like S = Q K^T; rows in registers or, below, in shared memory.
+__device__ inline void begin_matmul_transposed(float (&d)[32], const uint32 (&rows)[8][4], const float* tile) {
+    const unsigned long long b = descriptor(tile);  // once per tile: made anew for each wgmma, it would delay each
 #pragma unroll
-    for (int k = 0; k < 8; k++) wgmma(d, rows[k], b + part(k), k > 0);
+    for (int k = 0; k < 8; k++) wgmma(d, rows[k], b + k_offset(k), k > 0);
 }
 
-__device__ inline void begin_product_transposed(float (&d)[32], const float* rows, const float* tile) {
-    const unsigned long long a = describe(rows), b = describe(tile);
+__device__ inline void begin_matmul_transposed(float (&d)[32], const float* rows, const float* tile) {
+    const unsigned long long a = descriptor(rows), b = descriptor(tile);
 #pragma unroll
-    for (int k = 0; k < 8; k++) wgmma(d, a + part(k), b + part(k), k > 0);
+    for (int k = 0; k < 8; k++) wgmma(d, a + k_offset(k), b + k_offset(k), k > 0);
 }
 
-// d (64,HS) += p (64,64) @ tile, which is stored transposed, begun. p must stay as it is until the product is done.
-__device__ inline void begin_product(float (&d)[32], const uint32 (&p)[8][4], const float* across) {
-    const unsigned long long b = describe(across);
+// Begin d (64,HS) += p (64,64) @ tile, which is stored transposed, like O += P V. p must not change until this is done.
+__device__ inline void begin_matmul(float (&d)[32], const uint32 (&p)[8][4], const float* transposed) {
+    const unsigned long long b = descriptor(transposed);
 #pragma unroll
-    for (int k = 0; k < 8; k++) wgmma(d, p[k], b + part(k), 1);
+    for (int k = 0; k < 8; k++) wgmma(d, p[k], b + k_offset(k), 1);
 }
 
-// A result of one product as the A operand of the next.
+// The accumulators of one matmul, rounded, as the A operand of the next: S -> P.
 __device__ inline void as_operand(uint32 (&a)[8][4], const float (&d)[32]) {
 #pragma unroll
     for (int k = 0; k < 8; k++) {
@@ -121,12 +144,13 @@ __device__ inline void as_operand(uint32 (&a)[8][4], const float (&d)[32]) {
     }
 }
 
-// Write a warp's 16 rows of a gradient of one head, times `factor`, and their column sums.
+// The epilogue of a warp: its 16 rows of a gradient of one head, times `factor`, and their column sums.
 __device__ inline void store_rows(float* head, float* sums, const float (&d)[32], float factor, int row, int T) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        const float2 upper = {d[4 * n] * factor, d[4 * n + 1] * factor}, lower = {d[4 * n + 2] * factor, d[4 * n + 3] * factor};
+        const float2 upper = {d[4 * n] * factor, d[4 * n + 1] * factor};
+        const float2 lower = {d[4 * n + 2] * factor, d[4 * n + 3] * factor};
         if (row + g < T) *reinterpret_cast<float2*>(head + int64(row + g) * 3 * C + 8 * n + 2 * t) = upper;
         if (row + g + 8 < T) *reinterpret_cast<float2*>(head + int64(row + g + 8) * 3 * C + 8 * n + 2 * t) = lower;
         float2 sum = {upper.x + lower.x, upper.y + lower.y};  // rows from T on are zeros
@@ -139,109 +163,124 @@ __device__ inline void store_rows(float* head, float* sums, const float (&d)[32]
     }
 }
 
-// Block (384); grid (NH, tiles of 128 queries, B), those with the most keys first. Shared memory: STAGES * 2 tiles and 1024 bytes.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(float* out, float* lse, const float* inp, int T) {
+// Block (384); grid (NH, T / 128 rounded up, B), the queries with the most keys first. Shared memory: STAGES * 2 tiles
+// and 1024 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_forward(float* out, float* lse, const float* inp, int T) {
     extern __shared__ float4 shared[];
-    float* tiles = tiles_of(shared);  // of each stage: key, value across
+    float* tiles = tiles_of(shared);  // of each stage: keys, values transposed
     const int h = blockIdx.x, b = blockIdx.z;
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
-    const int count = (min(T, first + ROWS) + 63) / 64;  // tiles of keys that are not later than every query here
+    const int count = (min(T, first + ROWS) + 63) / 64;  // tiles of keys up to the block's diagonal
 
+    // ---- producer warpgroup ----------------------------------------------------------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
-        Load key, value;  // always one tile ahead; beyond the last one, rows that exist but are not wanted
+        Load key, value;  // one tile ahead; after the last tile, one that nobody uses
         fetch(key, query + C, 0, T, 3 * C);
         fetch(value, query + 2 * C, 0, T, 3 * C);
         for (int i = 0; i < count; i++) {
             const int stage = i % STAGES;
-            float* here = tiles + stage * 2 * TILE;
-            if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
-            write(here, nullptr, key);
+            float* tile = tiles + stage * 2 * TILE;
+            if (i >= STAGES) named_barrier_sync(TILE_EMPTY + stage, THREADS);
+            write(tile, nullptr, key);
             fetch(key, query + C, 64 * (i + 1), T, 3 * C);
-            write(nullptr, here + TILE, value);
+            write(nullptr, tile + TILE, value);
             fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
             fence_for_async();
-            barrier_arrive(FULL + stage, THREADS);
+            named_barrier_arrive(TILE_FULL + stage, THREADS);
         }
+    // ---- consumer warpgroups, 64 queries each ----------------------------------------------------------------------
     } else {
         take_registers<COMPUTE_REGISTERS>();
-        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        const int group_row = first + 64 * group, row = group_row + 16 * warp + g;  // the thread's rows: row, row + 8
+        const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+        const int row = warp_row + g;  // the thread's rows: row, row + 8
         uint32 q[8][4], p[8][4];
-        load_rows(q, query, group_row + 16 * warp, T, 3 * C);
-        float s[32], o[32] = {}, largest[2] = {-INFINITE, -INFINITE}, sum[2] = {0.0f, 0.0f};
+        load_rows(q, query, warp_row, T, 3 * C);
+        float s[32], o[32] = {}, row_max[2] = {-INFINITE, -INFINITE}, row_sum[2] = {0.0f, 0.0f};
         const float to_log2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
+        const int consumer_count = min(count, consumer_row / 64 + 1);  // tiles of keys up to this consumer's diagonal
+        float rescale[2];
+        const auto softmax = [&](int start) {  // s = P
+            softmax_of_tile(s, row_max, row_sum, rescale, to_log2, start == consumer_row, start, row);
+        };
 
-        const int own = min(count, group_row / 64 + 1);  // the others are later than all queries of this group
-
-        float shrink[2];
-        const auto softmax = [&](int start) { softmax_of_tile(s, largest, sum, shrink, to_log2, start == group_row, start, row); };
-
-        barrier_wait(FULL, THREADS);
+        // Prologue: S = Q K^T of tile 0, and its softmax.
+        named_barrier_sync(TILE_FULL, THREADS);
         wgmma_fence();
-        begin_product_transposed(s, q, tiles);
+        begin_matmul_transposed(s, q, tiles);
         wgmma_commit();
         wgmma_wait<0>();
-        pin(s);
+        fence_operand(s);
         softmax(0);
         as_operand(p, s);
-        for (int i = 1; i < own; i++) {
-            barrier_wait(FULL + i % STAGES, THREADS);
-            pin(s);
-            pin(o);
+
+        // Steady state: begin S = Q K^T of tile i and O += P V of tile i - 1, which overlaps the softmax of tile i.
+        for (int i = 1; i < consumer_count; i++) {
+            named_barrier_sync(TILE_FULL + i % STAGES, THREADS);
+            fence_operand(s);
+            fence_operand(o);
             wgmma_fence();
-            begin_product_transposed(s, q, tiles + i % STAGES * 2 * TILE);
+            begin_matmul_transposed(s, q, tiles + i % STAGES * 2 * TILE);
             wgmma_commit();
-            begin_product(o, p, tiles + (i - 1) % STAGES * 2 * TILE + TILE);
+            begin_matmul(o, p, tiles + (i - 1) % STAGES * 2 * TILE + TILE);
             wgmma_commit();
-            wgmma_wait<1>();
-            pin(s);
+            wgmma_wait<1>();  // S is done
+            fence_operand(s);
             softmax(64 * i);
-            wgmma_wait<0>();
-            pin(o);
-            if (i - 1 + STAGES < count) barrier_arrive(EMPTY + (i - 1) % STAGES, THREADS);
+            wgmma_wait<0>();  // O is done, and tile i - 1 no longer needed
+            fence_operand(o);
+            if (i - 1 + STAGES < count) named_barrier_arrive(TILE_EMPTY + (i - 1) % STAGES, THREADS);
 #pragma unroll
-            for (int j = 0; j < 32; j++) o[j] *= shrink[j % 4 / 2];
+            for (int j = 0; j < 32; j++) o[j] *= rescale[j % 4 / 2];
             as_operand(p, s);
         }
-        pin(o);
+
+        // Drain: O += P V of the last tile. Then arrive for the tiles that only the other consumer needs.
+        fence_operand(o);
         wgmma_fence();
-        begin_product(o, p, tiles + (own - 1) % STAGES * 2 * TILE + TILE);
+        begin_matmul(o, p, tiles + (consumer_count - 1) % STAGES * 2 * TILE + TILE);
         wgmma_commit();
         wgmma_wait<0>();
-        pin(o);
-        for (int i = own; i < count; i++) barrier_arrive(FULL + i % STAGES, THREADS);  // tiles for the other group only
+        fence_operand(o);
+        for (int i = consumer_count; i < count; i++) named_barrier_arrive(TILE_FULL + i % STAGES, THREADS);
+
+        // Epilogue: lse, and out = O / row_sum.
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int r = row + 8 * k;
-            const float total = quad_sum(sum[k]);
+            const float total = quad_sum(row_sum[k]);
             if (r >= T) continue;
-            if (t == 0) lse[(int64(b) * NH + h) * T + r] = (largest[k] * to_log2 + log2f(total)) * LN2;
-            float* at = out + (int64(b) * T + r) * C + h * HS;
+            if (t == 0) lse[(int64(b) * NH + h) * T + r] = (row_max[k] * to_log2 + log2f(total)) * LN2;
+            float* out_row = out + (int64(b) * T + r) * C + h * HS;
 #pragma unroll
             for (int n = 0; n < 8; n++) {
                 const float2 pair = {o[4 * n + 2 * k] / total, o[4 * n + 2 * k + 1] / total};
-                *reinterpret_cast<float2*>(at + 8 * n + 2 * t) = pair;
+                *reinterpret_cast<float2*>(out_row + 8 * n + 2 * t) = pair;
             }
         }
     }
-    __syncthreads();  // no group leaves while another still waits at a barrier that it has arrived at
+    __syncthreads();  // no thread leaves while others wait at a barrier where it has only arrived
 }
 
-// dquery, and D for the kernel below. Block (384); grid (NH, tiles of 128 queries, B). Shared memory: STAGES * 3 + 2 tiles and 1024
-// bytes. For want of registers, the rows of dout are in shared memory here, one tile for each computing group.
+// dquery, and D for attention_backward_dkv. Block (384); grid (NH, T / 128 rounded up, B). Shared memory: STAGES * 3 +
+// 2 tiles and 1024 bytes. The resident rows of dout do not fit into registers: they are in shared memory, a tile for
+// each consumer.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_backward_dquery(float* dinp, float* D, float* partials, const float* dout, const float* inp, const float* out, const float* lse,
-                          int T) {
+attention_backward_dquery(float* dinp, float* D, float* partials, const float* dout, const float* inp, const float* out,
+                          const float* lse, int T) {
     extern __shared__ float4 shared[];
     __shared__ float sums[2][4][HS];
-    float* tiles = tiles_of(shared);  // of each stage: key, key across, value
+    float* tiles = tiles_of(shared);  // of each stage: keys, keys transposed, values
     const int h = blockIdx.x, b = blockIdx.z;
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
     const int count = (min(T, first + ROWS) + 63) / 64;
 
+    // ---- producer warpgroup ----------------------------------------------------------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         Load key, value;
@@ -249,31 +288,36 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
         fetch(value, query + 2 * C, 0, T, 3 * C);
         for (int i = 0; i < count; i++) {
             const int stage = i % STAGES;
-            float* here = tiles + stage * 3 * TILE;
-            if (i >= STAGES) barrier_wait(EMPTY + stage, THREADS);
-            write(here, here + TILE, key);
+            float* tile = tiles + stage * 3 * TILE;
+            if (i >= STAGES) named_barrier_sync(TILE_EMPTY + stage, THREADS);
+            write(tile, tile + TILE, key);
             fetch(key, query + C, 64 * (i + 1), T, 3 * C);
-            write(here + 2 * TILE, nullptr, value);
+            write(tile + 2 * TILE, nullptr, value);
             fetch(value, query + 2 * C, 64 * (i + 1), T, 3 * C);
             fence_for_async();
-            barrier_arrive(FULL + stage, THREADS);
+            named_barrier_arrive(TILE_FULL + stage, THREADS);
         }
+    // ---- consumer warpgroups, 64 queries each ----------------------------------------------------------------------
     } else {
         take_registers<COMPUTE_REGISTERS>();
-        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
+        const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+        const int row = warp_row + g;  // the thread's rows: row, row + 8
         const int64 rows = int64(b) * T * C + h * HS, head = (int64(b) * NH + h) * T;
-        float* d = tiles + (STAGES * 3 + group) * TILE;
+
+        // The resident rows: dout to shared memory, queries to registers, D and lse of the thread's rows.
+        float* d = tiles + (STAGES * 3 + consumer) * TILE;
         {
-            Load rows_of_dout;
-            fetch(rows_of_dout, dout + rows, group_row, T, C);
-            write(d, nullptr, rows_of_dout);
+            Load dout_rows;
+            fetch(dout_rows, dout + rows, consumer_row, T, C);
+            write(d, nullptr, dout_rows);
         }
         fence_for_async();
-        barrier_wait(OWN + group, GROUP);
-        uint32 q[8][4], p[8][4];
-        load_rows(q, query, group_row + 16 * warp, T, 3 * C);
-        float dot[2] = {0.0f, 0.0f}, log_sum[2] = {0.0f, 0.0f};  // D and lse of the thread's rows; zeros from T on, like their dout
+        named_barrier_sync(CONSUMER_READY + consumer, WARPGROUP);
+        uint32 q[8][4], ds[8][4];
+        load_rows(q, query, warp_row, T, 3 * C);
+        float D_of_rows[2] = {0.0f, 0.0f}, lse_of_rows[2] = {0.0f, 0.0f};  // zeros from T on, as dout
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int r = row + 8 * k;
@@ -281,21 +325,22 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
                 const int64 at = rows + int64(r) * C + 16 * t;
 #pragma unroll
                 for (int c = 0; c < 16; c += 4) {
-                    const float4 x = *reinterpret_cast<const float4*>(dout + at + c), y = *reinterpret_cast<const float4*>(out + at + c);
-                    dot[k] += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+                    const float4 x = *reinterpret_cast<const float4*>(dout + at + c);
+                    const float4 y = *reinterpret_cast<const float4*>(out + at + c);
+                    D_of_rows[k] += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
                 }
-                log_sum[k] = lse[head + r] * LOG2E;
+                lse_of_rows[k] = lse[head + r] * LOG2E;
             }
-            dot[k] = quad_sum(dot[k]);
-            if (t == 0 && r < T) D[head + r] = dot[k];
+            D_of_rows[k] = quad_sum(D_of_rows[k]);
+            if (t == 0 && r < T) D[head + r] = D_of_rows[k];
         }
 
         float s[32], dp[32], dq[32] = {};
-        const int own = min(count, group_row / 64 + 1);
-        const auto weights = [&](int start) {  // s = P
+        const int consumer_count = min(count, consumer_row / 64 + 1);  // tiles of keys up to this consumer's diagonal
+        const auto S_to_P = [&](int start) {  // s = P = exp(S - lse)
 #pragma unroll
-            for (int j = 0; j < 32; j++) s[j] = power_of_2(s[j] * (LOG2E / 8.0f) - log_sum[j % 4 / 2]);
-            if (start == group_row) {  // the diagonal
+            for (int j = 0; j < 32; j++) s[j] = exp2_approx(s[j] * (LOG2E / 8.0f) - lse_of_rows[j % 4 / 2]);
+            if (start == consumer_row) {  // the diagonal
 #pragma unroll
                 for (int j = 0; j < 32; j++) {
                     if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = 0.0f;
@@ -303,74 +348,85 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
             }
         };
 
-        barrier_wait(FULL, THREADS);
+        // Prologue: S = Q K^T and dP = dO V^T of tile 0; dS = P * (dP - D).
+        named_barrier_sync(TILE_FULL, THREADS);
         wgmma_fence();
-        begin_product_transposed(s, q, tiles);
-        begin_product_transposed(dp, d, tiles + 2 * TILE);
+        begin_matmul_transposed(s, q, tiles);
+        begin_matmul_transposed(dp, d, tiles + 2 * TILE);
         wgmma_commit();
         wgmma_wait<0>();
-        pin(s);
-        pin(dp);
-        weights(0);
+        fence_operand(s);
+        fence_operand(dp);
+        S_to_P(0);
 #pragma unroll
-        for (int j = 0; j < 32; j++) s[j] *= dp[j] - dot[j % 4 / 2];
-        as_operand(p, s);
-        for (int i = 1; i < own; i++) {
-            barrier_wait(FULL + i % STAGES, THREADS);
-            pin(s);
-            pin(dp);
-            pin(dq);
+        for (int j = 0; j < 32; j++) s[j] *= dp[j] - D_of_rows[j % 4 / 2];
+        as_operand(ds, s);
+
+        // Steady state: begin S and dP of tile i, then dQ += dS K of tile i - 1.
+        for (int i = 1; i < consumer_count; i++) {
+            named_barrier_sync(TILE_FULL + i % STAGES, THREADS);
+            fence_operand(s);
+            fence_operand(dp);
+            fence_operand(dq);
             wgmma_fence();
-            begin_product_transposed(s, q, tiles + i % STAGES * 3 * TILE);
+            begin_matmul_transposed(s, q, tiles + i % STAGES * 3 * TILE);
             wgmma_commit();
-            begin_product_transposed(dp, d, tiles + i % STAGES * 3 * TILE + 2 * TILE);
+            begin_matmul_transposed(dp, d, tiles + i % STAGES * 3 * TILE + 2 * TILE);
             wgmma_commit();
-            begin_product(dq, p, tiles + (i - 1) % STAGES * 3 * TILE + TILE);
+            begin_matmul(dq, ds, tiles + (i - 1) % STAGES * 3 * TILE + TILE);
             wgmma_commit();
-            wgmma_wait<2>();
-            pin(s);
-            weights(64 * i);
-            wgmma_wait<1>();
-            pin(dp);
+            wgmma_wait<2>();  // S is done
+            fence_operand(s);
+            S_to_P(64 * i);
+            wgmma_wait<1>();  // dP is done
+            fence_operand(dp);
 #pragma unroll
-            for (int j = 0; j < 32; j++) s[j] *= dp[j] - dot[j % 4 / 2];
-            wgmma_wait<0>();
-            pin(dq);
-            if (i - 1 + STAGES < count) barrier_arrive(EMPTY + (i - 1) % STAGES, THREADS);
-            as_operand(p, s);
+            for (int j = 0; j < 32; j++) s[j] *= dp[j] - D_of_rows[j % 4 / 2];
+            wgmma_wait<0>();  // dQ is done, and tile i - 1 no longer needed
+            fence_operand(dq);
+            if (i - 1 + STAGES < count) named_barrier_arrive(TILE_EMPTY + (i - 1) % STAGES, THREADS);
+            as_operand(ds, s);
         }
-        pin(dq);
+
+        // Drain: dQ += dS K of the last tile. Then arrive for the tiles that only the other consumer needs.
+        fence_operand(dq);
         wgmma_fence();
-        begin_product(dq, p, tiles + (own - 1) % STAGES * 3 * TILE + TILE);
+        begin_matmul(dq, ds, tiles + (consumer_count - 1) % STAGES * 3 * TILE + TILE);
         wgmma_commit();
         wgmma_wait<0>();
-        pin(dq);
-        for (int i = own; i < count; i++) barrier_arrive(FULL + i % STAGES, THREADS);  // tiles for the other group only
-        store_rows(dinp + int64(b) * T * 3 * C + h * HS, sums[group][warp], dq, 1.0f / 8.0f, group_row + 16 * warp, T);
-        barrier_wait(OWN + group, GROUP);
-        const int c = threadIdx.x % GROUP;
-        if (c < HS && group_row < T) {
-            const int64 tile = int64(b) * ((T + 63) / 64) + group_row / 64;
-            partials[tile * 3 * C + h * HS + c] = sums[group][0][c] + sums[group][1][c] + sums[group][2][c] + sums[group][3][c];
+        fence_operand(dq);
+        for (int i = consumer_count; i < count; i++) named_barrier_arrive(TILE_FULL + i % STAGES, THREADS);
+
+        // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
+        store_rows(dinp + int64(b) * T * 3 * C + h * HS, sums[consumer][warp], dq, 1.0f / 8.0f, warp_row, T);
+        named_barrier_sync(CONSUMER_READY + consumer, WARPGROUP);
+        const int c = threadIdx.x % WARPGROUP;
+        if (c < HS && consumer_row < T) {
+            const int64 partial = int64(b) * ((T + 63) / 64) + consumer_row / 64;
+            const float(*of_warps)[HS] = sums[consumer];
+            partials[partial * 3 * C + h * HS + c] = of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
         }
     }
-    __syncthreads();  // no group leaves while another still waits at a barrier that it has arrived at
+    __syncthreads();  // no thread leaves while others wait at a barrier where it has only arrived
 }
 
-// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid (NH, tiles of 128 keys, B). Shared memory: DKV_STAGES * 4
-// + 2 tiles and 1024 bytes. The rows of key are in shared memory, too.
+// dkey and dvalue; keys and values are resident, and tiles of queries stream by. Block (384); grid (NH, T / 128 rounded
+// up, B). Shared memory: DKV_STAGES * 4 + 2 tiles and 1024 bytes. The resident keys are in shared memory, the values in
+// registers. Each tile is finished before the next one is begun.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_backward_dkv(float* dinp, float* partials, const float* dout, const float* inp, const float* lse, const float* D, int T) {
+attention_backward_dkv(float* dinp, float* partials, const float* dout, const float* inp, const float* lse,
+                       const float* D, int T) {
     extern __shared__ float4 shared[];
-    __shared__ float sums[2][2][4][HS], statistics[DKV_STAGES][2][64];  // lse in units of log2, and D, of the passing queries
-    float* tiles = tiles_of(shared);  // of each stage: query, query across, dout, dout across
+    __shared__ float sums[2][2][4][HS], statistics[DKV_STAGES][2][64];  // of the queries: lse in units of log2, D
+    float* tiles = tiles_of(shared);  // of each stage: query, query transposed, dout, dout transposed
     const int h = blockIdx.x, b = blockIdx.z;
-    const int first = blockIdx.y * ROWS;  // the first keys have the most queries
+    const int first = blockIdx.y * ROWS;  // the most queries see the first keys
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
     const float* dhead = dout + int64(b) * T * C + h * HS;
     const int64 head = (int64(b) * NH + h) * T;
-    const int count = (T - first + 63) / 64;  // tiles of queries from the first key on
+    const int count = (T - first + 63) / 64;  // tiles of queries from the diagonal on
 
+    // ---- producer warpgroup ----------------------------------------------------------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         Load q, d;
@@ -385,50 +441,60 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
         fetch_statistic(first);
         for (int i = 0; i < count; i++) {
             const int stage = i % DKV_STAGES, next = first + 64 * (i + 1);
-            float* here = tiles + stage * 4 * TILE;
-            if (i >= DKV_STAGES) barrier_wait(EMPTY + stage, THREADS);
-            write(here, here + TILE, q);
+            float* tile = tiles + stage * 4 * TILE;
+            if (i >= DKV_STAGES) named_barrier_sync(TILE_EMPTY + stage, THREADS);
+            write(tile, tile + TILE, q);
             fetch(q, query, next, T, 3 * C);
-            write(here + 2 * TILE, here + 3 * TILE, d);
+            write(tile + 2 * TILE, tile + 3 * TILE, d);
             fetch(d, dhead, next, T, C);
             statistics[stage][threadIdx.x / 64][threadIdx.x % 64] = statistic;
             fetch_statistic(next);
             fence_for_async();
-            barrier_arrive(FULL + stage, THREADS);
+            named_barrier_arrive(TILE_FULL + stage, THREADS);
         }
+    // ---- consumer warpgroups, 64 keys each -------------------------------------------------------------------------
     } else {
         take_registers<COMPUTE_REGISTERS>();
-        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
-        float* k = tiles + (DKV_STAGES * 4 + group) * TILE;
+        const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+        const int row = warp_row + g;  // the thread's rows: row, row + 8
+
+        // The resident rows: keys to shared memory, values to registers.
+        float* k = tiles + (DKV_STAGES * 4 + consumer) * TILE;
         {
             Load rows;
-            fetch(rows, query + C, group_row, T, 3 * C);
+            fetch(rows, query + C, consumer_row, T, 3 * C);
             write(k, nullptr, rows);
         }
         fence_for_async();
-        barrier_wait(OWN + group, GROUP);
+        named_barrier_sync(CONSUMER_READY + consumer, WARPGROUP);
         uint32 v[8][4], p[8][4], ds[8][4];
-        load_rows(v, query + 2 * C, group_row + 16 * warp, T, 3 * C);
+        load_rows(v, query + 2 * C, warp_row, T, 3 * C);
 
-        float s[32], dp[32], dk[32] = {}, dv[32] = {};  // s, dp transposed: keys down, queries across
+        float s[32], dp[32], dk[32] = {}, dv[32] = {};  // S^T, dP^T: keys down, queries across
         for (int i = 0; i < count; i++) {
             const int stage = i % DKV_STAGES, start = first + 64 * i;
-            const float* here = tiles + stage * 4 * TILE;
-            barrier_wait(FULL + stage, THREADS);
-            if (start >= group_row) {  // else all of these queries come earlier
-                pin(s);
-                pin(dp);
+            const float* tile = tiles + stage * 4 * TILE;
+            named_barrier_sync(TILE_FULL + stage, THREADS);
+            if (start >= consumer_row) {  // else all of these queries come before this consumer's keys
+                // Begin S^T = K Q^T and dP^T = V dO^T.
+                fence_operand(s);
+                fence_operand(dp);
                 wgmma_fence();
-                begin_product_transposed(s, k, here);
+                begin_matmul_transposed(s, k, tile);
                 wgmma_commit();
-                begin_product_transposed(dp, v, here + 2 * TILE);
+                begin_matmul_transposed(dp, v, tile + 2 * TILE);
                 wgmma_commit();
                 wgmma_wait<1>();
-                pin(s);
+                fence_operand(s);
+
+                // P^T = exp(S^T - lse)
 #pragma unroll
-                for (int j = 0; j < 32; j++) s[j] = power_of_2(s[j] * (LOG2E / 8.0f) - statistics[stage][0][j / 4 * 8 + 2 * t + j % 2]);
-                if (start == group_row) {  // the diagonal
+                for (int j = 0; j < 32; j++) {
+                    s[j] = exp2_approx(s[j] * (LOG2E / 8.0f) - statistics[stage][0][j / 4 * 8 + 2 * t + j % 2]);
+                }
+                if (start == consumer_row) {  // the diagonal
 #pragma unroll
                     for (int j = 0; j < 32; j++) {
                         if (start + j / 4 * 8 + 2 * t + j % 2 < row + j % 4 / 2 * 8) s[j] = 0.0f;
@@ -436,36 +502,43 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
                 }
                 as_operand(p, s);
                 wgmma_wait<0>();
-                pin(dp);
+                fence_operand(dp);
+
+                // dS^T = P^T * (dP^T - D)
 #pragma unroll
                 for (int j = 0; j < 32; j++) {
-                    // s again, with no register of its own
+                    // P^T, read back from the operand: s itself would need more registers than there are
                     const float rounded = __uint_as_float(p[j / 4][j % 2 * 2 + j % 4 / 2] & 0xffffe000);
                     dp[j] = rounded * (dp[j] - statistics[stage][1][j / 4 * 8 + 2 * t + j % 2]);
                 }
                 as_operand(ds, dp);
-                pin(dv);
-                pin(dk);
+
+                // dV += P^T dO and dK += dS^T Q
+                fence_operand(dv);
+                fence_operand(dk);
                 wgmma_fence();
-                begin_product(dv, p, here + 3 * TILE);
-                begin_product(dk, ds, here + TILE);
+                begin_matmul(dv, p, tile + 3 * TILE);
+                begin_matmul(dk, ds, tile + TILE);
                 wgmma_commit();
                 wgmma_wait<0>();
-                pin(dv);
-                pin(dk);
+                fence_operand(dv);
+                fence_operand(dk);
             }
-            if (i + DKV_STAGES < count) barrier_arrive(EMPTY + stage, THREADS);
+            if (i + DKV_STAGES < count) named_barrier_arrive(TILE_EMPTY + stage, THREADS);
         }
+
+        // Epilogue: dkey = dK / sqrt(HS), dvalue = dV, and their column sums for the gradient of the bias.
         float* dhead_inp = dinp + int64(b) * T * 3 * C + h * HS;
-        store_rows(dhead_inp + C, sums[group][0][warp], dk, 1.0f / 8.0f, group_row + 16 * warp, T);
-        store_rows(dhead_inp + 2 * C, sums[group][1][warp], dv, 1.0f, group_row + 16 * warp, T);
-        barrier_wait(OWN + group, GROUP);
-        const int kind = threadIdx.x % GROUP / HS, c = threadIdx.x % HS;  // 0: dkey, 1: dvalue
-        if (group_row < T) {
-            const int64 tile = int64(b) * ((T + 63) / 64) + group_row / 64;
-            const float(*parts)[HS] = sums[group][kind];
-            partials[tile * 3 * C + (1 + kind) * C + h * HS + c] = parts[0][c] + parts[1][c] + parts[2][c] + parts[3][c];
+        store_rows(dhead_inp + C, sums[consumer][0][warp], dk, 1.0f / 8.0f, warp_row, T);
+        store_rows(dhead_inp + 2 * C, sums[consumer][1][warp], dv, 1.0f, warp_row, T);
+        named_barrier_sync(CONSUMER_READY + consumer, WARPGROUP);
+        const int kind = threadIdx.x % WARPGROUP / HS, c = threadIdx.x % HS;  // 0: dkey, 1: dvalue
+        if (consumer_row < T) {
+            const int64 partial = int64(b) * ((T + 63) / 64) + consumer_row / 64;
+            const float(*of_warps)[HS] = sums[consumer][kind];
+            partials[partial * 3 * C + (1 + kind) * C + h * HS + c] =
+                of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
         }
     }
-    __syncthreads();  // no group leaves while another still waits at a barrier that it has arrived at
+    __syncthreads();  // no thread leaves while others wait at a barrier where it has only arrived
 }

@@ -1,108 +1,136 @@
-// Causal attention as in attention.cu, with the same formulas, for Hopper (sm_90a), heads of 64, bfloat16.
+// Causal attention as in attention.cu, the same formulas, for Hopper (sm_90a), heads of 64, bfloat16. The algorithm is
+// FlashAttention-2's; the pipeline, with a producer warpgroup and two consumer warpgroups, is that of FlashAttention-3,
+// Shah et al. 2024, https://arxiv.org/abs/2407.08608
 //
-// A block takes items one after the other, 128 rows of one head, queries or, in attention_backward_dkv, keys: one block stays on each
-// multiprocessor or, where there are few items, each item has its block. A block is three warpgroups. One thread of the first
-// one loads: it has TMA bring the item's rows, and tiles of 64 or 128 rows of what passes by them, from the packed tensors to
-// shared memory, always some tiles ahead, over the end of an item, too. The other two groups compute: each takes 64 of the rows
-// into registers, as the A operands of the tensor cores, and multiplies them with the tiles as they come. S, P, dP and dS live
-// in registers only, and a tile serves as either operand as it lies: rows are the inner dimension of S = query @ key^T, columns
-// that of P @ value.
+// A work item is 128 rows of one head: queries or, in attention_backward_dkv, keys and values. These rows are resident:
+// they stay on the chip while tiles of 64 or 128 rows of the other tensors stream by. Blocks are persistent: one per
+// multiprocessor takes item after item. (Where items are few, each has a block of its own.) How data travels, in the
+// forward pass:
 //
-// Products are begun and waited for apart: those of P with a tile run while the softmax of the next tile is worked out, and
-// what one group leaves idle of the tensor cores, the other one takes.
+//     queries       --TMA--> shared memory --ldmatrix--> registers ---+
+//     keys, values  --TMA--> shared memory, a ring buffer of tiles ---+--wgmma--> S, P, O in registers
+//     O             --stmatrix--> shared memory --TMA--> out
 //
-// The maps that TMA goes by are made by train_gpt2_cuda.py: of inp (B,T,3C), dout and out (B,T,C), boxes of 64 rows by HS columns, and of
-// what a kernel writes, of 16 rows. Rows from T on arrive as zeros, and are not written.
+// In the producer warpgroup, one thread issues TMA loads, always some tiles ahead, across the end of an item too. Each
+// consumer warpgroup has 64 of the item's rows. S, P, dP and dS live in its registers only. Keys need no transposing
+// for S = Q K^T, nor values for O += P V: wgmma reads the one K-major, the other MN-major.
 //
-// Bound by the tensor cores (2048 multiply-adds a cycle and multiprocessor) and, as much, by exp (16 a cycle: for each element
-// of P, as long as its two products with heads of 64). H200, B=64, T=1024: 346 TFLOP/s forward, 329 backward (five products counted,
-// seven done); cuDNN 344 and 254. The ladder is in dev/attention.md.
+// A consumer begins a wgmma and waits for it later, so that the tensor cores have work during the softmax (P_i =
+// softmax of S_i):
+//
+//     tensor cores   S_0 |     | S_1, O += P_0 V_0 | S_2, O += P_1 V_1 | ... | O += P_n V_n
+//     other units        | P_0 |     P_1           |     P_2           | ... |
+//                    prologue  |             steady state                    | drain, then epilogue: scale and store O
+//
+// When one consumer still leaves the tensor cores idle, the other one uses them.
+//
+// The TMA maps are made by llmc/device.py: of inp (B,T,3C), dout and out (B,T,C), with boxes of 64 rows by HS columns;
+// of what a kernel writes, with boxes of 16 rows. Rows from T on arrive as zeros, and are not written. Tensors that
+// have a map are used through it alone: the pointers to them (out, inp, dout, dinp) only keep attention.cu's arguments.
+//
+// Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and, as much, by exp (16 per cycle: with
+// heads of 64, exp of an element of P takes as long as its part of the two matmuls). H200, B=64, T=1024: 346 TFLOP/s
+// forward, 329 backward (five matmuls counted, seven done); cuDNN 344 and 254. The steps from a simple kernel to this
+// one are in dev/attention.md.
 
 #include "hopper.cuh"
 #include "mma.cuh"
 
-static_assert(sizeof(element) == 2 && HS == 64, "elsewhere, attention_bf16.cu or attention.cu is used");
+static_assert(sizeof(element) == 2 && HS == 64, "elsewhere, attention.cu is used");
 
-constexpr int GROUPS = 2;  // that compute
-constexpr int THREADS = (1 + GROUPS) * GROUP;
-constexpr int ROWS = GROUPS * 64;  // of an item
+constexpr int CONSUMERS = ATTENTION_GROUPS;  // warpgroups that compute
+constexpr int THREADS = ATTENTION_THREADS;
+constexpr int ROWS = ATTENTION_FORWARD_ROWS;  // of an item
 constexpr int LOADER_REGISTERS = 24, COMPUTE_REGISTERS = 240;
-constexpr int BOX = 64 * HS;       // elements of a box: 64 rows
+constexpr int BOX = ATTENTION_READ_ROWS * HS;  // elements of a box
 constexpr int BOX_BYTES = BOX * sizeof(element);
 
-// Boxes of each passing tensor that make a tile, and tiles that there is room for.
-constexpr int FORWARD_BOXES = 2, FORWARD_STAGES = 4;
-constexpr int DQUERY_STAGES = 8, DKV_STAGES = 8;  // of one box each
+// Boxes of a tile, and stages of the ring of tiles. A stage has a tile of each streamed tensor.
+constexpr int FORWARD_BOXES = ATTENTION_FORWARD_BOXES, FORWARD_STAGES = ATTENTION_FORWARD_STAGES;
+constexpr int DQUERY_STAGES = ATTENTION_DQUERY_STAGES, DKV_STAGES = ATTENTION_DKV_STAGES;  // of one box each
 
-// An item of work: 128 rows of one head, from row 128 * tile on.
+static_assert(THREADS == (1 + CONSUMERS) * WARPGROUP, "beside the consumer warpgroups, one loads");
+static_assert(ROWS == CONSUMERS * 64 && ATTENTION_BACKWARD_ROWS == ROWS, "each consumer has 64 rows");
+static_assert(ATTENTION_READ_ROWS == 64 && ATTENTION_WRITE_ROWS == 16, "TMA reads 64 rows, and writes a warp's 16");
+static_assert(ATTENTION_FORWARD_SHARED == (2 * CONSUMERS + FORWARD_STAGES * 2 * FORWARD_BOXES) * BOX_BYTES + 1024 &&
+                  ATTENTION_DQUERY_SHARED == (4 * CONSUMERS + DQUERY_STAGES * 2) * BOX_BYTES + 1024 &&
+                  ATTENTION_DKV_SHARED == (4 * CONSUMERS + DKV_STAGES * 2) * BOX_BYTES + 1024,
+              "shared memory: an item's rows and results, and the stages, from the next multiple of 1024 bytes on");
+
+// A work item: a chunk of 128 rows of one head, from row 128 * chunk on.
 struct Item {
-    int tile, h, b;
+    int chunk, h, b;
 };
 
-// This block's item number `round`; false when there are no more. Items come in the order of w: first tile 0 of all heads, then tile 1 ...
-// The blocks take turns forwards and backwards, because tiles get cheaper along the way (or, counted from the end, dearer first).
+// The block's item number `round`; false when there are no more. Items are numbered in order of falling cost: chunk 0
+// of all heads, then chunk 1 ... Every other round, the blocks take them in reverse order, which evens out their
+// totals.
 __device__ inline bool pick(Item& item, int round, int T, const Divisor& heads) {
     const int blocks = gridDim.x, w = round * blocks + (round % 2 ? blocks - 1 - int(blockIdx.x) : int(blockIdx.x));
-    const int tile = heads.quotient(w), head = w - tile * heads.by;
-    item = {tile, head % NH, head / NH};
-    return tile < (T + ROWS - 1) / ROWS;
+    const int chunk = heads.quotient(w), head = w - chunk * heads.divisor;
+    item = {chunk, head % NH, head / NH};
+    return chunk < (T + ROWS - 1) / ROWS;
 }
 
-// All threads of the block, before anything else: the rings' barriers, for so many arrivals beside the announced bytes.
+// By all threads of the block, before they use the rings. The arrivals are those at `full`.
 template <int STAGES, int LANES>
-__device__ inline void make_rings(Ring<1, LANES>& rows, int row_arrivals, Ring<STAGES>& ring, int arrivals) {
+__device__ inline void init_rings(Ring<1, LANES>& resident, int resident_arrivals, Ring<STAGES>& streamed,
+                                  int streamed_arrivals) {
     if (threadIdx.x == 0) {
-        rows.make(row_arrivals, 4 * GROUPS);
-        ring.make(arrivals, 4 * GROUPS);
-        fence_barriers();
+        resident.init(resident_arrivals, 4 * CONSUMERS);
+        streamed.init(streamed_arrivals, 4 * CONSUMERS);
+        fence_mbarrier_init();
     }
     __syncthreads();
 }
 
-// By the loading thread: tile number n of the ring, BOXES boxes of keys and as many of values.
+// By the producer thread: wait for the stage of tile n to be empty, and begin to load it: BOXES boxes of keys and as
+// many of values.
 template <int BOXES, int STAGES>
-__device__ inline void load_keys_and_values(Ring<STAGES>& ring, int n, element* tiles, const TensorMap& map, int column, int start, int b) {
+__device__ inline void load_keys_and_values(Ring<STAGES>& kv_ring, int n, element* tiles, const TensorMap& map,
+                                            int column, int start, int b) {
     const int stage = n % STAGES;
-    element* here = tiles + stage * 2 * BOXES * BOX;
-    ring.wait_for_room(n);
-    barrier_expect(&ring.full[stage], 2 * BOXES * BOX_BYTES);
+    element* const tile = tiles + stage * 2 * BOXES * BOX;
+    kv_ring.wait_empty(n);
+    mbarrier_arrive_expect_tx(&kv_ring.full[stage], 2 * BOXES * BOX_BYTES);
     for (int j = 0; j < BOXES; j++) {
-        load_box(here + j * BOX, &map, &ring.full[stage], C + column, start + 64 * j, b);
-        load_box(here + (BOXES + j) * BOX, &map, &ring.full[stage], 2 * C + column, start + 64 * j, b);
+        load_box(tile + j * BOX, &map, &kv_ring.full[stage], C + column, start + 64 * j, b);
+        load_box(tile + (BOXES + j) * BOX, &map, &kv_ring.full[stage], 2 * C + column, start + 64 * j, b);
     }
 }
 
-// This warp's 16 rows of a box as the A operands of 4 products.
+// ldmatrix: the warp's 16 rows of a box (64,HS), as the A operands of 4 wgmmas.
 __device__ inline void read_rows(uint32 (&a)[4][4], const element* box) {
-    const int lane = threadIdx.x % 32, r = threadIdx.x % GROUP / 32 * 16 + lane % 16;
+    const int lane = threadIdx.x % 32, r = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < 4; k++) load_tiles<0>(a[k], box + r * 64 + ((2 * k + lane / 16) ^ r % 8) * 8);
 }
 
-// Write a warp's 16 rows (16,64) of one head, times a factor for each of the thread's two rows, by way of `room`, a quarter of a box; all
-// but the newest PENDING of the warp's rooms are to be free then.
+// The epilogue of a warp: its 16 rows (16,64) of one head, times a factor for each of the thread's two rows, go to
+// `staging`, a quarter of a box, by stmatrix, and from there to the tensor by TMA. Before it overwrites the staging,
+// the warp waits until all its stores but the newest PENDING have read theirs.
 template <int PENDING>
-__device__ inline void store_rows(const TensorMap& map, element* room, const float (&d)[32], float upper, float lower, int column, int row,
-                                  int b) {
+__device__ inline void store_rows(const TensorMap& map, element* staging, const float (&d)[32], float upper,
+                                  float lower, int column, int row, int b) {
     const int lane = threadIdx.x % 32, r = lane % 16;
     if (lane == 0) stores_wait<PENDING>();
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const float* x = d + 8 * k;
-        store_tiles({as_pair(x[0] * upper, x[1] * upper), as_pair(x[2] * lower, x[3] * lower), as_pair(x[4] * upper, x[5] * upper),
-                     as_pair(x[6] * lower, x[7] * lower)},
-                    room + r * 64 + ((2 * k + lane / 16) ^ r % 8) * 8);
+        store_tiles({as_pair(x[0] * upper, x[1] * upper), as_pair(x[2] * lower, x[3] * lower),
+                     as_pair(x[4] * upper, x[5] * upper), as_pair(x[6] * lower, x[7] * lower)},
+                    staging + r * 64 + ((2 * k + lane / 16) ^ r % 8) * 8);
     }
     fence_for_async();
     __syncwarp();
     if (lane == 0) {
-        store_box(&map, room, column, row, b);
+        store_box(&map, staging, column, row, b);
         stores_commit();
     }
 }
 
-// sums[c] = the sum over the warp's 16 rows, times `factor`.
+// sums[c] = the sum of column c over the warp's 16 rows, times `factor`.
 __device__ inline void sum_rows(float* sums, const float (&d)[32], float factor) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float v[16];
@@ -115,24 +143,25 @@ __device__ inline void sum_rows(float* sums, const float (&d)[32], float factor)
     *reinterpret_cast<float2*>(sums + 8 * n + 2 * t) = float2{v[0], v[1]};
 }
 
-// d (64,n) = rows (64,HS) @ tile (n,HS)^T, begun.
+// Begin d (64,n) = rows (64,HS) @ tile (n,HS)^T, like S = Q K^T.
 template <int N>
-__device__ inline void begin_product_transposed(float (&d)[N], const uint32 (&rows)[4][4], const element* tile) {
-    const unsigned long long b = describe(tile);  // once: the chain of operations that makes it would hold up every wgmma
+__device__ inline void begin_matmul_transposed(float (&d)[N], const uint32 (&rows)[4][4], const element* tile) {
+    const unsigned long long b = descriptor(tile);  // once per tile: made anew for each wgmma, it would delay each
 #pragma unroll
     for (int k = 0; k < 4; k++) wgmma<0>(d, rows[k], b + k * 2, k > 0);  // 16 columns are 32 bytes
 }
 
-// d (64,HS) += p (64,n) @ tile (n,HS), begun. p must stay as it is until the product is done, which has to be before the end of the
-// loop's body: over the end, the compiler (CUDA 13.0) loses sight of it, and gives its registers to the rows.
+// Begin d (64,HS) += p (64,n) @ tile (n,HS), like O += P V. p must not change until this is done. Wait for that in the
+// same iteration of a loop: across the end of the loop's body, the compiler (CUDA 13.0) loses track of p and uses its
+// registers for something else.
 template <int K>
-__device__ inline void begin_product(float (&d)[32], const uint32 (&p)[K][4], const element* tile) {
-    const unsigned long long b = describe(tile);
+__device__ inline void begin_matmul(float (&d)[32], const uint32 (&p)[K][4], const element* tile) {
+    const unsigned long long b = descriptor(tile);
 #pragma unroll
     for (int k = 0; k < K; k++) wgmma<1>(d, p[k], b + k * 128, 1);  // 16 rows are 2048 bytes
 }
 
-// A result of one product as the A operand of the next.
+// The accumulators of one matmul, rounded, as the A operand of the next: S -> P.
 template <int K>
 __device__ inline void as_operand(uint32 (&a)[K][4], const float (&d)[8 * K]) {
 #pragma unroll
@@ -142,197 +171,229 @@ __device__ inline void as_operand(uint32 (&a)[K][4], const float (&d)[8 * K]) {
     }
 }
 
-// The bias's share of an item: partials[tile, c] = the sums of the four warps of this group.
-__device__ inline void put_sums(float* partials, const float (&sums)[4][HS], int column, int b, int group_row, int T) {
-    const int c = threadIdx.x % GROUP;
-    if (c >= HS || group_row >= T) return;
-    const int64 tile = int64(b) * ((T + 63) / 64) + group_row / 64;
-    partials[tile * 3 * C + column + c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
+// A row of partials = the sums of the consumer's four warps: its 64 rows' part of the gradient of the bias.
+__device__ inline void put_partials(float* partials, const float (&sums)[4][HS], int column, int b, int consumer_row,
+                                    int T) {
+    const int c = threadIdx.x % WARPGROUP;
+    if (c >= HS || consumer_row >= T) return;
+    const int64 partial = int64(b) * ((T + 63) / 64) + consumer_row / 64;
+    partials[partial * 3 * C + column + c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
 }
 
 constexpr float TO_LOG2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
-constexpr int OWN = 1;                   // the first of the hardware's barriers for one group alone
 
-// Block (384); grid (any number of blocks, which share out the items). Shared memory: 4 + FORWARD_STAGES * 2 * FORWARD_BOXES boxes and 1024
-// bytes.
+// Named barriers, one for each consumer: SUMS + consumer guards that consumer's `sums`, and is passed twice per item:
+// when all its warps have read the previous item's sums, and when all have written this one's.
+enum NamedBarrier { SUMS = 1 };
+
+// Block (384); grid (any number of blocks, which share out the items). Shared memory: 4 + FORWARD_STAGES * 2 *
+// FORWARD_BOXES boxes and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_forward(element* out, float* lse, const element* inp, int T, int B, const __grid_constant__ TensorMap map,
+attention_forward(element* out, float* lse, const element* inp, int T, int B, const __grid_constant__ TensorMap inp_map,
                   const __grid_constant__ TensorMap out_map) {
     extern __shared__ float4 shared[];
-    __shared__ Ring<1> rows;
-    __shared__ Ring<FORWARD_STAGES> ring;
-    constexpr int KEYS = FORWARD_BOXES * 64, TILE = FORWARD_BOXES * BOX;
+    __shared__ Ring<1> query_ring;            // guards `queries`
+    __shared__ Ring<FORWARD_STAGES> kv_ring;  // guards `tiles`
+    constexpr int KEYS = FORWARD_BOXES * 64, KEY_TILE = FORWARD_BOXES * BOX;  // of a tile: rows, elements
     element* const queries = tiles_of(shared);
-    element* const rooms = queries + GROUPS * BOX;  // for each warp: of out, until TMA has read it
-    element* const tiles = rooms + GROUPS * BOX;    // of each stage: key, value
-    const int last_tile = (T - 1) / ROWS;
-    make_rings(rows, 1, ring, 1);
+    element* const staging_of_warps = queries + CONSUMERS * BOX;  // out, on its way to TMA
+    element* const tiles = staging_of_warps + CONSUMERS * BOX;    // of each stage: keys, values
+    const int last_chunk = (T - 1) / ROWS;
+    init_rings(query_ring, 1, kv_ring, 1);
     const Divisor heads(NH * B);
-    Item item;
+    Item item;  // counted from the last queries, which see the most keys
 
+    // ---- producer warpgroup ----------------------------------------------------------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
             for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
-                const int first = (last_tile - item.tile) * ROWS, column = item.h * HS;
-                rows.wait_for_room(round);
-                barrier_expect(&rows.full[0], GROUPS * BOX_BYTES);
-                for (int j = 0; j < GROUPS; j++) load_box(queries + j * BOX, &map, &rows.full[0], column, first + 64 * j, item.b);
+                const int first = (last_chunk - item.chunk) * ROWS, column = item.h * HS;
+                // The item's queries, as soon as the consumers have those of the previous item in registers.
+                query_ring.wait_empty(round);
+                mbarrier_arrive_expect_tx(&query_ring.full[0], CONSUMERS * BOX_BYTES);
+                for (int j = 0; j < CONSUMERS; j++) {
+                    load_box(queries + j * BOX, &inp_map, &query_ring.full[0], column, first + 64 * j, item.b);
+                }
+                // The tiles of keys and values up to the diagonal. n goes on from item to item, as the ring does.
                 for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
-                    load_keys_and_values<FORWARD_BOXES>(ring, n, tiles, map, column, start, item.b);
+                    load_keys_and_values<FORWARD_BOXES>(kv_ring, n, tiles, inp_map, column, start, item.b);
                 }
             }
         }
+    // ---- consumer warpgroups, 64 queries each ----------------------------------------------------------------------
     } else {
         take_registers<COMPUTE_REGISTERS>();
-        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        element* const room = rooms + (group * 4 + warp) * (BOX / 4);
+        const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        element* const staging = staging_of_warps + (consumer * 4 + warp) * (BOX / 4);
+        const auto key_tile = [&](int n) { return tiles + n % FORWARD_STAGES * 2 * KEY_TILE; };
+        const auto value_tile = [&](int n) { return key_tile(n) + KEY_TILE; };
         for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
-            const int first = (last_tile - item.tile) * ROWS;
-            const int group_row = first + 64 * group, row = group_row + 16 * warp + g;  // the thread's rows: row, row + 8
+            const int first = (last_chunk - item.chunk) * ROWS;
+            const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+            const int row = warp_row + g;  // the thread's rows: row, row + 8
+            const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys up to the diagonal
+            static_assert(KEYS == ROWS, "both consumers need the same tiles");
             uint32 q[4][4], p[KEYS / 16][4];
-            rows.wait(round);
-            read_rows(q, queries + group * BOX);
-            rows.release(round);
-            float s[KEYS / 2], o[32] = {}, largest[2] = {-INFINITE, -INFINITE}, sum[2] = {0.0f, 0.0f}, shrink[2];
-            const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys that are not later than every query here
-            static_assert(KEYS == ROWS, "both groups need the same tiles");
-
-            const auto softmax = [&](int start) {
-                softmax_of_tile(s, largest, sum, shrink, TO_LOG2, start + KEYS > group_row, start, row);
+            float s[KEYS / 2], o[32] = {}, row_max[2] = {-INFINITE, -INFINITE}, row_sum[2] = {0.0f, 0.0f}, rescale[2];
+            const auto softmax = [&](int start) {  // s = P
+                softmax_of_tile(s, row_max, row_sum, rescale, TO_LOG2, start + KEYS > consumer_row, start, row);
             };
 
-            ring.wait(n);
+            // Wait for the queries, and keep them in registers.
+            query_ring.wait_full(round);
+            read_rows(q, queries + consumer * BOX);
+            query_ring.release(round);
+
+            // Prologue: S = Q K^T of tile 0, and its softmax.
+            kv_ring.wait_full(n);
             wgmma_fence();
-            begin_product_transposed(s, q, tiles + n % FORWARD_STAGES * 2 * TILE);
+            begin_matmul_transposed(s, q, key_tile(n));
             wgmma_commit();
             wgmma_wait<0>();
-            pin(s);
+            fence_operand(s);
             softmax(0);
             as_operand(p, s);
+
+            // Steady state: begin S = Q K^T of tile i and O += P V of tile i - 1, which overlaps the softmax of tile i.
             for (int i = 1; i < count; i++) {
                 n++;
-                ring.wait(n);
-                pin(s);
-                pin(o);
+                kv_ring.wait_full(n);
+                fence_operand(s);
+                fence_operand(o);
                 wgmma_fence();
-                begin_product_transposed(s, q, tiles + n % FORWARD_STAGES * 2 * TILE);
+                begin_matmul_transposed(s, q, key_tile(n));
                 wgmma_commit();
-                begin_product(o, p, tiles + (n - 1) % FORWARD_STAGES * 2 * TILE + TILE);
+                begin_matmul(o, p, value_tile(n - 1));
                 wgmma_commit();
-                wgmma_wait<1>();
-                pin(s);
+                wgmma_wait<1>();  // S is done
+                fence_operand(s);
                 softmax(KEYS * i);
-                wgmma_wait<0>();
-                pin(o);
-                ring.release(n - 1);
+                wgmma_wait<0>();  // O is done, and tile i - 1 no longer needed
+                fence_operand(o);
+                kv_ring.release(n - 1);
 #pragma unroll
-                for (int j = 0; j < 32; j++) o[j] *= shrink[j % 4 / 2];
+                for (int j = 0; j < 32; j++) o[j] *= rescale[j % 4 / 2];
                 as_operand(p, s);
             }
-            pin(o);
+
+            // Drain: O += P V of the last tile; meanwhile lse.
+            fence_operand(o);
             wgmma_fence();
-            begin_product(o, p, tiles + n % FORWARD_STAGES * 2 * TILE + TILE);
+            begin_matmul(o, p, value_tile(n));
             wgmma_commit();
-            sum[0] = quad_sum(sum[0]);
-            sum[1] = quad_sum(sum[1]);
+            row_sum[0] = quad_sum(row_sum[0]);
+            row_sum[1] = quad_sum(row_sum[1]);
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 const int r = row + 8 * k;
-                if (t == 0 && r < T) lse[(int64(item.b) * NH + item.h) * T + r] = largest[k] / 8.0f + log2f(sum[k]) * LN2;
+                float* const lse_of_head = lse + (int64(item.b) * NH + item.h) * T;
+                if (t == 0 && r < T) lse_of_head[r] = row_max[k] / 8.0f + log2f(row_sum[k]) * LN2;
             }
             wgmma_wait<0>();
-            pin(o);
-            ring.release(n++);
-            store_rows<0>(out_map, room, o, 1.0f / sum[0], 1.0f / sum[1], item.h * HS, group_row + 16 * warp, item.b);
+            fence_operand(o);
+            kv_ring.release(n++);
+
+            // Epilogue: out = O / row_sum.
+            store_rows<0>(out_map, staging, o, 1.0f / row_sum[0], 1.0f / row_sum[1], item.h * HS, warp_row, item.b);
         }
-        if (threadIdx.x % 32 == 0) stores_wait<0>();  // shared memory stays until TMA has read it
+        if (threadIdx.x % 32 == 0) stores_wait<0>();  // a block's shared memory must last until TMA has read it
     }
 }
 
-// dquery, and D for attention_backward_dkv. Block (384); grid as above. Shared memory: 8 + DQUERY_STAGES * 2 boxes and 1024 bytes.
+// dquery, and D for attention_backward_dkv. Resident: query, dout, out and lse of the item's queries; keys and values
+// stream by. Block (384); grid as above. Shared memory: 8 + DQUERY_STAGES * 2 boxes and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp, const element* out,
-                          const float* lse, int T, int B, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap dout_map,
-                          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap dinp_map) {
+attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
+                          const element* out, const float* lse, int T, int B, const __grid_constant__ TensorMap inp_map,
+                          const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap out_map,
+                          const __grid_constant__ TensorMap dinp_map) {
     extern __shared__ float4 shared[];
-    __shared__ Ring<1, 32> rows;
-    __shared__ Ring<DQUERY_STAGES> ring;
-    __shared__ float sums[GROUPS][4][HS], log_sums[ROWS];  // lse in units of log2 of the item's rows
+    __shared__ Ring<1, 32> query_ring;       // guards `queries`, `douts`, `outs` and `lses`
+    __shared__ Ring<DQUERY_STAGES> kv_ring;  // guards `tiles`
+    __shared__ float sums[CONSUMERS][4][HS], lses[ROWS];  // lse in units of log2
     constexpr int KEYS = 64;
     element* const queries = tiles_of(shared);
-    element* const dqueries = queries + GROUPS * BOX;  // dout
-    element* const outs = dqueries + GROUPS * BOX;
-    element* const rooms = outs + GROUPS * BOX;        // for each warp: of dquery
-    element* const tiles = rooms + GROUPS * BOX;       // of each stage: key, value
-    const int last_tile = (T - 1) / ROWS;
-    make_rings(rows, 1 + 64, ring, 1);
+    element* const douts = queries + CONSUMERS * BOX;
+    element* const outs = douts + CONSUMERS * BOX;
+    element* const staging_of_warps = outs + CONSUMERS * BOX;   // dquery, on its way to TMA
+    element* const tiles = staging_of_warps + CONSUMERS * BOX;  // of each stage: keys, values
+    const int last_chunk = (T - 1) / ROWS;
+    init_rings(query_ring, 1 + 64, kv_ring, 1);
     const Divisor heads(NH * B);
-    Item item;
+    Item item;  // counted from the last queries, which see the most keys
 
+    // ---- producer warpgroup: thread 0 for what TMA loads, two warps for lse ----------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
             for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
-                const int first = (last_tile - item.tile) * ROWS, column = item.h * HS;
-                rows.wait_for_room(round);
-                barrier_expect(&rows.full[0], 3 * GROUPS * BOX_BYTES);
-                for (int j = 0; j < GROUPS; j++) {
-                    load_box(dqueries + j * BOX, &dout_map, &rows.full[0], column, first + 64 * j, item.b);
-                    load_box(outs + j * BOX, &out_map, &rows.full[0], column, first + 64 * j, item.b);
-                    load_box(queries + j * BOX, &map, &rows.full[0], column, first + 64 * j, item.b);
+                const int first = (last_chunk - item.chunk) * ROWS, column = item.h * HS;
+                query_ring.wait_empty(round);
+                mbarrier_arrive_expect_tx(&query_ring.full[0], 3 * CONSUMERS * BOX_BYTES);
+                for (int j = 0; j < CONSUMERS; j++) {
+                    load_box(douts + j * BOX, &dout_map, &query_ring.full[0], column, first + 64 * j, item.b);
+                    load_box(outs + j * BOX, &out_map, &query_ring.full[0], column, first + 64 * j, item.b);
+                    load_box(queries + j * BOX, &inp_map, &query_ring.full[0], column, first + 64 * j, item.b);
                 }
                 for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
-                    load_keys_and_values<1>(ring, n, tiles, map, column, start, item.b);
+                    load_keys_and_values<1>(kv_ring, n, tiles, inp_map, column, start, item.b);
                 }
             }
         } else if (threadIdx.x >= 64) {
             for (int round = 0; pick(item, round, T, heads); round++) {
-                const int r = threadIdx.x - 64, first = (last_tile - item.tile) * ROWS;
+                const int r = threadIdx.x - 64, first = (last_chunk - item.chunk) * ROWS;
                 const float* from = lse + (int64(item.b) * NH + item.h) * T;
-                const float upper = first + r < T ? from[first + r] : 0.0f, lower = first + 64 + r < T ? from[first + 64 + r] : 0.0f;
-                rows.wait_for_room(round);
-                log_sums[r] = upper * LOG2E;
-                log_sums[64 + r] = lower * LOG2E;
-                barrier_arrive(&rows.full[0]);
+                const float upper = first + r < T ? from[first + r] : 0.0f;
+                const float lower = first + 64 + r < T ? from[first + 64 + r] : 0.0f;
+                query_ring.wait_empty(round);
+                lses[r] = upper * LOG2E;
+                lses[64 + r] = lower * LOG2E;
+                mbarrier_arrive(&query_ring.full[0]);
             }
         }
+    // ---- consumer warpgroups, 64 queries each ----------------------------------------------------------------------
     } else {
         take_registers<COMPUTE_REGISTERS>();
-        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        element* const room = rooms + (group * 4 + warp) * (BOX / 4);
+        const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        element* const staging = staging_of_warps + (consumer * 4 + warp) * (BOX / 4);
         for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
-            const int first = (last_tile - item.tile) * ROWS;
-            const int group_row = first + 64 * group, row = group_row + 16 * warp + g;
+            const int first = (last_chunk - item.chunk) * ROWS;
+            const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+            const int row = warp_row + g;  // the thread's rows: row, row + 8
             uint32 q[4][4], d[4][4], ds[KEYS / 16][4];
-            float dot[2] = {0.0f, 0.0f};  // D of the thread's rows
-            rows.wait(round);
-            read_rows(d, dqueries + group * BOX);
-            read_rows(q, outs + group * BOX);
-            const float log_sum[2] = {log_sums[row - first], log_sums[row - first + 8]};
+            float s[KEYS / 2], dp[KEYS / 2], dq[32] = {}, D_of_rows[2] = {0.0f, 0.0f};
+
+            // Wait for the resident rows. q and dout stay in registers; of out, only D = sum over HS of dout * out is
+            // needed.
+            query_ring.wait_full(round);
+            read_rows(d, douts + consumer * BOX);
+            read_rows(q, outs + consumer * BOX);  // out, for now
+            const float lse_of_rows[2] = {lses[row - first], lses[row - first + 8]};
 #pragma unroll
             for (int k = 0; k < 4; k++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float2 x = as_floats(q[k][i]), y = as_floats(d[k][i]);
-                    dot[i % 2] += x.x * y.x + x.y * y.y;
+                    D_of_rows[i % 2] += x.x * y.x + x.y * y.y;
                 }
             }
-            read_rows(q, queries + group * BOX);
-            rows.release(round);
+            read_rows(q, queries + consumer * BOX);
+            query_ring.release(round);
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                dot[k] = quad_sum(dot[k]);
-                if (t == 0 && row + 8 * k < T) D[(int64(item.b) * NH + item.h) * T + row + 8 * k] = dot[k];
+                D_of_rows[k] = quad_sum(D_of_rows[k]);
+                if (t == 0 && row + 8 * k < T) D[(int64(item.b) * NH + item.h) * T + row + 8 * k] = D_of_rows[k];
             }
 
-            float s[KEYS / 2], dp[KEYS / 2], dq[32] = {};
-            const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;
-            const int own = min(count, group_row / KEYS + 1);  // the others are later than all queries of this group
-            const auto weights = [&](int start) {              // s = P
+            const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys up to the block's diagonal
+            const int consumer_count = min(count, consumer_row / KEYS + 1);    // up to this consumer's
+            const auto S_to_P = [&](int start) {  // s = P = exp(S - lse)
 #pragma unroll
-                for (int j = 0; j < KEYS / 2; j++) s[j] = power_of_2(s[j] * TO_LOG2 - log_sum[j % 4 / 2]);
-                if (start == group_row) {  // the diagonal
+                for (int j = 0; j < KEYS / 2; j++) s[j] = exp2_approx(s[j] * TO_LOG2 - lse_of_rows[j % 4 / 2]);
+                if (start == consumer_row) {  // the diagonal
 #pragma unroll
                     for (int j = 0; j < KEYS / 2; j++) {
                         if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = 0.0f;
@@ -340,150 +401,167 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
                 }
             };
 
-            const element* here = tiles + n % DQUERY_STAGES * 2 * BOX;
-            ring.wait(n);
+            // Prologue: S = Q K^T and dP = dO V^T of tile 0; dS = P * (dP - D).
+            const element* tile = tiles + n % DQUERY_STAGES * 2 * BOX;
+            kv_ring.wait_full(n);
             wgmma_fence();
-            begin_product_transposed(s, q, here);
+            begin_matmul_transposed(s, q, tile);
             wgmma_commit();
-            begin_product_transposed(dp, d, here + BOX);
+            begin_matmul_transposed(dp, d, tile + BOX);
             wgmma_commit();
             wgmma_wait<1>();
-            pin(s);
-            weights(0);
+            fence_operand(s);
+            S_to_P(0);
             wgmma_wait<0>();
-            pin(dp);
+            fence_operand(dp);
 #pragma unroll
-            for (int j = 0; j < KEYS / 2; j++) s[j] *= dp[j] - dot[j % 4 / 2];
+            for (int j = 0; j < KEYS / 2; j++) s[j] *= dp[j] - D_of_rows[j % 4 / 2];
             as_operand(ds, s);
-            for (int i = 1; i < own; i++) {
-                const element* before = here;
+
+            // Steady state: begin S and dP of tile i, then dQ += dS K of tile i - 1.
+            for (int i = 1; i < consumer_count; i++) {
+                const element* previous = tile;
                 n++;
-                here = tiles + n % DQUERY_STAGES * 2 * BOX;
-                ring.wait(n);
-                pin(s);
-                pin(dp);
-                pin(dq);
+                tile = tiles + n % DQUERY_STAGES * 2 * BOX;
+                kv_ring.wait_full(n);
+                fence_operand(s);
+                fence_operand(dp);
+                fence_operand(dq);
                 wgmma_fence();
-                begin_product_transposed(s, q, here);
+                begin_matmul_transposed(s, q, tile);
                 wgmma_commit();
-                begin_product_transposed(dp, d, here + BOX);
+                begin_matmul_transposed(dp, d, tile + BOX);
                 wgmma_commit();
-                begin_product(dq, ds, before);
+                begin_matmul(dq, ds, previous);
                 wgmma_commit();
-                wgmma_wait<2>();
-                pin(s);
-                weights(KEYS * i);
-                wgmma_wait<1>();
-                pin(dp);
+                wgmma_wait<2>();  // S is done
+                fence_operand(s);
+                S_to_P(KEYS * i);
+                wgmma_wait<1>();  // dP is done
+                fence_operand(dp);
 #pragma unroll
-                for (int j = 0; j < KEYS / 2; j++) s[j] *= dp[j] - dot[j % 4 / 2];
-                wgmma_wait<0>();
-                pin(dq);
-                ring.release(n - 1);
+                for (int j = 0; j < KEYS / 2; j++) s[j] *= dp[j] - D_of_rows[j % 4 / 2];
+                wgmma_wait<0>();  // dQ is done, and tile i - 1 no longer needed
+                fence_operand(dq);
+                kv_ring.release(n - 1);
                 as_operand(ds, s);
             }
-            pin(dq);
+
+            // Drain: dQ += dS K of the last tile. Then release the tiles that only the other consumer needs.
+            fence_operand(dq);
             wgmma_fence();
-            begin_product(dq, ds, here);
+            begin_matmul(dq, ds, tile);
             wgmma_commit();
             wgmma_wait<0>();
-            pin(dq);
-            ring.release(n++);
-            for (int i = own; i < count; i++, n++) {  // tiles for the other group only
-                ring.wait(n);
-                ring.release(n);
+            fence_operand(dq);
+            kv_ring.release(n++);
+            for (int i = consumer_count; i < count; i++, n++) {
+                kv_ring.wait_full(n);
+                kv_ring.release(n);
             }
-            store_rows<0>(dinp_map, room, dq, 1.0f / 8.0f, 1.0f / 8.0f, item.h * HS, group_row + 16 * warp, item.b);
-            barrier_wait(OWN + group, GROUP);  // the sums of the item before are read
-            sum_rows(sums[group][warp], dq, 1.0f / 8.0f);
-            barrier_wait(OWN + group, GROUP);
-            put_sums(partials, sums[group], item.h * HS, item.b, group_row, T);
+
+            // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
+            store_rows<0>(dinp_map, staging, dq, 1.0f / 8.0f, 1.0f / 8.0f, item.h * HS, warp_row, item.b);
+            named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
+            sum_rows(sums[consumer][warp], dq, 1.0f / 8.0f);
+            named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
+            put_partials(partials, sums[consumer], item.h * HS, item.b, consumer_row, T);
         }
-        if (threadIdx.x % 32 == 0) stores_wait<0>();
+        if (threadIdx.x % 32 == 0) stores_wait<0>();  // a block's shared memory must last until TMA has read it
     }
 }
 
-// dkey and dvalue; the rows are keys, and queries pass. Block (384); grid as above. Shared memory: 8 + DKV_STAGES * 2 boxes and 1024 bytes.
+// dkey and dvalue. Resident: keys and values; query, dout, lse and D of tiles of queries stream by. Block (384); grid
+// as above. Shared memory: 8 + DKV_STAGES * 2 boxes and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse, const float* D, int T,
-                       int B, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap dout_map,
-                       const __grid_constant__ TensorMap dinp_map) {
+attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
+                       const float* D, int T, int B, const __grid_constant__ TensorMap inp_map,
+                       const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
     extern __shared__ float4 shared[];
-    __shared__ Ring<1> rows;
-    __shared__ Ring<DKV_STAGES> ring;
-    __shared__ float sums[GROUPS][2][4][HS], statistics[DKV_STAGES][2][64];  // lse in units of log2, and D, of the passing queries
+    __shared__ Ring<1> kv_ring;              // guards `keys` and `values`
+    __shared__ Ring<DKV_STAGES> query_ring;  // guards `tiles` and `statistics`
+    __shared__ float sums[CONSUMERS][2][4][HS];
+    __shared__ float statistics[DKV_STAGES][2][64];  // of the queries: lse in units of log2, D
     constexpr int QUERIES = 64;
     element* const keys = tiles_of(shared);
-    element* const values = keys + GROUPS * BOX;
-    element* const rooms = values + GROUPS * BOX;     // for each warp: of dkey, of dvalue
-    element* const tiles = rooms + 2 * GROUPS * BOX;  // of each stage: query, dout
-    make_rings(rows, 1, ring, 1 + 64);
+    element* const values = keys + CONSUMERS * BOX;
+    element* const staging_of_warps = values + CONSUMERS * BOX;     // dkey and dvalue, on their way to TMA
+    element* const tiles = staging_of_warps + 2 * CONSUMERS * BOX;  // of each stage: query, dout
+    init_rings(kv_ring, 1, query_ring, 1 + 64);
     const Divisor heads(NH * B);
-    Item item;  // the first keys have the most queries
+    Item item;  // counted from the first keys, which the most queries see
 
+    // ---- producer warpgroup: thread 0 for what TMA loads, two warps for lse and D ----------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
             for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
-                const int first = item.tile * ROWS, column = item.h * HS;
-                rows.wait_for_room(round);
-                barrier_expect(&rows.full[0], 2 * GROUPS * BOX_BYTES);
-                for (int j = 0; j < GROUPS; j++) {
-                    load_box(keys + j * BOX, &map, &rows.full[0], C + column, first + 64 * j, item.b);
-                    load_box(values + j * BOX, &map, &rows.full[0], 2 * C + column, first + 64 * j, item.b);
+                const int first = item.chunk * ROWS, column = item.h * HS;
+                kv_ring.wait_empty(round);
+                mbarrier_arrive_expect_tx(&kv_ring.full[0], 2 * CONSUMERS * BOX_BYTES);
+                for (int j = 0; j < CONSUMERS; j++) {
+                    load_box(keys + j * BOX, &inp_map, &kv_ring.full[0], C + column, first + 64 * j, item.b);
+                    load_box(values + j * BOX, &inp_map, &kv_ring.full[0], 2 * C + column, first + 64 * j, item.b);
                 }
                 for (int start = first; start < T; start += QUERIES, n++) {
                     const int stage = n % DKV_STAGES;
-                    element* here = tiles + stage * 2 * BOX;
-                    ring.wait_for_room(n);
-                    barrier_expect(&ring.full[stage], 2 * BOX_BYTES);
-                    load_box(here, &map, &ring.full[stage], column, start, item.b);
-                    load_box(here + BOX, &dout_map, &ring.full[stage], column, start, item.b);
+                    element* tile = tiles + stage * 2 * BOX;
+                    query_ring.wait_empty(n);
+                    mbarrier_arrive_expect_tx(&query_ring.full[stage], 2 * BOX_BYTES);
+                    load_box(tile, &inp_map, &query_ring.full[stage], column, start, item.b);
+                    load_box(tile + BOX, &dout_map, &query_ring.full[stage], column, start, item.b);
                 }
             }
         } else if (threadIdx.x >= 64) {
             const int q = threadIdx.x - 64;
             for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
                 const int64 head = (int64(item.b) * NH + item.h) * T;
-                for (int start = item.tile * ROWS; start < T; start += QUERIES, n++) {
+                for (int start = item.chunk * ROWS; start < T; start += QUERIES, n++) {
                     const int stage = n % DKV_STAGES, r = start + q;
-                    const float log_sum = r < T ? lse[head + r] * LOG2E : 0.0f, dot = r < T ? D[head + r] : 0.0f;
-                    ring.wait_for_room(n);
-                    statistics[stage][0][q] = log_sum;
-                    statistics[stage][1][q] = dot;
-                    barrier_arrive(&ring.full[stage]);
+                    const float lse_of_row = r < T ? lse[head + r] * LOG2E : 0.0f;
+                    const float D_of_row = r < T ? D[head + r] : 0.0f;
+                    query_ring.wait_empty(n);
+                    statistics[stage][0][q] = lse_of_row;
+                    statistics[stage][1][q] = D_of_row;
+                    mbarrier_arrive(&query_ring.full[stage]);
                 }
             }
         }
+    // ---- consumer warpgroups, 64 keys each -------------------------------------------------------------------------
     } else {
         take_registers<COMPUTE_REGISTERS>();
-        const int group = warpgroup() - 1, warp = threadIdx.x % GROUP / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        element* const room = rooms + (group * 4 + warp) * (BOX / 2);
+        const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        element* const staging = staging_of_warps + (consumer * 4 + warp) * (BOX / 2);
         for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
-            const int first = item.tile * ROWS, group_row = first + 64 * group, row = group_row + 16 * warp + g;
-            const int count = (T - first + QUERIES - 1) / QUERIES;  // tiles of queries from the first key on
+            const int first = item.chunk * ROWS;
+            const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+            const int row = warp_row + g;  // the thread's rows: row, row + 8
+            const int count = (T - first + QUERIES - 1) / QUERIES;  // tiles of queries from the diagonal on
             uint32 k[4][4], v[4][4], p[QUERIES / 16][4], ds[QUERIES / 16][4];
-            rows.wait(round);
-            read_rows(k, keys + group * BOX);
-            read_rows(v, values + group * BOX);
-            rows.release(round);
+            float s[QUERIES / 2], dp[QUERIES / 2], dk[32] = {}, dv[32] = {};  // S^T, dP^T: keys down, queries across
 
-            float s[QUERIES / 2], dp[QUERIES / 2], dk[32] = {}, dv[32] = {};  // s, dp transposed: keys down, queries across
-            const auto weights = [&](int stage, bool diagonal) {              // s = P
+            // Wait for the resident keys and values, and keep them in registers.
+            kv_ring.wait_full(round);
+            read_rows(k, keys + consumer * BOX);
+            read_rows(v, values + consumer * BOX);
+            kv_ring.release(round);
+
+            const auto S_to_P = [&](int stage, bool diagonal) {  // s = P^T = exp(S^T - lse)
 #pragma unroll
                 for (int j = 0; j < QUERIES / 2; j += 2) {
                     const float2 log_sum = *reinterpret_cast<const float2*>(&statistics[stage][0][j / 4 * 8 + 2 * t]);
-                    s[j] = power_of_2(s[j] * TO_LOG2 - log_sum.x);
-                    s[j + 1] = power_of_2(s[j + 1] * TO_LOG2 - log_sum.y);
+                    s[j] = exp2_approx(s[j] * TO_LOG2 - log_sum.x);
+                    s[j + 1] = exp2_approx(s[j + 1] * TO_LOG2 - log_sum.y);
                 }
                 if (diagonal) {
 #pragma unroll
                     for (int j = 0; j < QUERIES / 2; j++) {
-                        if (group_row + j / 4 * 8 + 2 * t + j % 2 < row + j % 4 / 2 * 8) s[j] = 0.0f;
+                        if (consumer_row + j / 4 * 8 + 2 * t + j % 2 < row + j % 4 / 2 * 8) s[j] = 0.0f;
                     }
                 }
             };
-            const auto gradient_of_scores = [&](int stage) {  // dp = dS
+            const auto dP_to_dS = [&](int stage) {  // dp = dS^T = P^T * (dP^T - D)
 #pragma unroll
                 for (int j = 0; j < QUERIES / 2; j += 2) {
                     const float2 dot = *reinterpret_cast<const float2*>(&statistics[stage][1][j / 4 * 8 + 2 * t]);
@@ -491,76 +569,86 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
                     dp[j + 1] = s[j + 1] * (dp[j + 1] - dot.y);
                 }
             };
-            for (int i = 0; i < min(group, count); i++, n++) {  // these queries are all earlier
-                ring.wait(n);
-                ring.release(n);
+
+            // Release the tiles whose queries all come before this consumer's keys.
+            for (int i = 0; i < min(consumer, count); i++, n++) {
+                query_ring.wait_full(n);
+                query_ring.release(n);
             }
-            if (group < count) {
-                const element* here = tiles + n % DKV_STAGES * 2 * BOX;
-                ring.wait(n);
+            if (consumer < count) {
+                // Prologue: S^T = K Q^T and dP^T = V dO^T of the first tile, on the diagonal; P and dS.
+                const element* tile = tiles + n % DKV_STAGES * 2 * BOX;
+                query_ring.wait_full(n);
                 wgmma_fence();
-                begin_product_transposed(s, k, here);
+                begin_matmul_transposed(s, k, tile);
                 wgmma_commit();
-                begin_product_transposed(dp, v, here + BOX);
+                begin_matmul_transposed(dp, v, tile + BOX);
                 wgmma_commit();
                 wgmma_wait<1>();
-                pin(s);
-                weights(n % DKV_STAGES, true);
+                fence_operand(s);
+                S_to_P(n % DKV_STAGES, true);
                 wgmma_wait<0>();
-                pin(dp);
-                gradient_of_scores(n % DKV_STAGES);
+                fence_operand(dp);
+                dP_to_dS(n % DKV_STAGES);
                 as_operand(p, s);
                 as_operand(ds, dp);
-                for (int i = group + 1; i < count; i++) {
-                    const element* before = here;
+
+                // Steady state: begin S^T and dP^T of tile i, then dV += P^T dO and dK += dS^T Q of tile i - 1.
+                for (int i = consumer + 1; i < count; i++) {
+                    const element* previous = tile;
                     n++;
-                    here = tiles + n % DKV_STAGES * 2 * BOX;
-                    ring.wait(n);
-                    pin(s);
-                    pin(dp);
-                    pin(dk);
-                    pin(dv);
+                    tile = tiles + n % DKV_STAGES * 2 * BOX;
+                    query_ring.wait_full(n);
+                    fence_operand(s);
+                    fence_operand(dp);
+                    fence_operand(dk);
+                    fence_operand(dv);
                     wgmma_fence();
-                    begin_product_transposed(s, k, here);
+                    begin_matmul_transposed(s, k, tile);
                     wgmma_commit();
-                    begin_product_transposed(dp, v, here + BOX);
+                    begin_matmul_transposed(dp, v, tile + BOX);
                     wgmma_commit();
-                    begin_product(dv, p, before + BOX);
-                    begin_product(dk, ds, before);
+                    begin_matmul(dv, p, previous + BOX);
+                    begin_matmul(dk, ds, previous);
                     wgmma_commit();
-                    wgmma_wait<2>();
-                    pin(s);
-                    weights(n % DKV_STAGES, false);
-                    wgmma_wait<1>();
-                    pin(dp);
-                    gradient_of_scores(n % DKV_STAGES);
-                    wgmma_wait<0>();
-                    pin(dk);
-                    pin(dv);
-                    ring.release(n - 1);
+                    wgmma_wait<2>();  // S is done
+                    fence_operand(s);
+                    S_to_P(n % DKV_STAGES, false);
+                    wgmma_wait<1>();  // dP is done
+                    fence_operand(dp);
+                    dP_to_dS(n % DKV_STAGES);
+                    wgmma_wait<0>();  // dK and dV are done, and tile i - 1 no longer needed
+                    fence_operand(dk);
+                    fence_operand(dv);
+                    query_ring.release(n - 1);
                     as_operand(p, s);
                     as_operand(ds, dp);
                 }
-                pin(dk);
-                pin(dv);
+
+                // Drain: dV += P^T dO and dK += dS^T Q of the last tile.
+                fence_operand(dk);
+                fence_operand(dv);
                 wgmma_fence();
-                begin_product(dv, p, here + BOX);
-                begin_product(dk, ds, here);
+                begin_matmul(dv, p, tile + BOX);
+                begin_matmul(dk, ds, tile);
                 wgmma_commit();
                 wgmma_wait<0>();
-                pin(dk);
-                pin(dv);
-                ring.release(n++);
+                fence_operand(dk);
+                fence_operand(dv);
+                query_ring.release(n++);
             }
-            store_rows<1>(dinp_map, room, dk, 1.0f / 8.0f, 1.0f / 8.0f, C + item.h * HS, group_row + 16 * warp, item.b);
-            store_rows<1>(dinp_map, room + BOX / 4, dv, 1.0f, 1.0f, 2 * C + item.h * HS, group_row + 16 * warp, item.b);
-            barrier_wait(OWN + group, GROUP);  // the sums of the item before are read
-            sum_rows(sums[group][0][warp], dk, 1.0f / 8.0f);
-            sum_rows(sums[group][1][warp], dv, 1.0f);
-            barrier_wait(OWN + group, GROUP);
-            put_sums(partials, sums[group][0], C + item.h * HS, item.b, group_row, T);
-            put_sums(partials, sums[group][1], 2 * C + item.h * HS, item.b, group_row, T);
+
+            // Epilogue: dkey = dK / sqrt(HS), dvalue = dV, and their column sums for the gradient of the bias.
+            const int column = item.h * HS;
+            store_rows<1>(dinp_map, staging, dk, 1.0f / 8.0f, 1.0f / 8.0f, C + column, warp_row, item.b);
+            store_rows<1>(dinp_map, staging + BOX / 4, dv, 1.0f, 1.0f, 2 * C + column, warp_row, item.b);
+            named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
+            sum_rows(sums[consumer][0][warp], dk, 1.0f / 8.0f);
+            sum_rows(sums[consumer][1][warp], dv, 1.0f);
+            named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
+            put_partials(partials, sums[consumer][0], C + column, item.b, consumer_row, T);
+            put_partials(partials, sums[consumer][1], 2 * C + column, item.b, consumer_row, T);
         }
-        if (threadIdx.x % 32 == 0) stores_wait<0>();
+        if (threadIdx.x % 32 == 0) stores_wait<0>();  // a block's shared memory must last until TMA has read it
     }
 }

@@ -1,15 +1,19 @@
-// The second half of every sum over rows: adds up the partial sums that the blocks of other kernels left, in their order.
+// The second half of every sum over rows: adds up the partial sums that the blocks of other kernels left, in a fixed
+// order.
 //
-//     out[c] = the sum over r of partials[r,c], c in the thirds out[0], out[1], out[2] of `width` columns each (null: not wanted)
-//     out = (or += if accumulate)
+//     out[c] = the sum over r of partials[r,c]                                             out = (or += if accumulate)
 //
-// partials (rows, columns) float32. All sums of a backward pass are the jobs of one launch: each is a few microseconds of
-// latency, whatever its size: H200, 49 launches 0.28 ms, one 0.03. A block adds up 32 columns of one job, its 16 warps every 16th row each.
-// H200 (a copy: 4235 GB/s), B=64: 250 MB at 3790 GB/s, with 8 rows underway at once, and not 16, 3600.
+// partials (rows, columns) float32. The columns belong to up to three tensors, of `width` columns each: out[0], out[1]
+// and out[2] (null: not wanted). One launch does all sums of a backward pass as its jobs, because each launch costs
+// some microseconds of latency whatever its size: H200, 49 launches 0.28 ms, one 0.03. A block adds up 32 columns of
+// one job, each of its 16 warps every 16th row. H200 (a copy: 4235 GB/s), B=64: 250 MB at 3790 GB/s with 16 rows loaded
+// at once, 3600 with 8.
 
 #include "common.cuh"
 
-constexpr int WARPS = 16;
+constexpr int WARPS = COLUMN_SUMS_THREADS / 32, COLUMNS = COLUMN_SUMS_COLUMNS;  // of a block
+
+static_assert(COLUMNS == 32, "each lane of a warp has a column");
 
 struct Job {
     const float* partials;
@@ -17,13 +21,13 @@ struct Job {
     int width, rows, columns, padding;
 };
 
-// Block (512); grid (columns of the widest job / 32 rounded up, jobs).
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) column_sums(const Job* jobs, int accumulate) {
+// Block (COLUMN_SUMS_THREADS); grid (columns of the widest job / 32 rounded up, jobs).
+extern "C" __global__ void __launch_bounds__(COLUMN_SUMS_THREADS, 3) column_sums(const Job* jobs, int accumulate) {
     const Job job = jobs[blockIdx.y];
-    if (blockIdx.x * 32 >= job.columns) return;
-    __shared__ float sums[WARPS][32];
+    if (blockIdx.x * COLUMNS >= job.columns) return;
+    __shared__ float sums[WARPS][COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int c = blockIdx.x * 32 + lane;
+    const int c = blockIdx.x * COLUMNS + lane;
     float sum = 0.0f;
     if (c < job.columns) {
 #pragma unroll 16

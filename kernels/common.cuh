@@ -1,15 +1,17 @@
-// What every kernel shares: the model's sizes, the element types, 16-byte accesses, copies to shared memory that go on meanwhile, and sums
-// over a warp or a block.
+// What every kernel shares: the model's sizes, the element types, 16-byte accesses, asynchronous copies to shared
+// memory, and sums over a warp or a block.
 //
-// train_gpt2_cuda.py compiles each .cu file for the GPU and the model at hand and passes, as -D constants,
+// Each .cu file is compiled at run time (llmc/compiler.py) for one GPU and one model. Beside its layer's own launch
+// geometry, it gets these -D constants from llmc/kernels.py:
 //     MODEL_C, MODEL_NH, MODEL_V, MODEL_VP   the model's sizes
-//     BFLOAT16                               1: activations, parameters and gradients are bfloat16, the residual stream half; 0: float32
+//     BFLOAT16                               1: activations, parameters and gradients are bfloat16, the residual stream
+//                                            half precision
 //     FLOAT32_GRADS                          1: gradients of parameters are float32 whatever BFLOAT16 says
 //     TF32                                   1: tensor cores may round float32 operands to TF32
 // B and T are run-time values. Indices that can pass 2^31 are int64; a row's number cannot.
 //
-// The arguments of a kernel stand in the order of train_gpt2.py's NumPy functions, and are theirs where it does what one of them does:
-// outputs first, then statistics, inputs, weights, sizes.
+// The arguments of a kernel: outputs first, then what it reads, then flags and sizes. A kernel that does the work of a
+// NumPy function of train_gpt2.py takes that function's tensors in the same order, with its own among them.
 
 #pragma once
 
@@ -29,10 +31,10 @@ constexpr int Vp = MODEL_VP;
 
 #if BFLOAT16
 typedef __nv_bfloat16 element;
-typedef __half stream_element;  // of the residual stream, which is rounded 2L + 1 times: 3 bits more than bfloat16's in as many bytes
+typedef __half residual_element;  // rounded 2L + 1 times: 3 bits more than bfloat16's, in the same 2 bytes
 #else
 typedef float element;
-typedef float stream_element;
+typedef float residual_element;
 #endif
 
 #if FLOAT32_GRADS
@@ -64,14 +66,16 @@ __device__ inline void from_float(float& out, float x) { out = x; }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline void from_float(__nv_bfloat16& out, float x) { out = __float2bfloat16_rn(x); }
 // Two elements side by side, the first one in the low half.
-__device__ inline float2 as_floats(uint32 pair) { return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)}; }
+__device__ inline float2 as_floats(uint32 pair) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
 __device__ inline uint32 as_pair(float low, float high) {
     uint32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
-// The residual stream's. What is beyond the largest half becomes that; inf and NaN stay what they are, for the loss to show.
+// For the residual stream. Values beyond the largest half saturate; inf and NaN stay, so that the loss shows them.
 __device__ inline float within_half(float x) { return fabsf(x) < INFINITE ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; }
 __device__ inline uint32 as_halves(float low, float high) {
     uint32 pair;
@@ -83,7 +87,7 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(__half& out, float x) { out = __float2half_rn(within_half(x)); }
 #endif
 
-// PACK elements at a 16-byte boundary as they lie there: in bfloat16, half the registers that they take as floats.
+// PACK elements at a 16-byte boundary, not converted: in bfloat16, they take half as many registers as floats would.
 template <class T>
 __device__ inline uint4 load_bits(const T* at) {
     return *reinterpret_cast<const uint4*>(at);
@@ -106,13 +110,17 @@ __device__ inline Floats unpack(uint4 bits) {
 __device__ inline Floats load(const float* at) {
     Floats values;
 #pragma unroll
-    for (int k = 0; k < PACK; k += 4) *reinterpret_cast<float4*>(values.x + k) = *reinterpret_cast<const float4*>(at + k);
+    for (int k = 0; k < PACK; k += 4) {
+        *reinterpret_cast<float4*>(values.x + k) = *reinterpret_cast<const float4*>(at + k);
+    }
     return values;
 }
 
 __device__ inline void store(float* at, const Floats& values) {
 #pragma unroll
-    for (int k = 0; k < PACK; k += 4) *reinterpret_cast<float4*>(at + k) = *reinterpret_cast<const float4*>(values.x + k);
+    for (int k = 0; k < PACK; k += 4) {
+        *reinterpret_cast<float4*>(at + k) = *reinterpret_cast<const float4*>(values.x + k);
+    }
 }
 
 #if BFLOAT16
@@ -126,8 +134,8 @@ __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
 }
 #endif
 
-// The residual stream's unpack, and its other way around, which rounds.
-__device__ inline Floats unpack_stream(uint4 bits) {
+// The same for elements of the residual stream, and the reverse, which rounds.
+__device__ inline Floats unpack_residual(uint4 bits) {
 #if BFLOAT16
     const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
     Floats values;
@@ -138,7 +146,7 @@ __device__ inline Floats unpack_stream(uint4 bits) {
     return unpack(bits);
 #endif
 }
-__device__ inline uint4 pack_stream(const Floats& values) {
+__device__ inline uint4 pack_residual(const Floats& values) {
     uint32 words[4];
 #if BFLOAT16
 #pragma unroll
@@ -150,16 +158,20 @@ __device__ inline uint4 pack_stream(const Floats& values) {
     return {words[0], words[1], words[2], words[3]};
 }
 #if BFLOAT16
-__device__ inline Floats load(const __half* at) { return unpack_stream(load_bits(at)); }
-__device__ inline void store(__half* at, const Floats& values) { *reinterpret_cast<uint4*>(at) = pack_stream(values); }
+__device__ inline Floats load(const __half* at) { return unpack_residual(load_bits(at)); }
+__device__ inline void store(__half* at, const Floats& values) {
+    *reinterpret_cast<uint4*>(at) = pack_residual(values);
+}
 #endif
 
-// 16 bytes from global to shared memory, zeros instead if not `exists`, while the threads go on; before sm_80, they wait.
+// Begin to copy 16 bytes from global to shared memory, zeros unless `exists`. Before sm_80, the copy is an ordinary
+// load and store.
 template <class T>
 __device__ inline void copy_async(T* shared, const T* global, bool exists) {
 #if __CUDA_ARCH__ >= 800
     const uint32 to = __cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0)
+                 : "memory");
 #else
     *reinterpret_cast<uint4*>(shared) = exists ? *reinterpret_cast<const uint4*>(global) : uint4{};
 #endif
@@ -178,7 +190,7 @@ __device__ inline void copies_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Wait until all but the newest PENDING groups of copies have landed.
+// Wait until all but the newest PENDING groups of copies have arrived.
 template <int PENDING>
 __device__ inline void copies_wait() {
 #if __CUDA_ARCH__ >= 800
@@ -186,23 +198,23 @@ __device__ inline void copies_wait() {
 #endif
 }
 
-// Division by the same number again and again: 20 cycles instead of some hundred. Exact for 0 <= n < 2^31.
+// For repeated division by the same number: 20 cycles each instead of hundreds. Exact for 0 <= n < 2^31.
 struct Divisor {
-    uint32 by, inverse;
-    __device__ explicit Divisor(int by) : by(by), inverse(0xffffffffu / by) {}
+    uint32 divisor, inverse;
+    __device__ explicit Divisor(int divisor) : divisor(divisor), inverse(0xffffffffu / divisor) {}
     __device__ int quotient(int n) const {
         const uint32 q = __umulhi(n, inverse);  // at most 1 too small
-        return q + (n - q * by >= by);
+        return q + (n - q * divisor >= divisor);
     }
 };
 
-// 2^x, one instruction; results below 2^-126 are 0.
-__device__ inline float power_of_2(float x) {
+// 2^x, in one instruction; results below 2^-126 are 0.
+__device__ inline float exp2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
 }
 
-// 1 / x, one instruction.
+// 1 / x, in one instruction.
 __device__ inline float inverse(float x) {
     asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -211,12 +223,12 @@ __device__ inline float inverse(float x) {
 // The bits of x rounded to TF32 (to nearest, ties away from 0); a tensor core ignores the low 13.
 __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 
-// out = or += value, for the gradients of the second and later batches of one update.
+// out = value, or += value to accumulate the gradients of several batches for one update.
 __device__ inline void put(gradient* out, float value, int accumulate) {
     from_float(*out, accumulate ? to_float(*out) + value : value);
 }
 
-// The same for two side by side, at an even place.
+// The same for two neighbouring elements, the first at an even index.
 __device__ inline void put_pair(float* out, float left, float right, int accumulate) {
     float2* pair = reinterpret_cast<float2*>(out);
     const float2 before = accumulate ? *pair : float2{0.0f, 0.0f};
@@ -231,7 +243,7 @@ __device__ inline void put_pair(__nv_bfloat16* out, float left, float right, int
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// sums and maxima: every thread gets the result; the order of the additions is fixed, so the result is, too
+// sums and maxima: every thread gets the result; the order of additions is fixed, so that two runs agree to the bit
 
 __device__ inline float warp_sum(float x) {
 #pragma unroll
@@ -255,21 +267,22 @@ __device__ inline float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// Two sums over WARPS consecutive warps of the block, the first a multiple of WARPS; all threads of those take part, others do not wait.
-// `turn` is 0 and 1 in turns, because a slower warp may still read the sums of the call before.
+// Two sums over WARPS consecutive warps of the block, the first one's number a multiple of WARPS; only these warps wait
+// for each other. `buffer` alternates between 0 and 1, because a slower warp may still be reading the sums of the
+// previous call.
 template <int WARPS>
-__device__ inline float2 group_sum(float2 x, int turn) {
+__device__ inline float2 sum_over_warps(float2 x, int buffer) {
     x = {warp_sum(x.x), warp_sum(x.y)};
     if constexpr (WARPS > 1) {
         __shared__ float2 sums[2][32];
         const int warp = threadIdx.x / 32;
-        if (threadIdx.x % 32 == 0) sums[turn][warp] = x;
+        if (threadIdx.x % 32 == 0) sums[buffer][warp] = x;
         asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / WARPS), "n"(32 * WARPS) : "memory");
         x = {0.0f, 0.0f};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float2 part = sums[turn][warp / WARPS * WARPS + w];
-            x = {x.x + part.x, x.y + part.y};
+            const float2 y = sums[buffer][warp / WARPS * WARPS + w];
+            x = {x.x + y.x, x.y + y.y};
         }
     }
     return x;

@@ -1,27 +1,28 @@
 // GELU, its tanh form. Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
 //
-//     forward   out = x/2 * (1 + tanh(u)) = x * s, u = sqrt(2/pi) * (x + 0.044715 x^3)                out =
-//     backward  dinp = dout * (s + x * s * (1 - s) * 2u')                                            dinp = (dinp may be dout)
+//     forward   out = x/2 * (1 + tanh(u)) = x * s, u = sqrt(2/pi) * (x + 0.044715 x^3)        out =
+//     backward  dinp = dout * (s + x * s * (1 - s) * 2u')                                     dinp = (dinp may be dout)
 //               where s = 1 / (1 + exp(-2u)), which is (1 + tanh(u)) / 2
-//               partials[block] = the sums of dinp over the block's rows                              partials =
-//               out = the forward value again, if asked for                                           out =
+//               partials[block] = the column sums of dinp over the block's rows               partials =
+//               out = the forward value, recomputed if `out` is not null                      out =
 //
-// inp, out, dinp, dout (N, 4C). The column sums of dinp are the gradient of the bias that was added to inp.
+// inp, out, dinp, dout (N,4C). The column sums of dinp are the gradient of the bias that was added to inp.
 //
-// Bound by bytes: forward 2 elements in and out, backward 3 (4 with `out`). The backward pass hands `out` to the next weight
-// gradient, when it was not kept. H200 (a copy: 4235 GB/s), in a step: float32, B=16, forward 3970 GB/s, backward 3930; bfloat16, B=64,
-// forward 4200, backward 3960.
+// Bound by bytes: forward 2 elements in and out, backward 3 (4 with `out`). With --recompute, the backward pass
+// recomputes `out` for the next weight gradient. H200 (a copy: 4235 GB/s), in a step: float32, B=16, forward 3970 GB/s,
+// backward 3930; bfloat16, B=64, forward 4200, backward 3960.
 //
-// cuBLASLt can do the forward pass in the epilogue of the product before, which then takes as much longer as that saves (H200, fc of
-// GPT-2 124M in TF32, 12 layers: B=4 1.15 ms with GELU in the epilogue, 0.79 + 0.33 apart), and what the backward pass computes again
-// would not be the same to the bit: dev/products.md. Our own products do both passes in theirs, with the functions of gelu.cuh.
+// cuBLASLt can do the forward pass in the epilogue of the preceding matmul, which then takes longer by as much as that
+// saves (H200, fc of GPT-2 124M in TF32, 12 layers: B=4 1.15 ms with GELU in the epilogue, 0.79 + 0.33 as two kernels),
+// and its results would differ in the last bits from what the backward pass recomputes: dev/matmul.md. Our own
+// matmuls do both passes in their epilogues, with the functions of gelu.cuh.
 
 #include "gelu.cuh"
 
 constexpr int OC = 4 * C;
-constexpr int COLUMN_THREADS = 32, ROW_GROUPS = 8;
+constexpr int COLUMN_THREADS = GELU_COLUMN_THREADS, ROWS = GELU_ROW_GROUPS;  // ROWS: of a block, at a time
 
-// One thread a pack; grid (N*OC / PACK / 256).
+// One thread per pack; grid (N*OC / PACK / 256).
 extern "C" __global__ void gelu_forward(element* out, const element* inp, int N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= int64(N) * OC) return;
@@ -31,9 +32,10 @@ extern "C" __global__ void gelu_forward(element* out, const element* inp, int N)
     store(out + i, x);
 }
 
-// Block (32, 8): 32 packs of columns, 8 rows at a time. Grid (OC / (32 * PACK), blocks of rows), rounded up;
-// partials (gridDim.y, OC) float32. out may be null.
-extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROW_GROUPS, 4)
+// Block (COLUMN_THREADS, ROWS): a thread has a pack of columns of every ROWS-th of the block's rows. Grid (OC /
+// (COLUMN_THREADS * PACK) rounded up, any number of blocks that share the rows); partials (gridDim.y, OC) float32. out
+// may be null.
+extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROWS, 4)
 gelu_backward(element* dinp, float* partials, element* out, const element* inp, const element* dout, int N) {
     const int c = (blockIdx.x * COLUMN_THREADS + threadIdx.x) * PACK;
     const int rows = (N + gridDim.y - 1) / gridDim.y;
@@ -41,7 +43,7 @@ gelu_backward(element* dinp, float* partials, element* out, const element* inp, 
     Floats sum = {};
     if (c < OC) {
 #pragma unroll 2
-        for (int row = begin + threadIdx.y; row < end; row += ROW_GROUPS) {
+        for (int row = begin + threadIdx.y; row < end; row += ROWS) {
             const int64 i = int64(row) * OC + c;
             const Floats x = load(inp + i);
             Floats d = load(dout + i), y;
@@ -49,20 +51,20 @@ gelu_backward(element* dinp, float* partials, element* out, const element* inp, 
             for (int k = 0; k < PACK; k++) {
                 const Gate g = gate(x.x[k]);
                 y.x[k] = __fmul_rn(x.x[k], g.s);
-                d.x[k] *= gelu_slope(x.x[k], g);
+                d.x[k] *= gelu_derivative(x.x[k], g);
                 sum.x[k] += d.x[k];
             }
             store(dinp + i, d);
             if (out) store(out + i, y);
         }
     }
-    __shared__ Floats sums[ROW_GROUPS][COLUMN_THREADS];
+    __shared__ Floats sums[ROWS][COLUMN_THREADS];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y > 0 || c >= OC) return;
-    for (int group = 1; group < ROW_GROUPS; group++) {
+    for (int i = 1; i < ROWS; i++) {
 #pragma unroll
-        for (int k = 0; k < PACK; k++) sum.x[k] += sums[group][threadIdx.x].x[k];
+        for (int k = 0; k < PACK; k++) sum.x[k] += sums[i][threadIdx.x].x[k];
     }
 #pragma unroll
     for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * OC + c + k] = sum.x[k];

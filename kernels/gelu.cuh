@@ -1,4 +1,5 @@
-// GELU's pieces, for gelu.cu and for products that apply it to their results. The formulas are in gelu.cu.
+// GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
+// with u and s, are in gelu.cu.
 
 #pragma once
 
@@ -8,19 +9,20 @@ constexpr float SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float CUBE = 0.044715f;
 
 struct Gate {
-    float s, slope;  // s (1 - s)
+    float s, s_slope;  // s, and s (1 - s)
 };
 
-// For all passes the same to the bit: with operations that the compiler may not fuse one way here and another way there.
+// The intrinsics keep the compiler from fusing a multiplication with an addition in one kernel and not in another, so
+// that all kernels give the same bits.
 #if BFLOAT16
-// -2u in units of log2. Where 2^ it is infinite, s is 0.
-__device__ inline float away(float x) {
+// exp(-2u) = 2^exponent(x). Where that overflows, s is 0.
+__device__ inline float exponent(float x) {
     return __fmul_rn(x, __fmaf_rn(-2.0f * SCALE * CUBE * LOG2E, __fmul_rn(x, x), -2.0f * SCALE * LOG2E));
 }
 __device__ inline float inverse_of_1_plus(float e) { return inverse(__fadd_rn(1.0f, e)); }
 __device__ inline Gate gate_of(float s) { return {s, __fmaf_rn(-s, s, s)}; }
 __device__ inline Gate gate(float x) {
-    return gate_of(inverse_of_1_plus(power_of_2(away(x))));  // 2^-21 off, which bfloat16 does not see
+    return gate_of(inverse_of_1_plus(exp2_approx(exponent(x))));  // an error of 2^-21 does not show in bfloat16
 }
 #else
 __device__ inline Gate gate(float x) {
@@ -33,19 +35,19 @@ __device__ inline Gate gate(float x) {
 __device__ inline float gelu(float x) { return __fmul_rn(x, gate(x).s); }
 
 // GELU's derivative: s + 2xu' s (1 - s).
-__device__ inline float gelu_slope(float x, Gate g) {
+__device__ inline float gelu_derivative(float x, Gate g) {
     const float twice_xu = x * fmaf(6.0f * SCALE * CUBE, __fmul_rn(x, x), 2.0f * SCALE);
-    return fmaf(twice_xu, g.slope, g.s);
+    return fmaf(twice_xu, g.s_slope, g.s);
 }
 
 #if BFLOAT16
-// Gates of several numbers. Left to itself and short of registers, the compiler works out one after the other, and each waits 50 cycles
-// for the special function unit; it moves nothing over __syncwarp.
+// Gates of several numbers. Short of registers, the compiler would compute one after the other, and each would wait 50
+// cycles for the special function unit. It moves nothing across __syncwarp, which keeps them side by side.
 template <int N>
 __device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
     float e[N];
 #pragma unroll
-    for (int i = 0; i < N; i++) e[i] = power_of_2(away(x[i]));
+    for (int i = 0; i < N; i++) e[i] = exp2_approx(exponent(x[i]));
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < N; i++) e[i] = inverse_of_1_plus(e[i]);

@@ -1,86 +1,97 @@
-// Hopper's asynchronous tensor cores (wgmma), tensor memory accelerator (TMA) and barriers, sm_90a. PTX ISA, "Asynchronous
-// Warpgroup Level Matrix Multiply-Accumulate Instructions", "cp.async.bulk.tensor", "mbarrier". A warpgroup is 4 consecutive
-// warps, the first a multiple of 4.
+// What Hopper (sm_90a) adds, one function for each PTX instruction: wgmma, the asynchronous matmul of a warpgroup; TMA,
+// the tensor memory accelerator, which copies boxes of a tensor; mbarriers, at which threads wait for TMA's bytes and
+// for each other; and a ring buffer made of these. PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
+// Instructions", "cp.async.bulk.tensor", "mbarrier".
 //
-// D (64,n) += A (64,k) @ B (k,n), D in float32. A and D are in registers, warp w of the group has rows 16w .. 16w + 15; of those,
-// lane 4g + t has rows g and g + 8:  d[4j], d[4j+1] are (g, 8j + 2t), (g, 8j + 2t + 1), and d[4j+2], d[4j+3] the same of row g + 8.
-// Tiles in shared memory have rows of 128 bytes, whose 16-byte units are permuted: unit u of row r is at u ^ r % 8; every 8 rows
-// are 1024 bytes, and a tile starts at a multiple of that. This is how TMA writes with its 128-byte swizzle.
+// A warpgroup is 4 consecutive warps, the first one a multiple of 4. One wgmma computes D (64,n) += A (64,k) @ B (k,n),
+// D in float32. D is in registers, A in registers or shared memory, B in shared memory.
 //
-// TF32, k = 8: of A, a[4] are (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4). B must have k contiguous in shared memory: a tile
-// of 64 rows (n) by 64 floats (8 times k), as two halves of 32 floats.
-// bfloat16, k = 16: of A, a[4] are pairs: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8). B is a tile of rows of 64 elements and
-// may have k contiguous (each row one n) or n contiguous (each row one k): `across`.
+// Registers: warp w of the warpgroup has rows 16w .. 16w + 15. Of these, lane 4g + t has rows g and g + 8:
+//     D                    d[4j] and d[4j + 1] are (g, 8j + 2t) and (g, 8j + 2t + 1); the next two those of row g + 8
+//     A, TF32, k = 8       a[0..3] are (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
+//     A, bfloat16, k = 16  a[0..3] are pairs from (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8) on
+//
+// Shared memory: a tile has rows of 128 bytes, and starts at a multiple of 1024 bytes, which are 8 rows. The 16-byte
+// units of a row are swizzled: unit u of row r is stored at u ^ r % 8. This is TMA's 128-byte swizzle.
+//     B, TF32              k must be contiguous (K-major): 64 rows (n) of 64 floats, stored as two halves of 32 floats
+//     A or B, bfloat16     rows of 64 elements, contiguous along k (K-major) or, ACROSS, along m or n (MN-major)
 
 #pragma once
 
 #include "common.cuh"
 
-constexpr int GROUP = 128;        // threads of a warpgroup
-constexpr int TILE = 64 * 64;     // elements of 64 rows of a tile
+constexpr int WARPGROUP = 128;  // threads of a warpgroup
+constexpr int TILE = 64 * 64;   // elements of a tile of 64 rows
 
 __device__ inline uint32 shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
-// Which warpgroup of the block this thread is in; from one lane's register, so that the compiler knows it is one for all lanes.
-__device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / GROUP, 0); }
+// The warpgroup of this thread. The shuffle tells the compiler that all lanes of a warp have the same one.
+__device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / WARPGROUP, 0); }
 
-// Where float c of row r is in a tile.
-__device__ inline int place(int r, int c) { return c / 32 * (TILE / 2) + r * 32 + ((c % 32 / 4 ^ r % 8) * 4 | c % 4); }
+// TF32: where float c of row r is in a tile, which is two halves of 32 columns.
+__device__ inline int swizzled(int r, int c) {
+    return c / 32 * (TILE / 2) + r * 32 + ((c % 32 / 4 ^ r % 8) * 4 | c % 4);
+}
 
-// What the tensor core is told of a tile: its address in units of 16 bytes, 1024 bytes from one 8 rows to the next, and the
-// permutation. That of its k-th 8 floats is `part(k)` units on. (In a cluster of blocks, bits 24 and up of an address are the block's
-// number. They come to lie where this kind of tile says nothing, but describe_across its stride.)
-__device__ inline unsigned long long describe(const void* tile) {
+// The matrix descriptor by which wgmma finds a K-major tile: its address in units of 16 bytes, 1024 bytes from 8 rows
+// to the next 8, the 128-byte swizzle. (In a cluster, an address has the block's number in bits 24 and up. Shifted,
+// they fall on a field that a K-major tile does not use; descriptor_across has a stride there.)
+__device__ inline unsigned long long descriptor(const void* tile) {
     return __cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// The same of a tile of 64 k with rows contiguous: several parts of 64 rows (64 rows of 128 bytes each), one after the other.
-__device__ inline unsigned long long describe_across(const void* tile) {
+// The same for an MN-major tile: boxes of 64 k by 64 columns, 8192 bytes each, one after the other.
+__device__ inline unsigned long long descriptor_across(const void* tile) {
     return __cvta_generic_to_shared(tile) >> 4 | (8192ull >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
-__device__ constexpr int part(int k) { return k / 4 * (TILE / 2 * 4 / 16) + k % 4 * 2; }
+// TF32: what to add to a descriptor for the rows' floats from 8 * k on.
+__device__ constexpr int k_offset(int k) { return k / 4 * (TILE / 2 * 4 / 16) + k % 4 * 2; }
 
-// Orders this group's registers and earlier wgmma before the next ones; before the first, and after registers were touched.
+// wgmma runs asynchronously: fence, issue some, commit them as a group, wait for the group. The fence makes the next
+// wgmma see what this warpgroup wrote to registers; it is needed before the first one, and again whenever the registers
+// of a or d have been accessed.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait until all but the newest `PENDING` committed batches are done.
+// Wait until at most the newest PENDING committed groups are unfinished.
 template <int PENDING>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
-// Keeps the compiler from moving reads or writes of d across this place.
+// The compiler does not know that a wgmma in flight writes d: this keeps it from moving reads and writes of d past this
+// line.
 template <int N>
-__device__ inline void pin(float (&d)[N]) {
+__device__ inline void fence_operand(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Four matrices of 8 x 8 elements to shared memory: lane l says where row l % 8 of number l / 8 goes; pairs[k] are (g, 2t) and the next of
-// number k.
+// stmatrix: four matrices of 8 x 8 elements to shared memory. Lane l has the address of row l % 8 of matrix l / 8;
+// pairs[k] are the elements (g, 2t), (g, 2t + 1) of matrix k.
 __device__ inline void store_tiles(const uint32 (&pairs)[4], element* row) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(pairs[0]),
-                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+                 "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                  : "memory");
 }
 
-// One step of sums over the 8 lanes that share t: a lane hands one half of its v to the lane 4 * DISTANCE away, and adds up the other
-// half.
+// One step of a reduce-scatter over the 8 lanes with the same t: a lane sends one half of its v to the lane 4 *
+// DISTANCE away, and receives the other half, which it adds to its own.
 template <int HALF, int DISTANCE, int N>
 __device__ inline void halve(float (&v)[N]) {
     const bool upper = threadIdx.x / (4 * DISTANCE) % 2;
 #pragma unroll
     for (int k = 0; k < HALF; k++) {
-        const float low = v[k], high = v[k + HALF];  // copies, or the compiler picks one by its address, in local memory
-        const float handed = __shfl_xor_sync(0xffffffff, upper ? low : high, 4 * DISTANCE);
-        v[k] = (upper ? high : low) + handed;
+        const float low = v[k], high = v[k + HALF];  // copied: v indexed by `upper` would move to local memory
+        const float received = __shfl_xor_sync(0xffffffff, upper ? low : high, 4 * DISTANCE);
+        v[k] = (upper ? high : low) + received;
     }
 }
 
-// Online softmax: s, the scores of a thread's rows `row` and `row` + 8 with the keys from `start` on (before scaling; to_log2 is
-// the scale, in units of log2), becomes exp(s - largest), later keys 0 if the tile is on the diagonal. largest and sum are those
-// of all tiles so far; where largest has grown, what was summed up before is to shrink. Milakov and Gimelshein 2018,
-// https://arxiv.org/abs/1805.02867
+// One tile of online softmax, Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867. s holds the scores, not
+// yet scaled, of the thread's queries `row` and `row` + 8 with the keys from `start` on; to_log2 is the scale times
+// log2(e). They become exp(s - row_max), or 0 where a tile on the diagonal has keys after the query. row_max and
+// row_sum include this tile afterwards; `rescale` is the factor that the new row_max asks of the output accumulated so
+// far.
 template <int N>
-__device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float (&sum)[2], float (&shrink)[2], float to_log2,
-                                       bool diagonal, int start, int row) {
+__device__ inline void softmax_of_tile(float (&s)[N], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2],
+                                       float to_log2, bool diagonal, int start, int row) {
     const int t = threadIdx.x % 4;
     if (diagonal) {
 #pragma unroll
@@ -88,21 +99,21 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float
             if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = -INFINITE;
         }
     }
-    float biggest[2] = {largest[0], largest[1]};
+    float new_max[2] = {row_max[0], row_max[1]};
 #pragma unroll
-    for (int j = 0; j < N; j++) biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], s[j]);
+    for (int j = 0; j < N; j++) new_max[j % 4 / 2] = fmaxf(new_max[j % 4 / 2], s[j]);
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        biggest[k] = quad_max(biggest[k]);  // not -inf: key 0 is in the first tile, and never later
-        shrink[k] = power_of_2((largest[k] - biggest[k]) * to_log2);
-        largest[k] = biggest[k];
-        sum[k] *= shrink[k];
+        new_max[k] = quad_max(new_max[k]);  // never -inf: the first tile has key 0, which every query sees
+        rescale[k] = exp2_approx((row_max[k] - new_max[k]) * to_log2);
+        row_max[k] = new_max[k];
+        row_sum[k] *= rescale[k];
     }
-    const float shift[2] = {largest[0] * to_log2, largest[1] * to_log2};
+    const float shift[2] = {row_max[0] * to_log2, row_max[1] * to_log2};
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        s[j] = power_of_2(s[j] * to_log2 - shift[j % 4 / 2]);
-        sum[j % 4 / 2] += s[j];
+        s[j] = exp2_approx(s[j] * to_log2 - shift[j % 4 / 2]);
+        row_sum[j % 4 / 2] += s[j];
     }
 }
 
@@ -127,7 +138,7 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&largest)[2], float
 
 #if !BFLOAT16
 
-// d = a @ b, or d += a @ b if `accumulate`.
+// Begin d = a @ b, or d += a @ b if `accumulate`; a in registers.
 __device__ inline void wgmma(float (&d)[32], const uint32 (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
@@ -136,7 +147,7 @@ __device__ inline void wgmma(float (&d)[32], const uint32 (&a)[4], unsigned long
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// The same with a in shared memory too, as a tile like b's.
+// The same, a in shared memory.
 __device__ inline void wgmma(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
@@ -147,12 +158,13 @@ __device__ inline void wgmma(float (&d)[32], unsigned long long a, unsigned long
 
 #else
 
-// d = a @ b, or d += a @ b if `accumulate`; ACROSS: b has n contiguous.
+// Begin d = a @ b, or d += a @ b if `accumulate`; a in registers, b MN-major if ACROSS.
 template <int ACROSS>
 __device__ inline void wgmma(float (&d)[32], const uint32 (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }\n"
         : D32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
 }
@@ -160,13 +172,14 @@ template <int ACROSS>
 __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{" NAMES64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }\n"
         : D64
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
 }
 
-// d += a @ b with both in shared memory; A_ACROSS: a has its rows contiguous (each row of the tile one k), too. d is 64 rows by COLUMNS, of
-// which a thread has half as many numbers as there are columns; A .. TB: the operands' numbers, after d's.
+// The same with both in shared memory, either of them MN-major if its ACROSS says so. d is 64 rows by COLUMNS, half as
+// many numbers in a thread. A .. TB are the numbers of the asm operands that follow those of d.
 #define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \
     template <int A_ACROSS, int B_ACROSS>                                                                              \
     __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
@@ -183,70 +196,82 @@ WGMMA(256, D128, NAMES128, "%128", "%129", "%130", "%131", "%132")
 
 #endif
 
-// A barrier in shared memory. Its phase ends when all arrivals that it was made for have come, and all bytes announced to it.
-typedef unsigned long long Barrier;
+// An mbarrier, in shared memory. It counts phases: a phase ends when as many arrivals as it was initialized for have
+// come, and all bytes that were announced to it. A thread that waits says for which phase by its parity.
+typedef unsigned long long Mbarrier;
 
-// What the CPU made with cuTensorMapEncodeTiled: where a tensor lies and how tiles are cut out of it. A kernel's argument.
+// Where a tensor lies, and the size and swizzle of the boxes that TMA copies: made on the CPU by
+// cuTensorMapEncodeTiled, in llmc/device.py, and passed as a kernel argument.
 struct alignas(64) TensorMap {
     char opaque[128];
 };
 
-// By one thread; the others may use the barriers after fence_barriers() by that thread and a barrier of theirs, like __syncthreads().
-__device__ inline void barrier_make(Barrier* b, int arrivals) {
+// By one thread, which then calls fence_mbarrier_init(); the others may use the mbarrier after a __syncthreads() that
+// follows.
+__device__ inline void mbarrier_init(Mbarrier* b, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
-__device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void barrier_arrive(Barrier* b) {
+__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void mbarrier_arrive(Mbarrier* b) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
-// Arrive, and announce that so many bytes are on their way.
-__device__ inline void barrier_expect(Barrier* b, int bytes) {
+// Arrive, and announce bytes that TMA will deliver.
+__device__ inline void mbarrier_arrive_expect_tx(Mbarrier* b, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
-// Wait for the end of a phase; `parity` is 0 for the first one, 1 for the second, 0 for the third ...
-__device__ inline void barrier_wait(Barrier* b, int parity) {
+// Wait for the end of the phase of this parity: 0 for the first phase, 1 for the second, 0 for the third ... Parity
+// tells only the current phase from the previous one, which is why a thread must not fall two phases behind.
+__device__ inline void mbarrier_wait(Mbarrier* b, int parity) {
     asm volatile(
         "{ .reg .pred done;\n"
         "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
         "@!done bra again; }\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
 }
 
-// A ring of STAGES places in shared memory that a thread fills and warps empty; used for tiles number 0, 1, 2 ... LANES of each warp
-// give a place back: one will do, but compute-sanitizer's racecheck takes what the other lanes read by ordinary loads for unordered;
-// where all do, which in a loop's body costs (attention_backward_dkv, H200: 1 percent), it does not.
+// A ring buffer of STAGES stages in shared memory: a producer fills them, consumer warps empty them. Tile i = 0, 1, 2
+// ... is in stage i % STAGES, and is the (i / STAGES)-th there, which gives the parity to wait for. Each stage has two
+// mbarriers, `full` and `empty`.
+//
+//     producer    wait_empty(i);  mbarrier_arrive_expect_tx(&full[stage], bytes);  load_box(..., &full[stage], ...)
+//     consumers   wait_full(i);   use the tile;  release(i)
+//
+// LANES of each consumer warp arrive on `empty`. One is enough: it arrives after __syncwarp(). But where lanes read the
+// stage by ordinary loads, compute-sanitizer's racecheck does not see that one arrives for all; 32 satisfy it, and cost
+// 1 percent in an inner loop (attention_backward_dkv, H200).
 template <int STAGES, int LANES = 1>
 struct Ring {
-    Barrier full[STAGES], empty[STAGES];
+    Mbarrier full[STAGES], empty[STAGES];
 
-    // By one thread; `arrivals` for full, beside the announced bytes; `warps` give a place back.
-    __device__ void make(int arrivals, int warps) {
+    // By one thread. `arrivals` at `full`, that of the thread that announces TMA's bytes included; `warps` consumer
+    // warps release a stage.
+    __device__ void init(int arrivals, int warps) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_make(&full[s], arrivals);
-            barrier_make(&empty[s], warps * LANES);
+            mbarrier_init(&full[s], arrivals);
+            mbarrier_init(&empty[s], warps * LANES);
         }
     }
-    // Tile i: wait until it is here; give its place back (each warp, after it was here); wait until its place is free.
-    __device__ void wait(int i) { barrier_wait(&full[i % STAGES], i / STAGES & 1); }
-    __device__ void release(int i) {
+    __device__ void wait_full(int i) { mbarrier_wait(&full[i % STAGES], i / STAGES & 1); }
+    __device__ void release(int i) {  // by each warp, also where it had no use for the tile
         __syncwarp();
-        if (threadIdx.x % 32 < LANES) barrier_arrive(&empty[i % STAGES]);
+        if (threadIdx.x % 32 < LANES) mbarrier_arrive(&empty[i % STAGES]);
     }
-    __device__ void wait_for_room(int i) {
-        if (i >= STAGES) barrier_wait(&empty[i % STAGES], (i / STAGES & 1) ^ 1);
+    __device__ void wait_empty(int i) {  // the first STAGES tiles find their stage empty
+        if (i >= STAGES) mbarrier_wait(&empty[i % STAGES], (i / STAGES & 1) ^ 1);
     }
 };
 
-// Begin to copy a box of a (B,T,columns) tensor, from (b, row, column) on, to shared memory; beyond the tensor there are zeros. `b`
-// is told of the bytes that have landed.
-__device__ inline void load_box(void* to, const TensorMap* map, Barrier* b, int column, int row, int batch) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-                     shared_address(to)),
-                 "l"(map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(b))
-                 : "memory");
+// Begin a TMA load: the box of a (B,T,columns) tensor from (batch, row, column) on, to shared memory. What is outside
+// of the tensor arrives as zeros. The bytes count towards the phase of `full`.
+__device__ inline void load_box(void* to, const TensorMap* map, Mbarrier* full, int column, int row, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "[%5];" ::"r"(shared_address(to)),
+        "l"(map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(full))
+        : "memory");
 }
 
-// Begin to copy a box from shared memory into a tensor; what is beyond the tensor is left out. stores_commit: once after those that
-// stores_wait counts as one.
+// Begin a TMA store: a box from shared memory to a tensor; what is outside of the tensor is left out. stores_commit()
+// makes a group of the thread's stores since the last one, for stores_wait().
 __device__ inline void store_box(const TensorMap* map, const void* from, int column, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(column), "r"(row), "r"(batch)
@@ -254,35 +279,44 @@ __device__ inline void store_box(const TensorMap* map, const void* from, int col
 }
 __device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Begin to copy a row of so many bytes, a multiple of 16, to shared memory; `b` is told of the bytes that have landed.
-__device__ inline void load_bytes(void* to, const void* from, Barrier* b, int bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(b))
+// Begin to copy contiguous bytes, a multiple of 16, to shared memory; or from there, as one committed group.
+__device__ inline void load_bytes(void* to, const void* from, Mbarrier* full, int bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(full))
                  : "memory");
 }
-// Begin to copy bytes back. stores_wait: until shared memory of all but the newest PENDING of this thread's copies may be written again.
 __device__ inline void store_bytes(void* to, const void* from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
                  "r"(shared_address(from)), "r"(bytes)
                  : "memory");
 }
+// Wait until all but the newest PENDING groups of this thread's stores have read their shared memory, which then may be
+// overwritten.
 template <int PENDING>
 __device__ inline void stores_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
-// Shared memory written by ordinary stores is about to be read by wgmma or TMA: in each writing thread, before the barrier.
+// Makes this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy". Call it before the
+// barrier that tells these to read, and before TMA overwrites what was read by ordinary loads.
 __device__ inline void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Barrier `id` (1 .. 15) for `threads` threads, some of which only arrive.
-__device__ inline void barrier_wait(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ inline void barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Named barriers, 16 in hardware for each block; __syncthreads() is number 0. The barrier opens when `threads` threads
+// have come: those that sync wait for that, those that arrive go on at once.
+__device__ inline void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
-// Hand registers from one warpgroup to the others; N a multiple of 8. Needs __launch_bounds__(threads, 1).
+// Registers of a thread from now on, a multiple of 8: a producer warpgroup gives some up, consumer warpgroups take
+// them. The kernel needs __launch_bounds__(threads, 1).
 template <int N>
 __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
 __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
-// Dynamic shared memory from the first multiple of 1024 bytes on.
+// Dynamic shared memory, aligned to 1024 bytes as the swizzle requires.
 __device__ inline element* tiles_of(float4* shared) {
     return reinterpret_cast<element*>(reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023));
 }

@@ -1,75 +1,79 @@
-// Layer normalization, with the addition to the residual stream before it. Ba et al. 2016, https://arxiv.org/abs/1607.06450
+// Layer normalization, with the addition to the residual stream before it. Ba et al. 2016,
+// https://arxiv.org/abs/1607.06450
 //
 //     forward   residual = inp1 + inp2 (if there is an inp2);  out = (residual - mean) * rstd * weight + bias
 //               residual =, out =, mean =, rstd =
 //     backward  with n = (inp - mean) * rstd and dn = dout * weight, over each row,
 //               dinp = (+= if accumulate) rstd * (dn - mean(dn) - n * mean(dn * n))
-//               partials[block] = over the block's rows, the sums of dout * n, dout, and the new dinp
+//               partials[block] = the column sums over the block's rows of dout * n, dout and the new dinp
 //
-// The rows of inp1, inp2, residual, out, dout, inp, dinp: (N,C); those of residual, inp1 and inp are the residual stream's. mean, rstd: (N)
-// float32. weight, bias: (C).
-// The sums over rows of dout * n and of dout are the gradients of weight and bias; that of dinp is the gradient of the bias
-// that was added to this residual stream by the projection before: the third column sum costs nothing here, a pass of
-// its own there. Each block adds up its rows in order, column_sums.cu adds up the blocks.
+// The rows of inp1, inp2, residual, out, dout, inp, dinp: (N,C); residual, inp1 and inp are of the residual stream's
+// type. mean, rstd: (N) float32. weight, bias: (C). The column sums of dout * n and of dout are the gradients of weight
+// and bias. Those of dinp are the gradient of another bias, that of the projection whose output was added to the
+// residual stream: here they cost nothing, elsewhere a pass of their own. Each block adds up its rows in order,
+// column_sums.cu adds up the blocks.
 //
-// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4 (3 without accumulate). A row is one warp's or, for
-// large C, several warps', and stays in registers from the first read to the last write; backward has the next one on its way to shared
-// memory, if AHEAD. The last row comes first: the L2 cache still has the end of what the product before wrote, and then the rows that the
-// next one begins with: at B=32, the 50 launches of a step take 2.61 ms instead of 2.66.
-// H200 (a copy: 4235 GB/s), T=1024, in a step: float32, B=16, forward 3960 GB/s, backward 3660; bfloat16, B=64, forward 4070, backward
-// 3870, and at B=4, where a launch takes longer than its bytes, 3060 and 1980.
+// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4 (3 without accumulate). One warp
+// has a row or, for large C, several warps share one; it stays in registers from the first read to the last write.
+// Backward, the next row is copied to shared memory meanwhile, if AHEAD. Rows are taken last to first: the L2 cache
+// still holds the end of what the preceding matmul wrote, and afterwards the rows that the next matmul begins with. At
+// B=32, the 50 launches of a step take 2.61 ms instead of 2.66. H200 (a copy: 4235 GB/s), T=1024, in a step: float32,
+// B=16, forward 3960 GB/s, backward 3660; bfloat16, B=64, forward 4070, backward 3870, and at B=4, where a launch takes
+// longer than its bytes, 3060 and 1980.
 
 #include "common.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = LAYERNORM_THREADS;
 
-// A row is shared by ROW_WARPS warps, so that what the backward pass keeps of it fits their registers, twice on a multiprocessor. (H200,
-// C=1600: with one warp for a row, the forward pass falls from 3200 to 2100 GB/s.)
-constexpr int ROW_WARPS = C <= 768 ? 1 : C <= 1536 ? 2 : C <= 3072 ? 4 : 8;
+// ROW_WARPS warps share a row, so that what the backward pass keeps of it fits into registers while two blocks run on a
+// multiprocessor. (H200, C=1600: with one warp for a row, the forward pass falls from 3200 to 2100 GB/s.)
+constexpr int ROW_WARPS = LAYERNORM_ROW_WARPS;
 constexpr int ROW_THREADS = 32 * ROW_WARPS;
 constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // of one thread
-constexpr int GROUPS = THREADS / ROW_THREADS;                               // rows that a block works on at once
+constexpr int ROWS = LAYERNORM_ROWS;                                        // of a block, at a time
 
+static_assert(ROWS * ROW_THREADS == THREADS, "each row has its warps");
 static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: C up to 8192");
 
-// The p-th pack of a row that belongs to this thread starts here; beyond C there is none.
+// Where this thread's pack p of a row starts; where that is C or more, there is none.
 __device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
 
-// Block (256); grid (N / GROUPS, rounded up). inp2 and residual may be null, together.
+// Block (THREADS); grid (N / ROWS, rounded up). inp2 and residual may be null, together.
 extern "C" __global__ void __launch_bounds__(THREADS)
-residual_layernorm_forward(stream_element* residual, element* out, float* mean, float* rstd, const stream_element* inp1,
-                           const element* inp2, const element* weight, const element* bias, int N) {
-    const int row = N - 1 - (blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS);
-    const bool exists = row >= 0;  // all threads stay, for the barriers of group_sum
+residual_layernorm_forward(residual_element* residual, element* out, float* mean, float* rstd,
+                           const residual_element* inp1, const element* inp2, const element* weight,
+                           const element* bias, int N) {
+    const int row = N - 1 - (blockIdx.x * ROWS + threadIdx.x / ROW_THREADS);
+    const bool exists = row >= 0;  // else the thread stays for the barriers in sum_over_warps
     const int64 start = int64(row) * C;
 
-    uint4 bits[PACKS], more[PACKS];  // all loads are underway before the first is needed, and before anything is stored
+    uint4 bits[PACKS], addends[PACKS];  // all loads begin before the first is needed, and before anything is stored
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
-        bits[p] = more[p] = {};
+        bits[p] = addends[p] = {};
         const int c = column(p);
         if (!exists || c >= C) continue;
         bits[p] = load_bits(inp1 + start + c);
-        if (inp2) more[p] = load_bits(inp2 + start + c);
+        if (inp2) addends[p] = load_bits(inp2 + start + c);
     }
     Floats x[PACKS];
     float sum = 0.0f;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int c = column(p);
-        x[p] = unpack_stream(bits[p]);
+        x[p] = unpack_residual(bits[p]);
         if (inp2 && exists && c < C) {
-            const Floats addend = unpack(more[p]);
+            const Floats addend = unpack(addends[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) x[p].x[k] += addend.x[k];
-            const uint4 rounded = pack_stream(x[p]);  // what the backward pass will read
+            const uint4 rounded = pack_residual(x[p]);  // what the backward pass will read
             *reinterpret_cast<uint4*>(residual + start + c) = rounded;
-            x[p] = unpack_stream(rounded);
+            x[p] = unpack_residual(rounded);
         }
 #pragma unroll
         for (int k = 0; k < PACK; k++) sum += x[p].x[k];
     }
-    const float m = group_sum<ROW_WARPS>({sum, 0.0f}, 0).x / C;
+    const float m = sum_over_warps<ROW_WARPS>({sum, 0.0f}, 0).x / C;
 
     float squares = 0.0f;
 #pragma unroll
@@ -78,7 +82,7 @@ residual_layernorm_forward(stream_element* residual, element* out, float* mean, 
 #pragma unroll
         for (int k = 0; k < PACK; k++) squares += (x[p].x[k] - m) * (x[p].x[k] - m);
     }
-    const float r = 1.0f / sqrtf(group_sum<ROW_WARPS>({squares, 0.0f}, 1).x / C + 1e-5f);
+    const float r = 1.0f / sqrtf(sum_over_warps<ROW_WARPS>({squares, 0.0f}, 1).x / C + 1e-5f);
 
     if (!exists) return;
 #pragma unroll
@@ -96,22 +100,26 @@ residual_layernorm_forward(stream_element* residual, element* out, float* mean, 
     }
 }
 
-// The backward pass has its next row copied to shared memory while it works on one: where a multiprocessor has room for two blocks of that.
-// As in layernorm_shared of train_gpt2_cuda.py. (float32 rows do not fit every GPU's.)
-constexpr bool AHEAD = BFLOAT16 && __CUDA_ARCH__ != 860 && __CUDA_ARCH__ != 890 && __CUDA_ARCH__ < 1200;
+// Whether the backward pass has its next row copied to shared memory while it works on one.
+constexpr bool AHEAD = LAYERNORM_AHEAD;
 
-// Block (256); grid (any number of blocks), partials (gridDim.x, 3, C) float32. Shared memory: 6 rows for each group if AHEAD, else none.
-extern "C" __global__ void __launch_bounds__(THREADS, BFLOAT16 && PACKS * PACK <= 24 ? 2 : 1)
-layernorm_backward(element* dinp, float* partials, const element* dout, const stream_element* inp, const element* weight,
-                   const float* mean, const float* rstd, int accumulate, int N) {
-    const int group = threadIdx.x / ROW_THREADS;
+static_assert(LAYERNORM_SHARED == (AHEAD ? 2 * 3 * ROWS * C * sizeof(element) : 0),
+              "shared memory: for each of the block's rows, two buffers of three operands");
+
+// Block (THREADS); grid (any number of blocks), partials (gridDim.x, 3, C) float32. Shared memory: 6 * ROWS rows of C
+// elements if AHEAD, else none.
+extern "C" __global__ void __launch_bounds__(THREADS, PACKS * PACK <= 24 ? LAYERNORM_BLOCKS : 1)
+layernorm_backward(element* dinp, float* partials, const element* dout, const residual_element* inp,
+                   const element* weight, const float* mean, const float* rstd, int accumulate, int N) {
+    const int own = threadIdx.x / ROW_THREADS;  // which of the block's ROWS rows is this thread's
     Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
-    extern __shared__ uint4 waiting[];  // dout, inp and dinp of two rows in turn; each thread reads what it has copied itself
-    const auto place = [&](int turn, int which, int c) {
-        return reinterpret_cast<uint4*>(reinterpret_cast<element*>(waiting) + ((group * 2 + turn) * 3 + which) * C + c);
+    // Two buffers in turn for a row of each of dout, inp, dinp. A thread reads only what it has copied itself.
+    extern __shared__ uint4 ahead[];
+    const auto ahead_at = [&](int buffer, int which, int c) {
+        return reinterpret_cast<uint4*>(reinterpret_cast<element*>(ahead) + ((own * 2 + buffer) * 3 + which) * C + c);
     };
     float next_mean, next_rstd;
-    const auto fetch = [&](int row, int turn) {
+    const auto fetch = [&](int row, int buffer) {
         const bool exists = row >= 0;
         next_mean = exists ? mean[row] : 0.0f;
         next_rstd = exists ? rstd[row] : 0.0f;
@@ -121,39 +129,39 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const st
                 const int c = column(p);
                 if (!exists || c >= C) continue;
                 const int64 start = int64(row) * C + c;
-                copy_async(place(turn, 0, c), reinterpret_cast<const uint4*>(dout + start), true);
-                copy_async(place(turn, 1, c), reinterpret_cast<const uint4*>(inp + start), true);
-                if (accumulate) copy_async(place(turn, 2, c), reinterpret_cast<const uint4*>(dinp + start), true);
+                copy_async(ahead_at(buffer, 0, c), reinterpret_cast<const uint4*>(dout + start), true);
+                copy_async(ahead_at(buffer, 1, c), reinterpret_cast<const uint4*>(inp + start), true);
+                if (accumulate) copy_async(ahead_at(buffer, 2, c), reinterpret_cast<const uint4*>(dinp + start), true);
             }
             copies_commit();
         }
     };
-    fetch(N - 1 - (blockIdx.x * GROUPS + group), 0);
+    fetch(N - 1 - (blockIdx.x * ROWS + own), 0);
 
-    for (int first = blockIdx.x * GROUPS, turn = 0; first < N; first += gridDim.x * GROUPS, turn ^= 1) {
-        const int row = N - 1 - (first + group);
+    for (int first = blockIdx.x * ROWS, buffer = 0; first < N; first += gridDim.x * ROWS, buffer ^= 1) {
+        const int row = N - 1 - (first + own);
         const bool exists = row >= 0;
         const int64 start = int64(row) * C;
         const float m = next_mean, r = next_rstd;
-        fetch(row - gridDim.x * GROUPS, turn ^ 1);
+        fetch(row - gridDim.x * ROWS, buffer ^ 1);
         if constexpr (AHEAD) copies_wait<1>();
 
-        uint4 d[PACKS], x[PACKS], before[PACKS];  // all loads are underway before the first is needed
+        uint4 d[PACKS], x[PACKS], before[PACKS];  // all loads begin before the first is needed
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             d[p] = x[p] = before[p] = {};
             const int c = column(p);
             if (!exists || c >= C) continue;
-            d[p] = AHEAD ? *place(turn, 0, c) : load_bits(dout + start + c);
-            x[p] = AHEAD ? *place(turn, 1, c) : load_bits(inp + start + c);
-            if (accumulate) before[p] = AHEAD ? *place(turn, 2, c) : load_bits(dinp + start + c);
+            d[p] = AHEAD ? *ahead_at(buffer, 0, c) : load_bits(dout + start + c);
+            x[p] = AHEAD ? *ahead_at(buffer, 1, c) : load_bits(inp + start + c);
+            if (accumulate) before[p] = AHEAD ? *ahead_at(buffer, 2, c) : load_bits(dinp + start + c);
         }
         float sum_dn = 0.0f, sum_dn_n = 0.0f;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int c = column(p);
             if (!exists || c >= C) continue;
-            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack_stream(x[p]);
+            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack_residual(x[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
                 const float n = (xp.x[k] - m) * r;
@@ -163,13 +171,13 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const st
                 sum_dn_n += dp.x[k] * w.x[k] * n;
             }
         }
-        const float2 both = group_sum<ROW_WARPS>({sum_dn, sum_dn_n}, turn);
-        const float mean_dn = both.x / C, mean_dn_n = both.y / C;
+        const float2 dn_sums = sum_over_warps<ROW_WARPS>({sum_dn, sum_dn_n}, buffer);
+        const float mean_dn = dn_sums.x / C, mean_dn_n = dn_sums.y / C;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int c = column(p);
             if (!exists || c >= C) continue;
-            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack_stream(x[p]);
+            const Floats w = load(weight + c), dp = unpack(d[p]), xp = unpack_residual(x[p]);
             Floats sum = unpack(before[p]);
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
@@ -180,25 +188,25 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const st
         }
     }
 
-    // The groups' sums, one kind after the other, are added up by all threads.
-    __shared__ float room[AHEAD ? 1 : GROUPS * C];
-    float* const sums = AHEAD ? reinterpret_cast<float*>(waiting) : room;
+    // All threads add up the sums of the block's rows, one of the three kinds after the other.
+    __shared__ float static_sums[AHEAD ? 1 : ROWS * C];
+    float* const sums = AHEAD ? reinterpret_cast<float*>(ahead) : static_sums;
     const Floats(*kinds[3])[PACKS] = {&dweight, &dbias, &total};
 #pragma unroll
     for (int kind = 0; kind < 3; kind++) {
-        __syncthreads();  // the sums of the kind before are read
+        __syncthreads();  // all have read the sums of the previous kind
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int c = column(p);
             if (c >= C) continue;
 #pragma unroll
-            for (int k = 0; k < PACK; k++) sums[group * C + c + k] = (*kinds[kind])[p].x[k];
+            for (int k = 0; k < PACK; k++) sums[own * C + c + k] = (*kinds[kind])[p].x[k];
         }
         __syncthreads();
         for (int c = threadIdx.x; c < C; c += THREADS) {
             float sum = 0.0f;
 #pragma unroll
-            for (int g = 0; g < GROUPS; g++) sum += sums[g * C + c];
+            for (int i = 0; i < ROWS; i++) sum += sums[i * C + c];
             partials[(int64(blockIdx.x) * 3 + kind) * C + c] = sum;
         }
     }

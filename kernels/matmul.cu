@@ -1,31 +1,38 @@
-// Matrix products for every GPU: float32, TF32 and, from sm_80 on, bfloat16. The kernels, their arguments and formulas are those of
-// matmul.cuh; matmul_hopper_bf16.cu is for Hopper in bfloat16.
+// Matmuls for every GPU: float32, TF32 and, from sm_80 on, bfloat16. The kernels, their arguments and formulas are
+// those of matmul.cuh; matmul_hopper_bf16.cu is for Hopper in bfloat16.
 //
-// A block makes a tile of 128 x 128 of `out`, each of its 8 warps 64 x 32 of it on the tensor cores. Operands come in steps of 64 bytes of
-// the inner dimension, copied to shared memory while the steps before are multiplied. Rows in shared memory are padded, so that a warp
-// reads fragments without bank conflicts.
+// A block computes a tile of 128 x 128 of `out`, each of its 8 warps 64 x 32 of it on the tensor cores. Operands come
+// in steps of 64 bytes of the inner dimension, copied to shared memory while earlier steps are multiplied. Rows in
+// shared memory are padded, so that a warp reads fragments without bank conflicts.
 //
-// Where dweight's inner dimension is split, a block adds its sums to those of the part before. It waits for it; blocks begin in their
-// order, so what it waits for has begun.
+// Where the inner dimension of dweight is split, each block waits for the sums of the previous split, from a block with
+// a lower number, and adds them to its own: see matmul.cuh, also for what that asks of the order in which blocks start.
 //
-// Bound by the tensor cores and by shared memory: each warp reads 96 rows of operands for 64 x 32 of out. With TF32 off, and before sm_80,
-// the same threads make the same sums by ordinary multiply-adds, 64 for each 16 numbers read: three products on the tensor cores, as in
-// attention, would be faster, but their error, which is cut off and not rounded, is 1.5 times as large as that of PyTorch's float32.
-// H200, fc of GPT-2 124M at B=32, forward, input gradient, weight gradient: bfloat16 226, 257 and 154 TFLOP/s (cuBLASLt, with Hopper's own
-// instructions, 690, 769, 776), TF32 106, 110 and 62 (388, 341, 222).
+// Bound by the tensor cores and by shared memory: each warp reads 96 rows of operands for 64 x 32 of out. With TF32
+// off, and before sm_80, the same threads compute the same sums by ordinary multiply-adds, 64 for each 16 numbers read.
+// Three tensor core instructions for one, as in attention (mma.cuh), would be faster, but tensor cores truncate: the
+// error would be 1.5 times that of PyTorch's float32. H200, fc of GPT-2 124M at B=32, forward, input gradient, weight
+// gradient: bfloat16 226, 257 and 154 TFLOP/s (cuBLASLt, with Hopper's own instructions, 690, 769, 776), TF32 106, 110
+// and 62 (388, 341, 222).
 
 #include "matmul.cuh"
 #include "mma.cuh"
 
-constexpr int BM = 128, BN = 128, BK = 64 / sizeof(element), STAGES = 3, THREADS = 256;
-constexpr int WARP_M = 64, WARP_N = 32, ROWS = WARP_M / 16, COLUMNS = WARP_N / 8;  // of a warp: elements, and tensor core tiles
-constexpr int LINES = 128;                                                         // of an operand: rows of out for A, columns for B
-constexpr int ALONG = BK + PACK, ACROSS = LINES + 8;                               // elements from one row in shared memory to the next
-constexpr int OPERAND = LINES * ALONG;
+constexpr int BM = MATMUL_BM, BN = MATMUL_BN, BK = MATMUL_BK, STAGES = MATMUL_STAGES, THREADS = MATMUL_THREADS;
+// of a warp: elements, and tensor core tiles
+constexpr int WARP_M = 64, WARP_N = 32, ROWS = WARP_M / 16, COLUMNS = WARP_N / 8;
+constexpr int LINES = 128;  // of an operand: rows of out for A, columns for B
+// elements from one row in shared memory to the next
+constexpr int ALONG_ROW = BK + PACK, ACROSS_ROW = LINES + 8;
+constexpr int OPERAND = LINES * ALONG_ROW;
 
-static_assert(BM == LINES && BN == LINES && OPERAND >= BK * ACROSS, "both operands take the same room, whichever way they lie");
+static_assert(BM == LINES && BN == LINES && OPERAND >= BK * ACROSS_ROW,
+              "both operands take the same room, whichever way they lie");
+static_assert(BM / WARP_M * (BN / WARP_N) * 32 == THREADS && MATMUL_GELU_THREADS == THREADS,
+              "each warp has its part of a tile");
+static_assert(MATMUL_SHARED == STAGES * 2 * OPERAND * sizeof(element), "shared memory: STAGES steps of both operands");
 
-typedef TileD Sums[ROWS][COLUMNS];
+typedef FragmentD Sums[ROWS][COLUMNS];
 
 __device__ inline float& at(Sums& sums, int i) { return sums[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4]; }
 __device__ inline void clear(Sums& sums) {
@@ -33,7 +40,8 @@ __device__ inline void clear(Sums& sums) {
     for (int i = 0; i < ROWS * COLUMNS * 4; i++) at(sums, i) = 0.0f;
 }
 
-// Begin to copy step number `step` of an operand, lines first .. first + 127; zeros from `lines` and from K on.
+// Begin to copy step number `step` of an operand, lines first .. first + 127 of its `lines`; beyond these, and from K
+// on, zeros.
 template <int IS_ACROSS>
 __device__ inline void copy_operand(element* to, const element* from, int first, int lines, int step, int K) {
 #pragma unroll
@@ -41,52 +49,43 @@ __device__ inline void copy_operand(element* to, const element* from, int first,
         constexpr int packs = (IS_ACROSS ? LINES : BK) / PACK;  // of a row
         const int row = i / packs, column = i % packs * PACK;
         const int line = first + (IS_ACROSS ? column : row), k = step * BK + (IS_ACROSS ? row : column);
-        const int64 place = IS_ACROSS ? int64(k) * lines + line : int64(line) * K + k;
+        const int64 offset = IS_ACROSS ? int64(k) * lines + line : int64(line) * K + k;
         const bool exists = line < lines && k < K;
-        copy_async(to + row * (IS_ACROSS ? ACROSS : ALONG) + column, from + (exists ? place : 0), exists);
+        copy_async(to + row * (IS_ACROSS ? ACROSS_ROW : ALONG_ROW) + column, from + (exists ? offset : 0), exists);
     }
 }
 
 #define ON_TENSOR_CORES (BFLOAT16 || TF32 && __CUDA_ARCH__ >= 800)
 
-// So many steps of matmul_backward_inp's inner dimension at most are one chain of additions, and chains are added up in dinp: LONGEST_CHAIN
-// in train_gpt2_cuda.py says why. 0: no limit.
-constexpr int CHAIN = TF32 && !BFLOAT16 ? 6400 / BK : 0;
+// The most steps that matmul_backward_inp adds up in one chain on the tensor cores; the chains are added up in dinp.
+// llmc/matmul.py says why (LONGEST_CHAIN). 0: no limit.
+constexpr int CHAIN = MATMUL_CHAIN;
 
 template <int IS_ACROSS>
 __device__ inline element read(const element* tile, int line, int k) {
-    return tile[IS_ACROSS ? k * ACROSS + line : line * ALONG + k];
+    return tile[IS_ACROSS ? k * ACROSS_ROW + line : line * ALONG_ROW + k];
 }
 
 #if BFLOAT16
-
-constexpr int DEPTH = 16;  // of one tensor core product
-typedef uint32 FragmentA[4];
-typedef uint32 FragmentB[2];
 
 // Lines line .. line + 15 and k .. k + 15 of A.
 template <int IS_ACROSS>
 __device__ inline void read_a(FragmentA& a, const element* tile, int line, int k) {
     const int lane = threadIdx.x % 32;
-    load_tiles<IS_ACROSS>(a, IS_ACROSS ? tile + (k + lane / 16 * 8 + lane % 8) * ACROSS + line + lane / 8 % 2 * 8
-                                       : tile + (line + lane % 16) * ALONG + k + lane / 16 * 8);
+    load_tiles<IS_ACROSS>(a, IS_ACROSS ? tile + (k + lane / 16 * 8 + lane % 8) * ACROSS_ROW + line + lane / 8 % 2 * 8
+                                       : tile + (line + lane % 16) * ALONG_ROW + k + lane / 16 * 8);
 }
 // The same of B, as two fragments of 8 lines.
 template <int IS_ACROSS>
 __device__ inline void read_b(FragmentB& left, FragmentB& right, const element* tile, int line, int k) {
     const int lane = threadIdx.x % 32;
     uint32 x[4];
-    load_tiles<IS_ACROSS>(x, IS_ACROSS ? tile + (k + lane % 16) * ACROSS + line + lane / 16 * 8
-                                       : tile + (line + lane / 16 * 8 + lane % 8) * ALONG + k + lane / 8 % 2 * 8);
+    load_tiles<IS_ACROSS>(x, IS_ACROSS ? tile + (k + lane % 16) * ACROSS_ROW + line + lane / 16 * 8
+                                       : tile + (line + lane / 16 * 8 + lane % 8) * ALONG_ROW + k + lane / 8 % 2 * 8);
     left[0] = x[0], left[1] = x[1], right[0] = x[2], right[1] = x[3];
 }
-__device__ inline void mma(TileD& d, const FragmentA& a, const FragmentB& b) { mma(d, a, b[0], b[1]); }
 
 #elif ON_TENSOR_CORES
-
-constexpr int DEPTH = 8;
-typedef TileA FragmentA;
-typedef TileB FragmentB;
 
 template <int IS_ACROSS>
 __device__ inline void read_a(FragmentA& a, const element* tile, int line, int k) {
@@ -106,7 +105,7 @@ __device__ inline void read_b(FragmentB& left, FragmentB& right, const element* 
 
 #endif
 
-// sums += one step's product: of this warp's rows from `row` on and columns from `column` on.
+// sums += one step's part of this warp's rows, from `row` on, and columns, from `column` on.
 template <int A_ACROSS, int B_ACROSS>
 __device__ __forceinline__ void multiply_step(Sums& sums, const element* a, const element* b, int row, int column) {
 #if ON_TENSOR_CORES
@@ -142,35 +141,36 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const element* a, cons
 #endif
 }
 
-// sums = the item's product.
+// sums = the item's matmul.
 template <int A_ACROSS, int B_ACROSS>
-__device__ __forceinline__ void multiply(Sums& sums, const Item& item, const element* a, const element* b, const Sizes& z) {
+__device__ __forceinline__ void multiply(Sums& sums, const Item& item, const element* a, const element* b,
+                                         const Sizes& z) {
     extern __shared__ float4 shared[];
     element* const stages = reinterpret_cast<element*>(shared);
     const auto begin_copy = [&](int step) {
-        element* here = stages + step % STAGES * 2 * OPERAND;
+        element* stage = stages + step % STAGES * 2 * OPERAND;
         if (step < item.end) {
-            copy_operand<A_ACROSS>(here, a, item.row, z.M, step, z.K);
-            copy_operand<B_ACROSS>(here + OPERAND, b, item.column, z.N, step, z.K);
+            copy_operand<A_ACROSS>(stage, a, item.row, z.M, step, z.K);
+            copy_operand<B_ACROSS>(stage + OPERAND, b, item.column, z.N, step, z.K);
         }
         copies_commit();
     };
     const int warp = threadIdx.x / 32, row = warp / 4 * WARP_M, column = warp % 4 * WARP_N;
-    Sums part;
+    Sums short_sums;
     clear(sums);
-    clear(part);
+    clear(short_sums);
     for (int step = item.begin; step < item.begin + STAGES - 1; step++) begin_copy(step);
     for (int step = item.begin; step < item.end; step++) {
         copies_wait<STAGES - 2>();
-        __syncthreads();  // the step is here, and all are done with the step before, whose room the next copies take
+        __syncthreads();  // the step has arrived, and no warp needs the one before it, which the next copies overwrite
         begin_copy(step + STAGES - 1);
-        const element* here = stages + step % STAGES * 2 * OPERAND;
-        multiply_step<A_ACROSS, B_ACROSS>(ON_TENSOR_CORES ? sums : part, here, here + OPERAND, row, column);
-        // One long sum of float32 numbers would be several times as far off as the library's; so parts of 64 are added up.
+        const element* stage = stages + step % STAGES * 2 * OPERAND;
+        multiply_step<A_ACROSS, B_ACROSS>(ON_TENSOR_CORES ? sums : short_sums, stage, stage + OPERAND, row, column);
+        // One long float32 sum would have several times the error of cuBLASLt's: so sums of 64 are added up.
         if (!ON_TENSOR_CORES && (step % 4 == 3 || step == item.end - 1)) {
 #pragma unroll
-            for (int i = 0; i < ROWS * COLUMNS * 4; i++) at(sums, i) += at(part, i);
-            clear(part);
+            for (int i = 0; i < ROWS * COLUMNS * 4; i++) at(sums, i) += at(short_sums, i);
+            clear(short_sums);
         }
     }
     __syncthreads();
@@ -184,7 +184,8 @@ __device__ __forceinline__ void for_each_pair(Sums& sums, const Item& item, cons
     for (int j = 0; j < COLUMNS; j++) {
 #pragma unroll
         for (int i = 0; i < ROWS * 2; i++) {
-            const int row = item.row + warp / 4 * WARP_M + 8 * i + g, column = item.column + warp % 4 * WARP_N + 8 * j + 2 * t;
+            const int row = item.row + warp / 4 * WARP_M + 8 * i + g;
+            const int column = item.column + warp % 4 * WARP_N + 8 * j + 2 * t;
             if (row < z.M && column < z.N) f(row, column, sums[i / 2][j] + i % 2 * 2);
         }
     }
@@ -192,12 +193,15 @@ __device__ __forceinline__ void for_each_pair(Sums& sums, const Item& item, cons
 
 __device__ inline float2 get_pair(const float* from) { return *reinterpret_cast<const float2*>(from); }
 #if BFLOAT16
-__device__ inline float2 get_pair(const __nv_bfloat16* from) { return as_floats(*reinterpret_cast<const uint32*>(from)); }
+__device__ inline float2 get_pair(const __nv_bfloat16* from) {
+    return as_floats(*reinterpret_cast<const uint32*>(from));
+}
 #endif
 
-// Block (256); grid (tiles). Shared memory: STAGES * 2 * OPERAND elements, here and below.
+// Block (THREADS); grid (tiles). Shared memory: STAGES * 2 * OPERAND elements. So for all kernels below.
 extern "C" __global__ void __launch_bounds__(THREADS)
-matmul_forward(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K, int band) {
+matmul_forward(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K,
+               int band) {
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
@@ -210,8 +214,8 @@ matmul_forward(element* out, const element* inp, const element* weight, const el
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-matmul_forward_gelu(element* out, element* gelu_out, const element* inp, const element* weight, const element* bias, int M, int N, int K,
-                    int band) {
+matmul_forward_gelu(element* out, element* gelu_out, const element* inp, const element* weight, const element* bias,
+                    int M, int N, int K, int band) {
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
@@ -219,18 +223,19 @@ matmul_forward_gelu(element* out, element* gelu_out, const element* inp, const e
     multiply<0, 0>(sums, item, inp, weight, z);
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
         const float2 b = bias ? get_pair(bias + column) : float2{0.0f, 0.0f};
-        const int64 place = int64(row) * N + column;
-        element rounded[2];  // what the backward pass will read
+        const int64 offset = int64(row) * N + column;
+        element rounded[2];  // as the backward pass will read them
         from_float(rounded[0], x[0] + b.x);
         from_float(rounded[1], x[1] + b.y);
         const float2 y = {to_float(rounded[0]), to_float(rounded[1])};
-        put_pair(out + place, y.x, y.y, 0);
-        put_pair(gelu_out + place, gelu(y.x), gelu(y.y), 0);
+        put_pair(out + offset, y.x, y.y, 0);
+        put_pair(gelu_out + offset, gelu(y.x), gelu(y.y), 0);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-matmul_backward_inp(element* dinp, const element* dout, const element* weight, float scale, int M, int N, int K, int band) {
+matmul_backward_inp(element* dinp, const element* dout, const element* weight, float scale, int M, int N, int K,
+                    int band) {
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
     Item item;
@@ -247,8 +252,8 @@ matmul_backward_inp(element* dinp, const element* dout, const element* weight, f
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, const element* weight, const element* inp, int M, int N,
-                         int K, int band) {
+matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, const element* weight, const element* inp,
+                         int M, int N, int K, int band) {
     __shared__ float columns[BM / WARP_M][BN];
     const Sizes z = {M, N, K, band, 1};
     Sums sums;
@@ -257,19 +262,22 @@ matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, co
     multiply<0, 1>(sums, item, dout, weight, z);
     float total[COLUMNS * 2] = {};
     for_each_pair(sums, item, z, [&](int row, int column, float* x) {
-        const int64 place = int64(row) * N + column;
-        const float2 y = get_pair(inp + place);
-        x[0] *= gelu_slope(y.x, gate(y.x));
-        x[1] *= gelu_slope(y.y, gate(y.y));
-        put_pair(dinp + place, x[0], x[1], 0);
+        const int64 offset = int64(row) * N + column;
+        const float2 y = get_pair(inp + offset);
+        x[0] *= gelu_derivative(y.x, gate(y.x));
+        x[1] *= gelu_derivative(y.y, gate(y.y));
+        put_pair(dinp + offset, x[0], x[1], 0);
     });
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < COLUMNS * 2; j++) {
 #pragma unroll
-        for (int i = 0; i < ROWS * 2; i++) total[j] += sums[i / 2][j / 2][i % 2 * 2 + j % 2];  // rows from M on are zeros
+        // rows from M on are zeros
+        for (int i = 0; i < ROWS * 2; i++) total[j] += sums[i / 2][j / 2][i % 2 * 2 + j % 2];
 #pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) total[j] += __shfl_xor_sync(0xffffffff, total[j], distance);
+        for (int distance = 4; distance < 32; distance *= 2) {
+            total[j] += __shfl_xor_sync(0xffffffff, total[j], distance);
+        }
         if (threadIdx.x % 32 < 4) columns[warp / 4][warp % 4 * WARP_N + j / 2 * 8 + 2 * t + j % 2] = total[j];
     }
     __syncthreads();
@@ -279,32 +287,32 @@ matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, co
     }
 }
 
-// parts, done: see matmul_hopper_bf16.cu. Grid (tiles * splits).
+// partials, done: see matmul.cuh. Grid (tiles * splits).
 extern "C" __global__ void __launch_bounds__(THREADS)
-matmul_backward_weight(gradient* dweight, float4* parts, int* done, const element* dout, const element* inp, float scale, int accumulate,
-                       int M, int N, int K, int band, int splits) {
+matmul_backward_weight(gradient* dweight, float4* partials, int* done, const element* dout, const element* inp,
+                       float scale, int accumulate, int M, int N, int K, int band, int splits) {
     const Sizes z = {M, N, K, band, splits};
     Sums sums;
     Item item;
     pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<1, 1>(sums, item, dout, inp, z);
     if (splits > 1) {
-        float4* const before = parts + int64(item.tile) * (BM * BN / 4) + threadIdx.x;
+        float4* const tile_partials = partials + int64(item.tile) * (BM * BN / 4) + threadIdx.x;
         if (item.split > 0) {
             if (threadIdx.x == 0) wait_for(done + item.tile, item.split);
             __syncthreads();
 #pragma unroll
             for (int j = 0; j < ROWS * COLUMNS; j++) {
-                const float4 x = __ldcg(before + j * THREADS);
-                TileD& d = sums[j / COLUMNS][j % COLUMNS];
+                const float4 x = __ldcg(tile_partials + j * THREADS);
+                FragmentD& d = sums[j / COLUMNS][j % COLUMNS];
                 d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
             }
         }
         if (item.split < splits - 1) {
 #pragma unroll
             for (int j = 0; j < ROWS * COLUMNS; j++) {
-                const TileD& d = sums[j / COLUMNS][j % COLUMNS];
-                __stcg(before + j * THREADS, float4{d[0], d[1], d[2], d[3]});
+                const FragmentD& d = sums[j / COLUMNS][j % COLUMNS];
+                __stcg(tile_partials + j * THREADS, float4{d[0], d[1], d[2], d[3]});
             }
             __threadfence();
             __syncthreads();

@@ -1,29 +1,41 @@
-// What the files of matrix products share: how a product is cut into items, and how blocks hand a tile's sums on.
+// What our matmuls' two files share: how a matmul is cut into work items, and how blocks hand on the sums of a tile.
 //
-//     matmul_forward             out = inp @ weight^T + bias                                                 out =
-//     matmul_forward_gelu        the same, and gelu = GELU(out), of the rounded out                          out =, gelu =
-//     matmul_backward_inp        dinp = scale * dout @ weight                                                dinp =
-//     matmul_backward_inp_gelu   dinp = dout @ weight * GELU'(inp), partials[tile] = column sums of dinp     dinp =, partials =
-//     matmul_backward_weight     dweight = scale * dout^T @ inp                                              dweight = (+= if accumulate)
+//     matmul_forward             out = inp @ weight^T + bias                               out =
+//     matmul_forward_gelu        the same, and gelu = GELU(out), of the rounded out        out =, gelu =
+//     matmul_backward_inp        dinp = scale * dout @ weight                              dinp =
+//     matmul_backward_inp_gelu   dinp = dout @ weight * GELU'(inp)                         dinp =
+//                                partials[tile] = column sums of dinp                      partials =
+//     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight = (+= if accumulate)
 //
-// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). In matmul_backward_inp_gelu, inp is what GELU was applied to. In the
-// code, the product is out (M,N) = A (M,K) @ B (K,N); either operand is read as it lies: "across" if the inner dimension, K, is not the
-// contiguous one.
+// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). In matmul_backward_inp_gelu, inp is what GELU was
+// applied to. In the code, a matmul is out (M,N) = A (M,K) @ B (K,N), K the inner dimension. No operand is transposed
+// beforehand: one in which K is not the contiguous dimension is called "across".
+//
+// matmul_backward_weight may split the inner dimension. Then each split of a tile is an item of its own, and a tile's
+// splits are added up in their order, so that the result does not depend on which block was first. partials: BM * BN
+// float32 for each tile, the sums of its splits so far; done: how many splits these are, 0 before and after. Neither is
+// used when splits is 1. An item waits for the previous split of its tile, an item with a lower number, to be in
+// partials. So all items get done as long as blocks start in the order of their numbers. CUDA does not promise that
+// order, though GPUs keep to it: in another one, blocks that wait could fill the GPU before those that they wait for
+// have begun.
 
 #pragma once
 
 #include "gelu.cuh"
 
 struct Sizes {
-    int M, N, K, band, splits;  // tiles are taken in bands of so many rows of tiles, the rows first; parts of the inner dimension
+    int M, N, K;
+    int band;    // rows of tiles that are done together, column by column: what they read stays in the L2 cache
+    int splits;  // of the inner dimension
 };
 
-// An item of work: a tile of BM x BN, or the steps begin .. end - 1, of BK each, of its inner dimension.
+// A work item: a tile of BM x BN of out, from (row, column) on, and steps begin .. end - 1 of the inner dimension, BK
+// each, which are its `split`.
 struct Item {
     int row, column, tile, split, begin, end;
 };
 
-// How many steps of the inner dimension item w has.
+// How many steps item w has.
 template <int BM, int BN, int BK>
 __device__ inline int steps_of(int w, const Sizes& z) {
     const int tiles = (z.M + BM - 1) / BM * ((z.N + BN - 1) / BN), steps = (z.K + BK - 1) / BK;
@@ -32,7 +44,7 @@ __device__ inline int steps_of(int w, const Sizes& z) {
     return steps * (split + 1) / z.splits - steps * split / z.splits;
 }
 
-// Item number w; false when there are no more. A division takes hundreds of cycles: no more of them than needed.
+// Item number w; false when there are none left. Divisions are few, because each takes hundreds of cycles.
 template <int BM, int BN, int BK>
 __device__ inline bool pick(Item& item, int w, const Sizes& z) {
     const int down = (z.M + BM - 1) / BM, across = (z.N + BN - 1) / BN, steps = (z.K + BK - 1) / BK;
@@ -40,15 +52,16 @@ __device__ inline bool pick(Item& item, int w, const Sizes& z) {
     item.split = whole ? w >= down * across : w / (down * across);
     item.tile = whole ? w : w % (down * across);
     const int first = item.tile / (z.band * across) * z.band, height = max(1, min(z.band, down - first));
-    const int rest = item.tile - first * across;
-    item.row = (first + rest % height) * BM;
-    item.column = rest / height * BN;
+    const int in_band = item.tile - first * across;
+    item.row = (first + in_band % height) * BM;
+    item.column = in_band / height * BN;
     item.begin = whole ? 0 : steps * item.split / z.splits;
     item.end = whole ? steps : steps * (item.split + 1) / z.splits;
     return item.split < z.splits;
 }
 
-// Across blocks: wait until *count is `value`, and see what was written before; the other side of that.
+// Between blocks: announce() sets *count after all that this thread has written; wait_for() waits until *count is
+// `value`, and sees what was written before.
 __device__ inline void wait_for(const int* count, int value) {
     int found;
     do {

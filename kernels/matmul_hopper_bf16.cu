@@ -1,24 +1,35 @@
-// Matrix products for Hopper (sm_90a), bfloat16, with what stands beside them done in the epilogue.
+// Matmuls for Hopper (sm_90a), bfloat16, with the bias, GELU, its derivative and column sums in the epilogue. The
+// kernels, their arguments and formulas are those of matmul.cuh.
 //
-// The kernels, their arguments and formulas are those of matmul.cuh.
+// The design is CUTLASS's "persistent, warp-specialized, ping-pong". Blocks are persistent, one per multiprocessor, and
+// take work items one after the other: tiles of out of 128 x 192 or, "narrow", 128 x 160. How data travels:
 //
-// A block stays on its multiprocessor and takes items, tiles of 128 x 192 of `out`, or of 128 x 160 ("narrow"), one after the other. It is
-// three warpgroups: one thread of the first has TMA bring 128 x 64 of A and 64 x 192 of B at a time, always some steps ahead, over the end
-// of a tile too. The other two compute, each a tile of its own, in turns: while the tensor cores work on one group's tile, the other rounds
-// its own, applies what the epilogue asks for, and hands it to TMA to write. So the epilogue costs nothing as long as it is shorter than a
-// tile's product: 12 steps of 768 cycles when the inner dimension is 768. GELU would not be, with the few registers that 192 sums leave it:
-// a fourth warpgroup does it, of what the computing ones have put into shared memory. Its derivative is just about; there, a warp of the
-// loading group brings inp ahead and writes the results, so that the computing ones never wait for TMA.
+//     A, B           --TMA--> shared memory, a ring buffer of steps --wgmma--> accumulators in registers
+//     accumulators   --epilogue--> strips of 32 or 64 columns in shared memory --TMA--> out
 //
-// dweight has few tiles and a long inner dimension: that is split among blocks where there are too few tiles for the multiprocessors.
-// Each part adds its sums to those of the parts before it, in their order, so that the result does not depend on who was first. What is
-// there is read with several loads underway; a gradient that is added to is brought by TMA.
+// A step is 64 of the inner dimension: 128 x 64 of A and 64 x 192 of B. In the producer warpgroup, one thread issues
+// TMA loads, always some steps ahead, across the end of a tile too. The two consumer warpgroups have a tile each, and
+// take turns:
 //
-// Bound by the tensor cores, 2048 multiply-adds a cycle and multiprocessor, and nearly as much by shared memory: a step of 768 cycles moves
-// 40 KB in and 64 KB to the tensor cores, at 128 bytes a cycle 832. Large products are bound by power. H200, GPT-2 124M, all products of a
-// step together, beside cuBLASLt with searched algorithms: with GELU 1.00 times as fast at B=4, 1.05 at B=32 and 1.06 at 64; the products
-// alone 0.95, 0.99 and 1.01. fc with GELU at B=64: 0.46 ms, 0.63 with cuBLASLt and a kernel for GELU. The ladder is in
-// dev/kernels/matmul_hopper.cu, what was tried in dev/products.md.
+//     consumer 0   mainloop, tile 0 | epilogue, tile 0 | mainloop, tile 2 | epilogue, tile 2 | ...
+//     consumer 1                    | mainloop, tile 1 | epilogue, tile 1 | mainloop, tile 3 | ...
+//
+// So the tensor cores never wait for an epilogue, as long as it is shorter than a mainloop: 12 steps of 768 cycles when
+// the inner dimension is 768. Two kernels have more to do in their epilogues, and give some of it to other warps as a
+// "side job". In matmul_forward_gelu, the epilogue only stores out's strips in shared memory; a fourth warpgroup
+// applies GELU and stores both by TMA. In matmul_backward_inp_gelu, the epilogue has time to multiply by GELU's
+// derivative, but not to wait for TMA; a warp of the producer warpgroup loads inp's strips ahead and stores dinp's.
+//
+// dweight has few tiles and a long inner dimension. Where there are too few tiles for the multiprocessors, the inner
+// dimension is split among blocks (matmul.cuh): each adds to its accumulators those of the previous splits, which it
+// reads with several loads in flight. A gradient to accumulate to is loaded by TMA.
+//
+// Bound by the tensor cores, 2048 multiply-adds per cycle and multiprocessor, and just as much by shared memory: a step
+// takes the tensor cores 768 cycles, and moves 40 KB into shared memory and 64 KB out of it, 832 cycles at 128 bytes
+// per cycle. Large matmuls are bound by power. H200, GPT-2 124M, all matmuls of a step together, beside cuBLASLt with
+// searched algorithms: with GELU 1.00 times as fast at B=4, 1.05 at B=32 and 1.06 at 64; the matmuls alone 0.95, 0.99
+// and 1.01. fc with GELU at B=64: 0.46 ms, 0.63 with cuBLASLt and a kernel for GELU. The steps from a simple kernel to
+// this one are in dev/kernels/matmul_hopper.cu, what was tried in dev/matmul.md.
 
 #include "hopper.cuh"
 #include "matmul.cuh"
@@ -26,184 +37,212 @@
 
 static_assert(sizeof(element) == 2, "TF32 and float32 are in matmul.cu");
 
-constexpr int BM = 128, BK = 64;  // BN, the columns of a tile, is 192 or 160
-constexpr int GROUPS = 2;  // that compute
-constexpr int THREADS = (1 + GROUPS) * GROUP;
-constexpr int HELPER = 1 + GROUPS;  // the warpgroup that does GELU, where one does
-// A thread's, in sum 3 * 168 or, with a helper, 4 * 128. With fewer, the computing groups' products wait for one another.
-template <bool HELPED>
-constexpr int LOADER_REGISTERS = HELPED ? 24 : 40;
-template <bool HELPED>
-constexpr int COMPUTE_REGISTERS = HELPED ? 224 : 232;
-constexpr int HELPER_REGISTERS = 40;
-constexpr int STAGES_ROOM = 80 << 10;  // elements that the steps of both operands have room for
-constexpr int STRIP = BM * 64;         // elements of 64 columns of a tile of out
-constexpr int OWN = 1;                 // the first of the hardware's barriers for one group alone
+constexpr int BM = MATMUL_BM, BK = MATMUL_BK;  // BN, the columns of a tile, is WIDE_BN or NARROW_BN
+constexpr int WIDE_BN = MATMUL_BN, NARROW_BN = MATMUL_NARROW_BN;
+constexpr int CONSUMERS = 2;  // warpgroups that compute
+constexpr int THREADS = MATMUL_THREADS;
+constexpr int GELU_WARPGROUP = 1 + CONSUMERS;  // the fourth warpgroup, in matmul_forward_gelu alone
+// Registers of a thread. The sum over the warpgroups is 3 * 168 or, with a GELU warpgroup, 4 * 128. With fewer, the
+// consumers' wgmmas would wait for each other.
+template <bool HAS_GELU_WARPGROUP>
+constexpr int LOADER_REGISTERS = HAS_GELU_WARPGROUP ? 24 : 40;
+template <bool HAS_GELU_WARPGROUP>
+constexpr int COMPUTE_REGISTERS = HAS_GELU_WARPGROUP ? 224 : 232;
+constexpr int GELU_REGISTERS = 40;
+constexpr int STAGES_ROOM = MATMUL_STAGES * (BM + WIDE_BN) * BK;  // elements of the steps of both operands
+constexpr int STRIP = BM * MATMUL_STRIP;                          // elements of a strip of 64 columns
+
+// Named barriers: OWN_STRIPS + i is for the threads of warpgroup i alone, around the strips that they write.
+enum NamedBarrier { OWN_STRIPS = 1 };
+
+static_assert(THREADS == (1 + CONSUMERS) * WARPGROUP, "beside the consumer warpgroups, one loads");
+static_assert(MATMUL_GELU_THREADS == THREADS + WARPGROUP, "and one does GELU");
+static_assert(MATMUL_SHARED == (STAGES_ROOM + 2 * CONSUMERS * STRIP) * sizeof(element),
+              "shared memory: the steps, and two strips for each consumer");
 
 template <int BN>
-using Sums = float[2][BN / 2];  // a thread's share of a tile: of the rows from 0 and from 64 on
+using Accumulators = float[2][BN / 2];  // a thread's part of a tile: of rows 0 .. 63 and of rows 64 .. 127
 
-// Where a thread's sums belong: sums[k / 2][4 * j + k % 2 * 2] and the next are two columns, from 8 * j + 2 * t on, of row(k), k = 0 .. 3.
-struct Place {
-    int t = threadIdx.x % 4, g = threadIdx.x % 32 / 4, first = threadIdx.x % GROUP / 32 * 16 + g;
+// Where a thread's accumulators belong: acc[k / 2][4 * j + k % 2 * 2] and the next are two columns, from 8 * j + 2 * t
+// on, of row(k), k = 0 .. 3.
+struct Layout {
+    int t = threadIdx.x % 4, g = threadIdx.x % 32 / 4, first = threadIdx.x % WARPGROUP / 32 * 16 + g;
     __device__ int row(int k) const { return first + k % 2 * 8 + k / 2 * 64; }
 
-    // The two columns from 8 * unit + 2 * t on in row(k) of a strip of 64, which lies as TMA wants it.
+    // The two columns from 8 * unit + 2 * t on in row(k) of a strip of 64 columns, swizzled as TMA expects it.
     __device__ uint32* pair(element* strip, int unit, int k) const {
         return reinterpret_cast<uint32*>(strip) + first * 32 + (unit ^ g) * 4 + t + (k % 2 * 8 + k / 2 * 64) * 32;
     }
 
-    // The same in a strip of 32 columns, of elements or of gradients, bfloat16 or float32: 64 or 128 bytes a row.
+    // The same in a strip of 32 columns of bfloat16 or float32: 64 or 128 bytes a row, swizzled accordingly.
     template <class Number>
     __device__ Number* pair_of_32(void* strip, int unit, int k) const {
         constexpr int ROW = 32 * sizeof(Number);
-        const int byte = (8 * unit + 2 * t) * int(sizeof(Number)), turned = ROW == 128 ? g : g / 2;
-        return reinterpret_cast<Number*>(static_cast<char*>(strip) + row(k) * ROW + ((byte / 16) ^ turned) * 16 + byte % 16);
+        const int byte = (8 * unit + 2 * t) * int(sizeof(Number)), swizzle = ROW == 128 ? g : g / 2;
+        char* const at = static_cast<char*>(strip) + row(k) * ROW + ((byte / 16) ^ swizzle) * 16 + byte % 16;
+        return reinterpret_cast<Number*>(at);
     }
 };
 
-__device__ inline bool first_of_group() { return threadIdx.x % GROUP == 0; }
-__device__ inline void group_wait() { barrier_wait(OWN + warpgroup(), GROUP); }
+__device__ inline bool leads_warpgroup() { return threadIdx.x % WARPGROUP == 0; }
+__device__ inline void warpgroup_sync() { named_barrier_sync(OWN_STRIPS + warpgroup(), WARPGROUP); }
 
 struct Nothing {
     __device__ void operator()() const {}
 };
 
-// For each of the block's tiles, in the group that computes it: the product, and finish(sums, item, strips). `strips` is room for two
-// strips that belongs to the group. finish() must bring the group's warps together: see `turn`. help() is called once in each warp of a
-// fourth group, if there is one, else in each warp of the loading group that does not load.
-template <int BN, int A_ACROSS, int B_ACROSS, bool HELPED = false, class Finish, class Help = Nothing>
-__device__ __forceinline__ void multiply(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z, Finish finish,
-                                         Help help = {}) {
+// The pipeline of all kernels here. For each of the block's tiles: the mainloop, then epilogue(acc, item, strips), both
+// in the consumer warpgroup whose turn it is. `strips` is that consumer's shared memory for two strips. epilogue() must
+// bring the consumer's warps together, see `mainloop_turn`. side_job() is called once, by each warp of the GELU
+// warpgroup if there is one, else by the three warps of the producer warpgroup that load nothing.
+template <int BN, int A_ACROSS, int B_ACROSS, bool HAS_GELU_WARPGROUP = false, class Epilogue, class SideJob = Nothing>
+__device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z,
+                                       Epilogue epilogue, SideJob side_job = {}) {
     constexpr int BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK, STAGES = STAGES_ROOM / STAGE;
     constexpr int LOADED = (BM + (B_ACROSS ? BOXES * 64 : BN)) * BK;  // elements of a step
     extern __shared__ __align__(1024) element stages[];
-    __shared__ Ring<STAGES> ring;
-    __shared__ Barrier turn;  // ends a phase with each item whose last product is begun
+    __shared__ Ring<STAGES> step_ring;  // guards `stages`
+    __shared__ Mbarrier mainloop_turn;  // guards the tensor cores: ends a phase when an item's last wgmma is begun
     if (threadIdx.x == 0) {
-        ring.make(1, 4);
-        barrier_make(&turn, 4);
-        fence_barriers();
+        step_ring.init(1, 4);
+        mbarrier_init(&mainloop_turn, 4);
+        fence_mbarrier_init();
     }
     __syncthreads();
     Item item;
 
+    // ---- producer warpgroup: thread 0 loads; the other warps may have a side job -----------------------------------
     if (warpgroup() == 0) {
-        give_registers<LOADER_REGISTERS<HELPED>>();
-        if (!HELPED && threadIdx.x >= 32) help();
+        give_registers<LOADER_REGISTERS<HAS_GELU_WARPGROUP>>();
+        if (!HAS_GELU_WARPGROUP && threadIdx.x >= 32) side_job();
         if (threadIdx.x > 0) return;
         for (int w = blockIdx.x, n = 0; pick<BM, BN, BK>(item, w, z); w += gridDim.x) {
             for (int step = item.begin; step < item.end; step++, n++) {
                 element *a = stages + n % STAGES * STAGE, *b = a + BM * BK;
-                Barrier* full = &ring.full[n % STAGES];
-                ring.wait_for_room(n);
-                barrier_expect(full, LOADED * sizeof(element));
+                Mbarrier* full = &step_ring.full[n % STAGES];
+                step_ring.wait_empty(n);
+                mbarrier_arrive_expect_tx(full, LOADED * sizeof(element));
                 if (A_ACROSS) {
-                    for (int j = 0; j < BM / 64; j++) load_box(a + j * 64 * BK, &a_map, full, item.row + 64 * j, step * BK, 0);
+                    for (int j = 0; j < BM / 64; j++) {
+                        load_box(a + j * 64 * BK, &a_map, full, item.row + 64 * j, step * BK, 0);
+                    }
                 } else {
                     load_box(a, &a_map, full, step * BK, item.row, 0);
                 }
                 if (B_ACROSS) {
-                    for (int j = 0; j < BOXES; j++) load_box(b + j * 64 * BK, &b_map, full, item.column + 64 * j, step * BK, 0);
+                    for (int j = 0; j < BOXES; j++) {
+                        load_box(b + j * 64 * BK, &b_map, full, item.column + 64 * j, step * BK, 0);
+                    }
                 } else {
                     load_box(b, &b_map, full, step * BK, item.column, 0);
                 }
             }
         }
-    } else if (HELPED && warpgroup() == HELPER) {
-        give_registers<HELPER_REGISTERS>();
-        help();
+    // ---- GELU warpgroup --------------------------------------------------------------------------------------------
+    } else if (HAS_GELU_WARPGROUP && warpgroup() == GELU_WARPGROUP) {
+        give_registers<GELU_REGISTERS>();
+        side_job();
+    // ---- consumer warpgroups, each its own tiles -------------------------------------------------------------------
     } else {
-        take_registers<COMPUTE_REGISTERS<HELPED>>();
-        const int group = warpgroup() - 1;
-        element* const strips = stages + STAGES_ROOM + group * 2 * STRIP;
-        int steps;
+        take_registers<COMPUTE_REGISTERS<HAS_GELU_WARPGROUP>>();
+        const int consumer = warpgroup() - 1;
+        element* const strips = stages + STAGES_ROOM + consumer * 2 * STRIP;
+        int steps;  // of item i, the block's i-th; n: the steps of all previous items, which the ring has counted
         for (int w = blockIdx.x, i = 0, n = 0;; w += gridDim.x, i++, n += steps) {
             steps = steps_of<BM, BN, BK>(w, z);
-            if (i % GROUPS == group) {
+            if (i % CONSUMERS == consumer) {
                 if (!pick<BM, BN, BK>(item, w, z)) break;
-                Sums<BN> sums;  // the first product overwrites them
-                // A barrier knows this phase from the one before, and from no other: do not wait for what comes long after.
-                if (i > 0) barrier_wait(&turn, (i & 1) ^ 1);
+                Accumulators<BN> acc;  // the first wgmma overwrites them
+
+                // Wait for the turn: the other consumer has begun its last wgmma. Parity tells only two phases apart,
+                // so no warp may run ahead of its warpgroup: the epilogue brings its warps together.
+                if (i > 0) mbarrier_wait(&mainloop_turn, (i & 1) ^ 1);
+
+                // Mainloop: begin the wgmmas of step k, wait for those of step k - 1, and release its stage.
                 for (int k = 0; k < steps; k++) {
                     const element *a = stages + (n + k) % STAGES * STAGE, *b = a + BM * BK;
-                    const unsigned long long of_a = A_ACROSS ? describe_across(a) : describe(a);
-                    const unsigned long long of_b = B_ACROSS ? describe_across(b) : describe(b);
-                    ring.wait(n + k);
+                    const unsigned long long a_at = A_ACROSS ? descriptor_across(a) : descriptor(a);
+                    const unsigned long long b_at = B_ACROSS ? descriptor_across(b) : descriptor(b);
+                    step_ring.wait_full(n + k);
                     wgmma_fence();
 #pragma unroll
-                    for (int part = 0; part < BK / 16; part++) {  // 16 of the inner dimension: 32 bytes of each row, or 16 rows
+                    for (int slice = 0; slice < BK / 16; slice++) {  // of 16: 32 bytes of a row, or 16 rows
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            wgmma<A_ACROSS, B_ACROSS>(sums[half], of_a + half * 512 + part * (A_ACROSS ? 128 : 2),
-                                                      of_b + part * (B_ACROSS ? 128 : 2), k > 0 || part > 0);
+                            wgmma<A_ACROSS, B_ACROSS>(acc[half], a_at + half * 512 + slice * (A_ACROSS ? 128 : 2),
+                                                      b_at + slice * (B_ACROSS ? 128 : 2), k > 0 || slice > 0);
                         }
                     }
                     wgmma_commit();
                     if (k > 0) {
                         wgmma_wait<1>();
-                        ring.release(n + k - 1);
+                        step_ring.release(n + k - 1);
                     }
                 }
-                if (threadIdx.x % 32 == 0) barrier_arrive(&turn);
+
+                // Give the turn to the other consumer, then drain.
+                if (threadIdx.x % 32 == 0) mbarrier_arrive(&mainloop_turn);
                 wgmma_wait<0>();
-                pin(sums[0]);
-                pin(sums[1]);
-                ring.release(n + steps - 1);
-                finish(sums, item, strips);
+                fence_operand(acc[0]);
+                fence_operand(acc[1]);
+                step_ring.release(n + steps - 1);
+
+                epilogue(acc, item, strips);
             }
         }
-        if (first_of_group()) stores_wait<0>();  // shared memory stays until TMA has read it
+        if (leads_warpgroup()) stores_wait<0>();  // a block's shared memory must last until TMA has read it
     }
 }
 
-// Before a strip is filled: all but the newest PENDING that were written are read, so that there is room.
+// Before a strip is filled: wait until TMA has read all strips but the newest PENDING.
 template <int PENDING>
-__device__ inline void claim() {
-    if (first_of_group()) stores_wait<PENDING>();
-    group_wait();
+__device__ inline void wait_strip_empty() {
+    if (leads_warpgroup()) stores_wait<PENDING>();
+    warpgroup_sync();
 }
 
-// A strip, of the tile's columns from `right` on, is complete: the group's first thread has TMA write it. From there on it is that thread
-// that knows when it is read.
-__device__ inline void write_strip(const TensorMap& map, const element* strip, const Item& item, int right) {
+// When the warpgroup has filled a strip, of the tile's columns from `column` on: its first thread begins the TMA store.
+// The same thread waits for it, in wait_strip_empty: stores are counted for each thread.
+__device__ inline void store_strip(const TensorMap& map, const element* strip, const Item& item, int column) {
     fence_for_async();
-    group_wait();
-    if (first_of_group()) {
-        store_box(&map, strip, item.column + right, item.row, 0);
+    warpgroup_sync();
+    if (leads_warpgroup()) {
+        store_box(&map, strip, item.column + column, item.row, 0);
         stores_commit();
     }
 }
 
-// strip = (sums of its columns) * scale + bias, rounded.
-template <int BN, int WIDE>
-__device__ __forceinline__ void fill_strip(element* strip, const Sums<BN>& sums, int s, float scale, const element* bias, int column,
-                                           int N) {
-    const Place at;
+// strip = the accumulators of strip s of a tile * scale + bias, rounded.
+template <int BN, int STRIP_COLUMNS>
+__device__ __forceinline__ void fill_strip(element* strip, const Accumulators<BN>& acc, int s, float scale,
+                                           const element* bias, int column, int N) {
+    const Layout at;
 #pragma unroll
-    for (int unit = 0; unit < WIDE / 8; unit++) {
-        const int c = column + WIDE * s + 8 * unit + 2 * at.t;
+    for (int unit = 0; unit < STRIP_COLUMNS / 8; unit++) {
+        const int c = column + STRIP_COLUMNS * s + 8 * unit + 2 * at.t;
         const float2 b = bias && c < N ? as_floats(*reinterpret_cast<const uint32*>(bias + c)) : float2{0.0f, 0.0f};
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const float* x = &sums[k / 2][4 * (WIDE / 8 * s + unit) + k % 2 * 2];
-            uint32* pair = WIDE == 64 ? at.pair(strip, unit, k) : reinterpret_cast<uint32*>(at.pair_of_32<element>(strip, unit, k));
+            const float* x = &acc[k / 2][4 * (STRIP_COLUMNS / 8 * s + unit) + k % 2 * 2];
+            uint32* pair = STRIP_COLUMNS == 64 ? at.pair(strip, unit, k)
+                                      : reinterpret_cast<uint32*>(at.pair_of_32<element>(strip, unit, k));
             *pair = as_pair(x[0] * scale + b.x, x[1] * scale + b.y);
         }
     }
 }
 
-// A strip of 64 columns as a warp's 8 squares of 16 x 16: number n has columns from n / 2 * 16 on, and the warp's 16 of the rows from
-// n % 2 * 64 on. Of a square, a thread has four pairs: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8).
+// A warp's rows of a strip of 64 columns, as 8 squares of 16 x 16. Square n has columns n / 2 * 16 .. + 15 and, of the
+// rows from n % 2 * 64 on, the warp's 16. Of a square, a thread has four pairs, as in the A operand of a wgmma: at (g,
+// 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8).
 struct Squares {
-    element* row;  // where this lane's row of a square's four matrices of 8 x 8 begins, but for `turned`
-    int turned;
+    element* row;  // of this lane in a square's four matrices of 8 x 8
+    int swizzle;
     __device__ Squares(element* strip) {
-        const int lane = threadIdx.x % 32, r = threadIdx.x % GROUP / 32 * 16 + lane % 16;
+        const int lane = threadIdx.x % 32, r = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
         row = strip + r * 64;
-        turned = lane / 16 ^ r % 8;
+        swizzle = lane / 16 ^ r % 8;
     }
-    __device__ element* at(int n) const { return row + n % 2 * (64 * 64) + (n / 2 * 2 ^ turned) * 8; }
+    __device__ element* at(int n) const { return row + n % 2 * (64 * 64) + (n / 2 * 2 ^ swizzle) * 8; }
     __device__ void load(uint32 (&pairs)[4], int n) const { load_tiles<0>(pairs, at(n)); }
     __device__ void store(const uint32 (&pairs)[4], int n) const { store_tiles(pairs, at(n)); }
 };
@@ -213,12 +252,13 @@ __device__ inline float number(const uint32 (&pairs)[4], int k) {
     return k % 2 ? both.y : both.x;
 }
 
-// out = GELU(strip). 2^ of the next square's numbers is asked for between the inverses of this one's, so that neither is waited for.
+// out = GELU(strip). The exponentials of the next square are issued between the reciprocals of this one, so that the
+// thread waits for neither.
 __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
     const Squares from(strip), to(out);
     uint32 x[3][4];
     float e[2][8];
-    const auto begin = [&](int n, int k) { e[n % 2][k] = power_of_2(away(number(x[n % 3], k))); };
+    const auto begin = [&](int n, int k) { e[n % 2][k] = exp2_approx(exponent(number(x[n % 3], k))); };
     from.load(x[0], 0);
     from.load(x[1], 1);
 #pragma unroll
@@ -235,132 +275,135 @@ __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
         uint32 pairs[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            pairs[k] = as_pair(__fmul_rn(number(x[n % 3], 2 * k), s[2 * k]), __fmul_rn(number(x[n % 3], 2 * k + 1), s[2 * k + 1]));
+            pairs[k] = as_pair(__fmul_rn(number(x[n % 3], 2 * k), s[2 * k]),
+                               __fmul_rn(number(x[n % 3], 2 * k + 1), s[2 * k + 1]));
         }
         to.store(pairs, n);
     }
 }
 
+// The plain epilogue: a tile * scale + bias, to the tensor, strip by strip through shared memory.
 template <int BN>
-__device__ __forceinline__ void write_tile(const TensorMap& map, const Sums<BN>& sums, const Item& item, element* strips, float scale,
-                                           const element* bias, int N) {
-    constexpr int WIDE = BN % 64 ? 32 : 64;  // columns of a strip
+__device__ __forceinline__ void store_tile(const TensorMap& map, const Accumulators<BN>& acc, const Item& item,
+                                           element* strips, float scale, const element* bias, int N) {
+    constexpr int STRIP_COLUMNS = BN == WIDE_BN ? MATMUL_STRIP : MATMUL_NARROW_STRIP;  // columns of a strip
 #pragma unroll
-    for (int s = 0; s < BN / WIDE; s++) {
+    for (int s = 0; s < BN / STRIP_COLUMNS; s++) {
         element* strip = strips + s % 2 * STRIP;
-        s == 0 ? claim<0>() : claim<1>();
-        fill_strip<BN, WIDE>(strip, sums, s, scale, bias, item.column, N);
-        write_strip(map, strip, item, WIDE * s);
+        s == 0 ? wait_strip_empty<0>() : wait_strip_empty<1>();
+        fill_strip<BN, STRIP_COLUMNS>(strip, acc, s, scale, bias, item.column, N);
+        store_strip(map, strip, item, STRIP_COLUMNS * s);
     }
 }
 
-// Block (384), of matmul_forward_gelu (512); grid (not more blocks than items). Shared memory: STAGES_ROOM + 4 * STRIP elements. Boxes of
-// the maps: A 128 x 64 (rows x columns), across 64 x 64; B 192 x 64 (narrow: 160 x 64), across 64 x 64; out, and what is beside it, 128 x
-// 64 (narrow: 128 x 32).
+// Block (384), of matmul_forward_gelu (512); grid (at most as many blocks as items). Shared memory: STAGES_ROOM + 4 *
+// STRIP elements. Boxes of the maps, rows x columns: A 128 x 64, across 64 x 64; B 192 x 64 (narrow: 160 x 64), across
+// 64 x 64; out, and the tensors like it, 128 x 64 (narrow: 128 x 32).
 template <int BN>
-__device__ __forceinline__ void forward(const TensorMap& out, const TensorMap& inp, const TensorMap& weight, const element* bias,
-                                        const Sizes& z) {
-    multiply<BN, 0, 0>(inp, weight, z, [&](Sums<BN>& sums, const Item& item, element* strips) {
-        write_tile<BN>(out, sums, item, strips, 1.0f, bias, z.N);
+__device__ __forceinline__ void forward(const TensorMap& out, const TensorMap& inp, const TensorMap& weight,
+                                        const element* bias, const Sizes& z) {
+    matmul<BN, 0, 0>(inp, weight, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+        store_tile<BN>(out, acc, item, strips, 1.0f, bias, z.N);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_forward(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
-               const element* bias, int M, int N, int K, int band) {
-    forward<192>(out, inp, weight, bias, {M, N, K, band, 1});
+matmul_forward(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
+               const __grid_constant__ TensorMap weight, const element* bias, int M, int N, int K, int band) {
+    forward<WIDE_BN>(out, inp, weight, bias, {M, N, K, band, 1});
 }
 
-// 1600 columns are 10 narrow tiles, but 8.3 others.
+// 1600 columns are 10 narrow tiles, or 8.3 wide ones, of which the ninth would be mostly empty.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_forward_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
                       const __grid_constant__ TensorMap weight, const element* bias, int M, int N, int K, int band) {
-    forward<160>(out, inp, weight, bias, {M, N, K, band, 1});
+    forward<NARROW_BN>(out, inp, weight, bias, {M, N, K, band, 1});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + GROUP, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP, 1)
 matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu_out,
-                    const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight, const element* bias, int M, int N,
-                    int K, int band) {
-    constexpr int BN = 192, ACROSS = BN / 64;  // strips of a tile
+                    const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
+                    const element* bias, int M, int N, int K, int band) {
+    constexpr int BN = WIDE_BN, STRIPS = BN / 64;  // strips of a tile
     extern __shared__ __align__(1024) element stages[];
-    __shared__ Ring<2> ring;     // of strips of out, which the groups fill and the helping one empties
-    __shared__ int2 where[2];    // they lie: column, row
-    __shared__ Barrier in_turn;  // ends a phase with each tile that is in the ring
+    __shared__ Ring<2> strip_ring;      // guards `strips` of out: the consumers fill them, the side job empties them
+    __shared__ int2 strip_at[2];        // the strips' columns and rows in out
+    __shared__ Mbarrier epilogue_turn;  // guards the ring's order: ends a phase when all strips of a tile are in
     element *const strips = stages + STAGES_ROOM, *const gelus = strips + 2 * STRIP;
     if (threadIdx.x == 0) {
-        ring.make(GROUP, GROUP);
-        barrier_make(&in_turn, GROUP);
+        strip_ring.init(WARPGROUP, WARPGROUP);
+        mbarrier_init(&epilogue_turn, WARPGROUP);
     }
-    int tile = warpgroup() - 1;  // of the block's, the one at hand
-    multiply<BN, 0, 0, true>(
+    int tile = warpgroup() - 1;  // which of the block's tiles this consumer is at
+    matmul<BN, 0, 0, true>(
         inp, weight, {M, N, K, band, 1},
-        [&](Sums<BN>& sums, const Item& item, element*) {
-            // Until the tile before is in the ring, that does not know the phases that this one waits for; nor does in_turn until all warps
-            // of the group have given theirs: see `turn`.
-            group_wait();
-            if (tile > 0) barrier_wait(&in_turn, (tile & 1) ^ 1);
+        [&](Accumulators<BN>& acc, const Item& item, element*) {  // epilogue
+            // Wait for the turn: all strips of the previous tile are in the ring. Without this, the consumer would wait
+            // for phases too far ahead for parity to tell them apart; without warpgroup_sync(), so would a single warp.
+            warpgroup_sync();
+            if (tile > 0) mbarrier_wait(&epilogue_turn, (tile & 1) ^ 1);
 #pragma unroll
-            for (int s = 0; s < ACROSS; s++) {
-                const int n = tile * ACROSS + s;
+            for (int s = 0; s < STRIPS; s++) {
+                const int n = tile * STRIPS + s;
                 element* strip = strips + n % 2 * STRIP;
-                ring.wait_for_room(n);
-                fill_strip<BN, 64>(strip, sums, s, 1.0f, bias, item.column, N);
-                if (first_of_group()) where[n % 2] = int2{item.column + 64 * s, item.row};
+                strip_ring.wait_empty(n);
+                fill_strip<BN, 64>(strip, acc, s, 1.0f, bias, item.column, N);
+                if (leads_warpgroup()) strip_at[n % 2] = int2{item.column + 64 * s, item.row};
                 fence_for_async();
-                barrier_arrive(&ring.full[n % 2]);
+                mbarrier_arrive(&strip_ring.full[n % 2]);
             }
-            barrier_arrive(&in_turn);
-            tile += GROUPS;
+            mbarrier_arrive(&epilogue_turn);
+            tile += CONSUMERS;
         },
-        [&] {
+        [&] {  // side job, of the GELU warpgroup: GELU of each strip, and both to memory
             const int tiles = (M + BM - 1) / BM * ((N + BN - 1) / BN), stride = gridDim.x;
-            const int count = (tiles - int(blockIdx.x) + stride - 1) / stride * ACROSS;  // of the block's strips
+            const int count = (tiles - int(blockIdx.x) + stride - 1) / stride * STRIPS;  // strips of this block
             for (int n = 0; n < count; n++) {
                 element *strip = strips + n % 2 * STRIP, *gelu = gelus + n % 2 * STRIP;
-                ring.wait(n);
-                const int2 at = where[n % 2];
-                if (first_of_group()) {
+                strip_ring.wait_full(n);
+                const int2 at = strip_at[n % 2];
+                if (leads_warpgroup()) {
                     store_box(&out, strip, at.x, at.y, 0);
                     stores_commit();
                 }
                 __syncwarp();
                 gelu_strip(gelu, strip);
-                if (first_of_group()) stores_wait<1>();  // the GELUs of the strip before are read, and what comes next has room
+                if (leads_warpgroup()) stores_wait<1>();  // gelu of strip n - 1 is read: n + 1 will overwrite it
                 fence_for_async();
-                group_wait();
-                if (first_of_group()) {
+                warpgroup_sync();
+                if (leads_warpgroup()) {
                     store_box(&gelu_out, gelu, at.x, at.y, 0);
                     stores_commit();
-                    stores_wait<1>();  // TMA, too, has read the strip
+                    stores_wait<1>();  // TMA has read the strip of out
                 }
-                barrier_arrive(&ring.empty[n % 2]);
+                mbarrier_arrive(&strip_ring.empty[n % 2]);
             }
-            if (first_of_group()) stores_wait<0>();
+            if (leads_warpgroup()) stores_wait<0>();
         });
 }
 
 template <int BN>
-__device__ __forceinline__ void backward_inp(const TensorMap& dinp, const TensorMap& dout, const TensorMap& weight, float scale,
-                                             const Sizes& z) {
-    multiply<BN, 0, 1>(dout, weight, z, [&](Sums<BN>& sums, const Item& item, element* strips) {
-        write_tile<BN>(dinp, sums, item, strips, scale, nullptr, z.N);
+__device__ __forceinline__ void backward_inp(const TensorMap& dinp, const TensorMap& dout, const TensorMap& weight,
+                                             float scale, const Sizes& z) {
+    matmul<BN, 0, 1>(dout, weight, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+        store_tile<BN>(dinp, acc, item, strips, scale, nullptr, z.N);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_inp(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
                     const __grid_constant__ TensorMap weight, float scale, int M, int N, int K, int band) {
-    backward_inp<192>(dinp, dout, weight, scale, {M, N, K, band, 1});
+    backward_inp<WIDE_BN>(dinp, dout, weight, scale, {M, N, K, band, 1});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_inp_narrow(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
                            const __grid_constant__ TensorMap weight, float scale, int M, int N, int K, int band) {
-    backward_inp<160>(dinp, dout, weight, scale, {M, N, K, band, 1});
+    backward_inp<NARROW_BN>(dinp, dout, weight, scale, {M, N, K, band, 1});
 }
 
-// v: a thread's sums over its rows of columns 2 * t, 2 * t + 1, 2 * t + 8 and 2 * t + 9. column[0 .. 15] = those over the warp's rows.
+// v: a thread's sums of columns 2t, 2t + 1, 2t + 8 and 2t + 9 over its own rows. column[0 .. 15] = those over all rows
+// of the warp.
 __device__ inline void sum_columns(float* column, float (&v)[4]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     halve<2, 1>(v);
@@ -370,29 +413,30 @@ __device__ inline void sum_columns(float* column, float (&v)[4]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials, const __grid_constant__ TensorMap dout,
-                         const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap inp, int M, int N, int K, int band) {
-    constexpr int BN = 192, ACROSS = BN / 64, PLACES = 4;  // strips of a tile; places for the block's strips, inp's, then dinp's
+matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials,
+                         const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap weight,
+                         const __grid_constant__ TensorMap inp, int M, int N, int K, int band) {
+    constexpr int BN = WIDE_BN, STRIPS = BN / 64, SLOTS = 4;  // strips of a tile; slots for inp's, then dinp's
     extern __shared__ __align__(1024) element stages[];
-    __shared__ Barrier here[PLACES], filled[PLACES];  // a strip of inp; of dinp
-    __shared__ float columns[2][4][64];               // for a strip, sums of each warp's rows
-    __shared__ Barrier read[2];                       // they are
-    element* const places = stages + STAGES_ROOM;
+    __shared__ Mbarrier inp_full[SLOTS], dinp_full[SLOTS];  // guard `slots`: inp is loaded, dinp written
+    __shared__ float sums[2][4][64];                        // a strip's column sums over the rows of each warp
+    __shared__ Mbarrier sums_empty[2];                      // guards `sums`: the side job has read them
+    element* const slots = stages + STAGES_ROOM;
     if (threadIdx.x == 0) {
-        for (int k = 0; k < PLACES; k++) barrier_make(&here[k], 1), barrier_make(&filled[k], GROUP);
-        for (int k = 0; k < 2; k++) barrier_make(&read[k], 32);
+        for (int k = 0; k < SLOTS; k++) mbarrier_init(&inp_full[k], 1), mbarrier_init(&dinp_full[k], WARPGROUP);
+        for (int k = 0; k < 2; k++) mbarrier_init(&sums_empty[k], 32);
     }
     const Sizes z = {M, N, K, band, 1};
-    int q = (warpgroup() - 1) * ACROSS;  // of the block's strips, the one at hand
-    multiply<BN, 0, 1>(
+    int current = (warpgroup() - 1) * STRIPS;  // which of the block's strips this consumer is at
+    matmul<BN, 0, 1>(
         dout, weight, z,
-        [&](Sums<BN>& sums, const Item& item, element*) {
+        [&](Accumulators<BN>& acc, const Item& item, element*) {  // epilogue: dinp over inp, and column sums
 #pragma unroll
-            for (int s = 0; s < ACROSS; s++, q++) {
-                const Squares strip(places + q % PLACES * STRIP);
-                float* const of_warp = columns[q % 2][threadIdx.x % GROUP / 32];
-                barrier_wait(&here[q % PLACES], q / PLACES & 1);
-                if (q >= 2) barrier_wait(&read[q % 2], (q / 2 & 1) ^ 1);
+            for (int s = 0; s < STRIPS; s++, current++) {
+                const Squares strip(slots + current % SLOTS * STRIP);
+                float* const of_warp = sums[current % 2][threadIdx.x % WARPGROUP / 32];
+                mbarrier_wait(&inp_full[current % SLOTS], current / SLOTS & 1);
+                if (current >= 2) mbarrier_wait(&sums_empty[current % 2], (current / 2 & 1) ^ 1);
                 __syncwarp();
                 uint32 next[4];
                 strip.load(next, 0);
@@ -406,8 +450,12 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
                     if (n < 7) strip.load(next, n + 1);
                     gates(g, x);
 #pragma unroll
-                    for (int k = 0; k < 8; k++) x[k] = sums[n % 2][4 * (8 * s + n / 2 * 2) + k] * gelu_slope(x[k], g[k]);
-                    strip.store({as_pair(x[0], x[1]), as_pair(x[2], x[3]), as_pair(x[4], x[5]), as_pair(x[6], x[7])}, n);
+                    for (int k = 0; k < 8; k++) {
+                        x[k] = acc[n % 2][4 * (8 * s + n / 2 * 2) + k] * gelu_derivative(x[k], g[k]);
+                    }
+                    const uint32 dinp_pairs[4] = {as_pair(x[0], x[1]), as_pair(x[2], x[3]), as_pair(x[4], x[5]),
+                                                  as_pair(x[6], x[7])};
+                    strip.store(dinp_pairs, n);
 #pragma unroll
                     for (int k = 0; k < 4; k++) {
                         const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8
@@ -416,124 +464,132 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
                     if (n % 2) sum_columns(of_warp + n / 2 * 16, total);
                 }
                 fence_for_async();
-                barrier_arrive(&filled[q % PLACES]);
+                mbarrier_arrive(&dinp_full[current % SLOTS]);
             }
-            q += (GROUPS - 1) * ACROSS;
+            current += (CONSUMERS - 1) * STRIPS;
         },
-        [&] {  // a warp brings inp's strips, and writes what the groups make of them
+        [&] {  // side job, of one warp: load the strips of inp, and store those of dinp and the column sums
             const int lane = threadIdx.x % 32;
             if (threadIdx.x / 32 != 1) return;
-            const auto where = [&](Item& item, int q) {  // false: there is no such strip
-                const bool found = pick<BM, BN, BK>(item, blockIdx.x + q / ACROSS * gridDim.x, z);
-                item.column += q % ACROSS * 64;
+            const auto find_strip = [&](Item& item, int n) {  // false: there is no such strip
+                const bool found = pick<BM, BN, BK>(item, blockIdx.x + n / STRIPS * gridDim.x, z);
+                item.column += n % STRIPS * 64;
                 return found;
             };
-            const auto bring = [&](int q) {
+            const auto load = [&](int n) {
                 Item item;
-                if (lane > 0 || !where(item, q)) return;
-                barrier_expect(&here[q % PLACES], STRIP * sizeof(element));
-                load_box(places + q % PLACES * STRIP, &inp, &here[q % PLACES], item.column, item.row, 0);
+                if (lane > 0 || !find_strip(item, n)) return;
+                mbarrier_arrive_expect_tx(&inp_full[n % SLOTS], STRIP * sizeof(element));
+                load_box(slots + n % SLOTS * STRIP, &inp, &inp_full[n % SLOTS], item.column, item.row, 0);
             };
-            for (q = 0; q < PLACES; q++) {
-                bring(q);
-                barrier_wait(&here[0], 0);  // so that who has seen a later one may wait for the next one in this place
+            for (int n = 0; n < SLOTS; n++) {
+                load(n);
+                // Consumer 1 begins with strip 3; then it waits for phase 1 of slot 0, and phase 0 must be over by
+                // then.
+                mbarrier_wait(&inp_full[0], 0);
             }
             Item item;
-            for (q = 0; where(item, q); q++) {
-                const float(&of_warps)[4][64] = columns[q % 2];
-                barrier_wait(&filled[q % PLACES], q / PLACES & 1);
+            for (int n = 0; find_strip(item, n); n++) {
+                const float(&of_warps)[4][64] = sums[n % 2];
+                mbarrier_wait(&dinp_full[n % SLOTS], n / SLOTS & 1);
                 if (lane == 0) {
-                    store_box(&dinp, places + q % PLACES * STRIP, item.column, item.row, 0);
+                    store_box(&dinp, slots + n % SLOTS * STRIP, item.column, item.row, 0);
                     stores_commit();
                 }
                 for (int c = lane; c < 64 && item.column + c < N; c += 32) {
                     partials[int64(item.row / BM) * N + item.column + c] =
                         of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
                 }
-                barrier_arrive(&read[q % 2]);
-                __syncwarp();  // what lane 0 brings tells the groups that all lanes have read
+                mbarrier_arrive(&sums_empty[n % 2]);
+                __syncwarp();  // all lanes are here before lane 0's next load lets a consumer go on
                 if (lane == 0) stores_wait<1>();  // all strips but this one are read
-                if (q > 0) bring(q - 1 + PLACES);
+                if (n > 0) load(n - 1 + SLOTS);
             }
             if (lane == 0) stores_wait<0>();
         });
 }
 
-// parts: BM * BN float32 for each tile; done: for each tile, how many parts are in there, 0 before and after. Neither is used when splits
-// is 1. Boxes of dweight: 128 x 32.
-// A block that waits for another one's part waits for an item before its own, so there is always one that goes on.
+// partials, done: see matmul.cuh. Boxes of dweight: 128 x 32.
 template <int BN>
-__device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4* parts, int* done, const TensorMap& dout,
-                                                const TensorMap& inp, float scale, int accumulate, const Sizes& z) {
-    constexpr int WIDE = 32, BYTES = BM * WIDE * sizeof(gradient);  // of a strip
-    constexpr int QUADS = BN / 4, UNDERWAY = 8;                     // a thread's sums, 4 at a time; so many loads beside them
-    __shared__ Barrier here[GROUPS];                                // what stood in a strip of dweight is
-    const int group = warpgroup() - 1;
-    int loads = 0;  // of this group, so far
+__device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4* partials, int* done,
+                                                const TensorMap& dout, const TensorMap& inp, float scale,
+                                                int accumulate, const Sizes& z) {
+    constexpr int STRIP_COLUMNS = MATMUL_NARROW_STRIP, BYTES = BM * STRIP_COLUMNS * sizeof(gradient);  // of a strip
+    constexpr int QUADS = BN / 4, IN_FLIGHT = 8;  // float4s of a thread; loads in flight
+    __shared__ Mbarrier dweight_full[CONSUMERS];  // guard the strip that TMA loads to accumulate to
+    const int consumer = warpgroup() - 1;
+    int loads = 0;  // of this consumer, so far: gives the parity of its mbarrier
     if (threadIdx.x == 0) {
-        for (int k = 0; k < GROUPS; k++) barrier_make(&here[k], 1);
+        for (int k = 0; k < CONSUMERS; k++) mbarrier_init(&dweight_full[k], 1);
     }
-    multiply<BN, 1, 1>(dout, inp, z, [&](Sums<BN>& sums, const Item& item, element* strips) {
-        const auto quad = [&](int j) { return &sums[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
-        float4* const before = parts + int64(item.tile) * (BM * BN / 4) + threadIdx.x % GROUP;
+    matmul<BN, 1, 1>(dout, inp, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+        const auto quad = [&](int j) { return &acc[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
+        float4* const tile_partials = partials + int64(item.tile) * (BM * BN / 4) + threadIdx.x % WARPGROUP;
+
+        // Add the sums of the previous splits.
         if (item.split > 0) {
-            if (first_of_group()) wait_for(done + item.tile, item.split);
-            group_wait();
+            if (leads_warpgroup()) wait_for(done + item.tile, item.split);
+            warpgroup_sync();
 #pragma unroll
-            for (int first = 0; first < QUADS; first += UNDERWAY) {
-                float4 y[UNDERWAY];
+            for (int first = 0; first < QUADS; first += IN_FLIGHT) {
+                float4 y[IN_FLIGHT];
 #pragma unroll
-                for (int j = 0; j < UNDERWAY; j++) y[j] = __ldcg(before + (first + j) * GROUP);
+                for (int j = 0; j < IN_FLIGHT; j++) y[j] = __ldcg(tile_partials + (first + j) * WARPGROUP);
 #pragma unroll
-                for (int j = 0; j < UNDERWAY; j++) {
+                for (int j = 0; j < IN_FLIGHT; j++) {
                     float* x = quad(first + j);
                     x[0] += y[j].x, x[1] += y[j].y, x[2] += y[j].z, x[3] += y[j].w;
                 }
             }
         }
+
+        // All splits but the last hand on their sums; the last one goes on to write dweight.
         if (item.split < z.splits - 1) {
 #pragma unroll
-            for (int j = 0; j < QUADS; j++) __stcg(before + j * GROUP, float4{quad(j)[0], quad(j)[1], quad(j)[2], quad(j)[3]});
-            group_wait();  // what all have written, the first one announces
-            if (first_of_group()) announce(done + item.tile, item.split + 1);
+            for (int j = 0; j < QUADS; j++) {
+                __stcg(tile_partials + j * WARPGROUP, float4{quad(j)[0], quad(j)[1], quad(j)[2], quad(j)[3]});
+            }
+            warpgroup_sync();  // all have written before the first thread announces it
+            if (leads_warpgroup()) announce(done + item.tile, item.split + 1);
             return;
         }
-        if (z.splits > 1 && first_of_group()) done[item.tile] = 0;
-        const Place at;
+        if (z.splits > 1 && leads_warpgroup()) done[item.tile] = 0;
+        const Layout at;
 #pragma unroll
-        for (int s = 0; s < BN / WIDE; s++) {
+        for (int s = 0; s < BN / STRIP_COLUMNS; s++) {
             element* const strip = strips + s % 2 * STRIP;
-            s == 0 ? claim<0>() : claim<1>();
+            s == 0 ? wait_strip_empty<0>() : wait_strip_empty<1>();
             if (accumulate) {
-                if (first_of_group()) {
-                    barrier_expect(&here[group], BYTES);
-                    load_box(strip, &dweight, &here[group], item.column + WIDE * s, item.row, 0);
+                if (leads_warpgroup()) {
+                    mbarrier_arrive_expect_tx(&dweight_full[consumer], BYTES);
+                    load_box(strip, &dweight, &dweight_full[consumer], item.column + STRIP_COLUMNS * s, item.row, 0);
                 }
-                barrier_wait(&here[group], loads++ & 1);
+                mbarrier_wait(&dweight_full[consumer], loads++ & 1);
             }
 #pragma unroll
-            for (int unit = 0; unit < WIDE / 8; unit++) {
+            for (int unit = 0; unit < STRIP_COLUMNS / 8; unit++) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    const float* x = &sums[k / 2][4 * (WIDE / 8 * s + unit) + k % 2 * 2];
+                    const float* x = &acc[k / 2][4 * (STRIP_COLUMNS / 8 * s + unit) + k % 2 * 2];
                     put_pair(at.pair_of_32<gradient>(strip, unit, k), x[0] * scale, x[1] * scale, accumulate);
                 }
             }
-            write_strip(dweight, strip, item, WIDE * s);
+            store_strip(dweight, strip, item, STRIP_COLUMNS * s);
         }
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
-                       const __grid_constant__ TensorMap inp, float scale, int accumulate, int M, int N, int K, int band, int splits) {
-    backward_weight<192>(dweight, parts, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
+matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
+                       const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp, float scale,
+                       int accumulate, int M, int N, int K, int band, int splits) {
+    backward_weight<WIDE_BN>(dweight, partials, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
 }
 
-// 768 columns are 5 narrow tiles, and 3072 x 768 numbers are 120, which gives nearly all multiprocessors of an H200 one.
+// 768 columns are 5 narrow tiles: 3072 x 768 has 120 tiles, one for nearly every multiprocessor of an H200.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_weight_narrow(const __grid_constant__ TensorMap dweight, float4* parts, int* done, const __grid_constant__ TensorMap dout,
-                              const __grid_constant__ TensorMap inp, float scale, int accumulate, int M, int N, int K, int band,
-                              int splits) {
-    backward_weight<160>(dweight, parts, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
+matmul_backward_weight_narrow(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
+                              const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp,
+                              float scale, int accumulate, int M, int N, int K, int band, int splits) {
+    backward_weight<NARROW_BN>(dweight, partials, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
 }

@@ -1,48 +1,100 @@
-"""What several test files share: small models and data on disk, and the programs run as a user runs them."""
+"""What several test files share: small models and data on disk, the programs run as a user runs them, a server on this
+machine, and a fake GPU. Tests that need a real one ask for the fixture `gpu` or are marked so; elsewhere they do not
+run, which the last line says."""
 
+import ctypes
+import http.server
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
-import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads would spin, on the cores that NumPy's need
+
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 import pytest
 
-from train_gpt2 import Config, allocate, flat, parameter_table, write_model, write_tokenizer, write_tokens
+import llmc.device
+import llmc.matmul
+import train_gpt2
+import train_gpt2_cuda
+from llmc.checkpoint import Config, DebugState, fingerprint, write_model
+from llmc.dataloader import write_tokens
+from llmc.device import GPU
+from llmc.errors import UserError, run_main
+from llmc.tensors import allocate, flat
+from llmc.tokenizer import write_tokenizer
 
 ROOT = Path(__file__).parent.parent
+GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 SMALL = Config(maxT=32, V=257, L=2, NH=3, C=24, Vp=384)
+SMALL_HEADS = Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)  # which the GPU's kernels take
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tests that need a GPU
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """The GPU at hand. Where there is none, tests that use it are not collected."""
+    return llmc.device.open_gpu()
+
+
+@pytest.hookimpl(trylast=True)  # of those that -k and -m have left
+def pytest_collection_modifyitems(config, items):
+    needing = [item for item in items if "gpu" in item.fixturenames or item.get_closest_marker("gpu")]
+    try:
+        if needing:
+            llmc.device.open_gpu()
+    except UserError as error:
+        items[:] = [item for item in items if item not in set(needing)]
+        config.hook.pytest_deselected(items=needing)
+        config.without_gpu = f"GPU: {len(needing)} tests need one and did not run ({re.split('[:;] ', str(error))[0]})"
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if hasattr(config, "without_gpu"):
+        terminalreporter.write_line(config.without_gpu)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# models and files
 
 
 def random_params(config, seed=0):
-    """Weights N(0, 0.1), the padding rows of wte 0; a large spread, so that samples differ and gradients are not tiny."""
-    params = allocate(parameter_table(config))
+    """Weights N(0, 0.1), the padding rows of wte 0; a large spread, so that samples differ and gradients are not
+    tiny."""
+    params = allocate(train_gpt2.parameter_table(config))
     flat(params)[:] = np.random.default_rng(seed).standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.1)
     params.wte[config.V :] = 0.0
     return params
 
 
-def run_program(*command, check=True, cwd=None, timeout=120, **environment):
-    """Run `python PROGRAM ...` from the project's root; returns the finished process, its output as text."""
-    program, *arguments = map(str, command)
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run([sys.executable, str(ROOT / program), *arguments], cwd=cwd, capture_output=True, timeout=timeout,
-                          env={**os.environ, "PYTHONPATH": path, **environment})
-    done.stdout, done.stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
-    assert not check or done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return done
+def make_state(params, losses=10):
+    """A DebugState for SMALL, of random numbers."""
+    rng = np.random.default_rng(1)
+    x, y = rng.integers(0, SMALL.V, (2, 2, 5), dtype=np.int32)
+    logits = rng.standard_normal((2, 5, SMALL.V), dtype=np.float32)
+    optimizer = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+    return DebugState(x, y, logits, 5.5, random_params(SMALL, 7), optimizer,
+                      np.linspace(5, 1, losses, dtype=np.float32), fingerprint(SMALL, params))
 
 
-def assert_one_line_error(done, *words):
-    """Exit status 1, and one line on stderr that has all these words and is no traceback."""
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert len(lines) == 1 and "error: " in lines[0], done.stderr
-    for word in words:
-        assert str(word) in lines[0], f"{word!r} is not in {lines[0]!r}"
+@pytest.fixture
+def small_model():
+    """A GPT2 over SMALL with everything allocated for B=2, T=8."""
+    model = train_gpt2.GPT2(SMALL, random_params(SMALL))
+    model.allocate_activations(2, 8)
+    model.allocate_training(2, 8)
+    return model
 
 
 @pytest.fixture
@@ -61,7 +113,8 @@ def workplace(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def gpt2_vocabulary():
-    """The environment in which tiktoken has GPT-2's vocabulary with no network; skips the test where it is not to be had."""
+    """The environment in which tiktoken has GPT-2's vocabulary with no network; skips the test where it is not to be
+    had."""
     candidates = [os.environ.get("TIKTOKEN_CACHE_DIR"), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
                   str(ROOT.parent / "shared" / "data" / "tiktoken_cache")]
     for directory in filter(None, candidates):
@@ -79,10 +132,247 @@ def tiny_shakespeare():
     pytest.skip("tiny_shakespeare.txt is not in data/: run python prepro_tinyshakespeare.py once")
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# programs
+
+
+def run_program(*command, check=True, cwd=None, timeout=120, **environment):
+    """Run `python PROGRAM ...` from the project's root; returns the finished process, its output as text."""
+    program, *arguments = map(str, command)
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run([sys.executable, str(ROOT / program), *arguments], cwd=cwd, capture_output=True,
+                          timeout=timeout, env={**os.environ, "PYTHONPATH": path, **environment})
+    done.stdout, done.stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    assert not check or done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def assert_one_line_error(done, *words):
+    """Exit status 1, and one line on stderr that has all these words and is no traceback."""
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert len(lines) == 1 and "error: " in lines[0], done.stderr
+    for word in words:
+        assert str(word) in lines[0], f"{word!r} is not in {lines[0]!r}"
+
+
 @pytest.fixture
-def small_model():
-    """A GPT2 over SMALL with everything allocated for B=2, T=8."""
-    model = train_gpt2.GPT2(SMALL, random_params(SMALL))
-    model.allocate_activations(2, 8)
-    model.allocate_training(2, 8)
-    return model
+def run_here(monkeypatch, capfdbinary):
+    """run_here(module, flag, ...): what run_program returns, of the module's program in this process, which has its
+    imports already."""
+    def run(module, *flags, check=True):
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, flags)])
+        capfdbinary.readouterr()
+        try:
+            run_main(module.main)
+        except SystemExit as exit:
+            status = exit.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+        sys.stdout.flush()
+        output, errors = (text.decode(errors="replace") for text in capfdbinary.readouterr())
+        status = 1 if isinstance(status, str) else status or 0
+        assert not check or status == 0, f"{flags} exited with {status}:\n{output}\n{errors}"
+        return SimpleNamespace(returncode=status, stdout=output, stderr=errors)
+
+    return run
+
+
+def serve(pages):
+    """A context manager: an HTTP server on this machine; pages: path -> (status, headers, body). Yields (URL, requests
+    seen)."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            seen.append(f"{self.command} {self.path}")
+            if self.command == "POST":
+                self.rfile.read(int(self.headers["Content-Length"]))
+            status, headers, body = pages.get(self.path.split("?")[0], (404, {}, b"nothing here"))
+            self.send_response(status)
+            for name, value in {"Content-Length": len(body), **headers}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_HEAD = do_POST = answer
+
+        def log_message(self, *args):
+            pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        def __enter__(self):
+            threading.Thread(target=self.serve_forever, daemon=True).start()
+            return f"http://127.0.0.1:{self.server_port}", seen
+
+        def __exit__(self, *args):
+            self.shutdown()
+            self.server_close()
+
+    seen = []
+    return Server(("127.0.0.1", 0), Handler)
+
+
+def hub(url, home):
+    """The environment in which huggingface_hub asks this server."""
+    return dict(HF_ENDPOINT=url, HF_HOME=str(home), HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0",
+                HF_HUB_DISABLE_TELEMETRY="1")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a fake GPU: CuPy, the driver and cuBLASLt's bindings over NumPy arrays. Nothing is computed, every launch is recorded.
+
+
+class Array(np.ndarray):
+    """What the trainer uses of CuPy's arrays."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+    def get(self):
+        return np.array(self)
+
+    def set(self, source):
+        self[...] = source
+
+
+class Launch(NamedTuple):
+    name: str  # of the kernel, or cublaslt
+    grid: tuple
+    block: tuple
+    arguments: tuple  # of a kernel, as CuPy gets them; of cuBLASLt, the addresses of b, a and out
+    shared: int
+    stream: int  # ptr of the stream
+
+
+class Anything:
+    """A namespace in which each name stands for itself."""
+
+    def __getattr__(self, name):
+        return name
+
+
+class FakeGPU:
+    """`cp`, `driver` and `cublasLt` take the modules' place; `launches` are those since the last clear(), events left
+    out."""
+
+    def __init__(self, arch="sm_90a"):
+        self.gpu = GPU("a fake GPU", arch, 132, 227 << 10)
+        self.free = 100 << 30
+        self.launches, self.streams, self.current = [], [], []
+        major, minor = divmod(int(arch[3:].rstrip("a")), 10)
+        fake, Error = self, type("CudaError", (RuntimeError,), {})
+
+        class Stream:
+            def __init__(self, non_blocking=False):
+                self.ptr = len(fake.streams)
+                fake.streams.append(self)
+
+            def __enter__(self):
+                fake.current.append(self)
+                return self
+
+            def __exit__(self, *_):
+                fake.current.pop()
+
+            def wait_event(self, event):
+                assert event.recorded, "waits for an event that was never recorded"
+
+            def synchronize(self):
+                pass
+
+            def begin_capture(self):
+                self.captured = len(fake.launches)
+
+            def end_capture(self):
+                launches = fake.launches[self.captured :]
+                del fake.launches[self.captured :]
+                return SimpleNamespace(upload=lambda stream: None, launch=lambda stream: fake.launches.extend(launches))
+
+        class Event:
+            recorded = False
+
+            def __init__(self, disable_timing=False):
+                pass
+
+            def record(self, stream):
+                self.recorded = True
+
+            def synchronize(self):
+                pass
+
+        class Function:
+            def __init__(self, name):
+                self.name, self.max_dynamic_shared_size_bytes = name, 48 << 10
+
+            def __call__(self, grid, block, arguments, shared_mem=0, stream=None):
+                assert shared_mem <= max(48 << 10, self.max_dynamic_shared_size_bytes), self.name
+                stream = stream or fake.current[-1]
+                fake.launches.append(Launch(self.name, grid, block, arguments, shared_mem, stream.ptr))
+
+        def zeros(shape, dtype):
+            return np.zeros(shape, dtype).view(Array)
+
+        self.cp = SimpleNamespace(
+            zeros=zeros, empty=zeros, asarray=lambda array: np.array(array).view(Array),
+            RawModule=lambda path: SimpleNamespace(get_function=Function),
+            cuda=SimpleNamespace(
+                Stream=Stream, Event=Event, get_elapsed_time=lambda start, end: 1.0, alloc_pinned_memory=bytearray,
+                driver=SimpleNamespace(CUDADriverError=Error),
+                runtime=SimpleNamespace(
+                    CUDARuntimeError=Error, memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000,
+                    getDeviceCount=lambda: 1, getDeviceProperties=lambda device: dict(
+                        name=self.gpu.name.encode(), major=major, minor=minor, multiProcessorCount=self.gpu.sm_count,
+                        sharedMemPerBlockOptin=self.gpu.shared))))
+        names, success = Anything(), Anything().CUDA_SUCCESS
+        self.driver = SimpleNamespace(
+            CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,
+            CUtensorMapL2promotion=names, CUtensorMapFloatOOBfill=names, CUresult=names, cuuint64_t=int,
+            cuuint32_t=int, cuTensorMapEncodeTiled=lambda *_: (success, SimpleNamespace(opaque=range(16))))
+        self.cublasLt = FakeCublasLt(self, Error)
+
+    def clear(self):
+        self.launches.clear()
+
+
+class FakeCublasLt:
+    """cuBLASLt's bindings: one algorithm for every matmul."""
+
+    matmul_algo_dtype = np.dtype([("data_", "u8", 8)])
+    matmul_heuristic_result_dtype = np.dtype([("algo", matmul_algo_dtype), ("state", "i4")])
+    MatmulDescAttribute = MatmulPreferenceAttribute = Anything()
+    Epilogue = SimpleNamespace(DEFAULT=1, BIAS=4)
+
+    def __init__(self, fake, error):
+        self.fake, self.cuBLASLtError = fake, error
+        self.create, self.get_version = lambda: 1, lambda: 130000
+        self.matmul_desc_create = self.matmul_preference_create = lambda *_: 1
+        self.matrix_layout_create = lambda *sizes: sizes
+        self.matmul_preference_destroy = lambda preference: None
+        self.get_matmul_desc_attribute_dtype = self.get_matmul_preference_attribute_dtype = lambda attribute: np.uint64
+        self.matmul_desc_set_attribute = self.matmul_preference_set_attribute = lambda *_: None
+
+    def matmul_algo_get_heuristic(self, handle, description, b, a, c, out, preference, most, results, count):
+        ctypes.c_int32.from_address(count).value = 1
+
+    def matmul(self, handle, description, scale, b, b_layout, a, a_layout, beta, c, c_layout, out, out_layout, *rest):
+        assert out_layout[1] in b_layout[1:3] and out_layout[2] in a_layout[1:3]
+        self.fake.launches.append(Launch("cublaslt", (), (), (b, a, out), 0, rest[-1]))
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A FakeGPU, which the modules of the GPU use until the test is over; kernels are not compiled."""
+    fake = FakeGPU()
+    for module, names in ((llmc.device, ("cp", "driver", "cublasLt")), (llmc.matmul, ("cp", "cublasLt")),
+                          (train_gpt2_cuda, ("cp",))):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(fake, name), raising=False)
+    monkeypatch.setattr(llmc.device, "MISSING", None)
+    monkeypatch.setattr(llmc.device, "prepare_kernels", lambda cache, arch, files: ([file.name for file in files], 0))
+    return fake

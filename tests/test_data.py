@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 
 import prepro
-import train_gpt2 as t
-from conftest import assert_one_line_error, run_program
+import prepro_pystdlib
+import prepro_tinyshakespeare
+import prepro_tinystories
+from conftest import assert_one_line_error, hub, run_program, serve
+from llmc.dataloader import open_tokens
+from llmc.errors import UserError
 
 HASHES = {
     ("int32", "val"): "5dcd79e2f05f2f6cbc3a440565105367c12f148c4e01a3283a4307921f5f9945",
@@ -23,38 +27,10 @@ HASHES = {
 }
 
 
-def serve(pages):
-    """A context manager: an HTTP server on this machine; pages: path -> (status, headers, body). Yields (URL, requests seen)."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def answer(self):
-            seen.append(f"{self.command} {self.path}")
-            if self.command == "POST":
-                self.rfile.read(int(self.headers["Content-Length"]))
-            status, headers, body = pages.get(self.path.split("?")[0], (404, {}, b"nothing here"))
-            self.send_response(status)
-            for name, value in {"Content-Length": len(body), **headers}.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        do_GET = do_HEAD = do_POST = answer
-
-        def log_message(self, *args):
-            pass
-
-    class Server(http.server.ThreadingHTTPServer):
-        def __enter__(self):
-            threading.Thread(target=self.serve_forever, daemon=True).start()
-            return f"http://127.0.0.1:{self.server_port}", seen
-
-        def __exit__(self, *args):
-            self.shutdown()
-            self.server_close()
-
-    seen = []
-    return Server(("127.0.0.1", 0), Handler)
+@pytest.fixture
+def vocabulary_here(monkeypatch, gpt2_vocabulary):
+    """GPT-2's vocabulary for what runs in this process."""
+    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,19 +38,19 @@ def serve(pages):
 
 
 @pytest.mark.parametrize("format", ("int32", "uint16"))
-def test_tiny_shakespeare_has_llm_c_s_hashes(tmp_path, tiny_shakespeare, gpt2_vocabulary, format):
-    done = run_program("prepro_tinyshakespeare.py", "--input", tiny_shakespeare, "--output", tmp_path / "ts", "--format", format,
-                       **gpt2_vocabulary)
-    assert done.stdout == f"Saved 32768 tokens to {tmp_path}/ts_val.bin\nSaved 305260 tokens to {tmp_path}/ts_train.bin\n"
+def test_tiny_shakespeare_has_llm_c_s_hashes(tmp_path, tiny_shakespeare, vocabulary_here, run_here, format):
+    output = tmp_path / "ts"
+    done = run_here(prepro_tinyshakespeare, "--input", tiny_shakespeare, "--output", output, "--format", format)
+    assert done.stdout == f"Saved 32768 tokens to {output}_val.bin\nSaved 305260 tokens to {output}_train.bin\n"
     for split in ("val", "train"):
         assert hashlib.sha256((tmp_path / f"ts_{split}.bin").read_bytes()).hexdigest() == HASHES[format, split]
 
 
-def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, gpt2_vocabulary):
+def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
     with serve({"/input.txt": (200, {}, tiny_shakespeare.read_bytes())}) as (url, seen):
-        command = ("prepro_tinyshakespeare.py", "--url", f"{url}/input.txt", "--output", tmp_path / "data" / "ts")
-        assert "100%" in run_program(*command, **gpt2_vocabulary).stderr, "a progress bar"
-        run_program(*command, **gpt2_vocabulary)
+        command = (prepro_tinyshakespeare, "--url", f"{url}/input.txt", "--output", tmp_path / "data" / "ts")
+        assert "100%" in run_here(*command).stderr, "a progress bar"
+        run_here(*command)
         assert seen == ["GET /input.txt"]
     assert hashlib.sha256((tmp_path / "data" / "ts_train.bin").read_bytes()).hexdigest() == HASHES["int32", "train"]
 
@@ -85,9 +61,9 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, gpt2_vo
     ({"/x": (200, {"Content-Length": 500}, b"cut short")}, ("failed",)),
     ({"/x": (302, {"Location": "http://127.0.0.1:9/"}, b"")}, ("refused",)),
 ))  # fmt: skip
-def test_a_failed_download_leaves_nothing(tmp_path, pages, words):
+def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
     with serve(pages) as (url, _):
-        done = run_program("prepro_tinyshakespeare.py", "--url", f"{url}/x", "--output", tmp_path / "ts", check=False)
+        done = run_here(prepro_tinyshakespeare, "--url", f"{url}/x", "--output", tmp_path / "ts", check=False)
     done.stderr = done.stderr.splitlines()[-1]  # after the progress bar
     assert_one_line_error(done, f"{url}/x", "--input", *words)
     assert not list(tmp_path.iterdir())
@@ -103,16 +79,15 @@ def test_a_server_that_says_nothing_times_out(monkeypatch, tmp_path):
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(t.UserError, match="timed out.*--input FILE"):
+    with pytest.raises(UserError, match="timed out.*--input FILE"):
         prepro.download(f"http://127.0.0.1:{server.server_port}/", str(tmp_path / "x"), "")
     release.set()
     server.shutdown()
 
 
-def test_text_faults(tmp_path, gpt2_vocabulary):
-    def run(path, **environment):
-        return run_program("prepro_tinyshakespeare.py", "--input", path, "--output", tmp_path / "o", check=False,
-                           **{**gpt2_vocabulary, **environment})
+def test_text_faults(tmp_path, vocabulary_here, run_here):
+    def run(path):
+        return run_here(prepro_tinyshakespeare, "--input", path, "--output", tmp_path / "o", check=False)
 
     assert_one_line_error(run(tmp_path / "none.txt"), "none.txt", "No such file")
     assert_one_line_error(run(tmp_path), tmp_path, "directory")
@@ -120,7 +95,8 @@ def test_text_faults(tmp_path, gpt2_vocabulary):
     assert_one_line_error(run(tmp_path / "short.txt"), "tokens of text", "32768")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert_one_line_error(run(tmp_path / "latin.txt"), "not UTF-8", "byte 3")
-    done = run(tmp_path / "short.txt", TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
+    done = run_program("prepro_tinyshakespeare.py", "--input", tmp_path / "short.txt", "--output", tmp_path / "o",
+                       check=False, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
     assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
     assert not list(tmp_path.glob("o_*"))
 
@@ -129,16 +105,16 @@ def test_text_faults(tmp_path, gpt2_vocabulary):
 # the standard library
 
 
-def test_pystdlib(tmp_path):
-    done = run_program("prepro_pystdlib.py", "--output", tmp_path / "std")
+def test_pystdlib(tmp_path, run_here):
+    done = run_here(prepro_pystdlib, "--output", tmp_path / "std")
     counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
-    val, train = (t.open_tokens(tmp_path / f"std_{split}.bin", 257) for split in ("val", "train"))
+    val, train = (open_tokens(tmp_path / f"std_{split}.bin", 257) for split in ("val", "train"))
     assert counts == [val.size, train.size] and val[0] == 256
     text = bytes(int(id) for id in np.concatenate([val, train]) if id != 256)
     assert b"def __init__(self" in text
-    again = run_program("prepro_pystdlib.py", "--output", tmp_path / "again", "--format", "uint16")
+    again = run_here(prepro_pystdlib, "--output", tmp_path / "again", "--format", "uint16")
     assert again.stdout.replace("again", "std") == done.stdout
-    assert np.array_equal(t.open_tokens(tmp_path / "again_train.bin", 257), train)
+    assert np.array_equal(open_tokens(tmp_path / "again_train.bin", 257), train)
 
 
 def test_the_byte_vocabulary_is_reversible():
@@ -156,7 +132,8 @@ def test_the_byte_vocabulary_is_reversible():
 def write_shards(directory, stories_of):
     directory.mkdir(exist_ok=True)
     for shard, stories in enumerate(stories_of):
-        (directory / f"data{shard:02d}.json").write_text(json.dumps([{"story": story, "source": "x"} for story in stories]))
+        records = [{"story": story, "source": "x"} for story in stories]
+        (directory / f"data{shard:02d}.json").write_text(json.dumps(records))
 
 
 STORIES = [[f" Shard {shard}, story {i}. The end.\n" for i in range(5)] for shard in range(3)]
@@ -168,14 +145,13 @@ def expected_tokens(shard):
     return [token for story in stories for token in [50256, *encoding.encode_ordinary(story)]]
 
 
-def test_tinystories(tmp_path, gpt2_vocabulary, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
+def test_tinystories(tmp_path, vocabulary_here, run_here):
     write_shards(tmp_path / "shards", STORIES)
     for processes in (1, 2):
-        run_program("prepro_tinystories.py", "--input", tmp_path / "shards", "--output", tmp_path / f"ts{processes}",
-                    "--processes", processes, "--format", "uint16", **gpt2_vocabulary)
-        assert t.open_tokens(tmp_path / f"ts{processes}_val.bin", 50257).tolist() == expected_tokens(0)
-        assert t.open_tokens(tmp_path / f"ts{processes}_train.bin", 50257).tolist() == expected_tokens(1) + expected_tokens(2)
+        run_here(prepro_tinystories, "--input", tmp_path / "shards", "--output", tmp_path / f"ts{processes}",
+                 "--processes", processes, "--format", "uint16")
+        val, train = (open_tokens(tmp_path / f"ts{processes}_{split}.bin", 50257) for split in ("val", "train"))
+        assert val.tolist() == expected_tokens(0) and train.tolist() == expected_tokens(1) + expected_tokens(2)
 
 
 def tinystories_pages(archive, sha256):
@@ -197,32 +173,32 @@ def make_archive():
     return buffer.getvalue()
 
 
-def hub(url, home):
-    return dict(HF_ENDPOINT=url, HF_HOME=str(home), HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0", HF_HUB_DISABLE_TELEMETRY="1")
-
-
-def test_tinystories_download(tmp_path, gpt2_vocabulary, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
+def test_tinystories_download(tmp_path, gpt2_vocabulary, vocabulary_here):
+    """In processes of their own: huggingface_hub reads its settings when it is imported."""
+    command = "prepro_tinystories.py", "--processes", 1, "--output"
     archive = make_archive()
     with serve(tinystories_pages(archive, hashlib.sha256(archive).hexdigest())) as (url, _):
-        run_program("prepro_tinystories.py", "--output", tmp_path / "ts", **gpt2_vocabulary, **hub(url, tmp_path / "home"))
-    assert t.open_tokens(tmp_path / "ts_val.bin", 50257).tolist() == expected_tokens(0)
-    run_program("prepro_tinystories.py", "--output", tmp_path / "again", **gpt2_vocabulary, HF_HUB_OFFLINE="1",
+        run_program(*command, tmp_path / "ts", **gpt2_vocabulary,
+                    **hub(url, tmp_path / "home"))
+    assert open_tokens(tmp_path / "ts_val.bin", 50257).tolist() == expected_tokens(0)
+    run_program(*command, tmp_path / "again", **gpt2_vocabulary, HF_HUB_OFFLINE="1",
                 HF_HOME=str(tmp_path / "home"))
-    assert (tmp_path / "again_val.bin").read_bytes() == (tmp_path / "ts_val.bin").read_bytes(), "from the cache, with no network"
+    again, first = (tmp_path / f"{name}_val.bin" for name in ("again", "ts"))
+    assert again.read_bytes() == first.read_bytes(), "from the cache, with no network"
     with serve(tinystories_pages(archive, "0" * 64)) as (url, _):
-        done = run_program("prepro_tinystories.py", "--output", tmp_path / "other", check=False, **gpt2_vocabulary,
+        done = run_program(*command, tmp_path / "other", check=False, **gpt2_vocabulary,
                            **hub(url, tmp_path / "home2"))
-    assert done.returncode == 1 and "SHA-256" in done.stderr.splitlines()[-1] and not (tmp_path / "other_shards").exists()
-    done = run_program("prepro_tinystories.py", "--output", tmp_path / "other", check=False, HF_HUB_OFFLINE="1",
+    assert done.returncode == 1 and "SHA-256" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "other_shards").exists()
+    done = run_program(*command, tmp_path / "other", check=False, HF_HUB_OFFLINE="1",
                        HF_HOME=str(tmp_path / "home3"))
     assert_one_line_error(done, "TinyStories_all_data.tar.gz", "--input DIR")
 
 
-def test_tinystories_faults(tmp_path, gpt2_vocabulary):
+def test_tinystories_faults(tmp_path, vocabulary_here, run_here):
     def run(*flags):
-        return run_program("prepro_tinystories.py", "--input", tmp_path / "shards", "--output", tmp_path / "ts", *flags, check=False,
-                           **gpt2_vocabulary)
+        return run_here(prepro_tinystories, "--input", tmp_path / "shards", "--output", tmp_path / "ts",
+                        "--processes", 1, *flags, check=False)
 
     write_shards(tmp_path / "shards", STORIES[:1])
     assert_one_line_error(run(), "1 shards", "at least 2")
@@ -230,5 +206,6 @@ def test_tinystories_faults(tmp_path, gpt2_vocabulary):
     assert_one_line_error(run("--processes", 0), "--processes 0")
     (tmp_path / "shards" / "data01.json").write_text('[{"title": "no story"}]')
     done = run()
-    assert done.returncode == 1 and "data01.json" in done.stderr.splitlines()[-1] and "'story'" in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "data01.json" in last and "'story'" in last
     assert "Traceback" not in done.stderr and not list(tmp_path.glob("ts_*.bin"))

@@ -1,5 +1,6 @@
 """export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags and faults."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 import export_weights as e
-import train_gpt2 as t
-from conftest import SMALL, assert_one_line_error, random_params, run_program
+from conftest import SMALL, assert_one_line_error, hub, random_params, run_program, serve
+from llmc.checkpoint import Config, read_debug_state, read_model, write_model
+from llmc.dataloader import write_tokens
+from llmc.errors import UserError
+from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from prepro import load_encoding
-from test_data import hub, serve
+from train_gpt2 import GPT2, parameter_table
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,12 +29,13 @@ def relative(got, expected):
 
 def hf_model(V=50, C=48, NH=3, L=2, maxT=40):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=V, n_positions=maxT, n_embd=C, n_layer=L, n_head=NH, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(vocab_size=V, n_positions=maxT, n_embd=C, n_layer=L, n_head=NH, bos_token_id=0,
+                                     eos_token_id=0)
     return transformers.GPT2LMHeadModel(config).eval()
 
 
 def our_logits(config, params, ids):
-    model = t.GPT2(config, params)
+    model = GPT2(config, params)
     model.allocate_activations(*ids.shape)
     model.forward(ids, ids)
     return model.acts.logits
@@ -50,11 +55,11 @@ def test_import_from_transformers(tmp_path):
     assert relative(our_logits(config, params, ids), expected) < 2e-4
 
 
-def test_export_to_transformers(tmp_path):
+def test_export_to_transformers(tmp_path, monkeypatch, capsys):
     params = random_params(SMALL)
-    t.write_model(tmp_path / "model.bin", SMALL, params)
-    done = run_program("export_weights.py", "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    assert done.stdout == f"wrote config.json, model.safetensors to {tmp_path}/hf\n"
+    write_model(tmp_path / "model.bin", SMALL, params)
+    run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
+    assert capsys.readouterr().out == f"wrote config.json, model.safetensors to {tmp_path}/hf\n"
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     ids = np.random.default_rng(0).integers(0, SMALL.V, (2, 32), dtype=np.int32)
@@ -62,12 +67,12 @@ def test_export_to_transformers(tmp_path):
         expected = theirs.eval()(torch.from_numpy(ids).long()).logits.numpy()
     assert relative(our_logits(SMALL, params, ids), expected) < 2e-4
     config, again = e.read_hf_folder(tmp_path / "hf")
-    assert config == SMALL and np.array_equal(t.flat(again), t.flat(params))
+    assert config == SMALL and np.array_equal(flat(again), flat(params))
 
 
 def test_export_with_gpt2_s_tokenizer(tmp_path, gpt2_vocabulary, monkeypatch):
-    config = t.Config(maxT=16, V=50257, L=1, NH=1, C=8, Vp=50304)
-    t.write_model(tmp_path / "model.bin", config, random_params(config))
+    config = Config(maxT=16, V=50257, L=1, NH=1, C=8, Vp=50304)
+    write_model(tmp_path / "model.bin", config, random_params(config))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
     run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
     tokenizer = transformers.GPT2TokenizerFast.from_pretrained(tmp_path / "hf")
@@ -96,15 +101,16 @@ def hub_pages(folder, repository):
     commit = "0123456789abcdef0123456789abcdef01234567"
     siblings = [{"rfilename": name} for name in sorted(os.listdir(folder))]
     info = json.dumps({"id": repository, "modelId": repository, "sha": commit, "siblings": siblings}).encode()
-    tree = json.dumps([{"type": "file", "path": name, "oid": "0", "size": 1} for name in sorted(os.listdir(folder))]).encode()
+    tree = [{"type": "file", "path": name, "oid": "0", "size": 1} for name in sorted(os.listdir(folder))]
     listing = {"Content-Type": "application/json"}
     pages = {f"/api/models/{repository}/revision/main": (200, listing, info),
              f"/api/models/{repository}/revision/{commit}": (200, listing, info),
-             f"/api/models/{repository}/tree/{commit}": (200, listing, tree)}
+             f"/api/models/{repository}/tree/{commit}": (200, listing, json.dumps(tree).encode())}
     for name in os.listdir(folder):
         body = (folder / name).read_bytes()
         headers = {"ETag": f'"{len(body)}-{name}"', "X-Repo-Commit": commit}
-        pages[f"/{repository}/resolve/{commit}/{name}"] = pages[f"/{repository}/resolve/main/{name}"] = (200, headers, body)
+        for revision in (commit, "main"):
+            pages[f"/{repository}/resolve/{revision}/{name}"] = 200, headers, body
     return pages
 
 
@@ -112,9 +118,9 @@ def test_pretrained_from_a_hub_then_from_its_cache_then_offline(tmp_path):
     """HF_ENDPOINT names the hub; a second time the cache has it, with HF_HUB_OFFLINE and no hub at all."""
     hf_model(V=257).save_pretrained(tmp_path / "repository")
     tokens = np.random.default_rng(0).integers(0, 257, 100)
-    t.write_tokens(tmp_path / "val.bin", [tokens], 100)
-    command = ("export_weights.py", "--input", tmp_path / "val.bin", "--batch_size", 1, "--sequence_length", 16, "--num_iterations", 1,
-               "--output_dir", tmp_path)
+    write_tokens(tmp_path / "val.bin", [tokens], 100)
+    command = ("export_weights.py", "--input", tmp_path / "val.bin", "--batch_size", 1, "--sequence_length", 16,
+               "--num_iterations", 1, "--output_dir", tmp_path)
     environment = hub("", tmp_path / "home")
     with serve(hub_pages(tmp_path / "repository", "openai-community/gpt2")) as (url, _):
         run_program(*command, **{**environment, "HF_ENDPOINT": url})
@@ -123,7 +129,8 @@ def test_pretrained_from_a_hub_then_from_its_cache_then_offline(tmp_path):
     faults = ("gpt2-xl", {"HF_HUB_OFFLINE": "1"}), ("gpt2-large", {"HF_ENDPOINT": "http://127.0.0.1:9"})
     with ThreadPoolExecutor() as pool:
         again = pool.submit(run_program, *command, **{**environment, "HF_HUB_OFFLINE": "1"})
-        runs = pool.map(lambda fault: run_program(*command, "--model", fault[0], check=False, **{**environment, **fault[1]}), faults)
+        runs = pool.map(lambda fault: run_program(*command, "--model", fault[0], check=False,
+                                                  **{**environment, **fault[1]}), faults)
         for (name, _), done in zip(faults, runs):
             assert_one_line_error(done, f"openai-community/{name}", "--model d12")
     again.result()
@@ -139,7 +146,7 @@ def run_here(monkeypatch, *flags):
 @pytest.fixture
 def export(tmp_path, monkeypatch):
     """Run export_weights.py on random tokens: export(flag, value, ...) writes to tmp_path/out."""
-    t.write_tokens(tmp_path / "val.bin", [np.random.default_rng(0).integers(0, 257, 1000)], 1000)
+    write_tokens(tmp_path / "val.bin", [np.random.default_rng(0).integers(0, 257, 1000)], 1000)
 
     def run(*flags):
         run_here(monkeypatch, "--model", "d2", "--vocabulary", "bytes", "--input", tmp_path / "val.bin", "--output_dir",
@@ -154,14 +161,15 @@ def test_random_model_files(tmp_path, export, capsys):
     files = ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == files
     assert output.count("iteration ") == 10 and "generating:\n---\n" in output
-    config, params = t.read_model(tmp_path / "out" / "gpt2_d2.bin")
+    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
     assert (config.L, config.NH, config.C, config.V, config.Vp, config.maxT) == (2, 2, 128, 257, 384, 1024)
-    assert params.wte[:257].std() == pytest.approx(0.02, rel=0.02) and params.fcprojw.std() == pytest.approx(0.01, rel=0.02)
+    for tensor, spread in ((params.wte[:257], 0.02), (params.fcprojw, 0.01)):
+        assert tensor.std() == pytest.approx(spread, rel=0.02)
     assert (params.ln1w == 1).all() and not params.fcb.any() and not params.wte[257:].any()
-    bf16_config, bf16 = t.read_model(tmp_path / "out" / "gpt2_d2_bf16.bin")
-    assert bf16_config == config and np.array_equal(t.flat(bf16), t.bf16_to_float32(t.bf16_bits(t.flat(params))))
-    state = t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params)
-    t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, bf16)  # one model in two precisions
+    bf16_config, bf16 = read_model(tmp_path / "out" / "gpt2_d2_bf16.bin", parameter_table)
+    assert bf16_config == config and np.array_equal(flat(bf16), bf16_to_float32(bf16_bits(flat(params))))
+    state = read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params)
+    read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, bf16)  # one model in two precisions
     assert state.x.shape == (4, 64) and state.optimizer == e.ADAMW
     assert [f"loss: {loss:.6f}" for loss in state.losses] == [line.split(", ")[1] for line in output.splitlines()
                                                              if line.startswith("iteration")]
@@ -170,24 +178,28 @@ def test_random_model_files(tmp_path, export, capsys):
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in files}, "the same command, the same files"
 
 
-def test_april_s_versions_on_request(tmp_path, export):
-    export("--model_version", 1, "--debug_state_version", 1, "--num_iterations", 2)
-    versions = [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in
-                ("gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin", "bytes_tokenizer.bin")]
-    assert versions == [1, 5, 1, 2]
-    assert t.read_tokenizer(tmp_path / "out" / "bytes_tokenizer.bin").eot == 256
-    config, params = t.read_model(tmp_path / "out" / "gpt2_d2.bin")
-    assert len(t.read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
+def test_files_for_llm_c_of_april_2024(tmp_path, export, gpt2_vocabulary, monkeypatch):
+    """Its program reads version 1 of all, knows no bfloat16, and stops at another version of a tokenizer."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
+    export("--llmc", "april2024", "--vocabulary", "gpt2", "--num_iterations", 2)
+    names = ["gpt2_d2.bin", "gpt2_d2_debug_state.bin", "gpt2_tokenizer.bin"]
+    assert sorted(os.listdir(tmp_path / "out")) == names
+    assert [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in names] == [1, 1, 1]
+    found = hashlib.sha256((tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()).hexdigest()
+    assert found == "72c44782644dccc955e1b775d0d7552a594bbb54bfc6141e31373324d486956d"
+    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
+    assert config.V == 50257
+    assert len(read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
 
 
-def test_the_model_that_is_read_is_not_written_over(tmp_path, export):
+def test_the_model_that_is_read_is_not_written_over(tmp_path, export, monkeypatch):
     export("--num_iterations", 2)
-    for name, version in (("gpt2_d2.bin", 5), ("gpt2_d2_bf16.bin", 3)):
+    write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table), 1)
+    for name, found in (("gpt2_d2.bin", 1), ("gpt2_d2_bf16.bin", 5)):
         path = tmp_path / "out" / name
         before = path.read_bytes()
-        done = run_program("export_weights.py", "--model", path, "--model_version", version, "--output_dir", tmp_path / "out",
-                           "--input", tmp_path / "val.bin", check=False)
-        assert_one_line_error(done, name, f"version {version}", "--output_dir")
+        with pytest.raises(UserError, match=f"{name}.*of version {found}.*would become version 3.*--output_dir"):
+            run_here(monkeypatch, "--model", path, "--output_dir", tmp_path / "out", "--input", tmp_path / "val.bin")
         assert path.read_bytes() == before
 
 
@@ -197,7 +209,8 @@ def test_the_model_that_is_read_is_not_written_over(tmp_path, export):
 ))  # fmt: skip
 def test_benchmark_flags(tmp_path, export, capsys, flags):
     export("--write_tensors", 0, "--num_iterations", 3, *flags)
-    losses = [float(line.split()[3].rstrip(",")) for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    losses = [float(words[3].rstrip(",")) for words in lines]
     assert len(losses) == 3 and not (tmp_path / "out").exists()
     assert losses[0] == losses[2] if "--inference_only" in flags else losses[0] > losses[1] > losses[2]
 
@@ -205,7 +218,7 @@ def test_benchmark_flags(tmp_path, export, capsys, flags):
 @pytest.mark.parametrize("flags, words", (
     (("--compile", 1), "--compile 1.*--write_tensors 0"),
     (("--num_iterations", 0), "--num_iterations 0"),
-    (("--tokenizer_version", 1), "end of text is token 256.*write version 2"),
+    (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
     (("--sequence_length", 2000), "--sequence_length 2000.*1024"),
     (("--model", "d3"), "--model d3.*d12"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
@@ -214,7 +227,7 @@ def test_benchmark_flags(tmp_path, export, capsys, flags):
 ))  # fmt: skip
 def test_faults(tmp_path, monkeypatch, export, flags, words):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(t.UserError, match=words) as error:
+    with pytest.raises(UserError, match=words) as error:
         export(*flags)
     assert "\n" not in str(error.value) and not list(tmp_path.glob("**/gpt2_*"))
 
@@ -231,7 +244,7 @@ def test_hugging_face_folder_faults(tmp_path):
     def fails(words, damage):
         shutil.copytree(good, tmp_path / "bad", dirs_exist_ok=True)
         damage(tmp_path / "bad")
-        with pytest.raises(t.UserError, match=words) as error:
+        with pytest.raises(UserError, match=words) as error:
             e.read_hf_folder(tmp_path / "bad")
         assert "\n" not in str(error.value)
         shutil.rmtree(tmp_path / "bad")

@@ -11,15 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import train_gpt2 as t
-from conftest import ROOT, SMALL, assert_one_line_error, random_params, run_program
-from test_formats import make_state
+import llmc.checkpoint
+import train_gpt2
+from conftest import ROOT, SMALL, assert_one_line_error, make_state, random_params
+from llmc.checkpoint import (Config, Progress, checkpoint_paths, newest_checkpoint, read_debug_state, read_model,
+                             save_checkpoint, write_debug_state, write_model)
+from llmc.dataloader import write_tokens
+from llmc.errors import UserError
+from llmc.files import HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC
+from llmc.tokenizer import read_tokenizer, write_tokenizer
+from train_gpt2 import parameter_table
 
-TRAIN = ("train_gpt2.py", "-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
+TRAIN = ("-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
 
 
-def train(*flags, check=False, **environment):
-    return run_program(*TRAIN, *flags, check=check, **environment)
+@pytest.fixture
+def train(run_here):
+    """train(flag, ...): a short run of the trainer, in this process; returns how it ended."""
+    return lambda *flags, check=False: run_here(train_gpt2, *TRAIN, *flags, check=check)
 
 
 def patch_header(path, **fields):
@@ -48,7 +57,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "unreadable"))
-def test_input_files(workplace, name, damage):
+def test_input_files(workplace, name, damage, train):
     path = workplace / name
     mend = FILES[name]
     if damage == "missing" and "tokenizer" in name:
@@ -65,7 +74,7 @@ def test_input_files(workplace, name, damage):
         if "data" in name:
             mend = "at least 17"
     elif damage == "another kind":
-        other = t.OPTIMIZER_MAGIC
+        other = OPTIMIZER_MAGIC
         path.write_bytes(np.int32(other).tobytes() + content[4:])
         mend = "optimizer state"
     elif damage == "unreadable":
@@ -82,8 +91,8 @@ def test_input_files(workplace, name, damage):
 
 def section_borders():
     """The byte after the header and after each of the 16 tensors."""
-    borders = [t.HEADER_BYTES]
-    for row in t.parameter_table(SMALL).values():
+    borders = [HEADER_BYTES]
+    for row in parameter_table(SMALL).values():
         borders.append(borders[-1] + 4 * int(np.prod(row.shape)))
     return borders
 
@@ -91,28 +100,29 @@ def section_borders():
 @pytest.mark.parametrize("size", [*section_borders()[:-1], section_borders()[-1] - 1, 1, 1023])
 def test_model_cut_short(tmp_path, size):
     path = tmp_path / "model.bin"
-    t.write_model(path, SMALL, random_params(SMALL))
+    write_model(path, SMALL, random_params(SMALL))
     assert path.stat().st_size == section_borders()[-1]
     cut(path, size)
-    with pytest.raises(t.UserError, match=f"model.bin: {size} bytes, expected"):
-        t.read_model(path)
+    with pytest.raises(UserError, match=f"model.bin: {size} bytes, expected"):
+        read_model(path, parameter_table)
 
 
 def test_model_too_long(tmp_path):
     path = tmp_path / "model.bin"
-    t.write_model(path, SMALL, random_params(SMALL))
+    write_model(path, SMALL, random_params(SMALL))
     path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(t.UserError, match="too long"):
-        t.read_model(path)
+    with pytest.raises(UserError, match="too long"):
+        read_model(path, parameter_table)
 
 
-@pytest.mark.parametrize("version, words", ((0, "1, 3 or 5"), (2, "version 2"), (4, "version 4"), (6, "1, 3 or 5"), (-1, "1, 3 or 5")))
+@pytest.mark.parametrize("version, words", ((0, "1, 3 or 5"), (2, "version 2"), (4, "version 4"), (6, "1, 3 or 5"),
+                                            (-1, "1, 3 or 5")))
 def test_model_version(tmp_path, version, words):
     path = tmp_path / "model.bin"
-    t.write_model(path, SMALL, random_params(SMALL))
+    write_model(path, SMALL, random_params(SMALL))
     patch_header(path, h1=version)
-    with pytest.raises(t.UserError, match=words):
-        t.read_model(path)
+    with pytest.raises(UserError, match=words):
+        read_model(path, parameter_table)
 
 
 @pytest.mark.parametrize("slot, name", ((2, "maxT"), (3, "V"), (4, "L"), (5, "NH"), (6, "C"), (7, "Vp")))
@@ -120,28 +130,29 @@ def test_model_version(tmp_path, version, words):
 def test_model_header_fields(tmp_path, monkeypatch, slot, name, value):
     """A huge field must not be believed: the check is arithmetic, before anything is allocated."""
     path = tmp_path / "model.bin"
-    t.write_model(path, SMALL, random_params(SMALL))
+    write_model(path, SMALL, random_params(SMALL))
     patch_header(path, **{f"h{slot}": value})
-    monkeypatch.setattr(t, "allocate", lambda table: pytest.fail("allocated"))
-    with pytest.raises(t.UserError, match=str(name) if value < 1 else "expected|divisible|smaller") as error:
-        t.read_model(path)
+    monkeypatch.setattr(llmc.checkpoint, "allocate", lambda table: pytest.fail("allocated"))
+    with pytest.raises(UserError, match=str(name) if value < 1 else "expected|divisible|smaller") as error:
+        read_model(path, parameter_table)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("slot, value, words", ((5, 5, "C=24 is not divisible by NH=5"), (7, 256, "Vp=256 is smaller than V=257")))
+@pytest.mark.parametrize("slot, value, words", ((5, 5, "C=24 is not divisible by NH=5"),
+                                                (7, 256, "Vp=256 is smaller than V=257")))
 def test_model_header_fields_that_contradict(tmp_path, slot, value, words):
     path = tmp_path / "model.bin"
-    t.write_model(path, SMALL, random_params(SMALL))
+    write_model(path, SMALL, random_params(SMALL))
     patch_header(path, **{f"h{slot}": value})
-    with pytest.raises(t.UserError, match=words):
-        t.read_model(path)
+    with pytest.raises(UserError, match=words):
+        read_model(path, parameter_table)
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))
-def test_model_with_nan(workplace, value):
+def test_model_with_nan(workplace, value, train):
     params = random_params(SMALL)
     params.fcw[1, 5, 3] = value
-    t.write_model("gpt2_124M.bin", SMALL, params)
+    write_model("gpt2_124M.bin", SMALL, params)
     assert_one_line_error(train(), "gpt2_124M.bin", "fcw", "NaN")
 
 
@@ -151,53 +162,52 @@ def test_model_with_nan(workplace, value):
 
 @pytest.fixture
 def state_path(tmp_path):
-    t.write_debug_state(tmp_path / "state.bin", SMALL, make_state(random_params(SMALL)))
+    write_debug_state(tmp_path / "state.bin", SMALL, make_state(random_params(SMALL)))
     return tmp_path / "state.bin"
 
 
 def test_debug_state_cut_short_at_every_border(state_path):
     size = state_path.stat().st_size
-    borders = np.cumsum([1024, 40, 40, 40 * SMALL.V, 4, *(4 * int(np.prod(r.shape)) for r in t.parameter_table(SMALL).values()), 40, 40])
+    gradients = [4 * row.size for row in parameter_table(SMALL).values()]
+    borders = np.cumsum([1024, 40, 40, 40 * SMALL.V, 4, *gradients, 40, 40])
     assert borders[-1] == size
     for border in reversed([3, *borders[:-1].tolist(), size - 1]):
         cut(state_path, border)
-        with pytest.raises(t.UserError, match=f"state.bin: {border} bytes, expected"):
-            t.read_debug_state(state_path, SMALL, random_params(SMALL))
-        t.write_debug_state(state_path, SMALL, make_state(random_params(SMALL)))
+        with pytest.raises(UserError, match=f"state.bin: {border} bytes, expected"):
+            read_debug_state(state_path, SMALL, random_params(SMALL))
+        write_debug_state(state_path, SMALL, make_state(random_params(SMALL)))
 
 
 @pytest.mark.parametrize("slot, value, words", ((1, 3, "version 3"), (2, 0, "B=0"), (3, -4, "T=-4"), (3, 33, "T=33"),
-                                                (2, 2**31 - 1, "expected"), (8, 9, "trailer"), (9, -1, "trailer"), (9, 2**30, "expected")))
+                                                (2, 2**31 - 1, "expected"), (8, 9, "trailer"), (9, -1, "trailer"),
+                                                (9, 2**30, "expected")))
 def test_debug_state_header(state_path, slot, value, words):
     patch_header(state_path, **{f"h{slot}": value})
-    with pytest.raises(t.UserError, match=words):
-        t.read_debug_state(state_path, SMALL, random_params(SMALL))
+    with pytest.raises(UserError, match=words):
+        read_debug_state(state_path, SMALL, random_params(SMALL))
 
 
 def test_debug_state_of_another_model(state_path):
-    with pytest.raises(t.UserError, match="another model"):
-        t.read_debug_state(state_path, SMALL, random_params(SMALL, seed=1))
-    with pytest.raises(t.UserError, match="expected .* for version 2"):
-        other = t.Config(maxT=32, V=300, L=2, NH=3, C=24, Vp=384)
-        t.read_debug_state(state_path, other, random_params(other))
+    with pytest.raises(UserError, match="another model"):
+        read_debug_state(state_path, SMALL, random_params(SMALL, seed=1))
+    with pytest.raises(UserError, match="expected .* for version 2"):
+        other = Config(maxT=32, V=300, L=2, NH=3, C=24, Vp=384)
+        read_debug_state(state_path, other, random_params(other))
 
 
 def test_debug_state_with_a_wrong_token(state_path):
     patch_header(state_path, h256=SMALL.V)  # the first int after the header: x[0, 0]
-    with pytest.raises(t.UserError, match="token id outside 0 to 256"):
-        t.read_debug_state(state_path, SMALL, random_params(SMALL))
-
-
-def test_parity_program_without_its_files(workplace):
-    assert_one_line_error(run_program("test_gpt2.py", check=False), "gpt2_124M_debug_state.bin", "no such file", "export_weights.py")
+    with pytest.raises(UserError, match="token id outside 0 to 256"):
+        read_debug_state(state_path, SMALL, random_params(SMALL))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # tokenizers and tokens
 
 
-@pytest.mark.parametrize("size, words", ((1000, "header"), (1024, "vocabulary of 257"), (1300, "cut short"), (-1, "cut short")))
-def test_tokenizer_cut_short(workplace, size, words):
+@pytest.mark.parametrize("size, words", ((1000, "header"), (1024, "vocabulary of 257"), (1300, "cut short"),
+                                         (-1, "cut short")))
+def test_tokenizer_cut_short(workplace, size, words, train):
     path = workplace / "gpt2_tokenizer.bin"
     cut(path, size % path.stat().st_size)
     assert_one_line_error(train(), "gpt2_tokenizer.bin", words)
@@ -210,8 +220,8 @@ def test_tokenizer_faults(workplace):
     def fails(words, data=good, **header):
         path.write_bytes(data)
         patch_header(path, **header)
-        with pytest.raises(t.UserError, match=words):
-            t.read_tokenizer(path)
+        with pytest.raises(UserError, match=words):
+            read_tokenizer(path)
 
     fails("token 0 of 257 has length zero", good[:1024] + b"\x00" + good[1025:])
     fails("bytes too many", good + b"x")
@@ -222,12 +232,12 @@ def test_tokenizer_faults(workplace):
     fails("end of text 257", h3=257)
 
 
-def test_tokenizer_of_another_vocabulary(workplace):
-    t.write_tokenizer("gpt2_tokenizer.bin", [b"a", b"b"], 1)
+def test_tokenizer_of_another_vocabulary(workplace, train):
+    write_tokenizer("gpt2_tokenizer.bin", [b"a", b"b"], 1)
     assert_one_line_error(train(), "gpt2_tokenizer.bin", "2 tokens", "V=257", "--tokenizer")
 
 
-def test_token_file_faults(workplace):
+def test_token_file_faults(workplace, train):
     path, tokens = workplace / "data/tiny_shakespeare_train.bin", np.arange(40)
 
     def fails(*words):
@@ -235,13 +245,13 @@ def test_token_file_faults(workplace):
 
     path.write_bytes(tokens.astype("<i4").tobytes() + b"xx")
     fails("162 bytes", "whole number")
-    t.write_tokens(path, [tokens[:16]], 16)
+    write_tokens(path, [tokens[:16]], 16)
     fails("16 tokens", "17")
-    t.write_tokens(path, [[*tokens, 257]], 41)
+    write_tokens(path, [[*tokens, 257]], 41)
     fails("token id 257", "256")
-    t.write_tokens(path, [[*tokens, -3]], 41)
+    write_tokens(path, [[*tokens, -3]], 41)
     fails("token id -3")
-    t.write_tokens(path, [tokens], 40, "uint16")
+    write_tokens(path, [tokens], 40, "uint16")
     cut(path, path.stat().st_size - 1)
     fails("1103 bytes", "expected 1104")
     patch_header(path, h1=2)
@@ -276,11 +286,11 @@ def test_token_file_faults(workplace):
     (("-i", "nothing_*.bin", "-j", "x.bin"), ("nothing_*.bin", "no file matches")),
     (("-i", "shards.bin"), ("shards.bin", "-j")),
 ))  # fmt: skip
-def test_flags(workplace, flags, words):
+def test_flags(workplace, flags, words, train):
     assert_one_line_error(train(*flags), *words)
 
 
-def test_an_unknown_flag_is_argparse_s(workplace):
+def test_an_unknown_flag_is_argparse_s(workplace, train):
     done = train("--no-such-flag")
     assert done.returncode == 2 and "unrecognized arguments" in done.stderr
 
@@ -289,7 +299,7 @@ def test_an_unknown_flag_is_argparse_s(workplace):
 # outputs
 
 
-def test_output_that_cannot_be_written(workplace):
+def test_output_that_cannot_be_written(workplace, train):
     (workplace / "file").write_text("in the way")
     assert_one_line_error(train("-o", "file/run"), "file/run")
     assert_one_line_error(train("-o", "file"), "file")
@@ -297,14 +307,15 @@ def test_output_that_cannot_be_written(workplace):
     assert (workplace / "file").read_text() == "in the way"
 
 
-def test_full_disk_while_a_checkpoint_is_written(workplace):
-    """A limit on the size of files stands in for a full disk: first the state, twice the model's size, can't be written."""
+def test_full_disk_while_a_checkpoint_is_written(workplace, train):
+    """A limit on the size of files stands in for a full disk: first the state
+    cannot be written, twice the model's size."""
     train("-x", 2, "-n", 2, "-o", "run", check=True)
     before = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
     del before["main.log"]
     for limit, name in ((120000, "state_00000004_00000.bin"), (60000, "model_00000004.bin")):
-        done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", *map(str, TRAIN[1:]), "-x", "4", "-n", "2", "-o", "run",
-                               "-y", "1"], capture_output=True, text=True, cwd=workplace,
+        command = [sys.executable, ROOT / "train_gpt2.py", *TRAIN, "-x", 4, "-n", 2, "-o", "run", "-y", 1]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=workplace,
                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
         assert_one_line_error(done, name, "cannot be written")
         after = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
@@ -313,32 +324,33 @@ def test_full_disk_while_a_checkpoint_is_written(workplace):
     train("-x", 4, "-n", 2, "-o", "run", "-y", 1, check=True)
 
 
-def test_a_loss_that_becomes_nan_stops_the_run(workplace):
+def test_a_loss_that_becomes_nan_stops_the_run(workplace, train):
     done = train("-x", 50, "-l", 1e30, "-n", 1, "-o", "run")
     assert_one_line_error(done, "step ", "loss is nan", "-l")
-    step = t.newest_checkpoint("run")
+    step = newest_checkpoint("run")
     assert step is not None
-    t.read_model(t.checkpoint_paths("run", step)[0])
+    read_model(checkpoint_paths("run", step)[0], parameter_table)
 
 
-def test_a_validation_loss_that_is_nan_stops_the_run(workplace):
-    assert_one_line_error(train("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), "step 1: the validation loss is nan")
+def test_a_validation_loss_that_is_nan_stops_the_run(workplace, train):
+    done = train("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1)
+    assert_one_line_error(done, "step 1: the validation loss is nan")
 
 
 def test_weights_that_became_nan_are_not_saved(tmp_path):
     params = random_params(SMALL)
     params.qkvb[0, 0] = np.nan
-    with pytest.raises(t.UserError, match="after 3 steps: tensor qkvb"):
-        t.save_checkpoint(str(tmp_path), SMALL, params, (params, params), t.Progress(3, 1, 0, 0, (1, 1, 0)))
+    with pytest.raises(UserError, match="after 3 steps: tensor qkvb"):
+        save_checkpoint(str(tmp_path), SMALL, params, (params, params), Progress(3, 1, 0, 0, (1, 1, 0)))
     assert not list(tmp_path.iterdir())
 
 
 def test_out_of_memory_is_one_line(workplace):
     for split in ("train", "val"):
-        t.write_tokens(f"data/tiny_shakespeare_{split}.bin", [np.zeros(320001)], 320001)
-    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "-b", "10000", "-t", "32", "-s", "0"], capture_output=True,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (800 << 20, 800 << 20)), text=True,
-                          cwd=workplace, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        write_tokens(f"data/tiny_shakespeare_{split}.bin", [np.zeros(320001)], 320001)
+    done = subprocess.run([sys.executable, ROOT / "train_gpt2.py", "-b", "10000", "-t", "32", "-s", "0"],
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (800 << 20, 800 << 20)),
+                          capture_output=True, text=True, cwd=workplace, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert_one_line_error(done, "out of memory")
 
 
@@ -346,23 +358,23 @@ def test_out_of_memory_is_one_line(workplace):
 # checkpoints
 
 
-def test_a_second_run_does_not_write_into_the_first_one_s_directory(workplace):
+def test_a_second_run_does_not_write_into_the_first_one_s_directory(workplace, train):
     train("-x", 2, "-n", 1, "-o", "run", check=True)
     assert_one_line_error(train("-x", 2, "-n", 1, "-o", "run"), "run", "step 2", "-y 1")
     assert_one_line_error(train("-x", 1, "-n", 1, "-o", "run", "-y", 1), "step 2", "-x 1")
 
 
-def test_resume_with_other_flags(workplace):
+def test_resume_with_other_flags(workplace, train):
     train("-x", 2, "-n", 2, "-o", "run", check=True)
     assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1, "-b", 1), "-b 2 -t 8", "-b 1 -t 8")
 
 
-def test_resume_without_a_checkpoint_starts_afresh(workplace):
+def test_resume_without_a_checkpoint_starts_afresh(workplace, train):
     done = train("-x", 1, "-o", "run", "-y", 1, check=True)
     assert "no complete checkpoint in run" in done.stdout
 
 
-def test_damaged_optimizer_state(workplace):
+def test_damaged_optimizer_state(workplace, train):
     train("-x", 1, "-n", 1, "-o", "run", check=True)
     state = workplace / "run" / "state_00000001_00000.bin"
     good = state.read_bytes()
@@ -373,7 +385,7 @@ def test_damaged_optimizer_state(workplace):
         assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), *words)
 
     fails(state.name, "bytes, expected", "remove run/DONE_00000001", data=good[:-1])
-    fails(state.name, "is a model checkpoint", h0=t.MODEL_MAGIC)
+    fails(state.name, "is a model checkpoint", h0=MODEL_MAGIC)
     fails(state.name, "version 2", h1=2)
     fails(state.name, "4 processes", h2=4)
     fails(state.name, "shuffled", h5=1)
@@ -383,7 +395,7 @@ def test_damaged_optimizer_state(workplace):
     shutil.rmtree("run")
 
 
-def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace):
+def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace, train):
     train("-x", 1, "-n", 1, "-o", "run", check=True)
     (workplace / "run" / "main.log").write_text("notes\n")
     assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), "main.log", "not a training log")
@@ -391,17 +403,19 @@ def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace):
 
 
 def test_interruption_while_loading_is_quiet(workplace):
-    """Ctrl-C between the imports and the first step: no traceback. (A shell in whose background the tests run has it ignored.)"""
-    process = subprocess.Popen([sys.executable, "-c", "import os, signal, train_gpt2 as t\n"
-                                "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-                                "def main(): os.kill(os.getpid(), signal.SIGINT)\nt.run_main(main)"], stderr=subprocess.PIPE, cwd=ROOT)
+    """Ctrl-C between the imports and the first step: no traceback. (A shell in whose background the tests run has it
+    ignored.)"""
+    code = """import os, signal, llmc.errors
+signal.signal(signal.SIGINT, signal.default_int_handler)
+llmc.errors.run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"""
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, cwd=ROOT)
     assert process.wait(timeout=60) == 128 + signal.SIGINT
     assert b"Traceback" not in process.stderr.read()
 
 
 def test_a_closed_pipe_is_quiet(workplace):
-    done = subprocess.run(f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000 | head -n 3", shell=True,
-                          capture_output=True, text=True, timeout=60)
+    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000"
+    done = subprocess.run(f"{command} | head -n 3", shell=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("\n") == 3 and "Traceback" not in done.stderr
 
 

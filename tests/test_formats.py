@@ -7,10 +7,16 @@ import math
 import numpy as np
 import pytest
 
-import train_gpt2 as t
-from conftest import SMALL, random_params
+from conftest import GPT2_124M, SMALL, make_state, random_params
+from llmc.checkpoint import (Progress, count_parameters, fingerprint, read_debug_state, read_model,
+                             read_optimizer_state, write_debug_state, write_model, write_optimizer_state)
+from llmc.dataloader import open_tokens, write_tokens
+from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header, replacing
+from llmc.sampler import Random, sample_multinomial
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, layer, table_bytes, table_elements
+from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
+from train_gpt2 import activation_table, parameter_table
 
-GPT2_124M = t.Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 OFFSETS = {  # byte offset of each tensor at 124M: version 1, version 3
     "wte": (1024, 1024), "wpe": (154390528, 154534912), "ln1w": (157536256, 157680640), "ln1b": (157573120, 157717504),
     "qkvw": (157609984, 157754368), "qkvb": (242544640, 242689024), "attprojw": (242655232, 242799616),
@@ -22,82 +28,74 @@ OFFSETS = {  # byte offset of each tensor at 124M: version 1, version 3
 
 def test_layout_is_llm_c_s():
     for version, config in enumerate((dataclasses.replace(GPT2_124M, Vp=GPT2_124M.V), GPT2_124M)):
-        offset = t.HEADER_BYTES
-        for name, row in t.parameter_table(config).items():
+        offset = HEADER_BYTES
+        for name, row in parameter_table(config).items():
             assert offset == OFFSETS[name][version], name
             offset += 4 * math.prod(row.shape)
         assert offset == (497760256, 497904640)[version]
-    assert t.count_parameters(GPT2_124M) == 124439808
-    assert t.table_elements(t.parameter_table(GPT2_124M)) == 124475904
-    assert t.table_elements(t.activation_table(GPT2_124M, 4, 64)) == 73323776
+    assert count_parameters(GPT2_124M, allocate(parameter_table(GPT2_124M))) == 124439808
+    assert table_elements(parameter_table(GPT2_124M)) == 124475904
+    assert table_elements(activation_table(GPT2_124M, 4, 64)) == 73323776
 
 
 def test_views_are_one_buffer():
-    params = random_params(SMALL)
-    start = t.HEADER_BYTES
-    for name, row in t.parameter_table(SMALL).items():
+    params, start = random_params(SMALL), 0
+    for name, row in parameter_table(SMALL).items():
         tensor = getattr(params, name)
         assert tensor.shape == row.shape and tensor.flags.c_contiguous
-        assert tensor.__array_interface__["data"][0] - params.buffer.__array_interface__["data"][0] == start - t.HEADER_BYTES
+        assert tensor.ctypes.data - params.buffer.ctypes.data == start
         start += tensor.nbytes
-    assert params.buffer.__array_interface__["data"][0] % 64 == 0
-    assert t.layer(params, 1).qkvw.shape == (3 * SMALL.C, SMALL.C)
+    assert params.buffer.ctypes.data % 64 == 0
+    assert layer(params, 1).qkvw.shape == (3 * SMALL.C, SMALL.C)
 
 
 @pytest.mark.parametrize("version", (1, 3, 5))
 def test_model_round_trip(tmp_path, version):
     path, params = tmp_path / "model.bin", random_params(SMALL)
-    t.write_model(path, SMALL, params, version)
-    config, read = t.read_model(path)
+    write_model(path, SMALL, params, version)
+    config, read = read_model(path, parameter_table)
     assert config == SMALL
-    want = t.bf16_to_float32(t.bf16_bits(t.flat(params))) if version == 5 else t.flat(params)
-    assert np.array_equal(t.flat(read), want)
+    want = bf16_to_float32(bf16_bits(flat(params))) if version == 5 else flat(params)
+    assert np.array_equal(flat(read), want)
     rows, size = (SMALL.V if version == 1 else SMALL.Vp), 2 if version == 5 else 4
-    assert path.stat().st_size == 1024 + size * t.table_elements(t.parameter_table(dataclasses.replace(SMALL, Vp=rows)))
+    assert path.stat().st_size == 1024 + size * table_elements(parameter_table(dataclasses.replace(SMALL, Vp=rows)))
     header = np.fromfile(path, "<i4", 256)
-    assert header[:8].tolist() == [20240326, version, SMALL.maxT, SMALL.V, SMALL.L, SMALL.NH, SMALL.C, 0 if version == 1 else rows]
+    sizes = [SMALL.maxT, SMALL.V, SMALL.L, SMALL.NH, SMALL.C, 0 if version == 1 else rows]
+    assert header[:8].tolist() == [20240326, version, *sizes]
     assert not header[8:].any()
-    assert t.fingerprint(config, read) == t.fingerprint(SMALL, params), "one model, whatever the version"
-    t.write_model(tmp_path / "again.bin", config, read, version)
+    assert fingerprint(config, read) == fingerprint(SMALL, params), "one model, whatever the version"
+    write_model(tmp_path / "again.bin", config, read, version)
     assert (tmp_path / "again.bin").read_bytes() == path.read_bytes()
 
 
 def test_model_without_padding_in_version_3(tmp_path):
     config = dataclasses.replace(SMALL, Vp=SMALL.V)
     params = random_params(config)
-    t.write_model(tmp_path / "model.bin", config, params)
-    padded, read = t.read_model(tmp_path / "model.bin")
-    assert padded == SMALL and t.fingerprint(SMALL, read) == t.fingerprint(config, params)
+    write_model(tmp_path / "model.bin", config, params)
+    padded, read = read_model(tmp_path / "model.bin", parameter_table)
+    assert padded == SMALL and fingerprint(SMALL, read) == fingerprint(config, params)
 
 
 def test_bf16_rounds_to_nearest_even():
     torch = pytest.importorskip("torch")
     x = np.random.default_rng(0).standard_normal(100000, dtype=np.float32)
-    ties = np.array([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x80000000, 0x00000001], np.uint32).view(np.float32)
+    bits = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x80000000, 0x00000001]
+    ties = np.array(bits, np.uint32).view(np.float32)
     for values in (x, ties):
         want = torch.from_numpy(values).bfloat16().float().numpy()
-        assert np.array_equal(t.bf16_to_float32(t.bf16_bits(values)), want)
-
-
-def make_state(params, losses=10):
-    rng = np.random.default_rng(1)
-    x, y = rng.integers(0, SMALL.V, (2, 2, 5), dtype=np.int32)
-    logits = rng.standard_normal((2, 5, SMALL.V), dtype=np.float32)
-    optimizer = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-    return t.DebugState(x, y, logits, 5.5, random_params(SMALL, 7), optimizer, np.linspace(5, 1, losses, dtype=np.float32),
-                        t.fingerprint(SMALL, params))
+        assert np.array_equal(bf16_to_float32(bf16_bits(values)), want)
 
 
 @pytest.mark.parametrize("version", (1, 2))
 def test_debug_state_round_trip(tmp_path, version):
     path, params = tmp_path / "state.bin", random_params(SMALL)
     state = make_state(params)
-    t.write_debug_state(path, SMALL, state, version)
-    read = t.read_debug_state(path, SMALL, params)
+    write_debug_state(path, SMALL, state, version)
+    read = read_debug_state(path, SMALL, params)
     for name in ("x", "y", "logits", "losses"):
         assert np.array_equal(getattr(read, name), getattr(state, name)), name
     assert (read.loss, read.optimizer, read.crc) == (state.loss, state.optimizer, state.crc)
-    assert np.array_equal(t.flat(read.grads), t.flat(state.grads))
+    assert np.array_equal(flat(read.grads), flat(state.grads))
 
 
 def test_debug_state_offsets_are_llm_c_s():
@@ -106,16 +104,16 @@ def test_debug_state_offsets_are_llm_c_s():
     starts = np.cumsum([1024, *sizes]).tolist()
     assert starts == [1024, 2048, 3072, 51466240, 51466244]
     for Vp, end in ((50257, 549225476), (50304, 549369860)):
-        assert starts[-1] + t.table_bytes(t.parameter_table(dataclasses.replace(GPT2_124M, Vp=Vp))) == end
+        assert starts[-1] + table_bytes(parameter_table(dataclasses.replace(GPT2_124M, Vp=Vp))) == end
 
 
 def test_debug_state_of_llm_c_has_no_trailer(tmp_path):
     path, params = tmp_path / "state.bin", random_params(SMALL)
-    t.write_debug_state(path, SMALL, make_state(params))
+    write_debug_state(path, SMALL, make_state(params))
     data = bytearray(path.read_bytes()[: -(40 + 40)])
     data[32:44] = bytes(12)  # header ints [8] to [10]
     path.write_bytes(data)
-    read = t.read_debug_state(path, SMALL, params)
+    read = read_debug_state(path, SMALL, params)
     assert read.losses is None and read.optimizer is None
 
 
@@ -123,15 +121,15 @@ def test_debug_state_of_llm_c_has_no_trailer(tmp_path):
 def test_tokenizer_round_trip(tmp_path, version, eot):
     path = tmp_path / "tokenizer.bin"
     tokens = [b"a", b"\x00", b"x" * 255] if version == 2 else [b"%d" % i for i in range(50257)]
-    t.write_tokenizer(path, tokens, eot, version)
-    read = t.read_tokenizer(path)
+    write_tokenizer(path, tokens, eot, version)
+    read = read_tokenizer(path)
     assert read.tokens == tokens and read.eot == eot
     assert np.fromfile(path, "<i4", 256)[3] == (2 if version == 2 else 0)
 
 
 def test_what_a_token_prints():
     tokens = [bytes([i]) for i in range(256)] + [b"<|endoftext|>", b"\x00\x01", "é".encode()]
-    tokenizer = t.Tokenizer(tokens, 256)
+    tokenizer = Tokenizer(tokens, 256)
     printed = [tokenizer.printable(i) for i in range(256)]
     assert [i for i, text in enumerate(printed) if text] == [*range(9, 14), *range(32, 127)]
     assert tokenizer.printable(256) == b"<|endoftext|>"
@@ -142,53 +140,53 @@ def test_what_a_token_prints():
 @pytest.mark.parametrize("format, extra", (("int32", 0), ("uint16", 1024)))
 def test_tokens_round_trip(tmp_path, format, extra):
     path, tokens = tmp_path / "tokens.bin", np.arange(300)
-    t.write_tokens(path, [tokens[:100], tokens[100:]], 300, format)
+    write_tokens(path, [tokens[:100], tokens[100:]], 300, format)
     assert path.stat().st_size == 300 * (2 if format == "uint16" else 4) + extra
-    assert np.array_equal(t.open_tokens(path, 300), tokens)
+    assert np.array_equal(open_tokens(path, 300), tokens)
 
 
 def test_optimizer_state_round_trip(tmp_path):
     path = tmp_path / "state.bin"
     moments = random_params(SMALL, 1), random_params(SMALL, 2)
-    progress = t.Progress(step=7, rng_state=2**64 - 3, shard=2**33, sample=5, batch=(4, 64, 1))
-    t.write_optimizer_state(path, moments, progress)
+    progress = Progress(step=7, rng_state=2**64 - 3, shard=2**33, sample=5, batch=(4, 64, 1))
+    write_optimizer_state(path, moments, progress)
     header = np.fromfile(path, "<i4", 256)
     assert header[:6].tolist() == [20240527, 1, 1, 0, 0, 0] and header[10] == 7
     assert header[20:22].view("<u8")[0] == 2**64 - 3 and header[30:32].view("<u8")[0] == 2**33 and header[32] == 5
-    read = t.allocate(t.parameter_table(SMALL)), t.allocate(t.parameter_table(SMALL))
-    assert t.read_optimizer_state(path, SMALL, read, None) == progress
+    read = allocate(parameter_table(SMALL)), allocate(parameter_table(SMALL))
+    assert read_optimizer_state(path, SMALL, read, None) == progress
     for got, want in zip(read, moments):
-        assert np.array_equal(t.flat(got), t.flat(want))
+        assert np.array_equal(flat(got), flat(want))
 
 
 def test_master_weights_of_a_bfloat16_run_are_taken(tmp_path):
     path, empty = tmp_path / "state.bin", random_params(SMALL, 0)
     parts = [random_params(SMALL, seed) for seed in (1, 2, 3)]
-    header = t.make_header(t.OPTIMIZER_MAGIC, 1, 1, 0, 1)
+    header = make_header(OPTIMIZER_MAGIC, 1, 1, 0, 1)
     header[20] = 1337
-    path.write_bytes(header.tobytes() + b"".join(t.flat(part).tobytes() for part in parts))
-    t.read_optimizer_state(path, SMALL, (random_params(SMALL), random_params(SMALL)), empty)
-    assert np.array_equal(t.flat(empty), t.flat(parts[2]))
+    path.write_bytes(header.tobytes() + b"".join(flat(part).tobytes() for part in parts))
+    read_optimizer_state(path, SMALL, (random_params(SMALL), random_params(SMALL)), empty)
+    assert np.array_equal(flat(empty), flat(parts[2]))
 
 
 def test_random_stream_is_llm_c_s():
-    random = t.Random()
+    random = Random()
     assert [random.u32() for _ in range(5)] == [989205090, 818269915, 1335155955, 3876892996, 2941700015]
-    assert t.Random().f32() == (989205090 >> 8) / 16777216.0
+    assert Random().f32() == (989205090 >> 8) / 16777216.0
 
 
 def test_multinomial_takes_the_first_id_beyond_the_coin():
     probs = np.array([0.25, 0.0, 0.5, 0.25], np.float32)
     coins = {0.0: 0, 0.2499: 0, 0.25: 2, 0.7499: 2, 0.75: 3, 0.99999: 3, 1.0: 3}
-    assert {coin: t.sample_multinomial(probs, coin) for coin in coins} == coins
-    assert t.sample_multinomial(np.array([0.5, 0.4], np.float32), 0.95) == 1, "rounding can leave the sum below the coin"
+    assert {coin: sample_multinomial(probs, coin) for coin in coins} == coins
+    assert sample_multinomial(np.array([0.5, 0.4], np.float32), 0.95) == 1, "rounding can leave the sum below the coin"
 
 
 def test_replacing_keeps_the_old_file_when_writing_fails(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(RuntimeError):
-        with t.replacing(path) as f:
+        with replacing(path) as f:
             f.write(b"new, but not all of it")
             raise RuntimeError
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["file"]
@@ -203,7 +201,7 @@ def test_gpt2_tokenizer_file_has_llm_c_s_hashes(tmp_path, gpt2_vocabulary, monke
     hashes = {1: "72c44782644dccc955e1b775d0d7552a594bbb54bfc6141e31373324d486956d",
               2: "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"}
     for version, expected in hashes.items():
-        t.write_tokenizer(tmp_path / "tokenizer.bin", tokens, encoding.eot_token, version)
+        write_tokenizer(tmp_path / "tokenizer.bin", tokens, encoding.eot_token, version)
         data = (tmp_path / "tokenizer.bin").read_bytes()
         assert len(data) == 372108 and hashlib.sha256(data).hexdigest() == expected
-    assert t.read_tokenizer(tmp_path / "tokenizer.bin").printable(188) == b"", "the NUL byte"
+    assert read_tokenizer(tmp_path / "tokenizer.bin").printable(188) == b"", "the NUL byte"

@@ -1,30 +1,41 @@
-"""Each GPU kernel against its NumPy function, on fresh random data and awkward shapes; and, with no GPU, that all compile.
+"""Each GPU kernel against its NumPy function, on fresh random data and awkward shapes; and, with no GPU, that all
+compile and that every launch passes what its kernel takes.
 
 Outputs are NaN before the call, so that an element which is not written fails. The NumPy function runs in float64.
 """
 
+import functools
 import itertools
 import os
+import re
 import struct
 import time
-
-import train_gpt2  # first: it tells OpenBLAS how to run, before NumPy is imported
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+import llmc.compiler
+import train_gpt2
 import train_gpt2_cuda as cuda
-from train_gpt2 import Config, UserError, bf16_bits, bf16_to_float32, check_tensor
+from conftest import ROOT, Array, random_params
+from llmc.checkpoint import Config, padded
+from llmc.compiler import Cache, compile_kernels
+from llmc.device import cp, measure, open_gpu, pinned_array, pointer, to_float32
+from llmc.errors import UserError
+from llmc.kernels import KERNELS, blocks, hopper_matmul, kernel_files
+from llmc.matmul import Matmul
+from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor
 from train_gpt2_cuda import Precision
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU
 
-MODELS = [  # maxT, V, L, NH, C, Vp: GPT-2 124M; V % 8 of 1 and 3; one head; 25 heads; more than one warp for a row; heads of 80, 128, 96
-    Config(1024, 50257, 1, 12, 768, 50304),
-    Config(1024, 257, 2, 1, 64, 384),
-    Config(1024, 1003, 1, 25, 1600, 1024),
-    Config(1024, 131, 1, 3, 240, 256),
+MODELS = [  # maxT, V, L, NH, C, Vp
+    Config(1024, 50257, 1, 12, 768, 50304),  # GPT-2 124M
+    Config(1024, 257, 2, 1, 64, 384),  # V % 8 of 1; one head
+    Config(1024, 1003, 1, 25, 1600, 1024),  # V % 8 of 3; 25 heads; more than one warp for a row
+    Config(1024, 131, 1, 3, 240, 256),  # heads of 80, 128, 96
     Config(1024, 131, 1, 2, 256, 256),
     Config(1024, 131, 1, 2, 192, 256),
 ]
@@ -35,92 +46,156 @@ PRECISIONS = {"tf32": Precision(), "float32": Precision(tf32=0), "bf16": Precisi
 
 
 COMPILED = [("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16")]  # in make test; the others in make test-124M
-OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_100"), PRECISIONS) if case not in COMPILED]
+OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_100"), PRECISIONS)
+          if case not in COMPILED and (case[0] != "sm_75" or "bf16" not in case[1])]
 
 
-@pytest.mark.parametrize("arch, precision", [*COMPILED, *(pytest.param(*case, marks=pytest.mark.large) for case in OTHERS)])
+@functools.cache
+def cubin_of(layer, config, precision, arch):
+    """A layer's KernelFile, and its cubin, compiled once for all tests."""
+    file = kernel_files(config, precision, arch)[layer]
+    return file, compile_kernels(file.name, arch, file.constants)
+
+
+@pytest.mark.parametrize("arch, precision", [
+    *COMPILED, *(pytest.param(*case, marks=pytest.mark.large) for case in OTHERS)])
 def test_kernels_compile_with_no_gpu(arch, precision):
     pytest.importorskip("cuda.core")
-    precision, seen = PRECISIONS[precision], set()
-    if precision.bf16 and arch == "sm_75":
-        with pytest.raises(UserError, match="--dtype bfloat16: this GPU is sm_75, expected sm_80 or newer"):
-            cuda.settle(cuda.CudaSettings(dtype="bfloat16"), arch)
-        return
-    for config in (MODELS[0], MODELS[2]) if arch == "sm_90a" else MODELS[:1]:
-        for name, file in cuda.kernel_files(arch, config, precision).items():
-            if (file, config) in seen or precision.float32_grads and name not in ("encoder", "matmul", "column_sums", "update"):
-                continue
-            if name in ("matmul", "attention") and config != MODELS[0]:  # for which only the size of a head matters, the same here
-                continue
-            seen.add((file, config))
-            cubin = cuda.compile_kernels(file, arch, cuda.kernel_constants(config, precision))
-            assert cubin[:4] == b"\x7fELF"
-            for kernel in cuda.kernels_of(name, file):
-                assert b".text." + kernel.encode() in cubin
-    on_hopper = arch == "sm_90a" and precision in (PRECISIONS["tf32"], PRECISIONS["bf16"])
-    assert ("attention_hopper" in {file[:16] for file, _ in seen}) == on_hopper
+    precision = PRECISIONS[precision]
+    with_gradients = "encoder", "matmul", "column_sums", "update"  # whose code depends on the gradients' dtype
+    cases = [(layer, MODELS[0]) for layer in (with_gradients if precision.float32_grads else KERNELS)]
+    if arch == "sm_90a":  # of matmuls and attention, only the size of a head matters, the same here
+        cases += [(layer, MODELS[2]) for layer, _ in cases if layer not in ("matmul", "attention")]
+    with ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(lambda case: cubin_of(*case, precision, arch), cases))
+    for (layer, _), (file, cubin) in zip(cases, compiled):
+        assert cubin[:4] == b"\x7fELF" and all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
+        if layer == "attention":
+            assert file.name.startswith("attention_hopper") == (arch == "sm_90a" and precision.matmul != "float32")
 
 
 @pytest.mark.parametrize("C", (2560, 4096, 5120, 8192))
 def test_wide_models_compile(C):
     pytest.importorskip("cuda.core")
     for precision in (PRECISIONS["tf32"], PRECISIONS["bf16"]):
-        constants = cuda.kernel_constants(Config(1024, 131, 1, C // 64, C, 256), precision)
-        assert cuda.compile_kernels("layernorm", "sm_80", constants)[:4] == b"\x7fELF"
-    assert 256 % (32 * cuda.row_warps(C)) == 0
+        file, cubin = cubin_of("layernorm", Config(1024, 131, 1, C // 64, C, 256), precision, "sm_80")
+        assert cubin[:4] == b"\x7fELF" and file.constants["LAYERNORM_ROWS"] >= 1
 
 
 def test_attention_fits_into_the_shared_memory_of_every_gpu():
     """A block may have 64 KB before sm_80, 99 KB on sm_86 and sm_89, 227 KB on Hopper."""
     for arch, limit in (("sm_75", 64 << 10), ("sm_86", 99 << 10), ("sm_90a", 227 << 10)):
         for HS, precision in itertools.product((64,) if arch == "sm_75" else (16, 64, 80, 128), PRECISIONS.values()):
-            launches = cuda.attention_launches(Config(1024, 131, 1, 2, 2 * HS, 256), precision, arch)
-            assert max(launch.shared for launch in launches.values()) + cuda.STATIC_SHARED <= limit
+            file = kernel_files(Config(1024, 131, 1, 2, 2 * HS, 256), precision, arch)["attention"]
+            assert len(file.shared) == 3 and max(file.shared.values()) + cuda.STATIC_SHARED <= limit
 
 
 def shared_sections(cubin):
-    """{kernel: bytes of shared memory that it declares, with the 1024 that the driver keeps} of a cubin, which is an ELF64 file."""
+    """{kernel: bytes of shared memory that it declares, with the 1024 that the driver keeps} of a cubin, an ELF64
+    file."""
     start, = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]  # name, type, flags, address, offset, size
-    text = cubin[headers[names][4] :]
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    text = cubin[headers[names][4] :]  # a header: name, type, flags, address, offset, size
     found = {text[header[0] :].split(b"\0", 1)[0].decode(): header[5] for header in headers}
     prefix = ".nv.shared."
-    return {name.removeprefix(prefix): size for name, size in found.items() if name.startswith(prefix) and ".reserved" not in name}
+    return {name.removeprefix(prefix): size for name, size in found.items()
+            if name.startswith(prefix) and ".reserved" not in name}
 
 
-def test_products_fit_into_the_shared_memory_of_hopper():
+def test_matmuls_fit_into_the_shared_memory_of_hopper():
     """228 KB a multiprocessor."""
     pytest.importorskip("cuda.core")
-    constants = cuda.kernel_constants(MODELS[0], PRECISIONS["bf16"])
-    sections = shared_sections(cuda.compile_kernels("matmul_hopper_bf16", "sm_90a", constants))
-    assert set(sections) == set(cuda.kernels_of("matmul", "matmul_hopper_bf16"))
+    file, cubin = cubin_of("matmul", MODELS[0], PRECISIONS["bf16"], "sm_90a")
+    sections = shared_sections(cubin)
+    assert set(sections) == set(file.kernels) == set(file.shared)
     for name, size in sections.items():
-        assert 1024 < size <= (228 << 10) - cuda.MatmulKernels.HOPPER_SHARED, name
+        assert 1024 < size <= (228 << 10) - file.shared[name], name
 
 
 def test_layernorm_fits_into_the_shared_memory_of_every_gpu():
     """A block's, and where rows are copied ahead, two blocks into a multiprocessor's, but for the longest rows."""
-    for arch, precision in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"), PRECISIONS.values()):
+    archs = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"
+    for arch, precision in itertools.product(archs, PRECISIONS.values()):
         for C in (64, 768, 1600, 8192):
-            shared = cuda.layernorm_shared(C, precision, arch)
+            file = kernel_files(Config(1024, 131, 1, 1, C, 256), precision, arch)["layernorm"]
+            shared = file.shared["layernorm_backward"]
             assert shared <= (96 << 10) and (C == 8192 or 2 * shared <= 160 << 10)
             assert bool(shared) == (precision.bf16 and arch in ("sm_80", "sm_90a", "sm_100"))
+
+
+BOUNDS = r"(?:BOUNDS\s+|__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
+EXTERN = re.compile(rf'extern "C" __global__ void {BOUNDS}(\w+)\(([^)]*)\)')
+
+
+@functools.cache
+def signatures(name):
+    """{kernel: [(type, name) of each parameter]} of kernels/<name>.cu."""
+    text = re.sub(r"//[^\n]*", "", (ROOT / "kernels" / f"{name}.cu").read_text())
+    words = {kernel: [re.sub(r"\bconst\b|__grid_constant__", "", p).split() for p in parameters.split(",")]
+             for kernel, parameters in EXTERN.findall(text)}
+    return {kernel: [(" ".join(word[:-1]), word[-1]) for word in parameters] for kernel, parameters in words.items()}
+
+
+def accepts(precision, kind, argument):
+    """Whether a kernel's parameter takes this, as CuPy would pass it: arrays as pointers, numbers by value."""
+    if not kind.endswith("*"):
+        numbers = {"int": np.int32, "int64": np.int64, "float": np.float32, "double": np.float64}
+        return type(argument) is numbers.get(kind, np.void)  # else a struct
+    if not isinstance(argument, Array):
+        return type(argument) is np.uint64  # a null pointer, or one to pinned memory
+    types = {"element": precision.dtype, "residual_element": precision.residual, "gradient": precision.grads}
+    stored = types.get(kind[:-1], kind[:-1])
+    dtypes = {"bfloat16": "u2", "float16": "f2", "float32": "f4", "float": "f4", "int": "i4", "int64": "i8"}
+    return stored not in dtypes or argument.dtype in (dtypes[stored], "u1")  # bytes stand for anything
+
+
+@pytest.mark.parametrize("recompute", (0, 2))
+@pytest.mark.parametrize("library", ("auto", "kernels"))
+@pytest.mark.parametrize("arch, precision", [("sm_75", "float32"), *itertools.product(("sm_80", "sm_90a"), PRECISIONS)])
+def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, precision, library, recompute):
+    """A step with accumulation, on a fake GPU: the number and types of arguments, grids and blocks; every kernel that
+    is loaded for a step is launched in it."""
+    precision, gpu, config = PRECISIONS[precision], fake_gpu.gpu._replace(arch=arch), Config(64, 257, 2, 2, 128, 384)
+    settings = cuda.CudaSettings(B=3, T=32, total_batch_size=192, dtype=precision.dtype, tf32=precision.tf32,
+                                 float32_grads=precision.float32_grads, grad_clip=1.0, recompute=recompute, graph=0)
+    _, matmul = cuda.open_device(gpu, config, precision, Cache(str(tmp_path)), library)
+    trainer = cuda.Trainer(cuda.GPT2, config, settings, matmul, random_params(config))
+    trainer.prepare()
+    fake_gpu.launches.clear()
+    batch = np.ones((2, 3, 32), np.int32)
+    assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 1.0)
+    files = kernel_files(config, precision, arch, "kernels" if matmul.kernels else "cublaslt").values()
+    parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
+    for launch in fake_gpu.launches:
+        if launch.name == "cublaslt":
+            continue
+        assert 1 <= np.prod(launch.block) <= 1024 and launch.shared <= gpu.shared
+        assert all(type(n) is int and n >= 1 for n in launch.grid) and max((*launch.grid[1:], 1)) < 2**16
+        expected = parameters[launch.name]
+        assert len(launch.arguments) == len(expected), launch.name
+        for (kind, name), argument in zip(expected, launch.arguments):
+            fits = name == "batch" or accepts(precision, kind, argument)  # words of any type
+            assert fits, f"{launch.name}: {kind} {name} is given {type(argument)}"
+    launched = {launch.name for launch in fake_gpu.launches}
+    assert ("cublaslt" in launched) == (matmul.kernels is None), "the first way, of those that take as long"
+    unused = {"hold", "fill_random", "round_weights", "transpose", "gelu_forward", "gelu_backward"}
+    assert {name for name in parameters.keys() - launched if not name.endswith("narrow")} <= unused
 
 
 def test_an_error_in_a_kernel_names_file_and_line(tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     (tmp_path / "gelu.cu").write_text("// one\n// two\n__device__ int broken() { return 1 + ; }\n")
-    monkeypatch.setattr(cuda, "KERNEL_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(llmc.compiler, "KERNEL_DIRECTORY", str(tmp_path))
     with pytest.raises(UserError, match=r"gelu.cu.*gelu.cu\(3\): error: expected an expression") as error:
-        cuda.compile_kernels("gelu", "sm_80", {"MODEL_C": 64})
+        compile_kernels("gelu", "sm_80", {"MODEL_C": 64})
     assert len(str(error.value).splitlines()) == 1
     with pytest.raises(UserError, match="missing.cu: cannot be read"):
-        cuda.compile_kernels("missing", "sm_80", {})
+        compile_kernels("missing", "sm_80", {})
 
 
 def test_the_cache_returns_what_it_was_given_and_nothing_damaged(tmp_path, capsys):
-    cache = cuda.Cache(str(tmp_path / "cache"))
+    cache = Cache(str(tmp_path / "cache"))
     assert cache.find("a key", ".cubin") is None
     path = cache.keep("a key", ".cubin", b"content")
     assert cache.find("a key", ".cubin") == (path, b"content") and cache.find("another", ".cubin") is None
@@ -134,7 +209,7 @@ def test_the_cache_returns_what_it_was_given_and_nothing_damaged(tmp_path, capsy
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    cache = cuda.Cache(str(tmp_path / "file" / "cache"))
+    cache = Cache(str(tmp_path / "file" / "cache"))
     for key in ("one", "two"):
         path = cache.keep(key, ".cubin", key.encode())
         assert cache.find(key, ".cubin") == (path, key.encode())
@@ -146,33 +221,25 @@ def test_sort_tokens():
     for V in (3, 257, 70000):
         inputs = rng.integers(0, V, (3, 97), dtype=np.int32)
         order, first, tokens = (np.full(size, -1, np.int32) for size in (291, 292, 291))
-        runs = cuda.sort_tokens(order, first, tokens, inputs)
-        assert runs == np.unique(inputs).size
+        cuda.sort_tokens(order, first, tokens, inputs)
+        runs = np.unique(inputs).size
         assert sorted(order.tolist()) == list(range(291)) and np.all(first[runs:] == 291) and np.all(tokens[runs:] == 0)
         assert np.array_equal(tokens[:runs], np.unique(inputs))
         for r in range(runs):
-            places = order[first[r] : first[r + 1]]
-            assert np.all(np.diff(places) > 0) and np.array_equal(places, np.flatnonzero(inputs == tokens[r]))
+            positions = order[first[r] : first[r + 1]]
+            assert np.all(np.diff(positions) > 0) and np.array_equal(positions, np.flatnonzero(inputs == tokens[r]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with a GPU
 
-# The largest error allowed, as a fraction of the largest value of the reference. float32 rounds to 6e-8, sums of n numbers in
-# any order to some sqrt(n) of that; TF32 rounds operands to 5e-4; bfloat16 rounds what is stored to 2e-3, and in attention what one
-# product hands to the next, too; half precision rounds the residual stream to 2.5e-4.
+# The largest error allowed, as a fraction of the largest value of the reference. float32 rounds to 6e-8, sums of n
+# numbers in any order to some sqrt(n) of that; TF32 rounds operands to 5e-4; bfloat16 rounds what is stored to 2e-3,
+# and in attention what one matmul hands to the next, too; half precision rounds the residual stream to 2.5e-4.
 EXACT, SUMS, TF32, BF16, BF16_TWICE, HALF = 1e-6, 5e-6, 2e-3, 4e-3, 1e-2, 5e-4
 
 SHAPES = [(1, 1), (3, 97), (1, 1000), (3, 1024)]
-DEVICES = {}
-
-
-@pytest.fixture(scope="module")
-def gpu():
-    try:
-        return cuda.open_gpu()
-    except UserError as error:
-        pytest.skip(str(error))
+MATMULS = {}
 
 
 def model_id(config):
@@ -190,18 +257,22 @@ def device(request, gpu, tmp_path_factory):
 
 def get_device(gpu, config, precision, tmp_path_factory, portable=False, matmul="auto"):
     """A Device for one model, made once; `portable` without the instructions that only this generation of GPUs has."""
+    return get_matmul(gpu, config, precision, tmp_path_factory, portable, matmul).device
+
+
+def get_matmul(gpu, config, precision, tmp_path_factory, portable=False, matmul="auto"):
     key = config, precision, portable, matmul
     if precision.bf16 and int(gpu.arch[3:].rstrip("a")) < 80:
         pytest.skip(f"{gpu.arch} has no bfloat16")
-    if key not in DEVICES:
-        gpu = cuda.open_gpu("sm_80" if portable else "native")
-        made = cuda.Device(gpu, config, precision, cuda.Cache(str(tmp_path_factory.mktemp("cache"))), matmul)
-        made.config = config
-        made.products.workspace = cuda.cp.empty((2, cuda.WORKSPACE), np.uint8)
-        made.stream.use()
-        DEVICES[key] = made
-    DEVICES[key].stream.use()
-    return DEVICES[key]
+    if key not in MATMULS:
+        gpu = open_gpu("sm_80" if portable else "native")
+        device, made = cuda.open_device(gpu, config, precision, Cache(str(tmp_path_factory.mktemp("cache"))), matmul)
+        device.config, device.precision = config, precision  # for the tests
+        device.stream.use()
+        made.allocate()
+        MATMULS[key] = made
+    MATMULS[key].device.stream.use()
+    return MATMULS[key]
 
 
 def random(*shape, seed=0, spread=1.0, mean=0.0, dtype="float32"):
@@ -213,20 +284,25 @@ def random(*shape, seed=0, spread=1.0, mean=0.0, dtype="float32"):
 
 def on_gpu(*arrays, dtype=None):
     """Copies on the GPU, in this dtype."""
-    arrays = [cuda.cp.asarray(bf16_bits(array) if dtype == "bfloat16" else array.astype(dtype or array.dtype)) for array in arrays]
+    arrays = [cp.asarray(bf16_bits(array) if dtype == "bfloat16" else array.astype(dtype or array.dtype))
+              for array in arrays]
     return arrays if len(arrays) > 1 else arrays[0]
 
 
 def unwritten(*shape, dtype="float32"):
     """NaN everywhere."""
-    return cuda.cp.full(shape, 0xFFFF, np.uint16) if dtype == "bfloat16" else cuda.cp.full(shape, np.nan, dtype)
+    return cp.full(shape, 0xFFFF, np.uint16) if dtype == "bfloat16" else cp.full(shape, np.nan, dtype)
 
 
 def assert_close(tolerance, **pairs):
-    """name=(got on the GPU, expected). What is stored in bfloat16 or in halves may be off by its rounding."""
+    """name=(got on the GPU, expected). What is stored in bfloat16 or in halves is rounded."""
     for name, (got, expected) in pairs.items():
         allowed = max(tolerance, {"uint16": BF16, "float16": HALF}.get(got.dtype.name, 0.0))
-        assert check_tensor(name, cuda.to_float32(got), expected, allowed * max(float(np.abs(expected).max()), 1e-30)), name
+        assert check_tensor(name, to_float32(got), expected, allowed * max(float(np.abs(expected).max()), 1e-30)), name
+
+
+def partial_rows(device, B, T):
+    return cuda.partial_rows(device.config, B, T, device.sm_count, device.geometry)
 
 
 def wide(*arrays):
@@ -240,7 +316,7 @@ def test_a_measurement_leaves_launching_out(gpu, tmp_path_factory):
         while time.perf_counter() < begin + 5e-5:
             pass
 
-    assert cuda.measure(get_device(gpu, MODELS[1], PRECISIONS["tf32"], tmp_path_factory), slow) < 2.5e-5
+    assert measure(get_device(gpu, MODELS[1], PRECISIONS["tf32"], tmp_path_factory), slow) < 2.5e-5
 
 
 @pytest.mark.parametrize("B, T", SHAPES)
@@ -251,17 +327,20 @@ def test_encoder(device, B, T):
     e, g = device.precision.dtype, device.precision.grads
     wte, wpe, dout = random(Vp, C, seed=1, dtype=e), random(maxT, C, seed=2, dtype=e), random(B, T, C, seed=3, dtype=e)
     dwte, dwpe = random(Vp, C, seed=4, dtype=g), random(maxT, C, seed=5, dtype=g)
-    out = unwritten(B, T, C, dtype=device.precision.stream)
+    out = unwritten(B, T, C, dtype=device.precision.residual)
     cuda.encoder_forward(device, out, on_gpu(inp), *on_gpu(wte, wpe, dtype=e), B, T, C)
     expected = np.empty((B, T, C))
     train_gpt2.encoder_forward(expected, inp, *wide(wte, wpe), B, T, C)
     assert_close(EXACT, out=(out, expected))
 
     order_first_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
-    runs = cuda.sort_tokens(*order_first_tokens, inp)
+    cuda.sort_tokens(*order_first_tokens, inp)
     for accumulate in (0, 1):
-        got_wte, got_wpe = on_gpu(dwte, dwpe, dtype=g) if accumulate else (on_gpu(dwte, dtype=g), unwritten(maxT, C, dtype=g))
-        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), *on_gpu(*order_first_tokens), accumulate, B, T, C, runs)
+        got_wte, got_wpe = on_gpu(dwte, dwpe, dtype=g)
+        if not accumulate:
+            got_wpe = unwritten(maxT, C, dtype=g)
+        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), *on_gpu(*order_first_tokens), accumulate,
+                              B, T, C)
         expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C))
         train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
         assert_close(SUMS, dwte=(got_wte, expected_wte), dwpe=(got_wpe, expected_wpe + accumulate * dwpe))
@@ -269,17 +348,19 @@ def test_encoder(device, B, T):
 
 @pytest.mark.parametrize("B, T", SHAPES)
 def test_residual_layernorm(device, B, T):
-    C, e, stream = device.config.C, device.precision.dtype, device.precision.stream
-    inp1, inp2 = random(B, T, C, seed=1, mean=1, dtype=stream), random(B, T, C, seed=2, mean=1, dtype=e)
+    C, e, residual_dtype = device.config.C, device.precision.dtype, device.precision.residual
+    inp1, inp2 = random(B, T, C, seed=1, mean=1, dtype=residual_dtype), random(B, T, C, seed=2, mean=1, dtype=e)
     weight, bias = random(C, seed=3, dtype=e), random(C, seed=4, dtype=e)
     for both in (True, False):
-        residual, out, mean, rstd = unwritten(B, T, C, dtype=stream), unwritten(B, T, C, dtype=e), unwritten(B, T), unwritten(B, T)
-        cuda.residual_layernorm_forward(device, residual if both else None, out, mean, rstd, on_gpu(inp1, dtype=stream),
-                                        on_gpu(inp2, dtype=e) if both else None, *on_gpu(weight, bias, dtype=e), B, T, C)
+        residual, out = unwritten(B, T, C, dtype=residual_dtype), unwritten(B, T, C, dtype=e)
+        mean, rstd, added = unwritten(B, T), unwritten(B, T), on_gpu(inp2, dtype=e) if both else None
+        cuda.residual_layernorm_forward(device, residual if both else None, out, mean, rstd,
+                                        on_gpu(inp1, dtype=residual_dtype), added, *on_gpu(weight, bias, dtype=e),
+                                        B, T, C)
         total = inp1.astype(np.float64) + (inp2 if both else 0)
         if both:
             assert_close(EXACT, residual=(residual, total))
-            total = cuda.to_float32(residual).astype(np.float64)  # the layernorm is that of what is stored
+            total = to_float32(residual).astype(np.float64)  # the layernorm is that of what is stored
         expected = np.empty((B, T, C)), np.empty((B, T)), np.empty((B, T))
         train_gpt2.layernorm_forward(*expected, total, *wide(weight, bias), B, T, C)
         assert_close(SUMS, out=(out, expected[0]), mean=(mean, expected[1]), rstd=(rstd, expected[2]))
@@ -287,19 +368,21 @@ def test_residual_layernorm(device, B, T):
 
 def test_the_residual_stream_saturates(device):
     """Beyond the largest half there is that; inf and NaN stay, in what follows from them, too."""
-    if device.precision.stream != "float16":
-        pytest.skip("a float32 stream has no end in reach")
+    if device.precision.residual != "float16":
+        pytest.skip("a float32 stream does not saturate")
     C, e = device.config.C, device.precision.dtype
     inp1, inp2, ones = np.full((1, 1, C), 6e4, np.float32), np.zeros((1, 1, C), np.float32), np.ones(C, np.float32)
     inp1[..., 1], inp2[..., :4] = -6e4, (8192, -8192, np.inf, np.nan)
-    residual, out, mean, rstd = unwritten(1, 1, C, dtype="float16"), unwritten(1, 1, C, dtype=e), unwritten(1, 1), unwritten(1, 1)
-    cuda.residual_layernorm_forward(device, residual, out, mean, rstd, on_gpu(inp1, dtype="float16"), on_gpu(inp2, dtype=e),
-                                    *on_gpu(ones, ones, dtype=e), 1, 1, C)
-    assert np.array_equal(residual.get()[0, 0, :5], np.array([65504, -65504, np.inf, np.nan, 6e4], np.float16), equal_nan=True)
-    assert not np.isfinite(cuda.to_float32(out)).any()
-    cuda.residual_layernorm_forward(device, residual, out, mean, rstd, on_gpu(inp1, dtype="float16"), on_gpu(ones[None, None] * 0, dtype=e),
-                                    *on_gpu(ones, ones, dtype=e), 1, 1, C)
-    assert np.isfinite(cuda.to_float32(out)).all()
+    residual, out = unwritten(1, 1, C, dtype="float16"), unwritten(1, 1, C, dtype=e)
+    mean, rstd = unwritten(1, 1), unwritten(1, 1)
+    cuda.residual_layernorm_forward(device, residual, out, mean, rstd, on_gpu(inp1, dtype="float16"),
+                                    on_gpu(inp2, dtype=e), *on_gpu(ones, ones, dtype=e), 1, 1, C)
+    wanted = np.array([65504, -65504, np.inf, np.nan, 6e4], np.float16)
+    assert np.array_equal(residual.get()[0, 0, :5], wanted, equal_nan=True)
+    assert not np.isfinite(to_float32(out)).any()
+    cuda.residual_layernorm_forward(device, residual, out, mean, rstd, on_gpu(inp1, dtype="float16"),
+                                    on_gpu(0 * inp1, dtype=e), *on_gpu(ones, ones, dtype=e), 1, 1, C)
+    assert np.isfinite(to_float32(out)).all()
 
     wte, wpe = np.full((device.config.Vp, C), 6e4, np.float32), np.full((device.config.maxT, C), 6e4, np.float32)
     wte[0, :2] = -6e4, np.inf
@@ -313,48 +396,49 @@ def test_the_residual_stream_saturates(device):
 def test_layernorm_backward(device, B, T):
     C, e, g = device.config.C, device.precision.dtype, device.precision.grads
     dinp, dout = (random(B, T, C, seed=seed, dtype=e) for seed in (1, 2))
-    inp, weight = random(B, T, C, seed=3, dtype=device.precision.stream), random(C, seed=4, dtype=e)
+    inp, weight = random(B, T, C, seed=3, dtype=device.precision.residual), random(C, seed=4, dtype=e)
     mean = inp.mean(axis=-1, dtype=np.float64).astype(np.float32)
     rstd = (1 / np.sqrt(inp.var(axis=-1, dtype=np.float64) + 1e-5)).astype(np.float32)
     expected, dweight, dbias = dinp.astype(np.float64), np.empty(C), np.empty(C)
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
     before = random(3, C, seed=5, dtype=g)
-    most = cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).layernorm
-    for accumulate, adds, rows in ((0, 1, most), (1, 0, min(most, 3)), (0, 1, min(most, 3))):  # three blocks: each comes to many rows
+    most = partial_rows(device, B, T).layernorm
+    few = min(most, 3)  # blocks, each of which comes to many rows
+    for accumulate, adds, rows in ((0, 1, most), (1, 0, few), (0, 1, few)):
         got, partials = on_gpu(dinp, dtype=e) if adds else unwritten(B, T, C, dtype=e), unwritten(rows, 3 * C)
         sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
-        cuda.layernorm_backward(device, got, partials, on_gpu(dout, dtype=e), on_gpu(inp, dtype=device.precision.stream),
-                                on_gpu(weight, dtype=e), *on_gpu(mean, rstd), adds, B, T, C)
-        cuda.column_sums(device, cuda.sum_jobs([(partials, tuple(sums))]), accumulate)
+        cuda.layernorm_backward(device, got, partials, on_gpu(dout, dtype=e),
+                                on_gpu(inp, dtype=device.precision.residual), on_gpu(weight, dtype=e),
+                                *on_gpu(mean, rstd), adds, B, T, C)
+        cuda.column_sums(device, [(partials, tuple(sums))], accumulate)
         total = expected - (0 if adds else dinp)
         wanted = np.stack([dweight, dbias, total.sum(axis=(0, 1))]) + accumulate * before
         assert_close(SUMS, dinp=(got, total), dweight=(sums[0], wanted[0]), dbias=(sums[1], wanted[1]))
         assert_close(20 * SUMS, total=(sums[2], wanted[2]))  # sums of the errors of dinp, which may cancel in the value
 
 
-@pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"), ("bf16", "native"),
-                                             ("bf16", "portable"), ("bf16", "two blocks")))
+@pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"),
+                                             ("bf16", "native"), ("bf16", "portable"), ("bf16", "two blocks")))
 @pytest.mark.parametrize("config", MODELS, ids=model_id)
 @pytest.mark.parametrize("B, T", SHAPES)
 def test_attention(gpu, tmp_path_factory, monkeypatch, config, B, T, precision, kind):
     device = get_device(gpu, config, PRECISIONS[precision], tmp_path_factory, kind == "portable")
-    if kind == "two blocks":  # which take all items, one after the other, where each multiprocessor keeps its block
-        if not device.attention["attention_forward"].maps:
+    if kind == "two blocks":  # which take all tiles, one after the other, where each multiprocessor keeps its block
+        if not hasattr(device.geometry, "ATTENTION_READ_ROWS"):
             pytest.skip("blocks do not stay here")
         monkeypatch.setattr(device, "sm_count", 2)
-        for launch in device.attention.values():
-            monkeypatch.setattr(launch, "rounds", 0)
-    C, NH, e, tolerance = config.C, config.NH, device.precision.dtype, {"tf32": TF32, "float32": SUMS, "bf16": BF16_TWICE}[precision]
+    C, NH, e = config.C, config.NH, device.precision.dtype
+    tolerance = {"tf32": TF32, "float32": SUMS, "bf16": BF16_TWICE}[precision]
     inp, dout = random(B, T, 3 * C, seed=1, spread=1.5, dtype=e), random(B, T, C, seed=2, dtype=e)
     expected = {"out": np.empty((B, T, C)), "preatt": np.empty((B, NH, T, T)), "att": np.empty((B, NH, T, T))}
     train_gpt2.attention_forward(*expected.values(), *wide(inp), B, T, C, NH)
     largest = expected["preatt"].max(axis=-1)
     expected_lse = largest + np.log(np.exp(expected["preatt"] - largest[..., None]).sum(axis=-1))
     out, lse, inp_gpu, dout_gpu = unwritten(B, T, C, dtype=e), unwritten(B, NH, T), *on_gpu(inp, dout, dtype=e)
-    cuda.attention_forward(device, out, lse, inp_gpu, config, B, T)
+    cuda.attention_forward(device, out, lse, inp_gpu, B, T, C, NH)
     assert_close(tolerance, out=(out, expected["out"]))
-    # A score may be as small as chance wants, its error depends on the lengths of its two vectors: each operand that is rounded to TF32
-    # is off by up to 2^-11 of itself.
+    # A score may be as small as chance wants, its error depends on the lengths of its two vectors: each operand that is
+    # rounded to TF32 changes by up to 2^-11 of itself.
     query, key = (np.linalg.norm(inp[..., i * C : (i + 1) * C].reshape(B, T, NH, -1), axis=-1).max() for i in (0, 1))
     longest = query * key / (C // NH) ** 0.5
     assert check_tensor("lse", lse.get(), expected_lse, (2.0**-10 if precision == "tf32" else EXACT) * longest)
@@ -365,14 +449,15 @@ def test_attention(gpu, tmp_path_factory, monkeypatch, config, B, T, precision, 
     for accumulate in (0, 1):
         got, D = unwritten(B, T, 3 * C, dtype=e), unwritten(B, NH, T)
         dbias = on_gpu(before, dtype=e) if accumulate else unwritten(3 * C, dtype=e)
-        partials = unwritten(cuda.sum_rows(config, B, T, device.sm_count, device.precision.pack).attention, 3 * C)
-        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, config, B, T)
-        cuda.column_sums(device, cuda.sum_jobs([(partials, (dbias,))]), accumulate)
+        partials = unwritten(partial_rows(device, B, T).attention, 3 * C)
+        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, B, T, C, NH)
+        cuda.column_sums(device, [(partials, (dbias,))], accumulate)
         assert_close(tolerance, dinp=(got, dinp))
-        # Each of the B*T rows may be off by the tolerance, and the errors add up like a random walk.
+        # Each of the B*T rows has an error up to the tolerance; the errors add up like a random walk.
         wanted = dinp.sum(axis=(0, 1)) + accumulate * before
-        scale = tolerance * np.abs(dinp).max() * max(1, (B * T) ** 0.5) + (BF16 * np.abs(wanted).max() if e == "bfloat16" else 0.0)
-        assert check_tensor("dbias", cuda.to_float32(dbias), wanted, scale)
+        rounding = BF16 * np.abs(wanted).max() if e == "bfloat16" else 0.0
+        allowed = tolerance * np.abs(dinp).max() * max(1, (B * T) ** 0.5) + rounding
+        assert check_tensor("dbias", to_float32(dbias), wanted, allowed)
 
 
 @pytest.mark.parametrize("B, T", SHAPES)
@@ -380,18 +465,19 @@ def test_gelu(device, B, T):
     C, e, g = device.config.C, device.precision.dtype, device.precision.grads
     inp, dout = random(B, T, 4 * C, seed=1, spread=3, dtype=e), random(B, T, 4 * C, seed=2, dtype=e)
     out, expected, expected_dinp = unwritten(B, T, 4 * C, dtype=e), np.empty((B, T, 4 * C)), np.empty((B, T, 4 * C))
-    cuda.gelu_forward(device, out, on_gpu(inp, dtype=e))
+    cuda.gelu_forward(device, out, on_gpu(inp, dtype=e), B * T, 4 * C)
     train_gpt2.gelu_forward(expected, *wide(inp), inp.size)
     train_gpt2.gelu_backward(expected_dinp, *wide(inp, dout), inp.size)
     assert_close(EXACT, out=(out, expected))
     before, forward = random(4 * C, seed=3, dtype=g), out
     for accumulate, again, in_place in ((0, True, False), (1, False, True)):
-        out, dbias = unwritten(B, T, 4 * C, dtype=e), on_gpu(before, dtype=g) if accumulate else unwritten(4 * C, dtype=g)
-        partials = unwritten(cuda.sum_rows(device.config, B, T, device.sm_count, device.precision.pack).gelu, 4 * C)
+        out = unwritten(B, T, 4 * C, dtype=e)
+        dbias = on_gpu(before, dtype=g) if accumulate else unwritten(4 * C, dtype=g)
+        partials = unwritten(partial_rows(device, B, T).gelu, 4 * C)
         dout_gpu = on_gpu(dout, dtype=e)
         dinp = dout_gpu if in_place else unwritten(B, T, 4 * C, dtype=e)
-        cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp, dtype=e), dout_gpu)
-        cuda.column_sums(device, cuda.sum_jobs([(partials, (dbias,))]), accumulate)
+        cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp, dtype=e), dout_gpu, B * T, 4 * C)
+        cuda.column_sums(device, [(partials, (dbias,))], accumulate)
         assert_close(EXACT, dinp=(dinp, expected_dinp))
         assert_close(20 * SUMS, dbias=(dbias, expected_dinp.sum(axis=(0, 1)) + accumulate * before))
         if again:
@@ -406,22 +492,24 @@ def test_classifier(device, B, T):
 def test_classifier_with_one_row_on_chip(gpu, tmp_path_factory):
     """In bfloat16; in float32, there is never room for two of 50304."""
     device = get_device(gpu, Config(1024, 100001, 1, 2, 128, 100096), PRECISIONS["bf16"], tmp_path_factory)
-    assert device.rows_on_chip == (1 if gpu.arch == "sm_90a" else 0)
+    assert device.geometry.CLASSIFIER_ROWS_ON_CHIP == (1 if gpu.arch == "sm_90a" else 0)
     check_classifier(device, 3, 97)
 
 
 def test_classifier_off_chip(gpu, tmp_path_factory):
     """What GPUs run whose shared memory has no room for a row of logits."""
     device = get_device(gpu, MODELS[0], PRECISIONS["bf16"], tmp_path_factory, portable=True)
-    assert not device.rows_on_chip
+    assert not device.geometry.CLASSIFIER_ROWS_ON_CHIP
     check_classifier(device, 3, 97)
 
 
 @pytest.mark.parametrize("V", (257, 8193, 16384, 17000, 24577))
 def test_classifier_of_few_parts(gpu, tmp_path_factory, monkeypatch, V):
-    """Rows of one to seven parts, of whose last some warps have no slice; the blocks of one multiprocessor take all rows, in turns."""
+    """Rows of one to seven parts, of whose last some warps have no slice; the blocks of one multiprocessor take all
+    rows, in turns."""
     for precision in ("tf32", "bf16"):
-        device = get_device(gpu, Config(1024, V, 1, 1, 64, cuda.blocks(V, 128) * 128), PRECISIONS[precision], tmp_path_factory)
+        config = Config(1024, V, 1, 1, 64, padded(V))
+        device = get_device(gpu, config, PRECISIONS[precision], tmp_path_factory)
         monkeypatch.setattr(device, "sm_count", 1)
         check_classifier(device, 3, 97)
 
@@ -433,11 +521,12 @@ def test_classifier_of_what_is_not_finite(gpu, tmp_path_factory, kind):
     device = get_device(gpu, MODELS[2], PRECISIONS[precision], tmp_path_factory, bool(portable))
     V, Vp, e = device.config.V, device.config.Vp, device.precision.dtype
     logits, targets = random(1, 6, Vp, dtype=e), np.full((1, 6), 3, np.int32)
-    logits[0, 0, V - 1], logits[0, 1], logits[0, 2, 7], logits[0, 3], logits[0, 4, 5] = np.nan, np.nan, np.inf, -np.inf, -np.inf
+    logits[0, 0, V - 1], logits[0, 1], logits[0, 2, 7] = np.nan, np.nan, np.inf
+    logits[0, 3], logits[0, 4, 5] = -np.inf, -np.inf
     losses, got = unwritten(1, 6), on_gpu(logits, dtype=e)
     losses[...] = 1.0
     cuda.classifier(device, losses, got, on_gpu(targets), 1.0, 1, 1, 6)
-    gradient = cuda.to_float32(got)[0, :, :V]
+    gradient = to_float32(got)[0, :, :V]
     assert np.isnan(losses.get()[0, :4]).all() and np.isfinite(losses.get()[0, 4:]).all()
     assert np.isnan(gradient[:3]).all() and np.isfinite(gradient[4:]).all() and gradient[4, 5] == 0.0
 
@@ -445,7 +534,8 @@ def test_classifier_of_what_is_not_finite(gpu, tmp_path_factory, kind):
 def check_classifier(device, B, T):
     V, Vp = device.config.V, device.config.Vp
     e = device.precision.dtype
-    logits, targets = random(B, T, Vp, seed=1, spread=4, dtype=e), np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
+    logits = random(B, T, Vp, seed=1, spread=4, dtype=e)
+    targets = np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
     targets.flat[0], targets.flat[-1] = V - 1, 0
     probs, expected, dlogits = np.empty((B, T, V)), np.empty((B, T)), np.empty((B, T, V))
     train_gpt2.softmax_forward(probs, *wide(logits[..., :V]), B, T, V)
@@ -458,84 +548,101 @@ def check_classifier(device, B, T):
         cuda.classifier(device, losses, got, on_gpu(targets), dloss, write, B, T)
         assert_close(SUMS, losses=(losses, expected))
         if not write:
-            assert np.array_equal(cuda.to_float32(got), logits, equal_nan=True)
+            assert np.array_equal(to_float32(got), logits, equal_nan=True)
     assert_close(SUMS, dlogits=(got[..., :V], dlogits))
     assert not got[..., V:].any(), "the padding's gradient is 0"
 
 
-PRODUCTS = [(291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720), (2100, 168, 504)]  # N, C, OC
+SIZES = [(291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720), (2100, 168, 504)]  # N, C, OC
 WAYS = ("cublaslt", "kernels", "kernels, portable", "kernels, two blocks")
 
 
-def get_products(gpu, tmp_path_factory, monkeypatch, precision, way, config=MODELS[0]):
-    """A Device's products, done one way; searching. "two blocks": which take all tiles, one after the other, where blocks stay."""
-    precision, (matmul, *kind) = PRECISIONS[precision], way.split(", ")
-    if kind and not cuda.matmul_hopper(gpu.arch, precision):
+def get_searching(gpu, tmp_path_factory, monkeypatch, precision, way, config=MODELS[0]):
+    """A Device's Matmul that has but one way, and searches. "two blocks": which take all tiles, one after the other,
+    where blocks stay."""
+    precision, (library, *kind) = PRECISIONS[precision], way.split(", ")
+    if kind and not hopper_matmul(precision, gpu.arch):
         pytest.skip("the kernels are the portable ones")
-    products = get_device(gpu, config, precision, tmp_path_factory, kind == ["portable"], matmul).products
-    products.searching = True
+    matmul = get_matmul(gpu, config, precision, tmp_path_factory, kind == ["portable"], library)
+    monkeypatch.setattr(matmul, "searching", True)
     if kind == ["two blocks"]:
-        monkeypatch.setattr(products.device, "sm_count", 2)
-    return products
+        monkeypatch.setattr(matmul.device, "sm_count", 2)
+    return matmul
+
+
+def each_way(matmul, layer, *arguments, **options):
+    """The ways that a layer of train_gpt2_cuda.py has to do a matmul, as calls."""
+    found = []
+
+    def run(key, ways, to=""):
+        found.extend(call for name, call in ways.items() if Matmul.has(matmul, name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "run", run)
+        layer(matmul, *arguments, **options)
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("N, C, OC", PRODUCTS)
-def test_products(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, way):
-    products = get_products(gpu, tmp_path_factory, monkeypatch, precision, way)
+@pytest.mark.parametrize("N, C, OC", SIZES)
+def test_matmuls(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, way):
+    matmul = get_searching(gpu, tmp_path_factory, monkeypatch, precision, way)
     e, g = PRECISIONS[precision].dtype, PRECISIONS[precision].grads
-    inp, weight, bias, dout = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(((N, C), (OC, C), (OC,), (N, OC))))
+    shapes = (N, C), (OC, C), (OC,), (N, OC)
+    inp, weight, bias, dout = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(shapes))
     before = random(OC, C, seed=5, dtype=g)
     inp_gpu, weight_gpu, bias_gpu, dout_gpu = on_gpu(inp, weight, bias, dout, dtype=e)
     tolerance = TF32 if precision == "tf32" else SUMS
     exact = inp.astype(np.float64) @ weight.T.astype(np.float64)
     out, dinp = unwritten(N, OC, dtype=e), unwritten(N, C, dtype=e)
     for b in (None, bias_gpu):
-        for call in products.ways_of("forward", "forward", out, inp_gpu, weight_gpu, b, N, C, OC).values():
+        for call in each_way(matmul, cuda.matmul_forward, out, inp_gpu, weight_gpu, b, N, C, OC):
             out[...] = unwritten(N, OC, dtype=e)
             call()
             assert_close(tolerance, out=(out, exact + (0 if b is None else bias)))
     exact = dout.astype(np.float64) @ weight.astype(np.float64)
     for scale in (1.0, 0.7):
-        for call in products.ways_of("backward_inp", "dinp", dinp, dout_gpu, weight_gpu, N, C, OC, scale=scale).values():
+        for call in each_way(matmul, cuda.matmul_backward_inp, dinp, dout_gpu, weight_gpu, N, C, OC, scale=scale):
             dinp[...] = unwritten(N, C, dtype=e)
             call()
             assert_close(tolerance, dinp=(dinp, scale * exact))
     out[...] = unwritten(N, OC, dtype=e)
-    products.forward("forward", out, inp_gpu, weight_gpu, None, N, C, OC)  # the fastest of them
+    cuda.matmul_forward(matmul, out, inp_gpu, weight_gpu, None, N, C, OC)  # the fastest of them
     assert_close(tolerance, out=(out, inp.astype(np.float64) @ weight.T.astype(np.float64)))
     expected = dout.T.astype(np.float64) @ inp.astype(np.float64)
-    transposed = unwritten(min(C, OC), N, dtype=e)
-    dweight, chosen = unwritten(OC, C, dtype=g), products.ways[way.split(",")[0]]
-    ways = chosen.backward_weight("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, 0.7)
-    assert len(ways) > 1 or way == "cublaslt" and e == "bfloat16" or N < 512 or OC > 4096 or "two blocks" in way
-    for call in ways.values():
-        for accumulate in (0, 1):
+    transposed = None if e == "bfloat16" else unwritten(min(C, OC) + 8, N)  # a trainer's may have too many rows, too
+    dweight = unwritten(OC, C, dtype=g)
+    for accumulate in (0, 1):
+        ways = each_way(matmul, cuda.matmul_backward_weight, dweight, dout_gpu, inp_gpu, transposed, N, C, OC,
+                        accumulate, 0.7)
+        few = way == "cublaslt" and e == "bfloat16" or N < 512 or OC > 4096 or "two blocks" in way
+        assert len(ways) > 1 or few
+        for call in ways:
             dweight[...] = on_gpu(before, dtype=g) if accumulate else unwritten(OC, C, dtype=g)
-            call(accumulate)
-            rounded_twice = 2 * BF16 if accumulate and g == "bfloat16" else 0.0  # the product, and the sum
+            call()
+            rounded_twice = 2 * BF16 if accumulate and g == "bfloat16" else 0.0  # the matmul's result, and the sum
             assert_close(max(tolerance, rounded_twice), dweight=(dweight, 0.7 * expected + accumulate * before))
-    products.backward_weight("dweight", dweight, dout_gpu, inp_gpu, transposed, N, C, OC, 0)
+    cuda.matmul_backward_weight(matmul, dweight, dout_gpu, inp_gpu, transposed, N, C, OC, 0)
     assert_close(tolerance, dweight=(dweight, expected))
     transposed = unwritten(OC, N, dtype=e)
-    cuda.transpose(products.device, transposed, dout_gpu, N, OC)
-    assert np.array_equal(cuda.to_float32(transposed), dout.T)
+    cuda.transpose(matmul.device, transposed, dout_gpu, N, OC)
+    assert np.array_equal(to_float32(transposed), dout.T)
 
 
 @pytest.mark.parametrize("way", ("cublaslt", "kernels"))
 @pytest.mark.parametrize("OC", (50304, 12808, 6400))
-def test_products_of_long_chains(gpu, tmp_path_factory, monkeypatch, OC, way):
-    """In TF32, sums do not shrink with the number of their additions. All numbers are positive and exact in TF32; in one chain of 50304,
-    8 at a time and half a bit lost each time, sums would be 1.4e-4 too small."""
-    products, N, C = get_products(gpu, tmp_path_factory, monkeypatch, "tf32", way), 130, 72
-    dout, weight = (np.random.default_rng(i).integers(512, 1024, shape).astype(np.float32) / 1024 for i, shape in
-                    enumerate(((N, OC), (OC, C))))
+def test_matmuls_of_long_chains(gpu, tmp_path_factory, monkeypatch, OC, way):
+    """In TF32, sums do not shrink with the number of their additions. All numbers are positive and exact in TF32; in
+    one chain of 50304, 8 at a time and half a bit lost each time, sums would be 1.4e-4 too small."""
+    matmul, N, C = get_searching(gpu, tmp_path_factory, monkeypatch, "tf32", way), 130, 72
+    dout, weight = (np.random.default_rng(i).integers(512, 1024, shape).astype(np.float32) / 1024
+                    for i, shape in enumerate(((N, OC), (OC, C))))
     dinp, exact = unwritten(N, C), dout.astype(np.float64) @ weight.astype(np.float64)
     dout, weight = on_gpu(dout, weight)
     for searching in (False, True):
-        products.searching, dinp[...] = searching, unwritten(N, C)
-        products.backward_inp("dinp", dinp, dout, weight, N, C, OC, scale=0.5)
+        matmul.searching, dinp[...] = searching, unwritten(N, C)
+        cuda.matmul_backward_inp(matmul, dinp, dout, weight, N, C, OC, scale=0.5)
         lost = 1 - 2 * dinp.get() / exact
         assert abs(lost).max() < 5e-5, lost.mean()
 
@@ -544,64 +651,67 @@ def test_products_of_long_chains(gpu, tmp_path_factory, monkeypatch, OC, way):
 @pytest.mark.parametrize("precision", ("tf32", "float32", "bf16"))
 @pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[1], 391), (MODELS[3], 1000)),
                          ids=("C768-291", "C64-1", "C64-391", "C240-1000"))
-def test_products_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, precision, way):
-    """fc and its GELU; the gradient of what goes into fcproj, through GELU. GELU is that of the rounded result, the same to the bit as by
-    itself."""
-    products = get_products(gpu, tmp_path_factory, monkeypatch, precision, way, config)
-    C, e, device = config.C, PRECISIONS[precision].dtype, products.device
+def test_matmuls_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, precision, way):
+    """fc and its GELU; the gradient of what goes into fcproj, through GELU. GELU is that of the rounded result, the
+    same to the bit as by itself."""
+    matmul = get_searching(gpu, tmp_path_factory, monkeypatch, precision, way, config)
+    C, e, device = config.C, PRECISIONS[precision].dtype, matmul.device
     tolerance = TF32 if precision == "tf32" else SUMS
-    inp, fcw, fcb, dout, fcprojw, pre = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(
-        ((N, C), (4 * C, C), (4 * C,), (N, C), (C, 4 * C), (N, 4 * C))))
+    shapes = (N, C), (4 * C, C), (4 * C,), (N, C), (C, 4 * C), (N, 4 * C)
+    inp, fcw, fcb, dout, fcprojw, pre = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(shapes))
     pre *= 4  # exactly, and to where exp(-2u) is infinite
     inp_gpu, fcw_gpu, fcb_gpu, dout_gpu, fcprojw_gpu, pre_gpu = on_gpu(inp, fcw, fcb, dout, fcprojw, pre, dtype=e)
     out, gelu, alone, dinp, again = (unwritten(N, 4 * C, dtype=e) for _ in range(5))
-    products.forward_gelu("forward", out, gelu, inp_gpu, fcw_gpu, fcb_gpu, N, C, 4 * C)
+    cuda.matmul_gelu_forward(matmul, out, gelu, inp_gpu, fcw_gpu, fcb_gpu, N, C, 4 * C)
     assert_close(tolerance, out=(out, inp.astype(np.float64) @ fcw.T.astype(np.float64) + fcb))
-    cuda.gelu_forward(device, alone, out)
+    cuda.gelu_forward(device, alone, out, N, 4 * C)
     assert np.array_equal(gelu.get(), alone.get())
 
     expected, dgelu = np.empty((N, 4 * C)), dout.astype(np.float64) @ fcprojw.astype(np.float64)
     train_gpt2.gelu_backward(expected, *wide(pre), dgelu, pre.size)
-    sums = unwritten(cuda.blocks(N, 128), 4 * C)
-    products.backward_inp_gelu("dinp", dinp, sums, again, dout_gpu, fcprojw_gpu, pre_gpu, N, 4 * C, C)
+    sums = unwritten(blocks(N, 128), 4 * C)
+    cuda.matmul_gelu_backward_inp(matmul, dinp, sums, again, dout_gpu, fcprojw_gpu, pre_gpu, N, 4 * C, C)
     twice = 2 * BF16 if e == "bfloat16" else 0.0  # cuBLASLt's result is rounded before GELU's derivative comes in
     assert_close(max(tolerance, twice), dinp=(dinp, expected))
     scale = max(tolerance, twice) * np.abs(expected).max() * N**0.5
-    assert check_tensor("sums", cuda.to_float32(sums).sum(axis=0), expected.sum(axis=0), scale)
-    cuda.gelu_forward(device, alone, pre_gpu)
+    assert check_tensor("sums", to_float32(sums).sum(axis=0), expected.sum(axis=0), scale)
+    cuda.gelu_forward(device, alone, pre_gpu, N, 4 * C)
     assert np.array_equal(again.get(), alone.get())
 
 
 @pytest.mark.parametrize("precision", ("tf32", "bf16"))
 def test_update_helpers(gpu, tmp_path_factory, precision):
-    """begin_step, round_weights and fill_random."""
-    device, cp = get_device(gpu, MODELS[1], PRECISIONS[precision], tmp_path_factory), cuda.cp
+    """copy_batch, round_weights and fill_random."""
+    device = get_device(gpu, MODELS[1], PRECISIONS[precision], tmp_path_factory)
     e, words, count = device.precision.dtype, 1001, 8 * 12345
-    pinned = cuda.pinned_array(2 * 4 * words).view(np.int32)
+    pinned = pinned_array(2 * 4 * words).view(np.int32)
     pinned[:] = np.random.default_rng().integers(-(2**31), 2**31, pinned.size)
     for launches in (4, 7):
         control, batch = on_gpu(np.array([0, launches, 0, 0, 0])), cp.full(words, -1, np.int32)
         for begin, end in ((300, 777), (0, words)):
-            device.launch("begin_step", (cuda.blocks(end - begin, 256),), (256,), batch, cuda.pointer(pinned), control, words, begin, end)
+            device.launch("copy_batch", (blocks(end - begin, 256),), (256,), batch, pointer(pinned), control, words,
+                          begin, end)
             assert np.array_equal(batch.get()[begin:end], pinned[launches % 2 * words :][begin:end])
             assert end == words or np.all(batch.get()[:begin] == -1) and np.all(batch.get()[end:] == -1)
 
     exact, rounded = random(count), unwritten(count, dtype=e)
-    device.launch("round_weights", device.grid(count), (256,), rounded, on_gpu(exact), np.int64(count))
+    grid = (blocks(count, 256 * device.precision.pack),)
+    device.launch("round_weights", grid, (256,), rounded, on_gpu(exact), np.int64(count))
     assert np.array_equal(rounded.get(), bf16_bits(exact) if e == "bfloat16" else exact)
 
     numbers = unwritten(count, dtype=e)
-    device.launch("fill_random", (cuda.blocks(count, 256),), (256,), numbers, np.int64(count))
-    numbers = cuda.to_float32(numbers)
+    device.launch("fill_random", (blocks(count, 256),), (256,), numbers, np.int64(count))
+    numbers = to_float32(numbers)
     assert np.abs(numbers).max() <= 1.0 and abs(numbers.mean()) < 0.01 and abs(numbers.std() - 3**-0.5) < 0.01
     assert np.unique(numbers).size > (200 if e == "bfloat16" else 0.99 * count)
 
 
 @pytest.mark.parametrize("grad_clip", (0.0, 1.0))
-@pytest.mark.parametrize("precision, has_master", (("tf32", False), ("bf16", True), ("bf16", False), ("bf16-float32-grads", True)))
+@pytest.mark.parametrize("precision, has_master", (("tf32", False), ("bf16", True), ("bf16", False),
+                                                   ("bf16-float32-grads", True)))
 def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
     """loss_mean, global_norm, prepare_update and three steps of adamw_update, with two different weight decays."""
-    device, cp = get_device(gpu, MODELS[1], PRECISIONS[precision], tmp_path_factory), cuda.cp
+    device = get_device(gpu, MODELS[1], PRECISIONS[precision], tmp_path_factory)
     e, g = device.precision.dtype, device.precision.grads
     count, learning_rate, beta1, beta2, eps, decay = 8 * 123457, 1e-3, 0.9, 0.95, 1e-8, 0.1
     master = random(count, seed=1, dtype="float32" if has_master else e)
@@ -610,8 +720,8 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
     split = 8 * 1000
     expected = wide(master, m, v)
     params, *on = on_gpu(master, dtype=e), *on_gpu(master, m, v)
-    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(cuda.norm_blocks(device.sm_count))
-    reports, rate = cuda.pinned_array(16).view(np.float32).reshape(2, 2), on_gpu(np.float32([learning_rate]))
+    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(8 * device.sm_count)
+    reports, rate = pinned_array(16).view(np.float32).reshape(2, 2), on_gpu(np.float32([learning_rate]))
     stops, decays = on_gpu(np.array([split, count]), np.float32([decay, 0.0]))
     norm = float(np.sqrt((grads.astype(np.float64) ** 2).sum()))
     scale = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
@@ -621,10 +731,11 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
         if step == 4:
             loss.fill(np.nan)  # the weights must stay as they are
         device.launch("global_norm", (partials.size,), (256,), partials, on_gpu(grads, dtype=g), np.int64(count))
-        device.launch("prepare_update", (1,), (256,), control, cuda.pointer(reports), loss, partials, rate, np.float64(beta1),
-                      np.float64(beta2), np.float64(eps), grad_clip, partials.size)
-        device.launch("adamw_update", (cuda.blocks(count, 4 * 256),), (256,), params, on[0] if has_master else None,
-                      on[1], on[2], on_gpu(grads, dtype=g), control, stops, decays, beta2, 1 - beta1, 1 - beta2, 0, np.int64(count))
+        device.launch("prepare_update", (1,), (256,), control, pointer(reports), loss, partials, rate,
+                      np.float64(beta1), np.float64(beta2), np.float64(eps), grad_clip, partials.size)
+        device.launch("adamw_update", (blocks(count, 4 * 256),), (256,), params, on[0] if has_master else None,
+                      on[1], on[2], on_gpu(grads, dtype=g), control, stops, decays, beta2, 1 - beta1, 1 - beta2, 0,
+                      np.int64(count))
         device.stream.synchronize()
         reported = reports[(step - 1) % 2]
         assert abs(reported[1] - norm) <= 1e-5 * norm
@@ -633,19 +744,21 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
             break
         assert abs(reported[0] - losses.mean()) <= 1e-6 * losses.mean()
         for part, d in ((slice(0, split), decay), (slice(split, count), 0.0)):
-            train_gpt2.adamw_update(*(array[part] for array in expected), *wide(grads[part]), learning_rate, beta1, beta2, eps, d, scale,
-                                    step, part.stop - part.start)
+            train_gpt2.adamw_update(*(array[part] for array in expected), *wide(grads[part]), learning_rate, beta1,
+                                    beta2, eps, d, scale, step, part.stop - part.start)
     assert control.get()[:2].tolist() == [3, 4], "updates done, steps begun"
     assert_close(SUMS, m=(on[1], expected[1]), v=(on[2], expected[2]))
-    assert_close(SUMS if e == "float32" or has_master else BF16_TWICE, params=(params, expected[0]))  # else rounded three times
+    exact = e == "float32" or has_master  # else rounded three times
+    assert_close(SUMS if exact else BF16_TWICE, params=(params, expected[0]))
     if has_master:
         assert_close(SUMS, master=(on[0], expected[0]))
         assert np.array_equal(params.get(), bf16_bits(on[0].get())), "the weights are the masters, rounded to nearest"
 
 
 def test_stochastic_rounding(gpu, tmp_path_factory):
-    """Each weight becomes one of its two neighbours in bfloat16; the mean over many is the weight; a seed repeats its choices."""
-    device, cp = get_device(gpu, MODELS[1], PRECISIONS["bf16"], tmp_path_factory), cuda.cp
+    """Each weight becomes one of its two neighbours in bfloat16; the mean over many is the weight; a seed repeats its
+    choices."""
+    device = get_device(gpu, MODELS[1], PRECISIONS["bf16"], tmp_path_factory)
     count = 8 * 20000
     numbers = np.full(count, 1.0 + 0.3 * 2.0**-7, np.float32)  # three tenths of the way from one neighbour to the next
     numbers[count // 2 :] *= -1
@@ -653,12 +766,13 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
     stops, decays, zeros = on_gpu(np.array([count])), on_gpu(np.float32([0.0])), cp.zeros(count, np.uint16)
 
     def rounded(seed, step):
-        params, master, m, v = unwritten(count, dtype="bfloat16"), on_gpu(numbers), cp.zeros(count, np.float32), cp.ones(count, np.float32)
+        params, master = unwritten(count, dtype="bfloat16"), on_gpu(numbers)
+        m, v = cp.zeros(count, np.float32), cp.ones(count, np.float32)
         control[0] = step
-        device.launch("adamw_update", (cuda.blocks(count, 4 * 256),), (256,), params, master, m, v, zeros, control, stops, decays,
-                      0.5, 0.5, 0.5, seed, np.int64(count))
+        device.launch("adamw_update", (blocks(count, 4 * 256),), (256,), params, master, m, v, zeros, control, stops,
+                      decays, 0.5, 0.5, 0.5, seed, np.int64(count))
         assert np.array_equal(master.get(), numbers, equal_nan=True)
-        return cuda.to_float32(params)
+        return to_float32(params)
 
     first = rounded(7, 1)
     assert set(np.abs(first).tolist()) == {1.0, 1.0 + 2.0**-7}
@@ -666,15 +780,16 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
         assert abs(np.mean(np.abs(part) > 1.0) - 0.3) < 5 * (0.21 / part.size) ** 0.5
     assert np.array_equal(first, rounded(7, 1))
     for other in (rounded(8, 1), rounded(7, 2)):
-        assert abs(np.mean(first == other) - 0.58) < 0.02, "choices of other seeds and steps have nothing to do with these"
+        assert abs(np.mean(first == other) - 0.58) < 0.02, "other seeds and steps choose independently"
     assert np.array_equal(rounded(0, 1), bf16_to_float32(bf16_bits(numbers))), "seed 0: to nearest"
     numbers[:] = np.resize(np.float32([np.nan, np.inf, -np.inf]), count)
     assert np.array_equal(rounded(7, 1), numbers, equal_nan=True), "what is not finite stays so"
 
 
 def test_indices_beyond_32_bits(gpu, tmp_path_factory):
-    """classifier and the products where B*T*Vp passes 2^32: the last row must come out like the same row alone."""
-    device, cp = get_device(gpu, MODELS[0], PRECISIONS["tf32"], tmp_path_factory), cuda.cp
+    """classifier and the matmuls where B*T*Vp passes 2^32: the last row must come out like the same row alone."""
+    matmul = get_matmul(gpu, MODELS[0], PRECISIONS["tf32"], tmp_path_factory)
+    device = matmul.device
     config, N = device.config, 2**32 // 50304 + 2
     if cp.cuda.runtime.memGetInfo()[0] < 4 * N * config.Vp + (4 << 30):
         pytest.skip("needs 20 GiB of free GPU memory")
@@ -683,10 +798,10 @@ def test_indices_beyond_32_bits(gpu, tmp_path_factory):
     inp_gpu, weight_gpu, targets_gpu = on_gpu(inp, weight, targets)
     dinp, dweight, losses = unwritten(N, config.C), unwritten(config.Vp, config.C), unwritten(1, N)
     logits = cp.empty((N, config.Vp), np.float32)
-    device.products.forward("logits", logits, inp_gpu, weight_gpu, None, N, config.C, config.Vp)
+    cuda.matmul_forward(matmul, logits, inp_gpu, weight_gpu, None, N, config.C, config.Vp)
     cuda.classifier(device, losses, logits, targets_gpu, 1.0, 1, 1, N)
-    device.products.backward_inp("dinp", dinp, logits, weight_gpu, N, config.C, config.Vp)
-    device.products.backward_weight("dweight", dweight, logits, inp_gpu, unwritten(config.C, N), N, config.C, config.Vp, 0)
+    cuda.matmul_backward_inp(matmul, dinp, logits, weight_gpu, N, config.C, config.Vp)
+    cuda.matmul_backward_weight(matmul, dweight, logits, inp_gpu, unwritten(config.C, N), N, config.C, config.Vp, 0)
     rows = [0, N // 2, N - 2, N - 1]
     x, w = wide(inp[rows], weight[: config.V])
     probs, expected, dlogits = np.empty((1, 4, config.V)), np.empty((1, 4)), np.empty((1, 4, config.V))

@@ -1,13 +1,16 @@
-"""Each layer's backward pass against finite differences in float64, on awkward shapes; and float32 that stays float32."""
+"""Each layer's backward pass against finite differences in float64, on awkward shapes; float32 stays float32."""
 
 import math
 
 import numpy as np
 import pytest
 
+import llmc.threads
 import train_gpt2 as t
-from conftest import SMALL
-from train_gpt2 import check_tensor
+from conftest import SMALL, random_params
+from llmc.settings import Settings
+from llmc.tensors import check_tensor, decay_spans, table_elements
+from llmc.threads import BLOCK
 
 SHAPES = [(1, 1, 6, 3), (1, 5, 6, 2), (3, 7, 10, 5), (2, 33, 12, 1)]  # B, T, C, NH
 FLOAT32 = 2.0**-24  # the layers' constants (1/C, GELU's) are float32, so float64 arrays agree to about that
@@ -60,16 +63,16 @@ def test_layernorm(B, T, C, NH):
     assert_gradient("dbias", dbias, forward, bias, dout)
 
 
-@pytest.mark.parametrize("M, K, N", ((1, 1, 1), (3, 192, 5), (3, 193, 5), (7, 1000, 4), (300, 400, 300)))  # the last one is not small
+@pytest.mark.parametrize("M, K, N", ((1, 1, 1), (3, 192, 5), (3, 193, 5), (7, 1000, 4), (300, 400, 300)))
 def test_multiply(M, K, N):
-    a, b = normal(M, K), normal(K, N, seed=1)
-    for x, y in ((a, b), (a, np.ascontiguousarray(b.T).T), (np.ascontiguousarray(a.T).T, b)):  # as in the layers: either may be transposed
+    a, b = normal(M, K), normal(K, N, seed=1)  # in the layers, either may be transposed
+    for x, y in ((a, b), (a, np.asfortranarray(b)), (np.asfortranarray(a), b)):
         out = nan(M, N)
         t.multiply(x, y, out)
         assert check_tensor("out", out, np.einsum("mk,kn->mn", a, b), 1e-13 * K)
 
 
-def test_a_small_product_is_added_up_in_parts():
+def test_a_small_matmul_is_added_up_in_parts():
     """Beside 2^24, a 1 is lost in float32; 192 of them are not."""
     a, out = np.ones((1, 2 * t.PART), np.float32), np.empty((1, 1), np.float32)
     a[0, 0] = 2.0**24
@@ -198,7 +201,7 @@ def test_softmax_of_huge_logits_is_finite():
 @pytest.mark.parametrize("B, T, C, NH", SHAPES)
 def test_encoder(B, T, C, NH):
     maxT, Vp = T + 2, 9
-    inp = np.random.default_rng(1).integers(0, 5, (B, T))  # few ids: most stand in several places
+    inp = np.random.default_rng(1).integers(0, 5, (B, T))  # few ids: most stand at several positions
     wte, wpe, dout = normal(Vp, C), normal(maxT, C, seed=1), normal(B, T, C, seed=3)
 
     def forward():
@@ -230,12 +233,12 @@ def test_adamw_and_norm_follow_the_formulas():
 
 def test_weight_decay_spans_cover_every_parameter_once():
     table = t.parameter_table(SMALL)
-    for decay in ("matrices", "all"):
-        spans = t.decay_spans(table, t.Settings(weight_decay=0.1, decay=decay))
+    for decay_all in (False, True):
+        spans = decay_spans(table, 0.1, decay_all)
         assert [start for start, _, _ in spans[1:]] == [stop for _, stop, _ in spans[:-1]]
-        assert spans[0][0] == 0 and spans[-1][1] == t.table_elements(table)
-    assert len(t.decay_spans(table, t.Settings())) == 1, "without decay, one call over the flat buffer"
-    decayed = sum(stop - start for start, stop, d in t.decay_spans(table, t.Settings(weight_decay=0.1)) if d)
+        assert spans[0][0] == 0 and spans[-1][1] == table_elements(table)
+    assert len(decay_spans(table, 0.0, False)) == 1, "without decay, one call over the flat buffer"
+    decayed = sum(stop - start for start, stop, d in decay_spans(table, 0.1, False) if d)
     C, L = SMALL.C, SMALL.L
     assert decayed == C * (SMALL.Vp + SMALL.maxT) + L * 12 * C * C
 
@@ -247,7 +250,8 @@ class Float32Only(np.ndarray):
         def plain(x):
             return x.view(np.ndarray) if isinstance(x, Float32Only) else x
 
-        result = getattr(ufunc, method)(*map(plain, inputs), **options, **({"out": tuple(map(plain, out))} if out else {}))
+        into = {"out": tuple(map(plain, out))} if out else {}
+        result = getattr(ufunc, method)(*map(plain, inputs), **options, **into)
         if options.get("dtype") is None:
             for x in (*inputs, result):
                 assert getattr(x, "dtype", None) != np.float64, f"float64 in np.{ufunc.__name__}"
@@ -263,7 +267,7 @@ def test_float32_stays_float32(small_model):
     model.activations_buffer = model.activations_buffer.view(Float32Only)
     model.scratch.buffer = model.scratch.buffer.view(Float32Only)
     x, y = np.random.default_rng(0).integers(0, SMALL.V, (2, 2, 8), dtype=np.int32)
-    settings = t.Settings(weight_decay=0.1)
+    settings = Settings(weight_decay=0.1)
     with np.errstate(all="raise", under="ignore"):
         model.forward(x, y)
         model.backward()
@@ -275,13 +279,13 @@ def test_float32_stays_float32(small_model):
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     """Every layer that shares its work among threads gives the same bits on one thread and on several."""
-    B, T, C, NH, V = 4, 64, 128, 2, t.BLOCK
-    N = 3 * t.BLOCK + 17
+    B, T, C, NH, V = 4, 64, 128, 2, BLOCK
+    N = 3 * BLOCK + 17
     x, big = normal(B, T, 3 * C).astype(np.float32), normal(N).astype(np.float32)
     logits, targets = normal(1, 5, V).astype(np.float32), np.array([[0, 1, 2, 3, V - 1]])
     results = []
     for threads in (1, 3):
-        monkeypatch.setattr(t, "THREADS", threads)
+        monkeypatch.setattr(llmc.threads, "THREADS", threads)
         out, att = np.empty((B, T, C), np.float32), np.empty((B, NH, T, T), np.float32)
         t.attention_forward(out, att.copy(), att, x, B, T, C, NH)
         dinp, dpreatt = np.empty_like(x), np.empty_like(att)
@@ -300,8 +304,6 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
 
 
 def test_gradients_of_accumulated_batches_are_their_mean():
-    from conftest import random_params
-
     batches = np.random.default_rng(0).integers(0, SMALL.V, (3, 2, 2, 8), dtype=np.int32)
     whole = t.GPT2(SMALL, random_params(SMALL))
     whole.allocate_activations(6, 8)

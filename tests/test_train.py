@@ -1,4 +1,5 @@
-"""The training program as a user runs it: what it prints and logs, resuming to the bit, interruptions, schedules, plots."""
+"""The training program as a user runs it: what it prints and logs, resuming to the bit, interruptions,
+schedules, plots."""
 
 import os
 import random
@@ -11,14 +12,26 @@ import time
 import numpy as np
 import pytest
 
-import train_gpt2 as t
+import train_gpt2
+import train_gpt2_cuda
 from conftest import ROOT, SMALL, assert_one_line_error, random_params, run_program
+from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, read_model, read_optimizer_state, stopped,
+                             write_model)
+from llmc.dataloader import DataLoader, data_paths, write_tokens
+from llmc.errors import UserError
+from llmc.sampler import Random, sample_multinomial
+from llmc.schedulers import learning_rate_at
+from llmc.settings import Settings
+from llmc.tensors import allocate, flat, table_elements
+from train_gpt2 import GPT2, activation_table, parameter_table
 
 FAST = ("-b", 2, "-t", 8, "-g", 16)
 
 
-def train(*flags, **options):
-    return run_program("train_gpt2.py", *FAST, *flags, **options).stdout
+@pytest.fixture
+def train(run_here):
+    """train(flag, ...): what a short run of the trainer prints, in this process."""
+    return lambda *flags: run_here(train_gpt2, *FAST, *flags).stdout
 
 
 def losses_and_samples(text):
@@ -31,17 +44,17 @@ def losses_and_samples(text):
 # output
 
 
-def test_no_flags_print_what_llm_c_prints(workplace):
+def test_no_flags_print_what_llm_c_prints(workplace, run_here):
     """41 updates, validation at 0, 10, 20, 30, 40, samples at 20 and 40, after validation and before the update."""
-    large = t.Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
-    t.write_model("gpt2_124M.bin", large, random_params(large))
-    output = run_program("train_gpt2.py").stdout
+    large = Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
+    write_model("gpt2_124M.bin", large, random_params(large))
+    output = run_here(train_gpt2).stdout
     lines = output.split("\n")
     assert lines[:10] == [
         "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1", "num_heads: 1", "channels: 8",
         f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}", "train dataset num_batches: 15",
         "val dataset num_batches: 2",
-        f"num_activations: {t.table_elements(t.activation_table(large, 4, 64))}",
+        f"num_activations: {table_elements(activation_table(large, 4, 64))}",
     ]  # fmt: skip
     events = re.findall(r"^(val loss|step \d+:|generating:)", output, re.MULTILINE)
     expected = []
@@ -53,57 +66,66 @@ def test_no_flags_print_what_llm_c_prints(workplace):
     assert re.search(r"^generating:\n---\n.*?\n---\nstep 20", output, re.DOTALL | re.MULTILINE)
 
 
-def test_sample_is_drawn_from_the_model_with_llm_c_s_stream(workplace):
+def test_sample_is_drawn_from_the_model_with_llm_c_s_stream(workplace, train):
     """The first sample follows from a forward pass over the whole buffer, row 0, position t-1, as llm.c computes it."""
     output = train("-t", 16, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0, "--tokenizer", "none.bin")
     got = [int(word) for word in output.split("---")[1].split()]
-    model = t.GPT2(SMALL, random_params(SMALL))
+    model = GPT2(SMALL, random_params(SMALL))
     model.allocate_activations(4, 16)
-    tokens, stream = np.full((4, 16), 256, np.int32), t.Random()
+    tokens, stream = np.full((4, 16), 256, np.int32), Random()
     for position in range(1, 16):
         model.forward(tokens, tokens)
-        tokens[:, position] = t.sample_multinomial(model.acts.probs[0, position - 1], stream.f32())
+        tokens[:, position] = sample_multinomial(model.acts.probs[0, position - 1], stream.f32())
     assert got == tokens[0, 1:].tolist()
 
 
-def test_a_sample_may_be_longer_than_the_context(workplace):
+def test_a_sample_may_be_longer_than_the_context(workplace, train):
     output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0, "--tokenizer", "none.bin")
     got = [int(word) for word in output.split("---")[1].split()]
-    model = t.GPT2(SMALL, random_params(SMALL))
+    model = GPT2(SMALL, random_params(SMALL))
     model.allocate_activations(1, 5)
-    tokens, stream = [256], t.Random()
+    tokens, stream = [256], Random()
     for _ in range(39):
         probs = model.next_token_probs(np.array(tokens[-5:], np.int32))
-        tokens.append(t.sample_multinomial(probs, stream.f32()))
+        tokens.append(sample_multinomial(probs, stream.f32()))
     assert got == tokens[1:]
 
 
-def test_validation_is_the_mean_of_the_first_batches(workplace):
+def test_validation_is_the_mean_of_the_first_batches(workplace, train):
     output = train("-x", 1, "-v", 1, "-m", 3, "-s", 0)
-    model, loader = t.GPT2(SMALL, random_params(SMALL)), t.DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 8)
+    model, loader = GPT2(SMALL, random_params(SMALL)), DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 8)
     model.allocate_activations(2, 8)
     want = np.mean([model.forward(*loader.next_batch()) for _ in range(3)])
     assert float(re.search(r"val loss (\S+)", output)[1]) == pytest.approx(want, abs=1e-6)
     assert "val loss" in train("-x", 1, "-v", 1, "-m", 1000, "-s", 0), "more batches than there are means all there are"
 
 
-def test_logs(workplace):
+def test_logs(workplace, train):
     train("-x", 3, "-v", 2, "-m", 1, "-s", 0, "-o", "april.log")
     lines = (workplace / "april.log").read_text().splitlines()
-    assert [re.sub(r"\d+\.\d{4}", "L", line) for line in lines] == ["s:0 tel:L", "s:0 trl:L", "s:1 trl:L", "s:2 tel:L", "s:2 trl:L"]
+    lines = [re.sub(r"\d+\.\d{4}", "L", line) for line in lines]
+    assert lines == ["s:0 tel:L", "s:0 trl:L", "s:1 trl:L", "s:2 tel:L", "s:2 trl:L"]
     train("-x", 3, "-v", 2, "-m", 1, "-s", 0, "-o", "run", "-l", 0.001)
     lines = (workplace / "run" / "main.log").read_text().splitlines()
-    assert re.fullmatch(r"s:0 tel:\d\.\d{4}", lines[0]) and re.fullmatch(r"s:0 trl:\d\.\d{4} lr:0\.001000 norm:\d+\.\d\d", lines[1])
-    picture = run_program("dev/plot_log.py", "april.log", "run", "-o", "losses.png", cwd=workplace)
-    assert picture.stdout == "wrote losses.png\n"
-    assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG") and not (workplace / "losses.png.tmp").exists()
-    assert_one_line_error(run_program("dev/plot_log.py", "april.log", "-o", "losses.xyz", check=False), "losses.xyz", ".png")
+    assert re.fullmatch(r"s:0 tel:\d\.\d{4}", lines[0])
+    assert re.fullmatch(r"s:0 trl:\d\.\d{4} lr:0\.001000 norm:\d+\.\d\d", lines[1])
+
+
+def test_plots(workplace, run_here):
+    import plot_log
+
+    (workplace / "run").mkdir()
+    for name in ("april.log", "run/main.log"):
+        (workplace / name).write_text("s:0 tel:5.2\ns:0 trl:4.1\ns:1 trl:3.9\n")
     (workplace / "bad.log").write_text("s:0 trl:4.1\nhello\n")
-    assert_one_line_error(run_program("dev/plot_log.py", "bad.log", check=False), "bad.log:2", "hello")
-    assert_one_line_error(run_program("dev/plot_log.py", "none.log", check=False), "none.log", "no such file")
+    assert run_here(plot_log, "april.log", "run", "-o", "losses.png").stdout == "wrote losses.png\n"
+    assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG") and not list(workplace.glob("*.tmp"))
+    assert_one_line_error(run_here(plot_log, "april.log", "-o", "losses.xyz", check=False), "losses.xyz", ".png")
+    assert_one_line_error(run_here(plot_log, "bad.log", check=False), "bad.log:2", "hello")
+    assert_one_line_error(run_here(plot_log, "none.log", check=False), "none.log", "no such file")
 
 
-def test_two_runs_are_bit_equal(workplace):
+def test_two_runs_are_bit_equal(workplace, train):
     flags = ("-x", 6, "-v", 3, "-s", 3, "--grad_clip", 1)
     assert losses_and_samples(train(*flags)) == losses_and_samples(train(*flags))
 
@@ -115,7 +137,7 @@ RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_cl
 
 
 @pytest.mark.parametrize("spread", (0, 1))
-def test_resumed_run_is_bit_equal(workplace, spread):
+def test_resumed_run_is_bit_equal(workplace, spread, train):
     flags = (*RUN, "-l", 0.01, "--spread", spread)
     whole = losses_and_samples(train(*flags, "-o", "whole", "-n", 4))
     train(*flags, "-o", "parts", "-n", 4)
@@ -130,7 +152,7 @@ def test_resumed_run_is_bit_equal(workplace, spread):
         assert (workplace / "whole" / name).read_bytes() == (workplace / "parts" / name).read_bytes(), name
 
 
-def test_resuming_a_finished_run_does_nothing_new(workplace):
+def test_resuming_a_finished_run_does_nothing_new(workplace, train):
     train(*RUN, "-o", "run", "-n", 9)
     before = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
     assert "step 9:" not in train(*RUN, "-o", "run", "-n", 9, "-y", 1)
@@ -153,7 +175,7 @@ def test_interruption_saves_and_says_how_to_go_on(workplace, number):
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in errors
     stopped = int(re.search(r"stopped after step (\d+); go on with: python (.*)", errors)[1])
-    assert t.newest_checkpoint("run") == stopped + 1
+    assert newest_checkpoint("run") == stopped + 1
     command = re.search(r"go on with: python (.*)", errors)[1].split()
     command[command.index("100000")] = str(stopped + 3)
     resumed = run_program("train_gpt2.py", *command[1:]).stdout
@@ -179,21 +201,22 @@ def test_ctrl_c_in_a_pipeline_saves_although_the_reader_is_gone(workplace):
     process.stdout.close()
     errors = process.stderr.read()
     assert process.wait(timeout=60) == 130 and "go on with: python" in errors and "Traceback" not in errors
-    assert t.newest_checkpoint("run") is not None
+    assert newest_checkpoint("run") is not None
 
 
-def test_the_resume_command(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "-o", "a b"])
-    assert t.resume_command(t.Settings(output="a b")) == "python train_gpt2.py -o 'a b' -y 1"
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "-o", "a b", "-y", "1"])
-    assert t.resume_command(t.Settings(output="a b", resume=1)) == "python train_gpt2.py -o 'a b' -y 1"
+def test_the_command_that_goes_on(monkeypatch, capsys):
+    for flags, resume in ((["-o", "a b"], 0), (["-o", "a b", "-y", "1"], 1)):
+        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags])
+        assert stopped(Settings(output="a b", resume=resume), 3, signal.SIGTERM) == 128 + signal.SIGTERM
+        assert "after step 3; go on with: python train_gpt2.py -o 'a b' -y 1\n" in capsys.readouterr().err
 
 
 def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
-    """kill -9, 24 times, mostly while a checkpoint is being written; the run then ends as if nothing had happened."""
+    """kill -9, a dozen times, mostly while a checkpoint is being written; the run then ends as if nothing had
+    happened."""
     flags = ("-x", 1000000, "-v", 0, "-s", 0, "-n", 1, "-y", 1)
     moments, progress = random.Random(5), []
-    for _ in range(24):
+    for _ in range(12):
         process = start(*flags, "-o", "killed", cwd=workplace)
         steps, times = moments.randint(2, 4), []
         for line in process.stdout:
@@ -205,17 +228,17 @@ def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
         time.sleep(moments.uniform(0.0, 2.0) * a_step)
         process.kill()
         assert process.wait(timeout=60) == -signal.SIGKILL, process.stderr.read()
-        step = t.newest_checkpoint("killed")
-        model, state, _ = t.checkpoint_paths("killed", step)
-        config, params = t.read_model(model)
-        moments_read = [t.allocate(t.parameter_table(config)) for _ in range(2)]
-        assert t.read_optimizer_state(state, config, moments_read, params).step == step
+        step = newest_checkpoint("killed")
+        model, state, _ = checkpoint_paths("killed", step)
+        config, params = read_model(model, parameter_table)
+        moments_read = [allocate(parameter_table(config)) for _ in range(2)]
+        assert read_optimizer_state(state, config, moments_read, params).step == step
         progress.append(step)
-    assert progress == sorted(progress) and progress[-1] >= 24
+    assert progress == sorted(progress) and progress[-1] >= 12
     last = progress[-1] + 2
     for name, resume in (("killed", 1), ("whole", 0)):
         run_program("train_gpt2.py", *FAST, "-x", last, "-v", 0, "-s", 0, "-n", last, "-o", name, "-y", resume)
-    for name in ("main.log", os.path.basename(t.checkpoint_paths("", last)[0]), os.path.basename(t.checkpoint_paths("", last)[1])):
+    for name in ("main.log", *checkpoint_paths("", last)[:2]):
         assert (workplace / "killed" / name).read_bytes() == (workplace / "whole" / name).read_bytes(), name
 
 
@@ -225,36 +248,53 @@ def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
 
 def test_schedules():
     def rates(**settings):
-        settings = t.Settings(learning_rate=1.0, steps=10, **settings)
-        return [round(t.learning_rate_at(settings, step), 4) for step in range(10)]
+        settings = Settings(learning_rate=1.0, steps=10, **settings)
+        return [round(learning_rate_at(settings, step), 4) for step in range(10)]
 
     assert rates() == [1.0] * 10
     assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates(schedule="linear", final_fraction=0.5) == [1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55]
     cosine = rates(schedule="cosine", warmup_steps=2)
-    assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == 0.5 and cosine == cosine[:1] + sorted(cosine[1:], reverse=True)
+    assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == 0.5
+    assert cosine == cosine[:1] + sorted(cosine[1:], reverse=True)
     assert rates(schedule="wsd", final_fraction=0.0) == [1.0] * 9 + [round(1 - 0.5**0.5, 4)]
 
 
-def test_clipping_and_accumulation_reach_the_update(workplace):
-    plain, clipped, accumulated = (train("-x", 3, "-v", 0, "-s", 0, *flags) for flags in ((), ("--grad_clip", 0.01), ("-d", 64)))
+def test_clipping_and_accumulation_reach_the_update(workplace, train):
+    variants = (), ("--grad_clip", 0.01), ("-d", 64)
+    plain, clipped, accumulated = (train("-x", 3, "-v", 0, "-s", 0, *flags) for flags in variants)
     assert losses_and_samples(plain) != losses_and_samples(accumulated)
     assert plain.count("train loss") == clipped.count("train loss") == 3
     train("-x", 1, "-v", 0, "-s", 0, "-n", 1, "-o", "run", "--grad_clip", 0.01)
-    m = t.allocate(t.parameter_table(SMALL))
-    t.read_optimizer_state("run/state_00000001_00000.bin", SMALL, (m, t.allocate(t.parameter_table(SMALL))), None)
-    assert np.linalg.norm(t.flat(m)) == pytest.approx(0.01 * 0.1, rel=1e-4), "m = (1 - beta1) * clipped gradient"
+    m = allocate(parameter_table(SMALL))
+    read_optimizer_state("run/state_00000001_00000.bin", SMALL, (m, allocate(parameter_table(SMALL))), None)
+    assert np.linalg.norm(flat(m)) == pytest.approx(0.01 * 0.1, rel=1e-4), "m = (1 - beta1) * clipped gradient"
 
 
 def test_help_groups_flags_and_shows_defaults():
     text = run_program("train_gpt2.py", "--help", COLUMNS="200").stdout
-    for words in ("files:", "batch:", "optimizer:", "reports:", "checkpoints:", "-b N, --batch_size N", "(default: 0.0001)"):
+    for words in ("files:", "batch:", "optimizer:", "reports:", "checkpoints:", "-b N, --batch_size N",
+                  "(default: 0.0001)"):
         assert words in text
 
 
+@pytest.mark.parametrize("spread", (False, True))
+@pytest.mark.parametrize("tokens, batches", ((4096 + 1, 16), (4096, 15)))
+def test_an_epoch_does_not_wrap(workplace, tokens, batches, spread):
+    """A batch of 256 tokens needs one more, the last target: -x 0 counts the batches that have it."""
+    write_tokens("data.bin", [np.arange(tokens)], tokens)
+    loader = DataLoader(["data.bin"], tokens, 4, 64, spread)
+    assert loader.num_batches == 16 and loader.batches_per_epoch == batches
+    first, *others = [loader.next_batch()[0][0, 0] for _ in range(batches)]
+    assert first == 0 and all(others) and loader.next_batch()[0][0, 0] == 0
+    settings = train_gpt2_cuda.CudaSettings(B=4, T=64)
+    train_gpt2_cuda.resolve_steps(settings, loader, None)
+    assert settings.steps == batches
+
+
 def test_loader_wraps_as_llm_c_does(tmp_path):
-    t.write_tokens(tmp_path / "a.bin", [np.arange(25)], 25)
-    loader = t.DataLoader([tmp_path / "a.bin"], 25, 2, 4)
+    write_tokens(tmp_path / "a.bin", [np.arange(25)], 25)
+    loader = DataLoader([tmp_path / "a.bin"], 25, 2, 4)
     assert loader.num_batches == 3
     starts = []
     for _ in range(5):
@@ -262,40 +302,36 @@ def test_loader_wraps_as_llm_c_does(tmp_path):
         assert x.shape == y.shape == (2, 4) and np.array_equal(y, x + 1)
         starts.append(x[0, 0])
     assert starts == [0, 8, 16, 0, 8]
-    t.write_tokens(tmp_path / "a.bin", [np.arange(24)], 24)  # the third batch has no last target any more
-    loader = t.DataLoader([tmp_path / "a.bin"], 25, 2, 4)
+    write_tokens(tmp_path / "a.bin", [np.arange(24)], 24)  # the third batch has no last target any more
+    loader = DataLoader([tmp_path / "a.bin"], 25, 2, 4)
     assert loader.num_batches == 3 and [loader.next_batch()[0][0, 0] for _ in range(3)] == [0, 8, 0]
 
 
 def test_spread_rows_cover_the_data_once(tmp_path):
-    t.write_tokens(tmp_path / "a.bin", [np.arange(25)], 25)
-    loader = t.DataLoader([tmp_path / "a.bin"], 25, 2, 4, spread=True)
+    write_tokens(tmp_path / "a.bin", [np.arange(25)], 25)
+    loader = DataLoader([tmp_path / "a.bin"], 25, 2, 4, spread=True)
     batches = [loader.next_batch()[0] for _ in range(4)]
     assert [batch[:, 0].tolist() for batch in batches] == [[0, 12], [4, 16], [8, 20], [0, 12]]
 
 
 def test_shards_follow_one_another(workplace):
     for i in range(3):
-        t.write_tokens(f"data/many_train_{i}.bin", [np.full(20, i)], 20, "uint16")
-    t.write_tokens("data/many_val_0.bin", [np.full(20, 9)], 20)
-    train_paths, val_paths = t.data_paths(t.Settings(data="data/many_train_*.bin"))
+        write_tokens(f"data/many_train_{i}.bin", [np.full(20, i)], 20, "uint16")
+    write_tokens("data/many_val_0.bin", [np.full(20, 9)], 20)
+    train_paths, val_paths = data_paths(Settings(data="data/many_train_*.bin"))
     assert [os.path.basename(path) for path in train_paths] == [f"many_train_{i}.bin" for i in range(3)]
     assert val_paths == ["data/many_val_0.bin"]
-    loader = t.DataLoader(train_paths, SMALL.V, 2, 4)
+    loader = DataLoader(train_paths, SMALL.V, 2, 4)
     assert [loader.next_batch()[0][0, 0] for _ in range(8)] == [0, 0, 1, 1, 2, 2, 0, 0]
     loader.seek(2, 1)
     assert [loader.next_batch()[0][0, 0] for _ in range(2)] == [2, 0]
-    assert t.data_paths(t.Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
+    assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
 
 
 def test_importing_starts_nothing():
-    code = "import threading, train_gpt2; assert threading.active_count() == 1; print(sorted(m for m in sys.modules if m in " \
-           "('torch', 'tiktoken', 'tqdm', 'requests')))"
-    assert run_done(code) == "[]\n"
-
-
-def run_done(code):
-    return subprocess.run([sys.executable, "-c", "import sys; " + code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    code = ("import sys, threading, train_gpt2; assert threading.active_count() == 1;"
+            "assert not sys.modules.keys() & {'torch', 'tiktoken', 'tqdm', 'requests', 'cupy'}")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_readme_markers(tmp_path):
@@ -304,7 +340,7 @@ def test_readme_markers(tmp_path):
     (tmp_path / "R.md").write_text("a\n<!-- x begin -->\nold\n<!-- x end -->\nb\n")
     readme.put_between_markers("x", "new", tmp_path / "R.md")
     assert (tmp_path / "R.md").read_text() == "a\n<!-- x begin -->\nnew\n<!-- x end -->\nb\n"
-    with pytest.raises(t.UserError, match="markers"):
+    with pytest.raises(UserError, match="markers"):
         readme.put_between_markers("y", "new", tmp_path / "R.md")
     text = "start\n" + "".join(f"step {i}: x\n" for i in range(9)) + "end\n"
     assert readme.shorten(text, 1) == "start\nstep 0: x\n...\nstep 8: x\nend"

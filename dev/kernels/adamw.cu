@@ -1,21 +1,22 @@
-// AdamW. Each head ends with what its version measured; RESULTS.md has every block size.
+// AdamW. RESULTS.md has what each version measured.
 //
 //     m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2,  g = grads * grad_scale           m =, v =
 //     p = p * (1 - learning_rate * weight_decay)
-//         - learning_rate * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)                 params =, master =
+//         - learning_rate * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)              params =, master =
 //
-// All N elements; m, v float32. In bfloat16, p is master, float32, and params its rounded copy; in float32, master is null and p params.
-// Bound by bytes: 28 for each parameter. The live version is adamw_update of kernels/update.cu: what changes from step to step
-// is in device memory, so that one captured graph serves every step, and parts of the parameters have weight decays of their own.
+// All N elements; m, v float32. In bfloat16, p is master, float32, and params its rounded copy; in float32, master is
+// null and p params. Bound by bytes: 28 for each parameter. The live version is adamw_update of kernels/update.cu: what
+// changes from step to step is in device memory, so that one captured graph serves every step, and parts of the
+// parameters have weight decays of their own.
 
 #include "common.cuh"
 
-// thread_an_element. The formula; each thread works out the bias corrections anew, with two powf, and waits for four loads of 2 or
-// 4 bytes: more instructions for a byte than memory leaves time for.
-// H200, B=32, T=1024: bfloat16 1.0308 ms, 2734 GB/s at 64 threads; float32 1.0105 ms, 2789 GB/s at 64.
+// thread_an_element. The formula; each thread works out the bias corrections anew, with two powf, and waits for four
+// loads of 2 or 4 bytes: more instructions for a byte than memory leaves time for.
 extern "C" __global__ void __launch_bounds__(1024)
-adamw_update_thread_an_element(element* params, float* master, float* m, float* v, const gradient* grads, float learning_rate, float beta1,
-                               float beta2, float eps, float weight_decay, float grad_scale, int step, int64 N) {
+adamw_update_thread_an_element(element* params, float* master, float* m, float* v, const gradient* grads,
+                               float learning_rate, float beta1, float beta2, float eps, float weight_decay,
+                               float grad_scale, int step, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= N) return;
     const float g = to_float(grads[i]) * grad_scale;
@@ -28,14 +29,14 @@ adamw_update_thread_an_element(element* params, float* master, float* m, float* 
     from_float(params[i], p);
 }
 
-// pack_a_thread. PACK elements a thread, in 16-byte accesses; the corrections are drawn into rate = learning_rate * sqrt(1 - beta2^step) /
-// (1 - beta1^step) and eps * sqrt(1 - beta2^step), which the host works out once. keep = 1 - learning_rate * weight_decay. In float32, the
-// live version has nothing to gain beside it, only more to look up; in bfloat16 it is 3.5 percent faster: on four numbers a thread instead
-// of eight, so that what a warp reads or writes at once of m, v and master lies side by side.
-// H200, B=32, T=1024: bfloat16 0.7064 ms, 3990 GB/s at 128 threads; float32 0.6673 ms, 4224 GB/s at 64.
+// pack_a_thread. PACK elements a thread, in 16-byte accesses; the corrections are drawn into rate = learning_rate *
+// sqrt(1 - beta2^step) / (1 - beta1^step) and eps * sqrt(1 - beta2^step), which the host works out once. keep = 1 -
+// learning_rate * weight_decay. In float32, the live version has nothing to gain beside it, only more to look up; in
+// bfloat16 it is 3.5 percent faster: on four numbers a thread instead of eight, so that what a warp reads or writes at
+// once of m, v and master lies side by side.
 extern "C" __global__ void __launch_bounds__(1024)
-adamw_update_pack_a_thread(element* params, float* master, float* m, float* v, const gradient* grads, float rate, float beta1, float beta2,
-                           float eps, float keep, float grad_scale, int64 N) {
+adamw_update_pack_a_thread(element* params, float* master, float* m, float* v, const gradient* grads, float rate,
+                           float beta1, float beta2, float eps, float keep, float grad_scale, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= N) return;
     const Floats g = load(grads + i);

@@ -1,23 +1,26 @@
-// Causal attention, forward and backward, from a thread for each row to the tensor cores. Each head ends with what its version measured;
-// RESULTS.md has every block size.
+// Causal attention, forward and backward, from a thread for each row to the tensor cores. RESULTS.md has what each
+// version measured.
 //
 //     forward   S = query @ key^T / sqrt(HS), only keys up to the query;  lse = log(sum over keys of exp(S))
-//               P = exp(S - lse);  out = P @ value                                                          out =, lse =
+//               P = exp(S - lse);  out = P @ value                                             out =, lse =
 //     backward  D = sum over HS of dout * out;  dP = dout @ value^T;  dS = P * (dP - D) / sqrt(HS)
-//               dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout                               dinp =, D =
+//               dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout                  dinp =, D =
 //
-// inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32. lse is all that the
-// backward pass needs of the softmax; D is the sum of a row of P * dP, which the derivative of softmax asks for.
+// inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32.
+// lse is all that the backward pass needs of the softmax; D is the sum of a row of P * dP, which the derivative of
+// softmax asks for.
 //
-// Bound by operations: two products forward, five backward, of 2 * HS for each of the T * (T + 1) / 2 pairs of a head, while the tensors
-// are read and written once. The last two versions of both are live: mma_sync at the end of this file, and wgmma of
-// kernels/attention_hopper.cu and attention_hopper_bf16.cu, where four warps multiply together, with tiles that stay in shared memory.
+// Bound by operations: two matmuls forward, five backward, of 2 * HS for each of the T * (T + 1) / 2 pairs of a head,
+// while the tensors are read and written once. Two versions are live: mma_sync at the end of this file, and wgmma of
+// kernels/attention_hopper.cu and attention_hopper_bf16.cu, where four warps multiply together, with tiles that stay in
+// shared memory; attention_hopper.cu beside this file is the step from the one to the other.
 
 #include "mma.cuh"
 
 __device__ inline float scale() { return 1.0f / sqrtf(float(HS)); }  // a constant to the compiler
 
-// Row t of one head in inp or dinp (B,T,3C): of its queries (part 0), keys (1) or values (2). The next row is 3 * C further on.
+// Row t of one head in inp or dinp (B,T,3C): of its queries (part 0), keys (1) or values (2). The next row is 3 * C
+// further on.
 template <class E>
 __device__ inline E* head_in(E* inp, int part, int b, int h, int T, int t = 0) {
     return inp + ((int64(b) * T + t) * 3 + part) * C + h * HS;
@@ -30,25 +33,28 @@ __device__ inline E* head_out(E* out, int b, int h, int T, int t = 0) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// matrix products over all heads, by blocks (tile, tile) of threads: one element of the result is one thread's
+// matmuls over all heads, by blocks (tile, tile) of threads: one element of the result is one thread's
 
 template <class E>
-struct Matrix {  // element (r, c) is at[r * row + c * column]: a transposed matrix is the same one with the two exchanged
+struct Matrix {  // element (r, c) is at[r * row + c * column]: exchange row and column to transpose it
     E* at;
     int row, column;
 };
 
-// Tile (r0, c0) of a matrix (rows, columns) to shared memory, zeros beyond its edges. Neighbouring threads read neighbouring addresses.
+// Tile (r0, c0) of a matrix (rows, columns) to shared memory, zeros beyond its edges. Neighbouring threads read
+// neighbouring addresses.
 template <class E>
 __device__ inline void load_tile(float* tile, Matrix<E> matrix, int r0, int c0, int rows, int columns) {
     const bool along_rows = matrix.column == 1;
     const int r = along_rows ? threadIdx.y : threadIdx.x, c = along_rows ? threadIdx.x : threadIdx.y;
     const bool exists = r0 + r < rows && c0 + c < columns;
-    tile[r * (blockDim.x + 1) + c] = exists ? to_float(matrix.at[int64(r0 + r) * matrix.row + int64(c0 + c) * matrix.column]) : 0.0f;
+    const int64 offset = int64(r0 + r) * matrix.row + int64(c0 + c) * matrix.column;
+    tile[r * (blockDim.x + 1) + c] = exists ? to_float(matrix.at[offset]) : 0.0f;
 }
 
-// This thread's element of a (M,K) @ b (K,N): row blockIdx.y * tile + threadIdx.y, column blockIdx.x * tile + threadIdx.x. Needs
-// 2 * tile * (tile + 1) floats of shared memory: with rows of tile + 1, those that a warp reads at once lie in different banks.
+// This thread's element of a (M,K) @ b (K,N): row blockIdx.y * tile + threadIdx.y, column blockIdx.x * tile +
+// threadIdx.x. Needs 2 * tile * (tile + 1) floats of shared memory: with rows of tile + 1, those that a warp reads at
+// once lie in different banks.
 template <class A, class B>
 __device__ inline float tile_product(Matrix<A> a, Matrix<B> b, int M, int N, int K) {
     extern __shared__ float tiles[];
@@ -61,7 +67,9 @@ __device__ inline float tile_product(Matrix<A> a, Matrix<B> b, int M, int N, int
         load_tile(b_tile, b, k, blockIdx.x * tile, K, N);
         __syncthreads();
 #pragma unroll 8
-        for (int i = 0; i < tile; i++) sum += a_tile[threadIdx.y * (tile + 1) + i] * b_tile[i * (tile + 1) + threadIdx.x];
+        for (int i = 0; i < tile; i++) {
+            sum += a_tile[threadIdx.y * (tile + 1) + i] * b_tile[i * (tile + 1) + threadIdx.x];
+        }
         __syncthreads();
     }
     return sum;
@@ -70,10 +78,10 @@ __device__ inline float tile_product(Matrix<A> a, Matrix<B> b, int M, int N, int
 // ---------------------------------------------------------------------------------------------------------------------
 // forward
 
-// thread_a_row. The formula, a thread for each query: one loop over the keys for the largest score, a second one for the sums, which works
-// out the scores again. No tile of anything is kept: each product reads both its numbers from memory, or from the cache.
+// thread_a_row. The formula, a thread for each query: one loop over the keys for the largest score, a second one for
+// the sums, which works out the scores again. No tile of anything is kept: each product reads both its numbers from
+// memory, or from the cache.
 // Block (any size up to 256), grid (T / block, NH, B).
-// H200, B=32, T=1024: bfloat16 12.3291 ms, 4.2 TFLOP/s at 128 threads; float32 18.7214 ms, 2.8 TFLOP/s at 128.
 extern "C" __global__ void __launch_bounds__(256)
 attention_forward_thread_a_row(element* out, float* lse, const element* inp, int T) {
     const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
@@ -102,22 +110,24 @@ attention_forward_thread_a_row(element* out, float* lse, const element* inp, int
     lse[(int64(b) * NH + h) * T + t] = largest + logf(total);
 }
 
-// products_apart. Three kernels, the way a library of products and a softmax would do it: S of all heads to memory, softmax in place, P
-// from memory. The products work on tiles in shared memory, so each number that is read serves a whole row of a tile. The price is a
-// (T,T) matrix for each head, written and read several times, and the masked half of both products. It is slower than thread_a_row, in
-// bfloat16 by more than half. The masked half is more than the scores that thread_a_row works out twice, and each product takes both its
-// numbers from shared memory, where thread_a_row has its sums in registers and one key or value serves a whole warp.
+// products_apart. Three kernels, the way a library of matmuls and a softmax would do it: S of all heads to memory,
+// softmax in place, P from memory. The matmuls work on tiles in shared memory, so each number that is read serves a
+// whole row of a tile. The price is a (T,T) matrix for each head, written and read several times, and the masked half
+// of both matmuls. It is slower than thread_a_row, in bfloat16 by more than half. The masked half is more than the
+// scores that thread_a_row works out twice, and each product takes both its numbers from shared memory, where
+// thread_a_row has its sums in registers and one key or value serves a whole warp.
 // scores: block (tile, tile), grid (T / tile, T / tile, B * NH). att (B,NH,T,T) float32.
-// H200, B=32, T=1024: bfloat16 19.9365 ms, 2.6 TFLOP/s at 1024 threads; float32 19.8425 ms, 2.6 TFLOP/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024) attention_forward_scores(float* att, const element* inp, int T) {
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1}, key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
+    const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1};
+    const Matrix<const element> key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
     const float sum = tile_product(query, key_transposed, T, T, HS);
     const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
     if (t < T && k < T) att[(int64(blockIdx.z) * T + t) * T + k] = sum * scale();
 }
 
-// softmax: a warp for each row, its probabilities instead of its scores, 0 above the diagonal. Block (256), grid (B * NH * T / 8).
+// softmax: a warp for each row, its probabilities instead of its scores, 0 above the diagonal. Block (256), grid (B *
+// NH * T / 8).
 extern "C" __global__ void __launch_bounds__(256) attention_forward_softmax(float* att, float* lse, int rows, int T) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, t = row % T;
     if (row >= rows) return;
@@ -132,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward_softmax(floa
 }
 
 // values: block (tile, tile), grid (HS / tile, T / tile, B * NH).
-extern "C" __global__ void __launch_bounds__(1024) attention_forward_values(element* out, const float* att, const element* inp, int T) {
+extern "C" __global__ void __launch_bounds__(1024)
+attention_forward_values(element* out, const float* att, const element* inp, int T) {
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
     const Matrix<const float> p = {att + int64(blockIdx.z) * T * T, T, 1};
     const Matrix<const element> value = {head_in(inp, 2, b, h, T), 3 * C, 1};
@@ -141,14 +152,14 @@ extern "C" __global__ void __launch_bounds__(1024) attention_forward_values(elem
     if (t < T && c < HS) from_float(head_out(out, b, h, T, t)[c], sum);
 }
 
-// online. One loop over the keys, and no (T,T) matrix: when a larger score turns up, what was added up until then is scaled down
-// (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A thread keeps its query and its sums in registers; keys and values
-// pass through shared memory, in tiles that all rows of the block share. Blocks of keys after the last query are never visited.
-// What is left is the speed of the CUDA cores: a product and an addition of one number a thread and cycle. No faster in bfloat16 than in
-// float32, since all is multiplied in float32.
+// online. One loop over the keys, and no (T,T) matrix: when a larger score turns up, what was added up until then is
+// scaled down (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A thread keeps its query and its sums in
+// registers; keys and values pass through shared memory, in tiles that all rows of the block share. Blocks of keys
+// after the last query are never visited. What is left is the speed of the CUDA cores: a product and an addition of one
+// number a thread and cycle. No faster in bfloat16 than in float32, since all is multiplied in float32.
 // Block (any size up to 256), grid (T / block, NH, B).
-// H200, B=32, T=1024: bfloat16 2.5584 ms, 20.2 TFLOP/s at 128 threads; float32 2.5336 ms, 20.4 TFLOP/s at 128.
-extern "C" __global__ void __launch_bounds__(256) attention_forward_online(element* out, float* lse, const element* inp, int T) {
+extern "C" __global__ void __launch_bounds__(256)
+attention_forward_online(element* out, float* lse, const element* inp, int T) {
     constexpr int KEYS = 32, UNITS = HS / 4;  // of a tile; of a row
     __shared__ float4 keys[KEYS][UNITS], values[KEYS][UNITS];
     const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
@@ -158,7 +169,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward_online(eleme
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         const element* from = head_in(inp, 0, b, h, T, min(t, last)) + 4 * u;
-        query[u] = {to_float(from[0]) * scale(), to_float(from[1]) * scale(), to_float(from[2]) * scale(), to_float(from[3]) * scale()};
+        query[u] = {to_float(from[0]) * scale(), to_float(from[1]) * scale(), to_float(from[2]) * scale(),
+                    to_float(from[3]) * scale()};
         sums[u] = {0.0f, 0.0f, 0.0f, 0.0f};
     }
     float largest = -INFINITE, total = 0.0f;
@@ -176,14 +188,17 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward_online(eleme
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 const float4 key = keys[k][u];
-                s = {s.x + query[u].x * key.x, s.y + query[u].y * key.y, s.z + query[u].z * key.z, s.w + query[u].w * key.w};
+                s = {s.x + query[u].x * key.x, s.y + query[u].y * key.y,
+                     s.z + query[u].z * key.z, s.w + query[u].w * key.w};
             }
             const float score = s.x + s.y + (s.z + s.w);
             if (score > largest) {  // seldom, once some keys have been seen
                 const float factor = expf(largest - score);
                 total *= factor;
 #pragma unroll
-                for (int u = 0; u < UNITS; u++) sums[u] = {sums[u].x * factor, sums[u].y * factor, sums[u].z * factor, sums[u].w * factor};
+                for (int u = 0; u < UNITS; u++) {
+                    sums[u] = {sums[u].x * factor, sums[u].y * factor, sums[u].z * factor, sums[u].w * factor};
+                }
                 largest = score;
             }
             const float p = expf(score - largest);
@@ -191,7 +206,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward_online(eleme
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 const float4 value = values[k][u];
-                sums[u] = {sums[u].x + p * value.x, sums[u].y + p * value.y, sums[u].z + p * value.z, sums[u].w + p * value.w};
+                sums[u] = {sums[u].x + p * value.x, sums[u].y + p * value.y,
+                           sums[u].z + p * value.z, sums[u].w + p * value.w};
             }
         }
     }
@@ -223,23 +239,24 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
     if (lane == 0) D[row] = sum;
 }
 
-// thread_a_row. The formulas, in two loops: a thread for each query goes over the keys that it sees and adds up dquery, then a thread for
-// each key goes over the queries that see it and adds up dkey and dvalue. P and dS of a pair are worked out in both, so there are seven
-// products instead of five, but none for the masked half, and no (T,T) matrix. Nothing is kept in shared memory: every product reads both
-// its numbers from memory, or from the cache, and neighbouring threads read their rows 3C apart. The next version reads a number once for a
-// whole row of a tile, which is faster where reading is what takes the time, and pays with matrices; `recompute` has the tiles and no
-// matrices.
+// thread_a_row. The formulas, in two loops: a thread for each query goes over the keys that it sees and adds up dquery,
+// then a thread for each key goes over the queries that see it and adds up dkey and dvalue. P and dS of a pair are
+// worked out in both, so there are seven matmuls instead of five, but none for the masked half, and no (T,T) matrix.
+// Nothing is kept in shared memory: every product reads both its numbers from memory, or from the cache, and
+// neighbouring threads read their rows 3C apart. The next version reads a number once for a whole row of a tile, which
+// is faster where reading is what takes the time, and pays with matrices; `recompute` has the tiles and no matrices.
 // Both: block (any size up to 256), grid (T / block, NH, B).
-// H200, B=32, T=1024: bfloat16 449.7061 ms, 0.3 TFLOP/s at 32 threads; float32 448.6689 ms, 0.3 TFLOP/s at 64.
 __device__ inline float row_product(const element* a, const element* b) {
     float sum = 0.0f;
-#pragma unroll 8  // unrolled as a whole, the compiler would keep the thread's own rows in registers, where the sums leave no room
+// unrolled as a whole, the compiler would keep the thread's own rows in registers, where the sums leave no room
+#pragma unroll 8
     for (int c = 0; c < HS; c++) sum += to_float(a[c]) * to_float(b[c]);
     return sum;
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_backward_dquery_thread_a_row(element* dinp, const element* dout, const element* inp, const float* lse, const float* D, int T) {
+attention_backward_dquery_thread_a_row(element* dinp, const element* dout, const element* inp, const float* lse,
+                                       const float* D, int T) {
     const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
     if (t >= T) return;
     const int64 row = (int64(b) * NH + h) * T + t;
@@ -258,7 +275,8 @@ attention_backward_dquery_thread_a_row(element* dinp, const element* dout, const
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const element* inp, const float* lse, const float* D, int T) {
+attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const element* inp, const float* lse,
+                                    const float* D, int T) {
     const int k = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
     if (k >= T) return;
     const int64 head = (int64(b) * NH + h) * T;
@@ -282,14 +300,15 @@ attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const el
     }
 }
 
-// matrices. P and dS of all heads to memory, then each formula is one product over tiles in shared memory. The price is two (T,T) matrices
-// for each head, which are written once and read twice, and the masked half of every product. att (P), datt (dS): (B,NH,T,T) float32.
+// matrices. P and dS of all heads to memory, then each formula is one matmul over tiles in shared memory. The price is
+// two (T,T) matrices for each head, which are written once and read twice, and the masked half of every matmul. att
+// (P), datt (dS): (B,NH,T,T) float32.
 // All five: block (tile, tile), grid (columns of the result / tile, T / tile, B * NH).
-// H200, B=32, T=1024: bfloat16 48.7601 ms, 2.6 TFLOP/s at 1024 threads; float32 48.4992 ms, 2.7 TFLOP/s at 1024.
 extern "C" __global__ void __launch_bounds__(1024)
 attention_backward_probabilities(float* att, const element* inp, const float* lse, int T) {
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1}, key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
+    const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1};
+    const Matrix<const element> key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
     const float sum = tile_product(query, key_transposed, T, T, HS);
     const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
     const int64 row = int64(blockIdx.z) * T + t;
@@ -297,9 +316,11 @@ attention_backward_probabilities(float* att, const element* inp, const float* ls
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-attention_backward_dscores(float* datt, const float* att, const element* dout, const element* inp, const float* D, int T) {
+attention_backward_dscores(float* datt, const float* att, const element* dout, const element* inp, const float* D,
+                           int T) {
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const Matrix<const element> dheads = {head_out(dout, b, h, T), C, 1}, value_transposed = {head_in(inp, 2, b, h, T), 1, 3 * C};
+    const Matrix<const element> dheads = {head_out(dout, b, h, T), C, 1};
+    const Matrix<const element> value_transposed = {head_in(inp, 2, b, h, T), 1, 3 * C};
     const float sum = tile_product(dheads, value_transposed, T, T, HS);
     const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
     const int64 row = int64(blockIdx.z) * T + t;
@@ -332,12 +353,11 @@ attention_backward_dvalue_product(element* dinp, const float* att, const element
     gradient_product(dinp, 2, {att + int64(blockIdx.z) * T * T, 1, T}, dheads, T);
 }
 
-// recompute. No (T,T) matrix: P and dS of a pair are worked out where they are needed, once for dquery (whose threads go over the keys)
-// and once for dkey and dvalue (whose threads go over the queries): seven products instead of five, but their results stay in registers.
-// Four neighbouring threads share a row, since four rows of HS would not fit the registers of one; the other side passes through shared
-// memory, in tiles that all rows of the block share.
+// recompute. No (T,T) matrix: P and dS of a pair are worked out where they are needed, once for dquery (whose threads
+// go over the keys) and once for dkey and dvalue (whose threads go over the queries): seven matmuls instead of five,
+// but their results stay in registers. Four neighbouring threads share a row, since four rows of HS would not fit the
+// registers of one; the other side passes through shared memory, in tiles that all rows of the block share.
 // Both: block (any multiple of 32 up to 256), grid (T / (block / 4), NH, B).
-// H200, B=32, T=1024: bfloat16 10.2054 ms, 12.6 TFLOP/s at 128 threads; float32 10.7898 ms, 12.0 TFLOP/s at 128.
 constexpr int TILE = 32;          // rows that pass through shared memory at once
 constexpr int UNITS = HS / 16;    // of 4 floats, of one thread: units lane, lane + 4, ... of a row
 
@@ -388,7 +408,8 @@ __device__ inline void add(Part& sums, float factor, const float4* row) {
     }
 }
 
-// Rows first .. first + TILE - 1 of a head to shared memory; after the last one of the sequence, that one again, which nobody will use.
+// Rows first .. first + TILE - 1 of a head to shared memory; after the last one of the sequence, that one again, which
+// nobody will use.
 __device__ inline void load_rows(float4 (*tile)[HS / 4], const element* head, int row_stride, int first, int T) {
     for (int i = threadIdx.x; i < TILE * HS / PACK; i += blockDim.x) {
         const int r = i / (HS / PACK), c = i % (HS / PACK) * PACK;
@@ -397,10 +418,12 @@ __device__ inline void load_rows(float4 (*tile)[HS / 4], const element* head, in
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_backward_dquery_recompute(element* dinp, const element* dout, const element* inp, const float* lse, const float* D, int T) {
+attention_backward_dquery_recompute(element* dinp, const element* dout, const element* inp, const float* lse,
+                                    const float* D, int T) {
     __shared__ float4 keys[TILE][HS / 4], values[TILE][HS / 4];
     const int rows = blockDim.x / 4, t = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y, b = blockIdx.z;
-    const int last = min(T, int(blockIdx.x + 1) * rows) - 1, mine = min(t, last);  // threads beyond the last query do its work again
+    // threads beyond the last query do its work again
+    const int last = min(T, int(blockIdx.x + 1) * rows) - 1, mine = min(t, last);
     const int64 row = (int64(b) * NH + h) * T + mine;
     const Part query = load_part(head_in(inp, 0, b, h, T, mine)), d = load_part(head_out(dout, b, h, T, mine));
     const float row_lse = lse[row], row_D = D[row];
@@ -421,7 +444,8 @@ attention_backward_dquery_recompute(element* dinp, const element* dout, const el
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_backward_dkv_recompute(element* dinp, const element* dout, const element* inp, const float* lse, const float* D, int T) {
+attention_backward_dkv_recompute(element* dinp, const element* dout, const element* inp, const float* lse,
+                                 const float* D, int T) {
     __shared__ float4 queries[TILE][HS / 4], douts[TILE][HS / 4];
     const int rows = blockDim.x / 4, k = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y, b = blockIdx.z;
     const int mine = min(k, T - 1);
@@ -449,28 +473,23 @@ attention_backward_dkv_recompute(element* dinp, const element* dout, const eleme
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: the live kernels of all GPUs but Hopper's, under names of their own, because Hopper's are loaded beside them. A warp multiplies
-// tiles of 16 or 32 rows with those that pass through shared memory, and P and dS stay in the registers in which the next product wants
-// them: kernels/attention.cu (float32, rounded to TF32) and kernels/attention_bf16.cu. An instruction of a tensor core does thousands of
-// operations where the others do 64, and the next tile is copied while this one is worked on. dquery's kernel works out D in passing;
-// partials (3C for each 64 rows) are the column sums that the bias gradient wants.
-// attention_forward, H200, B=32, T=1024: bfloat16 0.2448 ms, 210.7 TFLOP/s at 128 threads; float32 0.4726 ms, 109.2 TFLOP/s at 128.
-// attention_backward, H200, B=32, T=1024: bfloat16 0.8289 ms, 155.6 TFLOP/s at 128 threads; float32 1.8818 ms, 68.5 TFLOP/s at 128.
+// mma_sync: the live kernels of all GPUs but Hopper's, kernels/attention.cu, under names of their own, because Hopper's
+// are loaded beside them. A warp multiplies tiles of 16 or 32 rows with those that pass through shared memory, and P
+// and dS stay in the registers in which the next matmul wants them. An instruction of a tensor core does thousands of
+// operations where the others do 64, and the next tile is copied while this one is worked on. dquery's kernel works out
+// D in passing; partials (3C for each 64 rows) are the column sums that the bias gradient wants.
 
 #define attention_forward attention_forward_mma
 #define attention_backward_dquery attention_backward_dquery_mma
 #define attention_backward_dkv attention_backward_dkv_mma
 
 namespace live {
-#if BFLOAT16
-#include "../../kernels/attention_bf16.cu"
-#else
 #include "../../kernels/attention.cu"
-#endif
 }
 
 extern "C" __global__ void attention_forward_mma(element* out, float* lse, const element* inp, int T);
-extern "C" __global__ void attention_backward_dquery_mma(element* dinp, float* D, float* partials, const element* dout, const element* inp,
-                                                         const element* out, const float* lse, int T);
-extern "C" __global__ void attention_backward_dkv_mma(element* dinp, float* partials, const element* dout, const element* inp,
-                                                      const float* lse, const float* D, int T);
+extern "C" __global__ void attention_backward_dquery_mma(element* dinp, float* D, float* partials, const element* dout,
+                                                         const element* inp, const element* out, const float* lse,
+                                                         int T);
+extern "C" __global__ void attention_backward_dkv_mma(element* dinp, float* partials, const element* dout,
+                                                      const element* inp, const float* lse, const float* D, int T);

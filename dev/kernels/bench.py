@@ -1,22 +1,23 @@
 """
-The kernel library: every layer of GPT-2 from the naive kernel to the live one of kernels/, checked and timed. Needs a GPU.
+The kernel library: every layer of GPT-2, from the naive kernel to the live one, checked and timed; needs a GPU.
 
-    python dev/kernels/bench.py                                   # lists the layers and their versions
-    python dev/kernels/bench.py layernorm_forward                 # checks them, times them, prints a table
-    python dev/kernels/bench.py softmax --plot softmax.png        # and draws the time of each block size
+    python dev/kernels/bench.py                               # lists the layers and their versions
+    python dev/kernels/bench.py layernorm_forward             # checks them, times them, prints a table
+    python dev/kernels/bench.py softmax --plot softmax.png    # and draws the time of each block size
     python dev/kernels/bench.py gelu_forward --version live --check_only
-    python dev/kernels/bench.py --all                             # all layers, bfloat16 and float32: dev/kernels/RESULTS.md
-    python dev/kernels/bench.py softmax --results                 # this layer's tables in that file, and no others
+    python dev/kernels/bench.py --all                         # all layers, bfloat16 and float32: dev/kernels/RESULTS.md
+    python dev/kernels/bench.py softmax --results             # this layer's tables in that file, and no others
 
-Each version is compared with the NumPy function in float64 at every block size, at the model's sizes and at awkward ones, its
-outputs NaN before the call. One wrong element is enough: each tensor that has one is printed, nothing is timed, and the exit status
-is 1. Otherwise each version is timed at -b and -t, as the median over CUDA events with the L2 cache flushed before each call. There,
-NumPy would take minutes: at its first block size, each version has to agree with the first one in 16 million elements of each
-result, or the exit status is 1, too, and no time of any layer is printed, drawn or written.
+Each version is compared with the NumPy function in float64 at every block size, at the model's sizes and at awkward
+ones, its outputs NaN before the call. One wrong element is enough: each tensor that has one is printed, nothing is
+timed, and the exit status is 1. Otherwise each version is timed at -b and -t, as the median over CUDA events with the
+L2 cache flushed before each call. There, NumPy would take minutes: at its first block size, each version has to agree
+with the first one in 16 million elements of each result, or the exit status is 1, too, and no time of any layer is
+printed, drawn or written.
 
-GB/s counts what a perfect kernel would move, whatever a version moves beside that; its peak is the bandwidth of a large copy, that
-of TFLOP/s the rate of a large product, both measured (with --results: those of the file, to which its shares refer). Row 0 of a table
-is the library's: PyTorch's, and for products cuBLASLt's.
+GB/s counts what a perfect kernel would move, whatever a version moves beside that; its peak is the bandwidth of a large
+copy, that of TFLOP/s the rate of a large matmul, both measured (with --results: those of the file, to which its shares
+refer). Row 0 of a table is the library's: PyTorch's, and for matmuls cuBLASLt's.
 """
 
 import argparse
@@ -38,11 +39,17 @@ matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 import torch
 
-import train_gpt2_cuda as cuda
+import llmc.device
 from bench_gpu import MODELS, describe
-from lab import AWKWARD, LAYERS, SHAPES, Lab, check_layer, time_layer
+from lab import AWKWARD, LAYERS, SHAPES, Lab, check_layer, cuda, time_layer
+from llmc.checkpoint import Config
+from llmc.compiler import Cache, compiler_version
+from llmc.device import gpu_errors_as_lines, open_gpu
+from llmc.errors import UserError, run_main
+from llmc.files import replacing
+from llmc.kernels import check_sizes
+from profile_gpu import measure_copy, measure_matmul
 from readme import read_text
-from train_gpt2 import Config, UserError, replacing, run_main
 from train_gpt2_cuda import Precision
 
 RESULTS = os.path.join(lab.HERE, "RESULTS.md")
@@ -56,24 +63,29 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("layers", nargs="*", metavar="LAYER", help="what to check and time (none: list them)")
     parser.add_argument("--version", nargs="+", metavar="NAME", help="only these versions")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of activations (default: bfloat16 where the GPU has it)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"),
+                        help="of activations (default: bfloat16 where the GPU has it)")
     parser.add_argument("-b", type=int, default=32, metavar="B", help="batch size of the timing")
     parser.add_argument("-t", type=int, default=1024, metavar="T", help="sequence length of the timing")
     parser.add_argument("--model", default="124M", help=f"{', '.join(MODELS)}, or C/NH")
     parser.add_argument("--plot", nargs="?", const=PICTURE, metavar="FILE",
                         help=f"draw the time of each block size (.png; with no FILE: {PICTURE})")
     parser.add_argument("--check_only", action="store_true", help="check, and time nothing")
-    parser.add_argument("--all", action="store_true", help=f"all layers, in each dtype, into {os.path.relpath(RESULTS)}")
-    parser.add_argument("--results", action="store_true", help="the tables of these layers, in each dtype, into that file")
+    parser.add_argument("--all", action="store_true",
+                        help=f"all layers, in each dtype, into {os.path.relpath(RESULTS)}")
+    parser.add_argument("--results", action="store_true",
+                        help="the tables of these layers, in each dtype, into that file")
     args = parser.parse_args(argv)
     defaults = vars(parser.parse_args([]))
-    given = {f"-{name}" if len(name) == 1 else f"--{name}" for name in defaults if getattr(args, name) != defaults[name]} - {"--layers"}
+    given = {f"-{name}" if len(name) == 1 else f"--{name}" for name in defaults
+             if getattr(args, name) != defaults[name]} - {"--layers"}
     refuse_without_effect(args, given, parser.error)
     return args
 
 
 def refuse_without_effect(args, given, error):
-    """Call error(one line) when one of the options that are not at their defaults would have no effect, or cannot be meant."""
+    """Call error(one line) when one of the options that are not at their defaults would have no effect, or cannot be
+    meant."""
     if min(args.b, args.t) < 1:
         error("-b and -t: expected at least 1")
     if args.plot in LAYERS:
@@ -81,7 +93,8 @@ def refuse_without_effect(args, given, error):
     if args.plot == "":
         error("--plot: expected the name of a picture, or none")
     if args.all and (args.layers or given - {"--all", "--plot"}):
-        error("--all takes all layers and versions in each dtype, at the default sizes, and times them; it goes with --plot alone")
+        error("--all takes all layers and versions in each dtype, at the default sizes, and times them; it goes with"
+              " --plot alone")
     if not args.layers and not args.all and given:
         error(f"{', '.join(sorted(given))}: of which layer? With none, they are listed, and nothing else is done")
     refused = sorted(given & {"--plot", "-b", "-t"})
@@ -99,7 +112,8 @@ def find_layers(names, versions=None):
             raise UserError(f"there is no layer {name}, expected some of: {', '.join(LAYERS)}")
         for version in versions or ():
             if version not in LAYERS[name].versions:
-                raise UserError(f"{name} has no version {version}, expected some of: {', '.join(LAYERS[name].versions)}")
+                expected = ", ".join(LAYERS[name].versions)
+                raise UserError(f"{name} has no version {version}, expected some of: {expected}")
     return [LAYERS[name] for name in names]
 
 
@@ -114,7 +128,7 @@ def find_config(model, T):
             raise UserError(f"--model {model}: expected one of {', '.join(MODELS)}, or C/NH like 768/12") from None
         if min(C, NH) < 1 or C % NH:
             raise UserError(f"--model {model}: expected C as a multiple of NH")
-        cuda.check_sizes(config)
+        check_sizes(config)
     return dataclasses.replace(config, maxT=max(T, config.maxT))
 
 
@@ -135,7 +149,7 @@ class Labs:
     """The GPU once for each model and precision, with PyTorch beside it where that has the GPU, too."""
 
     def __init__(self):
-        self.gpu, self.cache, self.made = cuda.open_gpu(), cuda.Cache(), {}
+        self.gpu, self.cache, self.made = open_gpu(), Cache(), {}
         self.torch = torch.cuda.is_available()
         if not self.torch:
             print("note: PyTorch sees no GPU: there will be no row for it", file=sys.stderr)
@@ -179,7 +193,7 @@ def time_all(labs, chosen, versions, config, dtype, B, T):
             timing = time_layer(make_layer(layer, bench, B, T), bench, versions, labs.torch)
         if timing is None:
             raise UserError(f"{layer.name} is wrong at the size that was to be timed")
-        cuda.cp.get_default_memory_pool().free_all_blocks()
+        llmc.device.cp.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()
         timings.append(timing)
     return timings
@@ -189,7 +203,7 @@ def measure_peaks(labs, config, dtype):
     """What the GPU can do at best: bytes and operations a second."""
     bench = labs.open(next(iter(LAYERS.values())), config, dtype)
     with bench.stream:
-        return cuda.measure_copy(bench), cuda.measure_product(bench)
+        return measure_copy(bench.device), measure_matmul(bench.matmul)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,9 +212,9 @@ def measure_peaks(labs, config, dtype):
 
 def rate(timing, ms, peaks):
     """(the rate as text, its share of the peak)"""
-    copy, product = peaks
+    copy, matmul = peaks
     if timing.flops:
-        return f"{timing.flops / ms / 1e9:.1f} TFLOP/s", timing.flops / ms * 1000 / product
+        return f"{timing.flops / ms / 1e9:.1f} TFLOP/s", timing.flops / ms * 1000 / matmul
     return f"{timing.bytes / ms / 1e6:.0f} GB/s", timing.bytes / ms * 1000 / copy
 
 
@@ -248,22 +262,24 @@ def part_of_results(timing, peaks):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# RESULTS.md: a head that ends with the machine, a section for each dtype that begins with its peaks, in it a part for each layer
+# RESULTS.md: a head that ends with the machine, a section for each dtype that begins with its peaks, in it a part for
+# each layer
 
-PEAKS_LINE = "Peaks, measured: a copy {:.0f} GB/s, a large product {:.0f} TFLOP/s."
-PEAKS_FOUND = re.compile(r"Peaks, measured: a copy (\d+) GB/s, a large product (\d+) TFLOP/s\.")
+PEAKS_LINE = "Peaks, measured: a copy {:.0f} GB/s, a large matmul {:.0f} TFLOP/s."
+PEAKS_FOUND = re.compile(r"Peaks, measured: a copy (\d+) GB/s, a large matmul (\d+) TFLOP/s\.")
 
 
 def write_results(machine, config, groups):
     """All of the file; groups: [(dtype, peaks, [Timing])]."""
     lines = ["# What the kernels of this library measure", "",
-             "`python dev/kernels/bench.py --all` writes this file, after every version has agreed with the NumPy function at every block"
-             " size. Medians over CUDA events, the L2 cache flushed before each call; rates count what a perfect kernel would move or"
+             "`python dev/kernels/bench.py --all` writes this file, after every version has agreed with the NumPy"
+             " function at every block size. Medians over CUDA events, the L2 cache flushed before each call; rates"
+             " count what a perfect kernel would move or"
              f" compute. C={config.C}, NH={config.NH}, V={config.V}, Vp={config.Vp}.", "", machine]
-    for dtype, (copy, product), timings in groups:
-        lines += ["", f"## {dtype}", "", PEAKS_LINE.format(copy / 1e9, product / 1e12)]
+    for dtype, (copy, matmul), timings in groups:
+        lines += ["", f"## {dtype}", "", PEAKS_LINE.format(copy / 1e9, matmul / 1e12)]
         for timing in timings:
-            lines += ["", *part_of_results(timing, (copy, product))]
+            lines += ["", *part_of_results(timing, (copy, matmul))]
     write_text("\n".join(lines))
 
 
@@ -293,8 +309,8 @@ class Results:
 
     def peaks(self, dtype):
         """Those that all shares of this section refer to."""
-        copy, product = PEAKS_FOUND.search(self.sections[dtype][0]).groups()
-        return int(copy) * 1e9, int(product) * 1e12
+        copy, matmul = PEAKS_FOUND.search(self.sections[dtype][0]).groups()
+        return int(copy) * 1e9, int(matmul) * 1e12
 
     def put(self, dtype, timing):
         """A layer's table instead of the one that is there, or before the first one of a later layer."""
@@ -303,7 +319,8 @@ class Results:
         if timing.layer.name in names:
             section[1 + names.index(timing.layer.name)] = text
             return
-        later = [i for i, name in enumerate(names) if name in LAYERS and order.index(name) > order.index(timing.layer.name)]
+        later = [i for i, name in enumerate(names) if name in LAYERS
+                 and order.index(name) > order.index(timing.layer.name)]
         section.insert(1 + min(later, default=len(names)), text)
 
     def write(self):
@@ -316,7 +333,7 @@ def machine_text(bench):
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
-    return f"{describe(bench.gpu, bench)}, driver {driver}, {cuda.compiler_version()}, PyTorch {torch.__version__}"
+    return f"{describe(bench.matmul)}, driver {driver}, {compiler_version()}, PyTorch {torch.__version__}"
 
 
 def plot(timings, path):
@@ -353,7 +370,7 @@ def plot(timings, path):
 # main
 
 
-@cuda.gpu_errors_as_lines()
+@gpu_errors_as_lines()
 def main(argv=None):
     args = parse_arguments(argv)
     chosen = find_layers(args.layers or LAYERS, args.version)
@@ -373,7 +390,8 @@ def main(argv=None):
     groups = [(dtype, results.peaks(dtype) if results else measure_peaks(labs, config, dtype),
                time_all(labs, chosen, args.version, config, dtype, args.b, args.t)) for dtype in dtypes]
     for dtype, peaks, timings in groups:
-        print(f"\n{labs.gpu.name}: a copy {peaks[0] / 1e9:.0f} GB/s, a large product {peaks[1] / 1e12:.0f} TFLOP/s in {dtype}")
+        print(f"\n{labs.gpu.name}: a copy {peaks[0] / 1e9:.0f} GB/s, a large matmul {peaks[1] / 1e12:.0f} TFLOP/s in"
+              f" {dtype}")
         for timing in timings:
             print_timing(timing, peaks)
     if args.all:

@@ -1,10 +1,12 @@
-// The gradient of a bias: column sums of a gradient. Each head ends with what its version measured; RESULTS.md has every block size.
+// The gradient of a bias: column sums of a gradient. RESULTS.md has what each version
+// measured.
 //
 //     dbias[c] = the sum over n of dout[n,c]                                                         dbias =
 //
-// dout (N,OC), OC = 4C as behind the MLP's first product; dbias (OC) float32. Bound by bytes: dout comes in once, next to nothing goes
-// out. The live way costs nearly nothing: kernels that have dout in registers anyway (gelu_backward, layernorm_backward, attention's)
-// leave one row of sums for each block, and kernels/column_sums.cu adds those up for all biases in one launch: the second stage below.
+// dout (N,OC), OC = 4C as behind the MLP's first matmul; dbias (OC) float32. Bound by bytes: dout comes in once, next
+// to nothing goes out. The live way costs nearly nothing: kernels that have dout in registers anyway (gelu_backward,
+// layernorm_backward, attention's) leave one row of sums for each block, and kernels/column_sums.cu adds those up for
+// all biases in one launch: the second stage below.
 
 #include "common.cuh"
 
@@ -31,27 +33,29 @@ __device__ inline float add_warps(float sum) {
     return sum;
 }
 
-// thread_a_column. Neighbouring threads read neighbouring elements, but OC threads are far too few to keep the memory busy.
-// H200, B=32, T=1024: bfloat16 1.1242 ms, 179 GB/s at 32 threads; float32 1.1210 ms, 359 GB/s at 128.
-extern "C" __global__ void __launch_bounds__(1024) bias_gradient_thread_a_column(float* dbias, const element* dout, int N) {
+// thread_a_column. Neighbouring threads read neighbouring elements, but OC threads are far too few to keep the memory
+// busy.
+extern "C" __global__ void __launch_bounds__(1024)
+bias_gradient_thread_a_column(float* dbias, const element* dout, int N) {
     const int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c < OC) dbias[c] = column_part(dout, c, 0, 1, N);
 }
 
-// shared_memory. A block takes 32 columns; its warps take every so many-th row, and meet in shared memory: up to 32 times as many threads.
-// But OC / 32 blocks do not even give each multiprocessor of an H200 one, and the compiler, which no longer knows the step from row to row,
-// leaves one load in each turn of the loop, where thread_a_column has 16: large blocks are needed to be faster. Grid (OC / 32).
-// H200, B=32, T=1024: bfloat16 0.3990 ms, 505 GB/s at 1024 threads; float32 0.4099 ms, 982 GB/s at 1024.
-extern "C" __global__ void __launch_bounds__(1024) bias_gradient_shared_memory(float* dbias, const element* dout, int N) {
+// shared_memory. A block takes 32 columns; its warps take every so many-th row, and meet in shared memory: up to 32
+// times as many threads. But OC / 32 blocks do not even give each multiprocessor of an H200 one, and the compiler,
+// which no longer knows the step from row to row, leaves one load in each turn of the loop, where thread_a_column has
+// 16: large blocks are needed to be faster. Grid (OC / 32).
+extern "C" __global__ void __launch_bounds__(1024)
+bias_gradient_shared_memory(float* dbias, const element* dout, int N) {
     const int c = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
     const float sum = add_warps(column_part(dout, c, warp, blockDim.x / 32, N));
     if (warp == 0) dbias[c] = sum;
 }
 
-// atomics. The same with the rows divided between many blocks, which fills the GPU: grid (OC / 32, parts of the rows). Each block
-// adds its sums to dbias atomically, in an order that chance decides. In bfloat16 it is slower than in float32, with half the bytes: a
-// thread loads 2 of them in each turn of a loop that the compiler unrolls in float32 only. dbias must be 0.
-// H200, B=32, T=1024: bfloat16 0.1622 ms, 1241 GB/s at 128 threads; float32 0.1049 ms, 3839 GB/s at 128.
+// atomics. The same with the rows divided between many blocks, which fills the GPU: grid (OC / 32, parts of the rows).
+// Each block adds its sums to dbias atomically, in an order that chance decides. In bfloat16 it is slower than in
+// float32, with half the bytes: a thread loads 2 of them in each turn of a loop that the compiler unrolls in float32
+// only. dbias must be 0.
 extern "C" __global__ void __launch_bounds__(1024) bias_gradient_atomics(float* dbias, const element* dout, int N) {
     const int c = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rows = (N + gridDim.y - 1) / gridDim.y, begin = blockIdx.y * rows, end = min(N, begin + rows);
@@ -59,11 +63,12 @@ extern "C" __global__ void __launch_bounds__(1024) bias_gradient_atomics(float* 
     if (warp == 0) atomicAdd(dbias + c, sum);
 }
 
-// two_stages. Each block stores its sums in a row of `partials` (gridDim.y, OC) instead; the live column_sums adds those up in a fixed
-// order. And 16 bytes a thread, four loads underway: a block takes 32 packs of columns. That is what bfloat16 was short of; in float32, it
-// is no faster than atomics, only the same in every run. Grid (OC / (32 * PACK) rounded up, parts of the rows).
-// H200, B=32, T=1024: bfloat16 0.0625 ms, 3221 GB/s at 512 threads; float32 0.1060 ms, 3799 GB/s at 1024.
-extern "C" __global__ void __launch_bounds__(1024) bias_gradient_two_stages(float* partials, const element* dout, int N) {
+// two_stages. Each block stores its sums in a row of `partials` (gridDim.y, OC) instead; the live column_sums adds
+// those up in a fixed order. And 16 bytes a thread, four loads underway: a block takes 32 packs of columns. That is
+// what bfloat16 was short of; in float32, it is no faster than atomics, only the same in every run. Grid (OC / (32 *
+// PACK) rounded up, parts of the rows).
+extern "C" __global__ void __launch_bounds__(1024)
+bias_gradient_two_stages(float* partials, const element* dout, int N) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = (blockIdx.x * 32 + lane) * PACK;
     const int rows = (N + gridDim.y - 1) / gridDim.y, begin = blockIdx.y * rows, end = min(N, begin + rows);
     Floats sum = {};

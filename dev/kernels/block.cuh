@@ -1,11 +1,12 @@
-// What the versions of several layers share beside kernels/common.cuh: sums over a block of any size, and softmax's two numbers of it.
+// What the versions of several layers share beside kernels/common.cuh: sums over a block of any size, and softmax's two
+// numbers of it.
 
 #pragma once
 
 #include "softmax.cuh"
 
-// What across_warp makes of x over a warp, over the block's threads, whose number is a multiple of 32; every thread gets it. nothing: what
-// changes no result.
+// What across_warp makes of x over a warp, over the block's threads, whose number is a multiple of 32; every thread
+// gets it. nothing: what changes no result.
 template <class T, class AcrossWarp>
 __device__ inline T block_reduce(T x, T nothing, AcrossWarp across_warp) {
     __shared__ T parts[32];
@@ -23,8 +24,8 @@ __device__ inline float block_sum(float x) {
 __device__ inline float block_max(float x) {
     return block_reduce(x, -INFINITE, [](float y) { return warp_max(y); });
 }
-__device__ inline Softmax block_merge(Softmax x) {
-    return block_reduce(x, Softmax{-INFINITE, 0.0f}, [](Softmax y) { return warp_merge(y); });
+__device__ inline MaxAndSum block_merge(MaxAndSum x) {
+    return block_reduce(x, MaxAndSum{-INFINITE, 0.0f}, [](MaxAndSum y) { return warp_merge(y); });
 }
 
 // PACK logits from column v on, -infinity from V on, whatever stands there.
@@ -37,8 +38,8 @@ __device__ inline Floats load_logits(const element* row, int v) {
 }
 
 // A row of logits read once by the threads `first`, first + step, ..., 16 bytes each.
-__device__ inline Softmax online_part(const element* row, int first, int step) {
-    Softmax part = {-INFINITE, 0.0f};
+__device__ inline MaxAndSum online_part(const element* row, int first, int step) {
+    MaxAndSum part = {-INFINITE, 0.0f};
     for (int v = first * PACK; v < V; v += step * PACK) {
         const Floats x = load_logits(row, v);
         float largest = part.largest;

@@ -1,19 +1,19 @@
-// Cross entropy: the loss of each row of logits, its gradient, and both at once. Each head ends with what its version measured; RESULTS.md
-// has every block size.
+// Cross entropy: the loss of each row of logits, its gradient, and both at once. RESULTS.md has what each version
+// measured.
 //
 //     losses[n] = log(the sum over v of exp(logits[n,v])) - logits[n,targets[n]]                      losses =
 //     dlogits[n,v] = (probs[n,v] - (v is the target)) * dloss, 0 for v >= V                           dlogits =
 //
-// logits, probs, dlogits (N,Vp); losses (N) float32; targets (N) int32. Bound by bytes. The live version is kernels/classifier.cu, which
-// does it all: a row of logits comes in, its loss and its gradient go out. On Hopper, a row that shared memory has room for comes in once
-// and waits there for its gradient; else it is read twice, the second time from the L2 cache.
+// logits, probs, dlogits (N,Vp); losses (N) float32; targets (N) int32. Bound by bytes. The live version is
+// kernels/classifier.cu, which does it all: a row of logits comes in, its loss and its gradient go out. On Hopper, a
+// row that shared memory has room for comes in once and waits there for its gradient; else it is read twice, the second
+// time from the L2 cache.
 
 #include "common.cuh"
 #include "block.cuh"
 
-// thread_a_row. Two loops of one thread, and no probabilities: the loss needs the row's largest and its sum alone. Neighbouring threads are
-// a row apart, 100 KB in bfloat16, so that each access of a warp touches 32 lines of memory.
-// H200, B=32, T=1024: bfloat16 13.5052 ms, 244 GB/s at 128 threads; float32 13.3310 ms, 495 GB/s at 128.
+// thread_a_row. Two loops of one thread, and no probabilities: the loss needs the row's largest and its sum alone.
+// Neighbouring threads are a row apart, 100 KB in bfloat16, so that each access of a warp touches 32 lines of memory.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_thread_a_row(float* losses, const element* logits, const int* targets, int N) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
@@ -26,43 +26,42 @@ crossentropy_forward_thread_a_row(float* losses, const element* logits, const in
 }
 
 // warp_a_row. Online, 16 bytes a lane: one reading, and neighbouring lanes side by side.
-// H200, B=32, T=1024: bfloat16 1.1143 ms, 2959 GB/s at 1024 threads; float32 1.4887 ms, 4429 GB/s at 64.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_warp_a_row(float* losses, const element* logits, const int* targets, int N) {
     const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
     const element* row = logits + int64(n) * Vp;
-    const Softmax whole = warp_merge(online_part(row, lane, 32));
+    const MaxAndSum whole = warp_merge(online_part(row, lane, 32));
     if (lane == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
 }
 
-// block_a_row. The same with a block on each row: 32 lanes take 200 turns for GPT-2's vocabulary in bfloat16, 1024 threads seven. A little
-// faster with 64 to 256 threads in bfloat16, and no faster in float32, where warp_a_row is at a copy's speed already.
-// H200, B=32, T=1024: bfloat16 1.0951 ms, 3011 GB/s at 128 threads; float32 1.4934 ms, 4415 GB/s at 128.
+// block_a_row. The same with a block on each row: 32 lanes take 200 turns for GPT-2's vocabulary in bfloat16, 1024
+// threads seven. A little faster with 64 to 256 threads in bfloat16, and no faster in float32, where warp_a_row is at a
+// copy's speed already.
 extern "C" __global__ void __launch_bounds__(1024)
 crossentropy_forward_block_a_row(float* losses, const element* logits, const int* targets) {
     const int n = blockIdx.x;
     const element* row = logits + int64(n) * Vp;
-    const Softmax whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
+    const MaxAndSum whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
 }
 
-// thread_an_element. The formula, from stored probabilities, a thread for each: 2 or 4 bytes with an instruction, and for each of them a
-// division, to find the row, and a reading of its target.
-// H200, B=32, T=1024: bfloat16 4.9202 ms, 1340 GB/s at 256 threads; float32 5.3848 ms, 2449 GB/s at 256.
+// thread_an_element. The formula, from stored probabilities, a thread for each: 2 or 4 bytes with an instruction, and
+// for each of them a division, to find the row, and a reading of its target.
 extern "C" __global__ void __launch_bounds__(1024)
-crossentropy_softmax_backward_thread_an_element(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
+crossentropy_softmax_backward_thread_an_element(element* dlogits, const element* probs, const int* targets,
+                                                float dloss, int N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= int64(N) * Vp) return;
     const int n = i / Vp, v = i % Vp;
     from_float(dlogits[i], v < V ? (to_float(probs[i]) - (v == targets[n] ? 1.0f : 0.0f)) * dloss : 0.0f);
 }
 
-// pack_a_thread. 16 bytes a thread: one division and one reading of the target for all elements of a pack. A copy's speed, so what is left
-// to save are the bytes.
-// H200, B=32, T=1024: bfloat16 1.5620 ms, 4221 GB/s at 128 threads; float32 3.0847 ms, 4275 GB/s at 128.
+// pack_a_thread. 16 bytes a thread: one division and one reading of the target for all elements of a pack. A copy's
+// speed, so what is left to save are the bytes.
 extern "C" __global__ void __launch_bounds__(1024)
-crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
+crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* probs, const int* targets, float dloss,
+                                            int N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= int64(N) * Vp) return;
     const int n = i / Vp, v = i % Vp, target = targets[n];
@@ -71,20 +70,20 @@ crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* pro
     store(dlogits + i, x);
 }
 
-// apart: softmax.cu's online, then the loss (block_a_row) and the gradient (pack_a_thread), each a kernel at its best: the probabilities go
-// to memory and come back, and the logits are read again for the loss.
-// H200, B=32, T=1024: bfloat16 4.9916 ms, 1321 GB/s at 128 threads; float32 9.2220 ms, 1430 GB/s at 256.
+// apart: softmax.cu's online, then the loss (block_a_row) and the gradient (pack_a_thread), each a kernel at its best:
+// the probabilities go to memory and come back, and the logits are read again for the loss.
 
-// fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again from its end, which the
-// cache still has. Three kernels apart move a row six times, this one two or three times: half the time.
-// H200, B=32, T=1024: bfloat16 2.3347 ms, 2824 GB/s at 256 threads; float32 4.3146 ms, 3056 GB/s at 1024.
+// fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again from its
+// end, which the cache still has. Three separate kernels move a row six times, this one two or three times: half the
+// time.
 extern "C" __global__ void __launch_bounds__(1024)
 classifier_fused(float* losses, element* logits, const int* targets, float dloss) {
     const int n = blockIdx.x, target = targets[n];
     element* row = logits + int64(n) * Vp;
-    const Softmax part = online_part(row, threadIdx.x, blockDim.x);
-    const float target_logit = to_float(row[target]);  // every thread reads it before block_merge's barriers, after which it is overwritten
-    const Softmax whole = block_merge(part);
+    const MaxAndSum part = online_part(row, threadIdx.x, blockDim.x);
+    // every thread reads it before block_merge's barriers, after which it is overwritten
+    const float target_logit = to_float(row[target]);
+    const MaxAndSum whole = block_merge(part);
     if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
     const float scale = dloss / whole.sum;
     const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;

@@ -1,10 +1,11 @@
-// GELU, its tanh form. Each head ends with what its version measured; RESULTS.md has every block size.
+// GELU, its tanh form. RESULTS.md has what each version measured.
 //
 //     forward   out = x/2 * (1 + tanh(u)),  u = sqrt(2/pi) * (x + 0.044715 x^3)                       out =
 //     backward  dinp = dout * (1/2 * (1 + tanh(u)) + x/2 * (1 - tanh(u)^2) * u')                      dinp =
 //
-// All N elements. Bound by bytes: forward two, backward three elements of each. The live versions are those of kernels/gelu.cu; the
-// backward one leaves the column sums of dinp as well, the gradient of a bias, which would be a pass of its own.
+// All N elements. Bound by bytes: forward two, backward three elements of each. The live versions are those of
+// kernels/gelu.cu; the backward one leaves the column sums of dinp as well, the gradient of a bias, which would be a
+// pass of its own.
 
 #include "common.cuh"
 
@@ -18,17 +19,17 @@ __device__ inline float gelu_slope(float x) {
     return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * SCALE * (1.0f + 3.0f * CUBE * x * x);
 }
 
-// thread_an_element. The formula, a thread for each element: neighbouring threads read neighbouring elements. But each moves 2 or 4 bytes
-// with an instruction: in bfloat16, half the bytes of float32 take nearly as long.
-// H200, B=32, T=1024: bfloat16 0.2959 ms, 1361 GB/s at 256 threads; float32 0.3240 ms, 2486 GB/s at 256.
-extern "C" __global__ void __launch_bounds__(1024) gelu_forward_thread_an_element(element* out, const element* inp, int64 N) {
+// thread_an_element. The formula, a thread for each element: neighbouring threads read neighbouring elements. But each
+// moves 2 or 4 bytes with an instruction: in bfloat16, half the bytes of float32 take nearly as long.
+extern "C" __global__ void __launch_bounds__(1024)
+gelu_forward_thread_an_element(element* out, const element* inp, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < N) from_float(out[i], gelu(to_float(inp[i])));
 }
 
 // pack_a_thread. 16 bytes a thread: fewer instructions for the same bytes, and more bytes underway.
-// H200, B=32, T=1024: bfloat16 0.1130 ms, 3564 GB/s at 256 threads; float32 0.1928 ms, 4178 GB/s at 128.
-extern "C" __global__ void __launch_bounds__(1024) gelu_forward_pack_a_thread(element* out, const element* inp, int64 N) {
+extern "C" __global__ void __launch_bounds__(1024)
+gelu_forward_pack_a_thread(element* out, const element* inp, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= N) return;
     Floats x = load(inp + i);
@@ -36,9 +37,9 @@ extern "C" __global__ void __launch_bounds__(1024) gelu_forward_pack_a_thread(el
     store(out + i, x);
 }
 
-// sigmoid. (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)): an exp and a division, where tanhf has branches for small and large arguments. In
-// bfloat16, where a thread has eight of them to do, the arithmetic shows: it is a little faster. In float32, bytes are all that counts.
-// H200, B=32, T=1024: bfloat16 0.1108 ms, 3634 GB/s at 128 threads; float32 0.1928 ms, 4177 GB/s at 128.
+// sigmoid. (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)): an exp and a division, where tanhf has branches for small and large
+// arguments. In bfloat16, where a thread has eight of them to do, the arithmetic shows: it is a little faster. In
+// float32, bytes are all that counts.
 extern "C" __global__ void __launch_bounds__(1024) gelu_forward_sigmoid(element* out, const element* inp, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= N) return;
@@ -50,18 +51,17 @@ extern "C" __global__ void __launch_bounds__(1024) gelu_forward_sigmoid(element*
     store(out + i, x);
 }
 
-// thread_an_element. The formula with its slope, a thread for each element; slow for the same reason as forward, 2 or 4 bytes with each
-// instruction.
-// H200, B=32, T=1024: bfloat16 0.3233 ms, 1868 GB/s at 256 threads; float32 0.3674 ms, 3288 GB/s at 256.
+// thread_an_element. The formula with its slope, a thread for each element; slow for the same reason as forward, 2 or 4
+// bytes with each instruction.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_backward_thread_an_element(element* dinp, const element* inp, const element* dout, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < N) from_float(dinp[i], to_float(dout[i]) * gelu_slope(to_float(inp[i])));
 }
 
-// pack_a_thread. 16 bytes a thread, for the same reason as forward: fewer instructions for the same bytes. The slope costs one tanhf, which
-// the three accesses hide: a copy's speed. It takes less time than the live version, which leaves the column sums as well.
-// H200, B=32, T=1024: bfloat16 0.1471 ms, 4107 GB/s at 128 threads; float32 0.2794 ms, 4324 GB/s at 256.
+// pack_a_thread. 16 bytes a thread, for the same reason as forward: fewer instructions for the same bytes. The slope
+// costs one tanhf, which the three accesses hide: a copy's speed. It takes less time than the live version, which
+// leaves the column sums as well.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_backward_pack_a_thread(element* dinp, const element* inp, const element* dout, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;

@@ -1,9 +1,9 @@
 """
 What all layers of the kernel library share: what a layer is, how a version is checked, and how it is timed.
 
-A layer is a class with the tensors that its kernels work on, the NumPy function that says what they should hold afterwards, and
-its versions, from the simplest to the one in kernels/. Adding one is a class in layers.py (or in a module that bench.py imports)
-and a .cu file beside this one; see Layer.
+A layer is a class with the tensors that its kernels work on, the NumPy function that says what they should hold
+afterwards, and its versions, from the simplest to the one in kernels/. Adding one is a class in layers.py (or in a
+module that bench.py imports) and a .cu file beside this one; see Layer.
 """
 
 import contextlib
@@ -19,25 +19,35 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, "..", "..")
 sys.path[:0] = [ROOT, os.path.join(ROOT, "dev")]
 
-import train_gpt2  # noqa: F401  (first: it tells OpenBLAS how to run, before NumPy is imported)
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 import torch
 
+import llmc.device
+import train_gpt2  # noqa: F401  (for the layers, too)
 import train_gpt2_cuda as cuda
-from train_gpt2 import Config, Row, UserError, bf16_bits, bf16_to_float32, check_tensor, chunks
-from train_gpt2_cuda import blocks, size_of  # noqa: F401  (for the layers)
+from llmc.checkpoint import Config
+from llmc.compiler import KERNEL_DIRECTORY, compile_kernels, kernel_key
+from llmc.errors import UserError
+from llmc.files import chunks
+from llmc.kernels import blocks, kernel_files, launch_geometry  # noqa: F401  (for the layers)
+from llmc.matmul import MatmulKernels
+from llmc.tensors import Row, bf16_bits, bf16_to_float32, check_tensor
+from profile_gpu import size_of  # noqa: F401
 
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
 
-# The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in any order to some
-# sqrt(n) of that; bfloat16 rounds what is stored to 2e-3, half precision the residual stream to 2.5e-4. LIBRARY only shows that PyTorch
-# was asked for the same function; where our own versions may be off by more, so may PyTorch.
+# The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in
+# any order to some sqrt(n) of that; bfloat16 rounds what is stored to 2e-3, half precision the residual stream to
+# 2.5e-4. LIBRARY only shows that PyTorch was asked for the same function; where our own versions may have a larger
+# error, so may PyTorch.
 EXACT, SUMS, BF16, HALF = 1e-6, 5e-6, 4e-3, 5e-4
 LIBRARY = {"float32": 1e-4, "bfloat16": 2e-2}
 
 SHAPES = ((1, 1), (3, 97), (2, 1024))  # (B, T) of the checks
-# The sizes that checks go through beside the model's: rows that are no multiple of a warp's 16-byte accesses, V % 8 of 3, few channels.
+# The sizes that checks go through beside the model's: rows that are no multiple of a warp's 16-byte accesses, V % 8 of
+# 3, few channels.
 AWKWARD = (Config(1024, 1003, 1, 25, 1600, 1024), Config(1024, 131, 1, 3, 240, 256))
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -54,7 +64,8 @@ class Version(NamedTuple):
 
 
 def version(*block_sizes, fits=lambda layer, block: True):
-    """Marks a method of a Layer as one of its versions: run(self, lab, a, block) launches its kernels on the tensors `a`."""
+    """Marks a method of a Layer as one of its versions: run(self, lab, a, block) launches its kernels on the tensors
+    `a`."""
 
     def mark(run):
         run.version = Version(run.__name__, block_sizes, run, fits)
@@ -68,14 +79,17 @@ class Layer:
 
     - its docstring: the formula; the first line is printed;
     - file: its kernels are in dev/kernels/<file>.cu; uses: other files of which it takes some;
-    - checked: {tensor: the error allowed, as a fraction of its largest value} for all that the layer writes; partial: those of them that
-      have a row for each block of a kernel: only what the rows add up to is the same for all versions, and compared;
+    - checked: {tensor: the error allowed, as a fraction of its largest value} for all that the layer writes; partial:
+      those of them that have a row for each block of a kernel: only what the rows add up to is the same for all
+      versions, and compared;
     - tensors(): {name: data, or the Row of an output}, in the order of the kernels' arguments;
     - oracle(t): does to float64 NumPy arrays what the kernels do;
     - bytes(a) or flops(): what a perfect kernel would move, or compute;
-    - library(t), if PyTorch has the layer: given its tensors, a call that returns {tensor: result}; its row is called library_name;
-    - versions: methods marked with @version, the simplest first. Those may differ in speed only. library_version: the name of one that
-      calls a library without PyTorch, if there is one: it is row 0 of the tables, and PyTorch's row comes after it.
+    - library(t), if PyTorch has the layer: given its tensors, a call that returns {tensor: result}; its row is called
+      library_name;
+    - versions: methods marked with @version, the simplest first. Those may differ in speed only. library_version: the
+      name of one that calls a library without PyTorch, if there is one: it is row 0 of the tables, and PyTorch's row
+      comes after it.
     """
 
     shapes = SHAPES  # of the checks at the model's sizes; at AWKWARD ones it is always SHAPES
@@ -93,7 +107,7 @@ class Layer:
         self.config, self.precision, self.gpu = config, precision, gpu
         self.B, self.T, self.N = B, T, B * T
         self.C, self.NH, self.V, self.Vp = config.C, config.NH, config.V, config.Vp
-        self.pack = precision.pack
+        self.pack, self.geometry = precision.pack, launch_geometry(config, precision, gpu.arch)
         self.rng = np.random.default_rng((B, T, config.C))
 
     def describe(self):
@@ -108,7 +122,8 @@ class Layer:
     def random(self, *shape, spread=1.0, mean=0.0, dtype=None):
         """Normal numbers; they repeat after 2^24, which is enough for timing."""
         count = math.prod(shape)
-        numbers = self.rng.standard_normal(min(count, 1 << 24), dtype=np.float32) * np.float32(spread) + np.float32(mean)
+        numbers = self.rng.standard_normal(min(count, 1 << 24),
+                                           dtype=np.float32) * np.float32(spread) + np.float32(mean)
         dtype = dtype or self.precision.dtype
         return np.resize(bf16_bits(numbers) if dtype == "bfloat16" else numbers.astype(dtype), shape)
 
@@ -121,6 +136,10 @@ class Layer:
         tokens = self.rng.integers(0, self.V, (self.B, self.T), dtype=np.int32)
         tokens.flat[0], tokens.flat[-1] = self.V - 1, 0
         return tokens
+
+    def sum_rows(self):
+        """How many rows of partial sums the live kernels leave."""
+        return cuda.partial_rows(self.config, self.B, self.T, self.gpu.sm_count, self.geometry)
 
     # -- versions
 
@@ -140,7 +159,8 @@ def widen(array):
 
 def expected_results(layer, tensors):
     """{name: float64} of what the layer writes."""
-    t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x) for name, x in tensors.items()})
+    t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x) for name,
+                           x in tensors.items()})
     layer.oracle(t)
     return {name: together(layer, name, getattr(t, name)) for name in layer.checked}
 
@@ -151,7 +171,7 @@ def together(layer, name, array):
 
 
 def allowed_error(layer, name, array, expected):
-    """By how much a result may be off; `array` is it as it is stored."""
+    """The largest error that a result may have; `array` is it as it is stored."""
     fraction = layer.checked[name]
     if array.dtype in (np.uint16, np.float16):
         fraction = max(fraction, BF16 if array.dtype == np.uint16 else HALF)
@@ -167,7 +187,8 @@ EXTERN = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()
 def signatures(source):
     """The text of a .cu file -> {kernel: [its parameters]}."""
     text = re.sub(r"//[^\n]*", "", source)
-    return {name: [" ".join(parameter.split()) for parameter in parameters.split(",")] for name, parameters in EXTERN.findall(text)}
+    return {name: [" ".join(parameter.split()) for parameter in parameters.split(",")] for name,
+            parameters in EXTERN.findall(text)}
 
 
 def read_source(path):
@@ -175,42 +196,76 @@ def read_source(path):
         return f.read()
 
 
-class Lab(cuda.Device):
-    """The GPU as train_gpt2_cuda.py sees it, with its live kernels, and those of this library beside them."""
+def portable(arch):
+    """The architecture of the live kernels that this library includes, those for every GPU: sm_80's on newer ones."""
+    return arch if arch == "sm_75" else "sm_80"
+
+
+def constants_of(config, precision, arch):
+    """What the files of this library are compiled with: all that the live ones are, of which they include some."""
+    files = kernel_files(config, precision, portable(arch)).values()
+    return {name: value for live in files for name, value in live.constants.items()}
+
+
+class PortableDevice:
+    """What live launchers and MatmulKernels take for a Device, for the kernels that this library has as <name>_mma."""
+
+    def __init__(self, lab):
+        self.lab, self.device, self.sm_count = lab, self, lab.sm_count  # of MatmulKernels, it is the Matmul, too
+        run = lab.config, lab.precision, portable(lab.gpu.arch)
+        self.geometry, files = launch_geometry(*run), kernel_files(*run).values()
+        self.shared = {name: size for file in files for name, size in file.shared.items()}
+        self.stream_workspace, self.side = lab.matmul.stream_workspace, lab.device.side
+        self.kernels = MatmulKernels(self)
+
+    @property
+    def stream(self):
+        return self.lab.stream
+
+    def launch(self, name, *arguments):
+        self.lab.launch(f"{name}_mma", *arguments, shared=self.shared.get(name, 0))
+
+
+class Lab:
+    """A Device with the live kernels of train_gpt2_cuda.py and, beside them, those of this library."""
 
     def __init__(self, gpu, config, precision, cache):
-        super().__init__(gpu, config, precision, cache)
-        self.config, self.cache, self.loaded = config, cache, set()
-        self.products.workspace = cuda.cp.empty((2, cuda.WORKSPACE), np.uint8)
+        self.device, self.matmul = cuda.open_device(gpu, config, precision, cache)
+        self.matmul.allocate()
+        self.gpu, self.sm_count, self.stream = gpu, gpu.sm_count, self.device.stream
+        self.config, self.precision, self.cache, self.loaded = config, precision, cache, set()
+        self.portable = PortableDevice(self)
 
     def load(self, file):
         """Compile the kernels of dev/kernels/<file>.cu, if need be."""
         if file in self.loaded:
             return
-        name, constants = os.path.join("..", "dev", "kernels", file), cuda.kernel_constants(self.config, self.precision)
-        path = os.path.join(HERE, f"{file}.cu")
+        name, arch = os.path.join("..", "dev", "kernels", file), self.gpu.arch
+        path, constants = os.path.join(HERE, f"{file}.cu"), constants_of(self.config, self.precision, arch)
         # A file of this library may include any of ours.
-        included = sorted(glob.glob(os.path.join(HERE, "*.cuh")) + glob.glob(os.path.join(cuda.KERNEL_DIRECTORY, "*.cu")))
-        key = "\n".join([cuda.kernel_key(name, self.gpu.arch, constants), *map(read_source, included)])
+        included = sorted(glob.glob(os.path.join(HERE, "*.cuh")) + glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cu")))
+        key = "\n".join([kernel_key(name, arch, constants), *map(read_source, included)])
         found = self.cache.find(key, ".cubin")
-        cubin = found[0] if found else self.cache.keep(key, ".cubin", cuda.compile_kernels(name, self.gpu.arch, constants))
-        module = cuda.cp.RawModule(path=cubin)
-        self.functions.update({kernel: module.get_function(kernel) for kernel in signatures(read_source(path))})
+        cubin = found[0] if found else self.cache.keep(key, ".cubin", compile_kernels(name, arch, constants))
+        module = llmc.device.cp.RawModule(path=cubin)
+        self.device.functions |= {kernel: module.get_function(kernel) for kernel in signatures(read_source(path))}
         self.loaded.add(file)
 
-    def launch(self, name, grid, block, *arguments, shared=0, **work):
+    def launch(self, name, grid, block, *arguments, shared=0):
+        """The same as a Device's, with so many bytes of dynamic shared memory."""
         if shared > 48 << 10:  # what a block gets without asking
-            self.functions[name].max_dynamic_shared_size_bytes = shared
-        super().launch(name, grid, block, *arguments, shared=shared, **work)
+            self.device.functions[name].max_dynamic_shared_size_bytes = shared
+        self.device.shared[name] = shared
+        self.device.launch(name, grid, block, *arguments)
 
     def clear(self, array):
         """array = 0, as a part of a version."""
-        cuda.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
+        llmc.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
 
 
 def upload(tensors):
     """{name: array on the GPU}; outputs are NaN."""
-    xp, arrays = cuda.cp, {}
+    xp, arrays = llmc.device.cp, {}
     for name, x in tensors.items():
         if isinstance(x, Row):
             arrays[name] = xp.full(x.shape, 0xFFFF if x.dtype == "bfloat16" else np.nan, x.stored_as)
@@ -224,13 +279,13 @@ def run_version(layer, lab, arrays, found, block):
     try:
         found.run(layer, lab, SimpleNamespace(**arrays), block)
         lab.stream.synchronize()
-    except (cuda.cp.cuda.driver.CUDADriverError, cuda.cp.cuda.runtime.CUDARuntimeError) as error:
+    except llmc.device.GPU_ERRORS as error:
         raise UserError(f"{layer.name} {found.name}, block {block}, {layer.describe()}: {error}") from None
 
 
 @contextlib.contextmanager
 def torch_as(precision):
-    """PyTorch's products round float32 operands to TF32 where those of this precision do."""
+    """PyTorch's matmuls round float32 operands to TF32 where those of this precision do."""
     settings = torch.backends.cuda.matmul
     before, settings.allow_tf32 = settings.allow_tf32, bool(precision.tf32)
     try:
@@ -248,12 +303,15 @@ def torch_beside(lab):
 
 def as_torch(array):
     """An array of CuPy's or NumPy's as PyTorch's tensor over the same memory."""
-    return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_dlpack(array)
+    if array.dtype == np.uint16:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
 
 
 def library_call(layer, arrays):
     """PyTorch's call for this layer on these arrays, or None where it has none."""
-    return layer.library(SimpleNamespace(**{name: as_torch(array) for name, array in arrays.items()})) if layer.library else None
+    return layer.library(SimpleNamespace(**{name: as_torch(array) for name,
+                                            array in arrays.items()})) if layer.library else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,11 +320,13 @@ def library_call(layer, arrays):
 
 def agrees(where, name, got, expected, tolerance):
     """Whether a result is what was expected; prints a row that names both when it is not."""
-    return check_tensor(name, got, expected, tolerance, print_row=False) or check_tensor(f"{where}: {name}", got, expected, tolerance)
+    okay = check_tensor(name, got, expected, tolerance, print_row=False)
+    return okay or check_tensor(f"{where}: {name}", got, expected, tolerance)
 
 
 def check_layer(layer, lab, names, with_library):
-    """Every version at every block size against the NumPy function; returns how many tensors were wrong, each printed."""
+    """Every version at every block size against the NumPy function; returns how many tensors were wrong, each
+    printed."""
     tensors = layer.tensors()
     expected, fresh, wrong = expected_results(layer, tensors), upload(tensors), 0
     for found, block in layer.runs(names):
@@ -275,7 +335,8 @@ def check_layer(layer, lab, names, with_library):
         for name in layer.checked:
             got = together(layer, name, arrays[name].get())
             where = f"{layer.name} {found.name}, block {block}, {layer.describe()}"
-            wrong += not agrees(where, name, widen(got), expected[name], allowed_error(layer, name, got, expected[name]))
+            wrong += not agrees(where, name, widen(got), expected[name],
+                                allowed_error(layer, name, got, expected[name]))
     if with_library:
         arrays = copies(fresh)
         with torch_beside(lab):
@@ -284,7 +345,8 @@ def check_layer(layer, lab, names, with_library):
         for name, got in results.items():
             tolerance = max(LIBRARY[layer.precision.dtype], layer.checked[name]) * float(np.abs(expected[name]).max())
             got = got.reshape(expected[name].shape)
-            wrong += not agrees(f"{layer.name} {layer.library_name}, {layer.describe()}", name, got, expected[name], tolerance)
+            wrong += not agrees(f"{layer.name} {layer.library_name}, {layer.describe()}", name, got, expected[name],
+                                tolerance)
     return wrong
 
 
@@ -309,15 +371,15 @@ FLUSH = 512 << 20  # bytes, several times any L2 cache; writing them also takes 
 
 def milliseconds(lab, flush, call):
     """The median of several calls over CUDA events, the L2 cache flushed before each; fewer calls of what is slow."""
-    times, repeats = [], 20
+    cp, times, repeats = llmc.device.cp, [], 20
     while len(times) < repeats + 2:
-        start, end = cuda.cp.cuda.Event(), cuda.cp.cuda.Event()
+        start, end = cp.cuda.Event(), cp.cuda.Event()
         lab.clear(flush)
         start.record(lab.stream)
         call()
         end.record(lab.stream)
         end.synchronize()
-        times.append(cuda.cp.cuda.get_elapsed_time(start, end))
+        times.append(cp.cuda.get_elapsed_time(start, end))
         if len(times) == 2:
             repeats = max(3, min(20, int(500 / max(times[1], 1e-3))))
     return float(np.median(times[2:]))
@@ -332,7 +394,8 @@ class Timing(NamedTuple):
 
 
 def time_version(layer, lab, fresh, found, first, flush):
-    """({block size: milliseconds}, {tensor: a sample of the result}, how many of these differ from the first version's)"""
+    """({block size: milliseconds}, {tensor: a sample of the result}, how many of these differ from the first
+    version's)"""
     sizes, arrays, wrong = [block for _, block in layer.runs([found.name])], copies(fresh), 0
     run_version(layer, lab, arrays, found, sizes[0])
     results = {name: sample(layer, name, arrays[name]) for name in layer.checked}
@@ -346,9 +409,9 @@ def time_version(layer, lab, fresh, found, first, flush):
 
 
 def time_layer(layer, lab, names, with_library):
-    """A Timing of every version at every block size, or None when one was wrong: NumPy would take minutes at sizes that are worth
-    timing; here, each version has to agree with the first one, which has been checked at others."""
-    fresh, flush = upload(layer.tensors()), cuda.cp.empty(FLUSH, np.uint8)
+    """A Timing of every version at every block size, or None when one was wrong: NumPy would take minutes at sizes that
+    are worth timing; here, each version has to agree with the first one, which has been checked at others."""
+    fresh, flush = upload(layer.tensors()), llmc.device.cp.empty(FLUSH, np.uint8)
     times, first, wrong = {}, None, 0
     for found in dict.fromkeys(found for found, _ in layer.runs(names)):
         times[found.name], results, count = time_version(layer, lab, fresh, found, first, flush)

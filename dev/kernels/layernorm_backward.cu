@@ -1,14 +1,14 @@
-// Layer normalization, backward: one result for each element, and two sums over all rows. Each head ends with what its version measured;
-// RESULTS.md has every block size.
+// Layer normalization, backward: one result for each element, and two sums over all rows. RESULTS.md has what each
+// version measured.
 //
 //     with n = (inp - mean) * rstd and dn = dout * weight, over each row,
 //     dinp += rstd * (dn - mean(dn) - n * mean(dn * n));  dweight = the sum over rows of dout * n, dbias = that of dout
 //
-// dinp, dout, inp (N,C), inp of the residual stream's type; mean, rstd (N), dweight, dbias (C) float32; weight (C). Bound by bytes: three
-// rows in, one out. What the versions differ in is how rows that different threads work on come together in dweight and dbias.
-// The live version is layernorm_backward of kernels/layernorm.cu and column_sums.cu: rows and sums stay in registers, while the next rows
-// are copied to shared memory; each block leaves one row of sums, a second kernel adds those up. No atomics, and the same bits in every
-// run.
+// dinp, dout, inp (N,C), inp of the residual stream's type; mean, rstd (N), dweight, dbias (C) float32; weight (C).
+// Bound by bytes: three rows in, one out. What the versions differ in is how rows that different threads work on come
+// together in dweight and dbias. The live version is layernorm_backward of kernels/layernorm.cu and column_sums.cu:
+// rows and sums stay in registers, while the next rows are copied to shared memory; each block leaves one row of sums,
+// a second kernel adds those up. No atomics, and the same bits in every run.
 
 #include "common.cuh"
 #include "block.cuh"
@@ -27,15 +27,18 @@ __device__ inline float gradient_of(const Sums& sums, float dout, float n, float
     return rstd * (dout * weight - sums.dn / C - n * sums.dn_n / C);
 }
 
-// A row by one thread, or by a warp (LANES: 1, 32): dinp, and each element's share of dweight and dbias, atomically added to those.
+// A row by one thread, or by a warp (LANES: 1, 32): dinp, and each element's share of dweight and dbias, atomically
+// added to those.
 template <int LANES>
-__device__ inline void add_row(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
-                               const element* weight, const float* mean, const float* rstd, int row) {
+__device__ inline void add_row(element* dinp, float* dweight, float* dbias, const element* dout,
+                               const residual_element* inp, const element* weight, const float* mean, const float* rstd,
+                               int row) {
     const int64 start = int64(row) * C;
     const int lane = threadIdx.x % LANES;
     const float m = mean[row], r = rstd[row];
     Sums sums = {};
-    for (int c = lane; c < C; c += LANES) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r, to_float(weight[c]));
+    for (int c = lane; c < C; c += LANES) add(sums, to_float(dout[start + c]), (to_float(inp[start + c]) - m) * r,
+                                              to_float(weight[c]));
     if (LANES > 1) sums = {warp_sum(sums.dn), warp_sum(sums.dn_n)};
     for (int c = lane; c < C; c += LANES) {
         const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
@@ -45,35 +48,35 @@ __device__ inline void add_row(element* dinp, float* dweight, float* dbias, cons
     }
 }
 
-// thread_a_row. A thread goes along its row twice, and adds each element's share of dweight and dbias atomically: N additions to
-// each of C addresses, which take turns in the L2 cache. dweight and dbias must be 0.
-// H200, B=32, T=1024: bfloat16 9.0961 ms, 22 GB/s at 32 threads; float32 9.3295 ms, 43 GB/s at 128.
+// thread_a_row. A thread goes along its row twice, and adds each element's share of dweight and dbias atomically: N
+// additions to each of C addresses, which take turns in the L2 cache. dweight and dbias must be 0.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
-                                const element* weight, const float* mean, const float* rstd, int N) {
+layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout,
+                                const residual_element* inp, const element* weight, const float* mean,
+                                const float* rstd, int N) {
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;
     add_row<1>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
 }
 
-// atomics. A warp a row: neighbouring threads read neighbouring elements, and their additions go to neighbouring addresses, where those of
-// thread_a_row all meet at one. There are as many additions as before, and they are what is waited for: half the bytes in bfloat16 save
-// next to nothing.
-// H200, B=32, T=1024: bfloat16 0.4624 ms, 435 GB/s at 32 threads; float32 0.4994 ms, 806 GB/s at 32.
+// atomics. A warp a row: neighbouring threads read neighbouring elements, and their additions go to neighbouring
+// addresses, where those of thread_a_row all meet at one. There are as many additions as before, and they are what is
+// waited for: half the bytes in bfloat16 save next to nothing.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
-                           const element* weight, const float* mean, const float* rstd, int N) {
+layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const element* dout,
+                           const residual_element* inp, const element* weight, const float* mean, const float* rstd,
+                           int N) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row < N) add_row<32>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
 }
 
-// shared_memory. A block takes many rows, one a warp at a time, and its warps add up in shared memory, where atomic additions meet
-// only those of the same block. Each block then adds 2 C sums to memory, instead of 2 C for every row: the larger the block, the fewer.
-// Any number of blocks; dynamic shared memory: 2 * C floats.
-// H200, B=32, T=1024: bfloat16 0.1175 ms, 1713 GB/s at 1024 threads; float32 0.1828 ms, 2203 GB/s at 1024.
+// shared_memory. A block takes many rows, one a warp at a time, and its warps add up in shared memory, where atomic
+// additions meet only those of the same block. Each block then adds 2 C sums to memory, instead of 2 C for every row:
+// the larger the block, the fewer. Any number of blocks; dynamic shared memory: 2 * C floats.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, const element* dout, const stream_element* inp,
-                                 const element* weight, const float* mean, const float* rstd, int N) {
+layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, const element* dout,
+                                 const residual_element* inp, const element* weight, const float* mean,
+                                 const float* rstd, int N) {
     extern __shared__ float block_sums[];  // of dweight, of dbias
     for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) block_sums[c] = 0.0f;
     __syncthreads();
@@ -88,17 +91,18 @@ layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, co
     }
 }
 
-// last_block. No float is added atomically: a block's threads have columns of their own, all rows of the block go through them, and
-// the block's sums go to its row of `partials`. The block that finds itself the last one adds those up, in the order of the blocks:
-// which one that is differs from run to run, the result does not. dweight and dbias need not be cleared. What it buys is the same bits in
-// every run with one launch; but in bfloat16 it takes twice the time of shared_memory, in float32 a third more. A block's threads wait for
-// each other at every row, for its sums; and at the end one block adds up what all have left, while the rest of the GPU has nothing to do:
-// with blocks of 32 threads, of which there are thousands, that is nearly all of its time.
-// Any number of blocks, partials (gridDim.x, 2C); *done must be 0, and is 0 again afterwards. Dynamic shared memory: 2 * C floats.
-// H200, B=32, T=1024: bfloat16 0.2340 ms, 860 GB/s at 512 threads; float32 0.2454 ms, 1641 GB/s at 512.
+// last_block. No float is added atomically: a block's threads have columns of their own, all rows of the block go
+// through them, and the block's sums go to its row of `partials`. The block that finds itself the last one adds those
+// up, in the order of the blocks: which one that is differs from run to run, the result does not. dweight and dbias
+// need not be cleared. What it buys is the same bits in every run with one launch; but in bfloat16 it takes twice the
+// time of shared_memory, in float32 a third more. A block's threads wait for each other at every row, for its sums; and
+// at the end one block adds up what all have left, while the rest of the GPU has nothing to do: with blocks of 32
+// threads, of which there are thousands, that is nearly all of its time. Any number of blocks, partials (gridDim.x,
+// 2C); *done must be 0, and is 0 again afterwards. Dynamic shared memory: 2 * C floats.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, float* partials, int* done, const element* dout,
-                              const stream_element* inp, const element* weight, const float* mean, const float* rstd, int N) {
+layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, float* partials, int* done,
+                              const element* dout, const residual_element* inp, const element* weight,
+                              const float* mean, const float* rstd, int N) {
     extern __shared__ float block_sums[];  // each thread reads and writes its own columns only
     for (int c = threadIdx.x; c < C; c += blockDim.x) block_sums[c] = block_sums[C + c] = 0.0f;
     for (int row = blockIdx.x; row < N; row += gridDim.x) {

@@ -1,12 +1,12 @@
-// Layer normalization, forward, from a thread for each row to rows in shared memory. Each head ends with what its version measured;
-// RESULTS.md has every block size.
+// Layer normalization, forward, from a thread for each row to rows in shared memory. RESULTS.md has what each version
+// measured.
 //
-//     out = (inp - mean) * rstd * weight + bias                                                      out =, mean =, rstd =
+//     out = (inp - mean) * rstd * weight + bias                                               out =, mean =, rstd =
 //
-// inp, out (N,C), inp of the residual stream's type; mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row comes in once and goes
-// out once.
-// The live version is residual_layernorm_forward of kernels/layernorm.cu: a row stays in the registers of a warp (or several) from the
-// only reading to the writing, and the addition to the residual stream before it costs no pass of its own.
+// inp, out (N,C), inp of the residual stream's type; mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row
+// comes in once and goes out once. The live version is residual_layernorm_forward of kernels/layernorm.cu: a row stays
+// in the registers of a warp (or several) from the only reading to the writing, and the addition to the residual stream
+// before it costs no pass of its own.
 
 #include "common.cuh"
 #include "block.cuh"
@@ -14,17 +14,16 @@
 __device__ inline float rstd_of(float variance) { return 1.0f / sqrtf(variance + 1e-5f); }
 
 // One element of the result.
-__device__ inline void normalize(element* out, const stream_element* inp, const element* weight, const element* bias, int64 start, int c,
-                                 float m, float r) {
+__device__ inline void normalize(element* out, const residual_element* inp, const element* weight, const element* bias,
+                                 int64 start, int c, float m, float r) {
     from_float(out[start + c], (to_float(inp[start + c]) - m) * r * to_float(weight[c]) + to_float(bias[c]));
 }
 
-// thread_a_row. The three loops of the formula, a thread for each row. Neighbouring threads read addresses that are a row apart, so that
-// each access of a warp touches 32 lines of memory for 32 elements; and there are only N threads.
-// H200, B=32, T=1024: bfloat16 0.6429 ms, 157 GB/s at 256 threads; float32 0.6750 ms, 298 GB/s at 128.
+// thread_a_row. The three loops of the formula, a thread for each row. Neighbouring threads read addresses that are a
+// row apart, so that each access of a warp touches 32 lines of memory for 32 elements; and there are only N threads.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
-                               const element* bias, int N) {
+layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
+                               const element* weight, const element* bias, int N) {
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;
     const int64 start = int64(row) * C;
@@ -38,16 +37,17 @@ layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const str
     rstd[row] = r;
 }
 
-// statistics_apart. Two kernels: a block works out mean and rstd of a row, then a thread normalizes an element. Neighbouring threads
-// read neighbouring elements, which is what memory is fast at. The price is a launch more, and that the input comes from memory twice.
-// H200, B=32, T=1024: bfloat16 0.1622 ms, 621 GB/s at 256 threads; float32 0.1714 ms, 1175 GB/s at 256.
+// statistics_apart. Two kernels: a block works out mean and rstd of a row, then a thread normalizes an element.
+// Neighbouring threads read neighbouring elements, which is what memory is fast at. The price is a launch more, and
+// that the input comes from memory twice.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_statistics(float* mean, float* rstd, const stream_element* inp) {
+layernorm_forward_statistics(float* mean, float* rstd, const residual_element* inp) {
     const int64 start = int64(blockIdx.x) * C;
     float sum = 0.0f, squares = 0.0f;
     for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);
     const float m = block_sum(sum) / C;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
+    for (int c = threadIdx.x; c < C; c += blockDim.x)
+        squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
     squares = block_sum(squares);
     if (threadIdx.x == 0) {
         mean[blockIdx.x] = m;
@@ -56,20 +56,19 @@ layernorm_forward_statistics(float* mean, float* rstd, const stream_element* inp
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_normalize(element* out, const float* mean, const float* rstd, const stream_element* inp, const element* weight,
-                            const element* bias, int N) {
+layernorm_forward_normalize(element* out, const float* mean, const float* rstd, const residual_element* inp,
+                            const element* weight, const element* bias, int N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= int64(N) * C) return;
     const int row = i / C, c = i % C;
     normalize(out, inp, weight, bias, int64(row) * C, c, mean[row], rstd[row]);
 }
 
-// warp_a_row. One kernel again: the 32 threads of a warp share a row and add up through registers, with no barrier and no shared memory.
-// The second and third reading of the row come from the L1 cache.
-// H200, B=32, T=1024: bfloat16 0.0468 ms, 2152 GB/s at 64 threads; float32 0.0669 ms, 3007 GB/s at 32.
+// warp_a_row. One kernel again: the 32 threads of a warp share a row and add up through registers, with no barrier and
+// no shared memory. The second and third reading of the row come from the L1 cache.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight, const element* bias,
-                             int N) {
+layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
+                             const element* weight, const element* bias, int N) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= N) return;
     const int64 start = int64(row) * C;
@@ -85,13 +84,12 @@ layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const strea
     }
 }
 
-// one_pass. The variance is E[x^2] - E[x]^2, so that one reading gives both sums. It is the difference of two numbers that may be large
-// and nearly equal: where a row's mean is a thousand times its spread, nothing is left of it in float32. And it is hardly faster, in
-// float32 slower: the reading that it saves was one from the L1 cache.
-// H200, B=32, T=1024: bfloat16 0.0466 ms, 2159 GB/s at 64 threads; float32 0.0704 ms, 2860 GB/s at 32.
+// one_pass. The variance is E[x^2] - E[x]^2, so that one reading gives both sums. It is the difference of two numbers
+// that may be large and nearly equal: where a row's mean is a thousand times its spread, nothing is left of it in
+// float32. And it is hardly faster, in float32 slower: the reading that it saves was one from the L1 cache.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_one_pass(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight, const element* bias,
-                           int N) {
+layernorm_forward_one_pass(element* out, float* mean, float* rstd, const residual_element* inp, const element* weight,
+                           const element* bias, int N) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= N) return;
     const int64 start = int64(row) * C;
@@ -110,18 +108,19 @@ layernorm_forward_one_pass(element* out, float* mean, float* rstd, const stream_
     }
 }
 
-// block_a_row. A whole block on each row: more loads underway for it, which pays where rows are few or long; for many short rows, as here,
-// it is slower than warp_a_row: the barriers of the sums cost more than they bring, and the compiler, which does not know the step of the
-// loops, leaves one load of the row in each turn, where warp_a_row has 16 underway.
-// H200, B=32, T=1024: bfloat16 0.0841 ms, 1197 GB/s at 64 threads; float32 0.0936 ms, 2152 GB/s at 128.
+// block_a_row. A whole block on each row: more loads underway for it, which pays where rows are few or long; for many
+// short rows, as here, it is slower than warp_a_row: the barriers of the sums cost more than they bring, and the
+// compiler, which does not know the step of the loops, leaves one load of the row in each turn, where warp_a_row has 16
+// underway.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
-                              const element* bias) {
+layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
+                              const element* weight, const element* bias) {
     const int64 start = int64(blockIdx.x) * C;
     float sum = 0.0f, squares = 0.0f;
     for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);
     const float m = block_sum(sum) / C;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
+    for (int c = threadIdx.x; c < C; c += blockDim.x)
+        squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
     const float r = rstd_of(block_sum(squares) / C);
     for (int c = threadIdx.x; c < C; c += blockDim.x) normalize(out, inp, weight, bias, start, c, m, r);
     if (threadIdx.x == 0) {
@@ -130,17 +129,16 @@ layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const stre
     }
 }
 
-// shared_memory. A warp a row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions. The row waits in shared
-// memory between the passes, so that nothing depends on the L1 cache keeping it; weight and bias are there for all rows of the block.
-// Dynamic shared memory: (2 + warps of the block) * C elements.
-// H200, B=32, T=1024: bfloat16 0.0332 ms, 3036 GB/s at 256 threads; float32 0.0563 ms, 3578 GB/s at 256.
+// shared_memory. A warp a row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions. The
+// row waits in shared memory between the passes, so that nothing depends on the L1 cache keeping it; weight and bias
+// are there for all rows of the block. Dynamic shared memory: (2 + warps of the block) * C elements.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const stream_element* inp, const element* weight,
-                                const element* bias, int N) {
+layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const residual_element* inp,
+                                const element* weight, const element* bias, int N) {
     extern __shared__ uint4 shared[];
     element* const w = reinterpret_cast<element*>(shared);
     element* const b = w + C;
-    stream_element* const x = reinterpret_cast<stream_element*>(b + C) + threadIdx.x / 32 * C;
+    residual_element* const x = reinterpret_cast<residual_element*>(b + C) + threadIdx.x / 32 * C;
     for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
         store(w + c, load(weight + c));
         store(b + c, load(bias + c));

@@ -1,12 +1,12 @@
 """
-The layers of the kernel library that only move bytes, and their versions from the simplest to the live one. See lab.py for what a
-layer is; the kernels are in the .cu files beside this one, where each stands under its idea.
+The layers of the kernel library that only move bytes, and their versions from the simplest to the live one. See lab.py
+for what a layer is; the kernels are in the .cu files beside this one, where each stands under its idea.
 """
 
 import math
 
 from lab import EXACT, SUMS, SWEEP, Layer, blocks, cuda, np, size_of, torch, train_gpt2, version
-from train_gpt2 import bf16_bits
+from llmc.tensors import bf16_bits
 
 F = torch.nn.functional
 
@@ -32,8 +32,8 @@ class EncoderForward(Layer):
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
-        return {"out": self.unwritten(B, T, C, dtype=self.precision.stream), "inp": self.tokens(), "wte": self.random(self.Vp, C),
-                "wpe": self.random(self.config.maxT, C)}
+        return {"out": self.unwritten(B, T, C, dtype=self.precision.residual), "inp": self.tokens(),
+                "wte": self.random(self.Vp, C), "wpe": self.random(self.config.maxT, C)}
 
     def oracle(self, t):
         train_gpt2.encoder_forward(t.out, t.inp, t.wte, t.wpe, self.B, self.T, self.C)
@@ -46,21 +46,21 @@ class EncoderForward(Layer):
 
     @version(*SWEEP)
     def thread_an_element(self, lab, a, block):
-        lab.launch("encoder_forward_thread_an_element", (blocks(self.N * self.C, block),), (block,), a.out, a.inp, a.wte, a.wpe,
-                   self.B, self.T)
+        lab.launch("encoder_forward_thread_an_element", (blocks(self.N * self.C, block),), (block,), a.out, a.inp,
+                   a.wte, a.wpe, self.B, self.T)
 
     @version(*SWEEP)
     def pack_a_thread(self, lab, a, block):
-        lab.launch("encoder_forward_pack_a_thread", (blocks(self.N * self.C, block * self.pack),), (block,), a.out, a.inp, a.wte, a.wpe,
-                   self.B, self.T)
+        lab.launch("encoder_forward_pack_a_thread", (blocks(self.N * self.C, block * self.pack),), (block,), a.out,
+                   a.inp, a.wte, a.wpe, self.B, self.T)
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.encoder_forward(lab, a.out, a.inp, a.wte, a.wpe, self.B, self.T, self.C)
+        cuda.encoder_forward(lab.device, a.out, a.inp, a.wte, a.wpe, self.B, self.T, self.C)
 
 
 class EncoderBackward(Layer):
-    """dwte += the sum of dout over the places of each token; dwpe = the sum over the batch"""
+    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch"""
 
     name, file, shapes, float32_grads = "encoder_backward", "encoder", ((3, 97),), True
     checked = {"dwte": SUMS, "dwpe": SUMS}
@@ -68,7 +68,8 @@ class EncoderBackward(Layer):
     def tensors(self):
         B, T, C, N, maxT = self.B, self.T, self.C, self.N, self.config.maxT
         inp, order, first, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
-        self.different = cuda.sort_tokens(order, first, tokens, inp)
+        cuda.sort_tokens(order, first, tokens, inp)
+        self.different = np.unique(inp).size
         return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.unwritten(maxT, C, dtype="float32"),
                 "dout": self.random(B, T, C), "inp": inp, "order": order, "first": first, "tokens": tokens}
 
@@ -90,16 +91,19 @@ class EncoderBackward(Layer):
     @version(*SWEEP)
     def atomics(self, lab, a, block):
         lab.clear(a.dwpe)
-        lab.launch("encoder_backward_atomics", (blocks(self.N * self.C, block),), (block,), a.dwte, a.dwpe, a.dout, a.inp, self.B, self.T)
+        lab.launch("encoder_backward_atomics", (blocks(self.N * self.C, block),), (block,), a.dwte, a.dwpe, a.dout,
+                   a.inp, self.B, self.T)
 
     @version(*SWEEP)
     def wpe_apart(self, lab, a, block):
-        lab.launch("encoder_backward_wte_atomics", (blocks(self.N * self.C, block),), (block,), a.dwte, a.dout, a.inp, self.N)
-        lab.launch("encoder_backward_wpe", lab.grid(a.dwpe.size), (256,), a.dwpe, a.dout, 0, self.B, self.T, a.dwpe.shape[0])
+        lab.launch("encoder_backward_wte_atomics", (blocks(self.N * self.C, block),), (block,), a.dwte, a.dout, a.inp,
+                   self.N)
+        lab.launch("encoder_backward_wpe", (blocks(a.dwpe.size, 256 * self.pack),), (256,), a.dwpe, a.dout, 0, self.B,
+                   self.T, a.dwpe.shape[0])
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.encoder_backward(lab, a.dwte, a.dwpe, a.dout, a.order, a.first, a.tokens, 0, self.B, self.T, self.C, self.different)
+        cuda.encoder_backward(lab.device, a.dwte, a.dwpe, a.dout, a.order, a.first, a.tokens, 0, self.B, self.T, self.C)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,7 +120,8 @@ class LayernormForward(Layer):
         B, T, C = self.B, self.T, self.C
         return {"out": self.unwritten(B, T, C), "mean": self.unwritten(B, T, dtype="float32"),
                 "rstd": self.unwritten(B, T, dtype="float32"),
-                "inp": self.random(B, T, C, mean=1, dtype=self.precision.stream), "weight": self.random(C), "bias": self.random(C)}
+                "inp": self.random(B, T, C, mean=1, dtype=self.precision.residual), "weight": self.random(C),
+                "bias": self.random(C)}
 
     def oracle(self, t):
         train_gpt2.layernorm_forward(t.out, t.mean, t.rstd, t.inp, t.weight, t.bias, self.B, self.T, self.C)
@@ -130,7 +135,8 @@ class LayernormForward(Layer):
 
     def launch(self, lab, kernel, a, rows, block, shared=0):
         """rows: what a block does of them."""
-        lab.launch(kernel, (blocks(self.N, rows),), (block,), a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, self.N, shared=shared)
+        lab.launch(kernel, (blocks(self.N, rows),), (block,), a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, self.N,
+                   shared=shared)
 
     @version(*SWEEP)
     def thread_a_row(self, lab, a, block):
@@ -139,8 +145,8 @@ class LayernormForward(Layer):
     @version(*SWEEP)
     def statistics_apart(self, lab, a, block):
         lab.launch("layernorm_forward_statistics", (self.N,), (block,), a.mean, a.rstd, a.inp)
-        lab.launch("layernorm_forward_normalize", (blocks(self.N * self.C, block),), (block,), a.out, a.mean, a.rstd, a.inp, a.weight,
-                   a.bias, self.N)
+        lab.launch("layernorm_forward_normalize", (blocks(self.N * self.C, block),), (block,), a.out, a.mean, a.rstd,
+                   a.inp, a.weight, a.bias, self.N)
 
     @version(*SWEEP)
     def warp_a_row(self, lab, a, block):
@@ -163,7 +169,8 @@ class LayernormForward(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.residual_layernorm_forward(lab, None, a.out, a.mean, a.rstd, a.inp, None, a.weight, a.bias, self.B, self.T, self.C)
+        cuda.residual_layernorm_forward(lab.device, None, a.out, a.mean, a.rstd, a.inp, None, a.weight, a.bias, self.B,
+                                        self.T, self.C)
 
 
 class LayernormBackward(Layer):
@@ -174,17 +181,19 @@ class LayernormBackward(Layer):
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
-        inp = self.random(B, T, C, mean=1, dtype=self.precision.stream)
+        inp = self.random(B, T, C, mean=1, dtype=self.precision.residual)
         mean = inp.mean(axis=-1, dtype=np.float32)
         rstd = 1 / np.sqrt(inp.var(axis=-1, dtype=np.float32) + np.float32(1e-5))
-        rows = cuda.sum_rows(self.config, B, T, self.gpu.sm_count, self.pack).layernorm
-        return {"dinp": self.random(B, T, C), "dweight": self.unwritten(C, dtype="float32"), "dbias": self.unwritten(C, dtype="float32"),
-                "dout": self.random(B, T, C), "inp": inp, "weight": self.random(C), "mean": mean, "rstd": rstd,
-                "partials": self.unwritten(32 * self.gpu.sm_count, 2 * C, dtype="float32"), "done": np.zeros(1, np.int32),
-                "live_partials": self.unwritten(rows, 3 * C, dtype="float32")}
+        rows = self.sum_rows().layernorm
+        return {"dinp": self.random(B, T, C), "dweight": self.unwritten(C, dtype="float32"),
+                "dbias": self.unwritten(C, dtype="float32"), "dout": self.random(B, T, C), "inp": inp,
+                "weight": self.random(C), "mean": mean, "rstd": rstd,
+                "partials": self.unwritten(32 * self.gpu.sm_count, 2 * C, dtype="float32"),
+                "done": np.zeros(1, np.int32), "live_partials": self.unwritten(rows, 3 * C, dtype="float32")}
 
     def oracle(self, t):
-        train_gpt2.layernorm_backward(t.dinp, t.dweight, t.dbias, t.dout, t.inp, t.weight, t.mean, t.rstd, self.B, self.T, self.C)
+        train_gpt2.layernorm_backward(t.dinp, t.dweight, t.dbias, t.dout, t.inp, t.weight, t.mean, t.rstd, self.B,
+                                      self.T, self.C)
 
     def bytes(self, a):
         return size_of(a.dinp, a.dinp, a.dout, a.inp)
@@ -207,31 +216,33 @@ class LayernormBackward(Layer):
     def thread_a_row(self, lab, a, block):
         lab.clear(a.dweight)
         lab.clear(a.dbias)
-        lab.launch("layernorm_backward_thread_a_row", (blocks(self.N, block),), (block,), a.dinp, a.dweight, a.dbias, *self.given(a))
+        lab.launch("layernorm_backward_thread_a_row", (blocks(self.N, block),), (block,), a.dinp, a.dweight, a.dbias,
+                   *self.given(a))
 
     @version(*SWEEP)
     def atomics(self, lab, a, block):
         lab.clear(a.dweight)
         lab.clear(a.dbias)
-        lab.launch("layernorm_backward_atomics", (blocks(self.N, warps(block)),), (block,), a.dinp, a.dweight, a.dbias, *self.given(a))
+        lab.launch("layernorm_backward_atomics", (blocks(self.N, warps(block)),), (block,), a.dinp, a.dweight, a.dbias,
+                   *self.given(a))
 
     @version(*SWEEP)
     def shared_memory(self, lab, a, block):
         lab.clear(a.dweight)
         lab.clear(a.dbias)
-        lab.launch("layernorm_backward_shared_memory", (min(waves(lab, block), blocks(self.N, warps(block))),), (block,), a.dinp, a.dweight,
-                   a.dbias, *self.given(a), shared=8 * self.C)
+        lab.launch("layernorm_backward_shared_memory", (min(waves(lab, block), blocks(self.N, warps(block))),),
+                   (block,), a.dinp, a.dweight, a.dbias, *self.given(a), shared=8 * self.C)
 
     @version(*SWEEP)
     def last_block(self, lab, a, block):
-        lab.launch("layernorm_backward_last_block", (min(waves(lab, block), self.N),), (block,), a.dinp, a.dweight, a.dbias, a.partials,
-                   a.done, *self.given(a), shared=8 * self.C)
+        lab.launch("layernorm_backward_last_block", (min(waves(lab, block), self.N),), (block,), a.dinp, a.dweight,
+                   a.dbias, a.partials, a.done, *self.given(a), shared=8 * self.C)
 
     @version(256)
     def live(self, lab, a, block):
-        a.jobs = getattr(a, "jobs", None) or cuda.sum_jobs([(a.live_partials, (a.dweight, a.dbias, None))])
-        cuda.layernorm_backward(lab, a.dinp, a.live_partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1, self.B, self.T, self.C)
-        cuda.column_sums(lab, a.jobs, 0)
+        cuda.layernorm_backward(lab.device, a.dinp, a.live_partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1,
+                                self.B, self.T, self.C)
+        cuda.column_sums(lab.device, [(a.live_partials, (a.dweight, a.dbias, None))], 0)
 
 
 class ResidualForward(Layer):
@@ -241,8 +252,9 @@ class ResidualForward(Layer):
     checked = {"out": EXACT}
 
     def tensors(self):
-        shape, stream = (self.B, self.T, self.C), self.precision.stream
-        return {"out": self.unwritten(*shape, dtype=stream), "inp1": self.random(*shape, dtype=stream), "inp2": self.random(*shape)}
+        shape, stream = (self.B, self.T, self.C), self.precision.residual
+        return {"out": self.unwritten(*shape, dtype=stream), "inp1": self.random(*shape, dtype=stream),
+                "inp2": self.random(*shape)}
 
     def oracle(self, t):
         train_gpt2.residual_forward(t.out, t.inp1, t.inp2, t.out.size)
@@ -256,7 +268,8 @@ class ResidualForward(Layer):
 
     def launch(self, lab, kernel, a, block, elements):
         """elements: what a thread does of them."""
-        lab.launch(kernel, (blocks(a.out.size, elements * block),), (block,), a.out, a.inp1, a.inp2, np.int64(a.out.size))
+        lab.launch(kernel, (blocks(a.out.size, elements * block),), (block,), a.out, a.inp1, a.inp2,
+                   np.int64(a.out.size))
 
     @version(*SWEEP)
     def thread_an_element(self, lab, a, block):
@@ -278,11 +291,11 @@ class ResidualLayernormForward(Layer):
     checked = {"residual": EXACT, "out": SUMS, "mean": SUMS, "rstd": SUMS}
 
     def tensors(self):
-        B, T, C, stream = self.B, self.T, self.C, self.precision.stream
+        B, T, C, stream = self.B, self.T, self.C, self.precision.residual
         return {"residual": self.unwritten(B, T, C, dtype=stream), "out": self.unwritten(B, T, C),
                 "mean": self.unwritten(B, T, dtype="float32"), "rstd": self.unwritten(B, T, dtype="float32"),
-                "inp1": self.random(B, T, C, mean=1, dtype=stream), "inp2": self.random(B, T, C), "weight": self.random(C),
-                "bias": self.random(C)}
+                "inp1": self.random(B, T, C, mean=1, dtype=stream), "inp2": self.random(B, T, C),
+                "weight": self.random(C), "bias": self.random(C)}
 
     def oracle(self, t):
         np.add(t.inp1, t.inp2, out=t.residual)
@@ -306,13 +319,15 @@ class ResidualLayernormForward(Layer):
     @version(*SWEEP)
     def apart(self, lab, a, block):
         """The best addition, then the live layernorm of what it has stored."""
-        lab.launch("residual_forward_pack_a_thread", (blocks(a.out.size, self.pack * block),), (block,), a.residual, a.inp1, a.inp2,
-                   np.int64(a.out.size))
-        cuda.residual_layernorm_forward(lab, None, a.out, a.mean, a.rstd, a.residual, None, a.weight, a.bias, self.B, self.T, self.C)
+        lab.launch("residual_forward_pack_a_thread", (blocks(a.out.size, self.pack * block),), (block,), a.residual,
+                   a.inp1, a.inp2, np.int64(a.out.size))
+        cuda.residual_layernorm_forward(lab.device, None, a.out, a.mean, a.rstd, a.residual, None, a.weight, a.bias,
+                                        self.B, self.T, self.C)
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.residual_layernorm_forward(lab, a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, self.B, self.T, self.C)
+        cuda.residual_layernorm_forward(lab.device, a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight,
+                                        a.bias, self.B, self.T, self.C)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -340,19 +355,22 @@ class GeluForward(Layer):
 
     @version(*SWEEP)
     def thread_an_element(self, lab, a, block):
-        lab.launch("gelu_forward_thread_an_element", (blocks(a.out.size, block),), (block,), a.out, a.inp, np.int64(a.out.size))
+        lab.launch("gelu_forward_thread_an_element", (blocks(a.out.size, block),), (block,), a.out, a.inp,
+                   np.int64(a.out.size))
 
     @version(*SWEEP)
     def pack_a_thread(self, lab, a, block):
-        lab.launch("gelu_forward_pack_a_thread", (blocks(a.out.size, self.pack * block),), (block,), a.out, a.inp, np.int64(a.out.size))
+        lab.launch("gelu_forward_pack_a_thread", (blocks(a.out.size, self.pack * block),), (block,), a.out, a.inp,
+                   np.int64(a.out.size))
 
     @version(*SWEEP)
     def sigmoid(self, lab, a, block):
-        lab.launch("gelu_forward_sigmoid", (blocks(a.out.size, self.pack * block),), (block,), a.out, a.inp, np.int64(a.out.size))
+        lab.launch("gelu_forward_sigmoid", (blocks(a.out.size, self.pack * block),), (block,), a.out, a.inp,
+                   np.int64(a.out.size))
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.gelu_forward(lab, a.out, a.inp)
+        cuda.gelu_forward(lab.device, a.out, a.inp, self.N, 4 * self.C)
 
 
 class GeluBackward(Layer):
@@ -363,7 +381,7 @@ class GeluBackward(Layer):
 
     def tensors(self):
         shape = self.B, self.T, 4 * self.C
-        rows = cuda.sum_rows(self.config, self.B, self.T, self.gpu.sm_count, self.pack).gelu
+        rows = self.sum_rows().gelu
         return {"dinp": self.unwritten(*shape), "inp": self.random(*shape, spread=3), "dout": self.random(*shape),
                 "sums": self.unwritten(rows, 4 * self.C, dtype="float32")}
 
@@ -378,16 +396,17 @@ class GeluBackward(Layer):
 
     @version(*SWEEP)
     def thread_an_element(self, lab, a, block):
-        lab.launch("gelu_backward_thread_an_element", (blocks(a.dinp.size, block),), (block,), a.dinp, a.inp, a.dout, np.int64(a.dinp.size))
+        lab.launch("gelu_backward_thread_an_element", (blocks(a.dinp.size, block),), (block,), a.dinp, a.inp, a.dout,
+                   np.int64(a.dinp.size))
 
     @version(*SWEEP)
     def pack_a_thread(self, lab, a, block):
-        lab.launch("gelu_backward_pack_a_thread", (blocks(a.dinp.size, self.pack * block),), (block,), a.dinp, a.inp, a.dout,
-                   np.int64(a.dinp.size))
+        lab.launch("gelu_backward_pack_a_thread", (blocks(a.dinp.size, self.pack * block),), (block,), a.dinp, a.inp,
+                   a.dout, np.int64(a.dinp.size))
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.gelu_backward(lab, a.dinp, a.sums, None, a.inp, a.dout)
+        cuda.gelu_backward(lab.device, a.dinp, a.sums, None, a.inp, a.dout, self.N, 4 * self.C)
 
 
 class BiasGradient(Layer):
@@ -425,17 +444,17 @@ class BiasGradient(Layer):
     @version(*SWEEP)
     def atomics(self, lab, a, block):
         lab.clear(a.dbias)
-        lab.launch("bias_gradient_atomics", (4 * self.C // 32, self.parts(lab, block, 32)), (block,), a.dbias, a.dout, self.N)
+        lab.launch("bias_gradient_atomics", (4 * self.C // 32, self.parts(lab, block, 32)), (block,), a.dbias, a.dout,
+                   self.N)
 
     @version(*SWEEP)
     def two_stages(self, lab, a, block):
         """The second stage is the live one."""
         columns = 32 * self.pack
         partials = a.partials[: self.parts(lab, block, columns)]
-        lab.launch("bias_gradient_two_stages", (blocks(4 * self.C, columns), len(partials)), (block,), partials, a.dout, self.N)
-        if getattr(a, "block", None) != block:  # a table on the GPU, which a training step makes once
-            a.block, a.jobs = block, cuda.sum_jobs([(partials, (a.dbias,))])
-        cuda.column_sums(lab, a.jobs, 0)
+        lab.launch("bias_gradient_two_stages", (blocks(4 * self.C, columns), len(partials)), (block,), partials,
+                   a.dout, self.N)
+        cuda.column_sums(lab.device, [(partials, (a.dbias,))], 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -443,7 +462,7 @@ class BiasGradient(Layer):
 
 
 def live_block(layer, block):
-    return block == cuda.classifier_threads(cuda.rows_on_chip(layer.config, layer.precision, layer.gpu.arch), layer.precision)
+    return block == layer.geometry.CLASSIFIER_THREADS
 
 
 class Logits(Layer):
@@ -512,7 +531,8 @@ class CrossentropyForward(Logits):
     checked = {"losses": SUMS}
 
     def tensors(self):
-        return {"losses": self.unwritten(self.B, self.T, dtype="float32"), "logits": self.logits(), "targets": self.tokens()}
+        return {"losses": self.unwritten(self.B, self.T, dtype="float32"), "logits": self.logits(),
+                "targets": self.tokens()}
 
     def oracle(self, t):
         train_gpt2.crossentropy_forward(t.losses, self.probabilities(t.logits), t.targets, self.B, self.T, self.V)
@@ -526,11 +546,13 @@ class CrossentropyForward(Logits):
 
     @version(*SWEEP)
     def thread_a_row(self, lab, a, block):
-        lab.launch("crossentropy_forward_thread_a_row", (blocks(self.N, block),), (block,), a.losses, a.logits, a.targets, self.N)
+        lab.launch("crossentropy_forward_thread_a_row", (blocks(self.N, block),), (block,), a.losses, a.logits,
+                   a.targets, self.N)
 
     @version(*SWEEP)
     def warp_a_row(self, lab, a, block):
-        lab.launch("crossentropy_forward_warp_a_row", (blocks(self.N, warps(block)),), (block,), a.losses, a.logits, a.targets, self.N)
+        lab.launch("crossentropy_forward_warp_a_row", (blocks(self.N, warps(block)),), (block,), a.losses, a.logits,
+                   a.targets, self.N)
 
     @version(*SWEEP)
     def block_a_row(self, lab, a, block):
@@ -538,7 +560,7 @@ class CrossentropyForward(Logits):
 
     @version(256, 512, 1024, fits=live_block)
     def live(self, lab, a, block):
-        cuda.classifier(lab, a.losses, a.logits, a.targets, 1.0, 0, self.B, self.T)
+        cuda.classifier(lab.device, a.losses, a.logits, a.targets, 1.0, 0, self.B, self.T)
 
 
 class CrossentropySoftmaxBackward(Logits):
@@ -553,7 +575,8 @@ class CrossentropySoftmaxBackward(Logits):
 
     def oracle(self, t):
         B, T, V, dlogits = self.B, self.T, self.V, np.empty((self.B, self.T, self.V))
-        train_gpt2.crossentropy_softmax_backward(dlogits, np.full((B, T), 1.0 / self.N), t.probs[..., :V], t.targets, B, T, V)
+        train_gpt2.crossentropy_softmax_backward(dlogits, np.full((B, T), 1.0 / self.N), t.probs[..., :V], t.targets,
+                                                 B, T, V)
         t.dlogits[...] = 0.0
         t.dlogits[..., :V] = dlogits
 
@@ -562,13 +585,13 @@ class CrossentropySoftmaxBackward(Logits):
 
     @version(*SWEEP)
     def thread_an_element(self, lab, a, block):
-        lab.launch("crossentropy_softmax_backward_thread_an_element", (blocks(a.probs.size, block),), (block,), a.dlogits, a.probs,
-                   a.targets, 1.0 / self.N, self.N)
+        lab.launch("crossentropy_softmax_backward_thread_an_element", (blocks(a.probs.size, block),), (block,),
+                   a.dlogits, a.probs, a.targets, 1.0 / self.N, self.N)
 
     @version(*SWEEP)
     def pack_a_thread(self, lab, a, block):
-        lab.launch("crossentropy_softmax_backward_pack_a_thread", (blocks(a.probs.size, self.pack * block),), (block,), a.dlogits, a.probs,
-                   a.targets, 1.0 / self.N, self.N)
+        lab.launch("crossentropy_softmax_backward_pack_a_thread", (blocks(a.probs.size, self.pack * block),), (block,),
+                   a.dlogits, a.probs, a.targets, 1.0 / self.N, self.N)
 
 
 class Classifier(Logits):
@@ -578,8 +601,8 @@ class Classifier(Logits):
     checked = {"losses": SUMS, "logits": SUMS}
 
     def tensors(self):
-        return {"losses": self.unwritten(self.B, self.T, dtype="float32"), "logits": self.logits(), "targets": self.tokens(),
-                "probs": self.unwritten(self.B, self.T, self.Vp)}
+        return {"losses": self.unwritten(self.B, self.T, dtype="float32"), "logits": self.logits(),
+                "targets": self.tokens(), "probs": self.unwritten(self.B, self.T, self.Vp)}
 
     def oracle(self, t):
         B, T, V, dlogits = self.B, self.T, self.V, np.empty((self.B, self.T, self.V))
@@ -607,8 +630,8 @@ class Classifier(Logits):
         """Softmax, loss and gradient, a kernel each, the probabilities stored in between."""
         lab.launch("softmax_online", (self.N,), (block,), a.probs, a.logits)
         lab.launch("crossentropy_forward_block_a_row", (self.N,), (block,), a.losses, a.logits, a.targets)
-        lab.launch("crossentropy_softmax_backward_pack_a_thread", (blocks(a.probs.size, self.pack * block),), (block,), a.logits, a.probs,
-                   a.targets, 1.0 / self.N, self.N)
+        lab.launch("crossentropy_softmax_backward_pack_a_thread", (blocks(a.probs.size, self.pack * block),), (block,),
+                   a.logits, a.probs, a.targets, 1.0 / self.N, self.N)
 
     @version(*SWEEP)
     def fused(self, lab, a, block):
@@ -616,14 +639,14 @@ class Classifier(Logits):
 
     @version(256, 512, 1024, fits=live_block)
     def live(self, lab, a, block):
-        cuda.classifier(lab, a.losses, a.logits, a.targets, 1.0 / self.N, 1, self.B, self.T)
+        cuda.classifier(lab.device, a.losses, a.logits, a.targets, 1.0 / self.N, 1, self.B, self.T)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the update: over B*T*4C parameters, which for the default sizes is nearly as many as GPT-2 124M has
 
-CONTROL = np.dtype([("step", "i8"), ("launches", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"), ("grad_scale", "f4"),
-                    ("halted", "i4"), ("padding", "i4")])  # struct Control of kernels/update.cu
+CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
+                    ("grad_scale", "f4"), ("halted", "i4"), ("padding", "i4")])  # struct Control of kernels/update.cu
 
 
 class AdamWUpdate(Layer):
@@ -642,15 +665,17 @@ class AdamWUpdate(Layer):
         count = self.N * 4 * self.C
         exact = self.random(count, dtype="float32")
         weights = {"params": bf16_bits(exact), "master": exact} if self.precision.bf16 else {"params": exact}
-        control = np.array([(self.step, 0, self.rate, self.scaled_eps, self.learning_rate, self.grad_scale, 0, 0)], CONTROL)
-        return {**weights, "m": self.random(count, spread=0.1, dtype="float32"), "v": self.random(count, dtype="float32") ** 2,
-                "grads": self.random(count), "control": control.view(np.int64), "stops": np.array([count]),
+        control = np.array([(self.step, 0, self.rate, self.scaled_eps, self.learning_rate, self.grad_scale, 0, 0)],
+                           CONTROL)
+        return {**weights, "m": self.random(count, spread=0.1, dtype="float32"),
+                "v": self.random(count, dtype="float32") ** 2, "grads": self.random(count),
+                "control": control.view(np.int64), "stops": np.array([count]),
                 "decays": np.full(1, self.weight_decay, np.float32)}
 
     def oracle(self, t):
         exact = t.master if self.precision.bf16 else t.params
-        train_gpt2.adamw_update(exact, t.m, t.v, t.grads, self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay,
-                                self.grad_scale, self.step, exact.size)
+        train_gpt2.adamw_update(exact, t.m, t.v, t.grads, self.learning_rate, self.beta1, self.beta2, self.eps,
+                                self.weight_decay, self.grad_scale, self.step, exact.size)
         t.params[...] = exact
 
     def bytes(self, a):
@@ -664,7 +689,8 @@ class AdamWUpdate(Layer):
         params.grad = t.grads * self.grad_scale
         optimizer = torch.optim.AdamW([params], lr=self.learning_rate, betas=(self.beta1, self.beta2), eps=self.eps,
                                       weight_decay=self.weight_decay, fused=True)
-        optimizer.state[params] = {"step": torch.tensor(self.step - 1.0, device=params.device), "exp_avg": t.m, "exp_avg_sq": t.v}
+        optimizer.state[params] = {"step": torch.tensor(self.step - 1.0, device=params.device), "exp_avg": t.m,
+                                   "exp_avg_sq": t.v}
 
         def call():
             optimizer.step()
@@ -677,18 +703,21 @@ class AdamWUpdate(Layer):
 
     @version(*SWEEP)
     def thread_an_element(self, lab, a, block):
-        lab.launch("adamw_update_thread_an_element", (blocks(a.m.size, block),), (block,), *self.updated(a), self.learning_rate, self.beta1,
-                   self.beta2, self.eps, self.weight_decay, self.grad_scale, self.step, np.int64(a.m.size))
+        lab.launch("adamw_update_thread_an_element", (blocks(a.m.size, block),), (block,), *self.updated(a),
+                   self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay, self.grad_scale, self.step,
+                   np.int64(a.m.size))
 
     @version(*SWEEP)
     def pack_a_thread(self, lab, a, block):
-        lab.launch("adamw_update_pack_a_thread", (blocks(a.m.size, self.pack * block),), (block,), *self.updated(a), self.rate, self.beta1,
-                   self.beta2, self.scaled_eps, 1 - self.learning_rate * self.weight_decay, self.grad_scale, np.int64(a.m.size))
+        lab.launch("adamw_update_pack_a_thread", (blocks(a.m.size, self.pack * block),), (block,), *self.updated(a),
+                   self.rate, self.beta1, self.beta2, self.scaled_eps, 1 - self.learning_rate * self.weight_decay,
+                   self.grad_scale, np.int64(a.m.size))
 
     @version(256)
     def live(self, lab, a, block):
-        lab.launch("adamw_update", (blocks(a.m.size, 4 * block),), (block,), *self.updated(a), a.control, a.stops, a.decays,
-                   self.beta2, 1 - self.beta1, 1 - self.beta2, 0, np.int64(a.m.size))
+        grid = (blocks(a.m.size, self.geometry.UPDATE_ADAMW_NUMBERS * block),)
+        lab.device.launch("adamw_update", grid, (block,), *self.updated(a), a.control, a.stops, a.decays, self.beta2,
+                          1 - self.beta1, 1 - self.beta2, 0, np.int64(a.m.size))
 
 
 class GlobalNorm(Layer):
@@ -713,12 +742,14 @@ class GlobalNorm(Layer):
     @version(*SWEEP)
     def atomics_a_thread(self, lab, a, block):
         lab.clear(a.squares)
-        lab.launch("global_norm_atomics_a_thread", (waves(lab, block),), (block,), a.squares, a.grads, np.int64(a.grads.size))
+        lab.launch("global_norm_atomics_a_thread", (waves(lab, block),), (block,), a.squares, a.grads,
+                   np.int64(a.grads.size))
 
     @version(*SWEEP)
     def atomics_a_block(self, lab, a, block):
         lab.clear(a.squares)
-        lab.launch("global_norm_atomics_a_block", (waves(lab, block),), (block,), a.squares, a.grads, np.int64(a.grads.size))
+        lab.launch("global_norm_atomics_a_block", (waves(lab, block),), (block,), a.squares, a.grads,
+                   np.int64(a.grads.size))
 
     @version(*SWEEP)
     def two_stages(self, lab, a, block):
@@ -728,6 +759,6 @@ class GlobalNorm(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        count = cuda.norm_blocks(lab.sm_count)
-        lab.launch("global_norm", (count,), (block,), a.partials, a.grads, np.int64(a.grads.size))
+        count = 8 * lab.sm_count
+        cuda.global_norm(lab.device, a.partials[:count], a.grads, a.grads.size)
         lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, count)

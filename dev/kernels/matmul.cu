@@ -1,17 +1,17 @@
-// Matrix products, from a thread for each element to the tensor cores of every GPU; matmul_hopper.cu goes on with Hopper's. Each head ends
-// with what its version measured; RESULTS.md has every block size.
+// Matmuls, from a thread for each element to the tensor cores of every GPU; matmul_hopper.cu goes on with Hopper's.
+// RESULTS.md has what each version measured.
 //
 //     matmul_forward           out = inp @ weight^T + bias        out =
 //     matmul_backward_inp      dinp = dout @ weight               dinp =
 //     matmul_backward_weight   dweight = dout^T @ inp             dweight =
 //
-// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). As in kernels/matmul.cuh, each is out (M,N) = A (M,K) @ B (K,N), and an
-// operand is "across" if the inner dimension, K, is not its contiguous one: none in the forward pass, B in dinp, both in dweight. A line of
-// an operand is what one row of out (A) or one column (B) takes of it. M is any number; N is a multiple of PACK, and so is K or, of an
-// operand that is across, the number of its lines.
+// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). As in kernels/matmul.cuh, each is out (M,N) = A (M,K) @
+// B (K,N), and an operand is "across" if the inner dimension, K, is not its contiguous one: none in the forward pass, B
+// in dinp, both in dweight. A line of an operand is what one row of out (A) or one column (B) takes of it. M is any
+// number; N is a multiple of PACK, and so is K or, of an operand that is across, the number of its lines.
 //
-// Bound by operations: each of the M * N * K products needs two numbers, so all depends on how far away these are, and on how many products
-// each serves once it is near.
+// Bound by operations: each of the M * N * K multiply-adds needs two numbers, so everything depends on how far away
+// these are, and on how many multiply-adds each one serves once it is near.
 
 #include "matmul.cuh"
 
@@ -19,7 +19,9 @@ template <int IS_ACROSS>
 struct Operand {
     const element* at;
     int lines, K;
-    __device__ const element* place(int line, int k) const { return at + (IS_ACROSS ? int64(k) * lines + line : int64(line) * K + k); }
+    __device__ const element* place(int line, int k) const {
+        return at + (IS_ACROSS ? int64(k) * lines + line : int64(line) * K + k);
+    }
     __device__ bool has(int line, int k) const { return line < lines && k < K; }
 };
 
@@ -36,13 +38,10 @@ struct Result {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// thread_an_element. The formula. Neighbouring threads take neighbouring rows, as comes to mind first; so, in the forward pass, the 32
-// numbers of A that a warp reads at once lie in 32 rows, each of which is fetched for one number, and the warp's results are written to
-// 32 rows, too. Each product reads both its numbers from the cache.
+// thread_an_element. The formula. Neighbouring threads take neighbouring rows, as comes to mind first; so, in the
+// forward pass, the 32 numbers of A that a warp reads at once lie in 32 rows, each of which is fetched for one number,
+// and the warp's results are written to 32 rows, too. Each multiply-add reads both its numbers from the cache.
 // Block (tile, tile), grid (M / tile, N / tile).
-// matmul_forward, H200, B=32, T=1024: bfloat16 112.1185 ms, 1.4 TFLOP/s at 64 threads; float32 111.9952 ms, 1.4 TFLOP/s at 64.
-// matmul_backward_inp, H200, B=32, T=1024: bfloat16 86.5802 ms, 1.8 TFLOP/s at 64 threads; float32 83.8015 ms, 1.8 TFLOP/s at 64.
-// matmul_backward_weight, H200, B=32, T=1024: bfloat16 36.5409 ms, 4.2 TFLOP/s at 1024 threads; float32 31.3486 ms, 4.9 TFLOP/s at 1024.
 
 template <class E, int A_ACROSS, int B_ACROSS>
 __device__ inline void thread_an_element(Result<E> out, Operand<A_ACROSS> a, Operand<B_ACROSS> b) {
@@ -54,7 +53,8 @@ __device__ inline void thread_an_element(Result<E> out, Operand<A_ACROSS> a, Ope
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-matmul_forward_thread_an_element(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K) {
+matmul_forward_thread_an_element(element* out, const element* inp, const element* weight, const element* bias, int M,
+                                 int N, int K) {
     thread_an_element(Result<element>{out, bias, M, N}, Operand<0>{inp, M, K}, Operand<0>{weight, N, K});
 }
 
@@ -64,19 +64,20 @@ matmul_backward_inp_thread_an_element(element* dinp, const element* dout, const 
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-matmul_backward_weight_thread_an_element(gradient* dweight, const element* dout, const element* inp, int M, int N, int K) {
+matmul_backward_weight_thread_an_element(gradient* dweight, const element* dout, const element* inp, int M, int N,
+                                         int K) {
     thread_an_element(Result<gradient>{dweight, nullptr, M, N}, Operand<1>{dout, M, K}, Operand<1>{inp, N, K});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// coalesced. In the forward pass both operands are contiguous along the inner dimension, so a warp makes one element: its lanes read
-// neighbouring numbers, 16 bytes each, and at the end add up what they have. Whole lines of memory are fetched, and each is used at once.
-// But each number still serves one product.
+// coalesced. In the forward pass both operands are contiguous along the inner dimension, so a warp makes one element:
+// its lanes read neighbouring numbers, 16 bytes each, and at the end add up what they have. Whole lines of memory are
+// fetched, and each is used at once. But each number still serves one multiply-add.
 // Block (any size), grid (M * N / warps of a block).
-// H200, B=32, T=1024: bfloat16 25.1472 ms, 6.1 TFLOP/s at 128 threads; float32 36.9843 ms, 4.2 TFLOP/s at 128.
 
 extern "C" __global__ void __launch_bounds__(1024)
-matmul_forward_coalesced(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K) {
+matmul_forward_coalesced(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
+                         int K) {
     const int64 warp = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
     const int row = warp / N, column = warp % N;
     if (row >= M) return;
@@ -91,22 +92,21 @@ matmul_forward_coalesced(element* out, const element* inp, const element* weight
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// shared_tiles. A block makes a tile of out, a thread an element of it, from tiles of A and B that all its threads share: a number that is
-// read from memory serves `tile` products. Whichever way an operand lies, neighbouring threads read neighbouring addresses, and the tile is
-// turned while it is written to shared memory. What is left: both numbers of each product come from shared memory, which serves one warp a
-// cycle with one of the two, so that a multiprocessor does 16 products a cycle where it could do 128. So it is no faster than coalesced in
-// bfloat16; in float32, where the cache has twice as many bytes to deliver to that one, by a third.
+// shared_tiles. A block makes a tile of out, a thread an element of it, from tiles of A and B that all its threads
+// share: a number that is read from memory serves `tile` multiply-adds. Whichever way an operand lies, neighbouring
+// threads read neighbouring addresses, and the tile is transposed while it is written to shared memory. What is left:
+// both numbers of each multiply-add come from shared memory, which delivers one of them to one warp a cycle, so that a
+// multiprocessor does 16 multiply-adds a cycle where it could do 128. So it is no faster than coalesced in bfloat16; in
+// float32, where coalesced has twice as many bytes to read, it is faster by a third.
 // Block (tile, tile), grid (N / tile, M / tile). Shared memory: 2 * tile * (tile + 1) floats.
-// matmul_forward, H200, B=32, T=1024: bfloat16 25.0618 ms, 6.2 TFLOP/s at 1024 threads; float32 25.0526 ms, 6.2 TFLOP/s at 1024.
-// matmul_backward_inp, H200, B=32, T=1024: bfloat16 25.5449 ms, 6.1 TFLOP/s at 1024 threads; float32 25.4587 ms, 6.1 TFLOP/s at 1024.
-// matmul_backward_weight, H200, B=32, T=1024: bfloat16 26.7483 ms, 5.8 TFLOP/s at 1024 threads; float32 26.7663 ms, 5.8 TFLOP/s at 1024.
 
-// Lines first .. and k0 .. of an operand, a number for each thread; zeros beyond its end. Rows of tile + 1 floats: those that a warp reads
-// or writes at once lie in different banks.
+// Lines first .. and k0 .. of an operand, a number for each thread; zeros beyond its end. Rows of tile + 1 floats:
+// those that a warp reads or writes at once lie in different banks.
 template <int IS_ACROSS>
 __device__ inline void load_tile(float* tile, Operand<IS_ACROSS> from, int first, int k0) {
     const int line = IS_ACROSS ? threadIdx.x : threadIdx.y, k = IS_ACROSS ? threadIdx.y : threadIdx.x;
-    tile[line * (blockDim.x + 1) + k] = from.has(first + line, k0 + k) ? to_float(*from.place(first + line, k0 + k)) : 0.0f;
+    tile[line * (blockDim.x + 1) + k] =
+        from.has(first + line, k0 + k) ? to_float(*from.place(first + line, k0 + k)) : 0.0f;
 }
 
 template <class E, int A_ACROSS, int B_ACROSS>
@@ -121,14 +121,17 @@ __device__ inline void shared_tiles(Result<E> out, Operand<A_ACROSS> a, Operand<
         load_tile(b_tile, b, column, k0);
         __syncthreads();
 #pragma unroll 8
-        for (int k = 0; k < tile; k++) sum += a_tile[threadIdx.y * (tile + 1) + k] * b_tile[threadIdx.x * (tile + 1) + k];
+        for (int k = 0; k < tile; k++) {
+            sum += a_tile[threadIdx.y * (tile + 1) + k] * b_tile[threadIdx.x * (tile + 1) + k];
+        }
         __syncthreads();
     }
     out.put(row + threadIdx.y, column + threadIdx.x, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-matmul_forward_shared_tiles(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K) {
+matmul_forward_shared_tiles(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
+                            int K) {
     shared_tiles(Result<element>{out, bias, M, N}, Operand<0>{inp, M, K}, Operand<0>{weight, N, K});
 }
 
@@ -143,13 +146,11 @@ matmul_backward_weight_shared_tiles(gradient* dweight, const element* dout, cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// register_tiles. A thread makes 8 x 8 elements: for 64 products it reads 16 numbers from shared memory, as four accesses of 16 bytes, and
-// the sums stay in registers. A block makes 128 x 128, so that a number from memory, which is read 16 bytes at a time, serves 128 products.
-// What is left is the speed of the CUDA cores: one product and addition for each of the 128 of a multiprocessor and cycle.
+// register_tiles. A thread makes 8 x 8 elements: for 64 multiply-adds it reads 16 numbers from shared memory, as four
+// accesses of 16 bytes, and the sums stay in registers. A block makes 128 x 128, so that a number from memory, which is
+// read 16 bytes at a time, serves 128 multiply-adds. What is left is the speed of the CUDA cores: one multiply-add for
+// each of the 128 of a multiprocessor and cycle.
 // Block (256), grid (N / 128, M / 128).
-// matmul_forward, H200, B=32, T=1024: bfloat16 3.8135 ms, 40.5 TFLOP/s at 256 threads; float32 4.3698 ms, 35.4 TFLOP/s at 256.
-// matmul_backward_inp, H200, B=32, T=1024: bfloat16 3.7793 ms, 40.9 TFLOP/s at 256 threads; float32 4.3847 ms, 35.3 TFLOP/s at 256.
-// matmul_backward_weight, H200, B=32, T=1024: bfloat16 6.7599 ms, 22.9 TFLOP/s at 256 threads; float32 8.4491 ms, 18.3 TFLOP/s at 256.
 
 constexpr int SIDE = 128, DEPTH = 16;  // of a tile: lines, and of the inner dimension
 typedef float Lines[DEPTH][SIDE + 4];  // in shared memory, where all lines of one k stand side by side
@@ -159,7 +160,8 @@ template <int IS_ACROSS>
 __device__ inline void load_lines(Lines& tile, Operand<IS_ACROSS> from, int first, int k0) {
 #pragma unroll
     for (int i = threadIdx.x; i < SIDE * DEPTH / PACK; i += 256) {
-        const int line = IS_ACROSS ? i % (SIDE / PACK) * PACK : i % SIDE, k = IS_ACROSS ? i / (SIDE / PACK) : i / SIDE * PACK;
+        const int line = IS_ACROSS ? i % (SIDE / PACK) * PACK : i % SIDE;
+        const int k = IS_ACROSS ? i / (SIDE / PACK) : i / SIDE * PACK;
         const Floats values = from.has(first + line, k0 + k) ? load(from.place(first + line, k0 + k)) : Floats{};
         if (IS_ACROSS) {
             store(&tile[k][line], values);
@@ -201,13 +203,15 @@ __device__ inline void register_tiles(Result<E> out, Operand<A_ACROSS> a, Operan
     for (int i = 0; i < 64; i += 2) {
         const int r = row + i / 32 * 64 + 4 * down + i / 8 % 4, c = column + i % 8 / 4 * 64 + 4 * right + i % 4;
         if (r < out.M && c < out.N) {
-            put_pair(out.at + int64(r) * out.N + c, sums[i / 8][i % 8] + out.bias_of(c), sums[i / 8][i % 8 + 1] + out.bias_of(c + 1), 0);
+            put_pair(out.at + int64(r) * out.N + c, sums[i / 8][i % 8] + out.bias_of(c),
+                     sums[i / 8][i % 8 + 1] + out.bias_of(c + 1), 0);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-matmul_forward_register_tiles(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K) {
+matmul_forward_register_tiles(element* out, const element* inp, const element* weight, const element* bias, int M,
+                              int N, int K) {
     register_tiles(Result<element>{out, bias, M, N}, Operand<0>{inp, M, K}, Operand<0>{weight, N, K});
 }
 
@@ -222,16 +226,9 @@ matmul_backward_weight_register_tiles(gradient* dweight, const element* dout, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: kernels/matmul.cu, the live kernels of all GPUs but Hopper's in bfloat16, under names of their own, because Hopper's are loaded
-// beside them. One instruction of a tensor core does 2048 products of bfloat16 numbers, or 1024 of TF32, and the steps ahead are on their
-// way to shared memory (cp.async) while this one is multiplied.
-// matmul_forward, H200, B=32, T=1024: bfloat16 0.6837 ms, 226.2 TFLOP/s at 256 threads; float32 1.4567 ms, 106.1 TFLOP/s at 256.
-// matmul_forward_gelu, H200, B=32, T=1024: bfloat16 0.8374 ms, 184.6 TFLOP/s at 256 threads; float32 1.6587 ms, 93.2 TFLOP/s at 256.
-// matmul_backward_inp, H200, B=32, T=1024: bfloat16 0.6012 ms, 257.2 TFLOP/s at 256 threads; float32 1.4008 ms, 110.4 TFLOP/s at 256.
-// matmul_backward_inp_gelu, H200, B=32, T=1024: bfloat16 0.8236 ms, 187.7 TFLOP/s at 256 threads; float32 1.7541 ms, 88.1 TFLOP/s at 256.
-// matmul_backward_weight, H200, B=32, T=1024: bfloat16 1.0071 ms, 153.5 TFLOP/s at 256 threads; float32 2.4960 ms, 61.9 TFLOP/s at 256.
-// matmul_backward_weight_accumulate, H200, B=32, T=1024: bfloat16 1.0203 ms, 151.5 TFLOP/s at 256 threads;
-// float32 2.5057 ms, 61.7 TFLOP/s at 256.
+// mma_sync: kernels/matmul.cu, the live kernels of all GPUs but Hopper's in bfloat16, under other names, because
+// Hopper's are loaded beside them. One instruction of a tensor core does 2048 multiply-adds of bfloat16 numbers, or
+// 1024 of TF32, and the next steps are being loaded to shared memory (cp.async) while this one is multiplied.
 
 #define matmul_forward matmul_forward_mma
 #define matmul_forward_gelu matmul_forward_gelu_mma
@@ -243,13 +240,16 @@ namespace live {
 #include "../../kernels/matmul.cu"
 }
 
-extern "C" __global__ void matmul_forward_mma(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
-                                              int K, int band);
-extern "C" __global__ void matmul_forward_gelu_mma(element* out, element* gelu_out, const element* inp, const element* weight,
-                                                   const element* bias, int M, int N, int K, int band);
-extern "C" __global__ void matmul_backward_inp_mma(element* dinp, const element* dout, const element* weight, float scale, int M, int N,
-                                                   int K, int band);
-extern "C" __global__ void matmul_backward_inp_gelu_mma(element* dinp, float* partials, const element* dout, const element* weight,
-                                                        const element* inp, int M, int N, int K, int band);
-extern "C" __global__ void matmul_backward_weight_mma(gradient* dweight, float4* parts, int* done, const element* dout, const element* inp,
-                                                      float scale, int accumulate, int M, int N, int K, int band, int splits);
+extern "C" __global__ void matmul_forward_mma(element* out, const element* inp, const element* weight,
+                                              const element* bias, int M, int N, int K, int band);
+extern "C" __global__ void matmul_forward_gelu_mma(element* out, element* gelu_out, const element* inp,
+                                                   const element* weight, const element* bias, int M, int N, int K,
+                                                   int band);
+extern "C" __global__ void matmul_backward_inp_mma(element* dinp, const element* dout, const element* weight,
+                                                   float scale, int M, int N, int K, int band);
+extern "C" __global__ void matmul_backward_inp_gelu_mma(element* dinp, float* partials, const element* dout,
+                                                        const element* weight, const element* inp, int M, int N, int K,
+                                                        int band);
+extern "C" __global__ void matmul_backward_weight_mma(gradient* dweight, float4* parts, int* done, const element* dout,
+                                                      const element* inp, float scale, int accumulate, int M, int N,
+                                                      int K, int band, int splits);

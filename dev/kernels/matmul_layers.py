@@ -1,70 +1,56 @@
 """
-Matrix products in the kernel library: the three that training needs, at the shape of fc (C -> 4C), and what it does in their epilogues:
-GELU after fc, its derivative and the bias's gradient before fc, and gradients of weights that are added up over several batches. See
-lab.py for what a layer is.
+Matmuls in the kernel library: the three that training needs, at the shape of fc (C -> 4C), and what it does in their
+epilogues: GELU after fc, its derivative and the bias's gradient before fc, and gradients of weights that are
+accumulated over several batches. See lab.py for what a layer is.
 
-The kernels are in matmul.cu, and those of the forward pass that only Hopper has in matmul_hopper.cu. The last versions are live:
-mma_sync on all GPUs but Hopper's in bfloat16, `live` there. cublaslt is the library, and row 0 of the tables: the fastest of the
-algorithms that cuBLASLt proposes, searched before anything is timed, as train_gpt2_cuda.py does, and where GELU is asked for, its kernel
-beside the product. PyTorch's row next to it is cuBLAS's own choice. In float32, all but the versions without tensor cores round operands
-to TF32.
+The kernels are in matmul.cu, and those of the forward pass that only Hopper has in matmul_hopper.cu. The last versions
+are live: mma_sync on all GPUs but Hopper's in bfloat16, `live` there. cublaslt is the library, and row 0 of the tables:
+the fastest of the algorithms that cuBLASLt proposes, searched before anything is timed, as train_gpt2_cuda.py does, and
+where GELU is asked for, with the kernel of gelu.cu after it. PyTorch's row next to it is cuBLAS's own choice. In
+float32, all but the versions without tensor cores round operands to TF32.
 """
 
 import contextlib
 import math
-from types import SimpleNamespace
 
 import torch.nn.functional as F
 
 from lab import BF16, SHAPES, SUMS, SWEEP, Layer, blocks, cuda, np, torch, train_gpt2, version
+from llmc.kernels import hopper_matmul
 
 TF32 = 2e-3  # what rounding operands to TF32 costs, as in tests/test_kernels.py
 BAND = 8  # rows of tiles that blocks which stay take in turns
 TILES = {64: 8, 256: 16, 1024: 32}  # threads of a block -> rows and columns of its tile
 
 
-class PortableProducts(cuda.MatmulKernels):
-    """The live kernels of other GPUs than Hopper's, as train_gpt2_cuda.py launches them there; matmul.cu has them under other names."""
-
-    def __init__(self, lab):
-        device = SimpleNamespace(
-            gpu=SimpleNamespace(arch="sm_80"), precision=lab.precision, sm_count=lab.sm_count, stream=lab.stream, side=lab.side,
-            functions={name: SimpleNamespace() for name in cuda.KERNELS["matmul"]},
-            launch=lambda kernel, *arguments, **work: lab.launch(f"{kernel}_mma", *arguments, **work))
-        super().__init__(device, lab.products)
-
-
-def portable(lab, a):
-    a.portable = getattr(a, "portable", None) or PortableProducts(lab)
-    return a.portable
-
-
 @contextlib.contextmanager
-def searched(lab):
-    """cuBLASLt's products; the first call of a shape searches for its fastest algorithm."""
-    lab.products.searching = True
+def cublaslt_of(lab):
+    """A Matmul of cuBLASLt's alone, whose first call of a shape searches for the fastest algorithm."""
+    matmul, kernels = lab.matmul, lab.matmul.kernels
+    matmul.kernels, matmul.searching = None, True
     try:
-        yield lab.products.cublaslt
+        yield matmul
     finally:
-        lab.products.searching = False
+        matmul.kernels, matmul.searching = kernels, False
 
 
 class Matmul(Layer):
-    """What the three products share. A layer has a `result`, `operands`, the result first, and `sizes`: M and N of the result, K of the
-    inner dimension."""
+    """What the three matmuls share. A layer has a `result`, `operands`, the result first, and `sizes`: M and N of the
+    result, K of the inner dimension."""
 
     file, library_version = "matmul", "cublaslt"
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.OC = 4 * self.C
-        self.checked = {self.result: SUMS if self.precision.bf16 else TF32}  # products of bfloat16 operands are exact
+        # The product of two bfloat16 numbers is exact
+        self.checked = {self.result: SUMS if self.precision.bf16 else TF32}
 
     def flops(self):
         return 2 * self.N * self.C * self.OC
 
     def on_hopper(self, block):
-        return cuda.matmul_hopper(self.gpu.arch, self.precision)
+        return hopper_matmul(self.precision, self.gpu.arch)
 
     # Versions of every subclass, which lists them in the order of its ladder.
 
@@ -73,19 +59,21 @@ class Matmul(Layer):
         """Neighbouring threads take neighbouring rows."""
         M, N, _ = self.sizes
         tile = TILES[block]
-        lab.launch(f"{self.name}_thread_an_element", (blocks(M, tile), blocks(N, tile)), (tile, tile), *self.operands(a), *self.sizes)
+        lab.launch(f"{self.name}_thread_an_element", (blocks(M, tile), blocks(N, tile)), (tile, tile),
+                   *self.operands(a), *self.sizes)
 
     @version(*TILES)
     def shared_tiles(self, lab, a, block):
         M, N, _ = self.sizes
         tile = TILES[block]
-        lab.launch(f"{self.name}_shared_tiles", (blocks(N, tile), blocks(M, tile)), (tile, tile), *self.operands(a), *self.sizes,
-                   shared=2 * tile * (tile + 1) * 4)
+        lab.launch(f"{self.name}_shared_tiles", (blocks(N, tile), blocks(M, tile)), (tile, tile), *self.operands(a),
+                   *self.sizes, shared=2 * tile * (tile + 1) * 4)
 
     @version(256)
     def register_tiles(self, lab, a, block):
         M, N, _ = self.sizes
-        lab.launch(f"{self.name}_register_tiles", (blocks(N, 128), blocks(M, 128)), (block,), *self.operands(a), *self.sizes)
+        lab.launch(f"{self.name}_register_tiles", (blocks(N, 128), blocks(M, 128)), (block,), *self.operands(a),
+                   *self.sizes)
 
 
 class MatmulForward(Matmul):
@@ -101,8 +89,8 @@ class MatmulForward(Matmul):
         return a.out, a.inp, a.weight, a.bias
 
     def tensors(self):
-        return {"out": self.unwritten(self.N, self.OC), "inp": self.random(self.N, self.C), "weight": self.random(self.OC, self.C),
-                "bias": self.random(self.OC)}
+        return {"out": self.unwritten(self.N, self.OC), "inp": self.random(self.N, self.C),
+                "weight": self.random(self.OC, self.C), "bias": self.random(self.OC)}
 
     def oracle(self, t):
         train_gpt2.matmul_forward(t.out, t.inp, t.weight, t.bias, self.B, self.T, self.C, self.OC)
@@ -111,8 +99,9 @@ class MatmulForward(Matmul):
         return lambda: {"out": F.linear(t.inp, t.weight, t.bias)}
 
     def hopper_launch(self, lab, a, kernel, tall, wide, grid, block, stages, *band):
-        """A kernel of matmul_hopper.cu: tiles of so many rows and columns, and so many steps of both operands in shared memory."""
-        maps = lab.tensor_map(a.inp, 128, 64), lab.tensor_map(a.weight, wide, 64)
+        """A kernel of matmul_hopper.cu: tiles of so many rows and columns, and so many steps of both operands in shared
+        memory."""
+        maps = lab.device.tensor_map(a.inp, 128, 64), lab.device.tensor_map(a.weight, wide, 64)
         lab.launch(f"matmul_forward_{kernel}", grid, (block,), a.out, *maps, a.bias, *self.sizes, *band,
                    shared=stages * (tall + wide) * 64 * 2)
 
@@ -123,14 +112,15 @@ class MatmulForward(Matmul):
 
     @version(*SWEEP)
     def coalesced(self, lab, a, block):
-        lab.launch("matmul_forward_coalesced", (blocks(self.N * self.OC, block // 32),), (block,), *self.operands(a), *self.sizes)
+        lab.launch("matmul_forward_coalesced", (blocks(self.N * self.OC, block // 32),), (block,), *self.operands(a),
+                   *self.sizes)
 
     shared_tiles = Matmul.shared_tiles
     register_tiles = Matmul.register_tiles
 
     @version(256)
     def mma_sync(self, lab, a, block):
-        portable(lab, a).forward(self.name, *self.operands(a), self.N, self.C, self.OC)
+        lab.portable.kernels.forward(*self.operands(a))
 
     @version(128, fits=Matmul.on_hopper)
     def wgmma_tma(self, lab, a, block):
@@ -165,16 +155,16 @@ class MatmulForward(Matmul):
 
     @version(384, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
-        lab.products.kernels.forward(self.name, *self.operands(a), self.N, self.C, self.OC)
+        lab.matmul.kernels.forward(*self.operands(a))
 
     @version(384, fits=Matmul.on_hopper)
     def live_narrow(self, lab, a, block):
-        lab.products.kernels.forward(self.name, *self.operands(a), self.N, self.C, self.OC, narrow=True)
+        lab.matmul.kernels.forward(*self.operands(a), narrow=True)
 
     @version(384)
     def cublaslt(self, lab, a, block):
-        with searched(lab) as cublaslt:
-            cublaslt.forward(self.name, *self.operands(a), self.N, self.C, self.OC)
+        with cublaslt_of(lab) as matmul:
+            cuda.matmul_forward(matmul, *self.operands(a), self.N, self.C, self.OC)
 
 
 class MatmulForwardGelu(Matmul):
@@ -184,14 +174,16 @@ class MatmulForwardGelu(Matmul):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.checked["gelu"] = 2 * BF16 if self.precision.bf16 else TF32  # of the stored out, which was rounded once before
+        # Of the stored out, which was rounded once before
+        self.checked["gelu"] = 2 * BF16 if self.precision.bf16 else TF32
 
     def operands(self, a):
         return a.out, a.gelu, a.inp, a.weight, a.bias
 
     def tensors(self):
         # out is where GELU is neither 0 nor its input.
-        return {"out": self.unwritten(self.N, self.OC), "gelu": self.unwritten(self.N, self.OC), "inp": self.random(self.N, self.C),
+        return {"out": self.unwritten(self.N, self.OC), "gelu": self.unwritten(self.N, self.OC),
+                "inp": self.random(self.N, self.C),
                 "weight": self.random(self.OC, self.C, spread=1 / math.sqrt(self.C)), "bias": self.random(self.OC)}
 
     def oracle(self, t):
@@ -207,16 +199,16 @@ class MatmulForwardGelu(Matmul):
 
     @version(256)
     def mma_sync(self, lab, a, block):
-        portable(lab, a).forward_gelu(self.name, *self.operands(a), self.N, self.C, self.OC)
+        lab.portable.kernels.gelu_forward(*self.operands(a))
 
     @version(512, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
-        lab.products.kernels.forward_gelu(self.name, *self.operands(a), self.N, self.C, self.OC)
+        lab.matmul.kernels.gelu_forward(*self.operands(a))
 
     @version(384)
     def cublaslt(self, lab, a, block):
-        with searched(lab) as cublaslt:
-            cublaslt.forward_gelu(self.name, *self.operands(a), self.N, self.C, self.OC)
+        with cublaslt_of(lab) as matmul:
+            cuda.matmul_gelu_forward(matmul, *self.operands(a), self.N, self.C, self.OC)
 
 
 class MatmulBackwardInp(Matmul):
@@ -232,7 +224,8 @@ class MatmulBackwardInp(Matmul):
         return a.dinp, a.dout, a.weight
 
     def tensors(self):
-        return {"dinp": self.unwritten(self.N, self.C), "dout": self.random(self.N, self.OC), "weight": self.random(self.OC, self.C)}
+        return {"dinp": self.unwritten(self.N, self.C), "dout": self.random(self.N, self.OC),
+                "weight": self.random(self.OC, self.C)}
 
     def oracle(self, t):
         inp, dweight = np.zeros_like(t.dinp), np.empty_like(t.weight)
@@ -247,20 +240,20 @@ class MatmulBackwardInp(Matmul):
 
     @version(256)
     def mma_sync(self, lab, a, block):
-        portable(lab, a).backward_inp(self.name, *self.operands(a), self.N, self.C, self.OC)
+        lab.portable.kernels.backward_inp(*self.operands(a), 1.0)
 
     @version(384, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
-        lab.products.kernels.backward_inp(self.name, *self.operands(a), self.N, self.C, self.OC)
+        lab.matmul.kernels.backward_inp(*self.operands(a), 1.0)
 
     @version(384, fits=Matmul.on_hopper)
     def live_narrow(self, lab, a, block):
-        lab.products.kernels.backward_inp(self.name, *self.operands(a), self.N, self.C, self.OC, narrow=True)
+        lab.matmul.kernels.backward_inp(*self.operands(a), 1.0, narrow=True)
 
     @version(384)
     def cublaslt(self, lab, a, block):
-        with searched(lab) as cublaslt:
-            cublaslt.backward_inp(self.name, *self.operands(a), self.N, self.C, self.OC)
+        with cublaslt_of(lab) as matmul:
+            cuda.matmul_backward_inp(matmul, *self.operands(a), self.N, self.C, self.OC)
 
 
 class MatmulBackwardInpGelu(Matmul):
@@ -271,22 +264,24 @@ class MatmulBackwardInpGelu(Matmul):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        # cuBLASLt's product is stored before GELU's derivative comes in. The errors of sums are sums of such errors, of either sign.
+        # cuBLASLt's result is stored, and rounded, before GELU's derivative comes in. The errors of sums are sums of
+        # such errors, of either sign.
         self.checked = dict.fromkeys(("dinp", "sums"), 2 * BF16 if self.precision.bf16 else TF32)
 
     def operands(self, a):
-        return a.dinp, a.sums, None, a.dout, a.weight, a.pre  # None: GELU(pre) is not computed again
+        return a.dinp, a.sums, a.dout, a.weight, a.pre
 
     def tensors(self):
-        rows = cuda.sum_rows(self.config, self.B, self.T, self.gpu.sm_count, self.pack).gelu
+        rows = self.sum_rows().gelu
         return {"dinp": self.unwritten(self.N, self.OC), "sums": self.unwritten(rows, self.OC, dtype="float32"),
-                "dout": self.random(self.N, self.C), "weight": self.random(self.C, self.OC), "pre": self.random(self.N, self.OC)}
+                "dout": self.random(self.N, self.C), "weight": self.random(self.C, self.OC),
+                "pre": self.random(self.N, self.OC)}
 
     def oracle(self, t):
         dgelu, inp, dweight = np.empty_like(t.dinp), np.zeros_like(t.dinp), np.empty_like(t.weight)
         train_gpt2.matmul_backward(dgelu, dweight, None, t.dout, inp, t.weight, self.B, self.T, self.OC, self.C)
         train_gpt2.gelu_backward(t.dinp, t.pre, dgelu, t.dinp.size)
-        t.sums[:] = np.add.reduceat(t.dinp, range(0, self.N, cuda.MatmulKernels.BM))
+        t.sums[:] = np.add.reduceat(t.dinp, range(0, self.N, self.geometry.MATMUL_BM))
 
     def library(self, t):
         def call():
@@ -297,16 +292,17 @@ class MatmulBackwardInpGelu(Matmul):
 
     @version(256)
     def mma_sync(self, lab, a, block):
-        portable(lab, a).backward_inp_gelu(self.name, *self.operands(a), self.N, self.OC, self.C)
+        lab.portable.kernels.gelu_backward_inp(*self.operands(a))
 
     @version(384, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
-        lab.products.kernels.backward_inp_gelu(self.name, *self.operands(a), self.N, self.OC, self.C)
+        lab.matmul.kernels.gelu_backward_inp(*self.operands(a))
 
     @version(384)
     def cublaslt(self, lab, a, block):
-        with searched(lab) as cublaslt:
-            cublaslt.backward_inp_gelu(self.name, *self.operands(a), self.N, self.OC, self.C)
+        dinp, sums, *operands = self.operands(a)
+        with cublaslt_of(lab) as matmul:  # None: GELU(pre) is not recomputed
+            cuda.matmul_gelu_backward_inp(matmul, dinp, sums, None, *operands, self.N, self.OC, self.C)
 
 
 class MatmulBackwardWeight(Matmul):
@@ -323,8 +319,8 @@ class MatmulBackwardWeight(Matmul):
         return a.dweight, a.dout, a.inp
 
     def tensors(self):
-        return {"dweight": self.unwritten(self.OC, self.C, dtype=self.precision.grads), "dout": self.random(self.N, self.OC),
-                "inp": self.random(self.N, self.C)}
+        return {"dweight": self.unwritten(self.OC, self.C, dtype=self.precision.grads),
+                "dout": self.random(self.N, self.OC), "inp": self.random(self.N, self.C)}
 
     def oracle(self, t):
         dinp, weight = np.empty_like(t.inp), np.zeros_like(t.dweight)
@@ -333,15 +329,16 @@ class MatmulBackwardWeight(Matmul):
     def library(self, t):
         return lambda: {"dweight": t.dout.T @ t.inp}
 
-    def ways(self, products, a):
-        """{way: call(accumulate)} of one class of products; none of them needs a transposed operand here."""
-        return products.backward_weight(self.name, *self.operands(a), None, self.N, self.C, self.OC, 1.0)
+    def way(self, kernels, a, name):
+        """Launch our kernels (a MatmulKernels) in one of their ways."""
+        kernels.backward_weight_ways(*self.operands(a), 1.0, self.accumulate)[name]()
 
     def has_few_tiles(self, block):
         return self.on_hopper(block) and blocks(self.OC, 128) * blocks(self.C, 192) <= 2 * self.gpu.sm_count
 
     def can_split(self, block):
-        """Whether the live kernel's launcher would consider 11 parts: there are few tiles, and rows enough for each part."""
+        """Whether the live kernel's launcher would consider 11 parts: there are few tiles, and rows enough for each
+        part."""
         return self.has_few_tiles(block) and self.N >= 11 * 256
 
     thread_an_element = Matmul.thread_an_element
@@ -350,28 +347,28 @@ class MatmulBackwardWeight(Matmul):
 
     @version(256)
     def mma_sync(self, lab, a, block):
-        self.ways(portable(lab, a), a)["kernels 1"](self.accumulate)
+        self.way(lab.portable.kernels, a, "kernels 1")
 
     @version(384, fits=Matmul.on_hopper)
     def live(self, lab, a, block):
-        self.ways(lab.products.kernels, a)["kernels 1"](self.accumulate)
+        self.way(lab.matmul.kernels, a, "kernels 1")
 
     @version(384, fits=has_few_tiles)
     def live_narrow(self, lab, a, block):
-        self.ways(lab.products.kernels, a)["kernels 1 narrow"](self.accumulate)
+        self.way(lab.matmul.kernels, a, "kernels 1 narrow")
 
     @version(384, fits=can_split)
     def live_in_4_parts(self, lab, a, block):
-        self.ways(lab.products.kernels, a)["kernels 4"](self.accumulate)
+        self.way(lab.matmul.kernels, a, "kernels 4")
 
     @version(384, fits=can_split)
     def live_in_11_parts(self, lab, a, block):
-        self.ways(lab.products.kernels, a)["kernels 11"](self.accumulate)
+        self.way(lab.matmul.kernels, a, "kernels 11")
 
     @version(384)
     def cublaslt(self, lab, a, block):
-        with searched(lab) as cublaslt:
-            self.ways(cublaslt, a)["direct"](self.accumulate)
+        with cublaslt_of(lab) as matmul:  # None: no operand is transposed first
+            cuda.matmul_backward_weight(matmul, *self.operands(a), None, self.N, self.C, self.OC, self.accumulate)
 
 
 class MatmulBackwardWeightAccumulate(MatmulBackwardWeight):
@@ -382,10 +379,10 @@ class MatmulBackwardWeightAccumulate(MatmulBackwardWeight):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         if self.precision.grads == "bfloat16":
-            self.checked = {"dweight": 2 * BF16}  # a library may round the product before it is added
+            self.checked = {"dweight": 2 * BF16}  # a library may round the result before it is added
 
     def tensors(self):
-        # What is added to is as large as the product, and as real: neither may get lost.
+        # What is added to is as large as the matmul's result: neither may get lost.
         before = self.random(self.OC, self.C, spread=math.sqrt(self.N), dtype=self.precision.grads)
         return {**super().tensors(), "dweight": before}
 

@@ -3,13 +3,14 @@ Copies that hide behind each other: layernorm forward with its input and its res
 
     python dev/kernels/overlap.py                 # dev/kernels/overlap.md and overlap.png beside it; under a minute
 
-"whole": one copy to the GPU, one kernel, one copy back, one after the other. "split": the rows of the batch are shared out among
-streams, and each stream copies a few rows to the GPU, normalizes them and copies them back, while the others do the same with
-theirs. The bus carries data in both directions at once, so while one part comes back the next one is on its way.
+"whole": one copy to the GPU, one kernel, one copy back, one after the other. "split": the rows of the batch are shared
+out among streams, and each stream copies a few rows to the GPU, normalizes them and copies them back, while the others
+do the same with theirs. The bus carries data in both directions at once, so while one part comes back the next one is
+on its way.
 
-Both are compared with train_gpt2.py's layernorm first, in 8192 rows of each result, evenly spread; a wrong one is a non-zero exit and
-no time. The kernels are the live one, whose blocks have 256 threads, and one of layernorm_forward.cu, which takes any block size.
-The mean and the rstd of the rows stay on the GPU.
+Both are compared with train_gpt2.py's layernorm first, in 8192 rows of each result, evenly spread; a wrong one is a
+non-zero exit and no time. The kernels are the live one, whose blocks have 256 threads, and one of layernorm_forward.cu,
+which takes any block size. The mean and the rstd of the rows stay on the GPU.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from types import SimpleNamespace
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 
-import lab  # first: it finds train_gpt2, which tells OpenBLAS how to run
+import lab  # first: it finds the project's modules, and tells OpenBLAS how to run
 
 import matplotlib
 import numpy as np
@@ -28,10 +29,17 @@ import numpy as np
 matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 
+import llmc.device
 import train_gpt2
 import train_gpt2_cuda as cuda
 from bench_gpu import describe
-from train_gpt2 import Config, UserError, check_tensor, replacing, run_main
+from llmc.checkpoint import Config
+from llmc.compiler import Cache
+from llmc.device import gpu_errors_as_lines, open_gpu, pinned_array
+from llmc.errors import UserError, run_main
+from llmc.files import replacing
+from llmc.kernels import blocks
+from llmc.tensors import check_tensor
 
 T, C = 1024, 768
 BATCHES = (8, 32, 128, 512)
@@ -43,14 +51,16 @@ BLOCKS = (None, *lab.SWEEP)  # None: the live kernel's own
 
 
 class Work:
-    """The tensors, on the host in pinned memory and on the GPU, for up to B sequences; and the ways to do a layernorm of them."""
+    """The tensors, on the host in pinned memory and on the GPU, for up to B sequences; and the ways to do a layernorm
+    of them."""
 
     def __init__(self, device, B):
-        self.device, cp = device, cuda.cp
+        self.device, cp = device, llmc.device.cp
         rng = np.random.default_rng(0)
-        # Each sequence starts at its own place in these numbers: none is like another, and 2^29 random numbers would take long.
+        # Each sequence starts at its own position in these numbers: none is like another, and 2^29 random numbers would
+        # take long.
         numbers = rng.standard_normal(8 * T * C + 4099 * B, dtype=np.float32)
-        self.host_inp, self.host_out = (cuda.pinned_array(4 * B * T * C).view(np.float32).reshape(B, T, C) for _ in range(2))
+        self.host_inp, self.host_out = (pinned_array(4 * B * T * C).view(np.float32).reshape(B, T, C) for _ in range(2))
         for b in range(B):
             self.host_inp[b] = numbers[4099 * b : 4099 * b + T * C].reshape(T, C)
         self.host_weight, self.host_bias = rng.standard_normal((2, C), dtype=np.float32)
@@ -72,11 +82,12 @@ class Work:
         out, mean, rstd, inp = self.out[b], self.mean[b], self.rstd[b], self.inp[b]
         with stream:
             if block is None:
-                cuda.residual_layernorm_forward(self.device, None, out, mean, rstd, inp, None, self.weight, self.bias, len(inp), T, C)
+                cuda.residual_layernorm_forward(self.device.device, None, out, mean, rstd, inp, None, self.weight,
+                                                self.bias, len(inp), T, C)
             else:
-                grid = (cuda.blocks(len(inp) * T, block // 32),)
-                self.device.launch("layernorm_forward_warp_a_row", grid, (block,), out, mean, rstd, inp, self.weight, self.bias,
-                                   len(inp) * T)
+                grid = (blocks(len(inp) * T, block // 32),)
+                self.device.launch("layernorm_forward_warp_a_row", grid, (block,), out, mean, rstd, inp, self.weight,
+                                   self.bias, len(inp) * T)
 
     def whole(self, B, block, record):
         """All B sequences at once, on one stream. record(kind, part, stream, call) makes each call."""
@@ -84,7 +95,7 @@ class Work:
 
     def split(self, B, block, record):
         """A few sequences at a time, on one stream after the other."""
-        rows = cuda.blocks(B, PARTS)
+        rows = blocks(B, PARTS)
         for i, b in enumerate(range(0, B, rows)):
             self.part(slice(b, min(b + rows, B)), i, block, self.streams[i % STREAMS], record)
 
@@ -95,7 +106,7 @@ class Work:
 
     def milliseconds(self, call):
         """How long call() takes from the moment when all streams may begin to the moment when all have ended."""
-        cp = cuda.cp
+        cp = llmc.device.cp
         start, ends = cp.cuda.Event(), [cp.cuda.Event() for _ in self.streams]
         start.record(self.streams[0])
         for stream in self.streams:
@@ -115,7 +126,7 @@ class Work:
 
     def timeline(self, way, B, block):
         """[(kind, part, begin, end)] in ms, from events around each copy and each kernel."""
-        cp, events = cuda.cp, []
+        cp, events = llmc.device.cp, []
 
         def record(kind, part, stream, call):
             begin, end = cp.cuda.Event(), cp.cuda.Event()
@@ -127,7 +138,8 @@ class Work:
         first = cp.cuda.Event()
         first.record(self.streams[0])
         self.milliseconds(lambda: way(B, block, record))
-        times = [(kind, part, *(cp.cuda.get_elapsed_time(first, event) for event in (begin, end))) for kind, part, begin, end in events]
+        times = [(kind, part, *(cp.cuda.get_elapsed_time(first, event) for event in (begin, end))) for kind, part,
+                 begin, end in events]
         zero = min(begin for _, _, begin, _ in times)
         return [(kind, part, begin - zero, end - zero) for kind, part, begin, end in times]
 
@@ -135,17 +147,19 @@ class Work:
         """Whether this way writes the expected rows of the result, on the host."""
         self.host_out[:B].fill(np.nan)
         self.out[:B].fill(np.nan)
-        cuda.cp.cuda.runtime.deviceSynchronize()
+        llmc.device.cp.cuda.runtime.deviceSynchronize()
         self.milliseconds(lambda: way(B, block, just_call))
         got = self.host_out.reshape(-1, C)[rows]
         tolerance = lab.SUMS * float(np.abs(expected).max())
         name = f"{way.__name__}, {kernel_name(block)}, B={B}"
-        return check_tensor(name, got, expected, tolerance, print_row=False) or check_tensor(name, got, expected, tolerance)
+        return check_tensor(name, got, expected, tolerance,
+                            print_row=False) or check_tensor(name, got, expected, tolerance)
 
     def expected(self, B):
         """The numbers of some rows, the last one among them, and train_gpt2.py's layernorm of those in float64."""
         rows = np.arange(B * T)[:: -max(1, B * T // CHECKED)]
-        inp, weight, bias = (x.astype(np.float64) for x in (self.host_inp.reshape(-1, C)[rows], self.host_weight, self.host_bias))
+        inp, weight, bias = (x.astype(np.float64) for x in (self.host_inp.reshape(-1, C)[rows], self.host_weight,
+                                                            self.host_bias))
         out, mean, rstd = np.empty_like(inp), np.empty(len(rows)), np.empty(len(rows))
         train_gpt2.layernorm_forward(out, mean, rstd, inp, weight, bias, 1, len(rows), C)
         return rows, out
@@ -153,9 +167,16 @@ class Work:
     def bus(self):
         """Bytes a second to the GPU, back, and of both together at once: what the copies cannot pass."""
         B = min(128, len(self.host_inp))
-        there, back = (lambda: self.copy_in(slice(0, B), self.streams[0])), (lambda: self.copy_out(slice(0, B), self.streams[1]))
         size = self.inp[:B].nbytes
-        rates = [size / self.median(there) * 1e3, size / self.median(back) * 1e3, 2 * size / self.median(lambda: (there(), back())) * 1e3]
+
+        def there():
+            self.copy_in(slice(0, B), self.streams[0])
+
+        def back():
+            self.copy_out(slice(0, B), self.streams[1])
+
+        rates = [size / self.median(there) * 1e3, size / self.median(back) * 1e3,
+                 2 * size / self.median(lambda: (there(), back())) * 1e3]
         return SimpleNamespace(to_gpu=rates[0], to_host=rates[1], both=rates[2])
 
 
@@ -165,7 +186,7 @@ def just_call(kind, part, stream, call):
 
 
 def copy(to, source, size, kind, stream):
-    cuda.cp.cuda.runtime.memcpyAsync(to, source, size, kind, stream.ptr)
+    llmc.device.cp.cuda.runtime.memcpyAsync(to, source, size, kind, stream.ptr)
 
 
 def kernel_name(block):
@@ -184,8 +205,9 @@ def report(machine, bus, rows, picture):
     lines = [f"""\
 # Copies that hide behind each other
 
-Layernorm forward of (B,T,C) float32 that lies in pinned memory of the host, and whose result goes back there: whole copies, one after
-the other, against the batch split into at most {PARTS} parts on {STREAMS} streams. Made by `python dev/kernels/overlap.py`.
+Layernorm forward of (B,T,C) float32 that lies in pinned memory of the host, and whose result goes back there: whole
+copies, one after the other, against the batch split into at most {PARTS} parts on {STREAMS} streams. Made by `python
+dev/kernels/overlap.py`.
 
 {machine}, T={T}, C={C}. Medians over CUDA events. GB/s are the bytes of input and result by the time.
 
@@ -198,20 +220,21 @@ The bus alone: {rates[0]} GB/s to the GPU, {rates[1]} back, {rates[2]} with copi
         size = 4 * B * T * C
         times = [cell for ms in (whole, split) for cell in (f"{ms:.2f}", f"{2 * size / ms / 1e6:.1f}")]
         shares = f"{whole / split:.2f}", f"{bounds(bus, size)[1] / split:.0%}"
-        lines.append(f"| {' | '.join((str(B), f'{size / 1e6:.0f}', kernel_name(block), f'{kernel:.3f}', *times, *shares))} |")
+        cells = str(B), f"{size / 1e6:.0f}", kernel_name(block), f"{kernel:.3f}", *times, *shares
+        lines.append(f"| {' | '.join(cells)} |")
     lines.append(f"""
 ![The two timelines]({os.path.basename(picture)})
 
-The block size matters to the kernel and not to the whole, whose time is the bus's. Of n parts, the first one's way in and the last one's
-way out hide behind nothing: they add an n-th to the bound, and with B=8 there are only 8 parts. (The kernel alone finds the smallest batch
-in the cache from the run before.)
+The block size matters to the kernel and not to the whole, whose time is the bus's. Of n parts, the first one's way in
+and the last one's way out hide behind nothing: they add an n-th to the bound, and with B=8 there are only 8 parts. (The
+kernel alone finds the smallest batch in the cache from the run before.)
 """)
     return "\n".join(lines)
 
 
 def draw(machine, B, timelines, path):
-    """timelines: {title: what Work.timeline returned}. A copy is drawn from the end of the one before it in its direction on, because
-    until then it waited for the bus."""
+    """timelines: {title: what Work.timeline returned}. A copy is drawn from the end of the one before it in its
+    direction on, because until then it waited for the bus."""
     figure, axes = plt.subplots(len(timelines), 1, figsize=(11, 4.5), layout="constrained", sharex=True)
     for axis, (title, times) in zip(axes, timelines.items()):
         kinds = list(dict.fromkeys(kind for kind, *_ in times))
@@ -252,31 +275,34 @@ def time_all(work, batches):
     return rows
 
 
-@cuda.gpu_errors_as_lines()
+@gpu_errors_as_lines()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("-b", type=int, nargs="+", default=BATCHES, metavar="B", help="batch sizes")
-    parser.add_argument("-o", "--output", default=os.path.join(HERE, "overlap.md"), help="table to write; its picture ends in .png")
+    parser.add_argument("-o", "--output", default=os.path.join(HERE, "overlap.md"),
+                        help="table to write; its picture ends in .png")
     args = parser.parse_args()
     largest, picture = max(args.b), os.path.splitext(args.output)[0] + ".png"
     if min(args.b) < 1:
         raise UserError(f"-b {min(args.b)}: expected at least 1")
     if picture == args.output:
         raise UserError(f"-o {args.output}: the picture will have this name: pass one that ends in .md")
-    gpu = cuda.open_gpu()
-    need, free = 2 * 4 * largest * T * C, cuda.cp.cuda.runtime.memGetInfo()[0]
+    gpu = open_gpu()
+    need, free = 2 * 4 * largest * T * C, llmc.device.cp.cuda.runtime.memGetInfo()[0]
     if need > 0.9 * free:
-        raise UserError(f"-b {largest} needs {need >> 20} MiB of GPU memory, {free >> 20} MiB are free: pass smaller ones, like -b 8 32")
-    device = lab.Lab(gpu, Config(T, 50257, 1, 12, C, 50304), cuda.Precision("float32"), cuda.Cache())
+        raise UserError(f"-b {largest} needs {need >> 20} MiB of GPU memory, {free >> 20} MiB are free: pass smaller"
+                        " ones, like -b 8 32")
+    device = lab.Lab(gpu, Config(T, 50257, 1, 12, C, 50304), cuda.Precision("float32"), Cache())
     device.load("layernorm_forward")
     try:
         work = Work(device, largest)
-    except cuda.cp.cuda.runtime.CUDARuntimeError as error:
-        raise UserError(f"-b {largest}: no {need >> 20} MiB of pinned memory ({error}): pass smaller ones, like -b 8 32") from None
+    except llmc.device.cp.cuda.runtime.CUDARuntimeError as error:
+        raise UserError(f"-b {largest}: no {need >> 20} MiB of pinned memory ({error}): pass smaller ones, like"
+                        " -b 8 32") from None
     if not check_all(work, args.b):
         return 1
     print("Whole and split agree with train_gpt2.layernorm_forward at every batch size and block size.")
-    machine, bus, rows = describe(gpu, device), work.bus(), time_all(work, args.b)
+    machine, bus, rows = describe(device.matmul), work.bus(), time_all(work, args.b)
     text = report(machine, bus, rows, picture)
     print(text, end="")
     with replacing(args.output) as f:

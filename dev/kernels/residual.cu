@@ -1,28 +1,27 @@
-// The addition to the residual stream. Each head ends with what its version measured; RESULTS.md has every block size.
+// The addition to the residual stream. RESULTS.md has what each version measured.
 //
 //     out = inp1 + inp2                                                                              out =
 //
-// All N elements; inp1 and out of the residual stream's type. Bound by bytes: two in, one out, nothing to compute. The best kernel for it
-// is none: the live residual_layernorm_forward of kernels/layernorm.cu adds while it normalizes, and saves the layernorm's reading of the
-// sum.
+// All N elements; inp1 and out of the residual stream's type. Bound by bytes: two in, one out, nothing to compute. The
+// best kernel for it is none: the live residual_layernorm_forward of kernels/layernorm.cu adds while it normalizes, and
+// saves the layernorm's reading of the sum.
 
 #include "common.cuh"
 
-// thread_an_element. The formula: neighbouring threads read and write neighbouring elements, so no byte is fetched in vain. But a thread
-// moves only 2 or 4 bytes with each instruction, and a block is to be started for every few elements. That takes 0.6 ns, whatever the block
-// does (the column of 32 threads in RESULTS.md): in bfloat16, three quarters of the time with 256 threads.
-// H200, B=32, T=1024: bfloat16 0.0797 ms, 1894 GB/s at 256 threads; float32 0.0950 ms, 3179 GB/s at 256.
+// thread_an_element. The formula: neighbouring threads read and write neighbouring elements, so no byte is fetched in
+// vain. But a thread moves only 2 or 4 bytes with each instruction, and a block is to be started for every few
+// elements. That takes 0.6 ns, whatever the block does (the column of 32 threads in RESULTS.md): in bfloat16, three
+// quarters of the time with 256 threads.
 extern "C" __global__ void __launch_bounds__(1024)
-residual_forward_thread_an_element(stream_element* out, const stream_element* inp1, const element* inp2, int64 N) {
+residual_forward_thread_an_element(residual_element* out, const residual_element* inp1, const element* inp2, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < N) from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));
 }
 
-// pack_a_thread. 16 bytes a thread with each access: an eighth (bfloat16) or a quarter of the threads and instructions for the same bytes,
-// and more of these underway. PyTorch's speed, and nearly a copy's.
-// H200, B=32, T=1024: bfloat16 0.0402 ms, 3757 GB/s at 128 threads; float32 0.0753 ms, 4009 GB/s at 64.
+// pack_a_thread. 16 bytes a thread with each access: an eighth (bfloat16) or a quarter of the threads and instructions
+// for the same bytes, and more of these underway. PyTorch's speed, and nearly a copy's.
 extern "C" __global__ void __launch_bounds__(1024)
-residual_forward_pack_a_thread(stream_element* out, const stream_element* inp1, const element* inp2, int64 N) {
+residual_forward_pack_a_thread(residual_element* out, const residual_element* inp1, const element* inp2, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= N) return;
     Floats sum = load(inp1 + i);
@@ -31,12 +30,11 @@ residual_forward_pack_a_thread(stream_element* out, const stream_element* inp1, 
     store(out + i, sum);
 }
 
-// packs_a_thread. Four packs a thread, all eight loads underway before the first is needed: a thread waits for memory once instead of
-// four times. No gain: with pack_a_thread, the other threads of a multiprocessor hide the wait as well. Only with blocks of 32 threads is
-// it faster, by a third: it has a quarter as many of them to start.
-// H200, B=32, T=1024: bfloat16 0.0404 ms, 3739 GB/s at 64 threads; float32 0.0752 ms, 4013 GB/s at 64.
+// packs_a_thread. Four packs a thread, all eight loads underway before the first is needed: a thread waits for memory
+// once instead of four times. No gain: with pack_a_thread, the other threads of a multiprocessor hide the wait as well.
+// Only with blocks of 32 threads is it faster, by a third: it has a quarter as many of them to start.
 extern "C" __global__ void __launch_bounds__(1024)
-residual_forward_packs_a_thread(stream_element* out, const stream_element* inp1, const element* inp2, int64 N) {
+residual_forward_packs_a_thread(residual_element* out, const residual_element* inp1, const element* inp2, int64 N) {
     const int64 first = (int64(blockIdx.x) * 4 * blockDim.x + threadIdx.x) * PACK, step = blockDim.x * PACK;
     uint4 a[4], b[4];
 #pragma unroll
@@ -48,13 +46,13 @@ residual_forward_packs_a_thread(stream_element* out, const stream_element* inp1,
 #pragma unroll
     for (int p = 0; p < 4; p++) {
         if (first + p * step >= N) continue;
-        Floats sum = unpack_stream(a[p]);
+        Floats sum = unpack_residual(a[p]);
         const Floats more = unpack(b[p]);
         for (int k = 0; k < PACK; k++) sum.x[k] += more.x[k];
         store(out + first + p * step, sum);
     }
 }
 
-// apart: residual_layernorm_forward as two kernels, the best addition (pack_a_thread), and then the live layernorm of the sum that it has
-// stored. Each is near a copy's speed, but the sum comes from memory once more than in the live version, which adds and normalizes at once.
-// H200, B=32, T=1024: bfloat16 0.0680 ms, 2959 GB/s at 128 threads; float32 0.1260 ms, 3197 GB/s at 128.
+// apart: residual_layernorm_forward as two kernels, the best addition (pack_a_thread), and then the live layernorm of
+// the sum that it has stored. Each is near a copy's speed, but the sum comes from memory once more than in the live
+// version, which adds and normalizes at once.

@@ -1,18 +1,19 @@
-// Softmax over long rows: the logits of the whole vocabulary. Each head ends with what its version measured; RESULTS.md has every block
-// size.
+// Softmax over long rows: the logits of the whole vocabulary. RESULTS.md has what each version
+// measured.
 //
 //     probs[n,v] = exp(logits[n,v] - the row's largest) / the row's sum of those, 0 for v >= V        probs =
 //
-// logits, probs (N,Vp). Bound by bytes: a row comes in once and goes out once, if it can be kept, or comes from the L2 cache again. There
-// is no live version: kernels/classifier.cu makes loss and gradient of a row while it is at hand, and probabilities are never stored.
+// logits, probs (N,Vp). Bound by bytes: a row comes in once and goes out once, if it can be kept, or comes from the L2
+// cache again. There is no live version: kernels/classifier.cu makes loss and gradient of a row while it is at hand,
+// and probabilities are never stored.
 
 #include "common.cuh"
 #include "block.cuh"
 
-// thread_a_row. Three loops of one thread: the largest, the sum, the result. Neighbouring threads are a row apart, 100 KB, so that each
-// element costs a sector of 32 bytes, and the row is read three times. The sum goes by parts: added up one by one, the many small numbers
-// would be lost in the rounding of a sum that has grown, 2e-5 of it for a row of 50257.
-// H200, B=32, T=1024: bfloat16 39.6330 ms, 166 GB/s at 64 threads; float32 41.9728 ms, 314 GB/s at 32.
+// thread_a_row. Three loops of one thread: the largest, the sum, the result. Neighbouring threads are a row apart, 100
+// KB, so that each element costs a sector of 32 bytes, and the row is read three times. The sum goes by parts: added up
+// one by one, the many small numbers would be lost in the rounding of a sum that has grown, 2e-5 of it for a row of
+// 50257.
 extern "C" __global__ void __launch_bounds__(1024) softmax_thread_a_row(element* probs, const element* logits, int N) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
     if (n >= N) return;
@@ -25,12 +26,12 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_thread_a_row(element*
         sum += part;
     }
     const float scale = 1.0f / sum;
-    for (int v = 0; v < Vp; v++) from_float(probs[start + v], v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
+    for (int v = 0; v < Vp; v++) from_float(probs[start + v],
+                                            v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
 }
 
-// warp_a_row. The lanes of a warp go along the row side by side, and add up through registers. Many rows are underway at once, more than
-// the L2 cache holds: the second and third reading come from memory again.
-// H200, B=32, T=1024: bfloat16 5.5461 ms, 1189 GB/s at 64 threads; float32 7.4827 ms, 1762 GB/s at 64.
+// warp_a_row. The lanes of a warp go along the row side by side, and add up through registers. Many rows are underway
+// at once, more than the L2 cache holds: the second and third reading come from memory again.
 extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* probs, const element* logits, int N) {
     const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
@@ -40,14 +41,15 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* p
     largest = warp_max(largest);
     for (int v = lane; v < V; v += 32) sum += expf(to_float(logits[start + v]) - largest);
     const float scale = 1.0f / warp_sum(sum);
-    for (int v = lane; v < Vp; v += 32) from_float(probs[start + v], v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
+    for (int v = lane; v < Vp; v += 32) from_float(probs[start + v],
+                                                   v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
 }
 
-// block_a_row. A block on each row: the larger the blocks, the fewer rows are underway. With 1024 threads these are two a multiprocessor,
-// 264 rows or 27 MB in bfloat16, which the L2 cache can hold until the third reading: as fast as warp_a_row, not faster. With 256 threads,
-// 1056 rows or 106 MB are underway, and it is slower, as it is with all blocks in float32, where 264 rows are 53 MB. The machine code shows
-// why: the compiler does not know the step of the loops and leaves one load in each turn, where those of warp_a_row have up to 16.
-// H200, B=32, T=1024: bfloat16 5.6544 ms, 1166 GB/s at 1024 threads; float32 9.8483 ms, 1339 GB/s at 128.
+// block_a_row. A block on each row: the larger the blocks, the fewer rows are underway. With 1024 threads these are two
+// a multiprocessor, 264 rows or 27 MB in bfloat16, which the L2 cache can hold until the third reading: as fast as
+// warp_a_row, not faster. With 256 threads, 1056 rows or 106 MB are underway, and it is slower, as it is with all
+// blocks in float32, where 264 rows are 53 MB. The machine code shows why: the compiler does not know the step of the
+// loops and leaves one load in each turn, where those of warp_a_row have up to 16.
 extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* probs, const element* logits) {
     const int64 start = int64(blockIdx.x) * Vp;
     float largest = -INFINITE, sum = 0.0f;
@@ -60,12 +62,12 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* 
     }
 }
 
-// online. Largest and sum in one reading: where a larger value turns up, the sum so far is scaled down. Two readings instead of three,
-// 16 bytes a thread, and the second one begins at the end, which was read last and is the likeliest to be in the cache.
-// H200, B=32, T=1024: bfloat16 2.3492 ms, 2807 GB/s at 256 threads; float32 4.4211 ms, 2983 GB/s at 1024.
+// online. Largest and sum in one reading: where a larger value turns up, the sum so far is scaled down. Two readings
+// instead of three, 16 bytes a thread, and the second one begins at the end, which was read last and is the likeliest
+// to be in the cache.
 extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits) {
     const element* row = logits + int64(blockIdx.x) * Vp;
-    const Softmax whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
+    const MaxAndSum whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
     const float scale = 1.0f / whole.sum;
     const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;
     for (int s = steps - 1; s >= 0; s--) {

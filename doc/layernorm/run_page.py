@@ -4,8 +4,9 @@ Run the code of layernorm.md, and compare what it prints with what stands there.
     python doc/layernorm/run_page.py             # all Python blocks; those for a GPU where there is one
     python doc/layernorm/run_page.py --figures   # on a GPU: and put the measurement into the page
 
-The blocks of the page, by what stands behind the three backquotes: `python` runs everywhere, `python gpu` needs a GPU, and all run in order
-in one namespace. `cuda` is a file, named in its first line. `text` right after a Python block is what that block prints.
+The blocks of the page, by what stands behind the three backquotes: `python` runs everywhere, `python gpu` needs a GPU,
+and all run in order in one namespace. `cuda` is a file, named in its first line. `text` right after a Python block is
+what that block prints.
 """
 
 import argparse
@@ -19,10 +20,9 @@ from typing import NamedTuple
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 sys.path[:0] = [ROOT, os.path.join(ROOT, "dev")]
 
+from llmc.device import open_gpu
+from llmc.errors import UserError, run_main
 from readme import put_between_markers
-
-import train_gpt2_cuda
-from train_gpt2 import UserError, run_main
 
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "layernorm.md")
 
@@ -63,8 +63,8 @@ def cuda_name(block):
 
 
 def run_blocks(blocks, kinds):
-    """Run the Python blocks of these kinds in one namespace, in an empty directory that has the CUDA blocks as files; returns what
-    the last one printed. Raises UserError for a block that prints something else than the page says."""
+    """Run the Python blocks of these kinds in one namespace, in an empty directory that has the CUDA blocks as files;
+    returns what the last one printed. Raises UserError for a block that prints something else than the page says."""
     namespace, printed, here = {}, "", os.getcwd()
     with tempfile.TemporaryDirectory() as directory:
         for block in blocks:
@@ -77,12 +77,14 @@ def run_blocks(blocks, kinds):
                 if block.kind not in kinds:
                     continue
                 output = io.StringIO()
-                code = compile("\n" * (block.line - 1) + block.content, PAGE, "exec")  # so that a traceback has the page's lines
+                # So that a traceback has the page's lines
+                code = compile("\n" * (block.line - 1) + block.content, PAGE, "exec")
                 with contextlib.redirect_stdout(output):
                     exec(code, namespace)
                 printed = output.getvalue()
                 if block.output is not None and printed != block.output:
-                    raise UserError(f"{PAGE}: the block at line {block.line} prints {printed!r}, expected {block.output!r}")
+                    raise UserError(f"{PAGE}: the block at line {block.line} prints {printed!r}, expected"
+                                    f" {block.output!r}")
         finally:
             os.chdir(here)
     return printed
@@ -90,13 +92,14 @@ def run_blocks(blocks, kinds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--figures", action="store_true", help="put what the last block prints into the page; needs a GPU")
+    parser.add_argument("--figures", action="store_true",
+                        help="put what the last block prints into the page; needs a GPU")
     args = parser.parse_args()
     with open(PAGE, encoding="utf-8") as f:
         blocks = read_blocks(f.read())
     kinds = ["python", "python gpu"]
     try:
-        train_gpt2_cuda.open_gpu()
+        open_gpu()
     except UserError as error:
         if args.figures:
             raise

@@ -1,0 +1,228 @@
+"""
+Is the GPU's forward and backward pass right? One random batch, tensor by tensor beside train_gpt2.py; needs a GPU.
+
+    make check                              # the model of make train; another: MODEL=gpt2_d12.bin ARGS="-t 256"
+    python dev/check_gpu.py -e gpt2_d12.bin -b 2 -t 128 --dtype float32 --tf32 0
+
+The flags are those of train_gpt2_cuda.py, but --recompute is 0 by default, so that every activation is kept. It prints
+one row for each activation, the logits, their gradient and the gradients of the weights, and after a red one what went
+wrong first, and in which launches. The exit status is 1 when a row is red.
+"""
+
+import collections
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+sys.path.insert(0, ROOT)
+
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
+
+import numpy as np
+
+import train_gpt2
+from llmc.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
+from llmc.errors import run_main
+from llmc.settings import parse_settings, with_default
+from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
+from profile_gpu import array_of, label, open_model
+from train_gpt2_cuda import JOB, CudaSettings, activation_table, open_trainer, nearest_power_of_2
+
+# The largest error of a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4 through
+# all layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
+TOLERANCES = {"bf16": 5e-2, "tf32": 1e-2, "float32": 1e-4}
+
+
+@dataclass
+class CheckSettings(CudaSettings):
+    recompute: int = with_default(CudaSettings, "recompute", 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# who wrote what
+
+
+class Recorder:
+    """An observer that finds which launches write each row, (name, layer or None), of those that it watches.
+
+    The rows are poisoned before: after a launch, those whose first or last bytes are no longer poison are written. A
+    kernel's first argument is a result: a row that comes there again is added to. Of a row that column_sums makes, the
+    place in the order is that of the launch which left the partial sums.
+    """
+
+    def __init__(self, params, grads):
+        self.params, self.grads = params, grads
+        self.launches = []  # their labels, in order
+        self.writers = collections.defaultdict(list)  # row -> the launches that write it, as indices
+        self.place = {}  # row -> the launch whose work shows in it, as an index
+        self.unwritten, self.addresses = {}, {}  # row -> array, address -> row
+        self.latest = {}  # address -> the latest launch that had it as an argument
+        self.logits = self.dlogits = None
+
+    def watch(self, rows):
+        """Rows that the launches from here on are to write; those watched before are no longer added to."""
+        self.unwritten |= rows
+        self.addresses = {array.data.ptr: row for row, array in rows.items()}
+
+    @contextlib.contextmanager
+    def __call__(self, name, arguments):
+        i = len(self.launches)
+        self.launches.append(label(name, arguments, self.params, self.grads))
+        if name == "classifier":
+            self.logits = to_float32(arguments[1])
+        yield
+        arrays = [array_of(argument) for argument in arguments]
+        if arrays[0] is not None and self.addresses.get(arrays[0].data.ptr) in self.writers:
+            self.wrote(self.addresses[arrays[0].data.ptr], i)
+        for row in [row for row, array in self.unwritten.items() if is_written(array)]:
+            del self.unwritten[row]
+            self.wrote(row, i)
+        if name == "classifier":  # in place
+            self.dlogits = to_float32(arguments[1])
+            self.wrote(("dlogits", None), i)
+        if name == "column_sums":
+            for job in arrays[0].get().view(JOB):
+                for row in filter(None, map(self.addresses.get, job["out"].tolist())):
+                    self.place[row] = self.latest.get(int(job["partials"]), i)
+                    self.writers[row].insert(0, self.place[row])
+        self.latest |= {array.data.ptr: i for array in arrays if array is not None}
+
+    def wrote(self, row, i):
+        self.writers[row].append(i)
+        self.place[row] = i
+
+    def first_wrong(self, is_wrong):
+        """(the first row in the order of computation that is wrong, the labels of the launches since the last row that
+        is right), or None."""
+        rows, since = collections.defaultdict(list), []
+        for row, i in self.place.items():
+            rows[i].append(row)
+        for i, launch in enumerate(self.launches):
+            since.append(launch)
+            for row in rows[i]:
+                if is_wrong(*row):
+                    return row, list(dict.fromkeys([*since, *(self.launches[j] for j in self.writers[row])]))
+            if rows[i]:
+                since = []
+        return None
+
+
+def poison(stream, *buffers):
+    """NaN of whatever type: all bits are 1."""
+    for buffer in buffers:
+        cp.cuda.runtime.memsetAsync(buffer.data.ptr, 0xFF, buffer.nbytes, stream.ptr)
+
+
+def is_written(array):
+    """Whether the first or the last bytes of an array are no longer poison."""
+    content = array.reshape(-1).view(np.uint8)
+    return any((end.get() != 0xFF).any() for end in (content[:16], content[-16:]))
+
+
+def rows_of(tensors, table, prefix=""):
+    """(name, layer or None) -> array."""
+    rows = {}
+    for name, row in table.items():
+        tensor = getattr(tensors, name)
+        rows |= {(prefix + name, l): tensor[l] for l in (range(row.shape[0]) if row.stacked else ())}
+        rows |= {(prefix + name, None): tensor} if not row.stacked else {}
+    return rows
+
+
+def describe_row(name, l):
+    return name if l is None else f"{name} of layer {l}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the two runs, as {row's name: array}
+
+
+def run_on_cpu(config, params, inputs, targets):
+    """One forward and backward pass of train_gpt2.py."""
+    B, T = inputs.shape
+    print(f"train_gpt2.py computes B={B} T={T} ...", file=sys.stderr)
+    model = train_gpt2.GPT2(config, params)
+    model.allocate_activations(B, T)
+    model.allocate_training(B, T)
+    model.forward(inputs, targets)
+    acts = model.acts
+    rows = {name: getattr(acts, name) for name in acts.table}
+    largest = acts.preatt.max(axis=-1)
+    rows["lse"] = largest + np.log(np.exp(acts.preatt - largest[..., None]).sum(axis=-1))
+    rows["logits"] = acts.logits.copy()
+    model.backward()
+    rows["dlogits"] = acts.logits
+    return {**rows, **{f"d{name}": getattr(model.grads, name) for name in model.grads.table}}
+
+
+def run_on_gpu(trainer, inputs, targets):
+    """(the same of the trainer, by the matmuls that training would choose; the Recorder of its launches)"""
+    device, config, settings, batch = trainer.device, trainer.config, trainer.settings, trainer.batch
+    model, acts, N = trainer.model, trainer.model.activations(*inputs.shape), inputs.size
+    kept = activation_table(config, *inputs.shape, trainer.precision, settings.recompute)
+    recorder = Recorder(trainer.params, trainer.grads)
+    trainer.stage(0, [(inputs, targets)], 0.0)
+    with device.stream:
+        copy_to_gpu(batch.buffer, trainer.staged[0].buffer)
+        poison(device.stream, *model.buffers.values(), trainer.grads.buffer)
+        device.observer = recorder
+        recorder.watch(rows_of(acts, kept))
+        model.trunk(acts, batch.inputs[0])
+        poison(device.stream, acts.logits)  # in the forward pass, other rows lie there
+        recorder.watch({("logits", None): acts.logits})
+        model.classify(acts, batch.targets[0], trainer.loss, 1 / N, train=1)
+        recorder.watch(rows_of(trainer.grads, trainer.grads.table, "d"))
+        model.backward(acts, batch.order[0], batch.run_begins[0], batch.run_tokens[0], 1 / N, accumulate=0)
+        device.observer = None
+        rows = {name: to_float32(getattr(acts, name)) for name in kept}
+    rows["logits"] = recorder.logits[..., : config.V]
+    rows["dlogits"] = recorder.dlogits[..., : config.V] * np.float32(1 / N / nearest_power_of_2(1 / N))
+    grads = trainer.to_host(trainer.grads)
+    return {**rows, **{f"d{name}": getattr(grads, name) for name in grads.table}}, recorder
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# main
+
+
+def compare(got, expected, recorder, tolerance):
+    """Print a row for each tensor of `got`, and what went wrong first; True when all agree."""
+    allowed = {name: tolerance * float(np.abs(expected[name]).max()) for name in got}
+    red = [name for name in got if not check_tensor(name, got[name], expected[name], allowed[name])]
+
+    def is_wrong(name, l):
+        pair = [rows[name] if l is None else rows[name][l] for rows in (got, expected)]
+        return not check_tensor(name, *pair, allowed[name], print_row=False)
+
+    if recorder.unwritten:
+        print(f"never written: {', '.join(describe_row(*row) for row in recorder.unwritten)}")
+    if red and (first := recorder.first_wrong(is_wrong)):
+        row, launches = first
+        print(f"first wrong: {describe_row(*row)}, from {' or '.join(launches)}")
+    print(f"overall okay: {int(not red)}")
+    return not red
+
+
+def check(gpu, config, params, settings):
+    """Whether the GPU agrees with train_gpt2.py."""
+    if settings.precision.bf16:
+        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
+    inputs, targets = np.random.default_rng(0).integers(0, config.V, (2, settings.B, settings.T), dtype=np.int32)
+    trainer = open_trainer(gpu, config, params, settings)
+    trainer.prepare()
+    got, recorder = run_on_gpu(trainer, inputs, targets)
+    return compare(got, run_on_cpu(config, params, inputs, targets), recorder, TOLERANCES[settings.precision.matmul])
+
+
+@gpu_errors_as_lines()
+def main():
+    settings = parse_settings(CheckSettings, "Compare one batch with train_gpt2.py, tensor by tensor.")
+    settings.graph = settings.total_batch_size = 0  # one batch, launch by launch
+    return 0 if check(*open_model(settings), settings) else 1
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    run_main(main)

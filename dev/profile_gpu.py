@@ -1,0 +1,241 @@
+"""
+Where the time of a training step goes, kernel by kernel; needs a GPU.
+
+    make profile                            # the model of make train; another: MODEL=gpt2_d12.bin ARGS="-b 64"
+    python dev/profile_gpu.py -e gpt2_d12.bin -b 64 --matmul cublaslt       # with GELU as a kernel of its own
+
+The flags are those of train_gpt2_cuda.py; -x is the number of steps that are timed (10 if not given), on random tokens
+with learning rate 0. Each launch is timed alone, on one stream, by a pair of events, less the time that a pair with
+nothing in between takes. Matmuls are told apart by the weight that they work on. Rates count the operations of matmuls
+and attention; of all else the bytes of large arrays, once for each time that they must be read or written. Their peaks,
+a large matmul and a copy, are measured right before. Under Nsight Systems the same names are NVTX ranges.
+"""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+sys.path.insert(0, ROOT)
+
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
+
+import numpy as np
+
+from llmc.checkpoint import read_start
+from llmc.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
+from llmc.errors import run_main
+from llmc.kernels import blocks
+from llmc.matmul import is_transposed
+from llmc.settings import parse_settings
+from llmc.tensors import Row
+from train_gpt2 import parameter_table
+from train_gpt2_cuda import JOB, CudaSettings, describe_precision, matmul_forward, open_trainer, settle
+
+STEPS = 10
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what a launch is, from its name and arguments
+
+
+def is_matmul(name):
+    return name == "cublaslt" or name.startswith("matmul_")
+
+
+def array_of(argument):
+    """The array that a kernel's argument stands for, or None."""
+    argument = argument.array if isinstance(argument, TensorMap) else argument
+    return argument if hasattr(argument, "data") and getattr(argument, "ndim", 0) else None
+
+
+def tensor_at(tensors, array):
+    """The name of the tensor in whose memory an array begins, or None."""
+    for name in tensors.table:
+        tensor = getattr(tensors, name)
+        if 0 <= array.data.ptr - tensor.data.ptr < tensor.nbytes:
+            return name
+    return None
+
+
+def label(name, arguments, params, grads):
+    """A kernel's name; for a matmul that of its weight: "matmul qkv", "matmul qkv dinp", "matmul qkv dweight"."""
+    if not is_matmul(name):
+        return name
+    for array in filter(lambda array: array is not None, map(array_of, arguments)):
+        dweight, weight = tensor_at(grads, array), tensor_at(params, array)
+        if dweight or weight:
+            forward = is_transposed(arguments[2]) if name == "cublaslt" else name.startswith("matmul_forward")
+            of = "logits" if "wte" in (weight, dweight) else (weight or dweight).removesuffix("w")
+            return f"matmul {of}{' dweight' if dweight else '' if forward else ' dinp'}"
+    return name
+
+
+# The arguments that are a matmul's result and its two operands.
+MATMULS = {"cublaslt": (0, 1, 2), "matmul_forward": (0, 1, 2), "matmul_forward_gelu": (0, 2, 3),
+           "matmul_backward_inp": (0, 1, 2), "matmul_backward_inp_gelu": (0, 2, 3), "matmul_backward_weight": (0, 3, 4)}
+# The argument that is (B,T,C), and how many matmuls of (T,T) a head has.
+ATTENTION = {"attention_forward": (0, 2), "attention_backward_dquery": (3, 3), "attention_backward_dkv": (2, 4)}
+# What the other kernels read and write, as bytes; what is small, or in the cache as a rule, does not count.
+BYTES = {
+    "copy_batch": lambda batch, pinned, control, words, begin, end: 8 * (end - begin),
+    "encoder_forward": lambda out, *_: size_of(out, out),
+    "encoder_backward_wpe": lambda dwpe, dout, *_: size_of(dwpe, dout),
+    "encoder_backward_wte": lambda dwte, dout, order, first, tokens, N: (  # a row of dwte for each different token
+        size_of(dout, order) + 2 * size_of(dwte[0]) * np.count_nonzero(first.get() < N)),
+    "residual_layernorm_forward": lambda residual, out, mean, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
+    "layernorm_backward": lambda dinp, sums, dout, inp, weight, mean, rstd, accumulate, N: (
+        size_of(dinp, dout, inp) + accumulate * size_of(dinp)),
+    "gelu_forward": lambda out, inp, N: size_of(out, inp),
+    "gelu_backward": lambda dinp, sums, out, inp, dout, N: size_of(dinp, out, inp, dout),
+    "transpose": lambda out, inp, rows, columns: size_of(inp, inp),
+    "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (1 + write_gradient) * size_of(logits),
+    "loss_mean": lambda loss, losses, *_: size_of(losses),
+    "column_sums": lambda jobs, accumulate: sum(4 * int(job["rows"]) * int(job["columns"])
+                                                for job in jobs.get().view(JOB)),
+    "global_norm": lambda partials, grads, N: size_of(grads),
+    "prepare_update": lambda *_: 0,
+    "adamw_update": lambda params, master, m, v, grads, *_: (
+        size_of(params, m, m, v, v, grads) + (size_of(master, master) or size_of(params))),
+}
+
+
+def size_of(*arrays):
+    """The bytes of arrays, of which some may be None."""
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
+def attention_flops(B, T, C, matmuls):
+    """Operations of so many matmuls of (T,T) for each head; half of each is masked."""
+    return matmuls * B * C * T * (T + 1)
+
+
+def work(name, arguments):
+    """(bytes that a launch has to move, operations that it has to do); the one that does not bound it counts as 0."""
+    if is_matmul(name):
+        sizes = [array_of(arguments[i]).size for i in MATMULS[name.removesuffix("_narrow")]]
+        return 0, 2 * math.isqrt(math.prod(sizes))  # M*N, M*K and N*K
+    if name in ATTENTION:
+        argument, matmuls = ATTENTION[name]
+        return 0, attention_flops(*arguments[argument].shape, matmuls)
+    return BYTES[name](*arguments), 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# timing
+
+
+class Profile:
+    """An observer that times every launch."""
+
+    def __init__(self, trainer):
+        self.trainer, self.launches = trainer, []
+        # A busy host makes the time between two events longer, never shorter. H200: 1.3 us.
+        self.nothing = 1000 * min(measure(trainer.device, lambda: None) for _ in range(5))
+
+    @contextlib.contextmanager
+    def __call__(self, name, arguments):
+        stream, start, end = self.trainer.device.stream, cp.cuda.Event(), cp.cuda.Event()
+        what = label(name, arguments, self.trainer.params, self.trainer.grads)
+        cp.cuda.nvtx.RangePush(what)
+        start.record(stream)
+        yield
+        end.record(stream)
+        cp.cuda.nvtx.RangePop()
+        self.launches.append((what, name, arguments, start, end))
+
+    def rows(self, steps):
+        """label -> calls, ms, bytes and flops of one step, the longest first."""
+        rows = {}
+        for what, name, arguments, start, end in self.launches:
+            row = rows.setdefault(what, SimpleNamespace(calls=0, ms=0.0, bytes=0, flops=0))
+            moved, computed = work(name, arguments)
+            row.calls += 1 / steps
+            row.ms += max(0.0, cp.cuda.get_elapsed_time(start, end) - self.nothing) / steps
+            row.bytes += moved / steps
+            row.flops += computed / steps
+        return dict(sorted(rows.items(), key=lambda item: -item[1].ms))
+
+
+def time_launches(trainer, steps):
+    """Profile.rows of `steps` steps.
+
+    The GPU waits until a step is launched, as far as the driver's queue goes (some 300 kernels): between the two events
+    of a kernel, it must not wait for Python.
+    """
+    device, settings, rng = trainer.device, trainer.settings, np.random.default_rng(0)
+    trainer.graph, launching = None, 0.0  # seconds
+    for step in range(4 + steps):
+        if step in (3, 4):  # after three to warm up, one to find out how long launching takes
+            device.observer = Profile(trainer)
+        batch = rng.integers(0, trainer.config.V, (2, settings.B, settings.T), dtype=np.int32)
+        device.functions["hold"]((1,), (1,), (np.int32(1e6 * launching),), stream=device.stream)
+        begin = time.perf_counter()
+        number = trainer.begin_step([batch] * trainer.micro_steps, 0.0)
+        if step == 3:
+            launching = time.perf_counter() - begin
+        trainer.end_step(number)
+    profile, device.observer = device.observer, None
+    return profile.rows(steps)
+
+
+def measure_copy(device):
+    """Bytes a second, read and written, of a copy within the GPU's memory."""
+    size = min(1 << 30, cp.cuda.runtime.memGetInfo()[0] // 4)
+    with device.stream as stream:
+        source, target = cp.zeros(size, np.uint8), cp.empty(size, np.uint8)
+        copy = cp.cuda.runtime.memcpyAsync
+        return 2 * size / measure(device, lambda: copy(target.data.ptr, source.data.ptr, size, 3, stream.ptr))
+
+
+def measure_matmul(matmul):
+    """Operations a second of a large matmul of random numbers, in the run's precision."""
+    device, n = matmul.device, 8192 if cp.cuda.runtime.memGetInfo()[0] > 4 << 30 else 2048
+    with device.stream:
+        a, b, out = (cp.empty((n, n), Row((), matmul.precision.dtype).stored_as) for _ in range(3))
+        for array in (a, b):
+            device.launch("fill_random", (blocks(n * n, 256),), (256,), array, np.int64(n * n))
+        return 2 * n**3 / measure(device, lambda: matmul_forward(matmul, out, a, b, None, n, n, n))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# main
+
+
+def print_profile(rows, bandwidth, peak):
+    """A line for each kernel; bandwidth in bytes, peak in operations a second."""
+    total = sum(row.ms for row in rows.values())
+    print(f"copy {bandwidth / 1e9:.0f} GB/s, large matmul {peak / 1e12:.0f} TFLOP/s, both measured")
+    print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}")
+    for name, row in rows.items():
+        seconds = row.ms / 1000 or math.inf  # too short to be measured: no rate
+        if row.flops:
+            rate, part = f"{row.flops / seconds / 1e12:.1f} TFLOP/s", row.flops / seconds / peak
+        else:
+            rate, part = f"{row.bytes / seconds / 1e9:.0f} GB/s", row.bytes / seconds / bandwidth
+        print(f"{name:<28} {row.calls:>6.0f} {row.ms:>9.4f} {rate:>16} {part:>8.1%} {row.ms / total:>7.1%}")
+    print(f"{'all':<28} {sum(row.calls for row in rows.values()):>6.0f} {total:>9.4f}")
+
+
+def open_model(settings):
+    """(GPU, config, params) that the trainer would begin with; settles what is left to the GPU in settings."""
+    gpu = open_gpu(settings.arch)
+    settle(settings, gpu.arch)
+    config, params = read_start(settings, None, parameter_table)
+    print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
+    return gpu, config, params
+
+
+@gpu_errors_as_lines()
+def main():
+    settings = parse_settings(CudaSettings, "Time a training step kernel by kernel.")
+    trainer = open_trainer(*open_model(settings), settings)
+    trainer.prepare()
+    peaks = measure_copy(trainer.device), measure_matmul(trainer.matmul)
+    print_profile(time_launches(trainer, settings.steps or STEPS), *peaks)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,21 @@
+"""What the programs share, a file an idea, named as llm.c names it.
+
+    errors      one line and an exit status for whatever a user can cause; Ctrl-C and SIGTERM
+    files       headers, sizes, files written beside their place and renamed
+    settings    one dataclass -> command line, help
+    tensors     tables: name -> shape; one buffer for a table, views of it
+    checkpoint  model, debug state and optimizer state; resuming a run
+    tokenizer, sampler, schedulers, dataloader, logger
+    threads     OpenBLAS's settings, and threads for what NumPy does on one core
+    kernels     the files of kernels/ and their launch geometry
+    compiler    kernels compiled, and kept in a cache
+    device      the GPU: open, load, launch, streams
+    matmul      matrix multiplication on the GPU: cuBLASLt or our kernels, and the search for the fastest
+
+Nothing here knows an architecture: whoever reads a model passes the function that makes its table of parameters.
+compiler, device and matmul need CuPy and its companions; all others NumPy and the standard library alone.
+"""
+
+from llmc.threads import configure_openblas
+
+configure_openblas()  # OpenBLAS reads these settings when NumPy is imported, which the other files do

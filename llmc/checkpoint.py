@@ -1,0 +1,345 @@
+"""Model checkpoints, debug states and optimizer states, the one reader and writer of each; a run's checkpoints.
+
+Who reads a model passes `parameter_table`, the architecture's function config -> table.
+
+Model, llm.c's: header [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, then the tensors of the table.
+    Version 1: float32, V rows in the vocabulary's tensors. Version 3: float32, Vp rows. Version 5: bfloat16, Vp rows.
+Debug state, llm.c's: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the gradients of the
+    parameters, with V rows in version 1 and Vp in version 2: what a PyTorch run saw and computed, for the parity test.
+    This project's trailer follows: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32 [n] the losses
+    of n training steps on that batch. The header says so: [8] trailer version (0: none), [9] n, [10] CRC-32 of the
+    weights.
+Optimizer state, llm.c's: header [2] processes [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10] step, u64 at [20]
+    sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread. Then m, v, and the master
+    weights if any, float32.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import sys
+import zlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.errors import DIVERGED, UserError
+from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, make_header,
+                        open_input, read_header, read_into, replacing)
+from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, unpadded
+
+EXPORT = "make it with: python export_weights.py"
+
+# ----------------------------------------------------------------------------------------------------------------------
+# models
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a model, as in the header of its checkpoint."""
+
+    maxT: int
+    V: int
+    L: int
+    NH: int
+    C: int
+    Vp: int  # V padded with zero rows (V itself in a file without padding)
+
+    def describe(self):
+        return f"maxT={self.maxT} V={self.V} L={self.L} NH={self.NH} C={self.C} Vp={self.Vp}"
+
+
+def padded(V):
+    """V rounded up to the next multiple of 128."""
+    return -(-V // 128) * 128
+
+
+def read_config(f, mend):
+    """Version and Config from the header of an open model checkpoint, every field checked."""
+    header = read_header(f, MODEL_MAGIC, mend)
+    version, maxT, V, L, NH, C, Vp = (int(x) for x in header[1:8])
+    if version in (2, 4):
+        raise UserError(f"{f.name}: version {version}, a mixed bfloat16 layout that llm.c used for three days in May"
+                        f" 2024; expected 1, 3 or 5; {mend}")
+    if version not in (1, 3, 5):
+        raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5; {mend}")
+    if version == 1:
+        Vp = V
+    for name, value in dict(maxT=maxT, V=V, L=L, NH=NH, C=C, Vp=Vp).items():
+        if value < 1:
+            raise UserError(f"{f.name}: header field {name} is {value}, expected at least 1; {mend}")
+    if C % NH:
+        raise UserError(f"{f.name}: C={C} is not divisible by NH={NH}; {mend}")
+    if Vp < V:
+        raise UserError(f"{f.name}: padded vocabulary Vp={Vp} is smaller than V={V}; {mend}")
+    return version, Config(maxT, V, L, NH, C, Vp)
+
+
+def read_model(path, parameter_table, mend=EXPORT):
+    """Read a model checkpoint of version 1, 3 or 5.
+
+    Returns (config, params): params is float32 and padded to Vp rows, a multiple of 128, whatever the file has.
+    Raises UserError for anything but a whole, finite, well-formed model.
+    """
+    with open_input(path, mend) as f:
+        version, config = read_config(f, mend)
+        rows, elements = config.Vp, sum(row.size for row in parameter_table(config).values())
+        size = HEADER_BYTES + elements * (2 if version == 5 else 4)
+        check_size(f, size, f"version {version}, {config.describe()}", mend)
+        config = dataclasses.replace(config, Vp=padded(rows))
+        params = allocate(parameter_table(config))
+        for tensor in unpadded(params, rows):
+            for piece in chunks(tensor):
+                if version == 5:
+                    bits = np.empty(piece.size, np.uint16)
+                    read_into(f, bits)
+                    piece[:] = bf16_to_float32(bits)
+                else:
+                    read_into(f, piece)
+    check_finite(path, params, mend)
+    for name, row in params.table.items():
+        if row.vocabulary:
+            getattr(params, name)[config.V :] = 0.0  # padding rows never take part, whatever a file holds there
+    return config, params
+
+
+def write_model(path, config, params, version=3):
+    """Write a model checkpoint; version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even)."""
+    fields = (config.maxT, config.V, config.L, config.NH, config.C, 0 if version == 1 else config.Vp)
+    with replacing(path) as f:
+        f.write(make_header(MODEL_MAGIC, version, *fields))
+        for tensor in unpadded(params, config.V if version == 1 else config.Vp):
+            for piece in chunks(tensor):
+                f.write(bf16_bits(piece) if version == 5 else piece)
+
+
+def fingerprint(config, params):
+    """CRC-32 of the weights in bfloat16, padding left out: the same for versions 1, 3 and 5 of one model."""
+    crc = 0
+    for tensor in unpadded(params, config.V):
+        for piece in chunks(tensor):
+            crc = zlib.crc32(bf16_bits(piece), crc)
+    return crc
+
+
+def count_parameters(config, params):
+    """The number of parameters, padding left out: 124439808 for GPT-2 124M."""
+    return sum(tensor.size for tensor in unpadded(params, config.V))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# debug states
+
+TRAILER_VERSION = 1  # of this project's addition
+
+
+@dataclass
+class DebugState:
+    """One batch, what PyTorch made of it, and (from export_weights.py) how its training went on from there."""
+
+    x: np.ndarray  # (B, T) int32
+    y: np.ndarray  # (B, T) int32
+    logits: np.ndarray  # (B, T, V) float32
+    loss: float
+    grads: Tensors  # the model's table
+    optimizer: dict | None = None  # learning_rate, beta1, beta2, eps, weight_decay
+    losses: np.ndarray | None = None  # (n,) float32
+    crc: int = 0  # fingerprint of the weights it was made from
+
+
+def write_debug_state(path, config, state, version=2):
+    """Write a debug state with its trailer; version 1 (V rows) or 2 (Vp rows)."""
+    header = make_header(STATE_MAGIC, version, *state.x.shape)
+    header[8:11] = TRAILER_VERSION, len(state.losses), np.uint32(state.crc).view(np.int32)
+    with replacing(path) as f:
+        for part in (header, state.x.astype("<i4"), state.y.astype("<i4"), state.logits, np.float32(state.loss),
+                     *unpadded(state.grads, config.V if version == 1 else config.Vp),
+                     np.array(list(state.optimizer.values()), "<f8"), state.losses.astype("<f4")):
+            f.write(part)
+
+
+def read_debug_state(path, config, params):
+    """Read a debug state, version 1 or 2, that belongs to this model; raises UserError when it does not."""
+    with open_input(path, EXPORT) as f:
+        header = read_header(f, STATE_MAGIC, EXPORT)
+        version, B, T = (int(x) for x in header[1:4])
+        if version not in (1, 2):
+            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; {EXPORT}")
+        if B < 1 or not 1 <= T <= config.maxT:
+            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; {EXPORT}")
+        trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
+        if trailer not in (0, TRAILER_VERSION) or n < 0:
+            raise UserError(f"{path}: trailer version {trailer} with {n} losses, expected version {TRAILER_VERSION}")
+        rows = config.V if version == 1 else config.Vp
+        gradients = sum(tensor.size for tensor in unpadded(params, rows))
+        size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
+        check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", EXPORT)
+        if trailer and crc != fingerprint(config, params):
+            raise UserError(f"{path}: belongs to another model: it was made from other weights; {EXPORT}")
+
+        x, y = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
+        logits, loss = np.empty((B, T, config.V), np.float32), np.empty(1, np.float32)
+        grads = allocate(params.table)
+        for part in (x, y, logits, loss, *unpadded(grads, rows)):
+            read_into(f, part)
+        for ids in (x, y):
+            if ids.min() < 0 or ids.max() >= config.V:
+                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT}")
+        state = DebugState(x, y, logits, float(loss[0]), grads)
+        if trailer:
+            settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
+            read_into(f, settings)
+            read_into(f, losses)
+            state.optimizer = dict(zip(("learning_rate", "beta1", "beta2", "eps", "weight_decay"), settings.tolist()))
+            state.losses, state.crc = losses, crc
+    return state
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# optimizer states
+
+
+class Progress(NamedTuple):
+    """Where a run stands, beside its weights and moments."""
+
+    step: int  # updates done
+    rng_state: int
+    shard: int
+    sample: int  # batches taken from the shard
+    batch: tuple  # (B, T, spread), which the position in the data depends on; (0, 0, 0) in a file of llm.c's
+
+
+def write_optimizer_state(path, moments, progress, master=None):
+    """Write m and v with Vp rows, where the run stands, and the master weights, if not None."""
+    header = make_header(OPTIMIZER_MAGIC, 1, 1, 0, int(master is not None))
+    header[10] = progress.step
+    for slot, value in ((20, progress.rng_state), (30, progress.shard), (32, progress.sample)):
+        header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
+    header[40:43] = progress.batch
+    with replacing(path) as f:
+        f.write(header)
+        for tensors in (*moments, *([] if master is None else [master])):
+            f.write(flat(tensors))
+
+
+TRAIN_AGAIN = "train again with: python train_gpt2.py ... -o DIR -n STEPS"
+
+
+def read_optimizer_state(path, config, moments, params, mend=TRAIN_AGAIN):
+    """Fill m and v, and params where the file has master weights (they are exact, a bfloat16 model file is not).
+
+    Returns the Progress. Raises UserError for a state of another model.
+    """
+    with open_input(path, mend) as f:
+        header = read_header(f, OPTIMIZER_MAGIC, mend)
+        version, processes, rank, master, shuffle = (int(x) for x in header[1:6])
+        if version != 1 or processes != 1 or rank != 0 or master not in (0, 1):
+            raise UserError(f"{path}: version {version}, {processes} processes, rank {rank}, master weights {master};"
+                            " expected version 1 of a run on one device")
+        if shuffle:
+            raise UserError(f"{path}: from a run that shuffled its data; expected one that reads it in order")
+        targets = [*moments, params] if master else moments
+        check_size(f, HEADER_BYTES + sum(t.buffer.size for t in targets), f"the optimizer of {config.describe()}", mend)
+        for tensors in targets:
+            read_into(f, flat(tensors))
+    numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
+    progress = Progress(int(header[10]), numbers[20], numbers[30], numbers[32], tuple(header[40:43].tolist()))
+    if progress.step < 0 or progress.rng_state == 0:
+        raise UserError(f"{path}: step {progress.step} and sampler state {progress.rng_state}; the file is damaged")
+    return progress
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the checkpoints of a run
+
+
+def checkpoint_paths(directory, step):
+    """(model, optimizer state, DONE marker) of one step's checkpoint, which is complete once the marker is there."""
+    return [os.path.join(directory, name) for name in
+            (f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}")]
+
+
+def newest_checkpoint(directory):
+    """The step of the newest complete checkpoint in a directory, or None."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    steps = [int(match[1]) for name in names if (match := re.fullmatch(r"DONE_(\d{8})", name))]
+    return max(steps, default=None)
+
+
+def save_checkpoint(directory, config, params, moments, progress, notes=None, version=3, master=None):
+    """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole.
+
+    notes: what else the run needs to go on as before, as a dict for JSON. version: 3 for float32 weights, 5 for
+    bfloat16 ones, of which `master` are the float32 originals, if there are any. Raises UserError, and leaves nothing
+    of this checkpoint, when the weights are not finite or the disk is full.
+    """
+    check_finite(f"after {progress.step} steps", params, f"the last checkpoint, if any, is kept: {DIVERGED}")
+    paths = model, state, done = checkpoint_paths(directory, progress.step)
+    try:
+        write_model(model, config, params, version)
+        write_optimizer_state(state, moments, progress, master)
+        with replacing(done) as f:
+            if notes:
+                f.write(json.dumps(notes, indent=1).encode() + b"\n")
+    except UserError:
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        raise
+
+
+def find_checkpoint(settings):
+    """The step to resume from, None for a fresh start; raises UserError rather than mix two runs in one directory."""
+    directory = settings.output_dir
+    step = newest_checkpoint(directory) if directory else None
+    if settings.resume and step is None:
+        print(f"no complete checkpoint in {directory}: starting at step 0")
+    if step is not None and not settings.resume:
+        raise UserError(f"{directory}: holds a checkpoint of step {step}: go on from it with -y 1, or choose another"
+                        " -o")
+    if step is not None and 0 < settings.steps < step:
+        raise UserError(f"{directory}: its checkpoint is of step {step}, beyond -x {settings.steps}: pass a larger -x")
+    return step
+
+
+def read_start(settings, first_step, parameter_table):
+    """(config, params) that a run begins with: those of -e, or of the checkpoint of step first_step, if not None."""
+    if first_step is None:
+        config, params = read_model(settings.model, parameter_table)
+    else:
+        model, _, marker = checkpoint_paths(settings.output_dir, first_step)
+        config, params = read_model(model, parameter_table, mend=go_back(marker))
+    if settings.T > config.maxT:
+        raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
+    return config, params
+
+
+def restore(settings, config, params, moments, step, loader, random):
+    """Read the optimizer's state of a checkpoint; put loader and sampler where they were."""
+    _, state, marker = checkpoint_paths(settings.output_dir, step)
+    progress = read_optimizer_state(state, config, moments, params, mend=go_back(marker))
+    given = (settings.B, settings.T, settings.spread)
+    if progress.step != step or progress.batch not in (given, (0, 0, 0)):
+        found = "-b {} -t {} --spread {}".format(*progress.batch)
+        raise UserError(f"{state}: of step {progress.step} with {found}, expected step {step} with"
+                        f" {'-b {} -t {} --spread {}'.format(*given)}: resume with the flags of the first run")
+    loader.seek(progress.shard, progress.sample)
+    random.state = progress.rng_state
+    print(f"resuming at step {step} from {settings.output_dir}")
+
+
+def go_back(marker):
+    """What mends a damaged checkpoint."""
+    return f"remove {marker} to go on from the checkpoint before it"
+
+
+def stopped(settings, done, signal):
+    """Say how to go on after a signal stopped the run; returns the exit status."""
+    command = shlex.join(["python", *sys.argv, *([] if settings.resume else ["-y", "1"])])
+    how = f"go on with: {command}" if settings.output_dir else "nothing was saved: there is no -o DIR"
+    print(f"stopped after step {done}; {how}", file=sys.stderr)
+    return 128 + signal

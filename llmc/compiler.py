@@ -1,0 +1,177 @@
+"""Kernels compiled for the GPU at hand, which needs no GPU, and the cache that keeps them from start to start."""
+
+import contextlib
+import glob
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
+
+from llmc.errors import UserError
+from llmc.files import replacing
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the cache: compiled kernels and chosen algorithms
+
+
+class Cache:
+    """A directory of files that can be made again, each with its digest in its name; a damaged one counts as absent.
+
+    When the directory cannot be written to, what would go there goes to a temporary one, with one warning.
+    """
+
+    def __init__(self, path=None):
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        self.path = path or os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
+        self.temporary, self.lock = None, threading.Lock()  # kernels are compiled, and kept, by several threads
+
+    def find(self, key, suffix):
+        """(path, content) of the file that `key` (a text) stands for, or None."""
+        for directory in filter(None, (self.path, self.temporary and self.temporary.name)):
+            for path in glob.glob(os.path.join(glob.escape(directory), f"{digest(key.encode())}-*{suffix}")):
+                with contextlib.suppress(OSError), open(path, "rb") as f:
+                    content = f.read()
+                    if path.endswith(f"-{digest(content)}{suffix}"):
+                        return path, content
+                print(f"warning: {path}: is damaged, and made again", file=sys.stderr)
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        return None
+
+    def keep(self, key, suffix, content):
+        """Write `content` and return its path."""
+        name = f"{digest(key.encode())}-{digest(content)}{suffix}"
+        with self.lock, self.exclusive("writing"):
+            if self.temporary is None:
+                try:
+                    os.makedirs(self.path, exist_ok=True)
+                    return self.write(os.path.join(self.path, name), content)
+                except (OSError, UserError) as error:
+                    self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
+                    reason = getattr(error, "strerror", None) or error
+                    print(f"warning: {self.path}: cannot be written ({reason}); the next start compiles and searches"
+                          " again, and may round differently. TRAIN_GPT2_CACHE=DIR names another directory",
+                          file=sys.stderr)
+            return self.write(os.path.join(self.temporary.name, name), content)
+
+    def write(self, path, content):
+        with replacing(path) as f:
+            f.write(content)
+        prefix = os.path.basename(path)[:33]  # the key's digest: files of the same key are out of date
+        for other in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), prefix + "*")):
+            if other != path:
+                with contextlib.suppress(OSError):
+                    os.unlink(other)
+        return path
+
+    @contextlib.contextmanager
+    def exclusive(self, work, notice=""):
+        """While this lasts, no other process does this work on the same directory; who has to wait prints `notice`.
+        Without a lock where the system has none, or the directory cannot be written to."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                os.makedirs(self.path, exist_ok=True)
+                file = stack.enter_context(open(os.path.join(self.path, f"{work}.lock"), "ab"))
+                if fcntl:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        print(notice, end="", file=sys.stderr, flush=True)
+                        fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# compiling, which needs no GPU
+
+KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "kernels")
+
+
+class KernelFile(NamedTuple):
+    """A .cu file, and how it is compiled and loaded."""
+
+    name: str  # kernels/<name>.cu
+    kernels: tuple  # their names
+    constants: dict  # what it is compiled with as -D
+    shared: dict = {}  # kernel -> bytes of a block's dynamic shared memory
+
+
+def compile_kernels(name, arch, constants):
+    """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the first error."""
+    path = os.path.join(KERNEL_DIRECTORY, f"{name}.cu")
+    try:
+        with open(path) as f:
+            source = f.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    from cuda.core import Program, ProgramOptions  # here: open_gpu says in a line what is not installed
+
+    options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
+                             define_macro=[(key, str(value)) for key, value in constants.items()],
+                             split_compile=0)  # a file's kernels on all cores
+    try:
+        return bytes(Program(source, "c++", options).compile("cubin").code)
+    except Exception as error:  # cuda.core has a class of its own for each way to fail
+        lines = str(error).splitlines()
+        for package, sign in (("nvidia-cuda-nvrtc", "libnvrtc"), ("nvidia-cuda-runtime", 'open source file "cuda_')):
+            if sign in str(error):
+                raise UserError(f"the Python package {package} is missing, without which {path} does not compile: pip"
+                                " install -r requirements-gpu.txt; or train on the CPU: python train_gpt2.py") from None
+        errors = (line for line in lines if "error" in line and "NVRTC_ERROR" not in line)
+        first = next(errors, lines[0] if lines else repr(error))
+        raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None
+
+
+def cuda_include():
+    """The directory of CUDA's headers in the package nvidia-cuda-runtime."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec else []
+    found = [path for root in roots for path in glob.glob(os.path.join(root, "*", "include"))]
+    return [path for path in found if os.path.exists(os.path.join(path, "cuda_bf16.h"))]
+
+
+def compiler_version():
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{package} {importlib.metadata.version(package)}"
+    return "unknown"
+
+
+def kernel_key(name, arch, constants):
+    """What a cubin depends on, as text."""
+    parts = [compiler_version(), arch, json.dumps(constants)]
+    headers = sorted(glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cuh")))
+    for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *headers):
+        with contextlib.suppress(OSError), open(path) as f:
+            parts.append(f.read())
+    return "\n".join(parts)
+
+
+def prepare_kernels(cache, arch, files):
+    """Compile the files that the cache does not have, several at once: paths of cubins, and how many were compiled."""
+
+    def prepare(file):
+        key = kernel_key(file.name, arch, file.constants)
+        found = cache.find(key, ".cubin")
+        if found:
+            return found[0], False
+        return cache.keep(key, ".cubin", compile_kernels(file.name, arch, file.constants)), True
+
+    with ThreadPoolExecutor(len(files)) as pool:
+        results = list(pool.map(prepare, files))
+    return [path for path, _ in results], sum(compiled for _, compiled in results)

@@ -1,0 +1,136 @@
+"""Token files and the loader that reads batches from them.
+
+A token file is raw int32 (llm.c of April 2024), or a header [2] count and uint16 (llm.c of today); readers tell the two
+apart by the magic.
+"""
+
+import glob
+import os
+import re
+
+import numpy as np
+
+from llmc.errors import UserError
+from llmc.files import (HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, chunks, make_header, open_input, read_header,
+                        replacing)
+
+TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (or the prepro script of your text)"
+
+
+def write_tokens(path, pieces, count, format="int32"):
+    """Write `count` tokens that arrive as an iterable of integer arrays; format 'int32' or 'uint16'."""
+    written = 0
+    with replacing(path) as f:
+        if format == "uint16":
+            f.write(make_header(TOKENS_MAGIC, 1, count))
+        for piece in pieces:
+            f.write(np.asarray(piece).astype("<i4" if format == "int32" else "<u2"))
+            written += len(piece)
+        if written != count:
+            raise ValueError(f"{path}: {count} tokens announced, {written} given")
+
+
+def open_tokens(path, V, least=1):
+    """Map a token file into memory, as a 1-D integer array on disk.
+
+    Raises UserError when it has fewer than `least` tokens, an id that is not below V, or a size that cannot be.
+    """
+    with open_input(path, TOKENS_MEND) as f:
+        size = os.fstat(f.fileno()).st_size
+        start = f.read(HEADER_BYTES)
+        magic = int(np.frombuffer(start[:4], "<i4")[0]) if len(start) >= 4 else None
+        if magic == TOKENS_MAGIC:
+            f.seek(0)
+            header = read_header(f, TOKENS_MAGIC, TOKENS_MEND)
+            version, count = int(header[1]), int(header[2])
+            if version != 1:
+                raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_MEND}")
+            if count < 0:
+                raise UserError(f"{path}: header says {count} tokens; {TOKENS_MEND}")
+            check_size(f, HEADER_BYTES + 2 * count, f"{count} uint16 tokens", TOKENS_MEND)
+            dtype, offset = "<u2", HEADER_BYTES
+        else:
+            if magic in KINDS:
+                raise UserError(f"{path}: it is a {KINDS[magic]} (magic {magic}), expected a token file; {TOKENS_MEND}")
+            if size % 4:
+                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {TOKENS_MEND}")
+            dtype, offset, count = "<i4", 0, size // 4
+    if count < least:
+        raise UserError(f"{path}: {count} tokens, expected at least {least} for one batch (B*T+1); take a smaller -b or"
+                        " -t, or more text")
+    tokens = np.memmap(path, dtype, "r", offset, (count,))
+    for piece in chunks(tokens):
+        if piece.min() < 0 or piece.max() >= V:
+            bad = int(piece.min() if piece.min() < 0 else piece.max())
+            raise UserError(f"{path}: token id {bad}, expected 0 to {V - 1}: the file was made for another"
+                            " vocabulary than the model's")
+    return tokens
+
+
+def data_paths(settings):
+    """(training shards, validation shards) that -i and -j name; raises UserError when a pattern matches nothing."""
+    data = settings.data
+    if data.endswith(".bin") or glob.has_magic(data):
+        val = settings.val_data or re.sub(r"train(?!.*train)", "val", data)
+        if val == data:
+            raise UserError(f"-i {data}: there is no 'train' in it to make the validation files' name from: pass -j"
+                            " FILES too")
+        train = data
+    else:
+        train, val = f"{data}_train.bin", settings.val_data or f"{data}_val.bin"
+    paths = []
+    for flag, pattern in (("-i", train), ("-j", val)):
+        paths.append(sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern])
+        if not paths[-1]:
+            raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_MEND}")
+    return paths
+
+
+def open_data(settings, V):
+    """The loaders of the training and the validation data."""
+    train_paths, val_paths = data_paths(settings)
+    return (DataLoader(train_paths, V, settings.B, settings.T, settings.spread),
+            DataLoader(val_paths, V, settings.B, settings.T))
+
+
+class DataLoader:
+    """Reads (B, T) batches in order from one or more token files, and starts over when the last one is used up.
+
+    A batch needs B*T+1 tokens (the targets are the inputs, one token on) and advances by B*T: its rows follow one
+    another. With `spread`, row b reads in the b-th of B equal parts of a file instead, and advances by T.
+
+    num_batches: llm.c's count, of B*T tokens; batches_per_epoch: those whose last target is there, too.
+    """
+
+    def __init__(self, paths, V, B, T, spread=False):
+        self.B, self.T, self.spread = B, T, spread
+        self.shards = [open_tokens(path, V, B * T + 1) for path in paths]
+        self.num_batches = sum(tokens.size // (B * T) for tokens in self.shards)
+        self.batches_per_epoch = sum(map(self.batches_of, range(len(self.shards))))
+        self.reset()
+
+    def reset(self):
+        self.seek(0, 0)
+
+    def seek(self, shard, sample):
+        """Continue after `sample` batches of shard number `shard`; raises UserError when the data is shorter."""
+        if shard >= len(self.shards) or sample > self.batches_of(shard):
+            raise UserError(f"checkpoint is at batch {sample} of data shard {shard}, which these token files do not"
+                            " have: resume with the -i, -b and -t of the first run")
+        self.shard, self.sample = shard, sample
+
+    def batches_of(self, shard):
+        """Whole batches in a shard, the last target included."""
+        return (self.shards[shard].size - 1) // (self.B * self.T)
+
+    def next_batch(self):
+        """inputs (B, T) and targets (B, T), int32."""
+        if self.sample >= self.batches_of(self.shard):
+            self.shard, self.sample = (self.shard + 1) % len(self.shards), 0
+        B, T, tokens = self.B, self.T, self.shards[self.shard]
+        stride = self.batches_of(self.shard) * T if self.spread else T  # from one row to the next
+        first = self.sample * (T if self.spread else B * T)
+        starts = range(first, first + B * stride, stride)
+        rows = np.stack([tokens[start : start + T + 1] for start in starts]).astype(np.int32)
+        self.sample += 1
+        return rows[:, :-1], rows[:, 1:]

@@ -1,0 +1,251 @@
+"""The GPU: what it is, kernels loaded and launched, streams, TMA's maps, copies, timing.
+
+Nothing here knows a layer: whoever loads kernels says which files, with which constants, and launches them by name.
+"""
+
+import contextlib
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.compiler import prepare_kernels
+from llmc.errors import UserError
+from llmc.tensors import bf16_to_float32
+
+# While it is imported, CuPy makes a directory in $HOME, which need not be writable, for kernels of its own, of which
+# training uses none.
+os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")
+os.environ.setdefault("CUPY_CACHE_DIR", tempfile.gettempdir())
+
+try:
+    import cupy as cp
+    import cuda.core  # noqa: F401  (the compiler's front end)
+    from cuda.bindings import driver
+    from nvmath.bindings import cublasLt
+
+    MISSING = None
+    GPU_ERRORS = cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError, cublasLt.cuBLASLtError
+except ImportError as error:
+    MISSING, GPU_ERRORS = error, ()
+    cp = driver = cublasLt = None
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the GPU at hand
+
+
+class GPU(NamedTuple):
+    """What kernels are compiled for and launches depend on."""
+
+    name: str
+    arch: str  # as the compiler calls it, like sm_90a
+    sm_count: int  # multiprocessors
+    shared: int  # bytes of shared memory that a block can have
+
+
+def open_gpu(arch="native"):
+    """The current GPU; raises UserError that says what is missing. arch "sm_80": as if it had nothing that only its own
+    generation has."""
+    instead = "with no GPU, train with: python train_gpt2.py"
+    if MISSING is not None:
+        reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")), repr(MISSING))
+        what = f"the Python package {MISSING.name} cannot"
+        if not MISSING.name:
+            what = f"CuPy, or a package beside it, cannot ({reason})"
+        raise UserError(f"{what} be imported: pip install -r requirements-gpu.txt; {instead}")
+    try:
+        count = cp.cuda.runtime.getDeviceCount()
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise UserError(f"no usable NVIDIA GPU ({str(error).split(': ')[-1]}): nvidia-smi should list one, with a"
+                        f" driver of 580 or newer; {instead}") from None
+    if count == 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        raise UserError(f"no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES={visible}); {instead}")
+    properties = cp.cuda.runtime.getDeviceProperties(0)
+    name, capability = properties["name"].decode(), (properties["major"], properties["minor"])
+    if capability < (7, 5):
+        raise UserError(f"{name} has compute capability {capability[0]}.{capability[1]}, expected 7.5 or newer;"
+                        f" {instead}")
+    try:
+        cp.cuda.runtime.memGetInfo()  # makes the context
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi;"
+                        f" {instead}") from None
+    native = arch_name(*capability)
+    return GPU(name, native if arch == "native" else native.rstrip("a"), properties["multiProcessorCount"],
+               properties["sharedMemPerBlockOptin"])
+
+
+def arch_name(major, minor):
+    """The compiler's name for a GPU; with a, the instructions that this one generation has (wgmma, on Hopper)."""
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@contextlib.contextmanager
+def gpu_errors_as_lines():
+    """For a program's main(): what CUDA or one of its libraries reports is a line, too."""
+    try:
+        yield
+    except GPU_ERRORS as error:
+        raise UserError(f"the GPU or one of CUDA's libraries failed ({str(error).splitlines()[0]}): if for want of"
+                        " memory, or as it could not be initialized, another process may hold the GPU's memory: see"
+                        " nvidia-smi") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# launching
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What TMA needs to copy boxes of an array: a kernel's argument."""
+
+    array: object
+    opaque: object
+
+
+class Device:
+    """Kernels by name, and two streams: the main one, and a side stream for work that may run beside it."""
+
+    def __init__(self, gpu, cache, files, geometry):
+        """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches go by, as attributes."""
+        self.gpu, self.sm_count, self.geometry = gpu, gpu.sm_count, geometry
+        self.main, self.side = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)
+        self.stream = self.main  # where launches go
+        self.observer = None  # called with each launch's name and arguments, it returns a context for the launch
+        self.one_stream = False  # True: work for the side stream stays on the main one, to be timed alone
+        self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
+        paths, self.compiled = prepare_kernels(cache, gpu.arch, files)
+        self.cached = len(files) - self.compiled
+        for file, path in zip(files, paths):
+            module = cp.RawModule(path=path)
+            self.functions |= {name: module.get_function(name) for name in file.kernels}
+            self.shared |= file.shared
+        for name, size in self.shared.items():
+            self.functions[name].max_dynamic_shared_size_bytes = size
+
+    def launch(self, name, grid, block, *arguments):
+        """Run a kernel on the current stream. Python ints go as int, floats as float, arrays as pointers, None as a
+        null pointer."""
+        with self.observe(name, arguments):
+            converted = tuple(convert(argument) for argument in arguments)
+            self.functions[name](grid, block, converted, shared_mem=self.shared.get(name, 0), stream=self.stream)
+
+    def observe(self, name, arguments):
+        """A context for a launch, in which the observer, if there is one, sees to it."""
+        return self.observer(name, arguments) if self.observer else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def on_side_stream(self):
+        """What is launched in here runs beside what the main stream does from here on; yields an event for `wait`."""
+        if self.one_stream or self.observer:
+            yield None
+            return
+        before, after = cp.cuda.Event(disable_timing=True), cp.cuda.Event(disable_timing=True)
+        before.record(self.main)
+        self.side.wait_event(before)
+        self.stream = self.side
+        yield after
+        self.stream = self.main
+        after.record(self.side)
+
+    def wait(self, event):
+        """Make the main stream wait for an event of on_side_stream's; None: there is nothing to wait for."""
+        if event is not None:
+            self.main.wait_event(event)
+
+    def upload(self, array):
+        """A small host array on the GPU, copied once: what a launch reads and a graph replays."""
+        key = array.tobytes()
+        if key not in self.uploads:
+            self.uploads[key] = cp.asarray(array.view(np.uint8))
+        return self.uploads[key]
+
+    def tensor_map(self, array, rows, columns):
+        """A TensorMap for boxes of (rows, columns) of a bfloat16 or float32 array (B,T,C) or (T,C).
+
+        A row of a box is 64 or 128 bytes, whose 16-byte units are permuted ("swizzled"), so that those of a column lie
+        in different banks of shared memory.
+        """
+        key = array.data.ptr, array.shape, array.dtype, rows, columns
+        if key not in self.maps:
+            self.maps[key] = TensorMap(array, encode_tensor_map(array, rows, columns))
+        return self.maps[key]
+
+
+def encode_tensor_map(array, rows, columns):
+    B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
+    kinds, row = driver.CUtensorMapDataType, array.itemsize * C
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if array.itemsize == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+    swizzle = {64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+               128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B}[columns * array.itemsize]
+    sizes = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]  # and strides in bytes
+    boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, 1), (1, 1, 1))]
+    error, made = driver.cuTensorMapEncodeTiled(
+        kind, 3, array.data.ptr, *sizes, *boxes, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuTensorMapEncodeTiled of {array.shape}: {error}")
+    return np.void(np.array([int(word) for word in made.opaque], np.uint64).tobytes())
+
+
+def convert(argument):
+    """A kernel's argument as CuPy wants it."""
+    if argument is None:
+        return np.uint64(0)
+    if isinstance(argument, TensorMap):
+        return argument.opaque
+    if type(argument) in (int, bool):  # not a subclass: np.float64 is a float, too
+        return np.int32(argument)
+    return np.float32(argument) if type(argument) is float else argument
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# between host and GPU
+
+
+def to_float32(array):
+    """An array of the GPU's on the host; bfloat16 bits and halves as float32."""
+    array = array.get()
+    if array.dtype == np.float16:
+        return array.astype(np.float32)
+    return bf16_to_float32(array) if array.dtype == np.uint16 else array
+
+
+def copy_to_gpu(target, source):
+    """Copy a host array into an array on the GPU of the same size; returns the latter."""
+    target.view(np.uint8).reshape(-1).set(source.view(np.uint8).reshape(-1))
+    return target
+
+
+def pinned_array(size):
+    """Bytes of host memory that the GPU reads and writes over the bus, at the same address."""
+    return np.frombuffer(cp.cuda.alloc_pinned_memory(size), np.uint8, size)
+
+
+def pointer(array):
+    """The address of a pinned array, as a kernel's argument."""
+    return np.uint64(array.ctypes.data)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# timing
+
+HOLD = 100  # microseconds for which the kernel `hold` keeps the GPU busy, while Python launches what is timed
+
+
+def measure(device, call, repeats=5):
+    """Median seconds of call() on the GPU, after one call to warm up; time to launch counts only beyond HOLD."""
+    times = []
+    for _ in range(repeats + 1):
+        start, end = cp.cuda.Event(), cp.cuda.Event()
+        device.functions["hold"]((1,), (1,), (np.int32(HOLD),), stream=device.stream)
+        start.record(device.stream)
+        call()
+        end.record(device.stream)
+        end.synchronize()
+        times.append(cp.cuda.get_elapsed_time(start, end) / 1000)
+    return sorted(times[1:])[repeats // 2]

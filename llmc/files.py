@@ -1,0 +1,115 @@
+"""What all file formats have in common: a header of 256 little-endian int32, sizes that are checked before anything is
+allocated, and files that are written beside their place and renamed, so that there is never half a file."""
+
+import contextlib
+import os
+
+import numpy as np
+
+from llmc.errors import UserError
+
+MODEL_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240327, 20240328
+TOKENS_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240527
+KINDS = {
+    MODEL_MAGIC: "model checkpoint",
+    STATE_MAGIC: "debug state",
+    TOKENIZER_MAGIC: "tokenizer",
+    TOKENS_MAGIC: "token file",
+    OPTIMIZER_MAGIC: "optimizer state",
+}
+HEADER_BYTES = 1024
+
+
+def open_input(path, mend):
+    """Open a file for reading, or raise UserError that ends in `mend`: how to come by such a file."""
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {mend}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a directory, expected a file; {mend}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {mend}") from None
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Write a file beside its place and rename it there when it is complete and on the disk.
+
+    Raises UserError when it cannot be written (no permission, disk full); what was at `path` before is then untouched.
+    """
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        sync_directory(os.path.dirname(path))
+    except OSError as error:
+        if error.errno is None:  # not the disk's: the errors of requests are OSErrors too
+            raise
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def sync_directory(path):
+    """Make a rename durable, on file systems that can."""
+    with contextlib.suppress(OSError, AttributeError):
+        descriptor = os.open(path or ".", os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_directory(path):
+    try:
+        os.makedirs(path or ".", exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot make this directory ({error.strerror})") from None
+
+
+def make_header(magic, version, *fields):
+    header = np.zeros(256, "<i4")
+    header[0], header[1] = magic, version
+    header[2 : 2 + len(fields)] = fields
+    return header
+
+
+def read_header(f, magic, mend):
+    """The header as a (256,) int32 array; raises UserError if the file at hand is of another kind."""
+    data = f.read(HEADER_BYTES)
+    kind = KINDS[magic]
+    if len(data) < HEADER_BYTES:
+        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {HEADER_BYTES}-byte header; {mend}")
+    header = np.frombuffer(data, "<i4")
+    if header[0] != magic:
+        found = KINDS.get(int(header[0]))
+        found = f"it is a {found} (magic {header[0]})" if found else f"magic {header[0]}"
+        raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); {mend}")
+    return header
+
+
+def check_size(f, expected, what, mend):
+    """Raise UserError unless the open file has exactly that many bytes: nothing is allocated for a damaged file."""
+    found = os.fstat(f.fileno()).st_size
+    if found != expected:
+        state = "cut short" if found < expected else "too long"
+        raise UserError(f"{f.name}: {found} bytes, expected {expected} for {what} ({state}); {mend}")
+
+
+def read_into(f, array):
+    """Fill a contiguous array from the file, whose size was checked before."""
+    if f.readinto(memoryview(array).cast("B")) != array.nbytes:
+        raise UserError(f"{f.name}: ended early: did another program write to it just now?")
+
+
+CHUNK = 1 << 22  # elements that file readers and writers hold at a time
+
+
+def chunks(array):
+    """A flat array in consecutive pieces of at most CHUNK elements."""
+    return (array[i : i + CHUNK] for i in range(0, array.size, CHUNK))

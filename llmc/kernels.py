@@ -1,0 +1,214 @@
+"""The files of kernels/ that a run compiles, and their launch geometry: what a kernel and its launch have to agree on.
+
+It is plain data. A layer's numbers go to the compiler with -D for its .cu file alone, which repeats none of them, and
+the launches read the same numbers.
+"""
+
+from types import SimpleNamespace
+
+from llmc.compiler import KernelFile
+from llmc.errors import UserError
+
+
+def blocks(n, block):
+    """How many blocks of that size n takes."""
+    return -(-n // block)
+
+
+WARP, WARPGROUP = 32, 128  # threads
+THREADS = 256  # of a block whose kernel takes any number
+MATMUL_ROWS = 128  # of a tile of a matmul's result, which leaves a row of column sums
+ATTENTION_ROWS = 64  # of the attention's gradient, which leave a row of column sums
+LONGEST_CHAIN = 6400  # TF32 products in one sum: see llmc/matmul.py
+
+KERNELS = {  # layer -> its kernels
+    "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wpe"),
+    "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
+    "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
+    "gelu": ("gelu_forward", "gelu_backward"),
+    "matmul": ("matmul_forward", "matmul_forward_gelu", "matmul_backward_inp", "matmul_backward_inp_gelu",
+               "matmul_backward_weight"),
+    "classifier": ("classifier",),
+    "transpose": ("transpose",),
+    "column_sums": ("column_sums",),
+    "update": ("copy_batch", "loss_mean", "global_norm", "prepare_update", "adamw_update", "round_weights", "hold",
+               "fill_random"),
+}
+MATMUL_NARROW = ("matmul_forward_narrow", "matmul_backward_inp_narrow", "matmul_backward_weight_narrow")  # Hopper only
+
+
+def check_sizes(config):
+    """Raise UserError for a model that the kernels are not written for."""
+    HS = config.C // config.NH
+    if HS % 16 or HS > 128 or config.C > 8192:
+        raise UserError(f"C={config.C} with NH={config.NH} heads: the GPU kernels expect C up to 8192 and heads of"
+                        " C / NH = 16, 32, ... 128 channels; train this model with: python train_gpt2.py")
+
+
+def hopper_attention(config, precision, arch):
+    """Whether attention runs on Hopper's own tensor core instructions, or on those of every GPU from sm_80 on."""
+    return arch == "sm_90a" and config.C // config.NH == 64 and bool(precision.tf32 or precision.bf16)
+
+
+def hopper_matmul(precision, arch):
+    """Whether our matmuls run on Hopper's own tensor core instructions."""
+    return arch == "sm_90a" and precision.bf16
+
+
+def kernel_files(config, precision, arch, matmul="kernels"):
+    """{layer: KernelFile} of a run; matmul "cublaslt": without our matmuls."""
+    names = {layer: layer for layer in KERNELS if layer != "matmul" or matmul != "cublaslt"}
+    if hopper_attention(config, precision, arch):
+        names["attention"] = "attention_hopper_bf16" if precision.bf16 else "attention_hopper"
+    if "matmul" in names and hopper_matmul(precision, arch):
+        names["matmul"] = "matmul_hopper_bf16"
+    files, geometry = {}, layer_geometry(config, precision, arch)
+    for layer, name in names.items():
+        kernels = KERNELS[layer] + (MATMUL_NARROW if name == "matmul_hopper_bf16" else ())
+        constants = {**model_constants(config, precision), **geometry[layer]}
+        files[layer] = KernelFile(name, kernels, constants, shared_memory(layer, kernels, geometry[layer]))
+    return files
+
+
+def model_constants(config, precision):
+    """What every file is compiled with."""
+    return {"MODEL_C": config.C, "MODEL_NH": config.NH, "MODEL_V": config.V, "MODEL_VP": config.Vp,
+            "BFLOAT16": int(precision.bf16), "FLOAT32_GRADS": int(precision.grads == "float32"), "TF32": precision.tf32}
+
+
+def shared_memory(layer, kernels, geometry):
+    """kernel -> bytes of dynamic shared memory of a block, where it has any."""
+    if layer == "attention":
+        parts = "FORWARD", "DQUERY", "DKV"
+        return {kernel: geometry[f"ATTENTION_{part}_SHARED"] for kernel, part in zip(kernels, parts)}
+    if layer == "layernorm":
+        return {"layernorm_backward": geometry["LAYERNORM_SHARED"]}
+    return {kernel: geometry[f"{layer.upper()}_SHARED"] for kernel in kernels if layer in ("matmul", "classifier")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# launch geometry
+
+
+def launch_geometry(config, precision, arch):
+    """All of layer_geometry's numbers as attributes, for the launches."""
+    layers = layer_geometry(config, precision, arch).values()
+    return SimpleNamespace(**{name: value for numbers in layers for name, value in numbers.items()})
+
+
+def layer_geometry(config, precision, arch):
+    """{layer: {constant: int}}."""
+    return {
+        "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(config.C, 4 * WARP * precision.pack)},
+        "layernorm": layernorm_geometry(config, precision, arch),
+        "attention": attention_geometry(config, precision, arch),
+        "gelu": {"GELU_COLUMN_THREADS": WARP, "GELU_ROW_GROUPS": 8},
+        "matmul": matmul_geometry(precision, arch),
+        "classifier": classifier_geometry(config, precision, arch),
+        "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
+        "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
+        "update": {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4},
+    }
+
+
+def layernorm_geometry(config, precision, arch):
+    """ROW_WARPS: that share a row of C elements. ROWS: that a block works on at once. BLOCKS: on a multiprocessor, in
+    the backward pass. AHEAD: there, the next row of dout, inp and dinp is copied to shared memory while this one is
+    worked on, on GPUs with room for two blocks of that; float32 rows do not fit every GPU's."""
+    C, number = config.C, int(arch[3:].rstrip("a"))
+    row_warps = 1 if C <= 768 else 2 if C <= 1536 else 4 if C <= 3072 else 8
+    rows, ahead = THREADS // WARP // row_warps, precision.bf16 and number not in (86, 89) and number < 120
+    return {"LAYERNORM_THREADS": THREADS, "LAYERNORM_ROW_WARPS": row_warps, "LAYERNORM_ROWS": rows,
+            "LAYERNORM_BLOCKS": 2 if precision.bf16 else 1, "LAYERNORM_AHEAD": int(ahead),
+            "LAYERNORM_SHARED": rows * 2 * 3 * 2 * C if ahead else 0}
+
+
+def attention_geometry(config, precision, arch):
+    """FORWARD_ROWS, BACKWARD_ROWS: of a block. PASSING: rows of a tile that passes by. SHARED: bytes for a block's
+    tiles, and what is beside them."""
+    HS = config.C // config.NH
+    if hopper_attention(config, precision, arch):
+        return attention_hopper_bf16_geometry(HS) if precision.bf16 else attention_hopper_geometry(HS)
+    small, size = HS <= 64, 2 if precision.bf16 else 4
+    row = 4 * size * (HS + 8 if precision.bf16 else blocks(HS, 32) * 32)  # bytes of two pairs of tiles, padded: mma.cuh
+    passing = 64 if precision.bf16 or small and arch != "sm_75" else 32  # sm_75 has 64 KB of shared memory
+    dkv_passing = 32 if precision.bf16 and not small else passing
+    two_tiles = small and (precision.bf16 or precision.tf32)  # of 16 rows, for each warp, as registers allow
+    return {
+        "ATTENTION_THREADS": 128,
+        "ATTENTION_FORWARD_ROWS": 128 if two_tiles else 64,
+        "ATTENTION_BACKWARD_ROWS": ATTENTION_ROWS,
+        "ATTENTION_PASSING": passing,
+        "ATTENTION_DKV_PASSING": dkv_passing,
+        "ATTENTION_FORWARD_SHARED": passing * row,
+        "ATTENTION_DQUERY_SHARED": passing * row,
+        "ATTENTION_DKV_SHARED": dkv_passing * (row + 4 * 4),  # and lse and D, twice
+    }
+
+
+def attention_hopper_geometry(HS):
+    """A stage is a set of tiles of 64 rows: key and value, the one or the other or both also transposed."""
+    groups, stages, dkv_stages, tile = 2, 3, 2, 64 * HS * 4
+    return {
+        "ATTENTION_GROUPS": groups,  # that compute, beside one that loads
+        "ATTENTION_THREADS": (1 + groups) * WARPGROUP,
+        "ATTENTION_FORWARD_ROWS": groups * ATTENTION_ROWS,
+        "ATTENTION_BACKWARD_ROWS": groups * ATTENTION_ROWS,
+        "ATTENTION_STAGES": stages,
+        "ATTENTION_DKV_STAGES": dkv_stages,
+        "ATTENTION_FORWARD_SHARED": 2 * stages * tile + 1024,  # tiles start at multiples of 1024
+        "ATTENTION_DQUERY_SHARED": (3 * stages + groups) * tile + 1024,
+        "ATTENTION_DKV_SHARED": (4 * dkv_stages + groups) * tile + 1024,
+    }
+
+
+def attention_hopper_bf16_geometry(HS):
+    """TMA reads boxes of 64 rows of a head and writes boxes of 16, a warp's. A stage is a pair of tiles, key and value
+    or query and dout, of FORWARD_BOXES boxes each or of one."""
+    groups, box, forward_boxes, forward_stages, dquery_stages, dkv_stages = 2, 64 * HS * 2, 2, 4, 8, 8
+    return {
+        "ATTENTION_GROUPS": groups,  # that compute, beside one that loads
+        "ATTENTION_THREADS": (1 + groups) * WARPGROUP,
+        "ATTENTION_FORWARD_ROWS": groups * ATTENTION_ROWS,
+        "ATTENTION_BACKWARD_ROWS": groups * ATTENTION_ROWS,
+        "ATTENTION_READ_ROWS": 64,
+        "ATTENTION_WRITE_ROWS": 16,
+        "ATTENTION_FORWARD_BOXES": forward_boxes,
+        "ATTENTION_FORWARD_STAGES": forward_stages,
+        "ATTENTION_DQUERY_STAGES": dquery_stages,
+        "ATTENTION_DKV_STAGES": dkv_stages,
+        "ATTENTION_FORWARD_SHARED": (2 * groups + 2 * forward_stages * forward_boxes) * box + 1024,
+        "ATTENTION_DQUERY_SHARED": (4 * groups + 2 * dquery_stages) * box + 1024,
+        "ATTENTION_DKV_SHARED": (4 * groups + 2 * dkv_stages) * box + 1024,
+    }
+
+
+def matmul_geometry(precision, arch):
+    """BM, BN: rows and columns of a tile of the result; BK: a step of the inner dimension, 64 bytes, or 128 on Hopper.
+    There, tiles may be NARROW_BN columns wide, of which 1280 and 1600 are multiples, but not of 192; STRIP: columns
+    that TMA writes at once."""
+    if hopper_matmul(precision, arch):
+        stages, BM, BN, BK, strip = 4, MATMUL_ROWS, 192, 64, 64
+        return {
+            "MATMUL_BM": BM, "MATMUL_BN": BN, "MATMUL_NARROW_BN": 160, "MATMUL_BK": BK, "MATMUL_STAGES": stages,
+            "MATMUL_STRIP": strip, "MATMUL_NARROW_STRIP": 32,
+            "MATMUL_THREADS": 3 * WARPGROUP,  # one group loads, two compute
+            "MATMUL_GELU_THREADS": 4 * WARPGROUP,  # and one does GELU
+            "MATMUL_SHARED": 2 * (stages * (BM + BN) * BK + 4 * BM * strip),
+        }
+    stages, BM, BN, size = 3, MATMUL_ROWS, 128, 2 if precision.bf16 else 4
+    return {
+        "MATMUL_BM": BM, "MATMUL_BN": BN, "MATMUL_BK": 64 // size, "MATMUL_STAGES": stages,
+        "MATMUL_CHAIN": LONGEST_CHAIN * size // 64 if precision.matmul == "tf32" else 0,  # steps; 0: no limit
+        "MATMUL_THREADS": 256, "MATMUL_GELU_THREADS": 256,
+        "MATMUL_SHARED": stages * (BM + BN) * (64 + 16),  # rows are padded by 16 bytes
+    }
+
+
+def classifier_geometry(config, precision, arch):
+    """ROWS_ON_CHIP: rows of logits that fit into a multiprocessor's shared memory, one for each of its blocks there; 0:
+    none."""
+    row = config.Vp * (2 if precision.bf16 else 4)
+    rows = 0 if arch != "sm_90a" or row > 220 << 10 else 2 if row <= 110 << 10 else 1
+    return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": row if rows else 0,
+            "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024}

@@ -1,0 +1,365 @@
+"""Matrix multiplication on the GPU: by cuBLASLt or by our kernels, and the search for the fastest way at each shape.
+
+A caller gives all ways to do one matmul, by name; `Matmul.run` picks one. Names that begin with "kernels" are ways of
+our kernels, the others cuBLASLt's. What was picked goes to the cache, for the next start, and to checkpoints, because
+another way adds up in another order.
+"""
+
+import contextlib
+import functools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+
+from llmc.compiler import kernel_key
+from llmc.device import cp, cublasLt, measure
+from llmc.errors import UserError
+from llmc.kernels import LONGEST_CHAIN, blocks
+
+WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
+
+
+class Matmul:
+    """The fastest way for each matmul of a run; `kernels` and `cublaslt`, which have the ways, are None where not used.
+
+    Ways are timed at the first call of a shape while `searching`, on the data at hand. Shapes that come later, those of
+    sampling, take the first way.
+    """
+
+    def __init__(self, device, cache, precision, libraries):
+        """precision: what operands are rounded to (`matmul`: bf16, tf32 or float32) and the dtype of weight gradients
+        (`grads`). libraries: which of "kernels" and "cublaslt" to use."""
+        self.device, self.cache, self.precision = device, cache, precision
+        self.workspace = None  # see allocate
+        self.kernels = MatmulKernels(self) if "kernels" in libraries else None
+        self.cublaslt = CublasLt(self) if "cublaslt" in libraries else None
+        names = [f"cuBLASLt {self.cublaslt.version}"] if self.cublaslt else []
+        names += ["our kernels"] if self.kernels else []
+        self.identity = f"{device.gpu.name}, {device.gpu.arch}, {' and '.join(names)}"
+        self.searching = False
+        self.searched = 0  # shapes that had to be timed
+        self.recorded = {}  # key -> choice, as a checkpoint recorded them
+        self.known = {}  # key -> choice, as the cache or a checkpoint recorded them
+        self.chosen = {}  # key -> choice of this run
+        self.used = set()  # keys of what has been called since the search
+
+    def allocate(self):
+        """Make the workspaces, one for each of the device's streams."""
+        self.workspace = cp.empty((2, WORKSPACE), np.uint8)
+
+    def stream_workspace(self):
+        """The workspace of the current stream."""
+        return self.workspace[int(self.device.stream is self.device.side)]
+
+    def run(self, key, ways, to=""):
+        """Do a matmul by the fastest of `ways`, {name: call}, at the shape that `key` stands for."""
+        ways = {name: call for name, call in ways.items() if self.has(name)}
+        name = next(iter(ways))
+        if len(ways) > 1:
+            key = f"{key} {self.precision.matmul}{to}"
+            if self.searching and key not in self.chosen:
+                known = self.known.get(key)
+                if known not in ways:
+                    known = list(ways)[fastest(self.device, list(ways.values()))]
+                    self.searched += 1
+                self.chosen[key] = known
+            if not self.searching:
+                self.used.add(key)
+            name = self.chosen.get(key, name)
+        ways[name]()
+
+    def has(self, name):
+        if name.startswith("kernels"):
+            return self.kernels and (self.kernels.hopper or not name.endswith("narrow"))
+        return self.cublaslt
+
+    # -- what earlier starts and checkpoints know
+
+    def cache_key(self):
+        """What the choices of earlier starts depended on: GPU, library, the kernels, and how they were timed."""
+        files = ("matmul_hopper_bf16", "matmul", "gelu", "transpose")
+        numbers = {name: n for name, n in vars(self.device.geometry).items()
+                   if name.startswith(("MATMUL", "GELU", "TRANSPOSE"))}
+        kernels = (kernel_key(name, self.device.gpu.arch, numbers) for name in files)
+        return "\n".join([f"algorithms, timed without launching, {self.identity}", *kernels])
+
+    @contextlib.contextmanager
+    def search(self):
+        """While this lasts, ways that neither the cache nor a checkpoint knows are timed; then, the cache knows them.
+        One process after the other: two at a time would disturb each other, and choose differently."""
+        notice = "another process searches for the fastest matmuls: this one waits for it\n"
+        with self.cache.exclusive("searching", notice):
+            found = self.cache.find(self.cache_key(), ".json")
+            cached = json.loads(found[1]) if found else {}
+            self.known = {**cached, **self.known}
+            self.searching = self.device.one_stream = True
+            try:
+                yield
+            finally:
+                self.searching = self.device.one_stream = False
+            together = {**self.known, **self.chosen}
+            if together != cached:
+                self.cache.keep(self.cache_key(), ".json", json.dumps(together, indent=1).encode())
+
+    def notes(self):
+        """What a checkpoint records: the same after a start that had to search as after one that knew."""
+        keys = sorted(self.used & self.chosen.keys())
+        return {"products": {"on": self.identity, "algorithms": {key: self.chosen[key] for key in keys}}}
+
+    def recall(self, notes):
+        """Use what a checkpoint records; returns False when it is of another GPU or library. Raises ValueError for
+        notes that are damaged."""
+        recorded = notes.get("products", {})
+        if recorded.get("on") != self.identity:
+            return False
+        for value in recorded["algorithms"].values():
+            if not isinstance(value, str):
+                np.array([(value,)], cublasLt.matmul_algo_dtype)
+        self.recorded = recorded["algorithms"]
+        self.known = {**self.known, **self.recorded}
+        return True
+
+    def repeats(self):
+        """Whether each matmul that a checkpoint recorded is done as it says, as far as it occurs in this run."""
+        return all(self.chosen.get(key, value) == value for key, value in self.recorded.items())
+
+
+RESOLUTION = 0.5e-6  # seconds: that of CUDA's events
+IN_FRONT = 1.15  # times the least time: what took longer at first is not timed again
+
+
+def fastest(device, calls):
+    """The index of the call that takes the least time; 0, if no other is faster by more than can be told.
+
+    Those in front are timed again, in turns: as the GPU gets warm its clock falls, and matmuls with it, by up to 15
+    percent.
+    """
+    times = [measure(device, call, 1) for call in calls]
+    front = {0, *sorted(range(len(calls)), key=times.__getitem__)[:6]}
+    front = [i for i in sorted(front) if times[i] <= IN_FRONT * min(times) + RESOLUTION]
+    if len(front) == 1:
+        return front[0]
+    rounds = 7 if min(times) < 2e-3 else 3
+    medians = np.median([[measure(device, calls[i], 1) for i in front] for _ in range(rounds)], axis=0)
+    return front[0 if medians[0] <= medians.min() + RESOLUTION else int(np.argmin(medians))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# our kernels
+
+
+class MatmulKernels:
+    """The kernels of matmul_hopper_bf16.cu or matmul.cu. Operands and results are row-major, two-dimensional."""
+
+    def __init__(self, matmul):
+        self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry
+        self.hopper = hasattr(self.geometry, "MATMUL_NARROW_BN")
+        tiles = WORKSPACE // (4 * self.geometry.MATMUL_BM * self.geometry.MATMUL_BN)  # whose sums the workspace holds
+        self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 when all are
+
+    def forward(self, out, inp, weight, bias, narrow=False):
+        """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC,) (None: no bias). narrow: in tiles of fewer columns."""
+        g, name = self.geometry, "matmul_forward_narrow" if narrow else "matmul_forward"
+        columns = g.MATMUL_NARROW_BN if narrow else g.MATMUL_BN
+        self.launch(name, *out.shape, inp.shape[1], self.result(out, narrow), self.operand(inp, g.MATMUL_BM),
+                    self.operand(weight, columns), bias)
+
+    def gelu_forward(self, out, gelu, inp, weight, bias):
+        """The same, and gelu (N,OC) = GELU(out)."""
+        g = self.geometry
+        self.launch("matmul_forward_gelu", *out.shape, inp.shape[1], self.result(out), self.result(gelu),
+                    self.operand(inp, g.MATMUL_BM), self.operand(weight, g.MATMUL_BN), bias)
+
+    def backward_inp(self, dinp, dout, weight, scale, narrow=False):
+        """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
+        g, name = self.geometry, "matmul_backward_inp_narrow" if narrow else "matmul_backward_inp"
+        self.launch(name, *dinp.shape, dout.shape[1], self.result(dinp, narrow), self.operand(dout, g.MATMUL_BM),
+                    self.operand(weight, g.MATMUL_BK), float(scale))
+
+    def gelu_backward_inp(self, dinp, partials, dout, weight, inp):
+        """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp); partials (tiles, C): dinp's sums over tiles' rows."""
+        g = self.geometry
+        self.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], self.result(dinp), partials,
+                    self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), self.result(inp))
+
+    def backward_weight_ways(self, dweight, dout, inp, scale, accumulate):
+        """Ways for dweight (OC,C) = (+=) scale * dout (N,OC)^T @ inp (N,C): with the inner dimension in so many parts,
+        where there are few tiles for many multiprocessors, and on Hopper in narrow tiles, too."""
+        g, (OC, C), N = self.geometry, dweight.shape, inp.shape[0]
+
+        def call(name, splits):
+            done = self.done[int(self.device.stream is self.device.side)]
+            self.launch(name, OC, C, N, self.result(dweight, narrow=True), self.matmul.stream_workspace(), done,
+                        self.operand(dout, g.MATMUL_BK), self.operand(inp, g.MATMUL_BK), float(scale), int(accumulate),
+                        splits=splits)
+
+        room, row_tiles = self.done.shape[1], blocks(OC, g.MATMUL_BM)
+        few = row_tiles * blocks(C, g.MATMUL_BN) <= min(2 * self.device.sm_count, room)
+        parts = [splits for splits in (1, 2, 3, 4, 5, 7, 9, 11) if splits == 1 or few and N >= 256 * splits]
+        ways = {f"kernels {splits}": functools.partial(call, "matmul_backward_weight", splits) for splits in parts}
+        if self.hopper:
+            fits = row_tiles * blocks(C, g.MATMUL_NARROW_BN) <= room
+            ways |= {f"kernels {splits} narrow": functools.partial(call, "matmul_backward_weight_narrow", splits)
+                     for splits in parts if splits == 1 or splits < 5 and fits}
+        return ways
+
+    def operand(self, array, rows, columns=None):
+        """An operand as the kernels take it; rows, columns (BK if None): what TMA copies at once."""
+        return self.device.tensor_map(array, rows, columns or self.geometry.MATMUL_BK) if self.hopper else array
+
+    def result(self, array, narrow=False):
+        """A result, or what has its shape, in the strips of a tile that TMA copies at once."""
+        g = self.geometry
+        columns = (g.MATMUL_NARROW_STRIP if narrow else g.MATMUL_STRIP) if self.hopper else None
+        return self.operand(array, g.MATMUL_BM, columns)
+
+    def launch(self, name, M, N, K, *arguments, splits=1):
+        g = self.geometry
+        columns = g.MATMUL_NARROW_BN if name.endswith("_narrow") else g.MATMUL_BN
+        tiles = blocks(M, g.MATMUL_BM) * blocks(N, columns)
+        band = 32 if blocks(N, columns) > 64 else 8  # rows of tiles done together: what they share is in the L2 cache
+        grid = min(tiles * splits, self.device.sm_count) if self.hopper else tiles * splits
+        threads = g.MATMUL_GELU_THREADS if name == "matmul_forward_gelu" else g.MATMUL_THREADS
+        sizes = (M, N, K, band, splits) if "weight" in name else (M, N, K, band)
+        self.device.launch(name, (grid,), (threads,), *arguments, *sizes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# cuBLASLt
+
+CANDIDATES = 32  # algorithms that a search times
+# Tensor cores truncate what they add to the last bit of the sum: with 50304 TF32 products in one chain, as in the
+# gradient of lnf, the losses show it. A chain has LONGEST_CHAIN at most, where K can be halved that often;
+# the chains are added to each other in float32: dev/matmul.md. (A bfloat16 result hides it.)
+FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
+
+
+class CublasLt:
+    """Matmuls by the algorithms that cuBLASLt proposes, of which the fastest is searched."""
+
+    def __init__(self, matmul):
+        self.matmul, self.device, self.precision = matmul, matmul.device, matmul.precision
+        try:
+            self.handle, self.version = cublasLt.create(), cublasLt.get_version()
+        except RuntimeError as error:
+            raise UserError(f"cuBLASLt cannot be loaded ({str(error).splitlines()[0]}): pip install"
+                            " nvidia-cublas") from None
+        self.plans = {}
+
+    def multiply(self, out, a, b, bias=None, accumulate=False, scale=1.0):
+        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,). Arrays are row-major, a and b perhaps transposed."""
+        plan = self.plan(out, a, b, bias)
+        scale, beta = np.full(1, scale, np.float32), np.full(1, accumulate, np.float32)
+
+        def run(algorithm):
+            cublasLt.matmul(self.handle, plan.description, scale.ctypes.data, b.data.ptr, plan.b, a.data.ptr, plan.a,
+                            beta.ctypes.data, out.data.ptr, plan.out, out.data.ptr, plan.out, algorithm.ctypes.data,
+                            self.matmul.stream_workspace().data.ptr, WORKSPACE, self.device.stream.ptr)
+
+        if bias is not None:
+            set_attribute(plan.description, cublasLt.MatmulDescAttribute.BIAS_POINTER, bias.data.ptr)
+        if plan.algorithm is None:
+            plan.algorithm = self.choose(plan, run)
+        if not self.matmul.searching:
+            self.matmul.used.add(plan.key)
+        with self.device.observe("cublaslt", (out, a, b)):
+            run(plan.algorithm)
+
+    def multiply_in_chains(self, out, a, b, scale=1.0):
+        """out (M,N) = scale * a (M,K) @ b (K,N), no sum longer than LONGEST_CHAIN in TF32."""
+        K, parts = b.shape[0], 1
+        limited = self.precision.matmul == "tf32"
+        while limited and K > parts * LONGEST_CHAIN and K % (8 * parts) == 0:  # rows of 16 bytes in each part
+            parts *= 2
+        length = K // parts
+        for begin in range(0, K, length):
+            part = slice(begin, begin + length)
+            self.multiply(out, a[:, part], b[part], accumulate=begin > 0, scale=scale)
+
+    def plan(self, out, a, b, bias):
+        """A matmul's description for cuBLASLt, made once for its shape. cuBLASLt is column-major: our (M,N) array is
+        its (N,M) matrix, so that our b is its first operand (m,k), our a its second (k,n)."""
+        (n, k), m = a.shape, b.shape[1]
+        first, second = is_transposed(b), is_transposed(a)  # whether cuBLASLt has to transpose its operand
+        stride = (a.T if second else a).strides[0] // a.itemsize  # from one column of the second operand to the next
+        to = FLOAT32 if out.dtype == np.float32 else BFLOAT16
+        bf16 = self.precision.bf16
+        key = f"{'NT'[first]}{'NT'[second]} {m} {n} {k}"
+        key += f" of {stride}" if stride != (n if second else k) else ""
+        key += f" {'bias ' if bias is not None else ''}{self.precision.matmul}"
+        key += " to float32" if bf16 and to == FLOAT32 else ""
+        if key not in self.plans:
+            compute = COMPUTE_TF32 if self.precision.tf32 and not bf16 else COMPUTE_FLOAT32
+            description = cublasLt.matmul_desc_create(compute, FLOAT32)
+            set_attribute(description, cublasLt.MatmulDescAttribute.TRANSA, first)
+            set_attribute(description, cublasLt.MatmulDescAttribute.TRANSB, second)
+            epilogue = cublasLt.Epilogue.DEFAULT if bias is None else cublasLt.Epilogue.BIAS
+            set_attribute(description, cublasLt.MatmulDescAttribute.EPILOGUE, int(epilogue))
+            dtype = BFLOAT16 if bf16 else FLOAT32
+            shapes = (k, m) if first else (m, k), (n, k) if second else (k, n)
+            self.plans[key] = SimpleNamespace(
+                key=key, description=description, algorithm=None,
+                b=cublasLt.matrix_layout_create(dtype, *shapes[0], shapes[0][0]),
+                a=cublasLt.matrix_layout_create(dtype, *shapes[1], stride),
+                out=cublasLt.matrix_layout_create(to, m, n, m))
+        return self.plans[key]
+
+    def choose(self, plan, run):
+        """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates; while not searching, its
+        first."""
+        matmul, key = self.matmul, plan.key
+
+        def works(algorithm):
+            try:
+                run(algorithm)
+            except cublasLt.cuBLASLtError:
+                return False
+            return True
+
+        if key in matmul.known and matmul.searching:
+            algorithm = np.array([(matmul.known[key],)], cublasLt.matmul_algo_dtype)
+            if works(algorithm):
+                matmul.chosen[key] = matmul.known[key]
+                return algorithm
+        candidates = [algorithm for algorithm in self.propose(plan) if works(algorithm)]
+        if not candidates:
+            raise UserError(f"cuBLASLt has no algorithm for a matmul of shape {key} on {matmul.identity}")
+        if not matmul.searching:
+            return candidates[0]
+        found = candidates[fastest(self.device, [functools.partial(run, algorithm) for algorithm in candidates])]
+        matmul.chosen[key] = found["data_"][0].tolist()
+        matmul.searched += 1
+        return found
+
+    def propose(self, plan):
+        """cuBLASLt's candidates, most promising first, each as a (1,) array; while not searching, one.
+
+        For the shapes of sampling, only algorithms that add up each sum as a whole: others split the sums of the last
+        tiles, so that equal rows of the operands give different rows of the result.
+        """
+        whole, in_float32, in_any = 0, 2, 7  # cublasLtReductionScheme_t: what the parts of a sum are added up in
+        searching = self.matmul.searching
+        schemes = whole if not searching else in_float32 if self.precision.bf16 else in_any
+        preference = cublasLt.matmul_preference_create()
+        attributes = cublasLt.MatmulPreferenceAttribute
+        set_attribute(preference, attributes.MAX_WORKSPACE_BYTES, WORKSPACE, of="preference")
+        set_attribute(preference, attributes.REDUCTION_SCHEME_MASK, schemes, of="preference")
+        results, count = np.zeros(CANDIDATES, cublasLt.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
+        cublasLt.matmul_algo_get_heuristic(self.handle, plan.description, plan.b, plan.a, plan.out, plan.out,
+                                           preference, CANDIDATES, results.ctypes.data, count.ctypes.data)
+        cublasLt.matmul_preference_destroy(preference)
+        okay = [i for i in range(int(count[0])) if results["state"][i] == 0]
+        return [np.ascontiguousarray(results["algo"][i : i + 1]) for i in (okay if searching else okay[:1])]
+
+
+def is_transposed(array):
+    """Whether a two-dimensional array is the transpose of a row-major one."""
+    return array.strides[1] != array.itemsize
+
+
+def set_attribute(target, attribute, value, of="desc"):
+    """Set an attribute of a cuBLASLt matmul's description or preference."""
+    dtype = getattr(cublasLt, f"get_matmul_{of}_attribute_dtype")(attribute)
+    buffer = np.array([value], dtype)
+    getattr(cublasLt, f"matmul_{of}_set_attribute")(target, attribute, buffer.ctypes.data, buffer.nbytes)

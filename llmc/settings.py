@@ -1,0 +1,149 @@
+"""Settings: one dataclass makes the command line, the defaults and the help of both trainers."""
+
+import argparse
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from llmc.errors import UserError
+
+
+def option(default, *flags, group, help, **argparse_options):
+    """A dataclass field that is also a command-line flag; `argparse_options` go to add_argument (choices, metavar)."""
+    metadata = {"flags": flags, "group": group, "help": help, **argparse_options}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def with_default(settings_class, name, default, help=None):
+    """A field of a settings class with another default, and perhaps another help text."""
+    metadata = settings_class.__dataclass_fields__[name].metadata
+    return dataclasses.field(default=default, metadata={**metadata, "help": help or metadata["help"]})
+
+
+@dataclass
+class Settings:
+    """What one training run does. The defaults are llm.c's CPU program of April 2024."""
+
+    model: str = option("gpt2_124M.bin", "-e", group="files", help="model checkpoint to start from")
+    data: str = option("data/tiny_shakespeare", "-i", group="files",
+                       help="token files: a prefix to _train.bin and _val.bin, or the path or quoted glob of training"
+                       " shards")
+    val_data: str = option("", "-j", group="files",
+                           help="validation tokens, path or quoted glob (made from -i if not given)")
+    tokenizer: str = option("gpt2_tokenizer.bin", group="files", help="tokenizer that prints the samples")
+    output: str = option("", "-o", group="files",
+                         help="log file when it ends in .log, else a directory for main.log and checkpoints")
+
+    B: int = option(4, "-b", "--batch_size", group="batch", help="sequences in a batch, B")
+    T: int = option(64, "-t", "--sequence_length", group="batch", help="tokens in a sequence, T")
+    total_batch_size: int = option(0, "-d", group="batch",
+                                   help="tokens in an update, a multiple of B*T: averages several batches' gradients"
+                                   " (0: B*T)")
+    spread: int = option(0, group="batch", choices=(0, 1),
+                         help="1: each row of a training batch reads in its own part of the data, so that a batch is"
+                         " varied")
+    steps: int = option(41, "-x", group="batch", help="number of updates")
+
+    learning_rate: float = option(1e-4, "-l", group="optimizer", help="peak learning rate")
+    warmup_steps: int = option(0, "-u", group="optimizer", help="steps of linear warm-up")
+    schedule: str = option("constant", "-k", group="optimizer", choices=("constant", "cosine", "linear", "wsd"),
+                           help="learning rate after the warm-up")
+    final_fraction: float = option(0.0, "-q", group="optimizer",
+                                   help="learning rate at the end, as a fraction of the peak")
+    beta1: float = option(0.9, group="optimizer", help="AdamW: decay of the first moment")
+    beta2: float = option(0.999, group="optimizer", help="AdamW: decay of the second moment")
+    eps: float = option(1e-8, group="optimizer", help="AdamW: added to the denominator")
+    weight_decay: float = option(0.0, "-c", group="optimizer", help="AdamW: decoupled weight decay")
+    decay: str = option("matrices", group="optimizer", help="what weight decay applies to", choices=("matrices", "all"))
+    grad_clip: float = option(0.0, group="optimizer", help="largest global gradient norm (0: no clipping)")
+
+    val_every: int = option(10, "-v", group="reports", help="validate every that many steps (0: never)")
+    val_batches: int = option(5, "-m", group="reports", help="validation batches, at most")
+    sample_every: int = option(20, "-s", group="reports", help="generate text every that many steps (0: never)")
+    sample_tokens: int = option(64, "-g", group="reports",
+                                help="tokens in a sample, the first (end of text) included; the model sees the last T")
+    final_reports: int = option(0, group="reports", choices=(0, 1),
+                                help="1: validate and sample after the last update, whatever -v and -s say")
+
+    checkpoint_every: int = option(0, "-n", group="checkpoints",
+                                   help="save every that many updates, and after the last (0: never)")
+    resume: int = option(0, "-y", group="checkpoints", choices=(0, 1),
+                         help="1: continue from the newest complete checkpoint in -o")
+
+    AT_LEAST: ClassVar = dict(
+        B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, sample_every=0,
+        sample_tokens=1, checkpoint_every=0, weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
+
+    @property
+    def output_dir(self):
+        """The run's directory, or None when -o is absent or names a .log file."""
+        return self.output if self.output and not self.output.endswith(".log") else None
+
+    @property
+    def micro_steps(self):
+        """Batches whose gradients are averaged for one update."""
+        return max(1, self.total_batch_size // (self.B * self.T))
+
+    def check(self):
+        """Raise UserError for a value that no run can have."""
+        for name, least in self.AT_LEAST.items():
+            value = getattr(self, name)
+            if not least <= value < 2**31 and not (isinstance(value, float) and least <= value < math.inf):
+                raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}, and below 2^31")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected 0 <= {name} < 1")
+        if not np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0:  # 0/0 where a gradient has always been 0
+            raise UserError(f"{flag_of(self, 'eps')} {self.eps}: expected more than 0, in float32 (the default is"
+                            " 1e-8)")
+        if not 0.0 <= self.final_fraction <= 1.0:
+            raise UserError(f"{flag_of(self, 'final_fraction')} {self.final_fraction}: expected 0 to 1")
+        if self.total_batch_size % (self.B * self.T):
+            raise UserError(f"-d/--total_batch_size {self.total_batch_size}: expected a multiple of"
+                            f" B*T = {self.B * self.T}")
+        if (self.checkpoint_every or self.resume) and not self.output_dir:
+            found = f"-o {self.output} is a log file" if self.output else "there is no -o"
+            raise UserError(f"-n and -y need a directory for checkpoints, but {found}: pass -o DIR")
+
+
+def flag_of(settings, name):
+    """'-b/--batch_size' for the field B: how messages name a setting."""
+    field = next(f for f in dataclasses.fields(settings) if f.name == name)
+    return "/".join(field_flags(field))
+
+
+def field_flags(field):
+    flags = field.metadata["flags"]
+    return flags if any(flag.startswith("--") for flag in flags) else (*flags, f"--{field.name}")
+
+
+def parse_settings(settings_class, description, argv=None):
+    """The dataclass as a command line: its filled-in, checked instance. argparse exits with 2 on a bad flag."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    groups = {}
+    for field in dataclasses.fields(settings_class):
+        extra = dict(field.metadata)
+        extra.pop("flags")
+        group = extra.pop("group")
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        if field.type is bool:
+            extra["action"] = "store_true"
+        else:
+            extra["type"] = field.type
+            extra.setdefault("metavar", None if "choices" in extra else {int: "N", float: "X", str: "NAME"}[field.type])
+        groups[group].add_argument(*field_flags(field), dest=field.name, default=field.default, **extra)
+    settings = settings_class(**vars(parser.parse_args(argv)))
+    settings.check()
+    return settings
+
+
+def print_changed_settings(settings):
+    """One line with the settings that differ from the defaults; none when all are defaults."""
+    changed = [f"{f.name}={getattr(settings, f.name)}" for f in dataclasses.fields(settings)
+               if getattr(settings, f.name) != f.default]
+    if changed:
+        print("settings:", " ".join(changed))

@@ -1,0 +1,128 @@
+"""One layout, as data: a model's tensors are a table, name -> Row. Sizes, offsets, the buffer, its views, the order in
+a checkpoint, the memory report, the optimizer's spans and the tests' loops all derive from the table."""
+
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.errors import UserError
+from llmc.files import chunks
+
+
+class Row(NamedTuple):
+    """One tensor of a table."""
+
+    shape: tuple
+    dtype: str = "float32"
+    stacked: bool = False  # the first axis is the layer
+    vocabulary: bool = False  # the first axis is the token, V rows padded to Vp
+    decays: bool = False  # weight decay applies
+
+    @property
+    def stored_as(self):
+        """NumPy has no bfloat16: such a tensor is an array of its bits."""
+        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+
+def table_elements(table):
+    return sum(row.size for row in table.values())
+
+
+def row_bytes(row, align=1):
+    """The bytes of one tensor, rounded up to a multiple of `align`."""
+    return -(-row.size * row.stored_as.itemsize // align) * align
+
+
+def table_bytes(table, align=1):
+    return sum(row_bytes(row, align) for row in table.values())
+
+
+class Tensors(SimpleNamespace):
+    """Named views of one buffer, in the table's order with no gaps: `params.qkvw[l]` is (3C, C); `table`, `buffer`."""
+
+
+def views(table, buffer, align=1):
+    """Lay a table's tensors over the start of a byte buffer (NumPy's or CuPy's), each at a multiple of `align` bytes
+    from there; nothing is allocated."""
+    tensors, offset = {}, 0
+    for name, row in table.items():
+        tensors[name] = buffer[offset : offset + row_bytes(row)].view(row.stored_as).reshape(row.shape)
+        offset += row_bytes(row, align)
+    return Tensors(table=table, buffer=buffer[:offset], **tensors)
+
+
+def allocate(table, xp=np):
+    """One zeroed buffer for a whole table, in NumPy or CuPy (`xp`), aligned for vector loads; returns its views."""
+    size = table_bytes(table)
+    buffer = xp.zeros(size + 64, np.uint8)
+    start = -buffer.ctypes.data % 64 if xp is np else 0  # CuPy's own allocations are aligned to 512
+    return views(table, buffer[start : start + size])
+
+
+def flat(tensors):
+    """The whole buffer of a table with one dtype as one vector: what the optimizer and the files work on."""
+    return tensors.buffer.view(next(iter(tensors.table.values())).stored_as)
+
+
+def layer(tensors, l):
+    """Layer l's slice of every tensor that is stacked over layers: layer(params, l).qkvw is (3C, C)."""
+    return SimpleNamespace(**{name: getattr(tensors, name)[l] for name, row in tensors.table.items() if row.stacked})
+
+
+def unpadded(tensors, V):
+    """Each tensor as a flat vector, in the table's order, of a vocabulary's rows the first V."""
+    for name, row in tensors.table.items():
+        tensor = getattr(tensors, name)
+        yield (tensor[:V] if row.vocabulary else tensor).reshape(-1)
+
+
+def decay_spans(table, weight_decay, decay_all):
+    """(start, stop, weight decay) for the fewest consecutive spans of the flat parameter buffer with one decay each."""
+    spans, offset = [], 0
+    for row in table.values():
+        decay = weight_decay if decay_all or row.decays else 0.0
+        if spans and spans[-1][2] == decay:
+            spans[-1] = (spans[-1][0], offset + row.size, decay)
+        else:
+            spans.append((offset, offset + row.size, decay))
+        offset += row.size
+    return spans
+
+
+def bf16_bits(x):
+    """float32 array -> uint16 array of its bfloat16 bits, rounded to nearest, ties to even."""
+    bits = x.view(np.uint32)
+    return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
+
+
+def bf16_to_float32(bits):
+    """uint16 array of bfloat16 bits -> float32 array."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def check_finite(where, tensors, mend):
+    """Raise UserError that names the first tensor with a NaN or an infinity."""
+    for name in tensors.table:
+        if not all(np.isfinite(piece).all() for piece in chunks(getattr(tensors, name).reshape(-1))):
+            raise UserError(f"{where}: tensor {name} holds NaN or infinite values; {mend}")
+
+
+def check_tensor(name, got, expected, tolerance, print_row=True):
+    """True when shapes agree and every |got - expected| <= tolerance, which NaN never is. Prints one row."""
+    if np.shape(got) != np.shape(expected):
+        print(f"{name:<12} shape {np.shape(got)}, expected {np.shape(expected)}  FAIL")
+        return False
+    difference = np.abs(np.subtract(got, expected, dtype=np.float64)).reshape(-1)
+    worst = int(np.argmax(difference)) if difference.size else 0  # argmax finds a NaN first
+    largest = float(difference[worst]) if difference.size else 0.0
+    okay = largest <= tolerance
+    if print_row:
+        at = ",".join(map(str, np.unravel_index(worst, np.shape(got))))
+        print(f"{name:<12} max diff {largest:.3e} at [{at}]  tolerance {tolerance:.3e}  {'ok' if okay else 'FAIL'}")
+    return okay

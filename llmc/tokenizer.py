@@ -1,0 +1,73 @@
+"""Tokenizer files, llm.c's: header [2] V [3] id of the end-of-text token (version 2), then for each id a length byte
+and the token's bytes. They turn ids into text; the prepro scripts, which turn text into ids, use tiktoken."""
+
+import os
+import sys
+from dataclasses import dataclass
+
+from llmc.errors import UserError
+from llmc.files import TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
+
+EXPORT = "make it with: python export_weights.py"
+
+
+@dataclass
+class Tokenizer:
+    """A vocabulary: what each id stands for."""
+
+    tokens: list  # id -> bytes
+    eot: int
+
+    def printable(self, id):
+        """The bytes to print for an id: a single byte only when it is printable ASCII or white space."""
+        token = self.tokens[id]
+        if len(token) == 1 and not (32 <= token[0] < 127 or token.isspace()):
+            return b""
+        return token
+
+
+def read_tokenizer(path):
+    """Read a tokenizer file of version 1 or 2; raises UserError for a damaged one."""
+    with open_input(path, EXPORT) as f:
+        header = read_header(f, TOKENIZER_MAGIC, EXPORT)
+        version, V, eot = (int(x) for x in header[1:4])
+        if version not in (1, 2):
+            raise UserError(f"{path}: tokenizer version {version}, expected 1 or 2; {EXPORT}")
+        eot = 50256 if version == 1 else eot
+        data = f.read()
+    if not 1 <= V <= len(data) or not 0 <= eot < V:
+        raise UserError(f"{path}: vocabulary of {V} and end of text {eot} in {len(data)} bytes; {EXPORT}")
+    tokens, position = [], 0
+    for id in range(V):
+        length = data[position] if position < len(data) else 0
+        token = data[position + 1 : position + 1 + length]
+        if length == 0 or len(token) < length:
+            found = "has length zero" if position < len(data) and length == 0 else "is cut short"
+            raise UserError(f"{path}: token {id} of {V} {found}; {EXPORT}")
+        tokens.append(token)
+        position += 1 + length
+    if position != len(data):
+        raise UserError(f"{path}: {len(data) - position} bytes too many after {V} tokens; {EXPORT}")
+    return Tokenizer(tokens, eot)
+
+
+def write_tokenizer(path, tokens, eot, version=2):
+    """Write a tokenizer file; `tokens` is a list of bytes, each 1 to 255 long. Version 1 implies id 50256."""
+    if version == 1 and eot != 50256:
+        raise UserError(f"{path}: end of text is token {eot}, which version 1 cannot say (it means 50256):"
+                        " write version 2")
+    with replacing(path) as f:
+        f.write(make_header(TOKENIZER_MAGIC, version, len(tokens), *([eot] if version == 2 else [])))
+        for token in tokens:
+            f.write(bytes([len(token)]) + token)
+
+
+def load_tokenizer(path, V):
+    """The tokenizer for a model with V tokens, or None with a warning when there is no such file."""
+    if not os.path.lexists(path):
+        print(f"warning: {path}: no such file, samples are printed as token ids; {EXPORT}", file=sys.stderr)
+        return None
+    tokenizer = read_tokenizer(path)
+    if len(tokenizer.tokens) != V:
+        raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
+    return tokenizer

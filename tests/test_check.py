@@ -1,0 +1,295 @@
+"""dev/check_gpu.py and dev/profile_gpu.py on a fake GPU: what they make of the launches of a step."""
+
+import contextlib
+import ctypes
+import re
+import sys
+from types import SimpleNamespace
+
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, SMALL_HEADS, Array, random_params
+
+sys.path.insert(0, str(ROOT / "dev" / "kernels"))
+import check_gpu
+import lab
+import profile_gpu
+import train_gpt2
+import train_gpt2_cuda as cuda
+from llmc.checkpoint import write_model
+from llmc.kernels import KERNELS, kernel_files
+from llmc.tensors import flat
+
+B, T = 2, 32
+
+
+@pytest.fixture
+def fake(fake_gpu, monkeypatch):
+    """A fake GPU with what only these programs use."""
+    def memset(address, value, size, stream):
+        ctypes.memset(address, value, size)
+
+    fake_gpu.cp.cuda.runtime.memsetAsync = memset
+    fake_gpu.cp.cuda.nvtx = SimpleNamespace(RangePush=lambda name: None, RangePop=lambda: None)
+    for module in (check_gpu, profile_gpu):
+        monkeypatch.setattr(module, "cp", fake_gpu.cp, raising=False)
+    return fake_gpu
+
+
+def open_trainer(fake, tmp_path, monkeypatch, config=SMALL_HEADS, arch="sm_90a", **settings):
+    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path))
+    gpu = fake.gpu._replace(arch=arch)
+    settings = cuda.settle(cuda.CudaSettings(**{"B": B, "T": T, **settings}), arch)
+    trainer = cuda.open_trainer(gpu, config, random_params(config), settings)
+    trainer.prepare()
+    fake.clear()
+    return trainer
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# check: here, each kernel of sm_80 writes zeros to all that it may write, and a faulty one does something else
+
+
+class Launches(list):
+    """A fake GPU's launches, which are executed."""
+
+    def __init__(self, config, precision, fault):
+        files = kernel_files(config, precision, "sm_80").values()
+        self.signatures = {name: parameters for file in files for name, parameters in lab.signatures(
+            (ROOT / "kernels" / f"{file.name}.cu").read_text()).items()}
+        self.fault, self.counts = fault, {}
+
+    def append(self, launch):
+        super().append(launch)
+        self.counts[launch.name] = self.counts.get(launch.name, 0) + 1
+        value = self.fault(launch.name, self.counts[launch.name])
+        if value is None:  # the fault: nothing is written
+            return
+        if launch.name == "column_sums":
+            add_up(launch.arguments[0])
+        elif launch.name == "encoder_backward_wte":
+            launch.arguments[0][0] += value
+        else:
+            for parameter, argument in zip(self.signatures[launch.name], launch.arguments):
+                if isinstance(argument, Array) and "*" in parameter and not parameter.startswith("const"):
+                    argument[...] = value
+
+
+def add_up(jobs):
+    """What column_sums does, in float32."""
+    for job in jobs.view(cuda.JOB):
+        shape = int(job["rows"]), int(job["columns"])
+        sums = at(int(job["partials"]), shape).sum(axis=0).reshape(-1, int(job["width"]))
+        for out, column_sums in zip(job["out"].tolist(), sums):
+            if out:
+                at(out, column_sums.shape)[...] = column_sums
+
+
+def at(address, shape):
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), shape)
+
+
+def zeros_but(**faults):
+    """A fault: for each kernel, (at which launch, what it writes instead of zeros; None: nothing)."""
+    return lambda name, count: faults[name][1] if name in faults and faults[name][0] == count else 0.0
+
+
+def run_check(fake, tmp_path, monkeypatch, fault, recompute=0):
+    """What check prints after its table."""
+    trainer = open_trainer(fake, tmp_path, monkeypatch, arch="sm_80", dtype="float32", matmul="kernels", graph=0,
+                           recompute=recompute)
+    fake.launches = Launches(SMALL_HEADS, trainer.precision, fault)
+    inputs, targets = np.zeros((2, B, T), np.int32)
+    got, recorder = check_gpu.run_on_gpu(trainer, inputs, targets)
+    expected = {name: np.zeros_like(rows) for name, rows in check_gpu.run_on_cpu(
+        SMALL_HEADS, random_params(SMALL_HEADS), inputs, targets).items()}
+    return check_gpu.compare(got, expected, recorder, 1e-4), got, recorder
+
+
+@pytest.mark.parametrize("recompute", (0, 1, 2))
+def test_every_row_is_written_by_a_launch(fake, tmp_path, monkeypatch, capsys, recompute):
+    okay, got, recorder = run_check(fake, tmp_path, monkeypatch, zeros_but(), recompute)
+    printed = capsys.readouterr().out
+    assert okay and printed.endswith("overall okay: 1\n") and "never" not in printed and "first" not in printed
+    names = {name for name, _ in recorder.writers}
+    assert names == got.keys() and len(names) == 18 - recompute - (recompute == 2) + 2 + 16
+    assert all((name, l) in recorder.writers for name in ("qkv", "lse", "dfcw", "dqkvb") for l in range(SMALL_HEADS.L))
+
+
+def launches_of(recorder, name, l=None):
+    return [recorder.launches[i] for i in recorder.writers[name, l]]
+
+
+def test_the_launch_that_makes_a_row(fake, tmp_path, monkeypatch):
+    _, _, recorder = run_check(fake, tmp_path, monkeypatch, zeros_but())
+    assert launches_of(recorder, "qkv", 1) == ["matmul qkv"] and launches_of(recorder, "logits") == ["matmul logits"]
+    assert launches_of(recorder, "losses") == launches_of(recorder, "dlogits") == ["classifier"]
+    assert launches_of(recorder, "dwte") == ["matmul logits dweight", "encoder_backward_wte"]
+    assert launches_of(recorder, "dfcb", 0) == ["matmul fcproj dinp", "column_sums"]
+    assert launches_of(recorder, "dqkvb", 1) == ["attention_backward_dkv", "column_sums"]
+    order = [row for row, _ in sorted(recorder.place.items(), key=lambda item: item[1])]
+    assert order.index(("qkv", 1)) > order.index(("residual3", 0)) > order.index(("fch", 0))
+    assert order.index(("dqkvb", 0)) > order.index(("dqkvb", 1)) and order[-1] == ("dwte", None)
+
+
+@pytest.mark.parametrize("fault, line", (
+    ({"attention_forward": (2, 1.0)}, "first wrong: atty of layer 1, from attention_forward"),
+    ({"classifier": (1, 1.0)}, "first wrong: losses, from classifier"),
+    ({"layernorm_backward": (2, 1.0)}, "first wrong: dattprojb of layer 1, from matmul fc dinp or layernorm_backward"
+                                       " or column_sums"),
+    ({"encoder_backward_wte": (1, 1.0)}, "first wrong: dwte, from encoder_backward_wte or matmul logits dweight"),
+    ({"matmul_backward_weight": (3, 1.0)}, "first wrong: dfcw of layer 1, from matmul fc dweight"),
+))
+def test_what_went_wrong_first(fake, tmp_path, monkeypatch, capsys, fault, line):
+    okay, _, _ = run_check(fake, tmp_path, monkeypatch, zeros_but(**fault))
+    *_, found, last = capsys.readouterr().out.splitlines()
+    assert not okay and (found, last) == (line, "overall okay: 0")
+
+
+def test_a_kernel_that_leaves_its_row_unwritten(fake, tmp_path, monkeypatch, capsys):
+    """The rows that stay poison are named, and red."""
+    okay, got, recorder = run_check(fake, tmp_path, monkeypatch, zeros_but(attention_forward=(2, None)))
+    printed = capsys.readouterr().out
+    assert not okay and "never written: atty of layer 1, lse of layer 1\n" in printed
+    assert np.isnan(got["atty"][1]).all() and not np.isnan(got["atty"][0]).any()
+    assert re.search(r"^lse .*nan.*FAIL$", printed, re.MULTILINE) and ("lse", 1) not in recorder.place
+
+
+def test_rows_that_are_not_kept_leave_their_launches(fake, tmp_path, monkeypatch, capsys):
+    """With recompute 2, nothing shows between fch and the next residual stream but what is in between."""
+    run_check(fake, tmp_path, monkeypatch, zeros_but(residual_layernorm_forward=(3, 1.0)), recompute=2)
+    printed = capsys.readouterr().out
+    assert "first wrong: residual3 of layer 0, from matmul fcproj or residual_layernorm_forward\n" in printed
+
+
+GPU_FLAGS = ((), ("--recompute", 2), ("--matmul", "kernels"), ("--dtype", "float32"), ("--arch", "sm_80"),
+             ("--dtype", "float32", "--tf32", 0))
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.bin"
+    write_model(path, SMALL_HEADS, random_params(SMALL_HEADS))
+    return path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", GPU_FLAGS)
+def test_a_gpu_agrees_with_the_cpu(model, run_here, flags):
+    done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, *flags)
+    assert done.stdout.endswith("overall okay: 1\n") and "FAIL" not in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function, line", (
+    ("gelu_forward", "fch_gelu of layer 0, from "), ("layernorm_forward", "ln1 of layer 0, from "),
+    ("gelu_backward", "dfcb of layer 1, from "), ("encoder_backward", "dwpe, from ")))
+def test_a_wrong_function_is_found_on_a_gpu(model, run_here, monkeypatch, function, line):
+    """The first result of a function of train_gpt2.py is 20 percent too large."""
+    right = getattr(train_gpt2, function)
+
+    def wrong(out, *arguments):
+        right(out, *arguments)
+        (arguments[0] if function == "encoder_backward" else out).__imul__(1.2)
+
+    monkeypatch.setattr(train_gpt2, function, wrong)
+    done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, "--dtype", "float32", check=False)
+    assert done.returncode == 1 and f"first wrong: {line}" in done.stdout and "overall okay: 0" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ((), ("--matmul", "cublaslt", "--dtype", "float32", "-d", 96)))
+def test_the_profile_of_a_gpu(model, run_here, flags):
+    lines = run_here(profile_gpu, "-e", model, "-b", 3, "-t", 16, "-x", 2, *flags).stdout.splitlines()
+    assert any(line.startswith("matmul qkv dweight") for line in lines) and lines[-1].startswith("all ")
+    shares = [float(line.split()[-1].rstrip("%")) for line in lines if re.search(r"/s +[\d.]+% +[\d.]+%$", line)]
+    assert len(shares) > 20 and sum(shares) == pytest.approx(100, abs=2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# profile
+
+
+def observed_step(trainer):
+    """[(kernel, arguments)] of one step."""
+    def observer(name, arguments):
+        step.append((name, arguments))
+        return contextlib.nullcontext()
+
+    trainer.device.observer, trainer.graph, step = observer, None, []
+    batch = np.zeros((2, B, T), np.int32)
+    trainer.end_step(trainer.begin_step([batch] * trainer.micro_steps, 0.0))
+    return step
+
+
+KINDS = ({"matmul": "kernels"}, {"matmul": "cublaslt"}, {"matmul": "kernels", "arch": "sm_80", "recompute": 2},
+         {"dtype": "float32", "matmul": "cublaslt"}, {"dtype": "float32", "matmul": "kernels"})
+
+
+def test_the_work_of_every_kernel_of_a_step_is_known(fake, tmp_path, monkeypatch):
+    """Of all kernels, but those that a step never launches."""
+    launched, known = set(), {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.BYTES}
+    for settings in KINDS:
+        trainer = open_trainer(fake, tmp_path, monkeypatch, grad_clip=1.0, **settings)
+        for name, arguments in observed_step(trainer):
+            moved, computed = profile_gpu.work(name, arguments)
+            assert (moved > 0) + (computed > 0) == (name != "prepare_update"), name
+            launched.add(name.removesuffix("_narrow"))
+    assert launched | {"transpose"} == known  # which is one of the ways to do a weight gradient in float32
+    kernels = {kernel for kernels in KERNELS.values() for kernel in kernels}
+    assert kernels - known == {"round_weights", "hold", "fill_random"}
+
+
+def test_the_matmuls_of_a_step_have_labels(fake, tmp_path, monkeypatch):
+    """Each weight's three, once a layer, whoever does them."""
+    weights = [*("qkv", "attproj", "fc", "fcproj"), "logits"]
+    expected = {f"matmul {weight}{of}" for weight in weights for of in ("", " dinp", " dweight")}
+    for settings in KINDS:
+        trainer = open_trainer(fake, tmp_path, monkeypatch, **settings)
+        step, counts = observed_step(trainer), {}
+        for name, arguments in step:
+            what = profile_gpu.label(name, arguments, trainer.params, trainer.grads)
+            counts[what] = counts.get(what, 0) + 1
+            assert profile_gpu.is_matmul(name) or what == name
+        assert {what for what in counts if what.startswith("matmul")} == expected
+        assert all(counts[what] == (1 if "logits" in what else SMALL_HEADS.L) for what in expected)
+        flops = sum(profile_gpu.work(*launch)[1] for launch in step if profile_gpu.is_matmul(launch[0]))
+        L, C, Vp = trainer.config.L, trainer.config.C, trainer.config.Vp
+        assert flops == 6 * B * T * (12 * L * C * C + Vp * C)
+
+
+def test_the_profile(fake, tmp_path, monkeypatch, capsys):
+    """Every launch of each step between two events, less a pair with nothing in between; nothing learnt."""
+    trainer, elapsed = open_trainer(fake, tmp_path, monkeypatch, matmul="cublaslt", total_batch_size=2 * B * T), []
+    before = flat(trainer.params).copy()
+    monkeypatch.setattr(fake.cp.cuda, "get_elapsed_time", lambda start, end: elapsed.append(1) or 1.25)
+    monkeypatch.setattr(profile_gpu, "measure", lambda device, call: 0.001)
+    rows = profile_gpu.time_launches(trainer, 3)
+    step = observed_step(trainer)
+    assert sum(row.calls for row in rows.values()) == pytest.approx(len(step))
+    assert rows["matmul fc"].calls == pytest.approx(2 * SMALL_HEADS.L)
+    assert rows["matmul fc"].ms == pytest.approx(2 * SMALL_HEADS.L * 0.25)
+    assert (flat(trainer.params) == before).all()
+    profile_gpu.print_profile(rows, 1e9, 1e12)
+    lines = capsys.readouterr().out.splitlines()
+    assert "copy 1 GB/s, large matmul 1 TFLOP/s, both measured" in lines[-len(rows) - 3]
+    assert [line[:28].strip() for line in lines[-len(rows) - 1 :]] == [*rows, "all"]
+    flops = rows["matmul fc"].flops / (rows["matmul fc"].ms / 1000)
+    assert any(line.startswith("matmul fc ") and f"{flops / 1e12:.1f} TFLOP/s {flops / 1e12:>8.1%}" in line
+               for line in lines)
+
+
+def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake, tmp_path, monkeypatch):
+    """doc/walkthrough.md, whose layers are written once: the names of a step with matmuls by cuBLASLt."""
+    text, rows = (ROOT / "doc" / "walkthrough.md").read_text(encoding="utf-8"), []
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        if section.startswith(("The matmuls by our kernels", "What it adds up to")):
+            continue
+        names = re.findall(r"^\| `?((?!kernel)\w[\w ]*)`? \|", section, re.MULTILINE)
+        rows += names * (SMALL_HEADS.L if "twelve times" in section.split("\n")[0] else 1)
+    trainer = open_trainer(fake, tmp_path, monkeypatch, matmul="cublaslt")
+    step = [profile_gpu.label(*launch, trainer.params, trainer.grads) for launch in observed_step(trainer)]
+    assert [name if "batch" not in name else "copy_batch" for name in rows] == step
