@@ -34,9 +34,11 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-from llmc.checkpoint import Progress, count_parameters, find_checkpoint, read_start, restore, save_checkpoint, stopped
+from llmc.checkpoint import (Progress, count_parameters, delete_old_checkpoints, find_checkpoint, newest_checkpoint,
+                             read_start, restore, save_checkpoint, stopped)
 from llmc.dataloader import open_data
-from llmc.errors import DIVERGED, Interruption, UserError, run_main
+from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
+from llmc.files import locked
 from llmc.logger import Log
 from llmc.sampler import Random, generate
 from llmc.schedulers import learning_rate_at
@@ -535,11 +537,12 @@ class GPT2:
 # main
 
 
-def validate(model, loader, batches, step):
-    """Mean loss over the first `batches` batches of the validation data; raises UserError when it is not finite."""
+def validate(forward, loader, batches, step):
+    """Mean of the losses forward(inputs, targets) over the first `batches` batches of the validation data; raises
+    UserError when it is not finite."""
     loader.reset()
     count = min(batches, loader.num_batches)
-    loss = sum(model.forward(*loader.next_batch()) for _ in range(count)) / count
+    loss = sum(forward(*loader.next_batch()) for _ in range(count)) / count
     if not math.isfinite(loss):
         raise UserError(f"step {step}: the validation loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
     return loss
@@ -581,6 +584,12 @@ def print_header(config, params, train_loader, val_loader):
 def main():
     settings = parse_settings(Settings, "Train GPT-2 on the CPU, in NumPy.")
     sys.stdout.reconfigure(line_buffering=True)
+    with locked(settings.output, settings.output_dir):
+        return run(settings)
+
+
+def run(settings):
+    """From the settings to the end of the training; returns the exit status."""
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: train_step stops at a loss that is not finite
     first_step = find_checkpoint(settings)
     config, params = read_start(settings, first_step, parameter_table)
@@ -604,15 +613,31 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
     config, directory = model.config, settings.output_dir
     log = Log(settings, first_step)
     interruption = Interruption()
+
+    def save(done):
+        batch = (settings.B, settings.T, settings.spread)
+        progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
+        with interruption.saving():
+            save_checkpoint(directory, config, model.params, (model.m, model.v), progress)
+            delete_old_checkpoints(settings)
+
     for step in range(first_step, settings.steps + 1):
         last = step == settings.steps
         final = last and settings.final_reports
-        if settings.val_every and (step % settings.val_every == 0 or final):
-            loss = validate(model, val_loader, settings.val_batches, step)
-            print(f"val loss {loss:f}")
-            log.validation(step, loss)
-        if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
-            generate(model.next_token_probs, random, tokenizer, config.V, settings.sample_tokens, settings.T)
+        before = random.state
+        try:
+            if settings.val_every and (step % settings.val_every == 0 or final):
+                loss = validate(interruption.watched(model.forward), val_loader, settings.val_batches, step)
+                print(f"val loss {loss:f}")
+                log.validation(step, loss)
+            if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
+                generate(interruption.watched(model.next_token_probs), random, tokenizer, config.V,
+                         settings.sample_tokens, settings.T)
+        except Interrupted:  # the resumed run validates and samples at this step again
+            random.state = before
+            if directory and step > first_step and newest_checkpoint(directory) != step:
+                save(step)
+            return stopped(settings, step - 1 if step else None, interruption.signal)
         if last:
             break
         start = time.perf_counter()
@@ -624,9 +649,7 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
         due = settings.checkpoint_every and (done % settings.checkpoint_every == 0 or done == settings.steps)
         stop = interruption.signal  # which may come at any moment: read once
         if directory and (due or stop):
-            batch = (settings.B, settings.T, settings.spread)
-            progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
-            save_checkpoint(directory, config, model.params, (model.m, model.v), progress)
+            save(done)
         if stop:
             return stopped(settings, step, stop)
     return 0

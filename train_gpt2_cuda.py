@@ -35,13 +35,13 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-from llmc.checkpoint import (Progress, checkpoint_paths, count_parameters, find_checkpoint, go_back, read_start,
-                             restore, save_checkpoint, stopped)
+from llmc.checkpoint import (Progress, checkpoint_paths, count_parameters, delete_old_checkpoints, find_checkpoint,
+                             go_back, newest_checkpoint, read_start, restore, save_checkpoint, stopped)
 from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer, to_float32
-from llmc.errors import DIVERGED, Interruption, UserError, run_main
-from llmc.files import chunks
+from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
+from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, hopper_matmul, kernel_files,
                           launch_geometry)
 from llmc.logger import Log, print_table
@@ -994,6 +994,12 @@ def resolve_steps(settings, train_loader, first_step):
 def main():
     settings = parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels.")
     sys.stdout.reconfigure(line_buffering=True)
+    with locked(settings.output, settings.output_dir):
+        return run(settings)
+
+
+def run(settings):
+    """From the settings to the end of the training; returns the exit status."""
     first_step = find_checkpoint(settings)
     gpu = open_gpu(settings.arch)
     given = dataclasses.replace(settings)
@@ -1053,6 +1059,7 @@ def save(trainer, done, train_loader, random):
     notes = {**trainer.matmul.notes(), "precision": describe_precision(settings)}
     save_checkpoint(settings.output_dir, trainer.config, params, moments, progress, notes,
                     version=5 if settings.precision.bf16 else 3, master=master)
+    delete_old_checkpoints(settings)
 
 
 def train(trainer, train_loader, val_loader, tokenizer, random, first_step, loading):
@@ -1087,12 +1094,21 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
         sample = settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final)
         if validation or sample or last:
             finish()
-        if validation:
-            loss = validate(trainer, val_loader, settings.val_batches, step)
-            print(f"val loss {loss:f}")
-            log.validation(step, loss)
-        if sample:
-            generate(trainer.next_token_probs, random, tokenizer, V, settings.sample_tokens, settings.T)
+        before = random.state
+        try:
+            if validation:
+                loss = validate(interruption.watched(trainer.forward), val_loader, settings.val_batches, step)
+                print(f"val loss {loss:f}")
+                log.validation(step, loss)
+            if sample:
+                generate(interruption.watched(trainer.next_token_probs), random, tokenizer, V, settings.sample_tokens,
+                         settings.T)
+        except Interrupted:  # the resumed run validates and samples at this step again
+            random.state = before
+            if directory and step > first_step and newest_checkpoint(directory) != step:
+                with interruption.saving():
+                    save(trainer, step, train_loader, random)
+            return stopped(settings, step or None, interruption.signal)
         if last:
             break
         batches = [train_loader.next_batch() for _ in range(settings.micro_steps)]
@@ -1106,7 +1122,8 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
         if stop or (directory and due):
             finish()
         if directory and (due or stop):
-            save(trainer, done, train_loader, random)
+            with interruption.saving():
+                save(trainer, done, train_loader, random)
         if stop:
             return stopped(settings, done, stop)
     if times:

@@ -19,17 +19,18 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from llmc.errors import UserError, run_main
 from llmc.files import open_input, replacing
+from llmc.logger import last_run
 
 EVENT = re.compile(r"s:(\d+) (trl|tel|eval):(\S+)")
 
 
 def read_log(path):
-    """{'trl': (steps, losses), 'tel': ...} of one log; a step that was logged again after a restart counts once, the
-    last time."""
+    """{'trl': (steps, losses), 'tel': ...} of the last run in one log; a step that was logged again after a restart
+    counts once, the last time."""
     with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
         lines = f.read().decode(errors="replace").splitlines()
-    curves = {}
-    for number, line in enumerate(lines, 1):
+    curves, first = {}, last_run(lines)
+    for number, line in enumerate(lines[first:], first + 1):
         match = EVENT.match(line)
         try:
             curves.setdefault(match[2], {})[int(match[1])] = float(match[3])

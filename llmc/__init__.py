@@ -1,6 +1,6 @@
 """What the programs share, a file an idea, named as llm.c names it.
 
-    errors      one line and an exit status for whatever a user can cause; Ctrl-C and SIGTERM
+    errors      one line and an exit status for whatever a user can cause; Ctrl-C, SIGTERM and SIGHUP
     files       headers, sizes, files written beside their place and renamed
     settings    one dataclass -> command line, help
     tensors     tables: name -> shape; one buffer for a table, views of it
@@ -16,6 +16,8 @@ Nothing here knows an architecture: whoever reads a model passes the function th
 compiler, device and matmul need CuPy and its companions; all others NumPy and the standard library alone.
 """
 
+from llmc.errors import quiet_imports
 from llmc.threads import configure_openblas
 
+quiet_imports()
 configure_openblas()  # OpenBLAS reads these settings when NumPy is imported, which the other files do

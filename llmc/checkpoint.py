@@ -10,8 +10,8 @@ Debug state, llm.c's: header [2] B [3] T, then x, y int32 (B, T); logits float32
     of n training steps on that batch. The header says so: [8] trailer version (0: none), [9] n, [10] CRC-32 of the
     weights.
 Optimizer state, llm.c's: header [2] processes [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10] step, u64 at [20]
-    sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread. Then m, v, and the master
-    weights if any, float32.
+    sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1 if [44] is the
+    CRC-32 of the model file that it belongs to. Then m, v, and the master weights if any, float32.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import DIVERGED, UserError
-from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, make_header,
+from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, file_crc, make_header,
                         open_input, read_header, read_into, replacing)
 from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, unpadded
 
@@ -108,13 +108,19 @@ def read_model(path, parameter_table, mend=EXPORT):
 
 
 def write_model(path, config, params, version=3):
-    """Write a model checkpoint; version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even)."""
+    """Write a model checkpoint; version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even). Returns the file's
+    CRC-32."""
     fields = (config.maxT, config.V, config.L, config.NH, config.C, 0 if version == 1 else config.Vp)
+    header = make_header(MODEL_MAGIC, version, *fields)
+    crc = zlib.crc32(header)
     with replacing(path) as f:
-        f.write(make_header(MODEL_MAGIC, version, *fields))
+        f.write(header)
         for tensor in unpadded(params, config.V if version == 1 else config.Vp):
             for piece in chunks(tensor):
-                f.write(bf16_bits(piece) if version == 5 else piece)
+                piece = bf16_bits(piece) if version == 5 else piece
+                f.write(piece)
+                crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def fingerprint(config, params):
@@ -211,6 +217,7 @@ class Progress(NamedTuple):
     shard: int
     sample: int  # batches taken from the shard
     batch: tuple  # (B, T, spread), which the position in the data depends on; (0, 0, 0) in a file of llm.c's
+    model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None in a file of llm.c's
 
 
 def write_optimizer_state(path, moments, progress, master=None):
@@ -220,6 +227,8 @@ def write_optimizer_state(path, moments, progress, master=None):
     for slot, value in ((20, progress.rng_state), (30, progress.shard), (32, progress.sample)):
         header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
     header[40:43] = progress.batch
+    if progress.model_crc is not None:
+        header[43:45] = 1, np.uint32(progress.model_crc).view(np.int32)
     with replacing(path) as f:
         f.write(header)
         for tensors in (*moments, *([] if master is None else [master])):
@@ -232,7 +241,7 @@ TRAIN_AGAIN = "train again with: python train_gpt2.py ... -o DIR -n STEPS"
 def read_optimizer_state(path, config, moments, params, mend=TRAIN_AGAIN):
     """Fill m and v, and params where the file has master weights (they are exact, a bfloat16 model file is not).
 
-    Returns the Progress. Raises UserError for a state of another model.
+    Returns the Progress. Raises UserError for a state of another model, or one that no run can have.
     """
     with open_input(path, mend) as f:
         header = read_header(f, OPTIMIZER_MAGIC, mend)
@@ -246,11 +255,25 @@ def read_optimizer_state(path, config, moments, params, mend=TRAIN_AGAIN):
         check_size(f, HEADER_BYTES + sum(t.buffer.size for t in targets), f"the optimizer of {config.describe()}", mend)
         for tensors in targets:
             read_into(f, flat(tensors))
+    check_optimizer(path, moments, mend)
+    if master:
+        check_finite(path, params, mend)
     numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
-    progress = Progress(int(header[10]), numbers[20], numbers[30], numbers[32], tuple(header[40:43].tolist()))
+    crc = int(header[44:45].view("<u4")[0]) if header[43] else None
+    progress = Progress(int(header[10]), numbers[20], numbers[30], numbers[32], tuple(header[40:43].tolist()), crc)
     if progress.step < 0 or progress.rng_state == 0:
         raise UserError(f"{path}: step {progress.step} and sampler state {progress.rng_state}; the file is damaged")
     return progress
+
+
+def check_optimizer(where, moments, mend):
+    """Raise UserError for an m or v that is not finite, or a v, a mean of squares, that is negative."""
+    for moment, tensors in zip("mv", moments):
+        check_finite(f"{where}: AdamW's {moment}", tensors, mend)
+    v = moments[1]
+    for name in v.table:
+        if any((piece < 0).any() for piece in chunks(getattr(v, name).reshape(-1))):
+            raise UserError(f"{where}: AdamW's v: tensor {name} holds negative values; {mend}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -263,11 +286,15 @@ def checkpoint_paths(directory, step):
             (f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}")]
 
 
+def complete_checkpoints(directory):
+    """The steps of the complete checkpoints in a directory, ascending."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"DONE_([0-9]{8})", name)))
+
+
 def newest_checkpoint(directory):
     """The step of the newest complete checkpoint in a directory, or None."""
-    names = os.listdir(directory) if os.path.isdir(directory) else []
-    steps = [int(match[1]) for name in names if (match := re.fullmatch(r"DONE_(\d{8})", name))]
-    return max(steps, default=None)
+    return max(complete_checkpoints(directory), default=None)
 
 
 def save_checkpoint(directory, config, params, moments, progress, notes=None, version=3, master=None):
@@ -275,21 +302,33 @@ def save_checkpoint(directory, config, params, moments, progress, notes=None, ve
 
     notes: what else the run needs to go on as before, as a dict for JSON. version: 3 for float32 weights, 5 for
     bfloat16 ones, of which `master` are the float32 originals, if there are any. Raises UserError, and leaves nothing
-    of this checkpoint, when the weights are not finite or the disk is full.
+    of this checkpoint, when weights or moments are not finite or the disk is full.
     """
-    check_finite(f"after {progress.step} steps", params, f"the last checkpoint, if any, is kept: {DIVERGED}")
+    kept = f"the last checkpoint, if any, is kept: {DIVERGED}"
+    check_finite(f"after {progress.step} steps", params, kept)
+    check_optimizer(f"after {progress.step} steps", moments, kept)
     paths = model, state, done = checkpoint_paths(directory, progress.step)
     try:
-        write_model(model, config, params, version)
-        write_optimizer_state(state, moments, progress, master)
+        crc = write_model(model, config, params, version)
+        write_optimizer_state(state, moments, progress._replace(model_crc=crc), master)
         with replacing(done) as f:
             if notes:
                 f.write(json.dumps(notes, indent=1).encode() + b"\n")
-    except UserError:
-        for path in paths:
+    except BaseException:
+        for path in reversed(paths):
             with contextlib.suppress(OSError):
                 os.unlink(path)
         raise
+
+
+def delete_old_checkpoints(settings):
+    """Keep the newest -nk checkpoints, and those of every -nm'th step for ever."""
+    steps = complete_checkpoints(settings.output_dir)
+    for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else []:
+        if not (settings.major_checkpoint_every and step % settings.major_checkpoint_every == 0):
+            for path in reversed(checkpoint_paths(settings.output_dir, step)):  # the marker first
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
 
 def find_checkpoint(settings):
@@ -320,8 +359,10 @@ def read_start(settings, first_step, parameter_table):
 
 def restore(settings, config, params, moments, step, loader, random):
     """Read the optimizer's state of a checkpoint; put loader and sampler where they were."""
-    _, state, marker = checkpoint_paths(settings.output_dir, step)
+    model, state, marker = checkpoint_paths(settings.output_dir, step)
     progress = read_optimizer_state(state, config, moments, params, mend=go_back(marker))
+    if progress.model_crc not in (None, file_crc(model)):
+        raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {go_back(marker)}")
     given = (settings.B, settings.T, settings.spread)
     if progress.step != step or progress.batch not in (given, (0, 0, 0)):
         found = "-b {} -t {} --spread {}".format(*progress.batch)
@@ -337,9 +378,9 @@ def go_back(marker):
     return f"remove {marker} to go on from the checkpoint before it"
 
 
-def stopped(settings, done, signal):
-    """Say how to go on after a signal stopped the run; returns the exit status."""
+def stopped(settings, step, signal):
+    """Say how to go on after a signal stopped the run, `step` being the last printed, if any; returns the exit status."""
     command = shlex.join(["python", *sys.argv, *([] if settings.resume else ["-y", "1"])])
     how = f"go on with: {command}" if settings.output_dir else "nothing was saved: there is no -o DIR"
-    print(f"stopped after step {done}; {how}", file=sys.stderr)
+    print(f"stopped {'before the first step' if step is None else f'after step {step}'}; {how}", file=sys.stderr)
     return 128 + signal

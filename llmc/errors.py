@@ -1,9 +1,12 @@
 """Errors and interruptions: what a user can cause ends as one line on stderr and an exit status, never a traceback."""
 
+import contextlib
 import io
 import os
+import select
 import signal
 import sys
+import time
 
 DIVERGED = "try a lower -l, a warm-up (-u) or --grad_clip 1"  # what mends a loss that is not finite
 
@@ -15,8 +18,11 @@ class UserError(Exception):
 def run_main(main):
     """Run `main()` and exit with its status: 0 or what it returns, 1 for what a user can cause, 130 after Ctrl-C."""
     program = os.path.basename(sys.argv[0])
-    if sys.stdout is None:  # started with stdout closed
-        sys.stdout = open(os.devnull, "w")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as quiet_imports left it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with it closed
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         sys.exit(main())
     except UserError as error:
@@ -24,38 +30,98 @@ def run_main(main):
     except MemoryError as error:
         sys.exit(f"{program}: error: out of memory ({error or 'no details'}); try a smaller -b, -t or model")
     except KeyboardInterrupt:
-        print(f"\n{program}: interrupted", file=sys.stderr)
-        sys.exit(130)
+        with contextlib.suppress(OSError):  # in `... | tee log`, Ctrl-C ends tee too
+            sys.stdout.flush()
+            print(f"\n{program}: interrupted", file=sys.stderr)
+        status = 130
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # that is `... | head`, which nobody needs to hear about
             where = error.filename or "standard output"
-            print(f"{program}: error: {where}: {error.strerror or error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
-        sys.exit(1)
+            with contextlib.suppress(OSError):
+                print(f"{program}: error: {where}: {error.strerror or error}", file=sys.stderr)
+        status = 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+    sys.exit(status)
+
+
+def quiet_imports():
+    """Let Ctrl-C end our programs without a traceback until run_main takes over. (Others, pytest say, are left alone.)
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    program = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or root)
+    ours = [os.path.join(root, *names) for names in ((), ("dev",), ("dev", "kernels"))]
+    if os.path.dirname(program) in ours and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Interrupted(Exception):
+    """Raised between the batches of a validation, or the tokens of a sample, once a signal has asked the run to stop."""
 
 
 class Interruption:
-    """Remembers Ctrl-C and SIGTERM, so that the step at hand is finished first. A second Ctrl-C stops at once."""
+    """Remembers Ctrl-C, SIGTERM and SIGHUP (unless nohup has it ignored), so that a run can save and stop at the next
+    safe point. A second Ctrl-C stops at once, except while a checkpoint is being saved.
+
+    stdout and stderr may then have lost their readers: in `python train_gpt2.py 2>&1 | tee log`, Ctrl-C ends tee too.
+    """
 
     def __init__(self):
-        self.signal = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.remember)
+        self.signal, self.is_saving = None, False
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            stream.flush()
+            raw = LosableOutput(stream, self)
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors,
+                                                line_buffering=True))
+        self.stderr = raw
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+                signal.signal(number, self.remember)
 
     def remember(self, number, frame):
-        if self.signal is not None:
+        again, self.signal = self.signal is not None, self.signal or number
+        if again and number == signal.SIGINT and not self.is_saving:
             raise KeyboardInterrupt
-        self.signal = number
-        stdout = LostReader(sys.stdout.fileno(), "w", closefd=False)
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(stdout), line_buffering=True)
-        print("\nfinishing this step; once more to stop at once", file=sys.stderr)
+        if self.is_saving:
+            self.stderr.write(b"\nsaving a checkpoint first\n")
+        elif not again:  # written past the buffer, which what we interrupt may be about to fill
+            self.stderr.write(b"\nfinishing this step; Ctrl-C once more to stop at once\n")
+
+    def watched(self, function):
+        """`function`, which once a signal has come raises Interrupted instead of being called."""
+        def call(*arguments):
+            if self.signal is not None:
+                raise Interrupted
+            return function(*arguments)
+
+        return call
+
+    @contextlib.contextmanager
+    def saving(self):
+        """While this lasts, no Ctrl-C stops the run."""
+        self.is_saving = True
+        try:
+            yield
+        finally:
+            self.is_saving = False
 
 
-class LostReader(io.FileIO):
-    """A stdout that may lose its reader: in `python train_gpt2.py | tee log`, Ctrl-C ends tee before we have saved."""
+class LosableOutput(io.FileIO):
+    """A stdout or stderr that, once a signal has come, drops what its reader does not take."""
+
+    def __init__(self, stream, interruption):
+        super().__init__(stream.fileno(), "w", closefd=False)
+        self.stream, self.interruption = stream, interruption  # the stream would close the file if it were collected
 
     def write(self, data):
         try:
-            return super().write(data)
-        except BrokenPipeError:
+            while os.name == "posix" and not select.select([], [self], [], 0.2)[1]:  # a full pipe; a write could wait for ever
+                if self.interruption.signal is not None:
+                    return len(data)
+            return super().write(data[:4096])  # what a pipe takes at once
+        except OSError:
+            time.sleep(0.1)  # the signal that ended the reader is perhaps on its way to us
+            if self.interruption.signal is None:
+                raise
             return len(data)

@@ -2,7 +2,15 @@
 allocated, and files that are written beside their place and renamed, so that there is never half a file."""
 
 import contextlib
+import errno
 import os
+import stat
+import zlib
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
 
 import numpy as np
 
@@ -23,6 +31,9 @@ HEADER_BYTES = 1024
 def open_input(path, mend):
     """Open a file for reading, or raise UserError that ends in `mend`: how to come by such a file."""
     try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # which open() may wait for, or which never end
+            raise UserError(f"{path}: is a FIFO, a socket or a device, expected a file; {mend}")
         return open(path, "rb")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {mend}") from None
@@ -36,23 +47,107 @@ def open_input(path, mend):
 def replacing(path):
     """Write a file beside its place and rename it there when it is complete and on the disk.
 
-    Raises UserError when it cannot be written (no permission, disk full); what was at `path` before is then untouched.
+    Within together(), at its end. Raises UserError when it cannot be written (no permission, disk full); what was at
+    `path` before is then untouched.
     """
-    temporary = f"{path}.tmp"
+    temporary, waits = f"{path}.tmp", False
     try:
-        with open(temporary, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-        sync_directory(os.path.dirname(path))
+        with errors_of_writing(path):
+            if os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            with open(temporary, "wb") as f:
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            if WAITING:
+                WAITING[-1].append((temporary, path))
+                waits = True
+            else:
+                os.replace(temporary, path)
+                sync_directory(os.path.dirname(path))
+    finally:
+        if not waits:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+WAITING = []  # of each together() at work: [(temporary, path)]
+
+
+@contextlib.contextmanager
+def together():
+    """Files that `replacing` writes while this lasts are renamed into place at its end, or not at all."""
+    files = []
+    WAITING.append(files)
+    try:
+        yield
+        while files:
+            with errors_of_writing(files[0][1]):
+                os.replace(*files[0])
+                sync_directory(os.path.dirname(files.pop(0)[1]))
+    finally:
+        WAITING.pop()
+        for temporary, _ in files:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def errors_of_writing(path):
+    try:
+        yield
     except OSError as error:
         if error.errno is None:  # not the disk's: the errors of requests are OSErrors too
             raise
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def locked(output, directory):
+    """While this lasts, no other run has the lock of this -o, a directory or a file; raises UserError when one has.
+
+    The system gives it back when the process ends, however that happens. Where there are no locks, nothing is refused.
+    """
+    if not output:
+        yield
+        return
+    path = os.path.join(output, ".lock") if directory else f"{output}.lock"
+    made = os.path.dirname(path) if not os.path.isdir(os.path.dirname(path) or ".") else None
+    make_directory(os.path.dirname(path))
+    file = open_lock(path, output)
+    while not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
+        file.close()  # the run before removed it after we had opened it
+        file = open_lock(path, output)
+    with file:
+        with contextlib.suppress(OSError):  # a full disk
+            os.truncate(file.fileno(), 0)
+            os.write(file.fileno(), b"%d" % os.getpid())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                if made:
+                    os.rmdir(made)  # if nothing came into it
+
+
+def open_lock(path, output):
+    """The open file, which has the lock until it is closed."""
+    try:
+        file = open(path, "a+b", buffering=0)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another -o") from None
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        process = file.read().decode() or "?"
+        raise UserError(f"{output}: process {process} is a run that writes there: choose another -o, or stop it"
+                        " first") from None
+    except OSError:
+        pass  # a file system without locks
+    return file
 
 
 def sync_directory(path):
@@ -91,6 +186,15 @@ def read_header(f, magic, mend):
         found = f"it is a {found} (magic {header[0]})" if found else f"magic {header[0]}"
         raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); {mend}")
     return header
+
+
+def file_crc(path):
+    """CRC-32 of a file's bytes."""
+    crc = 0
+    with open(path, "rb") as f:
+        while piece := f.read(4 * CHUNK):
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def check_size(f, expected, what, mend):

@@ -2,16 +2,25 @@
 
 import os
 import re
+import time
 
 from llmc.errors import UserError
 from llmc.files import make_directory, replacing
+
+RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # before a run's lines in a file that held others
+
+
+def last_run(lines):
+    """The index of the first line of the last run in a log: after the last rule, or 0."""
+    return max((i for i, line in enumerate(lines, 1) if RULE.fullmatch(line.rstrip("\n"))), default=0)
 
 
 class Log:
     """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training).
 
-    In a run directory (main.log) training lines go on with the learning rate and the gradient norm. A resumed run drops
-    what an interrupted one logged beyond its checkpoint.
+    In a run directory (main.log) training lines go on with the learning rate and the gradient norm. A new run keeps
+    what a file holds already, and goes on after a rule with the date. A resumed run drops what an interrupted one
+    logged beyond its checkpoint.
     """
 
     def __init__(self, settings, first_step=0):
@@ -21,24 +30,30 @@ class Log:
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
         make_directory(os.path.dirname(path))
         try:
-            kept = []
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise UserError(f"{path}: is not a file; choose another -o")
             if first_step and os.path.exists(path):
-                with open(path) as f:
-                    lines = [line for line in f if line.endswith("\n")]
-                kept = [line for line in lines if int(re.match(r"s:(\d+) ", line)[1]) < first_step]
-            with replacing(path) as f:
-                f.write("".join(kept).encode())
-            self.file = open(path, "a", buffering=1)
-        except (TypeError, UnicodeDecodeError):
+                with open(path, errors="surrogateescape", newline="") as f:
+                    lines = [line + "\n" for line in f.read().split("\n")[:-1]]
+                first = last_run(lines)
+                kept = [line for line in lines[first:] if int(re.match(r"s:([0-9]{1,10}) ", line)[1]) < first_step]
+                with replacing(path) as f:
+                    f.write("".join(lines[:first] + kept).encode(errors="surrogateescape"))
+            self.file = open(path, "a+b", buffering=0)
+            if self.file.tell() and not first_step:
+                self.file.seek(-1, os.SEEK_END)
+                self.write("" if self.file.read() == b"\n" else "\n", end="")
+                self.write(time.strftime("--- %Y-%m-%d %H:%M:%S ---"))
+        except TypeError:
             raise UserError(f"{path}: is not a training log (lines like 's:0 trl:4.1234'); move it away to go"
                             " on") from None
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); choose another -o") from None
 
-    def write(self, line):
+    def write(self, line, end="\n"):
         if self.file:
             try:
-                self.file.write(line + "\n")
+                self.file.write((line + end).encode())
             except OSError as error:
                 raise UserError(f"{self.file.name}: cannot be written ({error.strerror})") from None
 

@@ -70,12 +70,17 @@ class Settings:
 
     checkpoint_every: int = option(0, "-n", group="checkpoints",
                                    help="save every that many updates, and after the last (0: never)")
+    checkpoints_keep: int = option(0, "-nk", group="checkpoints",
+                                   help="checkpoints to keep, the newest; older ones are deleted (0: keep all)")
+    major_checkpoint_every: int = option(0, "-nm", group="checkpoints",
+                                         help="with -nk: keep those of every that many steps for ever (0: none)")
     resume: int = option(0, "-y", group="checkpoints", choices=(0, 1),
                          help="1: continue from the newest complete checkpoint in -o")
 
     AT_LEAST: ClassVar = dict(
         B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, sample_every=0,
-        sample_tokens=1, checkpoint_every=0, weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
+        sample_tokens=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0, weight_decay=0.0,
+        grad_clip=0.0, learning_rate=0.0)
 
     @property
     def output_dir(self):

@@ -161,7 +161,8 @@ def run_here(monkeypatch, capfdbinary):
     """run_here(module, flag, ...): what run_program returns, of the module's program in this process, which has its
     imports already."""
     def run(module, *flags, check=True):
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        streams = sys.stdout, sys.stderr
         monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, flags)])
         capfdbinary.readouterr()
         try:
@@ -171,6 +172,7 @@ def run_here(monkeypatch, capfdbinary):
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            sys.stdout, sys.stderr = streams
         if isinstance(status, str):
             print(status, file=sys.stderr)
         sys.stdout.flush()

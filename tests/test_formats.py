@@ -148,7 +148,8 @@ def test_tokens_round_trip(tmp_path, format, extra):
 def test_optimizer_state_round_trip(tmp_path):
     path = tmp_path / "state.bin"
     moments = random_params(SMALL, 1), random_params(SMALL, 2)
-    progress = Progress(step=7, rng_state=2**64 - 3, shard=2**33, sample=5, batch=(4, 64, 1))
+    flat(moments[1])[:] **= 2
+    progress = Progress(step=7, rng_state=2**64 - 3, shard=2**33, sample=5, batch=(4, 64, 1), model_crc=2**32 - 5)
     write_optimizer_state(path, moments, progress)
     header = np.fromfile(path, "<i4", 256)
     assert header[:6].tolist() == [20240527, 1, 1, 0, 0, 0] and header[10] == 7
@@ -164,6 +165,7 @@ def test_master_weights_of_a_bfloat16_run_are_taken(tmp_path):
     parts = [random_params(SMALL, seed) for seed in (1, 2, 3)]
     header = make_header(OPTIMIZER_MAGIC, 1, 1, 0, 1)
     header[20] = 1337
+    flat(parts[1])[:] **= 2
     path.write_bytes(header.tobytes() + b"".join(flat(part).tobytes() for part in parts))
     read_optimizer_state(path, SMALL, (random_params(SMALL), random_params(SMALL)), empty)
     assert np.array_equal(flat(empty), flat(parts[2]))
