@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from llmc.checkpoint import Config, DebugState, fingerprint, padded, read_model, write_debug_state, write_model
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError, run_main
-from llmc.files import make_directory, replacing
+from llmc.files import make_directory, replacing, together
 from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import write_tokenizer
 from prepro import load_encoding, reason
@@ -289,9 +289,10 @@ def write_hf_folder(model_path, folder):
              "model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"})}
     if config.V == VOCABULARIES["gpt2"]:
         files |= gpt2_tokenizer_files(config)
-    for name, data in files.items():
-        with replacing(os.path.join(folder, name)) as f:
-            f.write(data)
+    with together():
+        for name, data in files.items():
+            with replacing(os.path.join(folder, name)) as f:
+                f.write(data)
     print(f"wrote {', '.join(files)} to {folder}")
 
 
@@ -401,11 +402,13 @@ def write_files(args, config, params, label, x, y, encoding):
     if encoding:
         written.append(os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin"))
         tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
-        write_tokenizer(written[-1], tokens, encoding.eot_token, versions.tokenizer)
-    for path, version in models.items():
-        write_model(path, config, params, version)
-    state, model = make_debug_state(config, params, x, y, args.num_iterations, print_iteration)
-    write_debug_state(state_path, config, state, versions.debug_state)
+    with together():
+        if encoding:
+            write_tokenizer(written[-1], tokens, encoding.eot_token, versions.tokenizer)
+        for path, version in models.items():
+            write_model(path, config, params, version)
+        state, model = make_debug_state(config, params, x, y, args.num_iterations, print_iteration)
+        write_debug_state(state_path, config, state, versions.debug_state)
     for path in written:
         print(f"wrote {path}")
     return model

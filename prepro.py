@@ -7,6 +7,7 @@ Not a program: run prepro_tinyshakespeare.py, prepro_tinystories.py or prepro_py
 import argparse
 import hashlib
 import os
+import shlex
 
 import numpy as np
 import requests
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.files import make_directory, replacing
+from llmc.files import check_is_file, make_directory, replacing, together
 
 TIMEOUT_SECONDS = 30  # without a byte from the server
 EOT = "<|endoftext|>"
@@ -47,9 +48,14 @@ def reason(error):
 def download(url, path, md5):
     """Fetch a URL into a file with a progress bar, unless the file is there with that MD5 already.
 
-    Raises UserError that names the URL, the reason and --input; nothing is left half-written.
+    Raises UserError that names the URL, the reason and --input; nothing is left half-written, or written over.
     """
-    if os.path.exists(path) and file_hash(path, "md5") == md5:
+    if os.path.lexists(path):
+        read_input(path)  # raises what is wrong with it
+        found = file_hash(path, "md5")
+        if found != md5:
+            raise UserError(f"{path}: MD5 {found}, expected {md5}: it is not the text that is downloaded to there; move"
+                            f" it away, or tokenize it with --input {shlex.quote(path)}")
         return
     make_directory(os.path.dirname(path))
     found = hashlib.md5()
@@ -77,6 +83,7 @@ def file_hash(path, algorithm):
 
 def read_input(path):
     """The bytes of a text."""
+    check_is_file(path, "pass --input FILE")
     try:
         with open(path, "rb") as f:
             return f.read()
@@ -84,11 +91,15 @@ def read_input(path):
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def save_tokens(path, pieces, count, format):
-    """Write a token file from an iterable of integer arrays, and say so."""
-    make_directory(os.path.dirname(path))
-    write_tokens(path, pieces, count, format)
-    print(f"Saved {count} tokens to {path}")
+def save_tokens(files, format):
+    """Write token files, all of them or none, and say so. files: {path: list of integer arrays}."""
+    counts = {path: sum(map(len, pieces)) for path, pieces in files.items()}
+    with together():
+        for path, pieces in files.items():
+            make_directory(os.path.dirname(path))
+            write_tokens(path, pieces, counts[path], format)
+    for path, count in counts.items():
+        print(f"Saved {count} tokens to {path}")
 
 
 def save_split(prefix, tokens, val_tokens, format):
@@ -97,8 +108,7 @@ def save_split(prefix, tokens, val_tokens, format):
     if len(tokens) <= val_tokens:
         raise UserError(f"{len(tokens)} tokens of text, expected more than the {val_tokens} that validation takes: give"
                         " more text")
-    save_tokens(f"{prefix}_val.bin", [tokens[:val_tokens]], val_tokens, format)
-    save_tokens(f"{prefix}_train.bin", [tokens[val_tokens:]], len(tokens) - val_tokens, format)
+    save_tokens({f"{prefix}_val.bin": [tokens[:val_tokens]], f"{prefix}_train.bin": [tokens[val_tokens:]]}, format)
 
 
 def make_parser(description, output, output_help="token files are named PREFIX_train.bin and PREFIX_val.bin"):

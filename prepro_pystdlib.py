@@ -12,6 +12,8 @@ rest train. The vocabulary is the 256 byte values and end of text (id 256).
 import os
 import sysconfig
 
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
+
 import numpy as np
 
 from llmc.errors import run_main

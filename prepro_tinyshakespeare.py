@@ -27,8 +27,11 @@ def main():
 
     path = args.input
     if path is None:
-        path = f"{args.output}.txt"
+        path = os.path.join(os.path.dirname(args.output), "tiny_shakespeare.txt")
         download(args.url, path, MD5)
+    for output in (f"{args.output}_val.bin", f"{args.output}_train.bin"):
+        if os.path.exists(path) and os.path.exists(output) and os.path.samefile(path, output):
+            raise UserError(f"{path}: is the text itself, and tokens would be written over it: pass another --output")
     try:
         text = read_input(path).decode("utf-8")
     except UnicodeDecodeError as error:

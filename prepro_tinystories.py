@@ -17,8 +17,11 @@ import os
 import random
 import re
 import shutil
-import signal
 import tarfile
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import llmc  # noqa: F401  (Ctrl-C during the imports is quiet)
 
 import numpy as np
 from huggingface_hub import HfApi, hf_hub_download
@@ -86,10 +89,6 @@ def tokenize_shard(job):
     return np.array(tokens)
 
 
-def leave_interruptions_to_the_parent():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def main():
     parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "TinyStories"))
     parser.add_argument("--input", metavar="DIR", help="directory of data*.json shards, instead of the download")
@@ -105,12 +104,16 @@ def main():
             fetch_shards(directory)
     paths = find_shards(directory)
     load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
-    spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(min(args.processes, len(paths)), leave_interruptions_to_the_parent) as pool:
-        jobs = pool.imap(tokenize_shard, enumerate(paths))  # in order, whoever is done first
+    workers = ProcessPoolExecutor(min(args.processes, len(paths)), multiprocessing.get_context("spawn"))
+    try:
+        jobs = workers.map(tokenize_shard, enumerate(paths))  # in order, whoever is done first
         shards = list(tqdm(jobs, total=len(paths), desc="tokenizing", unit="shard"))
-    for split, chosen in (("val", shards[:1]), ("train", shards[1:])):
-        save_tokens(f"{args.output}_{split}.bin", chosen, sum(map(len, chosen)), args.format)
+    except BrokenProcessPool:
+        raise UserError(f"--processes {args.processes}: one of them was killed, perhaps for want of memory: try"
+                        " fewer") from None
+    finally:
+        workers.shutdown(cancel_futures=True)
+    save_tokens({f"{args.output}_val.bin": shards[:1], f"{args.output}_train.bin": shards[1:]}, args.format)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ def run_main(main):
         sys.exit(f"{program}: error: out of memory ({error or 'no details'}); try a smaller -b, -t or model")
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):  # in `... | tee log`, Ctrl-C ends tee too
-            sys.stdout.flush()
             print(f"\n{program}: interrupted", file=sys.stderr)
         status = 130
     except OSError as error:
@@ -40,7 +39,10 @@ def run_main(main):
             with contextlib.suppress(OSError):
                 print(f"{program}: error: {where}: {error.strerror or error}", file=sys.stderr)
         status = 1
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+    try:
+        sys.stdout.flush()
+    except OSError:  # what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
 
 
@@ -48,7 +50,8 @@ def quiet_imports():
     """Let Ctrl-C end our programs without a traceback until run_main takes over. (Others, pytest say, are left alone.)
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    program = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or root)
+    main = sys.modules.get("__mp_main__", sys.modules["__main__"])  # the former in a process that a program started
+    program = os.path.abspath(getattr(main, "__file__", None) or root)
     ours = [os.path.join(root, *names) for names in ((), ("dev",), ("dev", "kernels"))]
     if os.path.dirname(program) in ours and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

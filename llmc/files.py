@@ -31,9 +31,7 @@ HEADER_BYTES = 1024
 def open_input(path, mend):
     """Open a file for reading, or raise UserError that ends in `mend`: how to come by such a file."""
     try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # which open() may wait for, or which never end
-            raise UserError(f"{path}: is a FIFO, a socket or a device, expected a file; {mend}")
+        check_is_file(path, mend)
         return open(path, "rb")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {mend}") from None
@@ -41,6 +39,14 @@ def open_input(path, mend):
         raise UserError(f"{path}: is a directory, expected a file; {mend}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {mend}") from None
+
+
+def check_is_file(path, mend):
+    """Raise UserError for what open() may wait for, or what never ends; what is not there is left to open()."""
+    with contextlib.suppress(OSError):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise UserError(f"{path}: is a FIFO, a socket or a device, expected a file; {mend}")
 
 
 @contextlib.contextmanager

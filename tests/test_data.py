@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import io
 import json
+import os
 import random
 import tarfile
 import threading
@@ -15,8 +16,8 @@ import prepro
 import prepro_pystdlib
 import prepro_tinyshakespeare
 import prepro_tinystories
-from conftest import assert_one_line_error, hub, run_program, serve
-from llmc.dataloader import open_tokens
+from conftest import ROOT, assert_one_line_error, hub, run_program, serve
+from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
 
 HASHES = {
@@ -55,6 +56,33 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
     assert hashlib.sha256((tmp_path / "data" / "ts_train.bin").read_bytes()).hexdigest() == HASHES["int32", "train"]
 
 
+def test_a_text_is_not_written_over(tmp_path, run_here):
+    """Neither by the download, whose file has its own name, nor by the tokens."""
+    text, mine = "my text\n\n" * 20000, tmp_path / "mine.txt"
+    for path in (mine, tmp_path / "tiny_shakespeare.txt", tmp_path / "mine_val.bin"):
+        path.write_text(text)
+    with serve({}) as (url, seen):
+        done = run_here(prepro_tinyshakespeare, "--url", url, "--output", tmp_path / "mine", check=False)
+    assert_one_line_error(done, tmp_path / "tiny_shakespeare.txt", "move it away", "--input")
+    done = run_here(prepro_tinyshakespeare, "--input", tmp_path / "mine_val.bin", "--output", tmp_path / "mine",
+                    check=False)
+    assert_one_line_error(done, "mine_val.bin", "another --output")
+    assert not seen and all(path.read_text() == text for path in tmp_path.iterdir())
+
+
+def test_both_token_files_or_none(tmp_path, monkeypatch):
+    def fail(path, *arguments):
+        if "train" in path:
+            raise UserError(f"{path}: cannot be written (No space left on device)")
+        write_tokens(path, *arguments)
+
+    (tmp_path / "x_val.bin").write_bytes(b"before")
+    monkeypatch.setattr(prepro, "write_tokens", fail)
+    with pytest.raises(UserError, match="No space"):
+        prepro.save_split(str(tmp_path / "x"), range(10), 4, "int32")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
+
+
 @pytest.mark.parametrize("pages, words", (
     ({"/x": (200, {}, b"another text")}, ("MD5", "expected 6fb458f1232090904fb40fe944165e91")),
     ({}, ("404",)),
@@ -91,6 +119,8 @@ def test_text_faults(tmp_path, vocabulary_here, run_here):
 
     assert_one_line_error(run(tmp_path / "none.txt"), "none.txt", "No such file")
     assert_one_line_error(run(tmp_path), tmp_path, "directory")
+    os.mkfifo(tmp_path / "fifo")
+    assert_one_line_error(run(tmp_path / "fifo"), "fifo", "a FIFO")
     (tmp_path / "short.txt").write_text("To be")
     assert_one_line_error(run(tmp_path / "short.txt"), "tokens of text", "32768")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -209,3 +239,23 @@ def test_tinystories_faults(tmp_path, vocabulary_here, run_here):
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "data01.json" in last and "'story'" in last
     assert "Traceback" not in done.stderr and not list(tmp_path.glob("ts_*.bin"))
+
+
+def test_a_killed_worker_of_tinystories_is_noticed(tmp_path, gpt2_vocabulary):
+    """In a process of its own, whose worker ends as if the kernel had killed it for want of memory."""
+    write_shards(tmp_path / "shards", STORIES)
+    code = f"""import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import prepro_tinystories
+def tokenize_shard(job):
+    os.kill(os.getpid(), 9)
+prepro_tinystories.tokenize_shard = tokenize_shard
+if __name__ == "__main__":
+    prepro_tinystories.run_main(prepro_tinystories.main)
+"""
+    (tmp_path / "program.py").write_text(code)
+    done = run_program(tmp_path / "program.py", "--input", tmp_path / "shards", "--output", tmp_path / "ts",
+                       "--processes", 2, check=False, timeout=60, **gpt2_vocabulary)
+    done.stderr = done.stderr.splitlines()[-1]  # after the progress bar
+    assert_one_line_error(done, "--processes 2", "killed")
+    assert not list(tmp_path.glob("ts_*"))

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "unreadable"))
+@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "a FIFO", "a device", "unreadable"))
 def test_input_files(workplace, name, damage, train):
     path = workplace / name
     mend = FILES[name]
@@ -77,6 +78,10 @@ def test_input_files(workplace, name, damage, train):
         other = OPTIMIZER_MAGIC
         path.write_bytes(np.int32(other).tobytes() + content[4:])
         mend = "optimizer state"
+    elif damage == "a FIFO":
+        os.mkfifo(path)
+    elif damage == "a device":
+        path.symlink_to("/dev/zero")
     elif damage == "unreadable":
         if os.geteuid() == 0:
             path.symlink_to(path)  # root reads everything but a link to itself
@@ -337,11 +342,13 @@ def test_a_validation_loss_that_is_nan_stops_the_run(workplace, train):
     assert_one_line_error(done, "step 1: the validation loss is nan")
 
 
-def test_weights_that_became_nan_are_not_saved(tmp_path):
-    params = random_params(SMALL)
-    params.qkvb[0, 0] = np.nan
-    with pytest.raises(UserError, match="after 3 steps: tensor qkvb"):
-        save_checkpoint(str(tmp_path), SMALL, params, (params, params), Progress(3, 1, 0, 0, (1, 1, 0)))
+@pytest.mark.parametrize("which, words", ((0, "tensor qkvb"), (1, "AdamW's m: tensor qkvb"),
+                                          (2, "AdamW's v: tensor qkvb")))
+def test_weights_or_moments_that_became_nan_are_not_saved(tmp_path, which, words):
+    params, *moments = tensors = [random_params(SMALL) for _ in range(3)]
+    tensors[which].qkvb[0, 0] = np.nan
+    with pytest.raises(UserError, match=f"after 3 steps: {words}"):
+        save_checkpoint(str(tmp_path), SMALL, params, moments, Progress(3, 1, 0, 0, (1, 1, 0)))
     assert not list(tmp_path.iterdir())
 
 
@@ -367,6 +374,65 @@ def test_a_second_run_does_not_write_into_the_first_one_s_directory(workplace, t
 def test_resume_with_other_flags(workplace, train):
     train("-x", 2, "-n", 2, "-o", "run", check=True)
     assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1, "-b", 1), "-b 2 -t 8", "-b 1 -t 8")
+
+
+def test_two_runs_with_one_output(workplace, train):
+    """The second one is told who the first is, until that ends; kill -9 leaves a file, but no lock."""
+    for output, lock in (("run", "run/.lock"), ("notes.log", "notes.log.lock")):
+        command = [sys.executable, str(ROOT / "train_gpt2.py"), *map(str, TRAIN), "-x", "100000", "-o", output]
+        for _ in range(2):
+            first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            for line in first.stdout:
+                if line.startswith("step 2:"):
+                    break
+            assert_one_line_error(train("-o", output), output, f"process {first.pid} ", "another -o")
+            first.kill()
+            first.communicate()
+            assert (workplace / lock).exists()
+        done = train("-o", output, check=True)
+        assert "step 0:" in done.stdout and not (workplace / lock).exists()
+
+
+def test_a_refused_run_leaves_no_directory(workplace, train):
+    assert_one_line_error(train("-o", "run", "-e", "none.bin"), "none.bin")
+    assert not (workplace / "run").exists()
+
+
+def test_model_and_state_belong_together(workplace, train):
+    """A model of another step, or with one bit more, is not taken; a state that does not say its model's CRC-32 is."""
+    train("-x", 2, "-n", 1, "-o", "run", check=True)
+    model, state, marker = map(Path, checkpoint_paths("run", 2))
+    good, zeros = model.read_bytes(), dict(h43=0, h44=0)
+    header = np.fromfile(state, "<i4", 256)
+    assert header[43] == 1 and header[44:45].view("<u4")[0] == zlib.crc32(good)
+    for data in (Path(checkpoint_paths("run", 1)[0]).read_bytes(), good[:-4] + bytes([good[-4] ^ 1]) + good[-3:]):
+        model.write_bytes(data)
+        assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1), state, model, "CRC-32", f"remove {marker}")
+    patch_header(state, **zeros)
+    assert "resuming at step 2" in train("-x", 3, "-o", "run", "-y", 1, check=True).stdout
+
+
+@pytest.mark.parametrize("place, value, words", ((0, np.nan, "AdamW's m: tensor wte"), (0, -np.inf, "AdamW's m"),
+                                                 (1, np.inf, "AdamW's v: tensor wte"), (1, -1e-30, "negative")))
+def test_moments_that_cannot_be(workplace, train, place, value, words):
+    train("-x", 1, "-n", 1, "-o", "run", check=True)
+    state = workplace / "run" / "state_00000001_00000.bin"
+    moments = np.memmap(state, "<f4", "r+", HEADER_BYTES)
+    moments[place * (moments.size // 2)] = value
+    moments.flush()
+    assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), state.name, words, "remove run/DONE_00000001")
+
+
+@pytest.mark.parametrize("flags, kept", (
+    ((), range(1, 8)), (("-nk", 3), (5, 6, 7)), (("-nk", 1, "-nm", 3), (3, 6, 7)), (("-nm", 3), range(1, 8)),
+))  # fmt: skip
+def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
+    (workplace / "run").mkdir()
+    (workplace / "run" / "model_mine.bin").touch()
+    train("-x", 4, "-n", 1, "-o", "run", *flags, check=True)
+    train("-x", 7, "-n", 1, "-o", "run", "-y", 1, *flags, check=True)
+    names = {name for step in kept for name in checkpoint_paths("", step)}
+    assert set(os.listdir("run")) == {"main.log", "model_mine.bin", *names}
 
 
 def test_resume_without_a_checkpoint_starts_afresh(workplace, train):
@@ -411,6 +477,18 @@ llmc.errors.run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"""
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, cwd=ROOT)
     assert process.wait(timeout=60) == 128 + signal.SIGINT
     assert b"Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("program", ("train_gpt2.py", "export_weights.py"))
+def test_interruption_during_the_imports_is_quiet(workplace, program):
+    """A module that sends Ctrl-C stands in for one that takes its time."""
+    (workplace / "numpy.py").write_text("""import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(10)""")
+    code = f"import signal, sys; sys.path.insert(0, '.'); signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"sys.argv = ['{ROOT / program}']; sys.path.insert(1, '{ROOT}'); __file__ = sys.argv[0]\n"
+    process = subprocess.run([sys.executable, "-c", code + f"exec(open(__file__).read())"], capture_output=True)
+    assert process.returncode == -signal.SIGINT and process.stderr == b""
 
 
 def test_a_closed_pipe_is_quiet(workplace):

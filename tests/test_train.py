@@ -4,6 +4,7 @@ schedules, plots."""
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import time
 import numpy as np
 import pytest
 
+import llmc.checkpoint
 import train_gpt2
 import train_gpt2_cuda
-from conftest import ROOT, SMALL, assert_one_line_error, random_params, run_program
+from conftest import ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program
 from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, read_model, read_optimizer_state, stopped,
                              write_model)
 from llmc.dataloader import DataLoader, data_paths, write_tokens
-from llmc.errors import UserError
+from llmc.errors import Interruption, UserError
 from llmc.sampler import Random, sample_multinomial
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings
@@ -111,12 +113,35 @@ def test_logs(workplace, train):
     assert re.fullmatch(r"s:0 trl:\d\.\d{4} lr:0\.001000 norm:\d+\.\d\d", lines[1])
 
 
+def test_a_log_is_appended_to(workplace, train):
+    """After a rule with the date, whatever the file holds; a resumed run drops lines of its own alone."""
+    (workplace / "notes.log").write_bytes(b"my notes\r\n\xff and no end of line")
+    train("-x", 1, "-v", 0, "-s", 0, "-o", "notes.log")
+    train("-x", 1, "-v", 0, "-s", 0, "-o", "notes.log")
+    lines = (workplace / "notes.log").read_bytes().split(b"\n")
+    assert lines[:2] == [b"my notes\r", b"\xff and no end of line"] and len(lines) == 7
+    assert all(re.fullmatch(rb"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---", lines[i]) for i in (2, 4))
+    assert lines[3] == lines[5] and lines[3].startswith(b"s:0 trl:")
+
+    train("-x", 4, "-v", 0, "-s", 0, "-o", "run")  # without a checkpoint
+    old = (workplace / "run" / "main.log").read_text()
+    train("-x", 4, "-v", 0, "-s", 0, "-o", "run", "-n", 2)
+    for path in checkpoint_paths("run", 4):
+        os.unlink(path)
+    text = (workplace / "run" / "main.log").read_text()
+    train("-x", 4, "-v", 0, "-s", 0, "-o", "run", "-y", 1)
+    assert (workplace / "run" / "main.log").read_text() == text and text.startswith(old) and text.endswith(old)
+    assert text.count("---") == 2
+
+
 def test_plots(workplace, run_here):
     import plot_log
 
     (workplace / "run").mkdir()
     for name in ("april.log", "run/main.log"):
         (workplace / name).write_text("s:0 tel:5.2\ns:0 trl:4.1\ns:1 trl:3.9\n")
+    (workplace / "run/main.log").write_text("notes\n--- 2026-01-31 12:00:00 ---\ns:0 trl:4.1\n")
+    assert plot_log.read_log("run/main.log") == {"trl": ([0], [4.1])}, "the last run"
     (workplace / "bad.log").write_text("s:0 trl:4.1\nhello\n")
     assert run_here(plot_log, "april.log", "run", "-o", "losses.png").stdout == "wrote losses.png\n"
     assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG") and not list(workplace.glob("*.tmp"))
@@ -159,9 +184,9 @@ def test_resuming_a_finished_run_does_nothing_new(workplace, train):
     assert before == {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
 
 
-def start(*flags, cwd):
+def start(*flags, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
     return subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST, *flags))], cwd=cwd,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                            stdout=stdout, stderr=stderr, text=True)
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
@@ -202,6 +227,102 @@ def test_ctrl_c_in_a_pipeline_saves_although_the_reader_is_gone(workplace):
     errors = process.stderr.read()
     assert process.wait(timeout=60) == 130 and "go on with: python" in errors and "Traceback" not in errors
     assert newest_checkpoint("run") is not None
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+def test_a_signal_saves_although_nobody_reads_stdout_or_stderr(workplace, number):
+    """2>&1 | tee log, a closed terminal: the line that says so finds no reader either."""
+    read, write = os.pipe()
+    process = start("-x", 100000, "-v", 0, "-s", 0, "-o", "run", cwd=workplace, stdout=write, stderr=write)
+    os.close(write)
+    with open(read) as f:
+        for line in f:
+            if line.startswith("step 5:"):
+                break
+        process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    assert newest_checkpoint("run") >= 6
+
+
+def test_a_signal_saves_although_a_full_pipe_is_not_read(workplace):
+    read, write = os.pipe()
+    process = start("-x", 100000, "-v", 0, "-s", 0, "-o", "run", cwd=workplace, stdout=write)
+    while select.select([], [write], [], 0)[1]:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    assert newest_checkpoint("run") == (workplace / "run" / "main.log").read_text().count("trl")
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize("flags", (("-s", 3, "-g", 10**6), ("-v", 3, "-m", 10**6)))
+def test_a_signal_within_a_sample_or_a_validation(workplace, flags):
+    """Both end at once, and are done again by the resumed run, with the same random numbers."""
+    write_tokens("data/tiny_shakespeare_val.bin", [np.zeros(2 * 10**6, np.int32)], 2 * 10**6)
+    run = ("-x", 5, "-v", 0, "-s", 0, "-o", "run", *flags)
+    process = start(*run, cwd=workplace)
+    for line in process.stdout:
+        if line.startswith("generating:" if flags[0] == "-s" else "num_activations:"):
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    sent = time.perf_counter()
+    errors = process.communicate(timeout=60)[1]
+    assert time.perf_counter() - sent < 2 and process.returncode == 130
+    if flags[0] == "-v":  # which is due before the first step, too
+        assert "stopped before the first step" in errors and newest_checkpoint("run") is None
+        return
+    assert "stopped after step 2; go on" in errors and newest_checkpoint("run") == 3
+    short = ("-s", 3, "-g", 20, "-v", 0, "-n", 5, "-x", 5)
+    rest = run_program("train_gpt2.py", *FAST, *short, "-o", "run", "-y", 1).stdout
+    whole = run_program("train_gpt2.py", *FAST, *short, "-o", "whole").stdout
+    rest = losses_and_samples(rest)
+    assert losses_and_samples(whole).endswith(rest[rest.index("generating:") :]) and rest.count("step ") == 2
+    for name in ("main.log", "model_00000005.bin", "state_00000005_00000.bin"):
+        assert (workplace / "run" / name).read_bytes() == (workplace / "whole" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("trainer", (train_gpt2, train_gpt2_cuda))
+def test_ctrl_c_while_a_checkpoint_is_saved(workplace, fake_gpu, run_here, monkeypatch, trainer):
+    """Once, and twice: the checkpoint is finished, and with it the run, of which nothing half stays behind."""
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    real = llmc.checkpoint.write_optimizer_state
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        real(*arguments)
+
+    monkeypatch.setattr(llmc.checkpoint, "write_optimizer_state", interrupted)
+    done = run_here(trainer, *FAST, "-x", 50, "-v", 0, "-s", 0, "-n", 2, "-o", "run", check=False)
+    assert done.returncode == 130 and "saving a checkpoint first" in done.stderr and "-y 1" in done.stderr
+    assert sorted(os.listdir("run")) == sorted(["main.log", *(name for step in (2, 3)
+                                                              for name in checkpoint_paths("", step))])
+
+
+def test_ctrl_c_twice_stops_at_once(workplace, run_here, monkeypatch):
+    def interrupted(*arguments, **keywords):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # service managers send several: only a second Ctrl-C is impatient
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(train_gpt2, "train_step", interrupted)
+    done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "run", check=False)
+    assert done.returncode == 130 and done.stderr.endswith("interrupted\n") and os.listdir("run") == ["main.log"]
+
+
+def test_nohup_is_respected(workplace, monkeypatch):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        Interruption()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in {**before, signal.SIGHUP: old}.items():
+            signal.signal(number, handler)
 
 
 def test_the_command_that_goes_on(monkeypatch, capsys):
