@@ -17,6 +17,8 @@ The other direction: --to_hf model.bin DIR writes a trained checkpoint as a Hugg
 It is a benchmark, too: --write_tensors 0 --inference_only 1 --compile 1 --dtype bfloat16 and so on.
 """
 
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
 import argparse
 import contextlib
 import dataclasses
@@ -27,8 +29,6 @@ import os
 import sys
 import time
 from types import SimpleNamespace
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 import safetensors.torch

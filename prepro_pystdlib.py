@@ -9,10 +9,10 @@ Files come in sorted order, each after an end-of-text token, up to a fixed size.
 rest train. The vocabulary is the 256 byte values and end of text (id 256).
 """
 
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
 import os
 import sysconfig
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 

@@ -9,6 +9,8 @@ the seed 1337 + shard, so that the same archive always gives the same files. Sha
 --input DIR takes a directory of data*.json shards that is already there.
 """
 
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
 import array
 import glob
 import json
@@ -20,8 +22,6 @@ import shutil
 import tarfile
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-
-import llmc  # noqa: F401  (Ctrl-C during the imports is quiet)
 
 import numpy as np
 from huggingface_hub import HfApi, hf_hub_download

@@ -24,13 +24,13 @@ Layers are functions: outputs first, then saved statistics, inputs, weights, siz
 functions are the kernels' specification.
 """
 
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
 import functools
 import math
 import sys
 import time
 import warnings
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 

@@ -18,6 +18,8 @@ sum has a fixed order, there are no atomic additions of floats, and the matmuls'
 a cache and recorded in checkpoints.
 """
 
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
 import time
 
 START = time.perf_counter()  # for the time to the first step
@@ -30,8 +32,6 @@ import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 

@@ -17,7 +17,9 @@ compiler, device and matmul need CuPy and its companions; all others NumPy and t
 """
 
 from llmc.errors import quiet_imports
-from llmc.threads import configure_openblas
 
 quiet_imports()
+
+from llmc.threads import configure_openblas
+
 configure_openblas()  # OpenBLAS reads these settings when NumPy is imported, which the other files do
