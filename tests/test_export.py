@@ -178,6 +178,29 @@ def test_random_model_files(tmp_path, export, capsys):
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in files}, "the same command, the same files"
 
 
+def test_all_files_or_none(tmp_path, monkeypatch):
+    """Ctrl-C while the steps of the debug state run, a full disk at the last file: what was there before is whole."""
+    write_model(tmp_path / "model.bin", SMALL, random_params(SMALL))
+    write_tokens(tmp_path / "val.bin", [np.arange(17)], 17)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "gpt2_model.bin").write_bytes(b"before")
+    real = e.write_debug_state
+
+    def fail(error):
+        def write(*arguments):
+            real(*arguments)
+            raise error
+
+        return write
+
+    for error in (KeyboardInterrupt(), UserError("No space")):
+        monkeypatch.setattr(e, "write_debug_state", fail(error))
+        with pytest.raises(type(error)):
+            run_here(monkeypatch, "--model", tmp_path / "model.bin", "--output_dir", tmp_path / "out", "--input",
+                     tmp_path / "val.bin", "--batch_size", 2, "--sequence_length", 8, "--num_iterations", 1)
+        assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"before"]
+
+
 def test_files_for_llm_c_of_april_2024(tmp_path, export, gpt2_vocabulary, monkeypatch):
     """Its program reads version 1 of all, knows no bfloat16, and stops at another version of a tokenizer."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
