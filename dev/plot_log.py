@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from llmc.errors import UserError, run_main
 from llmc.files import open_input, replacing
 
-EVENT = re.compile(r"s:(\d+) (trl|tel|eval):(\S+)")
+EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
 def read_log(path):
@@ -52,7 +52,8 @@ def draw(logs, output):
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.3)
-    axes.legend()
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)  # a $ in a name is a $
     extension = os.path.splitext(output)[1].lstrip(".").lower()
     if extension not in figure.canvas.get_supported_filetypes():
         raise UserError(f"-o {output}: expected a name that ends in .png, .svg or .pdf")
@@ -68,7 +69,7 @@ def main():
                         help="picture to write (.png, .svg, .pdf; default: losses.png)")
     args = parser.parse_args()
     paths = [os.path.join(path, "main.log") if os.path.isdir(path) else path for path in args.logs]
-    draw({path: read_log(path) for path in paths}, args.output)
+    draw({os.fsencode(path).decode(errors="replace"): read_log(path) for path in paths}, args.output)
     print(f"wrote {args.output}")
 
 

@@ -17,8 +17,14 @@ def run_main(main):
     program = os.path.basename(sys.argv[0])
     if sys.stdout is None:  # started with stdout closed
         sys.stdout = open(os.devnull, "w")
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not know every letter of a name or a sample
     try:
-        sys.exit(main())
+        try:
+            status = main()
+        except SystemExit as done:  # argparse's, after --help, say
+            status = done.code
+        sys.stdout.flush()  # not at the interpreter's end, where a fault is not ours to report: `--help | true`
+        sys.exit(status)
     except UserError as error:
         sys.exit(f"{program}: error: {error}")
     except MemoryError as error:
@@ -28,10 +34,21 @@ def run_main(main):
         sys.exit(130)
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # that is `... | head`, which nobody needs to hear about
-            where = error.filename or "standard output"
-            print(f"{program}: error: {where}: {error.strerror or error}", file=sys.stderr)
+            where = error.filename or stdout_fails() and "standard output"
+            where = f"{where}: " if where else ""
+            print(f"{program}: error: {where}{error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
         sys.exit(1)
+
+
+def stdout_fails():
+    """Whether nothing can be written to it, not even nothing."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"")
+        return False
+    except OSError:
+        return True
 
 
 class Interruption:

@@ -25,7 +25,7 @@ class Log:
             if first_step and os.path.exists(path):
                 with open(path) as f:
                     lines = [line for line in f if line.endswith("\n")]
-                kept = [line for line in lines if int(re.match(r"s:(\d+) ", line)[1]) < first_step]
+                kept = [line for line in lines if int(re.match(r"s:(\d{1,10}) ", line)[1]) < first_step]
             with replacing(path) as f:
                 f.write("".join(kept).encode())
             self.file = open(path, "a", buffering=1)

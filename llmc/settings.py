@@ -96,9 +96,10 @@ class Settings:
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected 0 <= {name} < 1")
-        if not np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0:  # 0/0 where a gradient has always been 0
-            raise UserError(f"{flag_of(self, 'eps')} {self.eps}: expected more than 0, in float32 (the default is"
-                            " 1e-8)")
+        largest = float(np.finfo(np.float32).max)
+        if not (self.eps <= largest and np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0):  # 0: 0/0 would be
+            raise UserError(f"{flag_of(self, 'eps')} {self.eps}: expected more than 0, and finite, in float32 (the"
+                            " default is 1e-8)")
         if not 0.0 <= self.final_fraction <= 1.0:
             raise UserError(f"{flag_of(self, 'final_fraction')} {self.final_fraction}: expected 0 to 1")
         if self.total_batch_size % (self.B * self.T):

@@ -92,7 +92,7 @@ def test_text_faults(tmp_path, vocabulary_here, run_here):
     assert_one_line_error(run(tmp_path / "none.txt"), "none.txt", "No such file")
     assert_one_line_error(run(tmp_path), tmp_path, "directory")
     (tmp_path / "short.txt").write_text("To be")
-    assert_one_line_error(run(tmp_path / "short.txt"), "tokens of text", "32768")
+    assert_one_line_error(run(tmp_path / "short.txt"), "3 tokens of text", "--val_fraction")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert_one_line_error(run(tmp_path / "latin.txt"), "not UTF-8", "byte 3")
     done = run_program("prepro_tinyshakespeare.py", "--input", tmp_path / "short.txt", "--output", tmp_path / "o",

@@ -217,7 +217,7 @@ def test_benchmark_flags(tmp_path, export, capsys, flags):
 
 @pytest.mark.parametrize("flags, words", (
     (("--compile", 1), "--compile 1.*--write_tensors 0"),
-    (("--num_iterations", 0), "--num_iterations 0"),
+    (("--num_iterations", -1), "--num_iterations -1"),
     (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
     (("--sequence_length", 2000), "--sequence_length 2000.*1024"),
     (("--model", "d3"), "--model d3.*d12"),
