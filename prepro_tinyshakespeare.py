@@ -31,7 +31,7 @@ def main():
         path = f"{args.output}.txt"
         download(args.url, path, MD5)
     try:
-        text = read_input(path).decode("utf-8")
+        text = read_input(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
     text = EOT + text.replace("\r\n", "\n").replace("\n\n", "\n\n" + EOT)

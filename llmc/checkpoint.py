@@ -332,7 +332,7 @@ def restore(settings, config, params, moments, step, loader, random):
         found = "-b {} -t {} --spread {}".format(*progress.batch)
         raise UserError(f"{state}: of step {progress.step} with {found}, expected step {step} with"
                         f" {'-b {} -t {} --spread {}'.format(*given)}: resume with the flags of the first run")
-    loader.seek(progress.shard, progress.sample)
+    loader.seek(progress.shard, progress.sample, state)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
 

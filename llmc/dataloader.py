@@ -134,10 +134,10 @@ class DataLoader:
     def reset(self):
         self.seek(0, 0)
 
-    def seek(self, shard, sample):
+    def seek(self, shard, sample, found_in="the checkpoint"):
         """Continue after `sample` batches of shard number `shard`; raises UserError when the data is shorter."""
         if shard >= len(self.shards) or sample > self.batches_of(shard):
-            raise UserError(f"checkpoint is at batch {sample} of data shard {shard}, which these token files do not"
+            raise UserError(f"{found_in}: is at batch {sample} of data shard {shard}, which these token files do not"
                             " have: resume with the -i, -b and -t of the first run")
         self.shard, self.sample = shard, sample
 

@@ -26,7 +26,8 @@ def run_main(main):
         sys.stdout.flush()  # not at the interpreter's end, where a fault is not ours to report: `--help | true`
         sys.exit(status)
     except UserError as error:
-        sys.exit(f"{program}: error: {error}")
+        line = str(error).replace("\n", "\\n")  # of a name
+        sys.exit(f"{program}: error: {line}")
     except MemoryError as error:
         sys.exit(f"{program}: error: out of memory ({error or 'no details'}); try a smaller -b, -t or model")
     except KeyboardInterrupt:

@@ -93,6 +93,9 @@ class Settings:
             value = getattr(self, name)
             if not least <= value < 2**31 and not (isinstance(value, float) and least <= value < math.inf):
                 raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}, and below 2^31")
+        for name in ("model", "data"):
+            if not getattr(self, name):
+                raise UserError(f"{flag_of(self, name)}: is empty, expected the name of a file")
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected 0 <= {name} < 1")

@@ -101,6 +101,40 @@ def test_text_faults(tmp_path, vocabulary_here, run_here):
     assert not list(tmp_path.glob("o_*"))
 
 
+def test_carriage_returns_and_a_byte_order_mark_are_not_text(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
+    windows = tiny_shakespeare.read_bytes().replace(b"\n", b"\r\n")
+    (tmp_path / "crlf.txt").write_bytes(b"\xef\xbb\xbf" + windows)
+    run_here(prepro_tinyshakespeare, "--input", tmp_path / "crlf.txt", "--output", tmp_path / "ts")
+    for split in ("val", "train"):
+        found = hashlib.sha256((tmp_path / f"ts_{split}.bin").read_bytes()).hexdigest()
+        assert found == HASHES["int32", split]
+
+
+@pytest.mark.parametrize("space", (" ", "\t", "\n ", "\u3000"))
+def test_white_space_of_a_million_characters(vocabulary_here, space):
+    """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking."""
+    encoding, text = prepro.load_encoding("gpt2"), "a" + space * (1200000 // len(space)) + "b" + prepro.EOT
+    tokens = prepro.encode(encoding, text, allowed_special={prepro.EOT})
+    assert encoding.decode(tokens) == text and tokens[-1] == encoding.eot_token
+    short = "a" + space * 1000 + "b"
+    assert prepro.encode(encoding, short) == encoding.encode(short)
+
+
+def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
+    """A tenth validates, at most VAL_TOKENS; --val_fraction says how much."""
+    (tmp_path / "text").write_bytes(tiny_shakespeare.read_bytes()[:100000])
+
+    def split(*flags, check=True):
+        return run_here(prepro_tinyshakespeare, "--input", tmp_path / "text", "--output", tmp_path / "o", *flags,
+                        check=check)
+
+    val, train = (int(line.split()[1]) for line in split().stdout.splitlines())
+    assert val == (val + train) // 10
+    assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
+    assert_one_line_error(split("--val_fraction", 1, check=False), "--val_fraction 1.0")
+    assert_one_line_error(split("--val_fraction", 1e-9, check=False), "0 would validate", "--val_fraction")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # the standard library
 
