@@ -28,6 +28,7 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 import pytest
 
+import export_weights
 import train_gpt2
 import train_gpt2_cuda
 from conftest import SMALL, make_state, random_params
@@ -66,6 +67,8 @@ def write_files():
     notes = {"products": {"on": "this GPU", "algorithms": {"8 8 8": [1, 2, 3, 4, 5, 6, 7, 8], "9 9 9": "kernels"}},
              "precision": "bfloat16"}
     save_checkpoint("run", SMALL, params, moments, Progress(1, 1337, 0, 1, (2, 8, 0)), notes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        export_weights.write_hf_folder("model3.bin", "hf")
     Path("run/main.log").write_text("s:0 tel:5.6000\ns:0 trl:5.6000 lr:0.000100 norm:1.00\n")
 
 
@@ -86,6 +89,10 @@ def plot(path):
     from plot_log import read_log
 
     read_log(path)
+
+
+def import_folder():
+    export_weights.read_hf_folder("hf")
 
 
 def resume_on_gpu():
@@ -110,6 +117,8 @@ FILES = {  # file -> who reads it
     "run/state_00000001_00000.bin": functools.partial(train, *RESUME),
     "run/main.log": functools.partial(train, *RESUME),
     "run/DONE_00000001": resume_on_gpu,
+    "hf/config.json": import_folder,
+    "hf/model.safetensors": import_folder,
 }  # fmt: skip
 READERS = [*FILES.items(), ("run/main.log", functools.partial(plot, "run/main.log"))]
 
@@ -215,7 +224,7 @@ def fuzz_files(count, seed):
         Path(name).write_bytes(data)
         ending = run(program)
         refused += ending[0] != 0
-        problem = fault(ending, name, *(["but the model has V="] if name.startswith("model") else []))
+        problem = fault(ending, name, *(["but the model has V="] if "model" in name else []))
         if problem:
             failed.append(f"seed {seed}, mutant {number}, {name}, {kind}: {problem}")
         Path(name).write_bytes(good[name])
