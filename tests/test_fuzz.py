@@ -8,13 +8,16 @@ Nothing else: no traceback, no hang, no gigabytes. Everything runs in this proce
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
 import os
 import random
 import re
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -31,13 +34,14 @@ import pytest
 import export_weights
 import train_gpt2
 import train_gpt2_cuda
-from conftest import SMALL, make_state, random_params
+from conftest import ROOT, SMALL, make_state, random_params, run_program
 from llmc.checkpoint import Progress, read_debug_state, save_checkpoint, write_debug_state, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
 from llmc.matmul import Matmul
 from llmc.settings import field_flags, parse_settings
 from llmc.tensors import flat
+from llmc.threads import count_threads
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 
 TRAIN = ("-e", "model3.bin", "-i", "int32", "--tokenizer", "tokenizer2.bin", "-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
@@ -192,9 +196,10 @@ def run(program):
                 signal.signal(number, handler)
         if isinstance(status, str):
             status, errors = 1, errors + status
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # run_main's end of an OSError
             output.seek(0)
-        return status or 0, output.read(), errors
+            return status or 0, output.read(), errors
+        return status, "", errors
 
 
 def fault(ending, *names):
@@ -279,6 +284,49 @@ def test_strange_flags(specimens):
     failed, refused = fuzz_flags(200, 1)
     assert not failed, "\n".join(failed)
     assert 50 < refused < 190
+
+
+@pytest.mark.parametrize("text, threads", (("3", 3), (" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("-1", None),
+                                           ("9" * 5000, None), ("", None)))
+def test_omp_num_threads(monkeypatch, text, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = count_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert count_threads() == (threads or cores)
+
+
+@pytest.mark.parametrize("ending", ("| true", "> /dev/full", ">&-"))
+def test_help_that_nobody_reads(ending):
+    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} --help {ending}"
+    errors = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True).stderr
+    assert errors in ("", "train_gpt2.py: error: standard output: No space left on device\n")
+
+
+def test_a_terminal_with_few_letters(specimens):
+    done = run_program("train_gpt2.py", *TRAIN, "-o", "naïve.log", cwd=os.getcwd(), PYTHONIOENCODING="ascii")
+    assert "output=na\\xefve.log" in done.stdout
+
+
+def test_an_error_without_a_name_is_not_standard_output_s(capsys):
+    def program():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    status, _, errors = run(program)
+    assert status == 1 and errors.endswith(": error: Too many open files\n")
+
+
+def test_names_and_json_that_the_plots_do_not_like(specimens):
+    import plot_bench
+    import plot_log
+
+    shutil.copy("run/main.log", "$a_{b$\udce9.log")
+    for text in ("[" * 100000, "[]", '{"machine": 3, "results": [1]}', '{"machine": "x", "results": [{"name": "ours"}]}'):
+        Path("bench.json").write_text(text)
+        sys.argv = ["plot_bench.py", "bench.json", "-o", "x.png", "--overview", "y.png"]
+        problem = fault(run(plot_bench.main), "bench.json")
+        assert problem is None and not os.path.exists("x.png"), problem
+    sys.argv = ["plot_log.py", "$a_{b$\udce9.log", "-o", "x.png"]
+    assert run(plot_log.main)[0] == 0 and os.path.getsize("x.png")
 
 
 def test_the_good_files_are_taken(specimens):
