@@ -239,20 +239,20 @@ def read_hf_folder(folder):
     except OSError as error:
         raise UserError(f"{error.filename or weights_path}: cannot be read ({error.strerror or error}): expected a"
                         " Hugging Face folder with config.json and model.safetensors") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{config_path}: not the configuration of a GPT-2 ({error!r})") from None
     except safetensors.SafetensorError as error:
         raise UserError(f"{weights_path}: not a safetensors file ({error})") from None
 
     state = {key.removeprefix("transformer."): value for key, value in state.items()}
-    head = state.get("lm_head.weight")
-    if head is not None and not torch.equal(head, state.get("wte.weight", torch.empty(0))):
-        raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
-
     def fetch(module_name, shape, transposed=False):
         if module_name not in state:
             raise UserError(f"{weights_path}: tensor {module_name} is missing")
-        tensor = state[module_name].float().numpy()
+        tensor = state[module_name]
+        if not tensor.is_floating_point():
+            raise UserError(f"{weights_path}: {module_name} is of {str(tensor.dtype).removeprefix('torch.')}, expected"
+                            " floating-point weights")
+        tensor = tensor.float().numpy()
         tensor = tensor.T if transposed else tensor
         if tensor.shape != shape:
             raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {shape} from"
@@ -266,6 +266,9 @@ def read_hf_folder(folder):
     for name, module_name, view in named_slices(config, params):
         view[:] = fetch(module_name, view.shape, name in TRANSPOSED)
     check_finite(weights_path, params, "download or save it again")
+    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
+                                                        params.wte[: config.V]):
+        raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
     return config, params
 
 
@@ -378,8 +381,12 @@ def make_debug_state(config, params, x, y, iterations, report=None):
     def capture(logits, loss):
         state.update(logits=logits.detach().numpy(), loss=loss.item(), grads=collect_gradients(config, model))
 
-    losses = overfit(model, torch.from_numpy(x).long(), torch.from_numpy(y).long(), iterations, ADAMW,
-                     capture=capture, report=report)
+    x_long, y_long = (torch.from_numpy(ids).long() for ids in (x, y))
+    losses = overfit(model, x_long, y_long, iterations, ADAMW, capture=capture, report=report)
+    if not iterations:
+        logits, loss = model(x_long, y_long)
+        loss.backward()
+        capture(logits, loss)
     state = DebugState(x, y, **state, optimizer=ADAMW, losses=np.array(losses, np.float32),
                        crc=fingerprint(config, params))
     return state, model
@@ -502,12 +509,13 @@ def parse_arguments():
                        help="F.scaled_dot_product_attention")
     group.add_argument("--device", default="auto", help="cpu, cuda, mps; auto: a GPU when there is one")
     args = parser.parse_args()
-    for name in ("num_iterations", "batch_size", "sequence_length"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)}: expected at least 1")
+    for name, least in (("num_iterations", 0), ("batch_size", 1), ("sequence_length", 1)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
     for action in group._group_actions:
-        if args.write_tensors and getattr(args, action.dest) != action.default:
-            raise UserError(f"{action.option_strings[0]} {getattr(args, action.dest)}: is for benchmarks, which write"
+        value = getattr(args, action.dest)
+        if args.write_tensors and value != action.default and (action.dest, value) != ("device", "cpu"):
+            raise UserError(f"{action.option_strings[0]} {value}: is for benchmarks, which write"
                             " no files: add --write_tensors 0")
     return args
 
@@ -523,15 +531,15 @@ def main():
     x, y = first_batch(args.input, config.V, B, T)
     print(f"model {args.model}: {config.describe()}, PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
     encoding = vocabulary_of(config)
-    if args.write_tensors:
-        model = write_files(args, config, params, label, x, y, encoding)
-    else:
-        try:
+    try:
+        if args.write_tensors:
+            model = write_files(args, config, params, label, x, y, encoding)
+        else:
             model = run_benchmark(args, config, params, x, y)
-        except RuntimeError as error:  # no C++ compiler for --compile, a GPU out of memory
-            raise UserError(f"PyTorch: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
-    if encoding:
-        print_sample(model, encoding)
+        if encoding:
+            print_sample(model, encoding)
+    except RuntimeError as error:  # out of memory, no C++ compiler for --compile
+        raise UserError(f"PyTorch: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Not a program: run prepro_tinyshakespeare.py, prepro_tinystories.py or prepro_py
 import argparse
 import hashlib
 import os
+import re
 import shlex
 
 import numpy as np
@@ -36,6 +37,16 @@ def load_encoding(vocabulary):
     except (requests.RequestException, OSError, ValueError) as error:
         raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
                         " directory that holds it, or use the byte vocabulary (prepro_pystdlib.py)") from None
+
+
+LONG_SPACE = re.compile(r"\s{262144}(?=\s)")  # of a million, tiktoken's regular expression runs out of stack
+
+
+def encode(encoding, text, **options):
+    """The token ids of a text, with tiktoken's options; a very long white space is encoded piece by piece."""
+    ends = [match.end() for match in LONG_SPACE.finditer(text)]
+    pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]))
+    return [id for piece in pieces for id in encoding.encode(piece, **options)]
 
 
 def reason(error):
@@ -102,13 +113,23 @@ def save_tokens(files, format):
         print(f"Saved {count} tokens to {path}")
 
 
-def save_split(prefix, tokens, val_tokens, format):
-    """The first `val_tokens` tokens to PREFIX_val.bin, the others to PREFIX_train.bin."""
-    tokens = np.asarray(tokens)
-    if len(tokens) <= val_tokens:
-        raise UserError(f"{len(tokens)} tokens of text, expected more than the {val_tokens} that validation takes: give"
-                        " more text")
-    save_tokens({f"{prefix}_val.bin": [tokens[:val_tokens]], f"{prefix}_train.bin": [tokens[val_tokens:]]}, format)
+def add_val_fraction(parser, most):
+    parser.add_argument("--val_fraction", type=float, metavar="X", default=argparse.SUPPRESS,
+                        help=f"how much of the tokens validates (default: 0.1, at most {most} tokens)")
+
+
+def save_split(tokens, most, args):
+    """The first tokens to PREFIX_val.bin, the others to PREFIX_train.bin: args.val_fraction validates, or where it is
+    not given a tenth, at most `most` tokens."""
+    tokens, fraction = np.asarray(tokens), getattr(args, "val_fraction", None)
+    if fraction is not None and not 0.0 < fraction < 1.0:
+        raise UserError(f"--val_fraction {fraction}: expected more than 0 and less than 1")
+    val_tokens = min(len(tokens) // 10, most) if fraction is None else int(len(tokens) * fraction)
+    if not 0 < val_tokens < len(tokens):
+        raise UserError(f"{len(tokens)} tokens of text, of which {val_tokens} would validate, expected at least one to"
+                        " validate and one to train: give more text, or another --val_fraction")
+    save_tokens({f"{args.output}_val.bin": [tokens[:val_tokens]], f"{args.output}_train.bin": [tokens[val_tokens:]]},
+                args.format)
 
 
 def make_parser(description, output, output_help="token files are named PREFIX_train.bin and PREFIX_val.bin"):

@@ -17,7 +17,7 @@ import sysconfig
 import numpy as np
 
 from llmc.errors import run_main
-from prepro import load_encoding, make_parser, read_input, save_split
+from prepro import add_val_fraction, load_encoding, make_parser, read_input, save_split
 
 LIMIT = 4 * 1024 * 1024  # tokens in all
 VAL_TOKENS = 65536
@@ -36,6 +36,7 @@ def source_files(root):
 
 def main():
     parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "pystdlib"))
+    add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
     encoding, pieces, total = load_encoding("bytes"), [], 0
     for path in source_files(sysconfig.get_path("stdlib")):
@@ -44,7 +45,7 @@ def main():
         total += len(pieces[-1])
         if total >= LIMIT:
             break
-    save_split(args.output, np.concatenate([*pieces, []])[:LIMIT], VAL_TOKENS, args.format)
+    save_split(np.concatenate([*pieces, []])[:LIMIT], VAL_TOKENS, args)
 
 
 if __name__ == "__main__":

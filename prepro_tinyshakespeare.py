@@ -12,7 +12,7 @@ An end-of-text token opens the text and every speech. The first 32768 tokens val
 import os
 
 from llmc.errors import UserError, run_main
-from prepro import EOT, download, load_encoding, make_parser, read_input, save_split
+from prepro import EOT, add_val_fraction, download, encode, load_encoding, make_parser, read_input, save_split
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"
@@ -23,6 +23,7 @@ def main():
     parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "tiny_shakespeare"))
     parser.add_argument("--input", metavar="FILE", help="a text that is already there, instead of the download")
     parser.add_argument("--url", default=URL, help="where the download comes from (the MD5 is checked)")
+    add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
 
     path = args.input
@@ -33,11 +34,11 @@ def main():
         if os.path.exists(path) and os.path.exists(output) and os.path.samefile(path, output):
             raise UserError(f"{path}: is the text itself, and tokens would be written over it: pass another --output")
     try:
-        text = read_input(path).decode("utf-8")
+        text = read_input(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    text = EOT + text.replace("\n\n", "\n\n" + EOT)
-    save_split(args.output, load_encoding("gpt2").encode(text, allowed_special={EOT}), VAL_TOKENS, args.format)
+    text = EOT + text.replace("\r\n", "\n").replace("\n\n", "\n\n" + EOT)
+    save_split(encode(load_encoding("gpt2"), text, allowed_special={EOT}), VAL_TOKENS, args)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, replacing
-from prepro import file_hash, load_encoding, make_parser, reason, save_tokens
+from prepro import encode, file_hash, load_encoding, make_parser, reason, save_tokens
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 
@@ -79,13 +79,13 @@ def tokenize_shard(job):
     try:
         with open(path, encoding="utf-8") as f:
             stories = [entry["story"].strip() for entry in json.load(f)]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: expected a JSON list of objects with a 'story' text, found: {error!r}") from None
     random.Random(1337 + shard).shuffle(stories)
     tokens = array.array("H")
     for story in stories:
         tokens.append(encoding.eot_token)
-        tokens.extend(encoding.encode_ordinary(story))
+        tokens.extend(encode(encoding, story, disallowed_special=()))
     return np.array(tokens)
 
 

@@ -27,6 +27,7 @@ functions are the kernels' specification.
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
 
 import functools
+import itertools
 import math
 import sys
 import time
@@ -538,11 +539,14 @@ class GPT2:
 
 
 def validate(forward, loader, batches, step):
-    """Mean of the losses forward(inputs, targets) over the first `batches` batches of the validation data; raises
-    UserError when it is not finite."""
-    loader.reset()
-    count = min(batches, loader.num_batches)
-    loss = sum(forward(*loader.next_batch()) for _ in range(count)) / count
+    """Mean of the losses forward(inputs, targets) over the first `batches` batches of the validation data, or what
+    there is; raises UserError when it is not finite."""
+    total = count = 0.0
+    for inputs, targets in itertools.islice(loader.whole_set(), batches):
+        weight = len(inputs) / loader.B  # 1, unless it is a smaller batch at the end
+        total += forward(inputs, targets) * weight
+        count += weight
+    loss = total / count
     if not math.isfinite(loss):
         raise UserError(f"step {step}: the validation loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
     return loss

@@ -1037,15 +1037,16 @@ def resume(trainer, params, step, train_loader, random):
         with open(marker) as f:
             notes = json.loads(f.read() or "{}")
         same = matmul.recall(notes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
     before, now = notes.get("precision"), describe_precision(settings)
     if before not in (None, now):
         print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run to"
               " repeat it", file=sys.stderr)
     if not same:
-        found = notes.get("products", {}).get("on", "the CPU")
-        print(f"note: the checkpoint is from {found}, this is {matmul.identity}: what follows agrees up to rounding",
+        found = notes.get("products", {}).get("on")
+        found = f"is from {found}" if found else "names no GPU, as train_gpt2.py's and llm.c's do not"
+        print(f"note: the checkpoint {found}, this is {matmul.identity}: what follows agrees up to rounding",
               file=sys.stderr)
 
 

@@ -9,6 +9,7 @@ against B, and where the time of a step goes (dev/bench_gpu.json, by dev/bench_g
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -44,12 +45,19 @@ def group_of(kernel):
 
 def read_json(path, mend, *keys):
     """The values of these keys; raises UserError, which ends in `mend`, for anything else than such a file."""
-    with open_input(path, mend) as f:
-        try:
-            found = json.load(f)
-            return [found[key] for key in keys]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: expected JSON with {' and '.join(keys)}; {mend}") from None
+    with open_input(path, mend) as f, damage(path, mend):
+        found = json.load(f)
+        return [found[key] for key in keys]
+
+
+@contextlib.contextmanager
+def damage(path, mend):
+    """What reading and drawing of another file's JSON stumbles over, as a UserError that ends in `mend`."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, StopIteration, TypeError,
+            ValueError) as error:
+        raise UserError(f"{path}: not the JSON that was expected ({error!r:.100}); {mend}") from None
 
 
 def save(figure, path):
@@ -124,9 +132,14 @@ def main():
     parser.add_argument("-o", "--output", default=os.path.join(ROOT, "doc", "bench_gpu.png"), help="their picture")
     parser.add_argument("--overview", default=os.path.join(ROOT, "doc", "overview.png"), help="README.md's picture")
     args = parser.parse_args()
-    draw(*read_json(args.results, "make it with: python dev/bench_gpu.py --readme", "machine", "results"), args.output)
+    mend = "make it with: python dev/bench_gpu.py --readme"
+    found = read_json(args.results, mend, "machine", "results")
+    with damage(args.results, mend):
+        draw(*found, args.output)
     mend = "it comes with this project: git checkout dev/bench_llmc.json"
-    draw_overview(read_log(LOSSES), *read_json(BESIDE_LLMC, mend, "machine", "ms"), args.overview)
+    found = read_json(BESIDE_LLMC, mend, "machine", "ms")
+    with damage(BESIDE_LLMC, mend):
+        draw_overview(read_log(LOSSES), *found, args.overview)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import open_input, replacing
 from llmc.logger import last_run
 
-EVENT = re.compile(r"s:(\d+) (trl|tel|eval):(\S+)")
+EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
 def read_log(path):
@@ -53,7 +53,8 @@ def draw(logs, output):
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.3)
-    axes.legend()
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)  # a $ in a name is a $
     extension = os.path.splitext(output)[1].lstrip(".").lower()
     if extension not in figure.canvas.get_supported_filetypes():
         raise UserError(f"-o {output}: expected a name that ends in .png, .svg or .pdf")
@@ -69,7 +70,7 @@ def main():
                         help="picture to write (.png, .svg, .pdf; default: losses.png)")
     args = parser.parse_args()
     paths = [os.path.join(path, "main.log") if os.path.isdir(path) else path for path in args.logs]
-    draw({path: read_log(path) for path in paths}, args.output)
+    draw({os.fsencode(path).decode(errors="replace"): read_log(path) for path in paths}, args.output)
     print(f"wrote {args.output}")
 
 

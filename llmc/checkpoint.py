@@ -196,12 +196,17 @@ def read_debug_state(path, config, params):
             if ids.min() < 0 or ids.max() >= config.V:
                 raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT}")
         state = DebugState(x, y, logits, float(loss[0]), grads)
-        if trailer:
+        if trailer and n:  # without a step there is nothing to replay
             settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
             read_into(f, settings)
             read_into(f, losses)
             state.optimizer = dict(zip(("learning_rate", "beta1", "beta2", "eps", "weight_decay"), settings.tolist()))
             state.losses, state.crc = losses, crc
+            learning_rate, beta1, beta2, eps, weight_decay = settings
+            if not (0 <= learning_rate < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf
+                    and 0 <= weight_decay < np.inf and np.isfinite(losses).all()):
+                raise UserError(f"{path}: impossible optimizer settings or losses: {state.optimizer},"
+                                f" losses {losses.tolist()}; {EXPORT}")
     return state
 
 
@@ -368,7 +373,7 @@ def restore(settings, config, params, moments, step, loader, random):
         found = "-b {} -t {} --spread {}".format(*progress.batch)
         raise UserError(f"{state}: of step {progress.step} with {found}, expected step {step} with"
                         f" {'-b {} -t {} --spread {}'.format(*given)}: resume with the flags of the first run")
-    loader.seek(progress.shard, progress.sample)
+    loader.seek(progress.shard, progress.sample, state)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
 

@@ -23,10 +23,17 @@ def run_main(main):
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed
             setattr(sys, name, open(os.devnull, "w"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not know every letter of a name or a sample
     try:
-        sys.exit(main())
+        try:
+            status = main()
+        except SystemExit as done:  # argparse's, after --help, say
+            status = done.code
+        sys.stdout.flush()  # not at the interpreter's end, where a fault is not ours to report: `--help | true`
+        sys.exit(status)
     except UserError as error:
-        sys.exit(f"{program}: error: {error}")
+        line = str(error).replace("\n", "\\n")  # of a name
+        sys.exit(f"{program}: error: {line}")
     except MemoryError as error:
         sys.exit(f"{program}: error: out of memory ({error or 'no details'}); try a smaller -b, -t or model")
     except KeyboardInterrupt:
@@ -35,15 +42,26 @@ def run_main(main):
         status = 130
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # that is `... | head`, which nobody needs to hear about
-            where = error.filename or "standard output"
+            where = error.filename or stdout_fails() and "standard output"
+            where = f"{where}: " if where else ""
             with contextlib.suppress(OSError):
-                print(f"{program}: error: {where}: {error.strerror or error}", file=sys.stderr)
+                print(f"{program}: error: {where}{error.strerror or error}", file=sys.stderr)
         status = 1
     try:
         sys.stdout.flush()
     except OSError:  # what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
+
+
+def stdout_fails():
+    """Whether nothing can be written to it, not even nothing."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"")
+        return False
+    except OSError:
+        return True
 
 
 def quiet_imports():
@@ -69,14 +87,16 @@ class Interruption:
     """
 
     def __init__(self):
-        self.signal, self.is_saving = None, False
+        self.signal, self.is_saving, self.say = None, False, sys.stderr.write
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             stream.flush()
-            raw = LosableOutput(stream, self)
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors,
-                                                line_buffering=True))
-        self.stderr = raw
+            with contextlib.suppress(io.UnsupportedOperation):  # a notebook's is no file
+                raw = LosableOutput(stream, self)
+                setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors,
+                                                    line_buffering=True))
+                if name == "stderr":  # past the buffer, which what a signal interrupts may be about to fill
+                    self.say = lambda text: raw.write(text.encode())
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
@@ -87,9 +107,9 @@ class Interruption:
         if again and number == signal.SIGINT and not self.is_saving:
             raise KeyboardInterrupt
         if self.is_saving:
-            self.stderr.write(b"\nsaving a checkpoint first\n")
-        elif not again:  # written past the buffer, which what we interrupt may be about to fill
-            self.stderr.write(b"\nfinishing this step; Ctrl-C once more to stop at once\n")
+            self.say("\nsaving a checkpoint first\n")
+        elif not again:
+            self.say("\nfinishing this step; Ctrl-C once more to stop at once\n")
 
     def watched(self, function):
         """`function`, which once a signal has come raises Interrupted instead of being called."""

@@ -169,8 +169,9 @@ def sync_directory(path):
 def make_directory(path):
     try:
         os.makedirs(path or ".", exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot make this directory ({error.strerror})") from None
+    except (OSError, RecursionError) as error:
+        reason = getattr(error, "strerror", "too many levels")
+        raise UserError(f"{path}: cannot make this directory ({reason})") from None
 
 
 def make_header(magic, version, *fields):

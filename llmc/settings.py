@@ -98,12 +98,16 @@ class Settings:
             value = getattr(self, name)
             if not least <= value < 2**31 and not (isinstance(value, float) and least <= value < math.inf):
                 raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}, and below 2^31")
+        for name in ("model", "data"):
+            if not getattr(self, name):
+                raise UserError(f"{flag_of(self, name)}: is empty, expected the name of a file")
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected 0 <= {name} < 1")
-        if not np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0:  # 0/0 where a gradient has always been 0
-            raise UserError(f"{flag_of(self, 'eps')} {self.eps}: expected more than 0, in float32 (the default is"
-                            " 1e-8)")
+        largest = float(np.finfo(np.float32).max)
+        if not (self.eps <= largest and np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0):  # 0: 0/0 would be
+            raise UserError(f"{flag_of(self, 'eps')} {self.eps}: expected more than 0, and finite, in float32 (the"
+                            " default is 1e-8)")
         if not 0.0 <= self.final_fraction <= 1.0:
             raise UserError(f"{flag_of(self, 'final_fraction')} {self.final_fraction}: expected 0 to 1")
         if self.total_batch_size % (self.B * self.T):

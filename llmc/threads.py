@@ -3,6 +3,7 @@ elements. The blocks do not depend on the number of threads, so neither do the r
 
 import os
 import platform
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 
@@ -25,9 +26,9 @@ def configure_openblas():
 
 def count_threads():
     """OMP_NUM_THREADS if set (OpenBLAS reads it too), else the cores that this process may use."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    if text.isdigit() and int(text) > 0:
-        return int(text)
+    number = re.match(r"\s*0*([1-9][0-9]{0,3})(?![0-9])", os.environ.get("OMP_NUM_THREADS", ""))  # as C's atoi
+    if number:
+        return int(number[1])
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

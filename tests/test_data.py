@@ -1,13 +1,16 @@
 """The prepro scripts: hashes, downloads from a local server, faults of the network and of the text."""
 
+import functools
 import hashlib
 import http.server
 import io
 import json
 import os
 import random
+import resource
 import tarfile
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +19,12 @@ import prepro
 import prepro_pystdlib
 import prepro_tinyshakespeare
 import prepro_tinystories
+import train_gpt2
 from conftest import ROOT, assert_one_line_error, hub, run_program, serve
-from llmc.dataloader import open_tokens, write_tokens
+from llmc.dataloader import DataLoader, data_paths, open_tokens, write_tokens
 from llmc.errors import UserError
+from llmc.settings import Settings
+from train_gpt2 import validate
 
 HASHES = {
     ("int32", "val"): "5dcd79e2f05f2f6cbc3a440565105367c12f148c4e01a3283a4307921f5f9945",
@@ -79,7 +85,7 @@ def test_both_token_files_or_none(tmp_path, monkeypatch):
     (tmp_path / "x_val.bin").write_bytes(b"before")
     monkeypatch.setattr(prepro, "write_tokens", fail)
     with pytest.raises(UserError, match="No space"):
-        prepro.save_split(str(tmp_path / "x"), range(10), 4, "int32")
+        prepro.save_split(range(10), 4, SimpleNamespace(output=str(tmp_path / "x"), format="int32"))
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
 
 
@@ -122,13 +128,47 @@ def test_text_faults(tmp_path, vocabulary_here, run_here):
     os.mkfifo(tmp_path / "fifo")
     assert_one_line_error(run(tmp_path / "fifo"), "fifo", "a FIFO")
     (tmp_path / "short.txt").write_text("To be")
-    assert_one_line_error(run(tmp_path / "short.txt"), "tokens of text", "32768")
+    assert_one_line_error(run(tmp_path / "short.txt"), "3 tokens of text", "--val_fraction")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert_one_line_error(run(tmp_path / "latin.txt"), "not UTF-8", "byte 3")
     done = run_program("prepro_tinyshakespeare.py", "--input", tmp_path / "short.txt", "--output", tmp_path / "o",
                        check=False, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
     assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
     assert not list(tmp_path.glob("o_*"))
+
+
+def test_carriage_returns_and_a_byte_order_mark_are_not_text(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
+    windows = tiny_shakespeare.read_bytes().replace(b"\n", b"\r\n")
+    (tmp_path / "crlf.txt").write_bytes(b"\xef\xbb\xbf" + windows)
+    run_here(prepro_tinyshakespeare, "--input", tmp_path / "crlf.txt", "--output", tmp_path / "ts")
+    for split in ("val", "train"):
+        found = hashlib.sha256((tmp_path / f"ts_{split}.bin").read_bytes()).hexdigest()
+        assert found == HASHES["int32", split]
+
+
+@pytest.mark.parametrize("space", (" ", "\t", "\n ", "\u3000"))
+def test_white_space_of_a_million_characters(vocabulary_here, space):
+    """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking."""
+    encoding, text = prepro.load_encoding("gpt2"), "a" + space * (1200000 // len(space)) + "b" + prepro.EOT
+    tokens = prepro.encode(encoding, text, allowed_special={prepro.EOT})
+    assert encoding.decode(tokens) == text and tokens[-1] == encoding.eot_token
+    short = "a" + space * 1000 + "b"
+    assert prepro.encode(encoding, short) == encoding.encode(short)
+
+
+def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
+    """A tenth validates, at most VAL_TOKENS; --val_fraction says how much."""
+    (tmp_path / "text").write_bytes(tiny_shakespeare.read_bytes()[:100000])
+
+    def split(*flags, check=True):
+        return run_here(prepro_tinyshakespeare, "--input", tmp_path / "text", "--output", tmp_path / "o", *flags,
+                        check=check)
+
+    val, train = (int(line.split()[1]) for line in split().stdout.splitlines())
+    assert val == (val + train) // 10
+    assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
+    assert_one_line_error(split("--val_fraction", 1, check=False), "--val_fraction 1.0")
+    assert_one_line_error(split("--val_fraction", 1e-9, check=False), "0 would validate", "--val_fraction")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -153,6 +193,83 @@ def test_the_byte_vocabulary_is_reversible():
     tokens = encoding.encode(text)
     assert bytes(tokens) == text.encode() and encoding.decode(tokens) == text
     assert encoding.eot_token == 256 and encoding.n_vocab == 257
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the loader
+
+
+def count_up(path, count):
+    """A token file of 0, 1, 2 ...; its path."""
+    write_tokens(path, [np.arange(count)], count)
+    return str(path)
+
+
+def test_a_thousand_shards_take_one_descriptor(tmp_path):
+    paths = [count_up(tmp_path / f"{i}.bin", 9) for i in range(40)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        loader = DataLoader(paths, 9, 2, 4)
+        assert [loader.next_batch()[0].tolist() for _ in range(41)] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 41
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
+    path = count_up(tmp_path / "a.bin", 20001)
+    loader = DataLoader([path], 20001, 2, 4)
+    loader.next_batch()
+    (tmp_path / "a.bin").write_bytes(np.full(20001, 30000, "<i4").tobytes())
+    loader.seek(0, 2000)
+    with pytest.raises(UserError, match="a.bin: token id 30000, expected 0 to 20000"):
+        loader.next_batch()
+    os.truncate(path, 12)
+    loader.seek(0, 1000)
+    with pytest.raises(UserError, match="a.bin: ended early"):
+        loader.next_batch()
+
+
+@pytest.mark.parametrize("tokens, rows", (
+    (25, [2, 2, 2]), (26, [2, 2, 2]), (29, [2, 2, 2, 1]), (5, [1]), (8, [1]), (9, [2]),
+    (24, [2, 2, 2]),  # without its last target, llm.c's third batch is the first again
+))  # fmt: skip
+def test_the_whole_set(tmp_path, tokens, rows):
+    loader = DataLoader([count_up(tmp_path / "a.bin", tokens)], 29, 2, 4, least=5)
+    batches = list(loader.whole_set())
+    assert [len(inputs) for inputs, _ in batches] == rows and loader.num_batches == max(1, tokens // 8)
+    assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
+    starts = [int(inputs[0, 0]) for inputs, _ in batches]
+    assert starts == ([0, 8, 0] if tokens == 24 else list(range(0, 8 * len(rows), 8)))
+
+
+def test_validation_is_the_mean_over_positions(tmp_path):
+    """Of a smaller last batch, each position counts as much as any other."""
+    loader = DataLoader([count_up(tmp_path / "a.bin", 13)], 29, 2, 4, least=5)
+    model = SimpleNamespace(forward=lambda inputs, targets: float(inputs.mean()))
+    assert validate(model.forward, loader, 99, 0) == pytest.approx(np.arange(12).mean())
+    assert validate(model.forward, loader, 1, 0) == np.arange(8).mean()
+
+
+def test_a_small_validation_set(workplace, run_here):
+    """One sequence will do; if nothing validates, anything."""
+    run = functools.partial(run_here, train_gpt2, "-b", 4, "-t", 8, "-x", 1, "-s", 0, check=False)
+    count_up("data/tiny_shakespeare_val.bin", 9)
+    assert "val loss " in run("-v", 1).stdout
+    count_up("data/tiny_shakespeare_val.bin", 8)
+    assert_one_line_error(run("-v", 1), "_val.bin: 8 tokens", "at least 9", "(T+1)")
+    assert run("-v", 0).returncode == 0
+
+
+def test_brackets_in_a_name_that_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("data[1]")
+    for name in ("x_train", "x_val", "y_train_1", "y_train_2", "y_val_1"):
+        count_up(f"data[1]/{name}.bin", 9)
+    assert data_paths(Settings(data="data[1]/x")) == [["data[1]/x_train.bin"], ["data[1]/x_val.bin"]]
+    assert data_paths(Settings(data="data[1]/x_train.bin")) == [["data[1]/x_train.bin"], ["data[1]/x_val.bin"]]
+    assert data_paths(Settings(data="data[1]/y_train_*.bin")) == [
+        ["data[1]/y_train_1.bin", "data[1]/y_train_2.bin"], ["data[1]/y_val_1.bin"]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_benchmark_flags(tmp_path, export, capsys, flags):
 
 @pytest.mark.parametrize("flags, words", (
     (("--compile", 1), "--compile 1.*--write_tensors 0"),
-    (("--num_iterations", 0), "--num_iterations 0"),
+    (("--num_iterations", -1), "--num_iterations -1"),
     (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
     (("--sequence_length", 2000), "--sequence_length 2000.*1024"),
     (("--model", "d3"), "--model d3.*d12"),
@@ -253,6 +253,24 @@ def test_faults(tmp_path, monkeypatch, export, flags, words):
     with pytest.raises(UserError, match=words) as error:
         export(*flags)
     assert "\n" not in str(error.value) and not list(tmp_path.glob("**/gpt2_*"))
+
+
+def test_no_steps(tmp_path, export):
+    """The files of a model that has not been trained: its state has gradients, and no losses. --device cpu is where
+    they come from anyway."""
+    export("--num_iterations", 0, "--device", "cpu")
+    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
+    state = read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params)
+    assert state.losses is None and state.loss == pytest.approx(np.log(257), rel=0.01) and state.grads.wte.any()
+
+
+def test_pytorch_out_of_memory_is_one_line(export, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand so on")
+
+    monkeypatch.setattr(e, "overfit", fails)
+    with pytest.raises(UserError, match="^PyTorch: DefaultCPUAllocator: can't allocate memory$"):
+        export()
 
 
 def test_a_fault_is_one_line_for_the_user(tmp_path):
@@ -298,5 +316,9 @@ def test_hugging_face_folder_faults(tmp_path):
     fails("wte.weight has shape", configure(n_embd=3 * 10**9))
     fails("expected .* from config.json", configure(n_positions=41))
     fails("h.1.attn.c_proj.bias is missing", reshape(drop=("h.1.attn.c_proj.bias",)))
+    fails("configuration of a GPT-2 .*Recursion", lambda folder: (folder / "config.json").write_text("[" * 100000))
+    fails("ln_f.bias is of int64", reshape(add={"transformer.ln_f.bias": torch.zeros(48, dtype=torch.int64)}))
+    nan = torch.full((50, 48), torch.nan)
+    fails("wte holds NaN", reshape(add={"transformer.wte.weight": nan, "lm_head.weight": nan.clone()}))
     fails("lm_head.weight differs", reshape(add={"lm_head.weight": torch.zeros(50, 48)}))
     fails("NaN", reshape(add={"transformer.ln_f.bias": torch.full((48,), torch.nan)}))

@@ -11,6 +11,7 @@ from conftest import GPT2_124M, SMALL, make_state, random_params
 from llmc.checkpoint import (Progress, count_parameters, fingerprint, read_debug_state, read_model,
                              read_optimizer_state, write_debug_state, write_model, write_optimizer_state)
 from llmc.dataloader import open_tokens, write_tokens
+from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header, replacing
 from llmc.sampler import Random, sample_multinomial
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, layer, table_bytes, table_elements
@@ -115,6 +116,20 @@ def test_debug_state_of_llm_c_has_no_trailer(tmp_path):
     path.write_bytes(data)
     read = read_debug_state(path, SMALL, params)
     assert read.losses is None and read.optimizer is None
+
+
+@pytest.mark.parametrize("setting, value", (("learning_rate", np.nan), ("beta1", 1.0), ("beta2", -0.1), ("eps", 0.0),
+                                            ("weight_decay", np.inf), ("losses", np.nan)))
+def test_debug_state_with_impossible_settings(tmp_path, setting, value):
+    params = random_params(SMALL)
+    state = make_state(params)
+    if setting == "losses":
+        state.losses[3] = value
+    else:
+        state.optimizer[setting] = value
+    write_debug_state(tmp_path / "state.bin", SMALL, state)
+    with pytest.raises(UserError, match="state.bin: impossible optimizer settings or losses"):
+        read_debug_state(tmp_path / "state.bin", SMALL, params)
 
 
 @pytest.mark.parametrize("version, eot", ((1, 50256), (2, 2)))

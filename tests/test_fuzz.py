@@ -1,0 +1,347 @@
+"""Damaged files and strange flags: seeded mutants of each kind of file and of each flag's value.
+
+    python tests/test_fuzz.py 5000 7      # that many mutants, from seed 7; prints those that fail, and the counts
+
+A mutant may be refused, with one line that names the file or the flag, or be harmless: the run ends with finite losses.
+Nothing else: no traceback, no hang, no gigabytes. Everything runs in this process.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import io
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "dev")]
+
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
+
+import numpy as np
+import pytest
+
+import export_weights
+import train_gpt2
+import train_gpt2_cuda
+from conftest import ROOT, SMALL, make_state, random_params, run_program
+from llmc.checkpoint import Progress, read_debug_state, save_checkpoint, write_debug_state, write_model
+from llmc.dataloader import write_tokens
+from llmc.errors import run_main
+from llmc.matmul import Matmul
+from llmc.settings import field_flags, parse_settings
+from llmc.tensors import flat
+from llmc.threads import count_threads
+from llmc.tokenizer import read_tokenizer, write_tokenizer
+
+TRAIN = ("-e", "model3.bin", "-i", "int32", "--tokenizer", "tokenizer2.bin", "-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
+RESUME = ("-o", "run", "-y", 1, "-x", 2, "-v", 1, "-m", 1)
+MEMORY, SECONDS = 1 << 30, 10  # what a mutant may take
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the good files, and the program that reads each of them
+
+
+def write_files():
+    """A small specimen of each kind of file, into the current directory."""
+    params, rng = random_params(SMALL), np.random.default_rng(3)
+    for version in (1, 3, 5):
+        write_model(f"model{version}.bin", SMALL, params, version)
+    for version in (1, 2):
+        write_debug_state(f"debug{version}.bin", SMALL, make_state(params), version)
+    tokens = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]
+    write_tokenizer("tokenizer2.bin", tokens, 256)
+    write_tokenizer("tokenizer1.bin", [b"%d" % i for i in range(50257)], 50256, 1)
+    for format in ("int32", "uint16"):
+        for split in ("train", "val"):
+            write_tokens(f"{format}_{split}.bin", [rng.integers(0, SMALL.V, 200)], 200, format)
+    os.mkdir("run")
+    moments = random_params(SMALL, 1), random_params(SMALL, 2)
+    np.abs(flat(moments[1]), out=flat(moments[1]))
+    notes = {"products": {"on": "this GPU", "algorithms": {"8 8 8": [1, 2, 3, 4, 5, 6, 7, 8], "9 9 9": "kernels"}},
+             "precision": "bfloat16"}
+    save_checkpoint("run", SMALL, params, moments, Progress(1, 1337, 0, 1, (2, 8, 0)), notes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        export_weights.write_hf_folder("model3.bin", "hf")
+    Path("run/main.log").write_text("s:0 tel:5.6000\ns:0 trl:5.6000 lr:0.000100 norm:1.00\n")
+
+
+def train(*flags):
+    sys.argv = ["train_gpt2.py", *map(str, (*TRAIN, *flags))]
+    return train_gpt2.main()
+
+
+def read_state(path):
+    read_debug_state(path, SMALL, random_params(SMALL))
+
+
+def read_vocabulary():
+    read_tokenizer("tokenizer1.bin")
+
+
+def plot(path):
+    from plot_log import read_log
+
+    read_log(path)
+
+
+def import_folder():
+    export_weights.read_hf_folder("hf")
+
+
+def resume_on_gpu():
+    """What train_gpt2_cuda.py makes of a checkpoint's marker; what else it reads is train_gpt2.py's as well."""
+    matmul = object.__new__(Matmul)
+    matmul.identity, matmul.known = "this GPU", {}
+    settings = train_gpt2_cuda.CudaSettings(B=2, T=8, output="run")
+    trainer = SimpleNamespace(settings=settings, matmul=matmul, config=SMALL, set_state=lambda *_: None)
+    loader = SimpleNamespace(seek=lambda *_: None)
+    with contextlib.redirect_stderr(io.StringIO()):  # notes
+        train_gpt2_cuda.resume(trainer, random_params(SMALL), 1, loader, SimpleNamespace())
+
+
+FILES = {  # file -> who reads it
+    **{f"model{version}.bin": functools.partial(train, "-e", f"model{version}.bin") for version in (1, 3, 5)},
+    **{f"debug{version}.bin": functools.partial(read_state, f"debug{version}.bin") for version in (1, 2)},
+    "tokenizer1.bin": read_vocabulary,
+    "tokenizer2.bin": functools.partial(train, "-s", 1, "-g", 4, "-x", 2),
+    **{f"{format}_{split}.bin": functools.partial(train, "-i", format, "-v", 1, "-m", 99, "-x", 3)
+       for format in ("int32", "uint16") for split in ("train", "val")},
+    "run/model_00000001.bin": functools.partial(train, *RESUME),
+    "run/state_00000001_00000.bin": functools.partial(train, *RESUME),
+    "run/main.log": functools.partial(train, *RESUME),
+    "run/DONE_00000001": resume_on_gpu,
+    "hf/config.json": import_folder,
+    "hf/model.safetensors": import_folder,
+}  # fmt: skip
+READERS = [*FILES.items(), ("run/main.log", functools.partial(plot, "run/main.log"))]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# mutants
+
+EXTREMES = (0, 1, -1, 2, 3, 127, 128, 255, 256, 257, 65535, 2**16, 2**24, 2**30, 2**31 - 1, -(2**31), 20240326, 20240327,
+            20240328, 20240520, 20240527)  # fmt: skip
+PIECES = (b"[" * 100000, b"9" * 5000, b"nan", b"\xff\xfe", b"\0", b"s:1 trl:nan\n", b"s:" + b"1" * 4300 + b" trl:1\n", b"{",
+          b"null", b"-1", b"1e999", b"\n")  # fmt: skip
+
+
+def mutate(rng, data, others):
+    """(what was done, the damaged bytes)."""
+    data, kind = bytearray(data), rng.choice(("bits", "header bits", "field", "cut", "extend", "swap", "fill", "insert"))
+    if kind in ("bits", "header bits"):
+        for _ in range(rng.randint(1, 8)):
+            data[rng.randrange(min(len(data), 192) if kind == "header bits" else len(data))] ^= 1 << rng.randrange(8)
+    elif kind == "field":
+        slot, value = rng.randrange(48) if rng.random() < 0.3 else rng.randrange(12), rng.choice(EXTREMES)
+        data[4 * slot : 4 * slot + 4] = np.int32(value).tobytes()
+    elif kind == "cut":
+        del data[rng.choice((rng.randrange(len(data)), 0, 1024, len(data) - 1)) :]
+    elif kind == "extend":
+        data += rng.randbytes(rng.choice((1, 2, 4, 1024)))
+    elif kind == "swap":
+        data = bytearray(rng.choice(others))
+    elif kind == "fill":
+        start = rng.randrange(len(data))
+        stop = min(len(data), start + rng.choice((4, 64, 4096)))
+        data[start:stop] = rng.choice((b"\0", b"\xff", b"\x7f")) * (stop - start)
+    else:
+        at = rng.randrange(len(data))
+        data[at:at] = rng.choice(PIECES)
+    return kind, bytes(data)
+
+
+VALUES = ("", "0", "1", "2", "-1", "3.5", "nan", "inf", "-inf", "1e-46", "1e-30", "1e300", "1e39", "2147483647",
+          "2147483648", "9" * 400, "9" * 5000, "²", "١", "1_0", "0x10", " 1", "x", "-", "--", "é", "\udce9", "[", "x[1]",
+          "*", "a$b$", "sub/x", "sub", ".", "..", "int32_train.bin", "int32", "run", "model1.bin", "x.log", "d/" * 2000,
+          "n" * 300, "{}", "%s", "\n", "cosine", "wsd", "all")  # fmt: skip
+
+
+def run(program):
+    """(exit status, stdout, stderr) of a program in this process, with less memory and time than would be noticed."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    limits, argv, streams = resource.getrlimit(resource.RLIMIT_AS), sys.argv, (sys.stdout, sys.stderr)
+    with open("/proc/self/statm") as f:
+        used = int(f.read().split()[0]) * resource.getpagesize()
+
+    def late(*_):
+        raise AssertionError(f"not done after {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        sys.stdout, sys.stderr = output, io.StringIO()
+        try:
+            run_main(program)
+        except SystemExit as exit:
+            status = exit.code
+        except BaseException:
+            status = traceback.format_exc()
+        finally:
+            signal.alarm(0)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+            errors = sys.stderr.getvalue()
+            sys.argv, (sys.stdout, sys.stderr) = argv, streams
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if isinstance(status, str):
+            status, errors = 1, errors + status
+        with contextlib.suppress(OSError):  # run_main's end of an OSError
+            output.seek(0)
+            return status or 0, output.read(), errors
+        return status, "", errors
+
+
+def fault(ending, *names):
+    """What is wrong with how a mutant ended, or None: refused in a line that has one of these names, or harmless."""
+    status, output, errors = ending
+    lines = [line for line in errors.strip().split("\n") if not line.startswith(("warning: ", "note: "))]
+    if status == 0:
+        bad = re.search(r"loss (-?nan|-?inf)", output)
+        return f"harmless, but {bad[0]}" if bad else None
+    if status == 2 and names[0].startswith("-") and "error: argument" in lines[-1]:
+        return None
+    if status != 1 or len(lines) != 1 or "error: " not in lines[0]:
+        return f"status {status}: {errors[-1500:]}"
+    if not any(name in lines[0] for name in (*names, "loss is ")):  # weights can be finite, and too large for a loss
+        return f"{names[0]} is not named: {lines[0]}"
+    return None
+
+
+def fuzz_files(count, seed):
+    """[description of each mutant that failed] of `count` mutants of files; the current directory holds the good ones."""
+    rng, failed, refused = random.Random(seed), [], 0
+    good = {name: Path(name).read_bytes() for name in FILES}
+    kept = sorted(os.listdir("run"))
+    for number in range(count):
+        name, program = READERS[number % len(READERS)]
+        kind, data = mutate(rng, good[name], list(good.values()))
+        Path(name).write_bytes(data)
+        ending = run(program)
+        refused += ending[0] != 0
+        problem = fault(ending, name, *(["but the model has V="] if "model" in name else []))
+        if problem:
+            failed.append(f"seed {seed}, mutant {number}, {name}, {kind}: {problem}")
+        Path(name).write_bytes(good[name])
+        Path("run/main.log").write_bytes(good["run/main.log"])
+        for other in set(os.listdir("run")) - set(kept):
+            os.unlink(os.path.join("run", other))
+    return failed, refused
+
+
+def parse_cuda(*flags):
+    settings = parse_settings(train_gpt2_cuda.CudaSettings, "", [*map(str, flags)])
+    train_gpt2_cuda.settle(settings, "sm_90a")
+
+
+def fuzz_flags(count, seed):
+    """The same of flags: values for one flag of train_gpt2.py, which then runs, or of train_gpt2_cuda.py, which does
+    not."""
+    rng, failed, refused = random.Random(seed), [], 0
+    for number in range(count):
+        cuda = rng.random() < 0.5
+        field = rng.choice(dataclasses.fields(train_gpt2_cuda.CudaSettings if cuda else train_gpt2.Settings))
+        flag, value = rng.choice(field_flags(field)), rng.choice(VALUES)
+        if not cuda and field.name == "steps" and re.fullmatch(r"[\d_]+", value) and len(value) in range(2, 12):
+            continue  # as many steps as that: no fault, but no end either
+        arguments = [] if field.type is bool else [value]
+        ending = run(functools.partial(parse_cuda if cuda else train, flag, *arguments))
+        refused += ending[0] != 0
+        names = [flag, *field_flags(field), *filter(None, [value.replace("\n", "\\n").rstrip("/")])]
+        problem = fault(ending, *names, "-b", "-d", "-o", "-i", "-j", "-t")
+        if problem:
+            failed.append(f"seed {seed}, {'train_gpt2_cuda.py' if cuda else 'train_gpt2.py'} {flag} {value[:50]!r}:"
+                          f" {problem}")
+        with contextlib.suppress(OSError):
+            for name in ("main.log", "x.log"):
+                os.unlink(name)
+    return failed, refused
+
+
+@pytest.fixture
+def specimens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_files()
+
+
+def test_damaged_files(specimens):
+    failed, refused = fuzz_files(200, 1)
+    assert not failed, "\n".join(failed)
+    assert 50 < refused < 190, "neither everything nor nothing is refused"
+
+
+def test_strange_flags(specimens):
+    failed, refused = fuzz_flags(200, 1)
+    assert not failed, "\n".join(failed)
+    assert 50 < refused < 190
+
+
+@pytest.mark.parametrize("text, threads", (("3", 3), (" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("-1", None),
+                                           ("9" * 5000, None), ("", None)))
+def test_omp_num_threads(monkeypatch, text, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = count_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert count_threads() == (threads or cores)
+
+
+@pytest.mark.parametrize("ending", ("| true", "> /dev/full", ">&-"))
+def test_help_that_nobody_reads(ending):
+    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} --help {ending}"
+    errors = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True).stderr
+    assert errors in ("", "train_gpt2.py: error: standard output: No space left on device\n")
+
+
+def test_a_terminal_with_few_letters(specimens):
+    done = run_program("train_gpt2.py", *TRAIN, "-o", "naïve.log", cwd=os.getcwd(), PYTHONIOENCODING="ascii")
+    assert "output=na\\xefve.log" in done.stdout
+
+
+def test_an_error_without_a_name_is_not_standard_output_s(capsys):
+    def program():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    status, _, errors = run(program)
+    assert status == 1 and errors.endswith(": error: Too many open files\n")
+
+
+def test_names_and_json_that_the_plots_do_not_like(specimens):
+    import plot_bench
+    import plot_log
+
+    shutil.copy("run/main.log", "$a_{b$\udce9.log")
+    for text in ("[" * 100000, "[]", '{"machine": 3, "results": [1]}', '{"machine": "x", "results": [{"name": "ours"}]}'):
+        Path("bench.json").write_text(text)
+        sys.argv = ["plot_bench.py", "bench.json", "-o", "x.png", "--overview", "y.png"]
+        problem = fault(run(plot_bench.main), "bench.json")
+        assert problem is None and not os.path.exists("x.png"), problem
+    sys.argv = ["plot_log.py", "$a_{b$\udce9.log", "-o", "x.png"]
+    assert run(plot_log.main)[0] == 0 and os.path.getsize("x.png")
+
+
+def test_the_good_files_are_taken(specimens):
+    for name, program in READERS:
+        status, output, errors = run(program)
+        assert status == 0, f"{name}: {errors}"
+
+
+if __name__ == "__main__":
+    count, seed = int(sys.argv[1]), int(sys.argv[2])
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        write_files()
+        for fuzz in (fuzz_files, fuzz_flags):
+            failed, refused = fuzz(count // 2, seed)
+            print("\n".join(failed))
+            print(f"{fuzz.__name__}: {count // 2} mutants from seed {seed}: {refused} refused in a line,"
+                  f" {len(failed)} failed, the others harmless")
