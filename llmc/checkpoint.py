@@ -28,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import DIVERGED, UserError
-from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, file_crc, make_header,
-                        open_input, read_header, read_into, replacing)
+from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, file_crc,
+                        make_header, open_input, read_header, read_into, replacing)
 from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, unpadded
 
 EXPORT = "make it with: python export_weights.py"
@@ -264,7 +264,7 @@ def read_optimizer_state(path, config, moments, params, mend=TRAIN_AGAIN):
     if master:
         check_finite(path, params, mend)
     numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
-    crc = int(header[44:45].view("<u4")[0]) if header[43] else None
+    crc = int(header[44:45].view("<u4")[0]) if header[43] == 1 else None
     progress = Progress(int(header[10]), numbers[20], numbers[30], numbers[32], tuple(header[40:43].tolist()), crc)
     if progress.step < 0 or progress.rng_state == 0:
         raise UserError(f"{path}: step {progress.step} and sampler state {progress.rng_state}; the file is damaged")
@@ -384,7 +384,8 @@ def go_back(marker):
 
 
 def stopped(settings, step, signal):
-    """Say how to go on after a signal stopped the run, `step` being the last printed, if any; returns the exit status."""
+    """Say how to go on after a signal stopped the run, whose last printed step, if any, is `step`; returns the exit
+    status."""
     command = shlex.join(["python", *sys.argv, *([] if settings.resume else ["-y", "1"])])
     how = f"go on with: {command}" if settings.output_dir else "nothing was saved: there is no -o DIR"
     print(f"stopped {'before the first step' if step is None else f'after step {step}'}; {how}", file=sys.stderr)

@@ -76,7 +76,7 @@ def quiet_imports():
 
 
 class Interrupted(Exception):
-    """Raised between the batches of a validation, or the tokens of a sample, once a signal has asked the run to stop."""
+    """Raised between the batches of a validation, or the tokens of a sample, once a signal has come."""
 
 
 class Interruption:
@@ -139,7 +139,7 @@ class LosableOutput(io.FileIO):
 
     def write(self, data):
         try:
-            while os.name == "posix" and not select.select([], [self], [], 0.2)[1]:  # a full pipe; a write could wait for ever
+            while os.name == "posix" and not select.select([], [self], [], 0.2)[1]:  # a full pipe: write() would wait
                 if self.interruption.signal is not None:
                     return len(data)
             return super().write(data[:4096])  # what a pipe takes at once

@@ -57,7 +57,8 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "a FIFO", "a device", "unreadable"))
+@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "a FIFO", "a device",
+                                    "unreadable"))
 def test_input_files(workplace, name, damage, train):
     path = workplace / name
     mend = FILES[name]
