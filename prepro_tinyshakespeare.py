@@ -5,7 +5,8 @@ tiny_shakespeare -> GPT-2 tokens, for a first run that overfits in minutes.
         Saved 32768 tokens to data/tiny_shakespeare_val.bin
         Saved 305260 tokens to data/tiny_shakespeare_train.bin
 
-An end-of-text token opens the text and every speech. The first 32768 tokens validate, the rest train.
+An end-of-text token opens the text and every speech. The first 32768 tokens validate, or a tenth if that is less, or
+--val_fraction of them; the rest train.
 --input FILE takes a text that is already there: any UTF-8 text with blank lines between its parts.
 """
 

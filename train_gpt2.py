@@ -29,7 +29,6 @@ import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is
 import functools
 import itertools
 import math
-import sys
 import time
 import warnings
 
@@ -184,28 +183,10 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
         dinp[r] += dn
 
 
-SMALL, PART = 2**25, 192  # a matmul of fewer multiply-adds is done in parts, of at most so many terms of each sum
-
-
-def multiply(a, b, out):
-    """out (M,N) = a (M,K) @ b (K,N).
-
-    OpenBLAS's AVX-512 kernels add up to 384 numbers one after the other, with 1.4 times the rounding error of parts of
-    192. Small matmuls are done in such parts; if all were, a step of GPT-2 124M (4 x 64 tokens, AMD EPYC, 2 cores)
-    would take 0.75 s instead of 0.66.
-    """
-    (M, K), N = a.shape, b.shape[1]
-    parts = -(-K // PART) if M * N * K < SMALL else 1
-    np.matmul(a[:, : K // parts], b[: K // parts], out=out)
-    for i in range(1, parts):
-        part = slice(K * i // parts, K * (i + 1) // parts)
-        out += np.matmul(a[:, part], b[part])
-
-
 def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC,) (None: no bias)."""
     out = out.reshape(B * T, OC)
-    multiply(inp.reshape(B * T, C), weight.T, out)
+    np.matmul(inp.reshape(B * T, C), weight.T, out=out)
     if bias is not None:
         out += bias
 
@@ -213,8 +194,8 @@ def matmul_forward(out, inp, weight, bias, B, T, C, OC):
 def matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC):
     """dinp (B,T,C) =, dweight (OC,C) =, dbias (OC,) = (None: no bias); dout (B,T,OC)."""
     dout = dout.reshape(B * T, OC)
-    multiply(dout, weight, dinp.reshape(B * T, C))
-    multiply(dout.T, inp.reshape(B * T, C), dweight)
+    np.matmul(dout, weight, out=dinp.reshape(B * T, C))
+    np.matmul(dout.T, inp.reshape(B * T, C), out=dweight)
     if dbias is not None:
         np.matmul(np.ones(B * T, dout.dtype), dout, out=dbias)  # column sums, several times faster than np.add.reduce
 
@@ -587,7 +568,6 @@ def print_header(config, params, train_loader, val_loader):
 
 def main():
     settings = parse_settings(Settings, "Train GPT-2 on the CPU, in NumPy.")
-    sys.stdout.reconfigure(line_buffering=True)
     with locked(settings.output, settings.output_dir):
         return run(settings)
 

@@ -291,7 +291,7 @@ def sort_tokens(order, run_begins, run_tokens, inp):
     """What encoder_backward needs to add up each token's rows in a fixed order; on the host.
 
     inp (B,T) -> order (N,): the positions b*T+t, sorted by token, earlier ones first; run_begins (N+1,): where each
-    token's run of positions begins, N after the last one; run_tokens (N,): of each run, 0 after the last one. All int32.
+    token's run of positions begins, N after the last one; run_tokens (N,): of each run, 0 after the last. All int32.
     """
     inp = inp.reshape(-1)
     order[:] = np.argsort(inp.astype(np.uint16) if inp.max() < 65536 else inp, kind="stable")  # radix sort for 16 bits
@@ -993,7 +993,6 @@ def resolve_steps(settings, train_loader, first_step):
 @gpu_errors_as_lines()
 def main():
     settings = parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels.")
-    sys.stdout.reconfigure(line_buffering=True)
     with locked(settings.output, settings.output_dir):
         return run(settings)
 

@@ -146,8 +146,8 @@ class DataLoader:
         return (self.shards[shard].size - 1) // (self.B * self.T)
 
     def next_batch(self):
-        """inputs (B, T) and targets (B, T), int32. Where an epoch ends, what is left of a file is fewer than B*T tokens,
-        and not trained on, as in llm.c."""
+        """inputs (B, T) and targets (B, T), int32. What is left at the end of a file, fewer than B*T targets, is not
+        trained on, as in llm.c."""
         while self.sample >= self.batches_of(self.shard):
             self.shard, self.sample = (self.shard + 1) % len(self.shards), 0
         B, T = self.B, self.T

@@ -23,7 +23,7 @@ def run_main(main):
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed
             setattr(sys, name, open(os.devnull, "w"))
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not know every letter of a name or a sample
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # no terminal knows every letter of a name
     try:
         try:
             status = main()

@@ -113,16 +113,21 @@ def check_finite(where, tensors, mend):
             raise UserError(f"{where}: tensor {name} holds NaN or infinite values; {mend}")
 
 
-def check_tensor(name, got, expected, tolerance, print_row=True):
-    """True when shapes agree and every |got - expected| <= tolerance, which NaN never is. Prints one row."""
+def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_row=True):
+    """True when shapes agree, every |got - expected| <= tolerance, and their 2-norm <= norm_tolerance, which NaN never
+    is. tolerance: a number, or an array of that shape. Prints one row."""
     if np.shape(got) != np.shape(expected):
         print(f"{name:<12} shape {np.shape(got)}, expected {np.shape(expected)}  FAIL")
         return False
     difference = np.abs(np.subtract(got, expected, dtype=np.float64)).reshape(-1)
-    worst = int(np.argmax(difference)) if difference.size else 0  # argmax finds a NaN first
-    largest = float(difference[worst]) if difference.size else 0.0
-    okay = largest <= tolerance
+    tolerance = np.broadcast_to(tolerance, np.shape(got)).reshape(-1)
+    worst = int(np.argmax(difference - tolerance)) if difference.size else 0  # argmax finds a NaN first
+    largest, allowed = (float(array[worst]) if array.size else 0.0 for array in (difference, tolerance))
+    norm = float(np.linalg.norm(difference))
+    okay = largest <= allowed and norm <= norm_tolerance
     if print_row:
         at = ",".join(map(str, np.unravel_index(worst, np.shape(got))))
-        print(f"{name:<12} max diff {largest:.3e} at [{at}]  tolerance {tolerance:.3e}  {'ok' if okay else 'FAIL'}")
+        norms = "" if norm_tolerance == math.inf else f"  2-norm {norm:.3e} of {norm_tolerance:.3e}"
+        row = f"max diff {largest:.3e} at [{at}]  tolerance {allowed:.3e}{norms}"
+        print(f"{name:<12} {row}  {'ok' if okay else 'FAIL'}")
     return okay

@@ -282,6 +282,10 @@ def test_token_file_faults(workplace, train):
     (("-l", -1), ("-l/--learning_rate -1",)),
     (("--eps", 0), ("--eps 0", "more than 0")),
     (("--eps", 1e-46), ("--eps 1e-46", "more than 0")),
+    (("--eps", "inf"), ("--eps inf", "finite")),
+    (("--eps", 1e39), ("--eps 1e+39", "finite")),
+    (("-e", ""), ("-e/--model", "empty")),
+    (("-i", "a\nb"), ("a\\nb_train.bin",)),
     (("-g", 10**20), ("-g/--sample_tokens", "2^31")),
     (("--beta1", 1), ("--beta1 1", "expected 0 <= beta1 < 1")),
     (("-q", 2), ("-q/--final_fraction 2",)),
@@ -310,6 +314,7 @@ def test_output_that_cannot_be_written(workplace, train):
     assert_one_line_error(train("-o", "file/run"), "file/run")
     assert_one_line_error(train("-o", "file"), "file")
     assert_one_line_error(train("-o", "/proc/run.log"), "/proc/run.log")
+    assert_one_line_error(train("-o", "d/" * 2000), "cannot make this directory")
     assert (workplace / "file").read_text() == "in the way"
 
 
@@ -486,9 +491,9 @@ def test_interruption_during_the_imports_is_quiet(workplace, program):
     (workplace / "numpy.py").write_text("""import os, signal, time
 os.kill(os.getpid(), signal.SIGINT)
 time.sleep(10)""")
-    code = f"import signal, sys; sys.path.insert(0, '.'); signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code = "import signal, sys; sys.path.insert(0, '.'); signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += f"sys.argv = ['{ROOT / program}']; sys.path.insert(1, '{ROOT}'); __file__ = sys.argv[0]\n"
-    process = subprocess.run([sys.executable, "-c", code + f"exec(open(__file__).read())"], capture_output=True)
+    process = subprocess.run([sys.executable, "-c", code + "exec(open(__file__).read())"], capture_output=True)
     assert process.returncode == -signal.SIGINT and process.stderr == b""
 
 

@@ -38,13 +38,15 @@ from conftest import ROOT, SMALL, make_state, random_params, run_program
 from llmc.checkpoint import Progress, read_debug_state, save_checkpoint, write_debug_state, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
+from llmc.files import KINDS
 from llmc.matmul import Matmul
 from llmc.settings import field_flags, parse_settings
 from llmc.tensors import flat
 from llmc.threads import count_threads
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 
-TRAIN = ("-e", "model3.bin", "-i", "int32", "--tokenizer", "tokenizer2.bin", "-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
+TRAIN = ("-e", "model3.bin", "-i", "int32", "--tokenizer", "tokenizer2.bin", "-b", 2, "-t", 8, "-x", 1, "-v", 0,
+         "-s", 0)  # fmt: skip
 RESUME = ("-o", "run", "-y", 1, "-x", 2, "-v", 1, "-m", 1)
 MEMORY, SECONDS = 1 << 30, 10  # what a mutant may take
 
@@ -129,15 +131,15 @@ READERS = [*FILES.items(), ("run/main.log", functools.partial(plot, "run/main.lo
 # ----------------------------------------------------------------------------------------------------------------------
 # mutants
 
-EXTREMES = (0, 1, -1, 2, 3, 127, 128, 255, 256, 257, 65535, 2**16, 2**24, 2**30, 2**31 - 1, -(2**31), 20240326, 20240327,
-            20240328, 20240520, 20240527)  # fmt: skip
-PIECES = (b"[" * 100000, b"9" * 5000, b"nan", b"\xff\xfe", b"\0", b"s:1 trl:nan\n", b"s:" + b"1" * 4300 + b" trl:1\n", b"{",
-          b"null", b"-1", b"1e999", b"\n")  # fmt: skip
+EXTREMES = (0, 1, -1, 2, 3, 127, 128, 255, 256, 257, 65535, 2**16, 2**24, 2**30, 2**31 - 1, -(2**31), *KINDS)
+PIECES = (b"[" * 100000, b"9" * 5000, b"nan", b"\xff\xfe", b"\0", b"s:1 trl:nan\n", b"s:" + b"1" * 4300 + b" trl:1\n",
+          b"{", b"null", b"-1", b"1e999", b"\n")  # fmt: skip
 
 
 def mutate(rng, data, others):
     """(what was done, the damaged bytes)."""
-    data, kind = bytearray(data), rng.choice(("bits", "header bits", "field", "cut", "extend", "swap", "fill", "insert"))
+    data = bytearray(data)
+    kind = rng.choice(("bits", "header bits", "field", "cut", "extend", "swap", "fill", "insert"))
     if kind in ("bits", "header bits"):
         for _ in range(rng.randint(1, 8)):
             data[rng.randrange(min(len(data), 192) if kind == "header bits" else len(data))] ^= 1 << rng.randrange(8)
@@ -161,8 +163,9 @@ def mutate(rng, data, others):
 
 
 VALUES = ("", "0", "1", "2", "-1", "3.5", "nan", "inf", "-inf", "1e-46", "1e-30", "1e300", "1e39", "2147483647",
-          "2147483648", "9" * 400, "9" * 5000, "²", "١", "1_0", "0x10", " 1", "x", "-", "--", "é", "\udce9", "[", "x[1]",
-          "*", "a$b$", "sub/x", "sub", ".", "..", "int32_train.bin", "int32", "run", "model1.bin", "x.log", "d/" * 2000,
+          "2147483648", "9" * 400, "9" * 5000, "²", "١", "1_0", "0x10", " 1", "x", "-", "--", "é", "\udce9", "[",
+          "x[1]", "*", "a$b$",
+          "sub/x", "sub", ".", "..", "int32_train.bin", "int32", "run", "model1.bin", "x.log", "d/" * 2000,
           "n" * 300, "{}", "%s", "\n", "cosine", "wsd", "all")  # fmt: skip
 
 
@@ -219,7 +222,8 @@ def fault(ending, *names):
 
 
 def fuzz_files(count, seed):
-    """[description of each mutant that failed] of `count` mutants of files; the current directory holds the good ones."""
+    """([description of each mutant that failed], number refused) of `count` mutants of files; the current directory
+    holds the good ones."""
     rng, failed, refused = random.Random(seed), [], 0
     good = {name: Path(name).read_bytes() for name in FILES}
     kept = sorted(os.listdir("run"))
@@ -248,6 +252,7 @@ def fuzz_flags(count, seed):
     """The same of flags: values for one flag of train_gpt2.py, which then runs, or of train_gpt2_cuda.py, which does
     not."""
     rng, failed, refused = random.Random(seed), [], 0
+    kept, log = os.listdir(), Path("run/main.log").read_bytes()
     for number in range(count):
         cuda = rng.random() < 0.5
         field = rng.choice(dataclasses.fields(train_gpt2_cuda.CudaSettings if cuda else train_gpt2.Settings))
@@ -262,9 +267,9 @@ def fuzz_flags(count, seed):
         if problem:
             failed.append(f"seed {seed}, {'train_gpt2_cuda.py' if cuda else 'train_gpt2.py'} {flag} {value[:50]!r}:"
                           f" {problem}")
-        with contextlib.suppress(OSError):
-            for name in ("main.log", "x.log"):
-                os.unlink(name)
+        for name in set(os.listdir()) - set(kept):  # of -o
+            shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
+        Path("run/main.log").write_bytes(log)
     return failed, refused
 
 
@@ -320,7 +325,8 @@ def test_names_and_json_that_the_plots_do_not_like(specimens):
     import plot_log
 
     shutil.copy("run/main.log", "$a_{b$\udce9.log")
-    for text in ("[" * 100000, "[]", '{"machine": 3, "results": [1]}', '{"machine": "x", "results": [{"name": "ours"}]}'):
+    for text in ("[" * 100000, "[]", '{"machine": 3, "results": [1]}',
+                 '{"machine": "x", "results": [{"name": "ours"}]}'):
         Path("bench.json").write_text(text)
         sys.argv = ["plot_bench.py", "bench.json", "-o", "x.png", "--overview", "y.png"]
         problem = fault(run(plot_bench.main), "bench.json")

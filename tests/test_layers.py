@@ -63,23 +63,6 @@ def test_layernorm(B, T, C, NH):
     assert_gradient("dbias", dbias, forward, bias, dout)
 
 
-@pytest.mark.parametrize("M, K, N", ((1, 1, 1), (3, 192, 5), (3, 193, 5), (7, 1000, 4), (300, 400, 300)))
-def test_multiply(M, K, N):
-    a, b = normal(M, K), normal(K, N, seed=1)  # in the layers, either may be transposed
-    for x, y in ((a, b), (a, np.asfortranarray(b)), (np.asfortranarray(a), b)):
-        out = nan(M, N)
-        t.multiply(x, y, out)
-        assert check_tensor("out", out, np.einsum("mk,kn->mn", a, b), 1e-13 * K)
-
-
-def test_a_small_matmul_is_added_up_in_parts():
-    """Beside 2^24, a 1 is lost in float32; 192 of them are not."""
-    a, out = np.ones((1, 2 * t.PART), np.float32), np.empty((1, 1), np.float32)
-    a[0, 0] = 2.0**24
-    t.multiply(a, np.ones((2 * t.PART, 1), np.float32), out)
-    assert out >= 2.0**24 + t.PART
-
-
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("B, T, C, NH", SHAPES)
 def test_matmul(B, T, C, NH, bias):

@@ -409,5 +409,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)
     run_main(main)

@@ -315,5 +315,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)
     run_main(main)

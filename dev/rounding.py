@@ -1,0 +1,204 @@
+"""
+How far may an honest GPT-2 be off? The forward and backward pass in float64, with random errors of the size that each
+operation makes in the precision of a run: Monte Carlo arithmetic (Parker 1997, "Monte Carlo Arithmetic: exploiting
+randomness in floating-point arithmetic").
+
+Not a program: test_gpt2.py takes its tolerances from here. Several such runs beside the exact one tell, for each tensor
+of this model and this batch, the error that rounding causes in whoever computes it, whatever the order of the sums. The
+error of another implementation, which rounds as often, is a like number of the same size: over thousands of elements
+its 2-norm is steady. PyTorch's own error would be a worse yardstick: it is one sample, and exact where PyTorch happens
+to be, as in a single row.
+
+An element-wise operation on x gives x (1 + u e), e normal with a standard deviation of 1/sqrt(3), as the roundings of
+numbers between two powers of 2 have. A sum of K products a b in chains of at most n, one after the other, gives an
+error with a standard deviation of u sqrt(min(K, n)/6 + 1) sqrt(sum of (a b)^2): the partial sums of a chain are
+rounded, and grow like a random walk.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from export_weights import collect_gradients, to_reference
+
+FLOAT32, TF32, BFLOAT16, FLOAT16 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11  # unit roundoff: half a unit in the last place
+
+
+class Roundoff(NamedTuple):
+    """Unit roundoffs of a run: of what matmuls add up, in chains of so many, of their operands, of tensors, of the
+    residual stream."""
+
+    chain: float = math.inf  # GPUs add up a tile's products one after the other
+    sums: float = FLOAT32
+    operands: float = 0.0
+    tensors: float = FLOAT32
+    residual: float = FLOAT32
+
+
+ROUNDOFFS = {
+    "numpy": Roundoff(chain=512),  # BLAS libraries work on blocks of K: OpenBLAS of up to 384
+    "float32": Roundoff(),
+    "tf32": Roundoff(operands=TF32),
+    "bf16": Roundoff(tensors=BFLOAT16, residual=FLOAT16),
+}
+
+
+class NoisyGPT2:
+    """One noisy run: `run` gives the rows that test_gpt2.py compares."""
+
+    def __init__(self, config, params, roundoff, seed):
+        self.config, self.u = config, roundoff
+        self.model = to_reference(config, params, dtype=torch.float64)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.operations = operations(self)
+
+    def noise(self, x):
+        return torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+
+    def rounded(self, x, u):
+        """x, rounded element by element."""
+        return x * (1.0 + u / math.sqrt(3.0) * self.noise(x)) if u else x
+
+    def error(self, K):
+        """The standard deviation of a sum of K terms, as a multiple of the root of the sum of their squares."""
+        return self.u.sums * math.sqrt(min(K, self.u.chain) / 6 + 1)
+
+    def column_sums(self, x):
+        """The sums over all rows of x (..., C)."""
+        x = x.reshape(-1, x.shape[-1])
+        return x.sum(0) + self.error(len(x)) * (x * x).sum(0).sqrt() * self.noise(x[0])
+
+    def row_sums(self, x):
+        """The sums over the last axis, which stays."""
+        error = self.error(x.shape[-1]) * (x * x).sum(-1, keepdim=True).sqrt()
+        return x.sum(-1, keepdim=True) + error * self.noise(error)
+
+    def product(self, a, b):
+        """a @ b."""
+        a, b = self.rounded(a, self.u.operands), self.rounded(b, self.u.operands)
+        error = self.error(a.shape[-1]) * ((a * a) @ (b * b)).sqrt()
+        return a @ b + error * self.noise(error)
+
+    def run(self, x, y):
+        """Token ids (B, T) -> {"logits", "loss", "dwte", ...}: float64 arrays."""
+        logits, loss = self.forward(torch.from_numpy(x).long(), torch.from_numpy(y).long())
+        loss.backward()
+        grads = collect_gradients(self.config, self.model, "float64")
+        rows = {f"d{name}": getattr(grads, name) for name in grads.table}
+        return {"logits": logits.detach().numpy(), "loss": np.array(loss.item()), **rows}
+
+    def forward(self, x, y):
+        (B, T), C, NH, op, model = x.shape, self.config.C, self.config.NH, self.operations, self.model
+        later = torch.ones(T, T, dtype=torch.bool).triu(1)
+
+        def linear(inp, module):
+            return op.store(op.bias(op.matmul(inp, module.weight.T), module.bias))
+
+        residual = op.add(model.wte(x) + model.wpe(torch.arange(T)))
+        for block in model.h:
+            normed = op.layernorm(residual, block.ln_1.weight, block.ln_1.bias)
+            qkv = linear(normed, block.attn.c_attn).split(C, dim=2)
+            query, key, value = (part.view(B, T, NH, C // NH).transpose(1, 2) for part in qkv)
+            scores = op.single(op.matmul(query, key.transpose(-2, -1)) / math.sqrt(C // NH))
+            att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
+            heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, C)
+            residual = op.add(residual + linear(heads, block.attn.c_proj))
+            normed = op.layernorm(residual, block.ln_2.weight, block.ln_2.bias)
+            gelu = op.store(op.single(F.gelu(linear(normed, block.mlp.c_fc), approximate="tanh")))
+            residual = op.add(residual + linear(gelu, block.mlp.c_proj))
+        normed = op.layernorm(residual, model.ln_f.weight, model.ln_f.bias)
+        logits = op.store(op.matmul(normed, model.wte.weight.T))
+        probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
+        return logits, op.single(op.single(-torch.log(probs)).mean())
+
+
+class Operations(NamedTuple):
+    """The differentiable operations of a noisy run."""
+
+    single: object  # rounds to float32, forward and backward
+    store: object  # rounds to the dtype of tensors
+    add: object  # rounds to the dtype of the residual stream; its gradient to that of tensors
+    bias: object
+    matmul: object
+    layernorm: object
+    softmax: object
+
+
+def operations(run):
+    """Operations with the random errors of `run`; each backward pass errs as its forward pass does."""
+    u = run.u
+
+    def rounding(forward_u, backward_u):
+        class Rounding(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return run.rounded(x, forward_u)
+
+            @staticmethod
+            def backward(ctx, g):
+                return run.rounded(g, backward_u)
+
+        return Rounding.apply
+
+    class Bias(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, bias):
+            return run.rounded(x + bias, u.sums)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, run.rounded(run.column_sums(g), u.tensors)
+
+    class Matmul(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return run.product(a, b)
+
+        @staticmethod
+        def backward(ctx, g):
+            a, b = ctx.saved_tensors
+            da = run.rounded(run.product(g, b.transpose(-1, -2)), u.tensors)
+            if b.dim() == 2:  # a weight's: the sum over all rows
+                a, g = a.flatten(0, -2), g.flatten(0, -2)
+            return da, run.rounded(run.product(a.transpose(-1, -2), g), u.tensors)
+
+    class Layernorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias):
+            C = x.shape[-1]
+            centered = run.rounded(x - run.row_sums(x) / C, u.sums)
+            rstd = run.rounded((run.row_sums(centered * centered) / C + 1e-5).rsqrt(), u.sums)
+            normed = run.rounded(centered * rstd, u.sums)
+            ctx.save_for_backward(normed, rstd, weight)
+            return run.rounded(run.rounded(normed * weight + bias, u.sums), u.tensors)
+
+        @staticmethod
+        def backward(ctx, g):
+            normed, rstd, weight = ctx.saved_tensors
+            C, dnormed = g.shape[-1], run.rounded(g * weight, u.sums)
+            inner = dnormed - run.row_sums(dnormed) / C - normed * run.row_sums(dnormed * normed) / C
+            dx = run.rounded(run.rounded(run.rounded(inner, u.sums) * rstd, u.sums), u.tensors)
+            sums = run.column_sums(g * normed), run.column_sums(g)
+            return dx, *(run.rounded(total, u.tensors) for total in sums)
+
+    class Softmax(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            x = x - x.amax(-1, keepdim=True)
+            exponent = x.masked_fill(~torch.isfinite(x), 0.0).abs()  # an error of u |x| in x is one of u |x| in exp(x)
+            e = torch.exp(x) * (1.0 + u.sums * (exponent / math.sqrt(3.0) + 1.0) * run.noise(x))
+            probs = run.rounded(e / run.row_sums(e), u.sums)
+            ctx.save_for_backward(probs)
+            return probs
+
+        @staticmethod
+        def backward(ctx, g):
+            probs, = ctx.saved_tensors
+            return run.rounded(run.rounded(g - run.row_sums(probs * g), u.sums) * probs, u.tensors)
+
+    return Operations(rounding(u.sums, u.sums), rounding(u.tensors, u.tensors), rounding(u.residual, u.tensors),
+                      Bias.apply, Matmul.apply, Layernorm.apply, Softmax.apply)

@@ -1,0 +1,87 @@
+"""
+Is the verdict of test_gpt2.py ever wrong? Draws models, weights and batches, and runs the ladder on each: a trainer
+that is right must never be red.
+
+    python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
+    python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000
+
+A line a draw: its sizes, the standard deviation of its weights, and the largest error as a part of what is allowed; at
+the end, how these are distributed. The exit status is 1 when a draw is red; its rows are then printed.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
+
+import numpy as np
+from tqdm import tqdm
+
+from llmc.checkpoint import Config, padded
+from llmc.errors import UserError, run_main
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
+from test_gpt2 import ADAMW, ADAMW_CHECK, BACKENDS, Yardstick, judge_adamw, precision_of, replay, require
+from train_gpt2 import parameter_table
+
+
+def draw(seed, HS_multiple=4):
+    """(config, params, x, y, standard deviation of the weights); layernorms and biases are far from 1 and 0, too."""
+    rng = np.random.default_rng(seed)
+    while True:
+        HS, NH, L = HS_multiple * int(rng.integers(1, 17)), int(rng.integers(1, 9)), int(rng.integers(1, 13))
+        B, T, V = int(rng.integers(1, 8)), int(2 ** rng.uniform(0, 7.5)), int(50 * 2 ** rng.uniform(0, 5))
+        if 16 <= HS * NH <= 512 and HS <= 128 and L * B * T * (HS * NH) ** 2 < 5e7:
+            break
+    config = Config(max(T, 8), V, L, NH, HS * NH, padded(V))
+    params, std = allocate(parameter_table(config)), float(np.exp(rng.uniform(np.log(0.02), np.log(0.3))))
+    for name in params.table:
+        tensor = getattr(params, name)
+        tensor[...] = rng.normal(name.startswith("ln") and name.endswith("w"), std, tensor.shape)
+    params.wte[V:] = 0.0
+    return config, params, *rng.integers(0, V, (2, B, T), dtype=np.int32), std
+
+
+def judge(backend, seed):
+    """(sizes as text, largest error as a part of what is allowed, what the ladder printed, whether it is green)."""
+    config, params, x, y, std = draw(seed, 4 if backend == "numpy" else 16)
+    if precision_of(backend) == "bf16":
+        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
+    yardstick = Yardstick(config, params, x, y, ADAMW, precision_of(backend))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        rows = replay(BACKENDS[backend](config, params, x, y, ADAMW))
+        okay = yardstick.judge(rows)
+        okay &= judge_adamw(BACKENDS[backend](config, params, x, y, ADAMW_CHECK))
+    sizes = f"L{config.L} C{config.C} NH{config.NH} V{config.V} B{x.shape[0]} T{x.shape[1]} std {std:.3f}"
+    return sizes, yardstick.largest_part(rows), printed.getvalue(), okay
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
+    parser.add_argument("-n", type=int, default=200, help="draws")
+    parser.add_argument("--seed", type=int, default=0, help="of the first draw; each has the next one")
+    args = parser.parse_args()
+    if args.n < 1 or args.seed < 0:
+        raise UserError(f"-n {args.n} --seed {args.seed}: expected at least 1 draw, and a seed of at least 0")
+    require(args.backend)
+    parts, red = [], 0
+    for seed in tqdm(range(args.seed, args.seed + args.n), desc=args.backend, disable=None):
+        sizes, part, printed, okay = judge(args.backend, seed)
+        parts.append(part)
+        red += not okay
+        print(f"seed {seed}: {sizes}: {part:.2f} of what is allowed  {'ok' if okay else 'FAIL'}")
+        if not okay:
+            print(printed)
+    median, most, largest = np.quantile(parts, (0.5, 0.99, 1.0))
+    quantiles = f"median {median:.2f}, 99 percent {most:.2f}, largest {largest:.2f}"
+    print(f"{args.backend}: {args.n} draws, {red} red; largest error as a part of what is allowed: {quantiles}")
+    return int(red > 0)
+
+
+if __name__ == "__main__":
+    run_main(main)

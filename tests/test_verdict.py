@@ -1,0 +1,237 @@
+"""The verdict of test_gpt2.py: small faults, planted in the NumPy layers, are red, and the first red row says where."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+import train_gpt2 as t
+from llmc.checkpoint import Config
+from llmc.tensors import allocate
+from test_gpt2 import ADAMW, ADAMW_CHECK, NumpyRun, Yardstick, judge_adamw, replay
+
+CONFIG = Config(maxT=24, V=61, L=3, NH=2, C=32, Vp=128)
+B, T = 3, 17
+
+
+@functools.cache
+def case():
+    """(params, x, y, Yardstick) of a model whose layernorms, biases and scores are far from those of a new one."""
+    rng = np.random.default_rng(3)
+    params = allocate(t.parameter_table(CONFIG))
+    for name in params.table:
+        tensor = getattr(params, name)
+        tensor[...] = rng.normal(name.startswith("ln") and name.endswith("w"), 0.15, tensor.shape)
+    params.wte[CONFIG.V :] = 0.0
+    x, y = rng.integers(0, CONFIG.V, (2, B, T), dtype=np.int32)
+    return params, x, y, Yardstick(CONFIG, params, x, y, ADAMW, "numpy")
+
+
+def make(settings=ADAMW):
+    params, x, y, _ = case()
+    return NumpyRun(CONFIG, params, x, y, settings)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# faults: each takes the right function and gives a wrong one. `call` counts the calls of a run.
+
+
+def after(change):
+    """The right function, and then change(call, its arguments by name)."""
+    def plant(right):
+        names, call = right.__code__.co_varnames[: right.__code__.co_argcount], iter(range(10**9))
+
+        def wrong(*arguments):
+            right(*arguments)
+            change(next(call), dict(zip(names, arguments)))
+        return wrong
+    return plant
+
+
+def before(change):
+    """The right function, with arguments that change(call, arguments by name) makes of them."""
+    def plant(right):
+        names, call = right.__code__.co_varnames[: right.__code__.co_argcount], iter(range(10**9))
+
+        def wrong(*arguments):
+            by_name = dict(zip(names, arguments))
+            by_name.update(change(next(call), by_name))
+            right(*by_name.values())
+        return wrong
+    return plant
+
+
+def scaled(name, factor, only=None):
+    def change(call, a):
+        if only is None or call % CONFIG.L == only:
+            a[name][...] *= np.float32(factor)
+    return after(change)
+
+
+def minus_last_row(gradient):
+    """A column sum over all rows but the last."""
+    def change(call, a):
+        if a[gradient] is not None:
+            a[gradient][...] -= a["dout"].reshape(-1, a["dout"].shape[-1])[-1]
+    return after(change)
+
+
+def rounded_to(bits):
+    """The operands of a matmul with so many bits: 11 is TF32, 8 bfloat16."""
+    def cut(x):
+        scale = np.float32(2.0 ** (24 - bits) + 1)  # Dekker's splitting
+        big = x * scale
+        return big - (big - x)
+
+    return before(lambda call, a: {name: cut(a[name]) for name in ("inp", "weight")})
+
+
+def eps_of_layernorm(call, a):
+    wrong = a["inp"].var(-1)
+    a["rstd"][...] = 1 / np.sqrt(wrong + 1e-6)
+    a["out"][...] = (a["inp"] - a["mean"][..., None]) * a["rstd"][..., None] * a["weight"] + a["bias"]
+
+
+def attention_with(mask=None, drop_last_key=False):
+    def plant(right):
+        def wrong(out, preatt, att, inp, B, T, C, NH):
+            right(out, preatt, att, inp, B, T, C, NH)
+            scores = preatt.copy()
+            if mask is not None:
+                query, key = (inp.reshape(B, T, 3, NH, C // NH).transpose(2, 0, 3, 1, 4)[i] for i in (0, 1))
+                scores = query @ key.swapaxes(2, 3) / np.float32(np.sqrt(C // NH))
+                scores = np.where(np.triu(np.ones((T, T), bool), 1 + mask), -np.inf, scores)
+                if mask < 0:
+                    scores[:, :, 0, 0] = 0.0
+            att[...] = np.exp(scores - scores.max(-1, keepdims=True))
+            total = att.sum(-1, keepdims=True)
+            if drop_last_key:
+                total -= np.where(np.arange(T) > 0, np.diagonal(att, 0, 2, 3), 0)[..., None]
+            att /= total
+            value = inp.reshape(B, T, 3, NH, C // NH)[:, :, 2].transpose(0, 2, 1, 3)
+            out.reshape(B, T, NH, C // NH)[...] = (att @ value).transpose(0, 2, 1, 3)
+        return wrong
+    return plant
+
+
+def add_to(name, index, what):
+    def change(call, a):
+        if a[name] is not None:
+            a[name][index] += what
+    return after(change)
+
+
+def skip_in_layer(call, a):
+    return {"inp2": np.zeros_like(a["inp2"])} if call % (2 * CONFIG.L) == 3 else {}
+
+
+def twice_in_layer(name):
+    return scaled(name, 2.0, only=1)
+
+
+def zero_last(name):
+    def change(call, a):
+        if a[name] is not None:
+            a[name][..., -1] = 0.0
+    return after(change)
+
+
+FAULTS = {  # what is wrong: (function, the fault, the first red row)
+    "gelu's cube 0.0447": ("GELU_CUBE", lambda right: np.float32(0.0447), "logits"),
+    "gelu's scale in its fifth digit": ("GELU_SCALE", lambda right: right * np.float32(1.00002), "logits"),
+    "gelu backward off by 1e-5": ("gelu_backward", scaled("dinp", 1.00001), "dfcb"),
+    "layernorm's eps 1e-6": ("layernorm_forward", after(eps_of_layernorm), "logits"),
+    "layernorm with N - 1": ("layernorm_forward", before(lambda call, a: {"C": a["C"] - 1}), "logits"),
+    "layernorm's bias forgotten in its last channel": (
+        "layernorm_forward", after(lambda call, a: np.subtract(a["out"][..., -1], a["bias"][-1], a["out"][..., -1])),
+        "logits"),
+    "layernorm backward without the mean of dn * n": (
+        "layernorm_backward", before(lambda call, a: {"rstd": a["rstd"] * np.float32(1.0001)}), "dlnfw"),
+    "layernorm's dbias misses its last row": ("layernorm_backward", minus_last_row("dbias"), "dlnfb"),
+    "layernorm's dweight off by 1e-5": ("layernorm_backward", scaled("dweight", 1.00001), "dlnfw"),
+    "attention's scale off by 1e-5": ("attention_forward", before(
+        lambda call, a: {"inp": np.concatenate([a["inp"][..., : a["C"]] * np.float32(1.00001), a["inp"][..., a["C"] :]],
+                                               axis=-1)}), "logits"),
+    "attention sees one key too many": ("attention_forward", attention_with(mask=1), "logits"),
+    "attention sees one key too few": ("attention_forward", attention_with(mask=-1), "logits"),
+    "softmax of attention without the last key": ("attention_forward", attention_with(drop_last_key=True), "logits"),
+    "attention backward's scale off by 1 percent": ("attention_backward", after(
+        lambda call, a: np.multiply(a["dinp"][..., : a["C"]], np.float32(1.01), a["dinp"][..., : a["C"]])), "dqkvb"),
+    "dquery off by 2e-5": ("attention_backward", after(
+        lambda call, a: np.multiply(a["dinp"][..., : a["C"]], np.float32(1.00002), a["dinp"][..., : a["C"]])), "dqkvb"),
+    "dvalue of the last position lost": ("attention_backward", after(
+        lambda call, a: a["dinp"][:, -1, 2 * a["C"] :].fill(0.0)), "dqkvb"),
+    "D of attention's backward off by 1e-4": ("attention_backward", before(
+        lambda call, a: {"att": a["att"] * np.float32(1.0001)}), "dqkvb"),
+    "matmuls in TF32": ("matmul_forward", rounded_to(11), "logits"),
+    "matmuls in bfloat16": ("matmul_forward", rounded_to(8), "logits"),
+    "a matmul with 16 bits": ("matmul_forward", rounded_to(16), "logits"),
+    "a tile's last column lost": ("matmul_forward", zero_last("out"), "logits"),
+    "dweight of one layer twice": ("matmul_backward", scaled("dweight", 2.0, only=1), "dfcprojw"),
+    "dweight of the last row and column lost": ("matmul_backward", add_to("dweight", (-1, -1), 1e-3), "dfcprojw"),
+    "dinp off by 1e-5": ("matmul_backward", scaled("dinp", 1.00001), "dlnfb"),
+    "dbias misses its last row": ("matmul_backward", minus_last_row("dbias"), "dfcprojb"),
+    "dbias off by 1e-5": ("matmul_backward", after(
+        lambda call, a: a["dbias"] is not None and np.multiply(a["dbias"], np.float32(1.00001), a["dbias"])),
+        "dfcprojb"),
+    "dbias in bfloat16": ("matmul_backward", after(
+        lambda call, a: a["dbias"] is not None and np.copyto(a["dbias"], (a["dbias"].view(np.uint32) & 0xFFFF0000).view(
+            np.float32))), "dfcprojb"),
+    "residual skipped in one layer": ("residual_forward", before(skip_in_layer), "logits"),
+    "residual off by 1e-6": ("residual_forward", scaled("out", 1.000002), "logits"),
+    "position embedding one on": ("encoder_forward", before(
+        lambda call, a: {"wpe": np.roll(a["wpe"], -1, axis=0)}), "logits"),
+    "wpe's last position lost": ("encoder_backward", after(
+        lambda call, a: a["dwpe"][a["T"] - 1].fill(0.0)), "dwpe"),
+    "wpe beyond T written": ("encoder_backward", after(
+        lambda call, a: a["dwpe"][a["T"]].fill(1e-3)), "dwpe"),
+    "wte: one position of a token lost": ("encoder_backward", after(
+        lambda call, a: np.subtract(a["dwte"][a["inp"][0, 0]], a["dout"][0, 0], a["dwte"][a["inp"][0, 0]])), "dwte"),
+    "softmax of the logits without the last token": ("softmax_forward", after(
+        lambda call, a: np.divide(a["probs"], 1 - a["probs"][..., -1:], a["probs"])), "loss"),
+    "loss of the next target": ("crossentropy_forward", before(
+        lambda call, a: {"targets": np.roll(a["targets"], 1)}), "loss"),
+    "dlogits not less the one-hot in the last row": ("crossentropy_softmax_backward", after(
+        lambda call, a: np.add.at(a["dlogits"][-1, -1], a["targets"][-1, -1], a["dlosses"][-1, -1])), "dlnfb"),
+    "loss over B only": ("crossentropy_softmax_backward", scaled("dlogits", T), "dlnfb"),
+    "dlosses in bfloat16": ("crossentropy_softmax_backward", scaled("dlogits", 1.0 + 2.0**-9), "dlnfb"),
+}
+
+
+def first_wrong(capsys):
+    """The tensor that the verdict names first, or None."""
+    found = re.search(r"^first wrong: (\w+)", capsys.readouterr().out, re.MULTILINE)
+    return found and found[1]
+
+
+def test_no_fault_is_no_fault(capsys):
+    assert case()[3].judge(replay(make())) and judge_adamw(make(ADAMW_CHECK))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_layer_is_red(fault, monkeypatch, capsys):
+    name, plant, row = FAULTS[fault]
+    yardstick = case()[3]
+    capsys.readouterr()
+    monkeypatch.setattr(t, name, plant(getattr(t, name)))
+    assert not yardstick.judge(replay(make())) and first_wrong(capsys) == row
+
+
+ADAMW_FAULTS = {  # what is wrong: changes of adamw_update's arguments
+    "beta1 0.89": lambda a: {"beta1": 0.89},
+    "beta2 0.951": lambda a: {"beta2": 0.951},
+    "bias correction off by a step": lambda a: {"step": a["step"] + 1},
+    "eps inside the root": lambda a: {"eps": float(np.sqrt(a["eps"]))},
+    "eps 1e-7": lambda a: {"eps": 1e-7},
+    "decay on biases": lambda a: {"weight_decay": 0.1},
+    "no decay": lambda a: {"weight_decay": 0.0},
+    "no clipping": lambda a: {"grad_scale": 1.0},
+    "learning rate off by 1e-5": lambda a: {"learning_rate": a["learning_rate"] * 1.00001},
+}
+
+
+@pytest.mark.parametrize("fault", ADAMW_FAULTS)
+def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
+    monkeypatch.setattr(t, "adamw_update", before(lambda call, a: ADAMW_FAULTS[fault](a))(t.adamw_update))
+    assert not judge_adamw(make(ADAMW_CHECK)) and re.match("adamw [mvp] ", capsys.readouterr().out)
