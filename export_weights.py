@@ -520,6 +520,16 @@ def parse_arguments():
     return args
 
 
+@contextlib.contextmanager
+def torch_errors_as_lines():
+    """What PyTorch reports, as being out of memory or without a C++ compiler for --compile, is a line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(f"PyTorch: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
+
+
+@torch_errors_as_lines()
 def main():
     args = parse_arguments()
     if args.to_hf:
@@ -531,15 +541,12 @@ def main():
     x, y = first_batch(args.input, config.V, B, T)
     print(f"model {args.model}: {config.describe()}, PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
     encoding = vocabulary_of(config)
-    try:
-        if args.write_tensors:
-            model = write_files(args, config, params, label, x, y, encoding)
-        else:
-            model = run_benchmark(args, config, params, x, y)
-        if encoding:
-            print_sample(model, encoding)
-    except RuntimeError as error:  # out of memory, no C++ compiler for --compile
-        raise UserError(f"PyTorch: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
+    if args.write_tensors:
+        model = write_files(args, config, params, label, x, y, encoding)
+    else:
+        model = run_benchmark(args, config, params, x, y)
+    if encoding:
+        print_sample(model, encoding)
 
 
 if __name__ == "__main__":

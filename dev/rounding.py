@@ -56,7 +56,7 @@ class NoisyGPT2:
         self.operations = operations(self)
 
     def noise(self, x):
-        return torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        return torch.randn(x.shape, generator=self.generator)  # float32: twice as fast
 
     def rounded(self, x, u):
         """x, rounded element by element."""

@@ -218,7 +218,7 @@ def read_into(f, array):
         raise UserError(f"{f.name}: ended early: did another program write to it just now?")
 
 
-CHUNK = 1 << 22  # elements that file readers and writers hold at a time
+CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 
 
 def chunks(array):
