@@ -9,10 +9,10 @@ error of another implementation, which rounds as often, is a like number of the 
 its 2-norm is steady. PyTorch's own error would be a worse yardstick: it is one sample, and exact where PyTorch happens
 to be, as in a single row.
 
-An element-wise operation on x gives x (1 + u e), e normal with a standard deviation of 1/sqrt(3), as the roundings of
-numbers between two powers of 2 have. A sum of K products a b in chains of at most n, one after the other, gives an
-error with a standard deviation of u sqrt(min(K, n)/6 + 1) sqrt(sum of (a b)^2): the partial sums of a chain are
-rounded, and grow like a random walk.
+An element-wise operation on x gives x (1 + 0.42 u e), e normal: the error is even within half a unit in the last place,
+and numbers fall between powers of 2 as their logarithms do, evenly. A sum of K products a b in chains of at most n, one
+after the other, gives an error with a standard deviation of 0.42 u sqrt(min(K, n)/2 + 1) sqrt(sum of (a b)^2): the
+partial sums of a chain are rounded, and grow like a random walk.
 """
 
 import math
@@ -22,9 +22,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from export_weights import collect_gradients, to_reference
+from export_weights import adamw, collect_gradients, to_reference
 
 FLOAT32, TF32, BFLOAT16, FLOAT16 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11  # unit roundoff: half a unit in the last place
+
+
+RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))  # of a rounding error, as a part of the unit roundoff: 0.42
 
 
 class Roundoff(NamedTuple):
@@ -60,11 +63,11 @@ class NoisyGPT2:
 
     def rounded(self, x, u):
         """x, rounded element by element."""
-        return x * (1.0 + u / math.sqrt(3.0) * self.noise(x)) if u else x
+        return torch.mul(x, self.noise(x).mul_(RMS * u)).add_(x) if u else x
 
     def error(self, K):
         """The standard deviation of a sum of K terms, as a multiple of the root of the sum of their squares."""
-        return self.u.sums * math.sqrt(min(K, self.u.chain) / 6 + 1)
+        return RMS * self.u.sums * math.sqrt(min(K, self.u.chain) / 2 + 1)
 
     def column_sums(self, x):
         """The sums over all rows of x (..., C)."""
@@ -79,16 +82,44 @@ class NoisyGPT2:
     def product(self, a, b):
         """a @ b."""
         a, b = self.rounded(a, self.u.operands), self.rounded(b, self.u.operands)
-        error = self.error(a.shape[-1]) * ((a * a) @ (b * b)).sqrt()
-        return a @ b + error * self.noise(error)
+        error = ((a * a) @ (b * b)).sqrt_().mul_(self.error(a.shape[-1]))
+        return error.mul_(self.noise(error)).add_(a @ b)
 
-    def run(self, x, y):
-        """Token ids (B, T) -> {"logits", "loss", "dwte", ...}: float64 arrays."""
-        logits, loss = self.forward(torch.from_numpy(x).long(), torch.from_numpy(y).long())
-        loss.backward()
-        grads = collect_gradients(self.config, self.model, "float64")
-        rows = {f"d{name}": getattr(grads, name) for name in grads.table}
-        return {"logits": logits.detach().numpy(), "loss": np.array(loss.item()), **rows}
+    def run(self, x, y, settings, steps):
+        """Train on one batch of token ids (B, T), with AdamW. Returns {"logits", "dwte", ...} of the first step, and
+        "losses" (steps, B, T), that of each position before each step's update: float64 arrays."""
+        x, y = (torch.from_numpy(ids).long() for ids in (x, y))
+        master = [p.detach().clone() for p in self.model.parameters()] if self.u.tensors > FLOAT32 else None
+        optimizer, all_losses = adamw(self.model, settings), []
+        for step in range(steps):
+            with torch.set_grad_enabled(step == 0 or step < steps - 1):
+                logits, losses = self.forward(x, y)
+            all_losses.append(losses.detach().numpy())
+            if step == 0 or step < steps - 1:
+                optimizer.zero_grad()
+                losses.mean().backward()
+            if step == 0:
+                grads = collect_gradients(self.config, self.model, "float64")
+                rows = {"logits": logits.detach().numpy()}
+                rows |= {f"d{name}": getattr(grads, name) for name in grads.table}
+            if step < steps - 1:
+                self.update(optimizer, master)
+        return {**rows, "losses": np.array(all_losses)}
+
+    @torch.no_grad()
+    def update(self, optimizer, master):
+        """AdamW on the float32 weights: `master`, of which the model has a bfloat16 copy, or the model's own (None).
+
+        They are truly rounded: the first updates are all +-learning_rate, so that their errors are no random numbers."""
+        weights = list(self.model.parameters())
+        for weight, exact in zip(weights, master or ()):
+            weight.copy_(exact)
+        optimizer.step()
+        for weight in weights:
+            weight.copy_(weight.float())
+        for weight, exact in zip(weights, master or ()):
+            exact.copy_(weight)
+            weight.copy_(weight.bfloat16())
 
     def forward(self, x, y):
         (B, T), C, NH, op, model = x.shape, self.config.C, self.config.NH, self.operations, self.model
@@ -112,7 +143,7 @@ class NoisyGPT2:
         normed = op.layernorm(residual, model.ln_f.weight, model.ln_f.bias)
         logits = op.store(op.matmul(normed, model.wte.weight.T))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
-        return logits, op.single(op.single(-torch.log(probs)).mean())
+        return logits, op.single(-torch.log(probs)).view(B, T)
 
 
 class Operations(NamedTuple):
@@ -190,7 +221,7 @@ def operations(run):
         def forward(ctx, x):
             x = x - x.amax(-1, keepdim=True)
             exponent = x.masked_fill(~torch.isfinite(x), 0.0).abs()  # an error of u |x| in x is one of u |x| in exp(x)
-            e = torch.exp(x) * (1.0 + u.sums * (exponent / math.sqrt(3.0) + 1.0) * run.noise(x))
+            e = torch.exp(x) * (1.0 + u.sums * (RMS * exponent + 1.0) * run.noise(x))
             probs = run.rounded(e / run.row_sums(e), u.sums)
             ctx.save_for_backward(probs)
             return probs
