@@ -25,7 +25,7 @@ from tqdm import tqdm
 from llmc.checkpoint import Config, padded
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
-from test_gpt2 import ADAMW, ADAMW_CHECK, BACKENDS, Yardstick, judge_adamw, precision_of, replay, require
+from test_gpt2 import ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_adamw, precision_of, replay, require
 from train_gpt2 import parameter_table
 
 
@@ -52,9 +52,9 @@ def judge(backend, seed):
     config, params, x, y, std = draw(seed, 4 if backend == "numpy" else 16)
     if precision_of(backend) == "bf16":
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
-    yardstick = Yardstick(config, params, x, y, ADAMW, precision_of(backend))
+    yardstick = Yardstick(config, params, x, y, precision_of(backend))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        rows = replay(BACKENDS[backend](config, params, x, y, ADAMW))
+        rows = replay(BACKENDS[backend](config, params, x, y, SMOOTH))
         okay = yardstick.judge(rows)
         okay &= judge_adamw(BACKENDS[backend](config, params, x, y, ADAMW_CHECK))
     sizes = f"L{config.L} C{config.C} NH{config.NH} V{config.V} B{x.shape[0]} T{x.shape[1]} std {std:.3f}"

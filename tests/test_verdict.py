@@ -9,7 +9,7 @@ import pytest
 import train_gpt2 as t
 from llmc.checkpoint import Config
 from llmc.tensors import allocate
-from test_gpt2 import ADAMW, ADAMW_CHECK, NumpyRun, Yardstick, judge_adamw, replay
+from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_adamw, replay
 
 CONFIG = Config(maxT=24, V=61, L=3, NH=2, C=32, Vp=128)
 B, T = 3, 17
@@ -25,10 +25,10 @@ def case():
         tensor[...] = rng.normal(name.startswith("ln") and name.endswith("w"), 0.15, tensor.shape)
     params.wte[CONFIG.V :] = 0.0
     x, y = rng.integers(0, CONFIG.V, (2, B, T), dtype=np.int32)
-    return params, x, y, Yardstick(CONFIG, params, x, y, ADAMW, "numpy")
+    return params, x, y, Yardstick(CONFIG, params, x, y, "numpy")
 
 
-def make(settings=ADAMW):
+def make(settings=SMOOTH):
     params, x, y, _ = case()
     return NumpyRun(CONFIG, params, x, y, settings)
 
