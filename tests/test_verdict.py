@@ -1,30 +1,39 @@
-"""The verdict of test_gpt2.py: small faults, planted in the NumPy layers, are red, and the first red row says where."""
+"""The verdict of test_gpt2.py: small faults, planted in the NumPy layers and in the kernels, are red, and the first red
+row says where."""
 
 import functools
 import re
+import shutil
 
 import numpy as np
 import pytest
 
+import llmc.compiler
 import train_gpt2 as t
+from conftest import ROOT
 from llmc.checkpoint import Config
-from llmc.tensors import allocate
-from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_adamw, replay
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
+from test_gpt2 import ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_adamw, precision_of, replay
 
 CONFIG = Config(maxT=24, V=61, L=3, NH=2, C=32, Vp=128)
 B, T = 3, 17
 
 
-@functools.cache
-def case():
-    """(params, x, y, Yardstick) of a model whose layernorms, biases and scores are far from those of a new one."""
+def random_case(config, B, T):
+    """(params, x, y) of a model whose layernorms, biases and scores are far from those of a new one."""
     rng = np.random.default_rng(3)
-    params = allocate(t.parameter_table(CONFIG))
+    params = allocate(t.parameter_table(config))
     for name in params.table:
         tensor = getattr(params, name)
         tensor[...] = rng.normal(name.startswith("ln") and name.endswith("w"), 0.15, tensor.shape)
-    params.wte[CONFIG.V :] = 0.0
-    x, y = rng.integers(0, CONFIG.V, (2, B, T), dtype=np.int32)
+    params.wte[config.V :] = 0.0
+    return params, *rng.integers(0, config.V, (2, B, T), dtype=np.int32)
+
+
+@functools.cache
+def case():
+    """(params, x, y, Yardstick)."""
+    params, x, y = random_case(CONFIG, B, T)
     return params, x, y, Yardstick(CONFIG, params, x, y, "numpy")
 
 
@@ -235,3 +244,94 @@ ADAMW_FAULTS = {  # what is wrong: changes of adamw_update's arguments
 def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
     monkeypatch.setattr(t, "adamw_update", before(lambda call, a: ADAMW_FAULTS[fault](a))(t.adamw_update))
     assert not judge_adamw(make(ADAMW_CHECK)) and re.match("adamw [mvp] ", capsys.readouterr().out)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# in kernels
+
+GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
+
+KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
+    "gelu's cube 0.0447": ("cuda", "gelu.cuh", "CUBE = 0.044715f", "CUBE = 0.0447f", "logits"),
+    "layernorm's eps 1e-6": ("cuda", "layernorm.cu", "/ C + 1e-5f", "/ C + 1e-6f", "logits"),
+    "rstd in bfloat16": (
+        "cuda", "layernorm.cu", "rstd[row] = r;", "rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);",
+        "dlnfw"),
+    "layernorm backward without the mean of dn * n": (
+        "cuda", "layernorm.cu", " - (xp.x[k] - m) * r * mean_dn_n", "", "dfcprojb"),
+    "dweight of layernorm without a block's last row": (
+        "cuda", "layernorm.cu", "i < ROWS; i++) sum", "i < ROWS - 1; i++) sum", "dlnfb"),
+    "attention's scale off by 1 percent": (
+        "cuda", "attention.cu", "to_log2 = LOG2E * scale()", "to_log2 = 1.01f * LOG2E * scale()", "logits"),
+    "attention sees one key too many": (
+        "cuda", "attention.cu", "> row + j % 4 / 2 * 8) s[m]", "> row + 1 + j % 4 / 2 * 8) s[m]", "logits"),
+    "dquery without the last key": (
+        "cuda", "attention.cu", "start >= first && column > row", "start >= first && column >= row", "dqkvb"),
+    "dkey off by 1e-4": (
+        "cuda", "attention.cu", "dk[0], scale(), warp_row", "dk[0], 1.0001f * scale(), warp_row", "dqkvb"),
+    "dqkvb without a warp's rows": ("cuda", "attention.cu", " + sums[3][c];", ";", "dqkvb"),
+    "column sums without the last block's": ("cuda", "column_sums.cu", "r < job.rows;", "r < job.rows - 1;", "dlnfb"),
+    "position embedding one on": ("cuda", "encoder.cu", "int64(row % T) * C", "int64((row + 1) % T) * C", "logits"),
+    "wpe's last position lost": ("cuda", "encoder.cu", "if (t < T) add_rows", "if (t < T - 1) add_rows", "dwpe"),
+    "wte: one position of a token lost": (
+        "cuda", "encoder.cu", "begin, begin + length, row", "begin, begin + max(1, length - 1), row", "dwte"),
+    "softmax with a padded column": ("cuda", "classifier.cu", "v + k >= V) from_float", "v + k > V) from_float",
+                                     "losses"),
+    "the one-hot off by 1e-4": ("cuda", "classifier.cu", "-= dloss;", "-= 1.0001f * dloss;", "dlnfb"),
+    "a matmul without its last products": (
+        "cuda-kernels", "matmul.cu", "line < lines && k < K;", "line < lines && k < K - PACK;", "logits"),
+    "a tile's last columns lost": (
+        "cuda-kernels", "matmul.cu", "row < z.M && column < z.N) f", "row < z.M && column < z.N - 2) f", "logits"),
+    "a weight gradient added to the last step's": (
+        "cuda-kernels", "matmul.cu", "x[1] * scale, accumulate)", "x[1] * scale, 1)", "losses"),
+    "bfloat16: attention's scale off by 5 percent": (
+        "cuda-bf16", "attention_hopper_bf16.cu", "TO_LOG2 = LOG2E / 8.0f", "TO_LOG2 = LOG2E / 7.6f", "logits"),
+    "bfloat16: a matmul's bias lost in every second column": (
+        "cuda-bf16-kernels", "matmul_hopper_bf16.cu", "x[0] * scale + b.x", "x[0] * scale", "logits"),
+    "eps inside the root": (
+        "cuda", "update.cu", "(sqrtf(square.x[k]) + eps)", "sqrtf(square.x[k] + eps * eps)", "adamw"),
+    "decay on all weights": ("cuda", "update.cu", "while (i >= stops[s]) s++;", "", "adamw"),
+    "bias correction off by a step": (
+        "cuda", "update.cu", "pow(beta1, double(control->step))", "pow(beta1, double(control->step + 1))", "adamw"),
+    "beta1 0.89": ("cuda", "update.cu", "+= one_minus_beta1", "+= 1.1f * one_minus_beta1", "adamw"),
+}
+
+
+@functools.cache
+def gpu_case(precision):
+    params, x, y = random_case(GPU_CONFIG, 3, 70)
+    if precision == "bf16":
+        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
+    return params, x, y, Yardstick(GPU_CONFIG, params, x, y, precision)
+
+
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_the_text_of_a_kernel_fault_is_there(fault):
+    _, file, right, _, _ = KERNEL_FAULTS[fault]
+    assert (ROOT / "kernels" / file).read_text().count(right) == 1
+
+
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
+    backend, file, right, wrong, row = KERNEL_FAULTS[fault]
+    if "hopper" in file and gpu.arch != "sm_90a":
+        pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    path = tmp_path / "kernels" / file
+    path.write_text(path.read_text().replace(right, wrong))
+    monkeypatch.setattr(llmc.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
+    params, x, y, yardstick = gpu_case(precision_of(backend))
+    capsys.readouterr()
+    if row == "adamw":
+        assert not judge_adamw(BACKENDS[backend](GPU_CONFIG, params, x, y, ADAMW_CHECK))
+    else:
+        assert not yardstick.judge(replay(BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)))
+        assert first_wrong(capsys) == row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend, precision", (("cuda-tf32", "float32"), ("cuda-bf16", "tf32")))
+def test_less_precision_than_asked_for_is_red(backend, precision, capsys):
+    params, x, y, yardstick = gpu_case(precision)
+    assert not yardstick.judge(replay(BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)))
+    assert first_wrong(capsys) == "logits"
