@@ -4,6 +4,7 @@ that is right must never be red.
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000
+    python dev/verdict.py --d12 -n 10              # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
 
 A line a draw: its sizes, the standard deviation of its weights, and the largest error as a part of what is allowed, with
 its tensor; at the end, how these are distributed. The exit status is 1 when a draw is red; its rows are then printed.
@@ -22,6 +23,7 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 from tqdm import tqdm
 
+from export_weights import VOCABULARIES, random_model
 from llmc.checkpoint import Config, padded
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
@@ -46,10 +48,15 @@ def draw(seed, HS_multiple=4):
     return config, params, *rng.integers(0, V, (2, B, T), dtype=np.int32), std
 
 
-def judge(backend, seed):
+def draw_d12(seed):
+    """The same of GPT-2 124M as training begins, B=4, T=64."""
+    config, params = random_model(12, VOCABULARIES["gpt2"], seed)
+    return config, params, *np.random.default_rng(seed).integers(0, config.V, (2, 4, 64), dtype=np.int32), 0.02
+
+
+def judge(backend, config, params, x, y, std):
     """(sizes as text, largest error as a part of what is allowed, its tensor, what the ladder printed, whether it is
     green)."""
-    config, params, x, y, std = draw(seed, 4 if backend == "numpy" else 16)
     if precision_of(backend) == "bf16":
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
     yardstick = Yardstick(config, params, x, y, precision_of(backend))
@@ -65,6 +72,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
     parser.add_argument("-n", type=int, default=200, help="draws")
+    parser.add_argument("--d12", action="store_true", help="draw only weights and tokens, of GPT-2 124M")
     parser.add_argument("--seed", type=int, default=0, help="of the first draw; each has the next one")
     args = parser.parse_args()
     if args.n < 1 or args.seed < 0:
@@ -72,7 +80,8 @@ def main():
     require(args.backend)
     parts, red = [], 0
     for seed in tqdm(range(args.seed, args.seed + args.n), desc=args.backend, disable=None):
-        sizes, part, name, printed, okay = judge(args.backend, seed)
+        drawn = draw_d12(seed) if args.d12 else draw(seed, 4 if args.backend == "numpy" else 16)
+        sizes, part, name, printed, okay = judge(args.backend, *drawn)
         parts.append(part)
         red += not okay
         print(f"seed {seed}: {sizes}: {part:.2f} of what is allowed, in {name}  {'ok' if okay else 'FAIL'}")

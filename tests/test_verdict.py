@@ -252,7 +252,7 @@ def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
 GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
 
 KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
-    "gelu's cube 0.0447": ("cuda", "gelu.cuh", "CUBE = 0.044715f", "CUBE = 0.0447f", "logits"),
+    "gelu's cube 0.0447": ("cuda", "gelu.cuh", "CUBE = 0.044715f", "CUBE = 0.0447f", "dlnfb"),
     "layernorm's eps 1e-6": ("cuda", "layernorm.cu", "/ C + 1e-5f", "/ C + 1e-6f", "logits"),
     "rstd in bfloat16": (
         "cuda", "layernorm.cu", "rstd[row] = r;", "rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);",
@@ -267,8 +267,8 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
         "cuda", "attention.cu", "> row + j % 4 / 2 * 8) s[m]", "> row + 1 + j % 4 / 2 * 8) s[m]", "logits"),
     "dquery without the last key": (
         "cuda", "attention.cu", "start >= first && column > row", "start >= first && column >= row", "dqkvb"),
-    "dkey off by 1e-4": (
-        "cuda", "attention.cu", "dk[0], scale(), warp_row", "dk[0], 1.0001f * scale(), warp_row", "dqkvb"),
+    "dkey off by 1e-4": (  # which a key's bias does not see: its gradient is 0
+        "cuda", "attention.cu", "dk[0], scale(), warp_row", "dk[0], 1.0001f * scale(), warp_row", "dqkvw"),
     "dqkvb without a warp's rows": ("cuda", "attention.cu", " + sums[3][c];", ";", "dqkvb"),
     "column sums without the last block's": ("cuda", "column_sums.cu", "r < job.rows;", "r < job.rows - 1;", "dlnfb"),
     "position embedding one on": ("cuda", "encoder.cu", "int64(row % T) * C", "int64((row + 1) % T) * C", "logits"),
@@ -283,9 +283,9 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "a tile's last columns lost": (
         "cuda-kernels", "matmul.cu", "row < z.M && column < z.N) f", "row < z.M && column < z.N - 2) f", "logits"),
     "a weight gradient added to the last step's": (
-        "cuda-kernels", "matmul.cu", "x[1] * scale, accumulate)", "x[1] * scale, 1)", "losses"),
+        "cuda-kernels", "matmul.cu", "x[1] * scale, accumulate)", "x[1] * scale, 1)", "dfcprojw"),
     "bfloat16: attention's scale off by 5 percent": (
-        "cuda-bf16", "attention_hopper_bf16.cu", "TO_LOG2 = LOG2E / 8.0f", "TO_LOG2 = LOG2E / 7.6f", "logits"),
+        "cuda-bf16", "attention_hopper_bf16.cu", "TO_LOG2 = LOG2E / 8.0f", "TO_LOG2 = LOG2E / 7.6f", "dlnfb"),
     "bfloat16: a matmul's bias lost in every second column": (
         "cuda-bf16-kernels", "matmul_hopper_bf16.cu", "x[0] * scale + b.x", "x[0] * scale", "logits"),
     "eps inside the root": (
