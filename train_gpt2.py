@@ -43,7 +43,7 @@ from llmc.logger import Log
 from llmc.sampler import Random, generate
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings, print_changed_settings
-from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_elements, views
+from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, table_elements, views
 from llmc.threads import BLOCK, parallel_blocks
 from llmc.tokenizer import load_tokenizer
 
@@ -115,6 +115,30 @@ def scratch_table(config, B, T):
         "dpreatt": Row((B, NH, T, T)),  # within attention_backward
         "datt": Row((B, NH, T, T)),  # within attention_backward
         "dlosses": Row((B, T)),  # 1 / (B*T * micro steps), written before the backward pass
+    }
+
+
+def cache_table(config, B, T):
+    """name -> Row for what text generation keeps: keys and values of B sequences of up to T positions."""
+    shape = config.L, B, config.NH, T, config.C // config.NH
+    return {"keys": Row(shape, stacked=True), "values": Row(shape, stacked=True)}
+
+
+def decode_table(config, B, T, context):
+    """name -> Row for a forward pass over T more positions, `context` with those before; all layers reuse the rows."""
+    C = config.C
+    return {
+        "residual": Row((B, T, C)),
+        "normed": Row((B, T, C)),
+        "mean": Row((B, T)),
+        "rstd": Row((B, T)),
+        "qkv": Row((B, T, 3 * C)),
+        "att": Row((B, config.NH, T, context)),
+        "atty": Row((B, T, C)),
+        "branch": Row((B, T, C)),
+        "fch": Row((B, T, 4 * C)),
+        "fch_gelu": Row((B, T, 4 * C)),
+        "logits": Row((B, config.V)),
     }
 
 
@@ -234,6 +258,25 @@ def attention_forward(out, preatt, att, inp, B, T, C, NH):
 def attention_block(B, T, HS):
     """Sequences for one thread: OpenBLAS takes all threads for a matmul of more than 64^3, and then can't be shared."""
     return 1 if T * T * HS <= 64**3 else B
+
+
+def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
+    """Causal attention of T more positions, from `position` on: out (B,T,C) =; att (B,NH,T,position+T) =, as above.
+
+    keys, values (B,NH,maxT,HS) hold those of the positions before; inp (B,T,3C) brings the next ones, which are written
+    to them.
+    """
+    HS, context = C // NH, position + T
+    query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))
+    keys[:, :, position:context], values[:, :, position:context] = key, value
+    np.matmul(query, np.swapaxes(keys[:, :, :context], 2, 3), out=att)
+    att *= np.float32(1.0 / math.sqrt(HS))
+    if T > 1:
+        att += np.triu(np.full((T, context), -np.inf, np.float32), 1 + position)
+    att -= np.maximum.reduce(att, axis=-1, keepdims=True)
+    np.exp(att, out=att)
+    att *= np.float32(1.0) / np.add.reduce(att, axis=-1, keepdims=True)
+    np.matmul(att, values[:, :, :context], out=np.swapaxes(out.reshape(B, T, NH, HS), 1, 2))
 
 
 def attention_backward(dinp, dpreatt, datt, dout, inp, att, B, T, C, NH):
@@ -458,15 +501,6 @@ class GPT2:
         self.targets = targets
         return float(np.mean(acts.losses, dtype=np.float64))
 
-    def next_token_probs(self, tokens):
-        """tokens (T,) -> the distribution (V,) of the token that follows; costs one forward pass of length T."""
-        T, C, V = tokens.size, self.config.C, self.config.V
-        acts = self.trunk(tokens.reshape(1, T))
-        logits, probs = acts.logits[:, -1:], acts.probs[:, -1:]
-        matmul_forward(logits, acts.lnf[:, -1:], self.params.wte[:V], None, 1, 1, C, V)
-        softmax_forward(probs, logits, 1, 1, V)
-        return probs[0, 0]
-
     def backward(self, micro_step=0, micro_steps=1):
         """Gradients of the last forward pass's loss / micro_steps: self.grads = in the first micro step, += later."""
         grads = self.grads if micro_step == 0 else self.micro_grads
@@ -513,6 +547,54 @@ class GPT2:
         for start, stop, decay in decay_spans(self.params.table, settings.weight_decay, settings.decay == "all"):
             adamw_update(*(array[start:stop] for array in arrays), learning_rate, settings.beta1, settings.beta2,
                          settings.eps, decay, grad_scale, step, stop - start)
+
+
+class Decoder:
+    """GPT-2 for text: the forward pass over a few more positions of B sequences, of which keys and values are kept."""
+
+    def __init__(self, config, params, B, T):
+        """Make room for B sequences of at most T positions."""
+        self.config, self.params, self.T = config, params, T
+        self.cache = allocate(cache_table(config, B, T))
+        tables = (decode_table(config, rows, self.chunk(rows), T) for rows in (1, B))
+        self.buffer = np.zeros(max(map(table_bytes, tables)), np.uint8)
+
+    def chunk(self, B):
+        """Positions of a forward pass: longer prompts take several."""
+        return max(1, min(256, self.T) // B)
+
+    def logits(self, tokens, position):
+        """tokens (B, T) at the positions from `position` on -> logits (B, V) of the token that follows them."""
+        B, T = tokens.shape
+        for begin in range(0, T, self.chunk(B)):
+            logits = self.forward(tokens[:, begin : begin + self.chunk(B)], position + begin)
+        return logits
+
+    def forward(self, tokens, position):
+        (B, T), C, NH, V, params = tokens.shape, self.config.C, self.config.NH, self.config.V, self.params
+        acts, N = views(decode_table(self.config, B, T, position + T), self.buffer), B * T * C
+        residual, normed, branch, statistics = acts.residual, acts.normed, acts.branch, (acts.mean, acts.rstd)
+        encoder_forward(residual, tokens, params.wte, params.wpe[position:], B, T, C)
+        for l in range(self.config.L):
+            p, keys, values = layer(params, l), self.cache.keys[l, :B], self.cache.values[l, :B]
+            layernorm_forward(normed, *statistics, residual, p.ln1w, p.ln1b, B, T, C)
+            matmul_forward(acts.qkv, normed, p.qkvw, p.qkvb, B, T, C, 3 * C)
+            attention_decode(acts.atty, acts.att, keys, values, acts.qkv, position, B, T, C, NH)
+            matmul_forward(branch, acts.atty, p.attprojw, p.attprojb, B, T, C, C)
+            residual_forward(residual, residual, branch, N)
+            layernorm_forward(normed, *statistics, residual, p.ln2w, p.ln2b, B, T, C)
+            matmul_forward(acts.fch, normed, p.fcw, p.fcb, B, T, C, 4 * C)
+            gelu_forward(acts.fch_gelu, acts.fch, 4 * N)
+            matmul_forward(branch, acts.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+            residual_forward(residual, residual, branch, N)
+        layernorm_forward(normed, *statistics, residual, params.lnfw, params.lnfb, B, T, C)
+        matmul_forward(acts.logits, normed[:, -1].copy(), params.wte[:V], None, B, 1, C, V)
+        return acts.logits
+
+    def share_first(self, B):
+        """Sequences 1 to B - 1 go on from what the first has seen."""
+        for tensor in (self.cache.keys, self.cache.values):
+            tensor[:, 1:B] = tensor[:, :1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -595,6 +677,7 @@ def run(settings):
 def train(model, settings, train_loader, val_loader, tokenizer, random, first_step):
     """The training loop; returns the exit status. A step is: validate, sample, update, save."""
     config, directory = model.config, settings.output_dir
+    decoder = Decoder(config, model.params, 1, settings.T) if settings.sample_every else None
     log = Log(settings, first_step)
     interruption = Interruption()
 
@@ -615,8 +698,8 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
                 print(f"val loss {loss:f}")
                 log.validation(step, loss)
             if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
-                generate(interruption.watched(model.next_token_probs), random, tokenizer, config.V,
-                         settings.sample_tokens, settings.T)
+                generate(interruption.watched(decoder.logits), random, tokenizer, config.V, settings.sample_tokens,
+                         settings.T)
         except Interrupted:  # the resumed run validates and samples at this step again
             random.state = before
             if directory and step > first_step and newest_checkpoint(directory) != step:

@@ -51,7 +51,7 @@ from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
 from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, views
 from llmc.tokenizer import load_tokenizer
-from train_gpt2 import parameter_table, softmax_forward, validate
+from train_gpt2 import parameter_table, validate
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
@@ -690,6 +690,7 @@ class Trainer:
         self.reports = pinned_array(16).view(np.float32).reshape(2, 2)  # loss, norm
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
+        self.sample = np.zeros(T, np.int32)  # the positions of decode
 
     # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
 
@@ -796,19 +797,16 @@ class Trainer:
             self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
             return float(self.loss.get()[0])
 
-    def next_token_probs(self, tokens):
-        """tokens (T,) -> the distribution (V,) of the token that follows; one forward pass over T, rounded up to a
-        multiple of 64 so that few different shapes occur: what follows a position does not change it."""
-        V, count = self.config.V, tokens.size
-        T = min(blocks(count, 64) * 64, self.settings.T)
-        padded = np.zeros(T, np.int32)
-        padded[:count] = tokens
+    def decode(self, tokens, position):
+        """tokens (1, T) at the positions from `position` on -> logits (1, V) of the token that follows. One forward pass
+        over all positions so far, rounded up to a multiple of 64 so that few different shapes occur: what follows a
+        position does not change it."""
+        V, context = self.config.V, position + tokens.size
+        self.sample[position:context] = tokens[0]
+        T = min(blocks(context, 64) * 64, self.settings.T)
         with self.device.stream:
-            inputs = copy_to_gpu(self.batch.inputs.reshape(-1)[:T], padded)
-            logits = to_float32(self.model.next_token_logits(self.model.activations(1, T), inputs, count - 1)[:V])
-        probs = np.empty(V, np.float32)
-        softmax_forward(probs, logits, 1, 1, V)
-        return probs
+            inputs = copy_to_gpu(self.batch.inputs.reshape(-1)[:T], self.sample[:T])
+            return to_float32(self.model.next_token_logits(self.model.activations(1, T), inputs, context - 1)[:V])[None]
 
     # -- state: between the GPU and the host's checkpoints
 
@@ -1101,8 +1099,7 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
                 print(f"val loss {loss:f}")
                 log.validation(step, loss)
             if sample:
-                generate(interruption.watched(trainer.next_token_probs), random, tokenizer, V, settings.sample_tokens,
-                         settings.T)
+                generate(interruption.watched(trainer.decode), random, tokenizer, V, settings.sample_tokens, settings.T)
         except Interrupted:  # the resumed run validates and samples at this step again
             random.state = before
             if directory and step > first_step and newest_checkpoint(directory) != step:

@@ -1,6 +1,7 @@
 """Sampling: llm.c's random numbers, and text from a model."""
 
 import sys
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,21 +25,69 @@ class Random:
         return (self.u32() >> 8) / 16777216.0
 
 
+def softmax(logits):
+    """Probabilities (..., V), float32, of logits (..., V)."""
+    probs = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
+    probs *= np.float32(1.0) / np.add.reduce(probs, axis=-1, keepdims=True)
+    return probs
+
+
 def sample_multinomial(probs, coin):
     """The first id whose running sum of probs (V,) exceeds coin; the last id when rounding leaves none."""
     return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
 
 
-def generate(next_token_probs, random, tokenizer, V, length, T):
+class Choice(NamedTuple):
+    """How the next token is drawn."""
+
+    temperature: float = 1.0  # divides the logits; 0: the likeliest token
+    top_k: int = 0  # only among so many of the likeliest (0: all)
+    top_p: float = 1.0  # only among the likeliest, as few as have this probability together (nucleus sampling,
+    # Holtzman et al. 2019, https://arxiv.org/abs/1904.09751)
+
+    def draw(self, logits, coin):
+        """The id drawn from logits (V,) float32 with a coin in [0, 1). Of equally likely tokens, the lower id counts as
+        the likelier."""
+        if self.temperature == 0.0:
+            return int(np.argmax(logits))
+        probs = softmax(logits / np.float32(self.temperature) if self.temperature != 1.0 else logits)
+        if not self.top_k and self.top_p == 1.0:
+            return sample_multinomial(probs, coin)
+        ids = np.argsort(-probs, kind="stable")[: self.top_k or None]
+        sums = np.cumsum(probs[ids])
+        count = 1 + int(np.searchsorted(sums, np.float32(self.top_p) * sums[-1], side="left"))
+        sums = sums[:count]
+        return int(ids[min(int(np.searchsorted(sums, np.float32(coin) * sums[-1], side="right")), len(sums) - 1)])
+
+
+class Context:
+    """Feeds a decoder what it has not seen. Beyond T positions, the window moves on by half of itself."""
+
+    def __init__(self, decode, T):
+        """decode: tokens (B, t) at positions from `position` on, position -> logits (B, V) of the next token."""
+        self.decode, self.T, self.begin, self.seen = decode, T, 0, 0
+
+    def logits(self, tokens):
+        """All tokens (B, t) int32 so far -> logits (B, V) of the next one."""
+        t = tokens.shape[1]
+        if t - self.begin > self.T:
+            self.begin = self.seen = t - max(1, self.T // 2)
+        logits = self.decode(tokens[:, self.seen :], self.seen - self.begin)
+        self.seen = t
+        return logits
+
+
+def generate(decode, random, tokenizer, V, length, T):
     """Print `length` - 1 sampled tokens after an end-of-text token, each as soon as it is known.
 
-    next_token_probs: tokens (t,) int32 -> (V,) float32, called with the last T tokens. tokenizer: None prints ids.
+    decode: see Context. tokenizer: None prints ids.
     """
     print("generating:\n---", flush=True)
-    tokens = np.full(length, tokenizer.eot if tokenizer else V - 1, np.int32)  # both vocabularies end with end of text
+    tokens = np.full((1, length), tokenizer.eot if tokenizer else V - 1, np.int32)  # both vocabularies end with it
+    context, choice = Context(decode, T), Choice()
     for t in range(1, length):
-        tokens[t] = sample_multinomial(next_token_probs(tokens[max(0, t - T) : t]), random.f32())
-        text = tokenizer.printable(tokens[t]) if tokenizer else b"%d " % tokens[t]
+        tokens[0, t] = choice.draw(context.logits(tokens[:, :t])[0], random.f32())
+        text = tokenizer.printable(tokens[0, t]) if tokenizer else b"%d " % tokens[0, t]
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
     print("\n---", flush=True)

@@ -255,9 +255,41 @@ def test_float32_stays_float32(small_model):
         model.forward(x, y)
         model.backward()
         model.update(settings, 1e-3, 1, grad_scale=0.5)
-    assert model.next_token_probs(x[0]).dtype == np.float32
+        logits = t.Decoder(SMALL, model.params, 2, 8).logits(x, 0)
+    assert logits.dtype == np.float32
     with pytest.raises(AssertionError, match="float64"):
         model.params.wte * np.float64(2.0)
+
+
+@pytest.mark.parametrize("parts", ((1,) * 12, (12,), (5, 1, 6), (3, 9)))
+@pytest.mark.parametrize("chunk", (256, 2))
+def test_the_decoder_agrees_with_the_forward_pass(monkeypatch, parts, chunk):
+    """Whatever the parts in which it sees the positions, and the chunks in which it computes them."""
+    B, T, rng = 3, sum(parts), np.random.default_rng(1)
+    params, tokens = random_params(SMALL), rng.integers(0, SMALL.V, (B, T), dtype=np.int32)
+    model = t.GPT2(SMALL, params)
+    model.allocate_activations(B, T)
+    model.forward(tokens, tokens)
+    monkeypatch.setattr(t.Decoder, "chunk", lambda self, B: chunk)
+    decoder, position = t.Decoder(SMALL, params, B + 1, 16), 0
+    decoder.buffer.view(np.float32).fill(np.nan)
+    decoder.cache.keys.fill(np.nan)
+    decoder.cache.values.fill(np.nan)
+    for part in parts:
+        logits = decoder.logits(tokens[:, position : position + part], position)
+        position += part
+        np.testing.assert_allclose(logits, model.acts.logits[:, position - 1], rtol=0, atol=1e-4)
+
+
+def test_sequences_go_on_from_the_first():
+    decoder, tokens = t.Decoder(SMALL, random_params(SMALL), 3, 8), np.array([[5, 6, 7]], np.int32)
+    decoder.logits(tokens, 0)
+    decoder.share_first(3)
+    next_tokens = np.array([[1], [2], [1]], np.int32)
+    logits = decoder.logits(next_tokens, 3).copy()
+    for row, token in zip(logits, next_tokens):
+        alone = decoder.logits(np.append(tokens, token[None], axis=1), 0)[0]
+        np.testing.assert_allclose(row, alone, rtol=0, atol=1e-4)
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):

@@ -86,10 +86,12 @@ def test_a_sample_may_be_longer_than_the_context(workplace, train):
     got = [int(word) for word in output.split("---")[1].split()]
     model = GPT2(SMALL, random_params(SMALL))
     model.allocate_activations(1, 5)
-    tokens, stream = [256], Random()
-    for _ in range(39):
-        probs = model.next_token_probs(np.array(tokens[-5:], np.int32))
-        tokens.append(sample_multinomial(probs, stream.f32()))
+    tokens, begin, stream = [256], 0, Random()
+    for t in range(1, 40):
+        begin = t - 2 if t - begin > 5 else begin  # the window moves on by half
+        context = np.array([tokens[begin:]], np.int32)
+        model.forward(context, context)
+        tokens.append(sample_multinomial(model.acts.probs[0, -1], stream.f32()))
     assert got == tokens[1:]
 
 

@@ -389,7 +389,7 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
         trainer.end_step(number)
         if step % 5 == 4:
             trainer.forward(*rng.integers(0, config.V, (2, 2, 24), dtype=np.int32))
-            trainer.next_token_probs(rng.integers(0, config.V, 1 + step % 2, dtype=np.int32))
+            trainer.decode(rng.integers(0, config.V, (1, 1 + step % 2), dtype=np.int32), 0)
             trainer.to_host(trainer.m)
         used.append((cp.cuda.runtime.memGetInfo()[0], cp.get_default_memory_pool().used_bytes()))
     assert len({pool for _, pool in used[1:]}) == 1
