@@ -1,0 +1,264 @@
+"""
+Text from a model: GPT-2 goes on where a prompt ends.
+
+    python generate.py runs/mine                      # the newest model there; or a .bin file, or a Hugging Face folder
+    python generate.py gpt2_124M.bin --prompt "First Citizen:" --tokens 200 --samples 3 --top_k 50
+    echo "Once upon a time" | python generate.py gpt2_124M.bin --prompt -
+    python generate.py runs/mine --interactive        # a prompt a line
+
+It prints each token as soon as it is known, of several samples one after the other. Without a prompt, a text begins: the
+model continues the end-of-text token, and without flags draws as the trainer does. Keys and values of earlier positions
+are kept; beyond the model's longest sequence, the window moves on by half of itself.
+"""
+
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
+import argparse
+import codecs
+import itertools
+import json
+import math
+import os
+import sys
+
+import numpy as np
+
+from llmc.checkpoint import checkpoint_paths, newest_checkpoint, read_model
+from llmc.errors import UserError, run_main
+from llmc.sampler import Choice, Context, Random
+from llmc.tokenizer import Tokenizer, load_tokenizer
+from prepro import load_encoding
+from train_gpt2 import Decoder, parameter_table
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model and prompt
+
+
+def load_model(path):
+    """(config, params) of a run's directory, a .bin file or a Hugging Face folder."""
+    if os.path.exists(os.path.join(path, "config.json")):
+        from export_weights import read_hf_folder  # here: it needs PyTorch
+
+        return read_hf_folder(path)
+    return read_model(model_file(path), parameter_table)
+
+
+def model_file(path):
+    """The newest model of a run's directory; else `path` itself."""
+    if not os.path.isdir(path):
+        return path
+    step = newest_checkpoint(path)
+    if step is None:
+        raise UserError(f"{path}: holds no checkpoint and no config.json: expected the directory of a run (train with"
+                        " -o DIR), a Hugging Face folder or a .bin file")
+    return checkpoint_paths(path, step)[0]
+
+
+def load_vocabulary(model, V, path=None):
+    """The Tokenizer of a model with V tokens: of the file `path`; else of tokenizer.bin beside the model; else, by V,
+    GPT-2's or bytes; else None."""
+    beside = os.path.join(model if os.path.isdir(model) else os.path.dirname(model), "tokenizer.bin")
+    if path is not None or os.path.exists(beside):
+        return load_tokenizer(path or beside, V)
+    if V in KNOWN:
+        try:
+            encoding = load_encoding(KNOWN[V])
+            return Tokenizer([encoding.decode_single_token_bytes(id) for id in range(V)], encoding.eot_token)
+        except UserError as error:
+            print(f"warning: {error}", file=sys.stderr)
+    print(f"warning: {beside}: no such file: tokens are printed as ids; name one with --tokenizer FILE", file=sys.stderr)
+    return None
+
+
+KNOWN = {50257: "gpt2", 257: "bytes"}
+
+
+def encode(text, tokenizer):
+    """The ids of a text: by tiktoken in GPT-2's vocabulary, else letter by letter, or a letter's bytes."""
+    if len(tokenizer.tokens) == 50257:
+        ids = load_encoding("gpt2").encode_ordinary(text)
+        if b"".join(tokenizer.tokens[id] for id in ids) != text.encode():
+            raise UserError("--prompt: the tokenizer file is not GPT-2's vocabulary: pass --prompt_ids")
+        return ids
+    known = {token: id for id, token in enumerate(tokenizer.tokens)}
+    ids = []
+    for letter in text:
+        pieces = [letter.encode()] if letter.encode() in known else [bytes([byte]) for byte in letter.encode()]
+        if not all(piece in known for piece in pieces):
+            raise UserError(f"--prompt: the letter {letter!r} is not in the model's vocabulary, which has"
+                            f" {len(tokenizer.tokens)} tokens")
+        ids += [known[piece] for piece in pieces]
+    return ids
+
+
+def prompt_ids(prompt, tokenizer, V):
+    """The ids (1, T) int32 of a prompt: a text, or a list of ids."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UserError("--prompt: no tokenizer file says what its letters are: name one with --tokenizer FILE, or"
+                            " pass --prompt_ids")
+        prompt = encode(prompt, tokenizer)
+        if not prompt:
+            raise UserError("--prompt: is empty, expected a text; leave the flag out to begin one")
+    wrong = next((id for id in prompt if not 0 <= id < V), None)
+    if wrong is not None:
+        raise UserError(f"--prompt_ids: {wrong}, expected ids from 0 to {V - 1}")
+    return np.array([prompt], np.int32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text
+
+
+def streams(seed, samples):
+    """A Random for each sample; the first one is the trainer's, from the same seed."""
+    odd = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: consecutive multiples are far from each other
+    return [Random((seed + i * odd) % 2**64 or odd) for i in range(samples)]
+
+
+def sample(decoder, prompt, count, randoms, choice, stop):
+    """Draw `count` tokens after prompt (1, T) in a sequence for each of `randoms`. Yields, for each position, the ids
+    (B,) int32 and their log-probabilities (B,) under the model, until all sequences have had the token `stop` (None:
+    never)."""
+    B, T = len(randoms), prompt.shape[1]
+    tokens = np.empty((B, T + count), np.int32)
+    tokens[:, :T] = prompt
+    context, ended = Context(decoder.logits, decoder.T), np.zeros(B, bool)
+    logits = np.repeat(context.logits(tokens[:1, :T]), B, axis=0)
+    decoder.share_first(B)
+    for t in range(T, T + count):
+        if t > T:
+            logits = context.logits(tokens[:, :t])
+        tokens[:, t] = [choice.draw(row, random.f32()) for row, random in zip(logits, randoms)]
+        ended |= tokens[:, t] == stop
+        yield tokens[:, t], log_probabilities(logits, tokens[:, t])
+        if ended.all():
+            return
+
+
+def log_probabilities(logits, ids):
+    """Those of ids (B,) in logits (B, V): float64 (B,)."""
+    x = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return x[np.arange(len(ids)), ids] - np.log(np.exp(x).sum(-1))
+
+
+def until(stop, ids):
+    """ids up to and with the first `stop`."""
+    for id in ids:
+        yield id
+        if id == stop:
+            return
+
+
+class Writer:
+    """Prints ids as text, or as numbers when there is no tokenizer. Bytes of a letter wait for the others."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def text(self, id):
+        if self.tokenizer is None:
+            return f"{id} "
+        return "" if id == self.tokenizer.eot else self.decoder.decode(self.tokenizer.tokens[id])
+
+    def write(self, ids):
+        """Print each of the ids as it comes, and return them."""
+        written = []
+        for id in ids:
+            written.append(id)
+            print(self.text(id), end="", flush=True)
+        print(self.decoder.decode(b"", final=True), flush=True)
+        return written
+
+
+def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
+    """Print samples that go on after one prompt, a text, a list of ids or None."""
+    eot = tokenizer.eot if tokenizer else V - 1
+    ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
+    if ids.shape[1] + args.tokens > decoder.T:
+        print(f"note: {ids.shape[1] + args.tokens} tokens, the model sees {decoder.T} at a time: from there on, the last"
+              f" {decoder.T // 2} and what follows", file=sys.stderr)
+    stop = None if args.ignore_eot else eot
+    steps = sample(decoder, ids, args.tokens, randoms, Choice(args.temperature, args.top_k, args.top_p), stop)
+    shown = [] if prompt is None else ids[0].tolist()
+    if args.json:
+        return print_json(list(steps), shown, tokenizer, stop)
+    if args.samples == 1:
+        Writer(tokenizer).write(itertools.chain(shown, until(stop, (int(new[0]) for new, _ in steps))))
+        return
+    columns = np.array([new for new, _ in steps]).T.tolist()
+    for i, column in enumerate(columns):
+        print("---" * (i > 0), end="\n" * (i > 0))
+        Writer(tokenizer).write(itertools.chain(shown, until(stop, column)))
+
+
+def print_json(steps, shown, tokenizer, stop):
+    """A line a sample: the prompt's ids, the ids drawn, their text, and the log-probability of each under the model."""
+    for b in range(len(steps[0][0])):
+        ids = list(until(stop, (int(new[b]) for new, _ in steps)))
+        logprobs = [float(of_step[b]) for _, of_step in steps[: len(ids)]]
+        text = None
+        if tokenizer:
+            text = b"".join(tokenizer.tokens[id] for id in ids if id != tokenizer.eot).decode(errors="replace")
+        print(json.dumps({"prompt_ids": shown, "ids": ids, "text": text, "logprobs": logprobs}))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# main
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--prompt", help="the text to go on from; -: what standard input has", default=argparse.SUPPRESS)
+    group.add_argument("--prompt_ids", type=int, nargs="+", metavar="ID", help="the same as token ids",
+                       default=argparse.SUPPRESS)
+    group.add_argument("--interactive", action="store_true", help="a prompt from each line of standard input")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of a sample, at most")
+    parser.add_argument("--samples", type=int, default=1, help="how many")
+    parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits; 0: the likeliest token")
+    parser.add_argument("--top_k", type=int, default=0, help="draw among so many of the likeliest (0: all)")
+    parser.add_argument("--top_p", type=float, default=1.0,
+                        help="draw among the likeliest, as few as have this probability together")
+    parser.add_argument("--seed", type=int, default=1337, help="the same seed, the same text")
+    parser.add_argument("--ignore_eot", action="store_true", help="do not stop at end of text")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each sample")
+    parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
+                        help="tokenizer file (default: the one beside the model)")
+    args = parser.parse_args()
+    for name, okay, expected in (
+        ("tokens", args.tokens >= 1, "at least 1"),
+        ("samples", args.samples >= 1, "at least 1"),
+        ("temperature", 0 <= args.temperature < math.inf, "0 or more, and finite"),
+        ("top_k", args.top_k >= 0, "0 or more"),
+        ("top_p", 0 < args.top_p <= 1, "more than 0, and at most 1"),
+        ("seed", 1 <= args.seed < 2**64, "1 to 2^64 - 1"),
+    ):
+        if not okay:
+            raise UserError(f"--{name} {getattr(args, name)}: expected {expected}")
+    return args
+
+
+def main():
+    args = parse_arguments()
+    config, params = load_model(args.model)
+    tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
+    decoder = Decoder(config, params, args.samples, config.maxT)
+    randoms = streams(args.seed, args.samples)
+    if args.interactive:
+        print("> ", end="", file=sys.stderr, flush=True)
+        for line in sys.stdin:
+            if line.strip():
+                run_prompt(decoder, line.rstrip("\n"), tokenizer, args, randoms, config.V)
+            print("> ", end="", file=sys.stderr, flush=True)
+        return
+    prompt = getattr(args, "prompt", getattr(args, "prompt_ids", None))
+    if prompt == "-":
+        prompt = sys.stdin.read().removesuffix("\n")
+    run_prompt(decoder, prompt, tokenizer, args, randoms, config.V)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,230 @@
+"""generate.py: prompts, sampling, the window, JSON, errors; the tokens of the trainer and of transformers."""
+
+import io
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import export_weights
+import generate
+import train_gpt2
+from conftest import SMALL, assert_one_line_error, random_params, run_program
+from llmc.checkpoint import checkpoint_paths, write_model
+from llmc.sampler import Choice, Random
+from llmc.tokenizer import write_tokenizer
+
+MODEL = "gpt2_124M.bin"
+
+
+@pytest.fixture
+def text_of(workplace, run_here):
+    """text_of(flag, ...): what generate.py prints about the small model."""
+    return lambda *flags, **options: run_here(generate, MODEL, *flags, **options).stdout
+
+
+@pytest.fixture
+def samples_of(text_of):
+    """The same as JSON, a dict a sample."""
+    return lambda *flags: [json.loads(line) for line in text_of(*flags, "--json").splitlines()]
+
+
+def draw_slowly(prompt, count, choice=Choice(), random=None):
+    """The ids that follow a prompt, each from a forward pass over all before; beyond maxT over a window that moves on by
+    half."""
+    model, random = train_gpt2.GPT2(SMALL, random_params(SMALL)), random or Random()
+    model.allocate_activations(1, SMALL.maxT)
+    tokens, begin = list(prompt), 0
+    for _ in range(count):
+        begin = len(tokens) - SMALL.maxT // 2 if len(tokens) - begin > SMALL.maxT else begin
+        context = np.array([tokens[begin:]], np.int32)
+        model.forward(context, context)
+        tokens.append(choice.draw(model.acts.logits[0, -1], random.f32()))
+    return tokens[len(prompt) :]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the same tokens as elsewhere
+
+
+def test_without_flags_it_draws_as_the_trainer_does(workplace, run_here, samples_of):
+    output = run_here(train_gpt2, "-x", 1, "-l", 0.0, "-v", 0, "-s", 1, "-g", 20, "-b", 2, "-t", 32, "--tokenizer",
+                      "none.bin").stdout
+    ids = [int(word) for word in output.split("---")[1].split()]
+    assert samples_of("--tokens", 19, "--ignore_eot")[0]["ids"] == ids
+
+
+@pytest.mark.parametrize("flags, choice", (
+    ((), Choice()), (("--temperature", 0), Choice(0.0)),
+    (("--temperature", 0.5, "--top_k", 7, "--top_p", 0.9), Choice(0.5, 7, 0.9))))
+@pytest.mark.parametrize("prompt, count", (([5], 10), (list(range(30)), 90), (list(range(100)), 5)))
+def test_a_forward_pass_over_all_gives_the_same(samples_of, prompt, count, flags, choice):
+    """Also beyond the longest sequence, 32."""
+    found = samples_of("--prompt_ids", *prompt, "--tokens", count, "--ignore_eot", *flags)[0]
+    assert found["prompt_ids"] == prompt and found["ids"] == draw_slowly(prompt, count, choice)
+
+
+def test_transformers_continues_a_prompt_alike(workplace, run_here, samples_of, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(export_weights, "gpt2_tokenizer_files", lambda config: {})
+    run_here(export_weights, "--to_hf", MODEL, "hf")
+    model, prompt = transformers.GPT2LMHeadModel.from_pretrained("hf"), [3, 1, 4, 1, 5]
+    want = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    flags = ("--prompt_ids", *prompt, "--tokens", 20, "--temperature", 0, "--ignore_eot", "--json")
+    assert samples_of(*flags)[0]["ids"] == want[0, len(prompt) :].tolist()
+    assert json.loads(run_here(generate, "hf", *flags).stdout)["ids"] == want[0, len(prompt) :].tolist()
+
+
+def test_log_probabilities(samples_of):
+    found = samples_of("--prompt_ids", 7, "--tokens", 12, "--temperature", 2.0, "--ignore_eot")[0]
+    model, tokens = train_gpt2.GPT2(SMALL, random_params(SMALL)), np.array([[7, *found["ids"]]], np.int32)
+    model.allocate_activations(1, 12)
+    model.forward(tokens[:, :-1], tokens[:, 1:])
+    np.testing.assert_allclose(found["logprobs"], -model.acts.losses[0], rtol=0, atol=1e-5)
+
+
+def test_samples_do_not_depend_on_how_many_there_are(samples_of):
+    def ids(*more):
+        found = samples_of("--tokens", 40, "--top_k", 50, "--ignore_eot", *more)
+        return [tuple(sample["ids"]) for sample in found]
+
+    three = ids("--seed", 5, "--samples", 3)
+    assert ids("--seed", 5) == three[:1] and ids("--seed", 5, "--samples", 2) == three[:2]
+    assert len({*three, *ids("--seed", 6)}) == 4
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# drawing
+
+
+def test_choice():
+    logits = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
+    coins = (np.arange(1000) + 0.5) / 1000
+
+    def shares(*arguments):  # of the ids
+        ids = [Choice(*arguments).draw(logits, coin) for coin in coins]
+        return pytest.approx((np.bincount(ids, minlength=5) / 1000).tolist(), abs=0.006)
+
+    assert shares() == [0.1, 0.4, 0.05, 0.25, 0.2]
+    for one in ((0.0,), (1.0, 1), (1.0, 0, 0.3)):
+        assert shares(*one) == [0, 1, 0, 0, 0]
+    for two in ((1.0, 2), (1.0, 0, 0.6)):
+        assert shares(*two) == [0, 0.615, 0, 0.385, 0]
+    assert shares(1.0, 3, 0.9) == [0, 0.471, 0, 0.294, 0.235], "top_p of what top_k leaves"
+    assert shares(1.0, 99) == [0.1, 0.4, 0.05, 0.25, 0.2]
+    assert shares(0.5) == [0.036, 0.582, 0.009, 0.227, 0.145]
+
+
+@pytest.mark.parametrize("choice", (Choice(), Choice(0.0), Choice(1.0, 2), Choice(1.0, 0, 0.5), Choice(1e-30, 3)))
+def test_equal_logits_and_extreme_coins(choice):
+    logits = np.zeros(4, np.float32)
+    assert choice.draw(logits, 0.0) == 0 and choice.draw(logits, 1 - 2.0**-24) in range(4)
+    assert choice.draw(np.array([-np.inf, 0, -np.inf], np.float32), 0.999) == 1
+
+
+def test_the_streams_of_samples_differ():
+    first = [stream.f32() for stream in generate.streams(1337, 100)]
+    assert first[0] == Random().f32() and len(set(first)) == 100
+    assert generate.streams(2**64 - 0x9E3779B97F4A7C15, 2)[1].state, "never 0, which the generator cannot leave"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text in and out
+
+
+@pytest.fixture
+def always(workplace):
+    """always(id): the model says this token whatever comes before."""
+    def write(id):
+        params = random_params(SMALL)
+        params.lnfw[:], params.lnfb[:] = 0.0, 1e3 * params.wte[id]
+        write_model(MODEL, SMALL, params)
+    return write
+
+
+def test_it_stops_at_end_of_text_unless_told_not_to(always, text_of):
+    always(256)
+    assert text_of("--prompt", "So", "--tokens", 5) == "So\n"
+    always(ord("!"))
+    assert text_of("--prompt", "So", "--tokens", 5) == "So!!!!!\n"
+    always(256)
+    assert text_of("--prompt", "So", "--tokens", 5, "--ignore_eot", "--json").count("256") == 5
+
+
+def test_prompts(always, text_of, monkeypatch):
+    always(ord("!"))
+    assert text_of("--prompt", "größer 🙂", "--tokens", 1) == "größer 🙂!\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert text_of("--prompt", "-", "--tokens", 2) == "two\nlines!!\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
+    assert text_of("--interactive", "--tokens", 1) == "one!\ntwo!\n"
+    assert text_of("--samples", 2, "--tokens", 2) == "!!\n---\n!!\n"
+    always(0xC3)  # half a letter
+    assert text_of("--prompt", "a", "--tokens", 1) == "a\ufffd\n"
+
+
+def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here):
+    """tokenizer.bin in the model's directory counts; --tokenizer more; a V that is not known needs one or the other."""
+    always(2)
+    letters = [*map(chr, range(0x3B1, 0x3B1 + 256)), "<|endoftext|>"]
+    write_tokenizer("tokenizer.bin", [letter.encode() for letter in letters], 256)
+    assert text_of("--prompt", "αβ", "--tokens", 2) == "αβγγ\n"
+    assert_one_line_error(run_here(generate, MODEL, "--prompt", "abc", check=False), "--prompt", "'a'")
+    assert text_of("--tokenizer", "gpt2_tokenizer.bin", "--prompt", "a", "--tokens", 1) == "a\x02\n"
+
+
+def test_the_newest_model_of_a_run(workplace, run_here):
+    (workplace / "run").mkdir()
+    for step in (3, 20):
+        model, _, done = checkpoint_paths("run", step)
+        write_model(model, SMALL, random_params(SMALL, step))
+        open(done, "wb").close()
+    write_model(checkpoint_paths("run", 30)[0], SMALL, random_params(SMALL, 30))  # without its marker
+    flags = ("--tokens", 9, "--json")
+    assert run_here(generate, "run", *flags).stdout == run_here(generate, "run/model_00000020.bin", *flags).stdout
+    assert run_here(generate, "run", *flags).stdout != run_here(generate, "run/model_00000030.bin", *flags).stdout
+
+
+def test_beyond_the_longest_sequence_is_said_once(workplace, run_here):
+    done = run_here(generate, MODEL, "--prompt", "a", "--tokens", 99, "--ignore_eot")
+    assert len(done.stderr.splitlines()) == 1 and re.match("note: 100 tokens, the model sees 32 at a time", done.stderr)
+
+
+@pytest.mark.parametrize("flags, words", (
+    (("--prompt", ""), ("--prompt", "empty")),
+    (("--prompt_ids", 257), ("--prompt_ids: 257", "0 to 256")),
+    (("--prompt_ids", -1), ("--prompt_ids: -1",)),
+    (("--tokens", 0), ("--tokens 0",)),
+    (("--samples", 0), ("--samples 0",)),
+    (("--temperature", -1), ("--temperature -1",)),
+    (("--temperature", "nan"), ("--temperature nan",)),
+    (("--top_k", -3), ("--top_k -3",)),
+    (("--top_p", 0), ("--top_p 0",)),
+    (("--seed", 0), ("--seed 0",)),
+    (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer")),
+))
+def test_wrong_flags(workplace, run_here, flags, words):
+    assert_one_line_error(run_here(generate, MODEL, *flags, check=False), *words)
+
+
+def test_wrong_models(workplace, run_here):
+    (workplace / "empty").mkdir()
+    assert_one_line_error(run_here(generate, "empty", check=False), "empty: holds no checkpoint", "-o DIR")
+    assert_one_line_error(run_here(generate, "nowhere.bin", check=False), "nowhere.bin: no such file")
+
+
+def test_unknown_vocabulary_prints_ids(workplace, run_here):
+    config = SMALL.__class__(**{**vars(SMALL), "V": 300})
+    write_model(MODEL, config, random_params(config))
+    done = run_here(generate, MODEL, "--prompt_ids", 1, 2, "--tokens", 3)
+    assert len(done.stdout.split()) == 5 and "--tokenizer" in done.stderr
+    done = run_here(generate, MODEL, "--prompt", "a", check=False)
+    assert done.returncode == 1 and "--prompt_ids" in done.stderr.splitlines()[-1]
+
+
+def test_a_reader_that_leaves_ends_it_quietly(workplace):
+    done = run_program("generate.py", MODEL, "--tokens", 5)
+    assert done.stdout.endswith("\n") and not done.stderr
