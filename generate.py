@@ -6,9 +6,9 @@ Text from a model: GPT-2 goes on where a prompt ends.
     echo "Once upon a time" | python generate.py gpt2_124M.bin --prompt -
     python generate.py runs/mine --interactive        # a prompt a line
 
-It prints each token as soon as it is known, of several samples one after the other. Without a prompt, a text begins: the
-model continues the end-of-text token, and without flags draws as the trainer does. Keys and values of earlier positions
-are kept; beyond the model's longest sequence, the window moves on by half of itself.
+It prints each token as soon as it is known, and several samples one after the other. Without a prompt it begins a text,
+after the end-of-text token; without flags it draws as the trainer does. Keys and values of earlier positions are kept;
+beyond the model's longest sequence, the window moves on by half of itself.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -66,7 +66,8 @@ def load_vocabulary(model, V, path=None):
             return Tokenizer([encoding.decode_single_token_bytes(id) for id in range(V)], encoding.eot_token)
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
-    print(f"warning: {beside}: no such file: tokens are printed as ids; name one with --tokenizer FILE", file=sys.stderr)
+    print(f"warning: {beside}: no such file: tokens are printed as ids; name one with --tokenizer FILE",
+          file=sys.stderr)
     return None
 
 
@@ -176,8 +177,8 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     eot = tokenizer.eot if tokenizer else V - 1
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
     if ids.shape[1] + args.tokens > decoder.T:
-        print(f"note: {ids.shape[1] + args.tokens} tokens, the model sees {decoder.T} at a time: from there on, the last"
-              f" {decoder.T // 2} and what follows", file=sys.stderr)
+        print(f"note: {ids.shape[1] + args.tokens} tokens, the model sees {decoder.T} at a time: from there on, the"
+              f" last {decoder.T // 2} and what follows", file=sys.stderr)
     stop = None if args.ignore_eot else eot
     steps = sample(decoder, ids, args.tokens, randoms, Choice(args.temperature, args.top_k, args.top_p), stop)
     shown = [] if prompt is None else ids[0].tolist()

@@ -32,8 +32,7 @@ def samples_of(text_of):
 
 
 def draw_slowly(prompt, count, choice=Choice(), random=None):
-    """The ids that follow a prompt, each from a forward pass over all before; beyond maxT over a window that moves on by
-    half."""
+    """The ids that follow a prompt, each from a forward pass over all before; beyond maxT, the window moves by half."""
     model, random = train_gpt2.GPT2(SMALL, random_params(SMALL)), random or Random()
     model.allocate_activations(1, SMALL.maxT)
     tokens, begin = list(prompt), 0
