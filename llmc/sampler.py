@@ -53,11 +53,12 @@ class Choice(NamedTuple):
         probs = softmax(logits / np.float32(self.temperature) if self.temperature != 1.0 else logits)
         if not self.top_k and self.top_p == 1.0:
             return sample_multinomial(probs, coin)
-        ids = np.argsort(-probs, kind="stable")[: self.top_k or None]
-        sums = np.cumsum(probs[ids])
+        likeliest = np.argsort(-probs, kind="stable")[: self.top_k or None]
+        sums = np.cumsum(probs[likeliest])
         count = 1 + int(np.searchsorted(sums, np.float32(self.top_p) * sums[-1], side="left"))
-        sums = sums[:count]
-        return int(ids[min(int(np.searchsorted(sums, np.float32(coin) * sums[-1], side="right")), len(sums) - 1)])
+        kept = np.sort(likeliest[:count])
+        probs = probs[kept]
+        return int(kept[sample_multinomial(probs, np.float32(coin) * np.add.reduce(probs))])
 
 
 class Context:
