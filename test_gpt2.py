@@ -188,6 +188,7 @@ class Yardstick:
             rows = NoisyGPT2(config, params, ROUNDOFFS[precision], seed).run(x, y, SMOOTH, steps)
             errors.append({(name, l): error_of(at(rows, (name, l)), at(self.exact, (name, l)))
                            for name, l in self.places if name != "losses" or l < steps})
+            gc.collect()  # a noisy run's classes hold it in a cycle, with gigabytes of GPT-2 124M
         self.allowed = {}  # place -> (of an element, of the 2-norm)
         for place in self.places:
             unit = FLOAT32 * np.abs(at(self.exact, place)).max()  # it is stored in float32, at best
