@@ -11,7 +11,7 @@ import re
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, chunks, make_header, open_input, read_header,
+from llmc.files import (CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
                         read_into, replacing)
 
 TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (or the prepro script of your text)"
@@ -56,12 +56,14 @@ def open_tokens(path, V, least=1, why=""):
             if size % 4:
                 raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {TOKENS_MEND}")
             dtype, offset, count = "<i4", 0, size // 4
-    if count < least:
-        raise UserError(f"{path}: {count} tokens, expected at least {least}{why}")
-    tokens = np.memmap(path, dtype, "r", offset, (count,))
-    for piece in chunks(tokens):
-        check_ids(path, piece, V)
-    return tokens
+        if count < least:
+            raise UserError(f"{path}: {count} tokens, expected at least {least}{why}")
+        f.seek(offset)
+        for begin in range(0, count, CHUNK):  # read, not mapped: a file that shrinks meanwhile is a line
+            piece = np.empty(min(CHUNK, count - begin), dtype)
+            read_into(f, piece)
+            check_ids(path, piece, V)
+    return np.memmap(path, dtype, "r", offset, (count,))
 
 
 def check_ids(path, tokens, V):
