@@ -350,15 +350,22 @@ def find_checkpoint(settings):
     return step
 
 
-def read_start(settings, first_step, parameter_table):
-    """(config, params) that a run begins with: those of -e, or of the checkpoint of step first_step, if not None."""
+def read_start(settings, first_step, tokenizer, parameter_table, random_model):
+    """(config, params) that a run begins with: those of -e, or of the checkpoint of step first_step, if not None.
+
+    random_model(name, V) makes those that -e calls by a name, with the tokenizer's vocabulary or, if None, GPT-2's.
+    """
+    V = len(tokenizer.tokens) if tokenizer else 50257
     if first_step is None:
-        config, params = read_model(settings.model, parameter_table)
+        config, params = random_model(settings.model, V) or read_model(settings.model, parameter_table)
     else:
         model, _, marker = checkpoint_paths(settings.output_dir, first_step)
         config, params = read_model(model, parameter_table, mend=go_back(marker))
     if settings.T > config.maxT:
         raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
+    if tokenizer and V != config.V:
+        raise UserError(f"{tokenizer.path}: {V} tokens, but the model has V={config.V}: take a model and data of one"
+                        " vocabulary, or pass --tokenizer FILE")
     return config, params
 
 
