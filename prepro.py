@@ -127,8 +127,6 @@ def check_not_written_over(path, output):
 def in_processes(function, jobs, processes, prepare=None, arguments=()):
     """Yield function(job) of each job, in order. `processes` of them work at a time, each after prepare(*arguments); no
     more jobs are taken than keeps them busy."""
-    if processes < 1:
-        raise UserError(f"--processes {processes}: expected at least 1")
     if processes == 1:
         if prepare:
             prepare(*arguments)
@@ -171,6 +169,15 @@ def save_tokens(val, train, encoding, args):
     for path, count in zip(paths, counts):
         print(f"Saved {count} tokens to {path}")
     print(f"Saved the vocabulary of {encoding.n_vocab} tokens to {vocabulary}")
+
+
+def add_processes(parser, what):
+    parser.add_argument("--processes", type=int, metavar="N", default=os.cpu_count(), help=f"{what} tokenized at a time")
+
+
+def check_processes(args):
+    if args.processes < 1:
+        raise UserError(f"--processes {args.processes}: expected at least 1")
 
 
 def add_val_fraction(parser, most):

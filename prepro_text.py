@@ -32,8 +32,8 @@ from tqdm import tqdm
 from llmc.dataloader import find_files
 from llmc.errors import UserError, run_main
 from llmc.files import errors_of_writing, make_directory, open_input
-from prepro import (add_val_fraction, check_not_written_over, encode, in_processes, load_encoding, make_parser,
-                    save_split)
+from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
+                    load_encoding, make_parser, save_split)
 
 VAL_TOKENS = 32768
 PIECE = 1 << 20  # bytes that are read, or about as many characters that are tokenized, at a time
@@ -217,9 +217,10 @@ def main():
     parser.add_argument("--vocabulary", choices=("gpt2", "bytes", "chars"), default="gpt2",
                         help="GPT-2's; the 256 byte values; the characters of the text")
     parser.add_argument("--field", metavar="NAME", default="text", help="where a line of JSON has its text")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="pieces tokenized at a time")
+    add_processes(parser, "pieces of text")
     add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
+    check_processes(args)
 
     paths, hidden = find_texts(args.inputs)
     texts, count, characters = survey(paths, args)

@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, replacing
-from prepro import encode, file_hash, in_processes, load_encoding, make_parser, reason, save_tokens
+from prepro import (add_processes, check_processes, encode, file_hash, in_processes, load_encoding, make_parser, reason,
+                    save_tokens)
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 
@@ -89,8 +90,9 @@ def tokenize_shard(job):
 def main():
     parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "TinyStories"))
     parser.add_argument("--input", metavar="DIR", help="directory of data*.json shards, instead of the download")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="shards tokenized at a time")
+    add_processes(parser, "shards")
     args = parser.parse_args()
+    check_processes(args)
 
     directory = args.input
     if directory is None:

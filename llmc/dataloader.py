@@ -90,8 +90,13 @@ def names_shards(data):
 
 
 def tokenizer_beside(data):
-    """PREFIX_tokenizer.bin, where a prepro script writes the vocabulary of PREFIX_train.bin."""
-    return re.sub(r"train(?!.*train).*", "tokenizer.bin", data) if names_shards(data) else f"{data}_tokenizer.bin"
+    """PREFIX_tokenizer.bin, where a prepro script writes the vocabulary of PREFIX_train.bin; "" for shards that are not
+    named so."""
+    if not names_shards(data):
+        return f"{data}_tokenizer.bin"
+    directory, name = os.path.split(data)
+    prefix, train, _ = name.rpartition("train")
+    return os.path.join(directory, f"{prefix}tokenizer.bin") if train else ""
 
 
 def data_paths(settings):

@@ -1,5 +1,6 @@
 """Sampling: llm.c's random numbers, and text from a model."""
 
+import codecs
 import sys
 
 import numpy as np
@@ -35,10 +36,12 @@ def generate(next_token_probs, random, tokenizer, V, length, T):
     next_token_probs: tokens (t,) int32 -> (V,) float32, called with the last T tokens. tokenizer: None prints ids.
     """
     print("generating:\n---", flush=True)
-    tokens = np.full(length, tokenizer.eot if tokenizer else V - 1, np.int32)  # both vocabularies end with end of text
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be of several tokens
+    tokens = np.full(length, tokenizer.eot if tokenizer else V - 1, np.int32)  # each vocabulary ends with end of text
     for t in range(1, length):
         tokens[t] = sample_multinomial(next_token_probs(tokens[max(0, t - T) : t]), random.f32())
         text = tokenizer.printable(tokens[t]) if tokenizer else b"%d " % tokens[t]
-        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.write(decoder.decode(text).encode())
         sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(decoder.decode(b"", final=True).encode())
     print("\n---", flush=True)

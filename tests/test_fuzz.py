@@ -216,7 +216,8 @@ def fault(ending, *names):
         return None
     if status != 1 or len(lines) != 1 or "error: " not in lines[0]:
         return f"status {status}: {errors[-1500:]}"
-    if not any(name in lines[0] for name in (*names, "loss is ")):  # weights can be finite, and too large for a loss
+    diverged = "loss is ", "steps: "  # weights can be finite, and too large for a loss or an update
+    if not any(name in lines[0] for name in (*names, *diverged)):
         return f"{names[0]} is not named: {lines[0]}"
     return None
 
