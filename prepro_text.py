@@ -35,6 +35,7 @@ from llmc.files import errors_of_writing, make_directory, open_input
 from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
                     load_encoding, make_parser, save_split)
 
+MEND = "pass files of text, or folders with them"
 VAL_TOKENS = 32768
 PIECE = 1 << 20  # bytes that are read, or about as many characters that are tokenized, at a time
 TOKEN_ENDS = re.compile(r"\S[ \n]")  # between the two: no token has anything else before white space
@@ -56,6 +57,7 @@ def find_texts(names):
             raise UserError(f"{name}: no file matches")
         for match in matches:
             if not os.path.isdir(match):
+                open_input(match, MEND).close()  # or it is said now
                 paths[match] = False
                 continue
             for directory, folders, files in os.walk(match):
@@ -70,7 +72,7 @@ def find_texts(names):
 def read_text(path, bar=None):
     """Yield the text of a file in pieces, without a byte order mark, its lines ended by \\n; raises NotText."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-    with open_input(path, "pass files of text, or folders with them") as f:
+    with open_input(path, MEND) as f:
         data = None
         while data != b"":
             data = f.read(PIECE)

@@ -2,7 +2,7 @@
 Parity with PyTorch, tensor by tensor: is the hand-written backward pass right, to the last digits that its precision
 holds?
 
-    python test_gpt2.py                       # gpt2_124M.bin and its debug state, from export_weights.py
+    python test_gpt2.py                       # gpt2_124M.bin and its debug state
     pytest test_gpt2.py                       # random small models, made on the spot
     pytest test_gpt2.py -m large              # random GPT-2 124M
 
