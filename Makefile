@@ -34,8 +34,8 @@ help:
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
 train: $(ENVIRONMENT) data/pystdlib_train.bin
-	$(PYTHON) $(TRAINER) -e d4 -i data/pystdlib -b 16 -t 64 -x $(STEPS) --spread 1 -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 \
-	    -v 200 -m 40 -s 400 -g 400 --final_reports 1
+	$(PYTHON) $(TRAINER) -e d4 -i data/pystdlib -b 16 -t 64 -x $(STEPS) --spread 1 \
+	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
 
 test: $(TEST_ENVIRONMENT)
 	$(PYTHON) -m pytest -q

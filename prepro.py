@@ -172,7 +172,8 @@ def save_tokens(val, train, encoding, args):
 
 
 def add_processes(parser, what):
-    parser.add_argument("--processes", type=int, metavar="N", default=os.cpu_count(), help=f"{what} tokenized at a time")
+    parser.add_argument("--processes", type=int, metavar="N", default=os.cpu_count(),
+                        help=f"{what} tokenized at a time")
 
 
 def check_processes(args):

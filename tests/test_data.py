@@ -205,7 +205,8 @@ def text_of(tokens, tokenizer):
 def write_folder(folder):
     """A folder of texts, and of what is none; the documents, in the order that they are read."""
     files = {
-        "a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n", "b/d.txt": "д 日本\n".encode(),
+        "a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n",
+        "b/d.txt": "д 日本\n".encode(),
         "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'{"text": "one"}\n\n{"text": "two"}\n',
         "b/one.json": b'{"name": "y"}', "empty.txt": b"",
         "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
@@ -326,8 +327,8 @@ def test_training_on_own_text_needs_numpy_alone(tmp_path, prepare, vocabulary):
     for name in hidden:
         (tmp_path / "hidden" / name).mkdir(parents=True)
         (tmp_path / "hidden" / name / "__init__.py").write_text(f"raise ImportError('{name} is hidden')")
-    done = run_program("train_gpt2.py", "-e", "d2", "-i", "out/x", "-o", "run", "-b", 4, "-t", 16, "-x", 40, "-l", 0.003,
-                       "-v", 0, "-s", 40, "-g", 40, "--final_reports", 1, cwd=tmp_path,
+    done = run_program("train_gpt2.py", "-e", "d2", "-i", "out/x", "-o", "run", "-b", 4, "-t", 16, "-x", 40,
+                       "-l", 0.003, "-v", 0, "-s", 40, "-g", 40, "--final_reports", 1, cwd=tmp_path,
                        PYTHONPATH=str(tmp_path / "hidden"))
     assert " tokenizer=out/x_tokenizer.bin " in done.stdout and done.stderr == ""
     sample = done.stdout.split("---\n")[1]

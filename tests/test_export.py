@@ -173,7 +173,8 @@ def run_here(monkeypatch, *flags):
 def export(tmp_path, monkeypatch):
     """Run export_weights.py, with random tokens for a batch: export(flag, value, ...) writes to tmp_path/out."""
     (tmp_path / "data").mkdir()
-    write_tokens(tmp_path / "data" / "tiny_shakespeare_val.bin", [np.random.default_rng(0).integers(0, 257, 1000)], 1000)
+    tokens = np.random.default_rng(0).integers(0, 257, 1000)
+    write_tokens(tmp_path / "data" / "tiny_shakespeare_val.bin", [tokens], 1000)
     monkeypatch.chdir(tmp_path)
 
     def run(*flags):
@@ -240,7 +241,8 @@ def test_all_files_or_none(tmp_path, monkeypatch):
         monkeypatch.setattr(e, "write_debug_state", fail(error))
         with pytest.raises(type(error)):
             run_here(monkeypatch, "--model", tmp_path / "model.bin", "--output_dir", tmp_path / "out", "--input",
-                     tmp_path / "val.bin", "--debug_state", 1, "--batch_size", 2, "--sequence_length", 8, "--num_iterations", 1)
+                     tmp_path / "val.bin", "--debug_state", 1, "--batch_size", 2, "--sequence_length", 8,
+                     "--num_iterations", 1)
         assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"before"]
 
 
