@@ -16,7 +16,7 @@ GPU = $(if $(LISTED),$(shell $(PYTHON) -c \
     'import sys, train_gpt2_cuda as cuda; sys.argv[0] = "make"; cuda.run_main(lambda: print(cuda.open_gpu().arch))'))
 TRAINER = $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
-MODEL ?= gpt2_d4.bin
+MODEL ?= d4
 ARGS ?= -b 16 -t 64
 SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update \
     or stochastic or few_parts or (long_chains and 12808) \
@@ -33,10 +33,9 @@ help:
 	@echo "make clean       remove what make train made (.venv stays)"
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
-train: $(ENVIRONMENT) data/pystdlib_train.bin gpt2_d4.bin
-	$(PYTHON) $(TRAINER) -e gpt2_d4.bin -i data/pystdlib --tokenizer bytes_tokenizer.bin -b 16 -t 64 -x $(STEPS) \
-	    --spread 1 -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 \
-	    -v 200 -m 40 -s 400 -g 400 --final_reports 1
+train: $(ENVIRONMENT) data/pystdlib_train.bin
+	$(PYTHON) $(TRAINER) -e d4 -i data/pystdlib -b 16 -t 64 -x $(STEPS) --spread 1 \
+	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
 
 test: $(TEST_ENVIRONMENT)
 	$(PYTHON) -m pytest -q
@@ -48,7 +47,7 @@ bench: $(ENVIRONMENT)
 	$(PYTHON) $(if $(GPU),dev/bench_gpu.py --readme,dev/bench_cpu.py)
 
 # On a GPU: one batch beside train_gpt2.py; where the time of a step goes. make profile MODEL=gpt2_d12.bin ARGS="-b 64"
-check profile: $(ENVIRONMENT) $(MODEL)
+check profile: $(ENVIRONMENT)
 	$(PYTHON) dev/$@_gpu.py -e $(MODEL) $(ARGS)
 
 # NVIDIA's compute-sanitizer over the kernels' tests, at awkward shapes of each; it comes with the CUDA toolkit. (API
@@ -63,14 +62,10 @@ sanitize: $(TEST_ENVIRONMENT)
 	done
 
 clean:
-	rm -f gpt2_d4.bin gpt2_d4_bf16.bin gpt2_d4_debug_state.bin bytes_tokenizer.bin \
-	    data/pystdlib_train.bin data/pystdlib_val.bin
+	rm -f data/pystdlib_train.bin data/pystdlib_val.bin data/pystdlib_tokenizer.bin
 
 data/pystdlib_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
 	$(PYTHON) prepro_pystdlib.py
-
-gpt2_d4.bin: export_weights.py data/pystdlib_train.bin | $(ENVIRONMENT)
-	$(PYTHON) export_weights.py --model d4 --vocabulary bytes --input data/pystdlib_val.bin
 
 # Where no GPU is listed, Linux gets PyTorch's CPU build first, which the rest then finds.
 .venv/installed: requirements.txt $(REQUIREMENTS)

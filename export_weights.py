@@ -5,15 +5,18 @@ The reference GPT-2, in PyTorch: the weights that the trainers start from, and t
     python export_weights.py --model d12          # the same architecture with random weights from a seed, no download
     python export_weights.py --model my_gpt2/     # a Hugging Face folder (config.json, model.safetensors)
 
-It reads one batch (the first tokens of the validation file), trains on it for ten steps and prints them, generates a
-sample, and writes
+It writes
     gpt2_124M.bin                weights, float32
-    gpt2_124M_bf16.bin           weights, bfloat16
-    gpt2_124M_debug_state.bin    that batch, its logits, loss and gradients, the losses of the ten steps
+    gpt2_124M_bf16.bin           weights, bfloat16, which llm.c's usual build reads
     gpt2_tokenizer.bin           token id -> bytes
 in the versions that today's llm.c reads; with --llmc april2024 in those of its program of April 2024 (no bfloat16).
 
-The other direction: --to_hf model.bin DIR writes a trained checkpoint as a Hugging Face folder.
+With --debug_state 1 it also reads one batch (the first tokens of the validation file), trains on it for ten steps and
+prints them, generates a sample, and writes
+    gpt2_124M_debug_state.bin    that batch, its logits, loss and gradients, the losses of the ten steps
+
+The other direction: --to_hf model.bin DIR writes a trained checkpoint as a Hugging Face folder. (tokenizer.bin beside
+the model, which a run writes there, is its vocabulary.)
 It is a benchmark, too: --write_tensors 0 --inference_only 1 --compile 1 --dtype bfloat16 and so on.
 """
 
@@ -44,13 +47,11 @@ from llmc.dataloader import open_tokens
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, replacing, together
 from llmc.tensors import allocate, check_finite
-from llmc.tokenizer import write_tokenizer
-from prepro import load_encoding, reason
-from train_gpt2 import parameter_table
+from llmc.tokenizer import read_tokenizer
+from prepro import EOT, load_encoding, reason, save_vocabulary
+from train_gpt2 import SIZES, parameter_table, random_model
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> in file names
-LARGE = {12: (12, 768), 24: (16, 1024), 36: (20, 1280), 48: (25, 1600)}  # depth -> (heads, channels), as GPT-2's
-RANDOM = {f"d{depth}": depth for depth in (2, 4, 6, *LARGE)}
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 VERSIONS = {  # --llmc -> the versions of the files that this llm.c reads (0: it has no such file)
     "today": SimpleNamespace(model=3, bf16_model=5, debug_state=2, tokenizer=2),
@@ -184,21 +185,6 @@ def collect_gradients(config, model, dtype="float32"):
     return tensors
 
 
-def random_model(depth, V, seed=42):
-    """(config, params): weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0."""
-    NH, C = LARGE.get(depth, (depth, 64 * depth))
-    config = Config(maxT=1024, V=V, L=depth, NH=NH, C=C, Vp=padded(V))
-    params = allocate(parameter_table(config))
-    generator = torch.Generator().manual_seed(seed)
-    for name, _, view in named_slices(config, params):
-        if name.startswith("ln"):
-            view[:] = 1.0 if name.endswith("w") else 0.0
-        elif view.ndim == 2:
-            std = 0.02 / math.sqrt(2 * depth) if name in ("attprojw", "fcprojw") else 0.02
-            torch.from_numpy(view).normal_(0.0, std, generator=generator)
-    return config, params
-
-
 def fetch_pretrained(name):
     """Download openai-community/NAME through Hugging Face's cache (HF_ENDPOINT and HF_HUB_OFFLINE work); its folder."""
     repository = f"openai-community/{name}"
@@ -273,8 +259,13 @@ def read_hf_folder(folder):
 
 
 def write_hf_folder(model_path, folder):
-    """A checkpoint -> a folder that `transformers` and others load: config, weights, and GPT-2's tokenizer."""
+    """A checkpoint -> a folder that `transformers` and others load: config, weights, and the tokenizer."""
     config, params = read_model(model_path, parameter_table)
+    vocabulary = os.path.join(os.path.dirname(model_path), "tokenizer.bin")
+    if config.V == VOCABULARIES["gpt2"]:
+        tokenizer_files = gpt2_tokenizer_files(config)
+    else:
+        tokenizer_files = our_tokenizer_files(config, vocabulary) if os.path.lexists(vocabulary) else {}
     make_directory(folder)
     eot = config.V - 1
     hf = {
@@ -289,14 +280,51 @@ def write_hf_folder(model_path, folder):
         view = np.ascontiguousarray(view.T if name in TRANSPOSED else view)
         state[f"transformer.{module_name}"] = torch.from_numpy(view)
     files = {"config.json": json.dumps(hf, indent=2).encode(),
-             "model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"})}
-    if config.V == VOCABULARIES["gpt2"]:
-        files |= gpt2_tokenizer_files(config)
+             "model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files}
     with together():
         for name, data in files.items():
             with replacing(os.path.join(folder, name)) as f:
                 f.write(data)
     print(f"wrote {', '.join(files)} to {folder}")
+
+
+def our_tokenizer_files(config, path):
+    """tokenizer.json, of Hugging Face's `tokenizers`, and tokenizer_config.json, of a vocabulary of bytes or of
+    characters: a byte-pair encoding without merges. {} for another vocabulary."""
+    tokenizer = read_tokenizer(path)
+    if len(tokenizer.tokens) != config.V:
+        raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={config.V}: put the model's"
+                        " vocabulary there, or nothing")
+    ids = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
+    letters = {token: token.decode(errors="replace") for token in ids}
+    byte_level, decoder = None, {"type": "Fuse"}
+    if tokenizer.of_bytes and len(ids) == 256:
+        byte_level = decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
+                                "use_regex": False}
+        letters = {bytes([byte]): letter for byte, letter in bytes_to_letters().items()}
+    elif not all(len(letter) == 1 and letter.encode() == token for token, letter in letters.items()):
+        return {}
+    special = {"id": tokenizer.eot, "content": EOT, "single_word": False, "lstrip": False, "rstrip": False,
+               "normalized": False, "special": True}
+    vocabulary = {letters[token]: id for token, id in ids.items()} | {EOT: tokenizer.eot}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+             "vocab": vocabulary, "merges": []}
+    tokenizer_json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special],
+                      "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": decoder,
+                      "model": model}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.maxT, "eos_token": EOT,
+                "bos_token": EOT, "clean_up_tokenization_spaces": False}
+    return {"tokenizer.json": json.dumps(tokenizer_json, indent=1).encode(),
+            "tokenizer_config.json": json.dumps(settings, indent=2).encode()}
+
+
+def bytes_to_letters():
+    """byte -> the character that stands for it in a byte-level tokenizer: itself where it is printable in Latin-1, the
+    others in order from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
 
 
 def gpt2_tokenizer_files(config):
@@ -316,15 +344,15 @@ def gpt2_tokenizer_files(config):
 
 def load_model(name, vocabulary):
     """(config, params, label for file names) of --model."""
-    if name in RANDOM:
-        return *random_model(RANDOM[name], VOCABULARIES[vocabulary]), name
+    if name in SIZES:
+        return *random_model(name, VOCABULARIES[vocabulary]), name
     if name in PRETRAINED:
         return *read_hf_folder(fetch_pretrained(name)), PRETRAINED[name]
     if os.path.isdir(name):
         return *read_hf_folder(name), os.path.basename(os.path.abspath(name))
     if os.path.isfile(name):
         return *read_model(name, parameter_table), os.path.splitext(os.path.basename(name))[0].removeprefix("gpt2_")
-    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *RANDOM])}, a Hugging Face folder or a"
+    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *SIZES])}, a Hugging Face folder or a"
                     " .bin file")
 
 
@@ -392,8 +420,9 @@ def make_debug_state(config, params, x, y, iterations, report=None):
     return state, model
 
 
-def write_files(args, config, params, label, x, y, encoding):
-    """All that the trainers and the tests read; returns the reference after its training steps."""
+def write_files(args, config, params, label, batch, encoding):
+    """Models, tokenizer and, of a batch that is not None, the debug state; returns the reference after its training
+    steps on that, or None."""
     versions = VERSIONS[args.llmc]
     if encoding and versions.tokenizer == 1 and encoding.eot_token != VOCABULARIES["gpt2"] - 1:
         raise UserError(f"--llmc {args.llmc}: that program takes token 50256 for end of text, which is"
@@ -405,17 +434,17 @@ def write_files(args, config, params, label, x, y, encoding):
     for path, version in models.items():
         check_not_read(args.model, path, version)
     make_directory(args.output_dir)
-    written = [*models, state_path]
-    if encoding:
-        written.append(os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin"))
-        tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+    written, model = [*models], None
     with together():
-        if encoding:
-            write_tokenizer(written[-1], tokens, encoding.eot_token, versions.tokenizer)
         for path, version in models.items():
             write_model(path, config, params, version)
-        state, model = make_debug_state(config, params, x, y, args.num_iterations, print_iteration)
-        write_debug_state(state_path, config, state, versions.debug_state)
+        if batch is not None:
+            state, model = make_debug_state(config, params, *batch, args.num_iterations, print_iteration)
+            write_debug_state(state_path, config, state, versions.debug_state)
+            written.append(state_path)
+        if encoding:
+            written.append(os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin"))
+            save_vocabulary(written[-1], encoding, versions.tokenizer)
     for path in written:
         print(f"wrote {path}")
     return model
@@ -455,7 +484,7 @@ def vocabulary_of(config):
     try:
         return next((load_encoding(name) for name, V in VOCABULARIES.items() if V == config.V), None)
     except UserError as error:
-        print(f"warning: no tokenizer file and no sample: {error}", file=sys.stderr)
+        print(f"warning: no tokenizer file: {error}", file=sys.stderr)
         return None
 
 
@@ -481,25 +510,27 @@ def parse_arguments():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
-                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(RANDOM)} (random weights), a folder or"
+                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(SIZES)} (random weights), a folder or"
                             " a .bin file")
     group.add_argument("--vocabulary", choices=tuple(VOCABULARIES), default="gpt2",
                        help="of a model with random weights")
-    group.add_argument("--input", default=os.path.join("data", "tiny_shakespeare_val.bin"),
-                       help="token file of the batch")
     group.add_argument("--output_dir", default=".", help="where the files go")
     group.add_argument("--to_hf", nargs=2, metavar=("MODEL.bin", "DIR"),
                        help="write a checkpoint as a Hugging Face folder, no more")
     group.add_argument("--llmc", choices=tuple(VERSIONS), default="today",
                        help="which llm.c reads the files: today's, or its program of April 2024 (no bfloat16)")
-    group = parser.add_argument_group("run")
+    group.add_argument("--debug_state", type=int, choices=(0, 1), default=0,
+                       help="1: train on one batch, and write what test_gpt2.py compares the trainers with")
     group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1,
-                       help="0: write no file, only run as the next group says")
+                       help="0: write no file, only run on one batch as the last group says")
+    batch = group = parser.add_argument_group("batch", "for --debug_state 1 and --write_tensors 0")
+    group.add_argument("--input", default=os.path.join("data", "tiny_shakespeare_val.bin"),
+                       help="token file of the batch")
     group.add_argument("--num_iterations", type=int, default=10, help="steps on the batch")
     group.add_argument("--batch_size", type=int, default=4, help="B")
     group.add_argument("--sequence_length", type=int, default=64, help="T")
-    group = parser.add_argument_group("benchmark",
-                                      "for --write_tensors 0: files always come from a float32 run on the CPU")
+    benchmark = group = parser.add_argument_group(
+        "benchmark", "for --write_tensors 0: files always come from a float32 run on the CPU")
     group.add_argument("--inference_only", type=int, choices=(0, 1), default=0, help="1: forward passes only")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
                        help="bfloat16, float16: autocast")
@@ -512,11 +543,15 @@ def parse_arguments():
     for name, least in (("num_iterations", 0), ("batch_size", 1), ("sequence_length", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
-    for action in group._group_actions:
+    if args.debug_state and not args.write_tensors:
+        raise UserError("--debug_state 1: writes a file, and --write_tensors 0 none: leave one out")
+    unused = dict.fromkeys(benchmark._group_actions, "is for benchmarks, which write no files: add --write_tensors 0")
+    if not args.debug_state:
+        unused |= dict.fromkeys(batch._group_actions, "is for a batch, which is not read: add --debug_state 1")
+    for action, mend in unused.items() if args.write_tensors else ():
         value = getattr(args, action.dest)
-        if args.write_tensors and value != action.default and (action.dest, value) != ("device", "cpu"):
-            raise UserError(f"{action.option_strings[0]} {value}: is for benchmarks, which write"
-                            " no files: add --write_tensors 0")
+        if value != action.default and (action.dest, value) != ("device", "cpu"):
+            raise UserError(f"{action.option_strings[0]} {value}: {mend}")
     return args
 
 
@@ -536,16 +571,19 @@ def main():
         return write_hf_folder(*args.to_hf)
     B, T = args.batch_size, args.sequence_length
     config, params, label = load_model(args.model, args.vocabulary)
-    if T > config.maxT:
-        raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
-    x, y = first_batch(args.input, config.V, B, T)
-    print(f"model {args.model}: {config.describe()}, PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
+    batch, on = None, ""
+    if args.debug_state or not args.write_tensors:
+        if T > config.maxT:
+            raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
+        batch = first_batch(args.input, config.V, B, T)
+        on = f", PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
+    print(f"model {args.model}: {config.describe()}{on}")
     encoding = vocabulary_of(config)
     if args.write_tensors:
-        model = write_files(args, config, params, label, x, y, encoding)
+        model = write_files(args, config, params, label, batch, encoding)
     else:
-        model = run_benchmark(args, config, params, x, y)
-    if encoding:
+        model = run_benchmark(args, config, params, *batch)
+    if encoding and model:
         print_sample(model, encoding)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from llmc.checkpoint import checkpoint_paths, newest_checkpoint, read_model
 from llmc.errors import UserError, run_main
 from llmc.sampler import Choice, Context, Random
-from llmc.tokenizer import Tokenizer, load_tokenizer
+from llmc.tokenizer import Tokenizer, read_tokenizer
 from prepro import load_encoding
 from train_gpt2 import Decoder, parameter_table
 
@@ -58,8 +58,12 @@ def load_vocabulary(model, V, path=None):
     """The Tokenizer of a model with V tokens: of the file `path`; else of tokenizer.bin beside the model; else, by V,
     GPT-2's or bytes; else None."""
     beside = os.path.join(model if os.path.isdir(model) else os.path.dirname(model), "tokenizer.bin")
-    if path is not None or os.path.exists(beside):
-        return load_tokenizer(path or beside, V)
+    if path is not None or os.path.lexists(beside):
+        tokenizer = read_tokenizer(path or beside)
+        if len(tokenizer.tokens) != V:
+            raise UserError(f"{path or beside}: {len(tokenizer.tokens)} tokens, but the model has V={V}: pass"
+                            " --tokenizer FILE")
+        return tokenizer
     if V in KNOWN:
         try:
             encoding = load_encoding(KNOWN[V])

@@ -1,14 +1,19 @@
 """
-What the prepro_*.py scripts share: the two vocabularies, a checked download, and the train / validation pair of files.
+What the prepro_*.py scripts share: vocabularies, a checked download, several processes, and the files that they write:
+PREFIX_train.bin, PREFIX_val.bin, and the vocabulary, PREFIX_tokenizer.bin.
 
-Not a program: run prepro_tinyshakespeare.py, prepro_tinystories.py or prepro_pystdlib.py.
+Not a program: run prepro_text.py, prepro_tinyshakespeare.py, prepro_tinystories.py or prepro_pystdlib.py.
 """
 
 import argparse
+import collections
 import hashlib
+import multiprocessing
 import os
 import re
 import shlex
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import requests
@@ -17,26 +22,31 @@ from tqdm import tqdm
 
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.files import check_is_file, make_directory, replacing, together
+from llmc.files import check_is_file, chunks, make_directory, replacing, together
+from llmc.tokenizer import write_tokenizer
 
 TIMEOUT_SECONDS = 30  # without a byte from the server
 EOT = "<|endoftext|>"
 
 
-def load_encoding(vocabulary):
-    """The tiktoken.Encoding of 'gpt2' (50257 tokens, downloaded by tiktoken, once) or 'bytes' (256 and end of text)."""
-    if vocabulary == "bytes":
+def load_encoding(vocabulary, characters=""):
+    """The tiktoken.Encoding of 'gpt2' (50257 tokens, downloaded by tiktoken, once), 'bytes' (256 and end of text) or
+    'chars' (those characters in sorted order, and end of text)."""
+    if vocabulary in ("bytes", "chars"):
+        tokens = sorted(set(characters)) if vocabulary == "chars" else map(chr, range(256))
+        to_bytes = "utf-8" if vocabulary == "chars" else "latin-1"
+        ranks = {token.encode(to_bytes): id for id, token in enumerate(tokens)}
         return tiktoken.Encoding(
-            name="bytes",
+            name=vocabulary,
             pat_str=r"(?s).",  # one character at a time, which its UTF-8 bytes then stand for
-            mergeable_ranks={bytes([i]): i for i in range(256)},
-            special_tokens={EOT: 256},
+            mergeable_ranks=ranks,
+            special_tokens={EOT: len(ranks)},
         )
     try:
         return tiktoken.get_encoding("gpt2")
     except (requests.RequestException, OSError, ValueError) as error:
         raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
-                        " directory that holds it, or use the byte vocabulary (prepro_pystdlib.py)") from None
+                        " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
 
 
 LONG_SPACE = re.compile(r"\s{262144}(?=\s)")  # of a million, tiktoken's regular expression runs out of stack
@@ -102,15 +112,73 @@ def read_input(path):
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def save_tokens(files, format):
-    """Write token files, all of them or none, and say so. files: {path: list of integer arrays}."""
-    counts = {path: sum(map(len, pieces)) for path, pieces in files.items()}
+def output_paths(output):
+    """The files of PREFIX: validation tokens, training tokens, vocabulary."""
+    return [f"{output}_{name}.bin" for name in ("val", "train", "tokenizer")]
+
+
+def check_not_written_over(path, output):
+    """Raise UserError where `path`, a text, is one of the files of PREFIX."""
+    for written in output_paths(output):
+        if os.path.exists(path) and os.path.exists(written) and os.path.samefile(path, written):
+            raise UserError(f"{path}: is the text itself, and would be written over: pass another --output")
+
+
+def in_processes(function, jobs, processes, prepare=None, arguments=()):
+    """Yield function(job) of each job, in order. `processes` of them work at a time, each after prepare(*arguments); no
+    more jobs are taken than keeps them busy."""
+    if processes == 1:
+        if prepare:
+            prepare(*arguments)
+        yield from map(function, jobs)
+        return
+    workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), prepare, arguments)
+    waiting = collections.deque()
+    try:
+        for job in jobs:
+            waiting.append(workers.submit(function, job))
+            if len(waiting) > 2 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(f"--processes {processes}: one of them was killed, perhaps for want of memory: try"
+                        " fewer") from None
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def save_vocabulary(path, encoding, version=2):
+    """Write a tiktoken.Encoding as llm.c's tokenizer file."""
+    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+    write_tokenizer(path, tokens, encoding.eot_token, version)
+
+
+def save_tokens(val, train, encoding, args):
+    """Write the files of PREFIX, all of them or none, and say so. val, train: lists of integer arrays."""
+    if args.format == "uint16" and encoding.n_vocab > 1 << 16:
+        raise UserError(f"--format uint16: the vocabulary has {encoding.n_vocab} tokens, expected at most 65536: use"
+                        " int32")
+    *paths, vocabulary = output_paths(args.output)
+    make_directory(os.path.dirname(args.output))
+    counts = [sum(map(len, pieces)) for pieces in (val, train)]
     with together():
-        for path, pieces in files.items():
-            make_directory(os.path.dirname(path))
-            write_tokens(path, pieces, counts[path], format)
-    for path, count in counts.items():
+        for path, pieces, count in zip(paths, (val, train), counts):
+            write_tokens(path, pieces, count, args.format)
+        save_vocabulary(vocabulary, encoding)
+    for path, count in zip(paths, counts):
         print(f"Saved {count} tokens to {path}")
+    print(f"Saved the vocabulary of {encoding.n_vocab} tokens to {vocabulary}")
+
+
+def add_processes(parser, what):
+    parser.add_argument("--processes", type=int, metavar="N", default=os.cpu_count(),
+                        help=f"{what} tokenized at a time")
+
+
+def check_processes(args):
+    if args.processes < 1:
+        raise UserError(f"--processes {args.processes}: expected at least 1")
 
 
 def add_val_fraction(parser, most):
@@ -118,9 +186,9 @@ def add_val_fraction(parser, most):
                         help=f"how much of the tokens validates (default: 0.1, at most {most} tokens)")
 
 
-def save_split(tokens, most, args):
-    """The first tokens to PREFIX_val.bin, the others to PREFIX_train.bin: args.val_fraction validates, or where it is
-    not given a tenth, at most `most` tokens."""
+def save_split(tokens, most, encoding, args):
+    """The first tokens to PREFIX_val.bin, the others to PREFIX_train.bin, the vocabulary beside them: args.val_fraction
+    validates, or where it is not given a tenth, at most `most` tokens."""
     tokens, fraction = np.asarray(tokens), getattr(args, "val_fraction", None)
     if fraction is not None and not 0.0 < fraction < 1.0:
         raise UserError(f"--val_fraction {fraction}: expected more than 0 and less than 1")
@@ -128,14 +196,14 @@ def save_split(tokens, most, args):
     if not 0 < val_tokens < len(tokens):
         raise UserError(f"{len(tokens)} tokens of text, of which {val_tokens} would validate, expected at least one to"
                         " validate and one to train: give more text, or another --val_fraction")
-    save_tokens({f"{args.output}_val.bin": [tokens[:val_tokens]], f"{args.output}_train.bin": [tokens[val_tokens:]]},
-                args.format)
+    save_tokens(*(list(chunks(part)) for part in (tokens[:val_tokens], tokens[val_tokens:])), encoding, args)
 
 
-def make_parser(description, output, output_help="token files are named PREFIX_train.bin and PREFIX_val.bin"):
+def make_parser(description, output):
     """The flags that every prepro script has: --format and --output."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--format", choices=("int32", "uint16"), default="int32",
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today")
-    parser.add_argument("--output", metavar="PREFIX", default=output, help=output_help)
+    parser.add_argument("--output", metavar="PREFIX", default=output,
+                        help="files are named PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin")
     return parser

@@ -4,6 +4,7 @@ Python's own standard library -> bytes as tokens: text to train on that is on ev
     python prepro_pystdlib.py                 # prints:
         Saved 65536 tokens to data/pystdlib_val.bin
         Saved 4128768 tokens to data/pystdlib_train.bin
+        Saved the vocabulary of 257 tokens to data/pystdlib_tokenizer.bin
 
 Files come in sorted order, each after an end-of-text token, up to a fixed size. The first 65536 tokens validate, the
 rest train. The vocabulary is the 256 byte values and end of text (id 256).
@@ -45,7 +46,7 @@ def main():
         total += len(pieces[-1])
         if total >= LIMIT:
             break
-    save_split(np.concatenate([*pieces, []])[:LIMIT], VAL_TOKENS, args)
+    save_split(np.concatenate([*pieces, []])[:LIMIT], VAL_TOKENS, encoding, args)
 
 
 if __name__ == "__main__":

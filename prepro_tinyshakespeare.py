@@ -4,16 +4,19 @@ tiny_shakespeare -> GPT-2 tokens, for a first run that overfits in minutes.
     python prepro_tinyshakespeare.py          # downloads 1.1 MB, prints:
         Saved 32768 tokens to data/tiny_shakespeare_val.bin
         Saved 305260 tokens to data/tiny_shakespeare_train.bin
+        Saved the vocabulary of 50257 tokens to data/tiny_shakespeare_tokenizer.bin
 
 An end-of-text token opens the text and every speech. The first 32768 tokens validate, or a tenth if that is less, or
 --val_fraction of them; the rest train.
---input FILE takes a text that is already there: any UTF-8 text with blank lines between its parts.
+--input FILE takes a text that is already there: any UTF-8 text with blank lines between its parts. prepro_text.py is
+for other texts.
 """
 
 import os
 
 from llmc.errors import UserError, run_main
-from prepro import EOT, add_val_fraction, download, encode, load_encoding, make_parser, read_input, save_split
+from prepro import (EOT, add_val_fraction, check_not_written_over, download, encode, load_encoding, make_parser,
+                    read_input, save_split)
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"
@@ -31,15 +34,14 @@ def main():
     if path is None:
         path = os.path.join(os.path.dirname(args.output), "tiny_shakespeare.txt")
         download(args.url, path, MD5)
-    for output in (f"{args.output}_val.bin", f"{args.output}_train.bin"):
-        if os.path.exists(path) and os.path.exists(output) and os.path.samefile(path, output):
-            raise UserError(f"{path}: is the text itself, and tokens would be written over it: pass another --output")
+    check_not_written_over(path, args.output)
     try:
         text = read_input(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
     text = EOT + text.replace("\r\n", "\n").replace("\n\n", "\n\n" + EOT)
-    save_split(encode(load_encoding("gpt2"), text, allowed_special={EOT}), VAL_TOKENS, args)
+    encoding = load_encoding("gpt2")
+    save_split(encode(encoding, text, allowed_special={EOT}), VAL_TOKENS, encoding, args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """
 TinyStories (https://arxiv.org/abs/2305.07759) -> GPT-2 tokens: 2.7 million short stories in simple words, 0.9 G tokens.
 
-    python prepro_tinystories.py              # downloads a 1.5 GB archive of 50 JSON shards, then prints two lines
+    python prepro_tinystories.py              # downloads a 1.5 GB archive of 50 JSON shards, then prints three lines
         Saved ... tokens to data/TinyStories_val.bin
 
 Shard 0 validates, the others train. Each story follows an end-of-text token; the stories of a shard are shuffled with
@@ -14,14 +14,11 @@ import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is
 import array
 import glob
 import json
-import multiprocessing
 import os
 import random
 import re
 import shutil
 import tarfile
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 from huggingface_hub import HfApi, hf_hub_download
@@ -30,7 +27,8 @@ from tqdm import tqdm
 
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, replacing
-from prepro import encode, file_hash, load_encoding, make_parser, reason, save_tokens
+from prepro import (add_processes, check_processes, encode, file_hash, in_processes, load_encoding, make_parser, reason,
+                    save_tokens)
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 
@@ -92,10 +90,9 @@ def tokenize_shard(job):
 def main():
     parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "TinyStories"))
     parser.add_argument("--input", metavar="DIR", help="directory of data*.json shards, instead of the download")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="shards tokenized at a time")
+    add_processes(parser, "shards")
     args = parser.parse_args()
-    if args.processes < 1:
-        raise UserError(f"--processes {args.processes}: expected at least 1")
+    check_processes(args)
 
     directory = args.input
     if directory is None:
@@ -103,17 +100,10 @@ def main():
         if not os.path.isdir(directory):
             fetch_shards(directory)
     paths = find_shards(directory)
-    load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
-    workers = ProcessPoolExecutor(min(args.processes, len(paths)), multiprocessing.get_context("spawn"))
-    try:
-        jobs = workers.map(tokenize_shard, enumerate(paths))  # in order, whoever is done first
-        shards = list(tqdm(jobs, total=len(paths), desc="tokenizing", unit="shard"))
-    except BrokenProcessPool:
-        raise UserError(f"--processes {args.processes}: one of them was killed, perhaps for want of memory: try"
-                        " fewer") from None
-    finally:
-        workers.shutdown(cancel_futures=True)
-    save_tokens({f"{args.output}_val.bin": shards[:1], f"{args.output}_train.bin": shards[1:]}, args.format)
+    encoding = load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
+    jobs = in_processes(tokenize_shard, enumerate(paths), min(args.processes, len(paths)))
+    shards = list(tqdm(jobs, total=len(paths), desc="tokenizing", unit="shard"))
+    save_tokens(shards[:1], shards[1:], encoding, args)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 Parity with PyTorch, tensor by tensor: is the hand-written backward pass right, to the last digits that its precision
 holds?
 
-    python test_gpt2.py                       # gpt2_124M.bin and its debug state, from export_weights.py
+    python test_gpt2.py                       # gpt2_124M.bin and its debug state
     pytest test_gpt2.py                       # random small models, made on the spot
     pytest test_gpt2.py -m large              # random GPT-2 124M
 
@@ -41,8 +41,8 @@ from torch.nn.functional import cross_entropy
 import train_gpt2
 import train_gpt2_cuda as cuda
 from dev.rounding import FLOAT32, ROUNDOFFS, NoisyGPT2
-from export_weights import (ADAMW, VOCABULARIES, collect_gradients, make_debug_state, overfit, random_model,
-                            to_reference, torch_errors_as_lines)
+from export_weights import (ADAMW, VOCABULARIES, collect_gradients, make_debug_state, overfit, to_reference,
+                            torch_errors_as_lines)
 from llmc.checkpoint import read_debug_state, read_model, write_debug_state, write_model
 from llmc.compiler import Cache
 from llmc.device import copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, to_float32
@@ -50,7 +50,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import chunks
 from llmc.settings import Settings
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
-from train_gpt2 import GPT2, parameter_table
+from train_gpt2 import GPT2, parameter_table, random_model
 
 FACTOR = 6.0
 STEPS = 3
@@ -327,7 +327,7 @@ def judge_debug_state(yardstick, state):
 
 def write_pair(directory, depth, vocabulary, B, T, steps=STEPS):
     """Write a random model and its debug state on random tokens; returns their paths."""
-    config, params = random_model(depth, VOCABULARIES[vocabulary])
+    config, params = random_model(f"d{depth}", VOCABULARIES[vocabulary])
     tokens = np.random.default_rng(1).integers(0, config.V, B * T + 1, dtype=np.int32)
     x, y = tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
     paths = str(directory / "model.bin"), str(directory / "debug_state.bin")
@@ -394,7 +394,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
     """One forward and backward pass where B*T*Vp passes 2^31 (B=64) and 2^32 (B=96): of a batch of B equal rows, every
     row's loss is the same to the bit, and the gradients are those of one row."""
     need("cuda")
-    T, (config, params), gpu = 1024, random_model(12, VOCABULARIES["gpt2"]), open_gpu()
+    T, (config, params), gpu = 1024, random_model("d12", VOCABULARIES["gpt2"]), open_gpu()
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
     precision = cuda.Precision(dtype)
     (device, matmuls), results = cuda.open_device(gpu, config, precision, Cache(), matmul), []

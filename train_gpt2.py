@@ -5,8 +5,8 @@ What it is: GPT-2's layout, layers and model, and the training loop. Files, sett
 train_gpt2_cuda.py shares, are in llmc/. What it is not: it knows no autograd and no PyTorch; export_weights.py is the
 PyTorch reference that test_gpt2.py compares this file with.
 
-    python prepro_tinyshakespeare.py          # data/tiny_shakespeare_{train,val}.bin
-    python export_weights.py                  # gpt2_124M.bin and gpt2_tokenizer.bin
+    python prepro_tinyshakespeare.py          # data/tiny_shakespeare_{train,val,tokenizer}.bin
+    python export_weights.py                  # gpt2_124M.bin
     OMP_NUM_THREADS=8 python train_gpt2.py    # prints:
         [GPT-2]
         max_seq_len: 1024
@@ -34,8 +34,8 @@ import warnings
 
 import numpy as np
 
-from llmc.checkpoint import (Progress, count_parameters, delete_old_checkpoints, find_checkpoint, newest_checkpoint,
-                             read_start, restore, save_checkpoint, stopped)
+from llmc.checkpoint import (Config, Progress, count_parameters, delete_old_checkpoints, find_checkpoint,
+                             newest_checkpoint, padded, read_start, restore, save_checkpoint, stopped)
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.files import locked
@@ -43,9 +43,9 @@ from llmc.logger import Log
 from llmc.sampler import Random, generate
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings, print_changed_settings
-from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, table_elements, views
+from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, table_elements, unpadded, views
 from llmc.threads import BLOCK, parallel_blocks
-from llmc.tokenizer import load_tokenizer
+from llmc.tokenizer import keep_tokenizer, load_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: GPT-2's tensors as tables, from which sizes, offsets, views, files and tests derive
@@ -72,6 +72,38 @@ def parameter_table(config, dtype="float32"):
         "lnfw": Row((C,), dtype),
         "lnfb": Row((C,), dtype),
     }
+
+
+SIZES = {  # name of a model with random weights -> layers L, heads NH, channels C; from d12 on, GPT-2's
+    "d2": (2, 2, 128), "d4": (4, 4, 256), "d6": (6, 6, 384), "d12": (12, 12, 768), "d24": (24, 16, 1024),
+    "d36": (36, 20, 1280), "d48": (48, 25, 1600),
+}  # fmt: skip
+
+
+def random_model(name, V, seed=42):
+    """(config, params) of SIZES[name] before any training; None for another name.
+
+    Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
+    Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has random numbers
+    of its own, so that the weights do not depend on the number of threads.
+    """
+    if name not in SIZES:
+        return None
+    L, NH, C = SIZES[name]
+    config = Config(maxT=1024, V=V, L=L, NH=NH, C=C, Vp=padded(V))
+    params = allocate(parameter_table(config))
+
+    def block(start, stop):
+        np.random.default_rng((seed, number, start)).standard_normal(out=tensor[start:stop], dtype=np.float32)
+        tensor[start:stop] *= std
+
+    for number, (name, tensor) in enumerate(zip(params.table, unpadded(params, V))):
+        if params.table[name].decays:  # the matrices
+            std = np.float32(0.02 / math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 0.02)
+            parallel_blocks(block, tensor.size)
+        else:
+            tensor.fill(1.0 if name in ("ln1w", "ln2w", "lnfw") else 0.0)
+    return config, params
 
 
 def activation_table(config, B, T):
@@ -658,9 +690,10 @@ def run(settings):
     """From the settings to the end of the training; returns the exit status."""
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: train_step stops at a loss that is not finite
     first_step = find_checkpoint(settings)
-    config, params = read_start(settings, first_step, parameter_table)
-    tokenizer = load_tokenizer(settings.tokenizer, config.V)
+    tokenizer = load_tokenizer(settings)
+    config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     train_loader, val_loader = open_data(settings, config.V)
+    keep_tokenizer(settings, tokenizer)
     random = Random()
 
     print_changed_settings(settings)
@@ -713,7 +746,7 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
         log.training(step, loss, learning_rate, norm)
 
         done = step + 1
-        due = settings.checkpoint_every and (done % settings.checkpoint_every == 0 or done == settings.steps)
+        due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
         stop = interruption.signal  # which may come at any moment: read once
         if directory and (due or stop):
             save(done)

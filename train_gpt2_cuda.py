@@ -50,8 +50,8 @@ from llmc.sampler import Random, generate
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
 from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, views
-from llmc.tokenizer import load_tokenizer
-from train_gpt2 import parameter_table, validate
+from llmc.tokenizer import keep_tokenizer, load_tokenizer
+from train_gpt2 import parameter_table, random_model, validate
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
@@ -999,13 +999,14 @@ def run(settings):
     """From the settings to the end of the training; returns the exit status."""
     first_step = find_checkpoint(settings)
     gpu = open_gpu(settings.arch)
+    tokenizer = load_tokenizer(settings)
     given = dataclasses.replace(settings)
     settle(settings, gpu.arch)
     loading = time.perf_counter()
-    config, params = read_start(settings, first_step, parameter_table)
+    config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     loading = time.perf_counter() - loading
-    tokenizer = load_tokenizer(settings.tokenizer, config.V)
     train_loader, val_loader = open_data(settings, config.V)
+    keep_tokenizer(settings, tokenizer)
     random = Random()
 
     print_changed_settings(given)
@@ -1114,7 +1115,7 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
         running = begun
 
         done = step + 1
-        due = settings.checkpoint_every and (done % settings.checkpoint_every == 0 or done == settings.steps)
+        due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
         stop = interruption.signal  # which may come at any moment: read once
         if stop or (directory and due):
             finish()

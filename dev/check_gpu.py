@@ -1,7 +1,7 @@
 """
 Is the GPU's forward and backward pass right? One random batch, tensor by tensor beside train_gpt2.py; needs a GPU.
 
-    make check                              # the model of make train; another: MODEL=gpt2_d12.bin ARGS="-t 256"
+    make check                              # d4 with random weights; another: MODEL=gpt2_d12.bin ARGS="-t 256"
     python dev/check_gpu.py -e gpt2_d12.bin -b 2 -t 128 --dtype float32 --tf32 0
 
 The flags are those of train_gpt2_cuda.py, but --recompute is 0 by default, so that every activation is kept. It prints

@@ -32,7 +32,7 @@ from llmc.kernels import blocks
 from llmc.matmul import is_transposed
 from llmc.settings import parse_settings
 from llmc.tensors import Row
-from train_gpt2 import parameter_table
+from train_gpt2 import parameter_table, random_model
 from train_gpt2_cuda import JOB, CudaSettings, describe_precision, matmul_forward, open_trainer, settle
 
 STEPS = 10
@@ -223,7 +223,7 @@ def open_model(settings):
     """(GPU, config, params) that the trainer would begin with; settles what is left to the GPU in settings."""
     gpu = open_gpu(settings.arch)
     settle(settings, gpu.arch)
-    config, params = read_start(settings, None, parameter_table)
+    config, params = read_start(settings, None, None, parameter_table, random_model)
     print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
     return gpu, config, params
 

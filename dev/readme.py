@@ -2,7 +2,7 @@
 Put what programs truly print into README.md and doc/.
 
     python dev/readme.py train      # make train, three minutes (seconds on a GPU): doc/logs/, README.md and its picture
-    python dev/readme.py test       # test_gpt2.py on gpt2_d12.bin, two minutes: doc/correctness.md
+    python dev/readme.py test       # test_gpt2.py on gpt2_d12.bin and its debug state, two minutes: doc/correctness.md
 
 and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespeare there:
 
@@ -95,7 +95,7 @@ def excerpt(text):
     losses = [line for line in lines if line.startswith("val loss")]
     last = max(i for i, line in enumerate(lines) if line == "generating:")
     sample = [lines[last], *lines[last + 2 : last + 4]]
-    head = [line for line in lines if line.startswith("Saved ")][1:]
+    head = [line for line in lines if line.startswith("Saved ")][1:2]
     size = next(line.strip("| ") for line in lines if "num_parameters" in line)
     size = re.sub(" *[|:] *", ": ", size)
     return "\n".join([*head, size, losses[0], *steps[:2], "...", *steps[-2:], losses[-1], *sample])

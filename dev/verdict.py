@@ -23,12 +23,12 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 from tqdm import tqdm
 
-from export_weights import VOCABULARIES, random_model
+from export_weights import VOCABULARIES
 from llmc.checkpoint import Config, padded
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
 from test_gpt2 import ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_adamw, precision_of, replay, require
-from train_gpt2 import parameter_table
+from train_gpt2 import parameter_table, random_model
 
 
 def draw(seed, HS_multiple=4):
@@ -50,7 +50,7 @@ def draw(seed, HS_multiple=4):
 
 def draw_d12(seed):
     """The same of GPT-2 124M as training begins, B=4, T=64."""
-    config, params = random_model(12, VOCABULARIES["gpt2"], seed)
+    config, params = random_model("d12", VOCABULARIES["gpt2"], seed)
     return config, params, *np.random.default_rng(seed).integers(0, config.V, (2, 4, 64), dtype=np.int32), 0.02
 
 

@@ -33,6 +33,7 @@ from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC,
 from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, unpadded
 
 EXPORT = "make it with: python export_weights.py"
+EXPORT_STATE = f"{EXPORT} --debug_state 1"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # models
@@ -170,22 +171,22 @@ def write_debug_state(path, config, state, version=2):
 
 def read_debug_state(path, config, params):
     """Read a debug state, version 1 or 2, that belongs to this model; raises UserError when it does not."""
-    with open_input(path, EXPORT) as f:
-        header = read_header(f, STATE_MAGIC, EXPORT)
+    with open_input(path, EXPORT_STATE) as f:
+        header = read_header(f, STATE_MAGIC, EXPORT_STATE)
         version, B, T = (int(x) for x in header[1:4])
         if version not in (1, 2):
-            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; {EXPORT}")
+            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; {EXPORT_STATE}")
         if B < 1 or not 1 <= T <= config.maxT:
-            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; {EXPORT}")
+            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; {EXPORT_STATE}")
         trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
         if trailer not in (0, TRAILER_VERSION) or n < 0:
             raise UserError(f"{path}: trailer version {trailer} with {n} losses, expected version {TRAILER_VERSION}")
         rows = config.V if version == 1 else config.Vp
         gradients = sum(tensor.size for tensor in unpadded(params, rows))
         size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
-        check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", EXPORT)
+        check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", EXPORT_STATE)
         if trailer and crc != fingerprint(config, params):
-            raise UserError(f"{path}: belongs to another model: it was made from other weights; {EXPORT}")
+            raise UserError(f"{path}: belongs to another model: it was made from other weights; {EXPORT_STATE}")
 
         x, y = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
         logits, loss = np.empty((B, T, config.V), np.float32), np.empty(1, np.float32)
@@ -194,7 +195,7 @@ def read_debug_state(path, config, params):
             read_into(f, part)
         for ids in (x, y):
             if ids.min() < 0 or ids.max() >= config.V:
-                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT}")
+                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT_STATE}")
         state = DebugState(x, y, logits, float(loss[0]), grads)
         if trailer and n:  # without a step there is nothing to replay
             settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
@@ -206,7 +207,7 @@ def read_debug_state(path, config, params):
             if not (0 <= learning_rate < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf
                     and 0 <= weight_decay < np.inf and np.isfinite(losses).all()):
                 raise UserError(f"{path}: impossible optimizer settings or losses: {state.optimizer},"
-                                f" losses {losses.tolist()}; {EXPORT}")
+                                f" losses {losses.tolist()}; {EXPORT_STATE}")
     return state
 
 
@@ -350,15 +351,22 @@ def find_checkpoint(settings):
     return step
 
 
-def read_start(settings, first_step, parameter_table):
-    """(config, params) that a run begins with: those of -e, or of the checkpoint of step first_step, if not None."""
+def read_start(settings, first_step, tokenizer, parameter_table, random_model):
+    """(config, params) that a run begins with: those of -e, or of the checkpoint of step first_step, if not None.
+
+    random_model(name, V) makes those that -e calls by a name, with the tokenizer's vocabulary or, if None, GPT-2's.
+    """
+    V = len(tokenizer.tokens) if tokenizer else 50257
     if first_step is None:
-        config, params = read_model(settings.model, parameter_table)
+        config, params = random_model(settings.model, V) or read_model(settings.model, parameter_table)
     else:
         model, _, marker = checkpoint_paths(settings.output_dir, first_step)
         config, params = read_model(model, parameter_table, mend=go_back(marker))
     if settings.T > config.maxT:
         raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
+    if tokenizer and V != config.V:
+        raise UserError(f"{tokenizer.path}: {V} tokens, but the model has V={config.V}: take a model and data of one"
+                        " vocabulary, or pass --tokenizer FILE")
     return config, params
 
 

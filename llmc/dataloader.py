@@ -14,7 +14,7 @@ from llmc.errors import UserError
 from llmc.files import (CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
                         read_into, replacing)
 
-TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (or the prepro script of your text)"
+TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
 
 
 def write_tokens(path, pieces, count, format="int32"):
@@ -86,10 +86,25 @@ def find_files(pattern):
     return sorted(glob.glob(os.path.join(glob.escape(directory) if os.path.isdir(directory) else directory, name)))
 
 
+def names_shards(data):
+    """Whether -i is the name or the glob of training shards, not a prefix."""
+    return data.endswith(".bin") or is_pattern(data) and not os.path.exists(f"{data}_train.bin")
+
+
+def tokenizer_beside(data):
+    """PREFIX_tokenizer.bin, where a prepro script writes the vocabulary of PREFIX_train.bin; "" for shards that are not
+    named so."""
+    if not names_shards(data):
+        return f"{data}_tokenizer.bin"
+    directory, name = os.path.split(data)
+    prefix, train, _ = name.rpartition("train")
+    return os.path.join(directory, f"{prefix}tokenizer.bin") if train else ""
+
+
 def data_paths(settings):
     """(training shards, validation shards) that -i and -j name; raises UserError when a pattern matches nothing."""
     data = settings.data
-    if data.endswith(".bin") or is_pattern(data) and not os.path.exists(f"{data}_train.bin"):
+    if names_shards(data):
         val = settings.val_data or re.sub(r"train(?!.*train)", "val", data)
         if val == data:
             raise UserError(f"-i {data}: there is no 'train' in it to make the validation files' name from: pass -j"

@@ -1,5 +1,6 @@
 """Sampling: llm.c's random numbers, and text from a model."""
 
+import codecs
 import sys
 from typing import NamedTuple
 
@@ -84,11 +85,13 @@ def generate(decode, random, tokenizer, V, length, T):
     decode: see Context. tokenizer: None prints ids.
     """
     print("generating:\n---", flush=True)
-    tokens = np.full((1, length), tokenizer.eot if tokenizer else V - 1, np.int32)  # both vocabularies end with it
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be of several tokens
+    tokens = np.full((1, length), tokenizer.eot if tokenizer else V - 1, np.int32)  # each vocabulary ends with it
     context, choice = Context(decode, T), Choice()
     for t in range(1, length):
         tokens[0, t] = choice.draw(context.logits(tokens[:, :t])[0], random.f32())
         text = tokenizer.printable(tokens[0, t]) if tokenizer else b"%d " % tokens[0, t]
-        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.write(decoder.decode(text).encode())
         sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(decoder.decode(b"", final=True).encode())
     print("\n---", flush=True)

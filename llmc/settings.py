@@ -27,15 +27,20 @@ def with_default(settings_class, name, default, help=None):
 class Settings:
     """What one training run does. The defaults are llm.c's CPU program of April 2024."""
 
-    model: str = option("gpt2_124M.bin", "-e", group="files", help="model checkpoint to start from")
+    model: str = option("gpt2_124M.bin", "-e", group="files",
+                        help="model checkpoint to start from; or d2, d4, d6, d12 (GPT-2 124M), d24, d36, d48: random"
+                        " weights")
     data: str = option("data/tiny_shakespeare", "-i", group="files",
                        help="token files: a prefix to _train.bin and _val.bin, or the path or quoted glob of training"
                        " shards")
     val_data: str = option("", "-j", group="files",
                            help="validation tokens, path or quoted glob (made from -i if not given)")
-    tokenizer: str = option("gpt2_tokenizer.bin", group="files", help="tokenizer that prints the samples")
+    tokenizer: str = option("", group="files",
+                            help="vocabulary, which prints the samples (if not given: PREFIX_tokenizer.bin beside the"
+                            " data, or gpt2_tokenizer.bin)")
     output: str = option("", "-o", group="files",
-                         help="log file when it ends in .log, else a directory for main.log and checkpoints")
+                         help="log file when it ends in .log, else a directory for main.log, checkpoints and the last"
+                         " model")
 
     B: int = option(4, "-b", "--batch_size", group="batch", help="sequences in a batch, B")
     T: int = option(64, "-t", "--sequence_length", group="batch", help="tokens in a sequence, T")
@@ -69,7 +74,7 @@ class Settings:
                                 help="1: validate and sample after the last update, whatever -v and -s say")
 
     checkpoint_every: int = option(0, "-n", group="checkpoints",
-                                   help="save every that many updates, and after the last (0: never)")
+                                   help="save every that many updates, and after the last (0: only after the last)")
     checkpoints_keep: int = option(0, "-nk", group="checkpoints",
                                    help="checkpoints to keep, the newest; older ones are deleted (0: keep all)")
     major_checkpoint_every: int = option(0, "-nm", group="checkpoints",

@@ -1,10 +1,12 @@
 """Tokenizer files, llm.c's: header [2] V [3] id of the end-of-text token (version 2), then for each id a length byte
-and the token's bytes. They turn ids into text; the prepro scripts, which turn text into ids, use tiktoken."""
+and the token's bytes. They turn ids into text; the prepro scripts, which turn text into ids, use tiktoken, and write
+such a file beside the tokens."""
 
 import os
 import sys
 from dataclasses import dataclass
 
+from llmc.dataloader import tokenizer_beside
 from llmc.errors import UserError
 from llmc.files import TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
@@ -17,11 +19,17 @@ class Tokenizer:
 
     tokens: list  # id -> bytes
     eot: int
+    path: str = ""  # the file that it was read from
+
+    def __post_init__(self):
+        """A vocabulary of bytes writes letters beyond ASCII as several tokens of one byte each."""
+        self.of_bytes = all(len(token) == 1 for id, token in enumerate(self.tokens) if id != self.eot)
 
     def printable(self, id):
-        """The bytes to print for an id: a single byte only when it is printable ASCII or white space."""
+        """The bytes to print for an id: a single byte only when it is printable ASCII, white space, or part of a letter
+        in a vocabulary of bytes."""
         token = self.tokens[id]
-        if len(token) == 1 and not (32 <= token[0] < 127 or token.isspace()):
+        if len(token) == 1 and not (32 <= token[0] < 127 or token.isspace() or self.of_bytes and token[0] > 127):
             return b""
         return token
 
@@ -48,7 +56,7 @@ def read_tokenizer(path):
         position += 1 + length
     if position != len(data):
         raise UserError(f"{path}: {len(data) - position} bytes too many after {V} tokens; {EXPORT}")
-    return Tokenizer(tokens, eot)
+    return Tokenizer(tokens, eot, path)
 
 
 def write_tokenizer(path, tokens, eot, version=2):
@@ -62,12 +70,20 @@ def write_tokenizer(path, tokens, eot, version=2):
             f.write(bytes([len(token)]) + token)
 
 
-def load_tokenizer(path, V):
-    """The tokenizer for a model with V tokens, or None with a warning when there is no such file."""
+def load_tokenizer(settings):
+    """The Tokenizer of --tokenizer; where that is not given of the file beside the data, which settings.tokenizer then
+    names, or else of gpt2_tokenizer.bin; None, with a warning, when there is no such file."""
+    beside = tokenizer_beside(settings.data)
+    if not settings.tokenizer and os.path.lexists(beside):
+        settings.tokenizer = beside
+    path = settings.tokenizer or "gpt2_tokenizer.bin"
     if not os.path.lexists(path):
         print(f"warning: {path}: no such file, samples are printed as token ids; {EXPORT}", file=sys.stderr)
         return None
-    tokenizer = read_tokenizer(path)
-    if len(tokenizer.tokens) != V:
-        raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
-    return tokenizer
+    return read_tokenizer(path)
+
+
+def keep_tokenizer(settings, tokenizer):
+    """Write the vocabulary into the run's directory, if there is one, for whoever uses the run's models."""
+    if tokenizer and settings.output_dir:
+        write_tokenizer(os.path.join(settings.output_dir, "tokenizer.bin"), tokenizer.tokens, tokenizer.eot)

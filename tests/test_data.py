@@ -7,7 +7,9 @@ import io
 import json
 import os
 import random
+import re
 import resource
+import shutil
 import tarfile
 import threading
 from types import SimpleNamespace
@@ -17,13 +19,16 @@ import pytest
 
 import prepro
 import prepro_pystdlib
+import prepro_text
 import prepro_tinyshakespeare
 import prepro_tinystories
 import train_gpt2
 from conftest import ROOT, assert_one_line_error, hub, run_program, serve
-from llmc.dataloader import DataLoader, data_paths, open_tokens, write_tokens
+from llmc.checkpoint import checkpoint_paths, read_config
+from llmc.dataloader import DataLoader, data_paths, open_tokens, tokenizer_beside, write_tokens
 from llmc.errors import UserError
 from llmc.settings import Settings
+from llmc.tokenizer import read_tokenizer
 from train_gpt2 import validate
 
 HASHES = {
@@ -48,7 +53,10 @@ def vocabulary_here(monkeypatch, gpt2_vocabulary):
 def test_tiny_shakespeare_has_llm_c_s_hashes(tmp_path, tiny_shakespeare, vocabulary_here, run_here, format):
     output = tmp_path / "ts"
     done = run_here(prepro_tinyshakespeare, "--input", tiny_shakespeare, "--output", output, "--format", format)
-    assert done.stdout == f"Saved 32768 tokens to {output}_val.bin\nSaved 305260 tokens to {output}_train.bin\n"
+    assert done.stdout == (f"Saved 32768 tokens to {output}_val.bin\nSaved 305260 tokens to {output}_train.bin\n"
+                           f"Saved the vocabulary of 50257 tokens to {output}_tokenizer.bin\n")
+    found = hashlib.sha256((tmp_path / "ts_tokenizer.bin").read_bytes()).hexdigest()
+    assert found == "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"
     for split in ("val", "train"):
         assert hashlib.sha256((tmp_path / f"ts_{split}.bin").read_bytes()).hexdigest() == HASHES[format, split]
 
@@ -65,18 +73,19 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
 def test_a_text_is_not_written_over(tmp_path, run_here):
     """Neither by the download, whose file has its own name, nor by the tokens."""
     text, mine = "my text\n\n" * 20000, tmp_path / "mine.txt"
-    for path in (mine, tmp_path / "tiny_shakespeare.txt", tmp_path / "mine_val.bin"):
+    files = [tmp_path / f"mine_{name}.bin" for name in ("val", "train", "tokenizer")]
+    for path in (mine, tmp_path / "tiny_shakespeare.txt", *files):
         path.write_text(text)
     with serve({}) as (url, seen):
         done = run_here(prepro_tinyshakespeare, "--url", url, "--output", tmp_path / "mine", check=False)
     assert_one_line_error(done, tmp_path / "tiny_shakespeare.txt", "move it away", "--input")
-    done = run_here(prepro_tinyshakespeare, "--input", tmp_path / "mine_val.bin", "--output", tmp_path / "mine",
-                    check=False)
-    assert_one_line_error(done, "mine_val.bin", "another --output")
+    for path in files:
+        done = run_here(prepro_tinyshakespeare, "--input", path, "--output", tmp_path / "mine", check=False)
+        assert_one_line_error(done, path, "another --output")
     assert not seen and all(path.read_text() == text for path in tmp_path.iterdir())
 
 
-def test_both_token_files_or_none(tmp_path, monkeypatch):
+def test_all_files_or_none(tmp_path, monkeypatch):
     def fail(path, *arguments):
         if "train" in path:
             raise UserError(f"{path}: cannot be written (No space left on device)")
@@ -85,7 +94,8 @@ def test_both_token_files_or_none(tmp_path, monkeypatch):
     (tmp_path / "x_val.bin").write_bytes(b"before")
     monkeypatch.setattr(prepro, "write_tokens", fail)
     with pytest.raises(UserError, match="No space"):
-        prepro.save_split(range(10), 4, SimpleNamespace(output=str(tmp_path / "x"), format="int32"))
+        prepro.save_split(range(10), 4, prepro.load_encoding("bytes"), SimpleNamespace(output=str(tmp_path / "x"),
+                                                                                       format="int32"))
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
 
 
@@ -164,11 +174,167 @@ def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_
         return run_here(prepro_tinyshakespeare, "--input", tmp_path / "text", "--output", tmp_path / "o", *flags,
                         check=check)
 
-    val, train = (int(line.split()[1]) for line in split().stdout.splitlines())
+    val, train = (int(line.split()[1]) for line in split().stdout.splitlines()[:2])
     assert val == (val + train) // 10
     assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
     assert_one_line_error(split("--val_fraction", 1, check=False), "--val_fraction 1.0")
     assert_one_line_error(split("--val_fraction", 1e-9, check=False), "0 would validate", "--val_fraction")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# your own text
+
+
+@pytest.fixture
+def prepare(tmp_path, run_here, monkeypatch):
+    """prepare(input, ..., flag, ...): the tokens, val and train one after the other, the Tokenizer, what is printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags):
+        done = run_here(prepro_text, *flags, "--output", "out/x")
+        tokens = [open_tokens(f"out/x_{split}.bin", 1 << 20) for split in ("val", "train")]
+        return np.concatenate(tokens).tolist(), read_tokenizer("out/x_tokenizer.bin"), done.stdout
+
+    return run
+
+
+def text_of(tokens, tokenizer):
+    return b"".join(tokenizer.tokens[id] for id in tokens).decode()
+
+
+def write_folder(folder):
+    """A folder of texts, and of what is none; the documents, in the order that they are read."""
+    files = {
+        "a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n",
+        "b/d.txt": "д 日本\n".encode(),
+        "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'{"text": "one"}\n\n{"text": "two"}\n',
+        "b/one.json": b'{"name": "y"}', "empty.txt": b"",
+        "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
+        "b/picture.png": b"\x89PNG\xff\xfe", "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret",
+        ".git/config": b"secret",
+    }  # fmt: skip
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    os.mkfifo(folder / "fifo")
+    return ["# A\n\nnaïve\n", "three\n", "\U0001f600 ?", "print('c')\n", "д 日本\n", "one", "two", '{"name": "y"}',
+            '{\n  "name": "x"\n}\n']
+
+
+@pytest.mark.parametrize("vocabulary, V", (("gpt2", 50257), ("bytes", 257), ("chars", None)))
+def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
+    """Sorted, each document after an end of text; what is hidden or not text is left out, and counted."""
+    expected = write_folder(tmp_path / "folder")
+    tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary)
+    assert text_of(tokens, tokenizer) == "".join(f"{prepro.EOT}{document}" for document in expected)
+    assert tokens.count(tokenizer.eot) == 9 and tokenizer.eot == len(tokenizer.tokens) - 1
+    characters = sorted(set("".join(expected)))
+    assert len(tokenizer.tokens) == (V or len(characters) + 1)
+    if vocabulary == "chars":
+        assert [token.decode() for token in tokenizer.tokens[:-1]] == characters
+    assert printed.startswith("9 documents in 8 files; left out: 2 hidden names, 3 files not of text\nSaved ")
+    again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16")
+    assert again[0] == tokens, "a file is read once"
+
+
+@pytest.mark.parametrize("vocabulary", ("gpt2", "chars"))
+def test_pieces_and_processes_change_nothing(tmp_path, tiny_shakespeare, vocabulary_here, prepare, monkeypatch,
+                                             vocabulary):
+    """A long text is tokenized in pieces, by any number of processes, to what tiktoken makes of the whole."""
+    text = tiny_shakespeare.read_text()[:200000] + "x" * 3000 + "\n \n\n" * 500 + "é"
+    (tmp_path / "text").write_text(text)
+    encoding = prepro.load_encoding(vocabulary, text)
+    for piece, processes in ((1 << 20, 1), (1000, 1), (1000, 2)):
+        monkeypatch.setattr(prepro_text, "PIECE", piece)
+        tokens, tokenizer, _ = prepare("text", "--vocabulary", vocabulary, "--processes", processes)
+        assert tokens[0] == encoding.eot_token and text_of(tokens[1:], tokenizer) == text
+        if piece > len(text):
+            whole = tokens
+            assert whole[1:] == encoding.encode(text)
+        else:  # but for what has no end of a token within a piece
+            assert len(tokens) - len(whole) <= 8 and tokens[:40000] == whole[:40000]
+            if processes == 1:
+                pieces = tokens
+            else:
+                assert tokens == pieces
+
+
+def test_two_processes_tokenize_one_file(tmp_path, vocabulary_here, prepare):
+    """The pieces of a file of several megabytes, in processes of their own."""
+    text = "".join(f"Line {i}, as long as any other.\n" for i in range(250000))
+    (tmp_path / "text").write_text(text)
+    one, two = (prepare("text", "--vocabulary", "chars", "--processes", processes)[0] for processes in (1, 2))
+    assert one == two and len(one) == len(text) + 1
+
+
+def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch):
+    """One line; no file is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepro_text, "PIECE", 1000)
+
+    def fails(name, data, *words, flags=()):
+        (tmp_path / name).write_bytes(data)
+        done = run_here(prepro_text, name, "--output", "out/x", *flags, check=False)
+        done.stderr = done.stderr.splitlines()[-1]  # after the progress bars
+        assert_one_line_error(done, *words)
+        assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
+
+    text = b"Some words.\n" * 1000
+    fails("empty.txt", b"", "empty.txt", "no text in 1 file")
+    fails("latin.txt", b"x" * 2500 + b"caf\xe9 ", "latin.txt", "not UTF-8", "byte 2503")
+    fails("short.txt", b"a", "2 tokens of text", "--val_fraction")
+    fails("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', "a.jsonl:2", "'text'", "found text in story", "--field NAME")
+    fails("b.json", b'{"text": 1}\n', "b.json:1", "found text in no field", "--field NAME")
+    fails("c.jsonl", b'{"text": "a"}\nnot JSON\n', "c.jsonl:2", "found none")
+    fails("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1", "'story'", flags=("--field", "story"))
+    fails("e.txt", text, "--val_fraction 2.0", flags=("--val_fraction", 2))
+    fails("f.txt", text, "--processes 0", flags=("--processes", 0))
+    fails("g.txt", "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x14000)])).encode(), "--format uint16",
+          "at most 65536", flags=("--format", "uint16", "--vocabulary", "chars"))
+    fails("h.txt", text, "h.txt", "directory", flags=("--output", "h.txt/x"))
+    for name, words in (("none.txt", "no such file"), ("*.none", "no file matches"), ("fifo", "a FIFO")):
+        if name == "fifo":
+            os.mkfifo(name)
+        assert_one_line_error(run_here(prepro_text, name, check=False), name, words)
+    (tmp_path / "folder").mkdir()
+    done = run_here(prepro_text, "folder", check=False)
+    assert done.returncode == 1 and done.stderr.endswith("folder: no text in 0 files\n")
+
+
+def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
+    """Neither a file that is named, nor one that is found; tokens of an earlier run are no text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("my text\n" * 2000)
+    for _ in range(2):
+        run_here(prepro_text, ".", "--vocabulary", "bytes", "--output", "x")
+    assert sorted(os.listdir()) == ["text", "x_tokenizer.bin", "x_train.bin", "x_val.bin"]
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for name in (".", "text_train.bin"):
+        shutil.copy("text", "text_train.bin")
+        done = run_here(prepro_text, name, "--vocabulary", "bytes", "--output", "text", check=False)
+        done.stderr = done.stderr.splitlines()[-1]
+        assert_one_line_error(done, "text_train.bin", "another --output")
+    before["text_train.bin"] = before["text"]
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("vocabulary", ("bytes", "chars"))
+def test_training_on_own_text_needs_numpy_alone(tmp_path, prepare, vocabulary):
+    """From random weights, where nothing else can be imported; the samples are text, letters beyond ASCII included."""
+    (tmp_path / "lines.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
+    prepare("lines.jsonl", "--vocabulary", vocabulary)
+    hidden = ("torch", "tiktoken", "tqdm", "requests", "safetensors", "huggingface_hub", "cupy")
+    for name in hidden:
+        (tmp_path / "hidden" / name).mkdir(parents=True)
+        (tmp_path / "hidden" / name / "__init__.py").write_text(f"raise ImportError('{name} is hidden')")
+    done = run_program("train_gpt2.py", "-e", "d2", "-i", "out/x", "-o", "run", "-b", 4, "-t", 16, "-x", 40,
+                       "-l", 0.003, "-v", 0, "-s", 40, "-g", 40, "--final_reports", 1, cwd=tmp_path,
+                       PYTHONPATH=str(tmp_path / "hidden"))
+    assert " tokenizer=out/x_tokenizer.bin " in done.stdout and done.stderr == ""
+    sample = done.stdout.split("---\n")[1]
+    assert len(re.findall("[äöü]", sample)) > 8 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
+    with open(checkpoint_paths(tmp_path / "run", 40)[0], "rb") as f:
+        assert read_config(f, "")[1].V == len(read_tokenizer(tmp_path / "run" / "tokenizer.bin").tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,7 +343,7 @@ def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_
 
 def test_pystdlib(tmp_path, run_here):
     done = run_here(prepro_pystdlib, "--output", tmp_path / "std")
-    counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    counts = [int(line.split()[1]) for line in done.stdout.splitlines()[:2]]
     val, train = (open_tokens(tmp_path / f"std_{split}.bin", 257) for split in ("val", "train"))
     assert counts == [val.size, train.size] and val[0] == 256
     text = bytes(int(id) for id in np.concatenate([val, train]) if id != 256)
@@ -272,6 +438,14 @@ def test_brackets_in_a_name_that_exists(tmp_path, monkeypatch):
         ["data[1]/y_train_1.bin", "data[1]/y_train_2.bin"], ["data[1]/y_val_1.bin"]]
 
 
+@pytest.mark.parametrize("data, path", (
+    ("data/x", "data/x_tokenizer.bin"), ("data/x_train.bin", "data/x_tokenizer.bin"),
+    ("train/x_train_*.bin", "train/x_tokenizer.bin"), ("train/x.bin", ""),
+))  # fmt: skip
+def test_where_the_vocabulary_of_data_is(data, path):
+    assert tokenizer_beside(data) == path
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # TinyStories
 
@@ -299,6 +473,7 @@ def test_tinystories(tmp_path, vocabulary_here, run_here):
                  "--processes", processes, "--format", "uint16")
         val, train = (open_tokens(tmp_path / f"ts{processes}_{split}.bin", 50257) for split in ("val", "train"))
         assert val.tolist() == expected_tokens(0) and train.tolist() == expected_tokens(1) + expected_tokens(2)
+        assert len(read_tokenizer(tmp_path / f"ts{processes}_tokenizer.bin").tokens) == 50257
 
 
 def tinystories_pages(archive, sha256):

@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,12 +14,13 @@ import pytest
 import torch
 
 import export_weights as e
-from conftest import SMALL, assert_one_line_error, hub, random_params, run_program, serve
-from llmc.checkpoint import Config, read_debug_state, read_model, write_model
+from conftest import ROOT, SMALL, assert_one_line_error, hub, random_params, run_program, serve
+from llmc.checkpoint import Config, padded, read_debug_state, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
-from prepro import load_encoding
+from llmc.tokenizer import read_tokenizer, write_tokenizer
+from prepro import EOT, load_encoding, save_vocabulary
 from train_gpt2 import GPT2, parameter_table
 
 transformers = pytest.importorskip("transformers")
@@ -81,6 +84,32 @@ def test_export_with_gpt2_s_tokenizer(tmp_path, gpt2_vocabulary, monkeypatch):
     assert tokenizer.eos_token_id == 50256 and tokenizer.model_max_length == 16
 
 
+@pytest.mark.parametrize("vocabulary", ("bytes", "chars"))
+def test_export_with_our_own_tokenizer(tmp_path, monkeypatch, capsys, vocabulary):
+    """transformers makes our ids of a text, and the text of them. A vocabulary that is neither is left out."""
+    text = "".join(map(chr, range(1, 400))) + "naïve \t日本 \U0001f600  two  \n\n's\r\n"
+    encoding = load_encoding(vocabulary, text)
+    config = Config(maxT=16, V=encoding.n_vocab, L=1, NH=1, C=8, Vp=padded(encoding.n_vocab))
+    write_model(tmp_path / "model.bin", config, random_params(config))
+    save_vocabulary(tmp_path / "tokenizer.bin", encoding)
+    run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
+    assert "tokenizer.json, tokenizer_config.json to" in capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer.encode(text)
+    assert ids == encoding.encode(text) and tokenizer.decode(ids) == text
+    assert tokenizer.encode(f"a{EOT}") == encoding.encode(f"a{EOT}", allowed_special="all")
+    assert tokenizer.eos_token_id == encoding.eot_token and len(tokenizer) == encoding.n_vocab
+    assert tokenizer.model_max_length == 16
+    tokens = read_tokenizer(tmp_path / "tokenizer.bin").tokens
+    write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot_token)
+    run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "without")
+    assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors"]
+    write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot_token - 1)
+    with pytest.raises(UserError, match=f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}"):
+        run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
 def test_the_reference_computes_what_transformers_does(tmp_path):
     theirs = hf_model()
     theirs.save_pretrained(tmp_path)
@@ -117,10 +146,7 @@ def hub_pages(folder, repository):
 def test_pretrained_from_a_hub_then_from_its_cache_then_offline(tmp_path):
     """HF_ENDPOINT names the hub; a second time the cache has it, with HF_HUB_OFFLINE and no hub at all."""
     hf_model(V=257).save_pretrained(tmp_path / "repository")
-    tokens = np.random.default_rng(0).integers(0, 257, 100)
-    write_tokens(tmp_path / "val.bin", [tokens], 100)
-    command = ("export_weights.py", "--input", tmp_path / "val.bin", "--batch_size", 1, "--sequence_length", 16,
-               "--num_iterations", 1, "--output_dir", tmp_path)
+    command = "export_weights.py", "--output_dir", tmp_path
     environment = hub("", tmp_path / "home")
     with serve(hub_pages(tmp_path / "repository", "openai-community/gpt2")) as (url, _):
         run_program(*command, **{**environment, "HF_ENDPOINT": url})
@@ -145,18 +171,36 @@ def run_here(monkeypatch, *flags):
 
 @pytest.fixture
 def export(tmp_path, monkeypatch):
-    """Run export_weights.py on random tokens: export(flag, value, ...) writes to tmp_path/out."""
-    write_tokens(tmp_path / "val.bin", [np.random.default_rng(0).integers(0, 257, 1000)], 1000)
+    """Run export_weights.py, with random tokens for a batch: export(flag, value, ...) writes to tmp_path/out."""
+    (tmp_path / "data").mkdir()
+    tokens = np.random.default_rng(0).integers(0, 257, 1000)
+    write_tokens(tmp_path / "data" / "tiny_shakespeare_val.bin", [tokens], 1000)
+    monkeypatch.chdir(tmp_path)
 
     def run(*flags):
-        run_here(monkeypatch, "--model", "d2", "--vocabulary", "bytes", "--input", tmp_path / "val.bin", "--output_dir",
-                 tmp_path / "out", *flags)
+        run_here(monkeypatch, "--model", "d2", "--vocabulary", "bytes", "--output_dir", tmp_path / "out", *flags)
 
     return run
 
 
-def test_random_model_files(tmp_path, export, capsys):
+def test_random_weights_need_no_data(tmp_path, export, capsys):
+    """They are those of -e d2, on any number of threads."""
+    shutil.rmtree(tmp_path / "data")
     export()
+    assert sorted(os.listdir(tmp_path / "out")) == ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin"]
+    output = capsys.readouterr().out
+    assert output.count("wrote ") == 3 and "iteration" not in output and "generating" not in output
+    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
+    for threads in (1, 3):
+        code = ("import llmc, zlib, train_gpt2; from llmc.tensors import flat;"
+                "print(zlib.crc32(flat(train_gpt2.random_model('d2', 257)[1])))")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT,
+                              env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+        assert int(done.stdout) == zlib.crc32(flat(params))
+
+
+def test_random_model_files(tmp_path, export, capsys):
+    export("--debug_state", 1)
     output = capsys.readouterr().out
     files = ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == files
@@ -174,7 +218,7 @@ def test_random_model_files(tmp_path, export, capsys):
     assert [f"loss: {loss:.6f}" for loss in state.losses] == [line.split(", ")[1] for line in output.splitlines()
                                                              if line.startswith("iteration")]
     first = {name: (tmp_path / "out" / name).read_bytes() for name in files}
-    export()
+    export("--debug_state", 1)
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in files}, "the same command, the same files"
 
 
@@ -197,14 +241,15 @@ def test_all_files_or_none(tmp_path, monkeypatch):
         monkeypatch.setattr(e, "write_debug_state", fail(error))
         with pytest.raises(type(error)):
             run_here(monkeypatch, "--model", tmp_path / "model.bin", "--output_dir", tmp_path / "out", "--input",
-                     tmp_path / "val.bin", "--batch_size", 2, "--sequence_length", 8, "--num_iterations", 1)
+                     tmp_path / "val.bin", "--debug_state", 1, "--batch_size", 2, "--sequence_length", 8,
+                     "--num_iterations", 1)
         assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"before"]
 
 
 def test_files_for_llm_c_of_april_2024(tmp_path, export, gpt2_vocabulary, monkeypatch):
     """Its program reads version 1 of all, knows no bfloat16, and stops at another version of a tokenizer."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
-    export("--llmc", "april2024", "--vocabulary", "gpt2", "--num_iterations", 2)
+    export("--llmc", "april2024", "--vocabulary", "gpt2", "--debug_state", 1, "--num_iterations", 2)
     names = ["gpt2_d2.bin", "gpt2_d2_debug_state.bin", "gpt2_tokenizer.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == names
     assert [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in names] == [1, 1, 1]
@@ -216,13 +261,13 @@ def test_files_for_llm_c_of_april_2024(tmp_path, export, gpt2_vocabulary, monkey
 
 
 def test_the_model_that_is_read_is_not_written_over(tmp_path, export, monkeypatch):
-    export("--num_iterations", 2)
+    export()
     write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table), 1)
     for name, found in (("gpt2_d2.bin", 1), ("gpt2_d2_bf16.bin", 5)):
         path = tmp_path / "out" / name
         before = path.read_bytes()
         with pytest.raises(UserError, match=f"{name}.*of version {found}.*would become version 3.*--output_dir"):
-            run_here(monkeypatch, "--model", path, "--output_dir", tmp_path / "out", "--input", tmp_path / "val.bin")
+            run_here(monkeypatch, "--model", path, "--output_dir", tmp_path / "out")
         assert path.read_bytes() == before
 
 
@@ -241,12 +286,15 @@ def test_benchmark_flags(tmp_path, export, capsys, flags):
 @pytest.mark.parametrize("flags, words", (
     (("--compile", 1), "--compile 1.*--write_tensors 0"),
     (("--num_iterations", -1), "--num_iterations -1"),
+    (("--num_iterations", 3), "--num_iterations 3.*--debug_state 1"),
+    (("--input", "data/mine_val.bin"), "--input data/mine_val.bin.*--debug_state 1"),
+    (("--debug_state", 1, "--write_tensors", 0), "--debug_state 1.*--write_tensors 0"),
     (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
-    (("--sequence_length", 2000), "--sequence_length 2000.*1024"),
+    (("--sequence_length", 2000, "--debug_state", 1), "--sequence_length 2000.*1024"),
     (("--model", "d3"), "--model d3.*d12"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
-    (("--output_dir", "val.bin/x"), "val.bin/x"),
-    (("--input", "none.bin"), "none.bin.*python prepro_tinyshakespeare.py"),
+    (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
+    (("--input", "none.bin", "--debug_state", 1), "none.bin.*python prepro_tinyshakespeare.py"),
 ))  # fmt: skip
 def test_faults(tmp_path, monkeypatch, export, flags, words):
     monkeypatch.chdir(tmp_path)
@@ -258,7 +306,7 @@ def test_faults(tmp_path, monkeypatch, export, flags, words):
 def test_no_steps(tmp_path, export):
     """The files of a model that has not been trained: its state has gradients, and no losses. --device cpu is where
     they come from anyway."""
-    export("--num_iterations", 0, "--device", "cpu")
+    export("--debug_state", 1, "--num_iterations", 0, "--device", "cpu")
     config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
     state = read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params)
     assert state.losses is None and state.loss == pytest.approx(np.log(257), rel=0.01) and state.grads.wte.any()
@@ -270,11 +318,12 @@ def test_pytorch_out_of_memory_is_one_line(export, monkeypatch):
 
     monkeypatch.setattr(e, "overfit", fails)
     with pytest.raises(UserError, match="^PyTorch: DefaultCPUAllocator: can't allocate memory$"):
-        export()
+        export("--debug_state", 1)
 
 
 def test_a_fault_is_one_line_for_the_user(tmp_path):
-    done = run_program("export_weights.py", "--model", "d2", "--input", tmp_path / "none.bin", check=False)
+    done = run_program("export_weights.py", "--model", "d2", "--debug_state", 1, "--input", tmp_path / "none.bin",
+                       check=False)
     assert_one_line_error(done, "none.bin", "python prepro_tinyshakespeare.py")
 
 

@@ -243,6 +243,16 @@ def test_tokenizer_of_another_vocabulary(workplace, train):
     assert_one_line_error(train(), "gpt2_tokenizer.bin", "2 tokens", "V=257", "--tokenizer")
 
 
+def test_the_data_s_vocabulary_is_not_the_model_s(workplace, train):
+    """The file beside the data is taken, unless another is given."""
+    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", [b"a", b"b"], 1)
+    assert_one_line_error(train(), "data/tiny_shakespeare_tokenizer.bin", "2 tokens", "V=257", "--tokenizer")
+    assert_one_line_error(train("-e", "d2"), "data/tiny_shakespeare_train.bin", "token id", "expected 0 to 1")
+    assert train("--tokenizer", "gpt2_tokenizer.bin").returncode == 0
+    assert_one_line_error(train("-e", "d2", "-t", 2000, "--tokenizer", "gpt2_tokenizer.bin"), "-t", "1024")
+    assert_one_line_error(train("-e", "d3"), "d3", "no such file")
+
+
 def test_token_file_faults(workplace, train):
     path, tokens = workplace / "data/tiny_shakespeare_train.bin", np.arange(40)
 
@@ -438,7 +448,7 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     train("-x", 4, "-n", 1, "-o", "run", *flags, check=True)
     train("-x", 7, "-n", 1, "-o", "run", "-y", 1, *flags, check=True)
     names = {name for step in kept for name in checkpoint_paths("", step)}
-    assert set(os.listdir("run")) == {"main.log", "model_mine.bin", *names}
+    assert set(os.listdir("run")) == {"main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
 def test_resume_without_a_checkpoint_starts_afresh(workplace, train):

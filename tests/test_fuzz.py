@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ import numpy as np
 import pytest
 
 import export_weights
+import prepro_text
 import train_gpt2
 import train_gpt2_cuda
 from conftest import ROOT, SMALL, make_state, random_params, run_program
@@ -75,6 +77,8 @@ def write_files():
     save_checkpoint("run", SMALL, params, moments, Progress(1, 1337, 0, 1, (2, 8, 0)), notes)
     with contextlib.redirect_stdout(io.StringIO()):
         export_weights.write_hf_folder("model3.bin", "hf")
+    Path("text.md").write_bytes(b"# Text\r\n\r\nna\xc3\xafve\r\n" * 50)
+    Path("text.jsonl").write_text("".join('{"id": %d, "text": "line\\n %d"}\n' % (i, i) for i in range(50)))
     Path("run/main.log").write_text("s:0 tel:5.6000\ns:0 trl:5.6000 lr:0.000100 norm:1.00\n")
 
 
@@ -95,6 +99,12 @@ def plot(path):
     from plot_log import read_log
 
     read_log(path)
+
+
+def tokenize(path):
+    sys.argv = ["prepro_text.py", path, "--vocabulary", "chars", "--output", "own"]
+    with unittest.mock.patch("prepro_text.tqdm", functools.partial(prepro_text.tqdm, disable=True)):
+        prepro_text.main()
 
 
 def import_folder():
@@ -125,6 +135,7 @@ FILES = {  # file -> who reads it
     "run/DONE_00000001": resume_on_gpu,
     "hf/config.json": import_folder,
     "hf/model.safetensors": import_folder,
+    **{f"text.{ending}": functools.partial(tokenize, f"text.{ending}") for ending in ("md", "jsonl")},
 }  # fmt: skip
 READERS = [*FILES.items(), ("run/main.log", functools.partial(plot, "run/main.log"))]
 
@@ -216,7 +227,8 @@ def fault(ending, *names):
         return None
     if status != 1 or len(lines) != 1 or "error: " not in lines[0]:
         return f"status {status}: {errors[-1500:]}"
-    if not any(name in lines[0] for name in (*names, "loss is ")):  # weights can be finite, and too large for a loss
+    diverged = "loss is ", "steps: "  # weights can be finite, and too large for a loss or an update
+    if not any(name in lines[0] for name in (*names, *diverged)):
         return f"{names[0]} is not named: {lines[0]}"
     return None
 
@@ -233,7 +245,8 @@ def fuzz_files(count, seed):
         Path(name).write_bytes(data)
         ending = run(program)
         refused += ending[0] != 0
-        problem = fault(ending, name, *(["but the model has V="] if "model" in name else []))
+        others = {"model": "but the model has V=", "text.": "tokens of text"}
+        problem = fault(ending, name, *(words for part, words in others.items() if part in name))
         if problem:
             failed.append(f"seed {seed}, mutant {number}, {name}, {kind}: {problem}")
         Path(name).write_bytes(good[name])

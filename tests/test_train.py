@@ -125,7 +125,9 @@ def test_a_log_is_appended_to(workplace, train):
     assert all(re.fullmatch(rb"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---", lines[i]) for i in (2, 4))
     assert lines[3] == lines[5] and lines[3].startswith(b"s:0 trl:")
 
-    train("-x", 4, "-v", 0, "-s", 0, "-o", "run")  # without a checkpoint
+    train("-x", 4, "-v", 0, "-s", 0, "-o", "run")
+    for path in checkpoint_paths("run", 4):
+        os.unlink(path)
     old = (workplace / "run" / "main.log").read_text()
     train("-x", 4, "-v", 0, "-s", 0, "-o", "run", "-n", 2)
     for path in checkpoint_paths("run", 4):
@@ -177,6 +179,27 @@ def test_resumed_run_is_bit_equal(workplace, spread, train):
     assert whole.endswith(rest[rest.index("step 4:") :])
     for name in ("main.log", "model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"):
         assert (workplace / "whole" / name).read_bytes() == (workplace / "parts" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("every", (0, 2, 5))
+def test_a_run_ends_with_a_saved_model(workplace, train, every):
+    """Also where none is due; the vocabulary is beside it; and a longer run goes on from there as if it had not
+    ended."""
+    flags = ("-v", 0, "-s", 2, "-l", 0.01, "-n", every, "-o")
+    whole = losses_and_samples(train(*flags, "whole", "-x", 8))
+    train(*flags, "parts", "-x", 5)
+    assert newest_checkpoint("parts") == 5
+    assert (workplace / "parts" / "tokenizer.bin").read_bytes() == (workplace / "gpt2_tokenizer.bin").read_bytes()
+    rest = losses_and_samples(train(*flags, "parts", "-x", 8, "-y", 1))
+    assert whole.endswith(rest[rest.index("step 5:") :])
+    for name in ("main.log", "model_00000008.bin", "state_00000008_00000.bin"):
+        assert (workplace / "whole" / name).read_bytes() == (workplace / "parts" / name).read_bytes(), name
+
+
+def test_a_run_of_a_log_alone_saves_nothing(workplace, train):
+    before = sorted(os.listdir())
+    train("-x", 2, "-v", 0, "-s", 0, "-o", "x.log")
+    assert sorted(os.listdir()) == sorted([*before, "x.log"])
 
 
 def test_resuming_a_finished_run_does_nothing_new(workplace, train):
@@ -299,8 +322,8 @@ def test_ctrl_c_while_a_checkpoint_is_saved(workplace, fake_gpu, run_here, monke
     monkeypatch.setattr(llmc.checkpoint, "write_optimizer_state", interrupted)
     done = run_here(trainer, *FAST, "-x", 50, "-v", 0, "-s", 0, "-n", 2, "-o", "run", check=False)
     assert done.returncode == 130 and "saving a checkpoint first" in done.stderr and "-y 1" in done.stderr
-    assert sorted(os.listdir("run")) == sorted(["main.log", *(name for step in (2, 3)
-                                                              for name in checkpoint_paths("", step))])
+    assert sorted(os.listdir("run")) == sorted(["main.log", "tokenizer.bin", *(name for step in (2, 3)
+                                                                               for name in checkpoint_paths("", step))])
 
 
 def test_ctrl_c_twice_stops_at_once(workplace, run_here, monkeypatch):
@@ -311,7 +334,8 @@ def test_ctrl_c_twice_stops_at_once(workplace, run_here, monkeypatch):
 
     monkeypatch.setattr(train_gpt2, "train_step", interrupted)
     done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "run", check=False)
-    assert done.returncode == 130 and done.stderr.endswith("interrupted\n") and os.listdir("run") == ["main.log"]
+    assert done.returncode == 130 and done.stderr.endswith("interrupted\n")
+    assert newest_checkpoint("run") is None
 
 
 def test_nohup_is_respected(workplace, monkeypatch):

@@ -26,6 +26,7 @@ from llmc.device import cp
 from llmc.errors import UserError
 from llmc.kernels import check_sizes, launch_geometry
 from llmc.tensors import allocate, bf16_bits, flat, views
+from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import parameter_table
 
 FAST = ("-b", 2, "-t", 24, "-g", 16)
@@ -156,6 +157,20 @@ def test_a_run_on_a_fake_gpu(workplace, fake_gpu, run_here, dtype, recompute):
     assert steps[0] == steps[1] and steps[0][0][0] == "copy_batch"
     assert "resuming at step 2 from run" in done.stdout and done.stderr == ""
     assert newest_checkpoint("run") == 4
+
+
+def test_a_run_ends_with_a_saved_model(workplace, fake_gpu, run_here):
+    """Also where none is due, from random weights, with the vocabulary of the data beside it; it can be resumed."""
+    tokens = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]
+    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", tokens, 256)
+    os.unlink("gpt2_tokenizer.bin")
+    flags = (*FAST, "-e", "d2", "-v", 0, "-s", 0, "--final_reports", 0, "-o", "run")
+    done = run_here(cuda, *flags, "-x", 3)
+    assert " tokenizer=data/tiny_shakespeare_tokenizer.bin " in done.stdout and done.stderr == ""
+    assert newest_checkpoint("run") == 3 and read_tokenizer("run/tokenizer.bin").tokens == tokens
+    with open(checkpoint_paths("run", 3)[0], "rb") as f:
+        assert read_config(f, "")[1] == Config(maxT=1024, V=257, L=2, NH=2, C=128, Vp=384)
+    assert "resuming at step 3" in run_here(cuda, *flags, "-x", 4, "-y", 1).stdout and newest_checkpoint("run") == 4
 
 
 @pytest.fixture

@@ -1,0 +1,251 @@
+"""
+Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quoted globs.
+
+    python prepro_text.py notes.md books/ --output data/mine      # prints:
+        13 documents in 13 files; left out: 2 hidden names, 1 file not of text
+        Saved 32768 tokens to data/mine_val.bin
+        Saved 401133 tokens to data/mine_train.bin
+        Saved the vocabulary of 50257 tokens to data/mine_tokenizer.bin
+    python train_gpt2.py -e d4 -i data/mine -o runs/mine          # trains on it, from random weights
+
+A document is a file, or in .jsonl files, and .json ones of that form, what a line has in --field. Each follows an
+end-of-text token; folders are read in sorted order, and what is hidden in them, or not UTF-8 text, is left out. The
+first tenth of the tokens validates, at most 32768 tokens, or --val_fraction of them; the rest trains.
+
+The vocabulary is GPT-2's; or `bytes`, the 256 byte values; or `chars`, the characters of the text: nanoGPT's
+shakespeare_char. Text is tokenized by several processes in pieces of a megabyte, which are cut where tokens end, and
+is not held in memory.
+"""
+
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
+import codecs
+import io
+import json
+import os
+import re
+import tempfile
+
+import numpy as np
+from tqdm import tqdm
+
+from llmc.dataloader import find_files
+from llmc.errors import UserError, run_main
+from llmc.files import errors_of_writing, make_directory, open_input
+from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
+                    load_encoding, make_parser, save_split)
+
+MEND = "pass files of text, or folders with them"
+VAL_TOKENS = 32768
+PIECE = 1 << 20  # bytes that are read, or about as many characters that are tokenized, at a time
+TOKEN_ENDS = re.compile(r"\S[ \n]")  # between the two: no token has anything else before white space
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files, documents, pieces
+
+
+class NotText(UserError):
+    """A file that is not UTF-8 text."""
+
+
+def find_texts(names):
+    """({path: whether it was found in a folder}, number of hidden names) of files, folders and globs."""
+    paths, hidden = {}, 0
+    for name in names:
+        matches = find_files(name)
+        if not matches:
+            raise UserError(f"{name}: no file matches")
+        for match in matches:
+            if not os.path.isdir(match):
+                open_input(match, MEND).close()  # or it is said now
+                paths[match] = False
+                continue
+            for directory, folders, files in os.walk(match):
+                shown = sorted(folder for folder in folders if folder[0] != ".")
+                hidden += len(folders) - len(shown) + sum(file[0] == "." for file in files)
+                folders[:] = shown
+                for file in sorted(file for file in files if file[0] != "."):
+                    paths.setdefault(os.path.join(directory, file), True)
+    return paths, hidden
+
+
+def read_text(path, bar=None):
+    """Yield the text of a file in pieces, without a byte order mark, its lines ended by \\n; raises NotText."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    with open_input(path, MEND) as f:
+        data = None
+        while data != b"":
+            data = f.read(PIECE)
+            try:
+                yield decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                raise NotText(f"{path}: not UTF-8 text (byte {f.tell() - len(error.object) + error.start})") from None
+            if bar:
+                bar.update(len(data))
+
+
+def read_lines(texts):
+    """The lines of a text that comes in pieces."""
+    rest = ""
+    for text in texts:
+        *lines, rest = (rest + text).split("\n")
+        yield from lines
+    yield rest
+
+
+def parse_object(line):
+    """The JSON object of a line; {} if it is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def is_json_lines(path, field, found):
+    """Whether each line is a JSON object: of .jsonl files, and of those .json files whose first line is one. Other JSON
+    is text, as is that of a file found in a folder if its first line lacks the field."""
+    if path.lower().endswith(".json"):
+        first = parse_object(next(read_lines(read_text(path))))
+        return field in first or bool(first) and not found
+    return path.lower().endswith(".jsonl")
+
+
+def read_field(path, field, bar):
+    """Yield the document of each line."""
+    for number, line in enumerate(read_lines(read_text(path, bar)), 1):
+        if not line.strip():
+            continue
+        record = parse_object(line)
+        if not isinstance(record.get(field), str):
+            seen = f"text in {', '.join(key for key in record if isinstance(record[key], str)) or 'no field'}"
+            raise UserError(f"{path}:{number}: expected a JSON object with text in {field!r}, found"
+                            f" {seen if record else 'none'}: pass --field NAME")
+        yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # half a surrogate pair is no text
+
+
+def documents(path, field, found, bar):
+    """Yield (whether a document begins here, text): the documents of a file, long ones in pieces."""
+    if is_json_lines(path, field, found):
+        yield from ((True, text) for text in read_field(path, field, bar) if text)
+        return
+    begins, rest = True, ""
+    for text in read_text(path, bar):
+        if found and "\0" in text:
+            raise NotText(f"{path}: holds a NUL character")
+        rest += text
+        if len(rest) >= PIECE // 4:  # characters have up to 4 bytes
+            ends = [match.start() + 1 for match in TOKEN_ENDS.finditer(rest, max(0, len(rest) - 65536))]
+            cut = ends[-1] if ends else len(rest)
+            yield begins, rest[:cut]
+            begins, rest = False, rest[cut:]
+    if rest:
+        yield begins, rest
+
+
+def jobs(paths, field, bar):
+    """Yield lists of documents, or of pieces of them, of about PIECE characters together."""
+    job, size = [], 0
+    for path, found in paths.items():
+        for begins, text in documents(path, field, found, bar):
+            job.append((begins, text))
+            size += len(text)
+            if size >= PIECE:
+                yield job
+                job, size = [], 0
+    yield job
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tokens
+
+
+def prepare(*vocabulary):
+    """Make the vocabulary ready in this process."""
+    global ENCODING
+    ENCODING = load_encoding(*vocabulary)
+
+
+def tokenize(job):
+    """A job's documents -> their tokens, uint16 (int32 of a vocabulary too large for it)."""
+    tokens = []
+    for begins, text in job:
+        if begins:
+            tokens.append(ENCODING.eot_token)
+        tokens += encode(ENCODING, text, disallowed_special=())
+    return np.array(tokens, token_type(ENCODING))
+
+
+def token_type(encoding):
+    return np.dtype("uint16" if encoding.n_vocab <= 1 << 16 else "int32")
+
+
+def survey(paths, args):
+    """Read all there is once: ({path: found in a folder} of the texts, number of documents, set of characters, which is
+    empty unless they are the vocabulary); raises UserError for what is wrong with any of them."""
+    texts, count, characters = {}, 0, set()
+    with tqdm(total=total_size(paths), unit="B", unit_scale=True, desc="reading") as bar:
+        for path, found in paths.items():
+            if found and not os.path.isfile(path):  # a FIFO, a link to nothing
+                continue
+            seen, begun = set(), 0
+            try:
+                for begins, text in documents(path, args.field, found, bar):
+                    begun += begins
+                    if args.vocabulary == "chars":
+                        seen.update(text)
+            except NotText:
+                if not found:
+                    raise
+                continue
+            check_not_written_over(path, args.output)
+            texts[path] = found
+            count += begun
+            characters |= seen
+    return texts, count, characters
+
+
+def total_size(paths):
+    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+
+
+def number_of(count, thing):
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def main():
+    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "text"))
+    parser.add_argument("inputs", nargs="+", metavar="FILE", help="text, a folder of it, or a quoted glob")
+    parser.add_argument("--vocabulary", choices=("gpt2", "bytes", "chars"), default="gpt2",
+                        help="GPT-2's; the 256 byte values; the characters of the text")
+    parser.add_argument("--field", metavar="NAME", default="text", help="where a line of JSON has its text")
+    add_processes(parser, "pieces of text")
+    add_val_fraction(parser, VAL_TOKENS)
+    args = parser.parse_args()
+    check_processes(args)
+
+    paths, hidden = find_texts(args.inputs)
+    texts, count, characters = survey(paths, args)
+    if not count:
+        raise UserError(f"{', '.join(args.inputs)}: no text in {number_of(len(paths), 'file')}")
+    others = f"; left out: {number_of(hidden, 'hidden name')}, {number_of(len(paths) - len(texts), 'file')} not of text"
+    print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}"
+          f"{others if hidden or len(texts) < len(paths) else ''}")
+    vocabulary = args.vocabulary, "".join(sorted(characters))
+    encoding = load_encoding(*vocabulary)  # download GPT-2's once, and fail here, before the processes start
+    make_directory(os.path.dirname(args.output))
+    size, output = total_size(texts), f"{args.output}_train.bin"
+    processes = min(args.processes, 1 + size // (4 * PIECE))  # to start one takes as long as to tokenize some pieces
+    with errors_of_writing(output):
+        all_tokens = tempfile.TemporaryFile(dir=os.path.dirname(args.output) or ".")
+    with all_tokens:
+        with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
+            for tokens in in_processes(tokenize, jobs(texts, args.field, bar), processes, prepare, vocabulary):
+                with errors_of_writing(output):
+                    all_tokens.write(tokens)
+                    all_tokens.flush()
+        save_split(np.memmap(all_tokens, token_type(encoding), "r"), VAL_TOKENS, encoding, args)
+
+
+if __name__ == "__main__":
+    run_main(main)
