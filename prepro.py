@@ -186,17 +186,30 @@ def add_val_fraction(parser, most):
                         help=f"how much of the tokens validates (default: 0.1, at most {most} tokens)")
 
 
-def save_split(tokens, most, encoding, args):
-    """The first tokens to PREFIX_val.bin, the others to PREFIX_train.bin, the vocabulary beside them: args.val_fraction
-    validates, or where it is not given a tenth, at most `most` tokens."""
-    tokens, fraction = np.asarray(tokens), getattr(args, "val_fraction", None)
+def val_fraction(args):
+    """--val_fraction, None where it is not given."""
+    fraction = getattr(args, "val_fraction", None)
     if fraction is not None and not 0.0 < fraction < 1.0:
         raise UserError(f"--val_fraction {fraction}: expected more than 0 and less than 1")
-    val_tokens = min(len(tokens) // 10, most) if fraction is None else int(len(tokens) * fraction)
-    if not 0 < val_tokens < len(tokens):
-        raise UserError(f"{len(tokens)} tokens of text, of which {val_tokens} would validate, expected at least one to"
-                        " validate and one to train: give more text, or another --val_fraction")
-    save_tokens(*(list(chunks(part)) for part in (tokens[:val_tokens], tokens[val_tokens:])), encoding, args)
+    return fraction
+
+
+def val_tokens(count, most, args):
+    """How many of `count` tokens validate: --val_fraction of them, or else a tenth, at most `most`."""
+    fraction = val_fraction(args)
+    val = min(count // 10, most) if fraction is None else int(count * fraction)
+    if not 0 < val < count:
+        raise UserError(f"{count} tokens of text, of which {val} would validate, expected at least one to validate and"
+                        " one to train: give more text, or another --val_fraction")
+    return val
+
+
+def save_split(tokens, most, encoding, args):
+    """val_tokens of the tokens to PREFIX_val.bin, the first ones, the others to PREFIX_train.bin, the vocabulary beside
+    them."""
+    tokens = np.asarray(tokens)
+    val = val_tokens(len(tokens), most, args)
+    save_tokens(list(chunks(tokens[:val])), list(chunks(tokens[val:])), encoding, args)
 
 
 def make_parser(description, output):

@@ -10,7 +10,7 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
 
 A document is a file, or in .jsonl files, and .json ones of that form, what a line has in --field. Each follows an
 end-of-text token; folders are read in sorted order, and what is hidden in them, or not UTF-8 text, is left out. The
-first tenth of the tokens validates, at most 32768 tokens, or --val_fraction of them; the rest trains.
+last tenth of the tokens validates, at most 32768 tokens, or --val_fraction of them; the rest trains.
 
 The vocabulary is GPT-2's; or `bytes`, the 256 byte values; or `chars`, the characters of the text: nanoGPT's
 shakespeare_char. Text is tokenized by several processes in pieces of a megabyte, which are cut where tokens end, and
@@ -31,9 +31,10 @@ from tqdm import tqdm
 
 from llmc.dataloader import find_files
 from llmc.errors import UserError, run_main
-from llmc.files import errors_of_writing, make_directory, open_input
+from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
-                    load_encoding, make_parser, save_split)
+                    load_encoding, make_parser, save_tokens, val_fraction,
+                    val_tokens)
 
 MEND = "pass files of text, or folders with them"
 VAL_TOKENS = 32768
@@ -223,6 +224,7 @@ def main():
     add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
     check_processes(args)
+    val_fraction(args)
 
     paths, hidden = find_texts(args.inputs)
     texts, count, characters = survey(paths, args)
@@ -244,7 +246,9 @@ def main():
                 with errors_of_writing(output):
                     all_tokens.write(tokens)
                     all_tokens.flush()
-        save_split(np.memmap(all_tokens, token_type(encoding), "r"), VAL_TOKENS, encoding, args)
+        tokens = np.memmap(all_tokens, token_type(encoding), "r")
+        train = len(tokens) - val_tokens(len(tokens), VAL_TOKENS, args)
+        save_tokens(list(chunks(tokens[train:])), list(chunks(tokens[:train])), encoding, args)
 
 
 if __name__ == "__main__":

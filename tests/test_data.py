@@ -187,12 +187,12 @@ def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_
 
 @pytest.fixture
 def prepare(tmp_path, run_here, monkeypatch):
-    """prepare(input, ..., flag, ...): the tokens, val and train one after the other, the Tokenizer, what is printed."""
+    """prepare(input, ..., flag, ...): the tokens, train and val one after the other, the Tokenizer, what is printed."""
     monkeypatch.chdir(tmp_path)
 
     def run(*flags):
         done = run_here(prepro_text, *flags, "--output", "out/x")
-        tokens = [open_tokens(f"out/x_{split}.bin", 1 << 20) for split in ("val", "train")]
+        tokens = [open_tokens(f"out/x_{split}.bin", 1 << 20) for split in ("train", "val")]
         return np.concatenate(tokens).tolist(), read_tokenizer("out/x_tokenizer.bin"), done.stdout
 
     return run
