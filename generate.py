@@ -121,10 +121,10 @@ def streams(seed, samples):
     return [Random((seed + i * odd) % 2**64 or odd) for i in range(samples)]
 
 
-def sample(decoder, prompt, count, randoms, choice, stop):
+def sample(decoder, prompt, count, randoms, choice, stop, want_logprobs=False):
     """Draw `count` tokens after prompt (1, T) in a sequence for each of `randoms`. Yields, for each position, the ids
-    (B,) int32 and their log-probabilities (B,) under the model, until all sequences have had the token `stop` (None:
-    never)."""
+    (B,) int32 and their log-probabilities (B,) under the model, or None, until all sequences have had the token `stop`
+    (None: never)."""
     B, T = len(randoms), prompt.shape[1]
     tokens = np.empty((B, T + count), np.int32)
     tokens[:, :T] = prompt
@@ -136,7 +136,7 @@ def sample(decoder, prompt, count, randoms, choice, stop):
             logits = context.logits(tokens[:, :t])
         tokens[:, t] = [choice.draw(row, random.f32()) for row, random in zip(logits, randoms)]
         ended |= tokens[:, t] == stop
-        yield tokens[:, t], log_probabilities(logits, tokens[:, t])
+        yield tokens[:, t], log_probabilities(logits, tokens[:, t]) if want_logprobs else None
         if ended.all():
             return
 
@@ -184,7 +184,8 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
         print(f"note: {ids.shape[1] + args.tokens} tokens, the model sees {decoder.T} at a time: from there on, the"
               f" last {decoder.T // 2} and what follows", file=sys.stderr)
     stop = None if args.ignore_eot else eot
-    steps = sample(decoder, ids, args.tokens, randoms, Choice(args.temperature, args.top_k, args.top_p), stop)
+    choice = Choice(args.temperature, args.top_k, args.top_p)
+    steps = sample(decoder, ids, args.tokens, randoms, choice, stop, want_logprobs=args.json)
     shown = [] if prompt is None else ids[0].tolist()
     if args.json:
         return print_json(list(steps), shown, tokenizer, stop)

