@@ -242,10 +242,13 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
 def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC,) (None: no bias)."""
     out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
-    if B * T <= 16:  # of few rows OpenBLAS makes the transposed matrix faster: 37 ms a token instead of 48 at B=8
-        out[...] = np.matmul(weight, inp.T).T
-    else:
+    if B * T > 16:
         np.matmul(inp, weight.T, out=out)
+    elif B * T > 4:  # of so few rows OpenBLAS makes the transposed matrix faster
+        out[...] = np.matmul(weight, inp.T).T
+    else:  # and NumPy alone reads the weight faster
+        parallel_blocks(lambda start, stop: np.vecdot(weight[start:stop, None], inp, out=out.T[start:stop]), OC,
+                        max(1, 4 * BLOCK // C))
     if bias is not None:
         out += bias
 
