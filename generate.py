@@ -58,10 +58,11 @@ def load_vocabulary(model, V, path=None):
     """The Tokenizer of a model with V tokens: of the file `path`; else of tokenizer.bin beside the model; else, by V,
     GPT-2's or bytes; else None."""
     beside = os.path.join(model if os.path.isdir(model) else os.path.dirname(model), "tokenizer.bin")
-    if path is not None or os.path.lexists(beside):
-        tokenizer = read_tokenizer(path or beside)
+    path = beside if path is None and os.path.lexists(beside) else path
+    if path is not None:
+        tokenizer = read_tokenizer(path)
         if len(tokenizer.tokens) != V:
-            raise UserError(f"{path or beside}: {len(tokenizer.tokens)} tokens, but the model has V={V}: pass"
+            raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={V}: pass"
                             " --tokenizer FILE")
         return tokenizer
     if V in KNOWN:
@@ -80,6 +81,7 @@ KNOWN = {50257: "gpt2", 257: "bytes"}
 
 def encode(text, tokenizer):
     """The ids of a text: by tiktoken in GPT-2's vocabulary, else letter by letter, or a letter's bytes."""
+    text = text.encode(errors="surrogateescape").decode(errors="replace")  # as a command line has what is not UTF-8
     if len(tokenizer.tokens) == 50257:
         ids = load_encoding("gpt2").encode_ordinary(text)
         if b"".join(tokenizer.tokens[id] for id in ids) != text.encode():
@@ -235,8 +237,8 @@ def parse_arguments():
                         help="tokenizer file (default: the one beside the model)")
     args = parser.parse_args()
     for name, okay, expected in (
-        ("tokens", args.tokens >= 1, "at least 1"),
-        ("samples", args.samples >= 1, "at least 1"),
+        ("tokens", 1 <= args.tokens < 2**31, "1 to 2^31 - 1"),
+        ("samples", 1 <= args.samples < 2**16, "1 to 65535"),
         ("temperature", 0 <= args.temperature < math.inf, "0 or more, and finite"),
         ("top_k", args.top_k >= 0, "0 or more"),
         ("top_p", 0 < args.top_p <= 1, "more than 0, and at most 1"),
@@ -251,7 +253,10 @@ def main():
     args = parse_arguments()
     config, params = load_model(args.model)
     tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
-    decoder = Decoder(config, params, args.samples, config.maxT)
+    try:
+        decoder = Decoder(config, params, args.samples, config.maxT)
+    except MemoryError as error:
+        raise UserError(f"--samples {args.samples}: out of memory ({error}); pass fewer") from None
     randoms = streams(args.seed, args.samples)
     if args.interactive:
         print("> ", end="", file=sys.stderr, flush=True)

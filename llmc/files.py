@@ -34,7 +34,7 @@ def open_input(path, mend):
         check_is_file(path, mend)
         return open(path, "rb")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {mend}") from None
+        raise UserError(f"{path or repr(path)}: no such file; {mend}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a directory, expected a file; {mend}") from None
     except OSError as error:

@@ -49,9 +49,13 @@ class Choice(NamedTuple):
     def draw(self, logits, coin):
         """The id drawn from logits (V,) float32 with a coin in [0, 1). Of equally likely tokens, the lower id counts as
         the likelier."""
-        if self.temperature == 0.0:
-            return int(np.argmax(logits))
-        probs = softmax(logits / np.float32(self.temperature) if self.temperature != 1.0 else logits)
+        with np.errstate(over="ignore"):  # inf, and logits that become -inf, are right
+            temperature = np.float32(self.temperature)
+            if temperature == 0.0:
+                return int(np.argmax(logits))
+            if temperature != 1.0:
+                logits = (logits - np.maximum.reduce(logits)) / temperature
+        probs = softmax(logits)
         if not self.top_k and self.top_p == 1.0:
             return sample_multinomial(probs, coin)
         likeliest = np.argsort(-probs, kind="stable")[: self.top_k or None]

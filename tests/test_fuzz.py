@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 
 import export_weights
+import generate
 import prepro_text
 import train_gpt2
 import train_gpt2_cuda
@@ -302,6 +303,20 @@ def test_strange_flags(specimens):
     failed, refused = fuzz_flags(200, 1)
     assert not failed, "\n".join(failed)
     assert 50 < refused < 190
+
+
+@pytest.mark.parametrize("flag", ("model", "--prompt", "--prompt_ids", "--tokens", "--samples", "--temperature",
+                                  "--top_k", "--top_p", "--seed", "--tokenizer"))
+def test_strange_flags_of_generate(specimens, flag):
+    for value in VALUES:
+        if flag == "model" and value.startswith("-"):
+            continue  # which argparse takes for a flag
+        if flag in ("--tokens", "--samples") and re.fullmatch(r"[\d_]+", value) and len(value) in range(2, 12):
+            continue  # as many as that: no fault, but no end either, or no memory
+        chosen = [value, "--tokens", "3"] if flag == "model" else ["model1.bin", "--tokens", "3", flag, value]
+        sys.argv = ["generate.py", *chosen]
+        names = [value.replace("\n", "\\n").rstrip("/") or "''"]
+        assert fault(run(generate.main), flag, *names) is None, (flag, value[:50], run(generate.main)[2][-500:])
 
 
 @pytest.mark.parametrize("text, threads", (("3", 3), (" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("-1", None),
