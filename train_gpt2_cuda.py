@@ -798,9 +798,10 @@ class Trainer:
             return float(self.loss.get()[0])
 
     def decode(self, tokens, position):
-        """tokens (1, T) at the positions from `position` on -> logits (1, V) of the token that follows. One forward pass
-        over all positions so far, rounded up to a multiple of 64 so that few different shapes occur: what follows a
-        position does not change it."""
+        """tokens (1, T) at the positions from `position` on -> logits (1, V) of the token that follows.
+
+        One forward pass over all positions so far, rounded up to a multiple of 64 so that few different shapes occur:
+        what follows a position does not change it."""
         V, context = self.config.V, position + tokens.size
         self.sample[position:context] = tokens[0]
         T = min(blocks(context, 64) * 64, self.settings.T)

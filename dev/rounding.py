@@ -110,7 +110,7 @@ class NoisyGPT2:
     def update(self, optimizer, master):
         """AdamW on the float32 weights: `master`, of which the model has a bfloat16 copy, or the model's own (None).
 
-        They are truly rounded: the first updates are all +-learning_rate, so that their errors are no random numbers."""
+        They are truly rounded: updates of one size have errors of one sign, which are no random numbers."""
         weights = list(self.model.parameters())
         for weight, exact in zip(weights, master or ()):
             weight.copy_(exact)

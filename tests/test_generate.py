@@ -117,7 +117,8 @@ def test_choice():
     assert shares(0.5) == [0.036, 0.582, 0.009, 0.227, 0.145]
 
 
-@pytest.mark.parametrize("choice", (Choice(), Choice(0.0), Choice(1.0, 2), Choice(1.0, 0, 0.5), Choice(1e-30, 3), Choice(1e-45), Choice(1e-46)))
+@pytest.mark.parametrize("choice", (Choice(), Choice(0.0), Choice(1.0, 2), Choice(1.0, 0, 0.5), Choice(1e-30, 3),
+                                    Choice(1e-45), Choice(1e-46)))
 def test_equal_logits_and_extreme_coins(choice):
     logits = np.zeros(4, np.float32)
     assert choice.draw(logits, 0.0) == 0 and choice.draw(logits, 1 - 2.0**-24) in range(4)
