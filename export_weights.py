@@ -48,7 +48,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import make_directory, replacing, together
 from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import read_tokenizer
-from prepro import EOT, load_encoding, reason, save_vocabulary
+from prepro import EOT, load_encoding, read_input, reason, save_vocabulary
 from train_gpt2 import SIZES, parameter_table, random_model
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> in file names
@@ -262,10 +262,11 @@ def write_hf_folder(model_path, folder):
     """A checkpoint -> a folder that `transformers` and others load: config, weights, and the tokenizer."""
     config, params = read_model(model_path, parameter_table)
     vocabulary = os.path.join(os.path.dirname(model_path), "tokenizer.bin")
+    tokenizer_files = {}
+    if os.path.lexists(vocabulary):
+        tokenizer_files = our_tokenizer_files(config, vocabulary) | {"tokenizer.bin": read_input(vocabulary)}
     if config.V == VOCABULARIES["gpt2"]:
-        tokenizer_files = gpt2_tokenizer_files(config)
-    else:
-        tokenizer_files = our_tokenizer_files(config, vocabulary) if os.path.lexists(vocabulary) else {}
+        tokenizer_files |= gpt2_tokenizer_files(config)
     make_directory(folder)
     eot = config.V - 1
     hf = {

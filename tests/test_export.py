@@ -86,14 +86,15 @@ def test_export_with_gpt2_s_tokenizer(tmp_path, gpt2_vocabulary, monkeypatch):
 
 @pytest.mark.parametrize("vocabulary", ("bytes", "chars"))
 def test_export_with_our_own_tokenizer(tmp_path, monkeypatch, capsys, vocabulary):
-    """transformers makes our ids of a text, and the text of them. A vocabulary that is neither is left out."""
+    """transformers makes our ids of a text, and the text of them. Of a vocabulary that is neither, our file alone goes along."""
     text = "".join(map(chr, range(1, 400))) + "naïve \t日本 \U0001f600  two  \n\n's\r\n"
     encoding = load_encoding(vocabulary, text)
     config = Config(maxT=16, V=encoding.n_vocab, L=1, NH=1, C=8, Vp=padded(encoding.n_vocab))
     write_model(tmp_path / "model.bin", config, random_params(config))
     save_vocabulary(tmp_path / "tokenizer.bin", encoding)
     run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    assert "tokenizer.json, tokenizer_config.json to" in capsys.readouterr().out
+    assert "tokenizer.json, tokenizer_config.json, tokenizer.bin to" in capsys.readouterr().out
+    assert (tmp_path / "hf" / "tokenizer.bin").read_bytes() == (tmp_path / "tokenizer.bin").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text)
     assert ids == encoding.encode(text) and tokenizer.decode(ids) == text
@@ -103,7 +104,7 @@ def test_export_with_our_own_tokenizer(tmp_path, monkeypatch, capsys, vocabulary
     tokens = read_tokenizer(tmp_path / "tokenizer.bin").tokens
     write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot_token)
     run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "without")
-    assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
     write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot_token - 1)
     with pytest.raises(UserError, match=f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}"):
         run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "bad")
