@@ -86,7 +86,7 @@ def test_export_with_gpt2_s_tokenizer(tmp_path, gpt2_vocabulary, monkeypatch):
 
 @pytest.mark.parametrize("vocabulary", ("bytes", "chars"))
 def test_export_with_our_own_tokenizer(tmp_path, monkeypatch, capsys, vocabulary):
-    """transformers makes our ids of a text, and the text of them. Of a vocabulary that is neither, our file alone goes along."""
+    """transformers makes our ids of a text, and the text of them. Of another vocabulary, our file alone goes along."""
     text = "".join(map(chr, range(1, 400))) + "naïve \t日本 \U0001f600  two  \n\n's\r\n"
     encoding = load_encoding(vocabulary, text)
     config = Config(maxT=16, V=encoding.n_vocab, L=1, NH=1, C=8, Vp=padded(encoding.n_vocab))
