@@ -14,7 +14,6 @@ beyond the model's longest sequence, the window moves on by half of itself.
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
 
 import argparse
-import codecs
 import itertools
 import json
 import math
@@ -25,7 +24,7 @@ import numpy as np
 
 from llmc.checkpoint import checkpoint_paths, newest_checkpoint, read_model
 from llmc.errors import UserError, run_main
-from llmc.sampler import Choice, Context, Random
+from llmc.sampler import Choice, Context, Random, Writer
 from llmc.tokenizer import Tokenizer, read_tokenizer
 from prepro import load_encoding
 from train_gpt2 import Decoder, parameter_table
@@ -157,25 +156,13 @@ def until(stop, ids):
             return
 
 
-class Writer:
-    """Prints ids as text, or as numbers when there is no tokenizer. Bytes of a letter wait for the others."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def text(self, id):
-        if self.tokenizer is None:
-            return f"{id} "
-        return "" if id == self.tokenizer.eot else self.decoder.decode(self.tokenizer.tokens[id])
-
-    def write(self, ids):
-        """Print each of the ids as it comes, and return them."""
-        written = []
-        for id in ids:
-            written.append(id)
-            print(self.text(id), end="", flush=True)
-        print(self.decoder.decode(b"", final=True), flush=True)
-        return written
+def write(ids, tokenizer, stop):
+    """Print ids as text, each as it comes, but for the token `stop`."""
+    writer = Writer(tokenizer)
+    for id in ids:
+        if id != stop:
+            writer.write(id)
+    writer.end()
 
 
 def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
@@ -192,12 +179,13 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     if args.json:
         return print_json(list(steps), shown, tokenizer, stop)
     if args.samples == 1:
-        Writer(tokenizer).write(itertools.chain(shown, until(stop, (int(new[0]) for new, _ in steps))))
+        write(itertools.chain(shown, until(stop, (int(new[0]) for new, _ in steps))), tokenizer, stop)
         return
     columns = np.array([new for new, _ in steps]).T.tolist()
     for i, column in enumerate(columns):
-        print("---" * (i > 0), end="\n" * (i > 0))
-        Writer(tokenizer).write(itertools.chain(shown, until(stop, column)))
+        if i > 0:
+            print("---", flush=True)
+        write(itertools.chain(shown, until(stop, column)), tokenizer, stop)
 
 
 def print_json(steps, shown, tokenizer, stop):

@@ -7,7 +7,8 @@ that is right must never be red.
     python dev/verdict.py --d12 -n 10              # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
 
 A line a draw: its sizes, the standard deviation of its weights, and the largest error as a part of what is allowed,
-with its tensor; at the end, how these are distributed. The exit status is 1 when a draw is red; its rows are then printed.
+with its tensor; at the end, how these are distributed. The exit status is 1 when a draw is red; its rows are then
+printed.
 """
 
 import argparse

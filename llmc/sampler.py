@@ -39,12 +39,11 @@ def sample_multinomial(probs, coin):
 
 
 class Choice(NamedTuple):
-    """How the next token is drawn."""
+    """How the next token is drawn. top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751"""
 
     temperature: float = 1.0  # divides the logits; 0: the likeliest token
     top_k: int = 0  # only among so many of the likeliest (0: all)
-    top_p: float = 1.0  # only among the likeliest, as few as have this probability together (nucleus sampling,
-    # Holtzman et al. 2019, https://arxiv.org/abs/1904.09751)
+    top_p: float = 1.0  # only among the likeliest, as few as have this probability together
 
     def draw(self, logits, coin):
         """The id drawn from logits (V,) float32 with a coin in [0, 1). Of equally likely tokens, the lower id counts as
@@ -83,19 +82,35 @@ class Context:
         return logits
 
 
+class Writer:
+    """Prints ids as text, each at once, or as numbers when there is no tokenizer. Where a letter is several tokens, their
+    bytes wait for each other. Control characters, which a terminal would obey, are left out."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, id):
+        text = self.decoder.decode(self.tokenizer.printable(id)) if self.tokenizer else f"{id} "
+        self.print(text)
+
+    def end(self):
+        self.print(self.decoder.decode(b"", final=True) + "\n")
+
+    def print(self, text):
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+
+
 def generate(decode, random, tokenizer, V, length, T):
     """Print `length` - 1 sampled tokens after an end-of-text token, each as soon as it is known.
 
     decode: see Context. tokenizer: None prints ids.
     """
     print("generating:\n---", flush=True)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be of several tokens
     tokens = np.full((1, length), tokenizer.eot if tokenizer else V - 1, np.int32)  # each vocabulary ends with it
-    context, choice = Context(decode, T), Choice()
+    context, choice, writer = Context(decode, T), Choice(), Writer(tokenizer)
     for t in range(1, length):
         tokens[0, t] = choice.draw(context.logits(tokens[:, :t])[0], random.f32())
-        text = tokenizer.printable(tokens[0, t]) if tokenizer else b"%d " % tokens[0, t]
-        sys.stdout.buffer.write(decoder.decode(text).encode())
-        sys.stdout.buffer.flush()
-    sys.stdout.buffer.write(decoder.decode(b"", final=True).encode())
-    print("\n---", flush=True)
+        writer.write(tokens[0, t])
+    writer.end()
+    print("---", flush=True)

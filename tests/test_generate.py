@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import export_weights
 import generate
 import train_gpt2
-from conftest import SMALL, assert_one_line_error, random_params, run_program
+from conftest import ROOT, SMALL, assert_one_line_error, random_params
 from llmc.checkpoint import checkpoint_paths, write_model
 from llmc.sampler import Choice, Random
 from llmc.tokenizer import write_tokenizer
@@ -164,16 +165,18 @@ def test_prompts(always, text_of, monkeypatch):
     assert text_of("--samples", 2, "--tokens", 2) == "!!\n---\n!!\n"
     always(0xC3)  # half a letter
     assert text_of("--prompt", "a", "--tokens", 1) == "a\ufffd\n"
+    always(0x1B)  # a terminal would obey it
+    assert text_of("--prompt", "a", "--tokens", 1) == "a\n"
 
 
 def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here):
     """tokenizer.bin in the model's directory counts; --tokenizer more; a V that is not known needs one or the other."""
-    always(2)
+    always(33)
     letters = [*map(chr, range(0x3B1, 0x3B1 + 256)), "<|endoftext|>"]
     write_tokenizer("tokenizer.bin", [letter.encode() for letter in letters], 256)
-    assert text_of("--prompt", "αβ", "--tokens", 2) == "αβγγ\n"
+    assert text_of("--prompt", "αβ", "--tokens", 2) == "αβ" + 2 * chr(0x3B1 + 33) + "\n"
     assert_one_line_error(run_here(generate, MODEL, "--prompt", "abc", check=False), "--prompt", "'a'")
-    assert text_of("--tokenizer", "gpt2_tokenizer.bin", "--prompt", "a", "--tokens", 1) == "a\x02\n"
+    assert text_of("--tokenizer", "gpt2_tokenizer.bin", "--prompt", "a", "--tokens", 1) == "a!\n"
 
 
 def test_the_newest_model_of_a_run(workplace, run_here):
@@ -226,5 +229,7 @@ def test_unknown_vocabulary_prints_ids(workplace, run_here):
 
 
 def test_a_reader_that_leaves_ends_it_quietly(workplace):
-    done = run_program("generate.py", MODEL, "--tokens", 5)
-    assert done.stdout.endswith("\n") and not done.stderr
+    command = f"{sys.executable} {ROOT / 'generate.py'} {MODEL} --tokens 400 --ignore_eot 2> errors | head -c 5"
+    subprocess.run(command, shell=True, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    errors = (workplace / "errors").read_text().splitlines()
+    assert [line for line in errors if not line.startswith("note: ")] == []
