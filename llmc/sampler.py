@@ -83,8 +83,8 @@ class Context:
 
 
 class Writer:
-    """Prints ids as text, each at once, or as numbers when there is no tokenizer. Where a letter is several tokens, their
-    bytes wait for each other. Control characters, which a terminal would obey, are left out."""
+    """Prints ids as text, each at once, or as numbers when there is no tokenizer. Where a letter is several tokens,
+    their bytes wait for each other. Control characters, which a terminal would obey, are left out."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
