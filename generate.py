@@ -6,9 +6,10 @@ Text from a model: GPT-2 goes on where a prompt ends.
     echo "Once upon a time" | python generate.py gpt2_124M.bin --prompt -
     python generate.py runs/mine --interactive        # a prompt a line
 
-It prints each token as soon as it is known, and several samples one after the other. Without a prompt it begins a text,
-after the end-of-text token; without flags it draws as the trainer does. Keys and values of earlier positions are kept;
-beyond the model's longest sequence, the window moves on by half of itself.
+It runs on the GPU if there is one, in bfloat16 if that can, else in NumPy. It prints each token as soon as it is known,
+and several samples one after the other. Without a prompt it begins a text, after the end-of-text token; without flags
+it draws as the trainer does. Keys and values of earlier positions are kept; beyond the model's longest sequence, the
+window moves on by half of itself. A sample is the same whatever others are drawn beside it.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -23,11 +24,13 @@ import sys
 import numpy as np
 
 from llmc.checkpoint import checkpoint_paths, newest_checkpoint, read_model
+from llmc.device import gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
-from llmc.sampler import Choice, Context, Random, Writer
+from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.tokenizer import Tokenizer, read_tokenizer
 from prepro import load_encoding
 from train_gpt2 import Decoder, parameter_table
+from train_gpt2_cuda import open_decoder
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model and prompt
@@ -51,6 +54,23 @@ def model_file(path):
         raise UserError(f"{path}: holds no checkpoint and no config.json: expected the directory of a run (train with"
                         " -o DIR), a Hugging Face folder or a .bin file")
     return checkpoint_paths(path, step)[0]
+
+
+def make_decoder(config, params, args):
+    """A decoder on the GPU, when there is one that takes this model, else in NumPy."""
+    gpu = None
+    if args.device != "cpu":
+        try:
+            gpu = open_gpu()
+            return open_decoder(gpu, config, params, args.samples, config.maxT, args.dtype)
+        except UserError as error:
+            if args.device == "gpu":
+                raise
+            if gpu:
+                print(f"note: this runs on the CPU: {error}", file=sys.stderr)
+    if args.dtype == "bfloat16":
+        raise UserError("--dtype bfloat16: this runs on the CPU, in float32: pass --dtype float32")
+    return Decoder(config, params, args.samples, config.maxT)
 
 
 def load_vocabulary(model, V, path=None):
@@ -122,30 +142,14 @@ def streams(seed, samples):
     return [Random((seed + i * odd) % 2**64 or odd) for i in range(samples)]
 
 
-def sample(decoder, prompt, count, randoms, choice, stop, want_logprobs=False):
-    """Draw `count` tokens after prompt (1, T) in a sequence for each of `randoms`. Yields, for each position, the ids
-    (B,) int32 and their log-probabilities (B,) under the model, or None, until all sequences have had the token `stop`
-    (None: never)."""
-    B, T = len(randoms), prompt.shape[1]
-    tokens = np.empty((B, T + count), np.int32)
-    tokens[:, :T] = prompt
-    context, ended = Context(decoder.logits, decoder.T), np.zeros(B, bool)
-    logits = np.repeat(context.logits(tokens[:1, :T]), B, axis=0)
-    decoder.share_first(B)
-    for t in range(T, T + count):
-        if t > T:
-            logits = context.logits(tokens[:, :t])
-        tokens[:, t] = [choice.draw(row, random.f32()) for row, random in zip(logits, randoms)]
-        ended |= tokens[:, t] == stop
-        yield tokens[:, t], log_probabilities(logits, tokens[:, t]) if want_logprobs else None
-        if ended.all():
+def until_all_stop(steps, stop):
+    """steps until all sequences have had the token `stop` (None: all of them)."""
+    ended = False
+    for ids, logprobs in steps:
+        yield ids, logprobs
+        ended |= ids == stop
+        if np.all(ended):
             return
-
-
-def log_probabilities(logits, ids):
-    """Those of ids (B,) in logits (B, V): float64 (B,)."""
-    x = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return x[np.arange(len(ids)), ids] - np.log(np.exp(x).sum(-1))
 
 
 def until(stop, ids):
@@ -167,14 +171,14 @@ def write(ids, tokenizer, stop):
 
 def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     """Print samples that go on after one prompt, a text, a list of ids or None."""
-    eot = tokenizer.eot if tokenizer else V - 1
+    eot = end_of_text(tokenizer, V)
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
     if ids.shape[1] + args.tokens > decoder.T:
         print(f"note: {ids.shape[1] + args.tokens} tokens, the model sees {decoder.T} at a time: from there on, the"
               f" last {decoder.T // 2} and what follows", file=sys.stderr)
     stop = None if args.ignore_eot else eot
     choice = Choice(args.temperature, args.top_k, args.top_p)
-    steps = sample(decoder, ids, args.tokens, randoms, choice, stop, want_logprobs=args.json)
+    steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stop)
     shown = [] if prompt is None else ids[0].tolist()
     if args.json:
         return print_json(list(steps), shown, tokenizer, stop)
@@ -220,6 +224,10 @@ def parse_arguments():
                         help="draw among the likeliest, as few as have this probability together")
     parser.add_argument("--seed", type=int, default=1337, help="the same seed, the same text")
     parser.add_argument("--ignore_eot", action="store_true", help="do not stop at end of text")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
+                        help="auto: the GPU if there is one")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
+                        help="what a GPU computes in (auto: bfloat16 if it can)")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each sample")
     parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
                         help="tokenizer file (default: the one beside the model)")
@@ -237,14 +245,16 @@ def parse_arguments():
     return args
 
 
+@gpu_errors_as_lines()
 def main():
     args = parse_arguments()
     config, params = load_model(args.model)
     tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     try:
-        decoder = Decoder(config, params, args.samples, config.maxT)
+        decoder = make_decoder(config, params, args)
     except MemoryError as error:
-        raise UserError(f"--samples {args.samples}: out of memory ({error}); pass fewer") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--samples {args.samples}: out of memory ({reason}); pass fewer") from None
     randoms = streams(args.seed, args.samples)
     if args.interactive:
         print("> ", end="", file=sys.stderr, flush=True)

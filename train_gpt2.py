@@ -40,7 +40,7 @@ from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.files import locked
 from llmc.logger import Log
-from llmc.sampler import Random, generate
+from llmc.sampler import Choice, Random, draw, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings, print_changed_settings
 from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, table_elements, unpadded, views
@@ -150,10 +150,10 @@ def scratch_table(config, B, T):
     }
 
 
-def cache_table(config, B, T):
+def cache_table(config, B, T, dtype="float32"):
     """name -> Row for what text generation keeps: keys and values of B sequences of up to T positions."""
     shape = config.L, B, config.NH, T, config.C // config.NH
-    return {"keys": Row(shape, stacked=True), "values": Row(shape, stacked=True)}
+    return {"keys": Row(shape, dtype, stacked=True), "values": Row(shape, dtype, stacked=True)}
 
 
 def decode_table(config, B, T, context):
@@ -629,6 +629,10 @@ class Decoder:
         matmul_forward(acts.logits, normed[:, -1].copy(), params.wte[:V], None, B, 1, C, V)
         return acts.logits
 
+    def draw(self, prompt, count, randoms, choice, want_logprobs=False):
+        """See llmc/sampler.py's draw."""
+        return draw(self, prompt, count, randoms, choice, want_logprobs)
+
     def share_first(self, B):
         """Sequences 1 to B - 1 go on from what the first has seen."""
         for tensor in (self.cache.keys, self.cache.values):
@@ -737,8 +741,9 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
                 print(f"val loss {loss:f}")
                 log.validation(step, loss)
             if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
-                generate(interruption.watched(decoder.logits), random, tokenizer, config.V, settings.sample_tokens,
-                         settings.T)
+                begin = np.array([[end_of_text(tokenizer, config.V)]], np.int32)
+                steps = decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
+                print_sample(interruption.watching(steps), tokenizer)
         except Interrupted:  # the resumed run validates and samples at this step again
             random.state = before
             if directory and step > first_step and newest_checkpoint(directory) != step:

@@ -42,16 +42,16 @@ from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.files import chunks, locked
-from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, hopper_matmul, kernel_files,
-                          launch_geometry)
+from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files, decode_shared,
+                          hopper_matmul, kernel_files, launch_geometry)
 from llmc.logger import Log, print_table
 from llmc.matmul import WORKSPACE, Matmul
-from llmc.sampler import Random, generate
+from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
 from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, views
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
-from train_gpt2 import parameter_table, random_model, validate
+from train_gpt2 import cache_table, parameter_table, random_model, validate
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
@@ -474,6 +474,12 @@ def loss_mean(device, loss, losses, scale, accumulate, N):
     device.launch("loss_mean", (1,), (device.geometry.UPDATE_LOSS_THREADS,), loss, losses, scale, accumulate, N)
 
 
+def round_weights(device, out, exact):
+    """out (N,) bfloat16 = exact (N,) float32, rounded to nearest."""
+    threads = device.geometry.UPDATE_THREADS
+    device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
+
+
 def global_norm(device, partials, grads, N):
     """partials (blocks,) = the sums of squares over parts of the flat gradient (N,)."""
     device.launch("global_norm", (partials.size,), (device.geometry.UPDATE_THREADS,), partials, grads, np.int64(N))
@@ -633,19 +639,253 @@ class GPT2:
         encoder_backward(device, grads.wte, grads.wpe, dresidual, order, run_begins, run_tokens, accumulate, B, T, C)
         device.wait(dqkv_read)  # the last work of the side stream: all of it is done
 
-    def next_token_logits(self, acts, inputs, position):
-        """Logits (Vp,) of the token that follows `position` in the first sequence of inputs (B, T)."""
-        self.trunk(acts, inputs)
-        logits = acts.logits.reshape(-1)[: self.config.Vp]
-        matmul_forward(self.matmul, logits, acts.lnf[0, position], self.params.wte, None, 1, self.config.C,
-                       self.config.Vp)
-        return logits
-
 
 def nearest_power_of_2(x):
     """What dlogits carry instead of a scale x. About -x is the element of every target: rounded to the run's dtype, it
     would be off by the same amount in each row (1/51 by 0.2 percent in bfloat16)."""
     return 2.0 ** round(math.log2(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text: forward passes over T more positions of each of B sequences, whose keys and values are kept
+
+CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
+                    ("top_p", "f4")])  # struct Control of decode.cu
+PROMPT_ROWS = 64  # tokens of prompts in one pass
+
+
+def decode_table(config, B, T, dtype, geometry):
+    """name -> Row for the passes over B sequences of up to T positions, beside the cache."""
+    N, C, NH, g = max(B, PROMPT_ROWS), config.C, config.NH, geometry
+    return {
+        "residual": Row((2, N, C)),  # one is made from the other and `branches`
+        "branches": Row((4, N, C)),  # parts of attproj and fcproj, for each C of their inner dimension
+        "zeros": Row((C,), dtype),  # in place of a bias
+        "normed": Row((N, C), dtype),
+        "query": Row((N, C), dtype),
+        "atty": Row((N, C), dtype),
+        "parts": Row((N, NH, blocks(T, g.DECODE_SPLIT), C // NH + 2)),  # of attention, for each split of the positions
+        "fch_gelu": Row((N, 4 * C), dtype),
+        "logits": Row((B, config.Vp)),
+        "tiles": Row((B, config.Vp // g.DECODE_ROWS, 3)),  # struct Tile of decode.cu
+        "tokens": Row((N,), "int32"),
+        "randoms": Row((B,), "uint64"),
+        "control": Row((CONTROL.itemsize,), "uint8"),
+        "arrived": Row((N, NH), "int32"),  # blocks of attention
+    }
+
+
+class Normed(NamedTuple):
+    """The input of a matmul: the layernorm of inp + branch_bias + parts of branches (.,N,C), the new residual stream.
+    In this order, it is what kernels take."""
+
+    residual: object
+    inp: object
+    branches: object
+    branch_bias: object
+    normed: object  # the result, where decode_layernorm made it, else None: the matmul does it
+    weight: object
+    bias: object
+
+
+def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T, C):
+    """residual (B,T,C) = wte[tokens] + wpe, branches (4,B,T,C) = 0. tokens (B,T) int32; the first position is
+    control's, here and below."""
+    device.launch("decode_embed", (B * T,), (THREADS,), residual, branches, tokens, wte, wpe, control, T, early=True)
+
+
+def decode_layernorm(device, x, count, N):
+    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + `count` parts of x.branches (.,N,C), x.normed (N,C) = its
+    layernorm. Returns the Normed for the matmul that follows, which where N is small is left to do the same."""
+    if N <= device.geometry.DECODE_FEW:
+        return x._replace(normed=None)
+    device.launch("decode_layernorm", (N,), (WARP * device.geometry.DECODE_WARPS,), x.normed, x.residual, x.inp,
+                  x.branches, x.branch_bias, x.weight, x.bias, count, early=True)
+    return x
+
+
+def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
+    """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
+    arguments = query, keys, values, *x, weight, bias, control, keys.shape[2], T
+    decode_matmul(device, "decode_qkv", arguments, B * T, 3 * C)
+
+
+def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, C, NH):
+    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. parts, arrived: scratch, the latter 0."""
+    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
+    threads = WARP * device.geometry.DECODE_WARPS
+    device.launch("decode_attention", (NH, splits, B * T), (threads,), atty, parts, arrived, query, keys, values,
+                  control, keys.shape[2], T, early=True)
+
+
+def decode_project(device, branches, inp, weight, B, T, C, IC):
+    """branches (IC/C,B,T,C) = inp (B,T,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes."""
+    decode_matmul(device, "decode_project", (branches, inp, weight), B * T, C, parts=IC // C)
+
+
+def decode_fc(device, fch_gelu, x, weight, bias, B, T, C):
+    """fch_gelu (B,T,4C) = GELU(x @ weight (4C,C)^T + bias)."""
+    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), B * T, 4 * C)
+
+
+def decode_logits(device, logits, tiles, x, wte, control, B, Vp):
+    """logits (B,Vp) = x @ wte (Vp,C)^T; tiles (B,Vp/16,3) =, for decode_sample."""
+    decode_matmul(device, "decode_logits", (logits, tiles, *x, wte, control), B, Vp)
+
+
+def decode_matmul(device, name, arguments, N, OC, parts=1):
+    """Launch a matmul of N rows with a weight (OC, parts * C)."""
+    g, few = device.geometry, N <= 16
+    group = 1 if few else g.DECODE_TILES
+    groups, tiles, most = blocks(N, 16 * group), OC // g.DECODE_ROWS, g.DECODE_FEW_BLOCKS if few else 2
+    resident, resident_of_2 = (min(most, g.DECODE_SHARED // decode_shared(g, group, stages)) for stages in (1, 2))
+    each = blocks(tiles * groups * parts, device.sm_count * resident)  # tiles of a block
+    stages = 2 if each > 1 and resident_of_2 == resident else 1
+    device.launch(name + "_few" * few, (blocks(tiles, each), groups, parts), (WARP * g.DECODE_WARPS,), *arguments, N,
+                  stages, shared=decode_shared(g, group, stages), early=True)
+
+
+def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, tiles, B):
+    """tokens (B,) = the next ones, by randoms (B,) and control's Choice; also in the row of drawn and logprobs (ring,B)
+    whose turn it is, on the host. control: one position, and one step, on."""
+    device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms, control,
+                  pointer(drawn), pointer(logprobs), logits, tiles, len(drawn), early=True)
+
+
+class Decoder:
+    """GPT-2 for text on the GPU, as train_gpt2.py's in NumPy. A step, from a token to the next one, is one CUDA graph;
+    the host reads its tokens while the next steps run."""
+
+    AHEAD = 3  # steps that are underway while the host waits for one
+
+    def __init__(self, device, config, params, precision, B, T):
+        """Make room for B sequences of at most T positions. params: on the GPU. device: has decode_files'."""
+        self.device, self.config, self.params, self.B, self.T = device, config, params, B, T
+        for name, function in device.functions.items():
+            if name.startswith("decode"):  # all alike: kernels that want more or less L1 cannot share a multiprocessor
+                function.preferred_shared_memory_carveout = 100
+        with device.stream:
+            self.cache, self.acts = (views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
+                                     for table in self.tables(config, precision, B, T, device.geometry))
+        self.layers = [(layer(params, l), layer(self.cache, l)) for l in range(config.L)]
+        ring = self.AHEAD + 1
+        self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
+        self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
+        self.done = [cp.cuda.Event(disable_timing=True) for _ in range(ring)]
+        self.graph = None
+
+    @staticmethod
+    def tables(config, precision, B, T, geometry):
+        """What is allocated: keys and values, and the passes' tensors."""
+        return cache_table(config, B, T, precision.dtype), decode_table(config, B, T, precision.dtype, geometry)
+
+    def draw(self, prompt, count, randoms, choice, want_logprobs=True):
+        """What llmc/sampler.py's draw does, on the GPU; log-probabilities are there in any case."""
+        first, end = prompt.shape[1], prompt.shape[1] + count
+        tokens = np.empty((self.B, end), np.int32)
+        tokens[:, :first] = prompt
+        self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature, top_p=choice.top_p)
+        with self.device.stream:
+            copy_to_gpu(self.acts.randoms, np.array([random.state for random in randoms], np.uint64))
+        begin, begun = 0, first  # of the window; how many tokens are there or underway
+        for t in range(first, end):
+            while begun < end and begun <= t + self.AHEAD and (begun == t or begun - begin <= self.T):
+                if begun - begin > self.T:
+                    begin = begun - max(1, self.T // 2)
+                    self.read(tokens[:, begin:begun])
+                elif begun == first:
+                    self.read(tokens[:1, :first])
+                self.step((begun - first) % len(self.done))
+                begun += 1
+            turn = (t - first) % len(self.done)
+            self.done[turn].synchronize()
+            tokens[:, t] = self.drawn[turn]
+            for random in randoms:
+                random.u32()  # as the GPU did
+            yield tokens[:, t], self.logprobs[turn].copy()
+
+    def set(self, **values):
+        """Fields of `control`."""
+        control = np.zeros(1, CONTROL)
+        with self.device.stream:
+            for name, value in values.items():
+                control[name] = value
+                kind, at = CONTROL.fields[name]
+                copy_to_gpu(self.acts.control[at : at + kind.itemsize], control[name])
+
+    def read(self, tokens):
+        """Make all sequences go on from tokens (B, P) or, if they have the same ones, (1, P). The last one is left for
+        the next step."""
+        B, last = len(tokens), tokens.shape[1] - 1
+        each = max(1, PROMPT_ROWS // B)
+        for begin in range(0, last, each):
+            piece = np.ascontiguousarray(tokens[:, begin : min(begin + each, last)])
+            self.set(position=begin)
+            with self.device.stream:
+                copy_to_gpu(self.acts.tokens[: piece.size], piece)
+            self.trunk(*piece.shape)
+        if B < self.B and last:
+            for tensor in (self.cache.keys, self.cache.values):
+                share_first(tensor, self.device.stream)
+        self.set(position=last)
+        with self.device.stream:
+            copy_to_gpu(self.acts.tokens[: self.B], np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
+
+    def step(self, turn):
+        """Begin to draw each sequence's next token; `turn`: its row for the host."""
+        stream = self.device.stream
+        if self.graph:
+            self.graph.launch(stream)
+        else:
+            self.launch_step()
+        self.done[turn].record(stream)
+        if not self.graph:  # after the first step, which has loaded all kernels
+            stream.begin_capture()
+            self.launch_step()
+            self.graph = stream.end_capture()
+
+    def launch_step(self):
+        device, params, acts = self.device, self.params, self.acts
+        x = self.trunk(self.B, 1)
+        decode_logits(device, acts.logits, acts.tiles, x, params.wte, acts.control, self.B, self.config.Vp)
+        decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs, acts.logits,
+                      acts.tiles, self.B)
+
+    def trunk(self, B, T):
+        """acts.tokens (B, T) -> the Normed for the classifier."""
+        device, params, acts, C, NH = self.device, self.params, self.acts, self.config.C, self.config.NH
+        inp, residual = acts.residual
+
+        def normed(weight, bias, branch_bias, count):
+            nonlocal inp, residual
+            x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, bias)
+            inp, residual = residual, inp
+            return decode_layernorm(device, x, count, B * T)
+
+        decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, acts.control, B, T, C)
+        fcprojb_below = acts.zeros
+        for p, cache in self.layers:
+            x = normed(p.ln1w, p.ln1b, fcprojb_below, 4)
+            decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, acts.control, B, T, C)
+            decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
+                             acts.control, B, T, C, NH)
+            decode_project(device, acts.branches, acts.atty, p.attprojw, B, T, C, C)
+            x = normed(p.ln2w, p.ln2b, p.attprojb, 1)
+            decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, B, T, C)
+            decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, B, T, C, 4 * C)
+            fcprojb_below = p.fcprojb
+        return normed(params.lnfw, params.lnfb, fcprojb_below, 4)
+
+
+GPT2.Decoder = Decoder  # what a Trainer samples with
+
+
+def share_first(tensor, stream):
+    """tensor (L,B,...) [:, 1:] = tensor[:, :1]."""
+    row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
+    for b in range(1, tensor.shape[1]):
+        cp.cuda.runtime.memcpy2DAsync(tensor[0, b].data.ptr, pitch, tensor.data.ptr, pitch, row, len(tensor),
+                                      cp.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -682,6 +922,8 @@ class Trainer:
             self.stops = cp.asarray(np.array([stop for _, stop, _ in spans], np.int64))
             self.decays = cp.asarray(np.array([decay for _, _, decay in spans], np.float32))
         self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
+        if makes_text(device):
+            self.decoder = architecture.Decoder(device, config, self.params, self.precision, 1, T)
 
         # Two halves of pinned memory: the host fills one while the GPU works on the step of the other.
         table = batch_table(B, T, self.micro_steps)
@@ -690,7 +932,6 @@ class Trainer:
         self.reports = pinned_array(16).view(np.float32).reshape(2, 2)  # loss, norm
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
-        self.sample = np.zeros(T, np.int32)  # the positions of decode
 
     # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
 
@@ -797,18 +1038,6 @@ class Trainer:
             self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
             return float(self.loss.get()[0])
 
-    def decode(self, tokens, position):
-        """tokens (1, T) at the positions from `position` on -> logits (1, V) of the token that follows.
-
-        One forward pass over all positions so far, rounded up to a multiple of 64 so that few different shapes occur:
-        what follows a position does not change it."""
-        V, context = self.config.V, position + tokens.size
-        self.sample[position:context] = tokens[0]
-        T = min(blocks(context, 64) * 64, self.settings.T)
-        with self.device.stream:
-            inputs = copy_to_gpu(self.batch.inputs.reshape(-1)[:T], self.sample[:T])
-            return to_float32(self.model.next_token_logits(self.model.activations(1, T), inputs, context - 1)[:V])[None]
-
     # -- state: between the GPU and the host's checkpoints
 
     def to_host(self, tensors):
@@ -824,9 +1053,7 @@ class Trainer:
             return
         exact = self.master or self.m
         copy_to_gpu(exact.buffer, params.buffer)
-        rounded, threads = flat(self.params), self.device.geometry.UPDATE_THREADS
-        grid = (blocks(rounded.size, threads * self.precision.pack),)
-        self.device.launch("round_weights", grid, (threads,), rounded, flat(exact), np.int64(rounded.size))
+        round_weights(self.device, flat(self.params), flat(exact))
         if exact is self.m:
             self.m.buffer.fill(0)
 
@@ -841,9 +1068,10 @@ class Trainer:
             copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
 
 
-def open_device(gpu, config, precision, cache, matmul="auto"):
+def open_device(gpu, config, precision, cache, matmul="auto", text=False):
     """(Device with this model's kernels, Matmul). matmul "auto": only Hopper's own kernels are worth timing beside
-    cuBLASLt. Raises UserError for a model that the kernels, or this GPU, have no room for."""
+    cuBLASLt. text: with a Decoder's kernels, too. Raises UserError for a model that the kernels, or this GPU, have no
+    room for."""
     check_sizes(config)
     if matmul == "auto" and not hopper_matmul(precision, gpu.arch):
         matmul = "cublaslt"
@@ -852,7 +1080,9 @@ def open_device(gpu, config, precision, cache, matmul="auto"):
     if needed > gpu.shared:
         raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block,"
                         f" {gpu.name} has {gpu.shared}: train this model with: python train_gpt2.py")
-    device = Device(gpu, cache, list(files.values()), launch_geometry(config, precision, gpu.arch))
+    geometry = launch_geometry(config, precision, gpu.arch, gpu.shared if text else None)
+    files = [*files.values(), *(decode_files(config, precision, geometry) if text else ())]
+    device = Device(gpu, cache, files, geometry)
     return device, Matmul(device, cache, precision, ("kernels", "cublaslt") if matmul == "auto" else (matmul,))
 
 
@@ -861,9 +1091,27 @@ STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels decla
 
 def open_trainer(gpu, config, params, settings):
     """A Trainer of this model on this GPU; `settings` are settled."""
-    device, matmul = open_device(gpu, config, settings.precision, Cache(), settings.matmul)
+    device, matmul = open_device(gpu, config, settings.precision, Cache(), settings.matmul, settings.sample_every > 0)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(GPT2, config, settings, matmul, params)
+
+
+def open_decoder(gpu, config, params, B, T, dtype="auto"):
+    """A Decoder on this GPU for a model on the host. Raises UserError for a model that the kernels, or this GPU, have
+    no room for, MemoryError when there is too little memory."""
+    check_sizes(config)
+    precision = settle(CudaSettings(dtype=dtype), gpu.arch).precision._replace(tf32=0)
+    geometry = launch_geometry(config, precision, gpu.arch, gpu.shared)
+    update = kernel_files(config, precision, gpu.arch, "cublaslt")["update"]
+    device = Device(gpu, Cache(), [update, *decode_files(config, precision, geometry)], geometry)
+    with device.stream:
+        exact = allocate(params.table, cp)
+        copy_to_gpu(exact.buffer, params.buffer)
+        on_gpu = exact
+        if precision.bf16:
+            on_gpu = allocate(parameter_table(config, precision.dtype), cp)
+            round_weights(device, flat(on_gpu), flat(exact))
+    return Decoder(device, config, on_gpu, precision, B, T)
 
 
 RESERVE = 256 << 20  # bytes beside the plan: for cuBLASLt's kernels, the graph, small tables and rounding up
@@ -886,9 +1134,21 @@ def memory_plan(architecture, config, settings, device):
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
         (2 * float32, "AdamW's moments"),
         *((largest(group), what) for what, group in tables.items()),
+        *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),
         (2 * WORKSPACE, "matmul workspaces"),
         (table_bytes(batch_table(B, T, settings.micro_steps)) + (64 << 10), "the batch"),
     ]
+
+
+def makes_text(device):
+    """Whether it was opened with a Decoder's kernels."""
+    return hasattr(device.geometry, "DECODE_SPLIT")
+
+
+def text_bytes(architecture, config, settings, device):
+    """What a decoder for samples allocates."""
+    tables = architecture.Decoder.tables(config, settings.precision, 1, settings.T, device.geometry)
+    return sum(table_bytes(table, ALIGN) for table in tables)
 
 
 def check_memory(architecture, config, settings, device):
@@ -1101,7 +1361,9 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
                 print(f"val loss {loss:f}")
                 log.validation(step, loss)
             if sample:
-                generate(interruption.watched(trainer.decode), random, tokenizer, V, settings.sample_tokens, settings.T)
+                begin = np.array([[end_of_text(tokenizer, V)]], np.int32)
+                steps = trainer.decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
+                print_sample(interruption.watching(steps), tokenizer)
         except Interrupted:  # the resumed run validates and samples at this step again
             random.state = before
             if directory and step > first_step and newest_checkpoint(directory) != step:

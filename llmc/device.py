@@ -115,6 +115,7 @@ class Device:
         self.main, self.side = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)
         self.stream = self.main  # where launches go
         self.observer = None  # called with each launch's name and arguments, it returns a context for the launch
+        self.launches_early = int(gpu.arch[3:].rstrip("a")) >= 90
         self.one_stream = False  # True: work for the side stream stays on the main one, to be timed alone
         self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
         paths, self.compiled = prepare_kernels(cache, gpu.arch, files)
@@ -126,12 +127,17 @@ class Device:
         for name, size in self.shared.items():
             self.functions[name].max_dynamic_shared_size_bytes = size
 
-    def launch(self, name, grid, block, *arguments):
+    def launch(self, name, grid, block, *arguments, shared=None, early=False):
         """Run a kernel on the current stream. Python ints go as int, floats as float, arrays as pointers, None as a
-        null pointer."""
+        null pointer. shared: bytes of dynamic shared memory, if not what its file says. early: it may begin before the
+        kernel before it has ended, for whose results it waits itself (programmatic dependent launch, from sm_90 on)."""
+        shared = self.shared.get(name, 0) if shared is None else shared
         with self.observe(name, arguments):
             converted = tuple(convert(argument) for argument in arguments)
-            self.functions[name](grid, block, converted, shared_mem=self.shared.get(name, 0), stream=self.stream)
+            if early and self.launches_early and not self.observer:
+                launch_early(self.functions[name], grid, block, converted, shared, self.stream)
+            else:
+                self.functions[name](grid, block, converted, shared_mem=shared, stream=self.stream)
 
     def observe(self, name, arguments):
         """A context for a launch, in which the observer, if there is one, sees to it."""
@@ -201,6 +207,25 @@ def convert(argument):
     if type(argument) in (int, bool):  # not a subclass: np.float64 is a float, too
         return np.int32(argument)
     return np.float32(argument) if type(argument) is float else argument
+
+
+def launch_early(function, grid, block, arguments, shared, stream):
+    """Programmatic dependent launch, which CuPy does not offer."""
+    slots = np.zeros((len(arguments), 8), np.uint8)  # an argument's bytes each
+    for slot, argument in zip(slots, arguments):
+        value = np.asarray(np.uint64(argument.data.ptr) if isinstance(argument, cp.ndarray) else argument).reshape(1)
+        slot[: value.nbytes] = value.view(np.uint8)
+    addresses = slots.ctypes.data + 8 * np.arange(len(slots), dtype=np.uint64)
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
+    config.sharedMemBytes, config.hStream = shared, stream.ptr
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    error, = driver.cuLaunchKernelEx(config, function.kernel.ptr, addresses.ctypes.data, 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuLaunchKernelEx: {error}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -120,6 +120,13 @@ class Interruption:
 
         return call
 
+    def watching(self, steps):
+        """The same steps, until a signal has come: then it raises Interrupted."""
+        for step in steps:
+            yield step
+            if self.signal is not None:
+                raise Interrupted
+
     @contextlib.contextmanager
     def saving(self):
         """While this lasts, no Ctrl-C stops the run."""

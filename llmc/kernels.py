@@ -34,6 +34,9 @@ KERNELS = {  # layer -> its kernels
     "update": ("copy_batch", "loss_mean", "global_norm", "prepare_update", "adamw_update", "round_weights", "hold",
                "fill_random"),
 }
+# Text generation, which not every run needs; there are two of each of its matmuls.
+DECODE = "decode_embed", "decode_layernorm", "decode_attention", "decode_sample"
+DECODE_MATMULS = "decode_qkv", "decode_project", "decode_fc", "decode_logits"
 MATMUL_NARROW = ("matmul_forward_narrow", "matmul_backward_inp_narrow", "matmul_backward_weight_narrow")  # Hopper only
 
 
@@ -70,6 +73,18 @@ def kernel_files(config, precision, arch, matmul="kernels"):
     return files
 
 
+def decode_files(config, precision, geometry):
+    """The KernelFiles of text generation; geometry: launch_geometry's."""
+    model = model_constants(config, precision)
+    model |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
+    files = [KernelFile("decode", DECODE, model)]
+    for few, tiles, resident in ((1, 1, geometry.DECODE_FEW_BLOCKS), (0, geometry.DECODE_TILES, 2)):
+        names = tuple(name + "_few" * few for name in DECODE_MATMULS)
+        constants = {**model, "DECODE_TILES": tiles, "DECODE_FEW_ROWS": few, "DECODE_BLOCKS": resident}
+        files.append(KernelFile("decode_matmul", names, constants, dict.fromkeys(names, geometry.DECODE_SHARED)))
+    return files
+
+
 def model_constants(config, precision):
     """What every file is compiled with."""
     return {"MODEL_C": config.C, "MODEL_NH": config.NH, "MODEL_V": config.V, "MODEL_VP": config.Vp,
@@ -90,9 +105,11 @@ def shared_memory(layer, kernels, geometry):
 # launch geometry
 
 
-def launch_geometry(config, precision, arch):
-    """All of layer_geometry's numbers as attributes, for the launches."""
-    layers = layer_geometry(config, precision, arch).values()
+def launch_geometry(config, precision, arch, shared=None):
+    """All of layer_geometry's numbers as attributes, for the launches; and with the bytes of shared memory that a block
+    can have, decode_geometry's."""
+    layers = list(layer_geometry(config, precision, arch).values())
+    layers += [decode_geometry(config, precision, shared)] if shared else []
     return SimpleNamespace(**{name: value for numbers in layers for name, value in numbers.items()})
 
 
@@ -212,3 +229,37 @@ def classifier_geometry(config, precision, arch):
     rows = 0 if arch != "sm_90a" or row > 220 << 10 else 2 if row <= 110 << 10 else 1
     return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": row if rows else 0,
             "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024}
+
+
+def decode_geometry(config, precision, shared):
+    """ROWS: of a weight, in a tile of a matmul; TILE_BYTES: of C of their elements. TILES: of 16 rows of the other
+    operand, for a block that has more than 16; ROW_BYTES: of one in shared memory. FEW: rows for which a matmul does
+    the layernorm itself. FEW_BLOCKS: of a matmul of up to 16 rows, that registers have room for. ROW_LANES: that read a
+    head's row, 16 bytes each; SPLIT: positions that a block of attention has at a time, 8 for each of these groups of
+    lanes. SHARED: bytes that a block can have."""
+    warps, bf16 = 8, precision.bf16
+    row = config.C * (2 if bf16 else 4)
+    lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
+    geometry = {
+        "DECODE_TILES": max(1, min(4 if bf16 else 2, 8 // blocks(row, 64 * warps))),  # what registers have room for
+        "DECODE_ROW_BYTES": 64 * (blocks(row, 64) | 1),  # odd: a quarter of a warp reads all banks
+        "DECODE_WARPS": warps, "DECODE_FEW": 4 if bf16 else 1,
+        "DECODE_FEW_BLOCKS": 2 if row > 4096 or not bf16 else 3 if row > 2048 else 4,
+        "DECODE_ROW_LANES": lanes, "DECODE_SPLIT": 8 * warps * WARP // lanes,
+        "DECODE_SAMPLE_THREADS": 1024,
+        "DECODE_SHARED": shared - 2048,  # beside what kernels declare, and the driver keeps
+    }
+    for rows in (16, 8):
+        geometry |= {"DECODE_ROWS": rows, "DECODE_TILE_BYTES": 64 * rows * blocks(row, 64)}
+        tiles = geometry["DECODE_TILES"]
+        if max(decode_shared(SimpleNamespace(**geometry), n, 1) for n in (1, tiles)) <= geometry["DECODE_SHARED"]:
+            return geometry
+    raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a block"
+                    " of this GPU can have: pass -s 0 to train without samples")
+
+
+def decode_shared(geometry, tiles, stages):
+    """Bytes of shared memory of a block of a matmul: rows that it normalizes, its warps' sums, its weights."""
+    g = geometry
+    sums = 4 * g.DECODE_WARPS * 16 * tiles * (g.DECODE_ROWS + 1)
+    return g.DECODE_FEW * g.DECODE_ROW_BYTES + sums + stages * g.DECODE_TILE_BYTES

@@ -101,16 +101,38 @@ class Writer:
         sys.stdout.buffer.flush()
 
 
-def generate(decode, random, tokenizer, V, length, T):
-    """Print `length` - 1 sampled tokens after an end-of-text token, each as soon as it is known.
+def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
+    """Draw `count` tokens after prompt (1, T) int32 in a sequence for each of `randoms`. Yields, for each position, the
+    ids (B,) int32 and their log-probabilities (B,) under the model, or None."""
+    B, T = len(randoms), prompt.shape[1]
+    tokens = np.empty((B, T + count), np.int32)
+    tokens[:, :T] = prompt
+    context = Context(decoder.logits, decoder.T)
+    logits = np.repeat(context.logits(tokens[:1, :T]), B, axis=0)
+    decoder.share_first(B)
+    for t in range(T, T + count):
+        if t > T:
+            logits = context.logits(tokens[:, :t])
+        tokens[:, t] = [choice.draw(row, random.f32()) for row, random in zip(logits, randoms)]
+        yield tokens[:, t], log_probabilities(logits, tokens[:, t]) if want_logprobs else None
 
-    decode: see Context. tokenizer: None prints ids.
-    """
+
+def log_probabilities(logits, ids):
+    """Those of ids (B,) in logits (B, V): float64 (B,)."""
+    x = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return x[np.arange(len(ids)), ids] - np.log(np.exp(x).sum(-1))
+
+
+def end_of_text(tokenizer, V):
+    """Its id: each vocabulary ends with it."""
+    return tokenizer.eot if tokenizer else V - 1
+
+
+def print_sample(steps, tokenizer):
+    """Print the trainers' sample: steps are a decoder's draw, of one sequence."""
     print("generating:\n---", flush=True)
-    tokens = np.full((1, length), tokenizer.eot if tokenizer else V - 1, np.int32)  # each vocabulary ends with it
-    context, choice, writer = Context(decode, T), Choice(), Writer(tokenizer)
-    for t in range(1, length):
-        tokens[0, t] = choice.draw(context.logits(tokens[:, :t])[0], random.f32())
-        writer.write(tokens[0, t])
+    writer = Writer(tokenizer)
+    for ids, _ in steps:
+        writer.write(ids[0])
     writer.end()
     print("---", flush=True)

@@ -327,7 +327,8 @@ class FakeGPU:
                 Stream=Stream, Event=Event, get_elapsed_time=lambda start, end: 1.0, alloc_pinned_memory=bytearray,
                 driver=SimpleNamespace(CUDADriverError=Error),
                 runtime=SimpleNamespace(
-                    CUDARuntimeError=Error, memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000,
+                    CUDARuntimeError=Error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
+                    memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000,
                     getDeviceCount=lambda: 1, getDeviceProperties=lambda device: dict(
                         name=self.gpu.name.encode(), major=major, minor=minor, multiProcessorCount=self.gpu.sm_count,
                         sharedMemPerBlockOptin=self.gpu.shared))))
@@ -376,5 +377,6 @@ def fake_gpu(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, getattr(fake, name), raising=False)
     monkeypatch.setattr(llmc.device, "MISSING", None)
+    monkeypatch.setattr(llmc.device, "launch_early", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(llmc.device, "prepare_kernels", lambda cache, arch, files: ([file.name for file in files], 0))
     return fake

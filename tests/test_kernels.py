@@ -125,13 +125,13 @@ def test_layernorm_fits_into_the_shared_memory_of_every_gpu():
 
 
 BOUNDS = r"(?:BOUNDS\s+|__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
-EXTERN = re.compile(rf'extern "C" __global__ void {BOUNDS}(\w+)\(([^)]*)\)')
+EXTERN = re.compile(rf'(?:extern "C" __global__ void {BOUNDS}|MATMUL NAMED\()(\w+)\)?\(([^)]*)\)')
 
 
 @functools.cache
 def signatures(name):
     """{kernel: [(type, name) of each parameter]} of kernels/<name>.cu."""
-    text = re.sub(r"//[^\n]*", "", (ROOT / "kernels" / f"{name}.cu").read_text())
+    text = re.sub(r"//[^\n]*|#define[^\n]*", "", (ROOT / "kernels" / f"{name}.cu").read_text())
     words = {kernel: [re.sub(r"\bconst\b|__grid_constant__", "", p).split() for p in parameters.split(",")]
              for kernel, parameters in EXTERN.findall(text)}
     return {kernel: [(" ".join(word[:-1]), word[-1]) for word in parameters] for kernel, parameters in words.items()}

@@ -25,6 +25,7 @@ from llmc.compiler import Cache, compile_kernels
 from llmc.device import cp
 from llmc.errors import UserError
 from llmc.kernels import check_sizes, launch_geometry
+from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import parameter_table
@@ -393,7 +394,7 @@ def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace, dtyp
 @pytest.mark.parametrize("dtype", ("auto", "float32"))
 def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
     """From the second step to the last, with validation, samples and checkpoints between them: no allocation in CuPy's
-    pool, nor beside it but by the first sample, for whose shape cuBLASLt may load a kernel."""
+    pool, nor beside it but by the first sample, whose graph is made then."""
     config, params = read_model("gpt2_124M.bin", parameter_table)
     settings = cuda.settle(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
     trainer = cuda.open_trainer(gpu, config, params, settings)
@@ -404,7 +405,7 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
         trainer.end_step(number)
         if step % 5 == 4:
             trainer.forward(*rng.integers(0, config.V, (2, 2, 24), dtype=np.int32))
-            trainer.decode(rng.integers(0, config.V, (1, 1 + step % 2), dtype=np.int32), 0)
+            list(trainer.decoder.draw(np.array([[5]], np.int32), 30 + step, [Random()], Choice()))
             trainer.to_host(trainer.m)
         used.append((cp.cuda.runtime.memGetInfo()[0], cp.get_default_memory_pool().used_bytes()))
     assert len({pool for _, pool in used[1:]}) == 1

@@ -1,0 +1,256 @@
+"""Text generation on the GPU (kernels/decode*.cu): each kernel's results against train_gpt2.py's Decoder and Choice, on
+fresh random data and awkward shapes; whole texts against the CPU's; and, with no GPU, that all compile and every launch
+passes what its kernel takes."""
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+
+import generate
+import train_gpt2
+import train_gpt2_cuda as cuda
+from conftest import random_params
+from llmc.checkpoint import Config, write_model
+from llmc.compiler import Cache, compile_kernels
+from llmc.device import cp, to_float32
+from llmc.kernels import decode_files, decode_shared, launch_geometry
+from llmc.sampler import Choice, Random
+from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
+from test_kernels import PRECISIONS, accepts, signatures
+
+MODELS = [  # maxT, V, L, NH, C, Vp
+    Config(1024, 50257, 1, 12, 768, 50304),  # GPT-2 124M
+    Config(40, 257, 2, 1, 16, 384),  # heads of 16
+    Config(300, 1003, 2, 3, 240, 1024),  # of 80; attention in several splits
+    Config(70, 1003, 1, 25, 1600, 1024),  # GPT-2 1558M: more chunks than registers have room for
+    Config(300, 1003, 1, 2, 256, 1024),  # heads of 128
+]
+SHARED = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90a": 227 << 10}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# with no GPU
+
+
+@pytest.mark.parametrize("arch, precision", [
+    ("sm_80", "bf16"), ("sm_90a", "bf16"), *(pytest.param(*case, marks=pytest.mark.large) for case in (
+        ("sm_75", "float32"), ("sm_80", "tf32"), ("sm_90a", "float32"), ("sm_100", "bf16")))])
+def test_kernels_compile_with_no_gpu(arch, precision):
+    pytest.importorskip("cuda.core")
+    for config in MODELS[:1] if arch == "sm_80" else MODELS[:2]:
+        geometry = launch_geometry(config, PRECISIONS[precision], arch, SHARED.get(arch, SHARED["sm_90a"]))
+        for file in decode_files(config, PRECISIONS[precision], geometry):
+            cubin = compile_kernels(file.name, arch, file.constants)
+            assert cubin[:4] == b"\x7fELF" and all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
+
+
+def test_matmuls_fit_into_the_shared_memory_of_every_gpu():
+    for arch, precision, C in itertools.product(SHARED, PRECISIONS.values(), (64, 768, 1024, 1280, 1600)):
+        config = Config(1024, 131, 1, C // 64, C, 256)
+        geometry = launch_geometry(config, precision, arch, SHARED[arch])
+        assert decode_shared(geometry, geometry.DECODE_TILES, 1) <= SHARED[arch] - 2048
+
+
+@pytest.mark.parametrize("arch, precision", (("sm_75", "float32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
+                                             ("sm_90a", "float32")))
+@pytest.mark.parametrize("B", (1, 5, 40))
+def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, monkeypatch, arch, precision, B):
+    monkeypatch.setattr(cuda, "Cache", lambda: Cache(str(tmp_path)))
+    config, precision = MODELS[2], PRECISIONS[precision]
+    gpu = fake_gpu.gpu._replace(arch=arch, shared=SHARED[arch])
+    decoder = cuda.open_decoder(gpu, config, random_params(config), B, 300, precision.dtype)
+    list(decoder.draw(np.ones((1, 150), np.int32), 5, [Random() for _ in range(B)], Choice()))
+    parameters = signatures("decode") | signatures("decode_matmul")
+    launched = {launch.name for launch in fake_gpu.launches}
+    assert {name.removesuffix("_few") for name in launched} - {"round_weights"} == set(parameters)
+    for launch in fake_gpu.launches:
+        if launch.name == "round_weights":
+            continue
+        assert 1 <= np.prod(launch.block) <= 1024 and launch.shared <= gpu.shared
+        assert all(type(n) is int and n >= 1 for n in launch.grid) and max((*launch.grid[1:], 1)) < 2**16
+        expected = parameters[launch.name.removesuffix("_few")]
+        assert len(launch.arguments) == len(expected), launch.name
+        for (kind, name), argument in zip(expected, launch.arguments):
+            assert accepts(precision, kind, argument), f"{launch.name}: {kind} {name} is given {type(argument)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# with a GPU
+
+# of the largest value; in bfloat16, what a kernel reads is rounded, too
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+CASES = [(config, dtype) for config in MODELS for dtype in ("float32", "bfloat16")]
+
+
+def rounded(array, dtype):
+    return bf16_to_float32(bf16_bits(array)) if dtype == "bfloat16" else array
+
+
+def decoders(gpu, config, dtype, B, T=None):
+    """One on the GPU, and one in NumPy with the same weights."""
+    params = random_params(config, seed=os.getpid())
+    params.wte[: config.V] *= 3.0  # so that some tokens are likelier
+    if dtype == "bfloat16":
+        flat(params)[:] = rounded(flat(params), dtype)
+    T = T or config.maxT
+    return cuda.open_decoder(gpu, config, params, B, T, dtype), train_gpt2.Decoder(config, params, B, T)
+
+
+def fill(tensors, names, value):
+    for name in names:
+        getattr(tensors, name).view(np.uint8).fill(value)
+
+
+@pytest.mark.parametrize("B, T, position", ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
+                                            (2, 17, 0.5), (33, 2, 0.02), (1, 40, 0)))
+@pytest.mark.parametrize("config, dtype", CASES, ids=str)
+def test_a_pass_is_the_cpu_s(gpu, config, dtype, B, T, position):
+    """Every tensor that it writes, NaN before. position: of those before the last one that fits."""
+    position = int(position * (config.maxT - T))
+    ours, cpu = decoders(gpu, config, dtype, B)
+    rng = np.random.default_rng((position, os.getpid()))
+    tokens = rng.integers(0, config.V, (B, T), dtype=np.int32)
+    for mine, theirs in ((ours.cache.keys, cpu.cache.keys), (ours.cache.values, cpu.cache.values)):
+        before = rng.standard_normal(theirs[:, :, :, :position].shape, dtype=np.float32)
+        theirs[:, :, :, :position] = rounded(before, dtype)
+        theirs[:, :, :, position:] = np.nan
+        mine.set((bf16_bits(theirs) if dtype == "bfloat16" else theirs))
+    fill(ours.acts, ("residual", "branches", "normed", "query", "atty", "parts", "fch_gelu", "logits", "tiles"), 0xFF)
+    ours.set(position=position, temperature=1.0)
+    ours.acts.tokens[: tokens.size].set(tokens.reshape(-1))
+    x = ours.trunk(B, T)
+    logits = cpu.forward(tokens, position)
+    N, C = B * T, config.C
+    acts = views(train_gpt2.decode_table(config, B, T, position + T), cpu.buffer)
+
+    def close(name, got, expected):
+        got = (got if isinstance(got, np.ndarray) else to_float32(got)).reshape(expected.shape)
+        allowed = TOLERANCE[dtype] * float(np.abs(expected).max())
+        error = np.abs(got - expected).max()
+        assert error <= allowed, f"{name}: {error} of {allowed}"
+
+    close("query", ours.acts.query[:N], acts.qkv[..., :C])
+    close("atty", ours.acts.atty[:N], acts.atty)
+    close("fch_gelu", ours.acts.fch_gelu[:N], acts.fch_gelu)
+    branch = ours.acts.branches.reshape(-1)[: 4 * N * C].reshape(4, N, C).get().sum(0)
+    close("fcproj", (branch + layer(cpu.params, config.L - 1).fcprojb), acts.branch.reshape(N, C))
+    for name in ("keys", "values"):
+        mine, theirs = to_float32(getattr(ours.cache, name)), getattr(cpu.cache, name)
+        close(name, mine[:, :, :, : position + T], theirs[:, :, :, : position + T])
+        assert np.isnan(mine[:, :, :, position + T :]).all()
+    if T == 1:
+        cuda.decode_logits(ours.device, ours.acts.logits, ours.acts.tiles, x, ours.params.wte, ours.acts.control, B,
+                           config.Vp)
+        close("logits", ours.acts.logits[:, : config.V], logits)
+        check_tiles(ours.acts.tiles.get(), ours.acts.logits.get(), config.V)
+
+
+def check_tiles(tiles, logits, V):
+    logits[:, V:] = -np.inf
+    groups = logits.reshape(len(logits), tiles.shape[1], -1).astype(np.float64)
+    largest = groups.max(-1)
+    with np.errstate(invalid="ignore"):
+        sums = np.where(np.isfinite(largest), np.exp(groups - largest[..., None]).sum(-1), 0.0)
+    np.testing.assert_array_equal(tiles[..., 0], largest)
+    np.testing.assert_allclose(tiles[..., 1:], np.stack([sums, sums], -1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("choice", (
+    Choice(), Choice(0.0), Choice(0.3), Choice(2.0, 1), Choice(1.0, 40), Choice(1.3, 999), Choice(1.0, 5000),
+    Choice(1.0, 0, 0.9), Choice(0.7, 0, 1e-6), Choice(0.7, 100, 0.5)))
+@pytest.mark.parametrize("V, spread", ((50257, 3.0), (1003, 0.01), (1003, 8.0), (300, 0.0)))
+def test_drawing(gpu, V, spread, choice):
+    """The token is the one whose part of the running sum the coin falls into, among those that the choice leaves, up to
+    rounding; the numbers of the next coin, the host's copies and the log-probabilities."""
+    B, Vp = 61, -(-V // 128) * 128
+    decoder, _ = decoders(gpu, Config(8, V, 1, 1, 16, Vp), "float32", B)
+    rng = np.random.default_rng((V, os.getpid()))
+    logits = np.full((B, Vp), 1e9, np.float32)  # the padding counts for nothing
+    logits[:, :V] = rng.standard_normal((B, V), dtype=np.float32) * np.float32(spread)
+    logits[: B // 2, :V] = np.round(logits[: B // 2, :V])  # many are equal
+    acts, each, randoms = decoder.acts, decoder.device.geometry.DECODE_ROWS, generate.streams(7, B)
+    padded = np.where(np.arange(Vp) < V, logits, -np.inf).reshape(B, -1, each).astype(np.float64)
+    largest = padded.max(-1)
+    with np.errstate(invalid="ignore"):
+        shifted = np.where(np.isfinite(largest)[..., None], padded - largest[..., None], -np.inf)
+    acts.logits.set(logits)
+    sums = [np.exp(shifted / t).sum(-1) for t in (choice.temperature or 1.0, 1.0)]
+    acts.tiles.set(np.stack([largest, *sums], -1).astype(np.float32))
+    acts.randoms.set(np.array([random.state for random in randoms], np.uint64))
+    decoder.set(position=3, step=6, top_k=min(choice.top_k, V), temperature=choice.temperature, top_p=choice.top_p)
+    cuda.decode_sample(decoder.device, acts.tokens, acts.randoms, acts.control, decoder.drawn, decoder.logprobs,
+                       acts.logits, acts.tiles, B)
+    decoder.device.stream.synchronize()
+    control = acts.control.get().view(cuda.CONTROL)[0]
+    assert control["position"] == 4 and control["step"] == 7 and control["arrived"] == 0
+    ids = acts.tokens[:B].get()
+    row = 6 % len(decoder.drawn)
+    assert np.array_equal(decoder.drawn[row], ids) and ids.min() >= 0 and ids.max() < V
+    coins = [random.f32() for random in randoms]
+    assert np.array_equal(acts.randoms.get(), [random.state for random in randoms])
+    exact = logits[:, :V].astype(np.float64)
+    shifted = exact - exact.max(-1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    np.testing.assert_allclose(decoder.logprobs[row], logprobs[np.arange(B), ids], rtol=0, atol=2e-5)
+    for b, (id, coin) in enumerate(zip(ids, coins)):
+        x = exact[b]
+        if choice.temperature == 0.0:
+            assert id == np.argmax(logits[b, :V])
+            continue
+        probs = np.exp((x - x.max()) / choice.temperature)
+        order = np.lexsort((np.arange(V), -x))[: choice.top_k or None]
+        before = np.cumsum(probs[order]) - probs[order]
+        kept = np.sort(order[before < choice.top_p * probs[order].sum() * (1 + 1e-5)])
+        surely = np.sort(order[before < choice.top_p * probs[order].sum() * (1 - 1e-5)])
+        assert id in kept
+        for among in (kept, surely):  # they differ where rounding decides
+            sums = np.cumsum(probs[among])
+            at, slack = np.searchsorted(among, id), 1e-5 * sums[-1]
+            if at < among.size and sums[at] - probs[id] - slack <= coin * sums[-1] <= sums[at] + slack:
+                break
+        else:
+            raise AssertionError(f"{b}: {id} with the coin {coin}")
+
+
+CHOICES = Choice(), Choice(0.0), Choice(0.7, 20, 0.9)
+
+
+@pytest.mark.parametrize("prompt, count", ((1, 30), (35, 90), (100, 5)))
+def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(gpu, prompt, count):
+    """Also beyond the longest sequence, 40. In float32; where rounding decides, texts may part."""
+    config, same, alone = MODELS[1], 0, {}
+    prompt = np.random.default_rng(1).integers(0, config.V, (1, prompt), dtype=np.int32)
+    for choice in CHOICES:
+        for B in (1, 3, 20):
+            ours, cpu = decoders(gpu, config, "float32", B)
+            texts = []
+            for decoder in (ours, cpu, ours):
+                randoms = generate.streams(5, B)
+                texts.append(np.array([ids for ids, _ in decoder.draw(prompt, count, randoms, choice)]).T)
+            assert np.array_equal(texts[0], texts[2]), "the same again"
+            assert np.array_equal(texts[0][:1], alone.setdefault(choice, texts[0][:1]))
+            same += (texts[0] == texts[1]).all(-1).sum()
+    assert same >= 70, f"{same} of 72 texts are the CPU's"
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_memory_does_not_grow(gpu, dtype):
+    """While 100,000 tokens are drawn."""
+    ours, _ = decoders(gpu, MODELS[1], dtype, 8)
+    used = set()
+    for i, _ in enumerate(ours.draw(np.array([[3]], np.int32), 12500, generate.streams(1, 8), Choice())):
+        if i > 2 and i % 500 == 0:
+            used.add((cp.cuda.runtime.memGetInfo()[0], cp.get_default_memory_pool().used_bytes()))
+    assert len(used) == 1
+
+
+def test_the_program_on_a_gpu(gpu, workplace, run_here):
+    """Text, JSON, a stream of prompts; --device and --dtype."""
+    config = MODELS[1]
+    write_model("model.bin", config, random_params(config))
+    flags = ("model.bin", "--prompt_ids", 1, 2, 3, "--tokens", 20, "--ignore_eot", "--json", "--samples", 2)
+    cpu, gpu32, gpu16 = (run_here(generate, *flags, *more).stdout for more in (
+        ("--device", "cpu"), ("--dtype", "float32"), ("--device", "gpu", "--dtype", "bfloat16")))
+    ids = [[line.split('"text"')[0] for line in output.splitlines()] for output in (cpu, gpu32)]
+    assert ids[0] == ids[1] and len(gpu16.splitlines()) == 2
