@@ -250,7 +250,7 @@ struct Likeliest {
     }
     // Larger for a likelier token; of equally likely ones, for a lower id.
     __device__ uint64 key_of(int v, float logit) const {
-        const uint32 bits = __float_as_uint(logit);
+        const uint32 bits = __float_as_uint(logit + 0.0f);  // -0 is as likely as 0
         return uint64(bits & 0x80000000 ? ~bits : bits | 0x80000000) << 32 | ~uint32(v);
     }
     __device__ bool has(int v, float logit) const {
