@@ -33,8 +33,10 @@ help:
 	@echo "make clean       remove what make train made (.venv stays)"
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
+# --spread 1, because a batch of 16 rows that follow one another would be 1,024 tokens of one place. The validation loss
+# ends at 1.72; with --spread 1 alone at 1.81, with --shuffle 1 alone at 1.90.
 train: $(ENVIRONMENT) data/pystdlib_train.bin
-	$(PYTHON) $(TRAINER) -e d4 -i data/pystdlib -b 16 -t 64 -x $(STEPS) --spread 1 \
+	$(PYTHON) $(TRAINER) -e d4 -i data/pystdlib -b 16 -t 64 -x $(STEPS) --shuffle 1 --spread 1 \
 	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
 
 test: $(TEST_ENVIRONMENT)

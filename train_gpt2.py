@@ -726,7 +726,7 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
 
     def save(done):
         batch = (settings.B, settings.T, settings.spread)
-        progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
+        progress = Progress(done, random.state, train_loader.position, batch)
         with interruption.saving():
             save_checkpoint(directory, config, model.params, (model.m, model.v), progress)
             delete_old_checkpoints(settings)

@@ -1313,7 +1313,7 @@ def save(trainer, done, train_loader, random):
     """Write the checkpoint after `done` updates."""
     settings = trainer.settings
     batch = (settings.B, settings.T, settings.spread)
-    progress = Progress(done, random.state, train_loader.shard, train_loader.sample, batch)
+    progress = Progress(done, random.state, train_loader.position, batch)
     params, *moments = (trainer.to_host(tensors) for tensors in (trainer.params, trainer.m, trainer.v))
     master = trainer.to_host(trainer.master) if trainer.master else None
     notes = {**trainer.matmul.notes(), "precision": describe_precision(settings)}

@@ -11,7 +11,8 @@ Debug state, llm.c's: header [2] B [3] T, then x, y int32 (B, T); logits float32
     weights.
 Optimizer state, llm.c's: header [2] processes [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10] step, u64 at [20]
     sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1 if [44] is the
-    CRC-32 of the model file that it belongs to. Then m, v, and the master weights if any, float32.
+    CRC-32 of the model file that it belongs to. Then m, v, and the master weights if any, float32; then the order of
+    shuffled data, shuffle.py's.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ import numpy as np
 from llmc.errors import DIVERGED, UserError
 from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, file_crc,
                         make_header, open_input, read_header, read_into, replacing)
+from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, unpadded
 
 EXPORT = "make it with: python export_weights.py"
@@ -220,17 +222,17 @@ class Progress(NamedTuple):
 
     step: int  # updates done
     rng_state: int
-    shard: int
-    sample: int  # batches taken from the shard
-    batch: tuple  # (B, T, spread), which the position in the data depends on; (0, 0, 0) in a file of llm.c's
+    position: Position  # in the training data
+    batch: tuple  # (B, T, spread), which the position depends on; (0, 0, 0) in a file of llm.c's
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None in a file of llm.c's
 
 
 def write_optimizer_state(path, moments, progress, master=None):
     """Write m and v with Vp rows, where the run stands, and the master weights, if not None."""
-    header = make_header(OPTIMIZER_MAGIC, 1, 1, 0, int(master is not None))
+    shard, sample, shuffle = progress.position
+    header = make_header(OPTIMIZER_MAGIC, 1, 1, 0, int(master is not None), int(shuffle is not None))
     header[10] = progress.step
-    for slot, value in ((20, progress.rng_state), (30, progress.shard), (32, progress.sample)):
+    for slot, value in ((20, progress.rng_state), (30, shard), (32, sample)):
         header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
     header[40:43] = progress.batch
     if progress.model_crc is not None:
@@ -239,6 +241,8 @@ def write_optimizer_state(path, moments, progress, master=None):
         f.write(header)
         for tensors in (*moments, *([] if master is None else [master])):
             f.write(flat(tensors))
+        if shuffle is not None:
+            write_shuffle(f, shuffle)
 
 
 TRAIN_AGAIN = "train again with: python train_gpt2.py ... -o DIR -n STEPS"
@@ -251,14 +255,16 @@ def read_optimizer_state(path, config, moments, params, mend=TRAIN_AGAIN):
     """
     with open_input(path, mend) as f:
         header = read_header(f, OPTIMIZER_MAGIC, mend)
-        version, processes, rank, master, shuffle = (int(x) for x in header[1:6])
-        if version != 1 or processes != 1 or rank != 0 or master not in (0, 1):
-            raise UserError(f"{path}: version {version}, {processes} processes, rank {rank}, master weights {master};"
-                            " expected version 1 of a run on one device")
-        if shuffle:
-            raise UserError(f"{path}: from a run that shuffled its data; expected one that reads it in order")
+        version, processes, rank, master, shuffled = (int(x) for x in header[1:6])
+        if version != 1 or processes != 1 or rank != 0 or master not in (0, 1) or shuffled not in (0, 1):
+            raise UserError(f"{path}: version {version}, {processes} processes, rank {rank}, master weights {master},"
+                            f" shuffled {shuffled}; expected version 1 of a run on one device")
         targets = [*moments, params] if master else moments
-        check_size(f, HEADER_BYTES + sum(t.buffer.size for t in targets), f"the optimizer of {config.describe()}", mend)
+        end = HEADER_BYTES + sum(t.buffer.size for t in targets)
+        if not shuffled or os.fstat(f.fileno()).st_size < end:
+            check_size(f, end, f"the optimizer of {config.describe()}", mend)
+        shuffle = read_shuffle(f, end, mend) if shuffled else None
+        f.seek(HEADER_BYTES)
         for tensors in targets:
             read_into(f, flat(tensors))
     check_optimizer(path, moments, mend)
@@ -266,7 +272,8 @@ def read_optimizer_state(path, config, moments, params, mend=TRAIN_AGAIN):
         check_finite(path, params, mend)
     numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
     crc = int(header[44:45].view("<u4")[0]) if header[43] == 1 else None
-    progress = Progress(int(header[10]), numbers[20], numbers[30], numbers[32], tuple(header[40:43].tolist()), crc)
+    position = Position(numbers[30], numbers[32], shuffle)
+    progress = Progress(int(header[10]), numbers[20], position, tuple(header[40:43].tolist()), crc)
     if progress.step < 0 or progress.rng_state == 0:
         raise UserError(f"{path}: step {progress.step} and sampler state {progress.rng_state}; the file is damaged")
     return progress
@@ -376,12 +383,14 @@ def restore(settings, config, params, moments, step, loader, random):
     progress = read_optimizer_state(state, config, moments, params, mend=go_back(marker))
     if progress.model_crc not in (None, file_crc(model)):
         raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {go_back(marker)}")
-    given = (settings.B, settings.T, settings.spread)
-    if progress.step != step or progress.batch not in (given, (0, 0, 0)):
-        found = "-b {} -t {} --spread {}".format(*progress.batch)
-        raise UserError(f"{state}: of step {progress.step} with {found}, expected step {step} with"
-                        f" {'-b {} -t {} --spread {}'.format(*given)}: resume with the flags of the first run")
-    loader.seek(progress.shard, progress.sample, state)
+    shuffled = int(progress.position.shuffle is not None)
+    given = settings.B, settings.T, settings.spread, shuffled if settings.shuffle == -1 else settings.shuffle
+    found = *((*given[:2], 0) if progress.batch == (0, 0, 0) else progress.batch), shuffled
+    if progress.step != step or found != given:
+        flags = "-b {} -t {} --spread {} --shuffle {}"
+        raise UserError(f"{state}: of step {progress.step} with {flags.format(*found)}, expected step {step} with"
+                        f" {flags.format(*given)}: resume with the flags of the first run")
+    loader.seek(progress.position, state)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
 

@@ -1,10 +1,12 @@
 """Token files and the loader that reads batches from them.
 
-A token file is raw int32 (llm.c of April 2024), or a header [2] count and uint16 (llm.c of today); readers tell the two
-apart by the magic.
+A token file is raw int32 (llm.c of April 2024), or a header [2] count and uint16 (llm.c of today; the count is 64 bits
+here, of which llm.c reads the lower half); readers tell the two apart by the magic.
 """
 
+import contextlib
 import glob
+import itertools
 import os
 import re
 
@@ -13,8 +15,11 @@ import numpy as np
 from llmc.errors import UserError
 from llmc.files import (CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
                         read_into, replacing)
+from llmc.shuffle import Position, first_position, samples_from
+from llmc.threads import read_ahead
 
 TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
+CHECK_AHEAD = 1 << 27  # tokens of a file that are checked before it is used, a second's work; others when they are read
 
 
 def write_tokens(path, pieces, count, format="int32"):
@@ -22,7 +27,9 @@ def write_tokens(path, pieces, count, format="int32"):
     written = 0
     with replacing(path) as f:
         if format == "uint16":
-            f.write(make_header(TOKENS_MAGIC, 1, count))
+            header = make_header(TOKENS_MAGIC, 1)
+            header[2:4] = np.array([count], "<u8").view("<i4")
+            f.write(header)
         for piece in pieces:
             f.write(np.asarray(piece).astype("<i4" if format == "int32" else "<u2"))
             written += len(piece)
@@ -30,47 +37,76 @@ def write_tokens(path, pieces, count, format="int32"):
             raise ValueError(f"{path}: {count} tokens announced, {written} given")
 
 
-def open_tokens(path, V, least=1, why=""):
-    """Map a token file into memory, as a 1-D integer array on disk.
+class TokenFile:
+    """Where the tokens of a file are: dtype, offset in bytes, and size, their number, as header and size of the file
+    say. The tokens are still to be checked.
 
-    Raises UserError when it has fewer than `least` tokens (`why` ends the message), an id that is not below V, or a
-    size that cannot be.
+    Raises UserError when it has fewer than `least` tokens (`why` ends the message), or a size that cannot be.
     """
-    with open_input(path, TOKENS_MEND) as f:
-        size = os.fstat(f.fileno()).st_size
-        start = f.read(HEADER_BYTES)
-        magic = int(np.frombuffer(start[:4], "<i4")[0]) if len(start) >= 4 else None
-        if magic == TOKENS_MAGIC:
-            f.seek(0)
-            header = read_header(f, TOKENS_MAGIC, TOKENS_MEND)
-            version, count = int(header[1]), int(header[2])
-            if version != 1:
-                raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_MEND}")
-            if count < 0:
-                raise UserError(f"{path}: header says {count} tokens; {TOKENS_MEND}")
-            check_size(f, HEADER_BYTES + 2 * count, f"{count} uint16 tokens", TOKENS_MEND)
-            dtype, offset = "<u2", HEADER_BYTES
-        else:
-            if magic in KINDS:
-                raise UserError(f"{path}: it is a {KINDS[magic]} (magic {magic}), expected a token file; {TOKENS_MEND}")
-            if size % 4:
-                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {TOKENS_MEND}")
-            dtype, offset, count = "<i4", 0, size // 4
-        if count < least:
-            raise UserError(f"{path}: {count} tokens, expected at least {least}{why}")
-        f.seek(offset)
-        for begin in range(0, count, CHUNK):  # read, not mapped: a file that shrinks meanwhile is a line
-            piece = np.empty(min(CHUNK, count - begin), dtype)
-            read_into(f, piece)
-            check_ids(path, piece, V)
-    return np.memmap(path, dtype, "r", offset, (count,))
+
+    def __init__(self, path, V, least=1, why=""):
+        self.path, self.V = path, V
+        with open_input(path, TOKENS_MEND) as f:
+            self.bytes = os.fstat(f.fileno()).st_size
+            start = f.read(HEADER_BYTES)
+            magic = int(np.frombuffer(start[:4], "<i4")[0]) if len(start) >= 4 else None
+            if magic == TOKENS_MAGIC:
+                f.seek(0)
+                header = read_header(f, TOKENS_MAGIC, TOKENS_MEND)
+                version, self.size = int(header[1]), int(header[2:4].view("<u8")[0])
+                if version != 1:
+                    raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_MEND}")
+                check_size(f, HEADER_BYTES + 2 * self.size, f"{self.size} uint16 tokens", TOKENS_MEND)
+                self.dtype, self.offset = np.dtype("<u2"), HEADER_BYTES
+            else:
+                if magic in KINDS:
+                    raise UserError(f"{path}: it is a {KINDS[magic]} (magic {magic}), expected a token file;"
+                                    f" {TOKENS_MEND}")
+                if self.bytes % 4:
+                    raise UserError(f"{path}: {self.bytes} bytes, expected a whole number of int32 tokens;"
+                                    f" {TOKENS_MEND}")
+                self.dtype, self.offset, self.size = np.dtype("<i4"), 0, self.bytes // 4
+        if self.size < least:
+            raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
+
+    def open(self):
+        """The file, open to be read; raises UserError when it is another one by now."""
+        f = open_input(self.path, TOKENS_MEND)
+        if os.fstat(f.fileno()).st_size != self.bytes:
+            with f:
+                check_size(f, self.bytes, f"the {self.size} tokens that it had when the run began", TOKENS_MEND)
+        return f
+
+    def read(self, f, start, count):
+        """Tokens start .. start + count - 1 from the open file; raises UserError for an id that is not below V. They
+        are read, not mapped, so that a file that shrinks meanwhile is a line."""
+        tokens = np.empty(count, self.dtype)
+        f.seek(self.offset + start * self.dtype.itemsize)
+        read_into(f, tokens)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.V:
+            raise UserError(f"{self.path}: token id {low if low < 0 else high}, expected 0 to {self.V - 1}: the file"
+                            " was made for another vocabulary than the model's")
+        return tokens
+
+    def check(self, count):
+        """Read the first `count` tokens, or what there is, in pieces: one more each time that the iterator advances."""
+        with self.open() as f:
+            for start in range(0, min(count, self.size), CHUNK):
+                self.read(f, start, min(CHUNK, self.size - start))
+                yield
 
 
-def check_ids(path, tokens, V):
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= V:
-        raise UserError(f"{path}: token id {low if low < 0 else high}, expected 0 to {V - 1}: the file was made for"
-                        " another vocabulary than the model's")
+def open_tokens(path, V, least=1, why=""):
+    """Map a token file, every token checked, into memory, as a 1-D integer array on disk."""
+    file = TokenFile(path, V, least, why)
+    exhaust(file.check(file.size))
+    return np.memmap(path, file.dtype, "r", file.offset, (file.size,))
+
+
+def exhaust(iterator):
+    for _ in iterator:
+        pass
 
 
 def is_pattern(name):
@@ -123,89 +159,110 @@ def data_paths(settings):
 def open_data(settings, V):
     """The loaders of the training and the validation data, of which one sequence will do, or less if none is read."""
     train_paths, val_paths = data_paths(settings)
+    shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
     least = (settings.T + 1, " for one sequence (T+1); take a smaller -t, or more text") if settings.val_every else (1,)
-    return (DataLoader(train_paths, V, settings.B, settings.T, settings.spread),
-            DataLoader(val_paths, V, settings.B, settings.T, False, *least))
+    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, 2 * settings.micro_steps),
+            DataLoader(val_paths, V, settings.B, settings.T, least=least[0], why="".join(least[1:])))
 
 
 class DataLoader:
-    """Reads (B, T) batches in order from one or more token files, and starts over when the last one is used up.
+    """Reads (B, T) batches from one or more token files, in order or shuffled, and starts over when all are used up.
 
-    A batch needs B*T+1 tokens (the targets are the inputs, one token on) and advances by B*T: its rows follow one
-    another. With `spread`, row b reads in the b-th of B equal parts of a file instead, and advances by T.
+    A batch is a sample of shuffle.py's: its rows follow one another, and the targets are the inputs, one token on. With
+    `spread`, row b of sample i is the i-th row of the b-th of B equal parts of the shard instead. Of `ranks` GPUs,
+    number `rank` takes every ranks-th sample: together they see the batches that one would see.
 
-    Every token is checked at the start. Then one file is open at a time, and read batch by batch; each batch is checked
-    again, so that a file that somebody changes meanwhile ends as an error, too.
+    The start reads the headers of all files and checks the first shard's tokens; each other shard is checked while the
+    one before it is in use, by the thread that reads up to `ahead` batches before they are asked for. Two files are
+    open at a time.
 
+    position: after the last batch taken, and those that the other ranks take at the same time.
     num_batches: llm.c's count, of B*T tokens; batches_per_epoch: those whose last target is there, too.
     """
 
-    def __init__(self, paths, V, B, T, spread=False, least=None,
+    def __init__(self, paths, V, B, T, shuffle=False, spread=False, ahead=2, rank=0, ranks=1, least=None,
                  why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
-        self.V, self.B, self.T, self.spread, self.file = V, B, T, spread, None
-        self.shards = [TokenFile(path, open_tokens(path, V, least or B * T + 1, why)) for path in paths]
+        self.B, self.T, self.spread, self.ahead, self.rank, self.ranks = B, T, spread, ahead, rank, ranks
+        self.shards = [TokenFile(path, V, least or B * T + 1, why) for path in paths]
+        self.checks = [shard.check(CHECK_AHEAD) for shard in self.shards]
+        self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples, the last target included
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
-        self.batches_per_epoch = sum(map(self.batches_of, range(len(self.shards))))
-        self.reset()
+        self.batches_per_epoch = sum(self.counts)
+        self.batches = None
+        self.seek(first_position(self.counts, shuffle))
 
-    def reset(self):
-        self.seek(0, 0)
-
-    def seek(self, shard, sample, found_in="the checkpoint"):
-        """Continue after `sample` batches of shard number `shard`; raises UserError when the data is shorter."""
-        if shard >= len(self.shards) or sample > self.batches_of(shard):
-            raise UserError(f"{found_in}: is at batch {sample} of data shard {shard}, which these token files do not"
-                            " have: resume with the -i, -b and -t of the first run")
-        self.shard, self.sample = shard, sample
-
-    def batches_of(self, shard):
-        """Whole batches in a shard, the last target included."""
-        return (self.shards[shard].size - 1) // (self.B * self.T)
+    def seek(self, position, found_in="the checkpoint"):
+        """Continue at a position; raises UserError for one that these files do not have."""
+        shards, shuffle = len(self.shards), position.shuffle
+        if not (position.shard < shards and (shuffle is None or len(shuffle.shards) == shards)
+                and position.sample <= self.counts[position.number()]
+                and (shuffle is None or len(shuffle.samples) == self.counts[position.number()])):
+            shuffled = "" if shuffle is None else f", shuffled, of {len(shuffle.shards)}"
+            raise UserError(f"{found_in}: is at batch {position.sample} of data shard {position.shard}{shuffled}, which"
+                            " these token files do not have: resume with the -i, -b and -t of the first run")
+        if self.batches:
+            self.batches.close()
+        self.position = position
+        exhaust(self.checks[position.number()])
+        self.batches = read_ahead(self.read_from(position), self.ahead)
 
     def next_batch(self):
         """inputs (B, T) and targets (B, T), int32. What is left at the end of a file, fewer than B*T targets, is not
         trained on, as in llm.c."""
-        while self.sample >= self.batches_of(self.shard):
-            self.shard, self.sample = (self.shard + 1) % len(self.shards), 0
-        B, T = self.B, self.T
-        stride = self.batches_of(self.shard) * T if self.spread else T  # from one row to the next
-        first = self.sample * (T if self.spread else B * T)
-        self.sample += 1
-        return self.read(self.shard, range(first, first + B * stride, stride))
+        inputs, targets, self.position = next(self.batches)
+        return inputs, targets
+
+    def read_from(self, position):
+        """The batches of this rank from a position on, without end: inputs, targets, Position after."""
+        samples = samples_from(position, self.counts)
+        with contextlib.closing(ShardReader(self)) as reader:
+            for group in zip(*[samples] * self.ranks):  # one for each rank
+                after, number, index = group[self.rank]
+                stride = self.counts[number] if self.spread else 1  # from one row to the next
+                first = index if self.spread else index * self.B
+                rows = range(first, first + self.B * stride, stride)
+                yield *reader.read(number, rows), group[-1][0]
+                upcoming = after.next_number(len(self.shards))
+                if upcoming is not None:
+                    next(self.checks[upcoming], None)
 
     def whole_set(self):
         """Batches from the start, each position once: llm.c's num_batches, then what is left of each file, a smaller
         batch of whole rows. Where nothing but one last target is missing, llm.c's last batch is another first one, and
         so it is here: losses of a run can be held against llm.c's."""
-        self.reset()
-        whole = [bool(self.batches_of(shard)) for shard in range(len(self.shards))]
-        for _ in range(sum(shard.size // (self.B * self.T) for shard, one in zip(self.shards, whole) if one)):
-            yield self.next_batch()
-        for number, shard in enumerate(self.shards):
-            done = self.batches_of(number) * self.B * self.T
-            if not whole[number] or shard.size % (self.B * self.T):
-                starts = range(done, shard.size - self.T, self.T)
-                if starts:
-                    yield self.read(number, starts)
+        return read_ahead(self.read_whole_set(), self.ahead)
 
-    def read(self, number, starts):
-        """inputs and targets (len(starts), T), int32, of the rows that begin there in shard `number`."""
-        shard, T = self.shards[number], self.T
-        if self.file is None or self.file.name != shard.path:
-            if self.file:
-                self.file.close()
-            self.file = open_input(shard.path, TOKENS_MEND)
-        rows = np.empty((len(starts), T + 1), shard.dtype)
-        for row, start in zip(rows, starts):
-            self.file.seek(shard.offset + start * shard.dtype.itemsize)
-            read_into(self.file, row)
-        check_ids(shard.path, rows, self.V)
-        rows = rows.astype(np.int32)
-        return rows[:, :-1], rows[:, 1:]
+    def read_whole_set(self):
+        B, T = self.B, self.T
+        whole = sum(shard.size // (B * T) for shard, count in zip(self.shards, self.counts) if count)
+        with contextlib.closing(ShardReader(self)) as reader:
+            for _, number, index in itertools.islice(samples_from(Position(), self.counts), whole):
+                yield reader.read(number, range(index * B, (index + 1) * B))
+            for number, (shard, count) in enumerate(zip(self.shards, self.counts)):
+                rows = range(count * B, (shard.size - 1) // T)
+                if rows and (not count or shard.size % (B * T)):
+                    yield reader.read(number, rows)
 
 
-class TokenFile:
-    """Where the tokens of a file are that has been checked: `tokens` are open_tokens'."""
+class ShardReader:
+    """The token files of a loader, of which one is open."""
 
-    def __init__(self, path, tokens):
-        self.path, self.dtype, self.offset, self.size = path, tokens.dtype, tokens.offset, tokens.size
+    def __init__(self, loader):
+        self.loader, self.number, self.file = loader, None, None
+
+    def read(self, number, rows):
+        """inputs and targets (rows, T), int32, of a range of rows; row i is the T+1 tokens from number i*T on."""
+        shard, T = self.loader.shards[number], self.loader.T
+        if number != self.number:
+            self.close()
+            exhaust(self.loader.checks[number])
+            self.number, self.file = number, shard.open()
+        if rows.step == 1:
+            tokens = shard.read(self.file, rows.start * T, len(rows) * T + 1).astype(np.int32)
+            return tokens[:-1].reshape(-1, T), tokens[1:].reshape(-1, T)
+        tokens = np.stack([shard.read(self.file, row * T, T + 1) for row in rows]).astype(np.int32)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def close(self):
+        if self.file:
+            self.file.close()

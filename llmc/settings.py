@@ -47,9 +47,12 @@ class Settings:
     total_batch_size: int = option(0, "-d", group="batch",
                                    help="tokens in an update, a multiple of B*T: averages several batches' gradients"
                                    " (0: B*T)")
+    shuffle: int = option(-1, group="batch", choices=(-1, 0, 1),
+                          help="1: read shards, and the batches of each, in llm.c's random order (0: in order; -1: 1"
+                          " where there are several shards; with -y 1, as the run began)")
     spread: int = option(0, group="batch", choices=(0, 1),
-                         help="1: each row of a training batch reads in its own part of the data, so that a batch is"
-                         " varied")
+                         help="1: each row of a training batch reads in its own part of a shard: in small batches, rows"
+                         " that follow one another are too alike")
     steps: int = option(41, "-x", group="batch", help="number of updates")
 
     learning_rate: float = option(1e-4, "-l", group="optimizer", help="peak learning rate")

@@ -1,10 +1,11 @@
 """Threads on the CPU. Matmuls run on OpenBLAS's own; the large element-wise loops share the work by blocks of rows or
-elements. The blocks do not depend on the number of threads, so neither do the results."""
+elements. The blocks do not depend on the number of threads, so neither do the results. Another thread reads ahead."""
 
 import os
 import platform
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 
 
 def configure_openblas():
@@ -49,3 +50,19 @@ def parallel_blocks(work, n, block=BLOCK):
     take()
     for helper in helpers:
         helper.result()
+
+
+READER = ThreadPoolExecutor(1, thread_name_prefix="reader")
+END = object()
+
+
+def read_ahead(items, ahead):
+    """Yield the items of a generator, which a thread makes up to `ahead` of them before they are asked for. What the
+    generator raises, it raises when its turn comes."""
+    waiting = deque(READER.submit(next, items, END) for _ in range(ahead))
+    try:
+        while (item := waiting.popleft().result()) is not END:
+            waiting.append(READER.submit(next, items, END))
+            yield item
+    finally:
+        wait([future for future in waiting if not future.cancel()])

@@ -1,6 +1,5 @@
 """The prepro scripts: hashes, downloads from a local server, faults of the network and of the text."""
 
-import functools
 import hashlib
 import http.server
 import io
@@ -8,7 +7,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import tarfile
 import threading
@@ -22,14 +20,11 @@ import prepro_pystdlib
 import prepro_text
 import prepro_tinyshakespeare
 import prepro_tinystories
-import train_gpt2
 from conftest import ROOT, assert_one_line_error, hub, run_program, serve
 from llmc.checkpoint import checkpoint_paths, read_config
-from llmc.dataloader import DataLoader, data_paths, open_tokens, tokenizer_beside, write_tokens
+from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
-from llmc.settings import Settings
 from llmc.tokenizer import read_tokenizer
-from train_gpt2 import validate
 
 HASHES = {
     ("int32", "val"): "5dcd79e2f05f2f6cbc3a440565105367c12f148c4e01a3283a4307921f5f9945",
@@ -359,91 +354,6 @@ def test_the_byte_vocabulary_is_reversible():
     tokens = encoding.encode(text)
     assert bytes(tokens) == text.encode() and encoding.decode(tokens) == text
     assert encoding.eot_token == 256 and encoding.n_vocab == 257
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the loader
-
-
-def count_up(path, count):
-    """A token file of 0, 1, 2 ...; its path."""
-    write_tokens(path, [np.arange(count)], count)
-    return str(path)
-
-
-def test_a_thousand_shards_take_one_descriptor(tmp_path):
-    paths = [count_up(tmp_path / f"{i}.bin", 9) for i in range(40)]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
-    try:
-        loader = DataLoader(paths, 9, 2, 4)
-        assert [loader.next_batch()[0].tolist() for _ in range(41)] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 41
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
-    path = count_up(tmp_path / "a.bin", 20001)
-    loader = DataLoader([path], 20001, 2, 4)
-    loader.next_batch()
-    (tmp_path / "a.bin").write_bytes(np.full(20001, 30000, "<i4").tobytes())
-    loader.seek(0, 2000)
-    with pytest.raises(UserError, match="a.bin: token id 30000, expected 0 to 20000"):
-        loader.next_batch()
-    os.truncate(path, 12)
-    loader.seek(0, 1000)
-    with pytest.raises(UserError, match="a.bin: ended early"):
-        loader.next_batch()
-
-
-@pytest.mark.parametrize("tokens, rows", (
-    (25, [2, 2, 2]), (26, [2, 2, 2]), (29, [2, 2, 2, 1]), (5, [1]), (8, [1]), (9, [2]),
-    (24, [2, 2, 2]),  # without its last target, llm.c's third batch is the first again
-))  # fmt: skip
-def test_the_whole_set(tmp_path, tokens, rows):
-    loader = DataLoader([count_up(tmp_path / "a.bin", tokens)], 29, 2, 4, least=5)
-    batches = list(loader.whole_set())
-    assert [len(inputs) for inputs, _ in batches] == rows and loader.num_batches == max(1, tokens // 8)
-    assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
-    starts = [int(inputs[0, 0]) for inputs, _ in batches]
-    assert starts == ([0, 8, 0] if tokens == 24 else list(range(0, 8 * len(rows), 8)))
-
-
-def test_validation_is_the_mean_over_positions(tmp_path):
-    """Of a smaller last batch, each position counts as much as any other."""
-    loader = DataLoader([count_up(tmp_path / "a.bin", 13)], 29, 2, 4, least=5)
-    model = SimpleNamespace(forward=lambda inputs, targets: float(inputs.mean()))
-    assert validate(model.forward, loader, 99, 0) == pytest.approx(np.arange(12).mean())
-    assert validate(model.forward, loader, 1, 0) == np.arange(8).mean()
-
-
-def test_a_small_validation_set(workplace, run_here):
-    """One sequence will do; if nothing validates, anything."""
-    run = functools.partial(run_here, train_gpt2, "-b", 4, "-t", 8, "-x", 1, "-s", 0, check=False)
-    count_up("data/tiny_shakespeare_val.bin", 9)
-    assert "val loss " in run("-v", 1).stdout
-    count_up("data/tiny_shakespeare_val.bin", 8)
-    assert_one_line_error(run("-v", 1), "_val.bin: 8 tokens", "at least 9", "(T+1)")
-    assert run("-v", 0).returncode == 0
-
-
-def test_brackets_in_a_name_that_exists(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    os.mkdir("data[1]")
-    for name in ("x_train", "x_val", "y_train_1", "y_train_2", "y_val_1"):
-        count_up(f"data[1]/{name}.bin", 9)
-    assert data_paths(Settings(data="data[1]/x")) == [["data[1]/x_train.bin"], ["data[1]/x_val.bin"]]
-    assert data_paths(Settings(data="data[1]/x_train.bin")) == [["data[1]/x_train.bin"], ["data[1]/x_val.bin"]]
-    assert data_paths(Settings(data="data[1]/y_train_*.bin")) == [
-        ["data[1]/y_train_1.bin", "data[1]/y_train_2.bin"], ["data[1]/y_val_1.bin"]]
-
-
-@pytest.mark.parametrize("data, path", (
-    ("data/x", "data/x_tokenizer.bin"), ("data/x_train.bin", "data/x_tokenizer.bin"),
-    ("train/x_train_*.bin", "train/x_tokenizer.bin"), ("train/x.bin", ""),
-))  # fmt: skip
-def test_where_the_vocabulary_of_data_is(data, path):
-    assert tokenizer_beside(data) == path
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from llmc.checkpoint import (Config, Progress, checkpoint_paths, newest_checkpoi
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC
+from llmc.shuffle import Position
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import parameter_table
 
@@ -273,7 +274,7 @@ def test_token_file_faults(workplace, train):
     patch_header(path, h1=2)
     fails("version 2")
     patch_header(path, h1=1, h2=-5)
-    fails("-5 tokens")
+    fails("4294967291 uint16 tokens", "cut short")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -364,7 +365,7 @@ def test_weights_or_moments_that_became_nan_are_not_saved(tmp_path, which, words
     params, *moments = tensors = [random_params(SMALL) for _ in range(3)]
     tensors[which].qkvb[0, 0] = np.nan
     with pytest.raises(UserError, match=f"after 3 steps: {words}"):
-        save_checkpoint(str(tmp_path), SMALL, params, moments, Progress(3, 1, 0, 0, (1, 1, 0)))
+        save_checkpoint(str(tmp_path), SMALL, params, moments, Progress(3, 1, Position(), (1, 1, 0)))
     assert not list(tmp_path.iterdir())
 
 
@@ -470,7 +471,8 @@ def test_damaged_optimizer_state(workplace, train):
     fails(state.name, "is a model checkpoint", h0=MODEL_MAGIC)
     fails(state.name, "version 2", h1=2)
     fails(state.name, "4 processes", h2=4)
-    fails(state.name, "shuffled", h5=1)
+    fails(state.name, "data order", h5=1)
+    fails(state.name, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state.name, "step 5", h10=5)
     fails(state.name, "sampler state 0", h20=0, h21=0)
     fails("batch 9999", h32=9999)

@@ -14,6 +14,7 @@ from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header, replacing
 from llmc.sampler import Random, sample_multinomial
+from llmc.shuffle import Position
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, layer, table_bytes, table_elements
 from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
 from train_gpt2 import activation_table, parameter_table
@@ -164,7 +165,7 @@ def test_optimizer_state_round_trip(tmp_path):
     path = tmp_path / "state.bin"
     moments = random_params(SMALL, 1), random_params(SMALL, 2)
     flat(moments[1])[:] **= 2
-    progress = Progress(step=7, rng_state=2**64 - 3, shard=2**33, sample=5, batch=(4, 64, 1), model_crc=2**32 - 5)
+    progress = Progress(7, 2**64 - 3, Position(shard=2**33, sample=5), batch=(4, 64, 1), model_crc=2**32 - 5)
     write_optimizer_state(path, moments, progress)
     header = np.fromfile(path, "<i4", 256)
     assert header[:6].tolist() == [20240527, 1, 1, 0, 0, 0] and header[10] == 7

@@ -44,6 +44,7 @@ from llmc.errors import run_main
 from llmc.files import KINDS
 from llmc.matmul import Matmul
 from llmc.settings import field_flags, parse_settings
+from llmc.shuffle import first_position
 from llmc.tensors import flat
 from llmc.threads import count_threads
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -75,7 +76,7 @@ def write_files():
     np.abs(flat(moments[1]), out=flat(moments[1]))
     notes = {"products": {"on": "this GPU", "algorithms": {"8 8 8": [1, 2, 3, 4, 5, 6, 7, 8], "9 9 9": "kernels"}},
              "precision": "bfloat16"}
-    save_checkpoint("run", SMALL, params, moments, Progress(1, 1337, 0, 1, (2, 8, 0)), notes)
+    save_checkpoint("run", SMALL, params, moments, Progress(1, 1337, first_position([12], True), (2, 8, 0)), notes)
     with contextlib.redirect_stdout(io.StringIO()):
         export_weights.write_hf_folder("model3.bin", "hf")
     Path("text.md").write_bytes(b"# Text\r\n\r\nna\xc3\xafve\r\n" * 50)

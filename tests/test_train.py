@@ -19,7 +19,7 @@ import train_gpt2_cuda
 from conftest import ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program
 from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, read_model, read_optimizer_state, stopped,
                              write_model)
-from llmc.dataloader import DataLoader, data_paths, write_tokens
+from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import Interruption, UserError
 from llmc.sampler import Random, sample_multinomial
 from llmc.schedulers import learning_rate_at
@@ -165,9 +165,9 @@ def test_two_runs_are_bit_equal(workplace, train):
 RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 32)
 
 
-@pytest.mark.parametrize("spread", (0, 1))
-def test_resumed_run_is_bit_equal(workplace, spread, train):
-    flags = (*RUN, "-l", 0.01, "--spread", spread)
+@pytest.mark.parametrize("order", ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1)))
+def test_resumed_run_is_bit_equal(workplace, order, train):
+    flags = (*RUN, "-l", 0.01, *order)
     whole = losses_and_samples(train(*flags, "-o", "whole", "-n", 4))
     train(*flags, "-o", "parts", "-n", 4)
     for name in os.listdir("parts"):  # as if the run had been killed after step 6, two steps beyond its checkpoint
@@ -423,56 +423,6 @@ def test_help_groups_flags_and_shows_defaults():
     for words in ("files:", "batch:", "optimizer:", "reports:", "checkpoints:", "-b N, --batch_size N",
                   "(default: 0.0001)"):
         assert words in text
-
-
-@pytest.mark.parametrize("spread", (False, True))
-@pytest.mark.parametrize("tokens, batches", ((4096 + 1, 16), (4096, 15)))
-def test_an_epoch_does_not_wrap(workplace, tokens, batches, spread):
-    """A batch of 256 tokens needs one more, the last target: -x 0 counts the batches that have it."""
-    write_tokens("data.bin", [np.arange(tokens)], tokens)
-    loader = DataLoader(["data.bin"], tokens, 4, 64, spread)
-    assert loader.num_batches == 16 and loader.batches_per_epoch == batches
-    first, *others = [loader.next_batch()[0][0, 0] for _ in range(batches)]
-    assert first == 0 and all(others) and loader.next_batch()[0][0, 0] == 0
-    settings = train_gpt2_cuda.CudaSettings(B=4, T=64)
-    train_gpt2_cuda.resolve_steps(settings, loader, None)
-    assert settings.steps == batches
-
-
-def test_loader_wraps_as_llm_c_does(tmp_path):
-    write_tokens(tmp_path / "a.bin", [np.arange(25)], 25)
-    loader = DataLoader([tmp_path / "a.bin"], 25, 2, 4)
-    assert loader.num_batches == 3
-    starts = []
-    for _ in range(5):
-        x, y = loader.next_batch()
-        assert x.shape == y.shape == (2, 4) and np.array_equal(y, x + 1)
-        starts.append(x[0, 0])
-    assert starts == [0, 8, 16, 0, 8]
-    write_tokens(tmp_path / "a.bin", [np.arange(24)], 24)  # the third batch has no last target any more
-    loader = DataLoader([tmp_path / "a.bin"], 25, 2, 4)
-    assert loader.num_batches == 3 and [loader.next_batch()[0][0, 0] for _ in range(3)] == [0, 8, 0]
-
-
-def test_spread_rows_cover_the_data_once(tmp_path):
-    write_tokens(tmp_path / "a.bin", [np.arange(25)], 25)
-    loader = DataLoader([tmp_path / "a.bin"], 25, 2, 4, spread=True)
-    batches = [loader.next_batch()[0] for _ in range(4)]
-    assert [batch[:, 0].tolist() for batch in batches] == [[0, 12], [4, 16], [8, 20], [0, 12]]
-
-
-def test_shards_follow_one_another(workplace):
-    for i in range(3):
-        write_tokens(f"data/many_train_{i}.bin", [np.full(20, i)], 20, "uint16")
-    write_tokens("data/many_val_0.bin", [np.full(20, 9)], 20)
-    train_paths, val_paths = data_paths(Settings(data="data/many_train_*.bin"))
-    assert [os.path.basename(path) for path in train_paths] == [f"many_train_{i}.bin" for i in range(3)]
-    assert val_paths == ["data/many_val_0.bin"]
-    loader = DataLoader(train_paths, SMALL.V, 2, 4)
-    assert [loader.next_batch()[0][0, 0] for _ in range(8)] == [0, 0, 1, 1, 2, 2, 0, 0]
-    loader.seek(2, 1)
-    assert [loader.next_batch()[0][0, 0] for _ in range(2)] == [2, 0]
-    assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
 
 
 def test_importing_starts_nothing():

@@ -419,7 +419,7 @@ RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_cl
 
 
 def test_resumed_run_is_bit_equal(gpu_workplace, dtype_flags):
-    run = (*RUN, *dtype_flags)
+    run = (*RUN, "--shuffle", 1, *dtype_flags)
     whole = losses_and_samples(train(*run, "-o", "whole", "-n", 4).stdout)
     train(*run, "-o", "parts", "-n", 4)
     for name in os.listdir("parts"):  # as if the run had been killed after step 6, two steps beyond its checkpoint

@@ -1,0 +1,126 @@
+"""The order in which a run reads its data, llm.c's.
+
+Sample i of a shard is the B*T+1 tokens from number i*B*T on, the batch of one micro-step; an epoch reads each sample of
+each shard once. In order, or shuffled: an epoch permutes the shards, and each shard that it opens permutes its samples.
+Positions count the micro-steps of all GPUs together, so that they mean the same on any number of them.
+"""
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.errors import UserError
+from llmc.files import check_size, read_into
+
+SEED = 42
+
+
+class Shuffle(NamedTuple):
+    """The permutations at work, and the random numbers that the next ones come from."""
+
+    shards: np.ndarray  # (shards,) int32, the epoch's
+    samples: np.ndarray  # (samples,) int32, of the shard at hand
+    key: np.ndarray  # (624,) uint32, the state of mt19937 after both were drawn
+    index: int  # how many words of the state are used up, 1 to 624
+
+
+class Position(NamedTuple):
+    """Where a run is in its data."""
+
+    shard: int = 0  # shards of this epoch before the one at hand
+    sample: int = 0  # samples taken from it
+    shuffle: Shuffle | None = None  # None: in order
+
+    def number(self):
+        """The shard at hand, as an index of the sorted files."""
+        return self.shard if self.shuffle is None else int(self.shuffle.shards[self.shard])
+
+    def next_number(self, shards):
+        """The shard that comes after it; None where the next epoch has still to be shuffled."""
+        if self.shard + 1 < shards:
+            return self._replace(shard=self.shard + 1).number()
+        return 0 if self.shuffle is None else None
+
+
+def first_position(counts, shuffle):
+    """Where a run begins in shards of `counts` samples."""
+    if not shuffle:
+        return Position()
+    _, key, index, *_ = np.random.RandomState(SEED).get_state()  # init_genrand's, as PyTorch's and llm.c's are
+    return Position(0, 0, next_shuffle(Shuffle(np.arange(len(counts)), np.arange(0), key, index), 0, counts))
+
+
+def next_shuffle(before, shard, counts):
+    """The Shuffle for the epoch's shard `shard`, of which 0 begins an epoch: it permutes the order of the one before.
+    """
+    random = np.random.RandomState()
+    random.set_state(("MT19937", before.key, before.index))
+    shards = permuted(before.shards, random) if shard == 0 else before.shards
+    samples = permuted(np.arange(counts[shards[shard]]), random)
+    _, key, index, *_ = random.get_state()
+    return Shuffle(shards, samples, key, index)
+
+
+def permuted(items, random):
+    """Fisher and Yates, from the last item down: item i changes places with item j, j the next 32 bits modulo i + 1."""
+    i = np.arange(len(items) - 1, 0, -1)
+    j = random.randint(0, 1 << 32, len(i), np.uint32) % (i + 1)
+    items = items.tolist()
+    for i, j in zip(i.tolist(), j.tolist()):
+        items[i], items[j] = items[j], items[i]
+    return np.array(items, np.int32)
+
+
+def samples_from(position, counts):
+    """The samples from a position on, without end: (Position after it, shard's number, sample's number)."""
+    shard, sample, shuffle = position
+    while True:
+        number = Position(shard, sample, shuffle).number()
+        while sample < counts[number]:
+            index = sample if shuffle is None else int(shuffle.samples[sample])
+            sample += 1
+            yield Position(shard, sample, shuffle), number, index
+        shard, sample = (shard + 1) % len(counts), 0
+        if shuffle is not None:
+            shuffle = next_shuffle(shuffle, shard, counts)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# in a state file: u64 number of shards, int32 each; u64 number of samples, int32 each; the generator, llm.c's struct
+
+# `left` counts what is left of the state's words down to 1, at which the next draw makes the next state.
+MT19937 = np.dtype([("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)])
+MATRIX = (0, 0x9908B0DF)
+
+
+def write_shuffle(f, shuffle):
+    for permutation in (shuffle.shards, shuffle.samples):
+        f.write(np.array([len(permutation)], "<u8"))
+        f.write(permutation.astype("<i4"))
+    f.write(np.array([(SEED, 625 - shuffle.index, shuffle.index, shuffle.key, MATRIX)], MT19937))
+
+
+def read_shuffle(f, start, mend):
+    """The Shuffle at the end of an open state file, from byte `start` on; raises UserError when it cannot be one."""
+    f.seek(start)
+    permutations = []
+    for what in ("shards", "samples"):
+        count = np.zeros(1, "<u8")
+        f.readinto(memoryview(count).cast("B"))
+        end = f.tell() + 4 * int(count[0])
+        if end > os.fstat(f.fileno()).st_size:
+            raise UserError(f"{f.name}: a data order of {count[0]} {what}, for which it is too short (cut short);"
+                            f" {mend}")
+        permutations.append(np.empty(int(count[0]), "<i4"))
+        read_into(f, permutations[-1])
+    check_size(f, f.tell() + MT19937.itemsize, f"data order of {len(permutations[0])} shards and"
+               f" {len(permutations[1])} samples", mend)
+    generator = np.empty(1, MT19937)
+    read_into(f, generator)
+    _, left, index, key, matrix = generator[0]
+    index = 624 if left == 1 else int(index)  # before its first draw, llm.c's is at 0, with no word left either
+    if not (0 < index <= 624 and left == 625 - index and tuple(matrix) == MATRIX
+            and all(np.array_equal(np.sort(order), np.arange(len(order))) for order in permutations)):
+        raise UserError(f"{f.name}: its data order is damaged; {mend}")
+    return Shuffle(*permutations, key, index)

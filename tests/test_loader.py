@@ -1,0 +1,583 @@
+"""The loader: order, shards, reading ahead, and runs that go on in the middle of shuffled data, llm.c's among them."""
+
+import functools
+import os
+import re
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import llmc.dataloader
+import train_gpt2
+import train_gpt2_cuda
+from conftest import ROOT, SMALL, assert_one_line_error
+from llmc.checkpoint import (Progress, checkpoint_paths, newest_checkpoint, read_optimizer_state,
+                             write_optimizer_state)
+from llmc.dataloader import DataLoader, TokenFile, data_paths, tokenizer_beside, write_tokens
+from llmc.errors import UserError
+from llmc.files import HEADER_BYTES
+from llmc.settings import Settings
+from llmc.shuffle import Position
+from llmc.tensors import allocate
+from llmc.threads import read_ahead
+from train_gpt2 import parameter_table, validate
+
+FAST = ("-b", 2, "-t", 8, "-v", 0, "-s", 0)
+
+
+def count_up(path, count, first=0):
+    """A token file of first, first + 1 ...; its path."""
+    Path(path).write_bytes(np.arange(first, first + count, dtype="<i4").tobytes())
+    return str(path)
+
+
+def shards_of(tmp_path, sizes):
+    """Token files of consecutive numbers, of so many samples of 2 x 4 each, and what llm.c leaves at their ends."""
+    starts = np.cumsum([0, *(8 * size + 5 for size in sizes)])
+    return [count_up(tmp_path / f"shard_{i:03d}.bin", 8 * size + 5, start)
+            for i, (size, start) in enumerate(zip(sizes, starts))]
+
+
+def firsts(loader, count):
+    """The first token of each of the next batches."""
+    batches = [loader.next_batch() for _ in range(count)]
+    assert all(x.shape == (2, 4) and x.dtype == np.int32 and np.array_equal(y, x + 1) for x, y in batches)
+    return [int(x[0, 0]) for x, _ in batches]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# in order
+
+
+@pytest.mark.parametrize("shuffle", (False, True))
+@pytest.mark.parametrize("tokens, batches", ((4096 + 1, 16), (4096, 15)))
+def test_an_epoch_does_not_wrap(workplace, tokens, batches, shuffle):
+    """A batch of 256 tokens needs one more, the last target: -x 0 counts the batches that have it."""
+    write_tokens("data.bin", [np.arange(tokens)], tokens)
+    loader = DataLoader(["data.bin"], tokens, 4, 64, shuffle)
+    assert loader.num_batches == 16 and loader.batches_per_epoch == batches
+    epoch = [loader.next_batch()[0][0, 0] for _ in range(batches)]
+    assert sorted(epoch) == list(range(0, 256 * batches, 256)) and loader.next_batch()[0][0, 0] in epoch
+    settings = train_gpt2_cuda.CudaSettings(B=4, T=64)
+    train_gpt2_cuda.resolve_steps(settings, loader, None)
+    assert settings.steps == batches
+
+
+def test_loader_wraps_as_llm_c_does(tmp_path):
+    loader = DataLoader([count_up(tmp_path / "a.bin", 25)], 25, 2, 4)
+    assert loader.num_batches == 3 and firsts(loader, 5) == [0, 8, 16, 0, 8]
+    count_up(tmp_path / "a.bin", 24)  # the third batch has no last target any more
+    loader = DataLoader([tmp_path / "a.bin"], 25, 2, 4)
+    assert loader.num_batches == 3 and firsts(loader, 3) == [0, 8, 0]
+
+
+@pytest.mark.parametrize("shuffle", (False, True))
+def test_spread_rows_cover_the_data_once(tmp_path, shuffle):
+    loader = DataLoader([count_up(tmp_path / "a.bin", 25)], 25, 2, 4, shuffle, spread=True)
+    batches = [loader.next_batch()[0][:, 0].tolist() for _ in range(3)]
+    assert sorted(batches) == [[0, 12], [4, 16], [8, 20]] and (batches == sorted(batches)) != shuffle
+
+
+def test_shards_follow_one_another(workplace):
+    for i in range(3):
+        write_tokens(f"data/many_train_{i}.bin", [np.full(20, i)], 20, "uint16")
+    write_tokens("data/many_val_0.bin", [np.full(20, 9)], 20)
+    train_paths, val_paths = data_paths(Settings(data="data/many_train_*.bin"))
+    assert [os.path.basename(path) for path in train_paths] == [f"many_train_{i}.bin" for i in range(3)]
+    assert val_paths == ["data/many_val_0.bin"]
+    loader = DataLoader(train_paths, SMALL.V, 2, 4)
+    assert [loader.next_batch()[0][0, 0] for _ in range(8)] == [0, 0, 1, 1, 2, 2, 0, 0]
+    loader.seek(Position(2, 1))
+    assert [loader.next_batch()[0][0, 0] for _ in range(2)] == [2, 0]
+    assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
+
+
+@pytest.mark.parametrize("tokens, rows", (
+    (25, [2, 2, 2]), (26, [2, 2, 2]), (29, [2, 2, 2, 1]), (5, [1]), (8, [1]), (9, [2]),
+    (24, [2, 2, 2]),  # without its last target, llm.c's third batch is the first again
+))  # fmt: skip
+def test_the_whole_set(tmp_path, tokens, rows):
+    loader = DataLoader([count_up(tmp_path / "a.bin", tokens)], 29, 2, 4, least=5)
+    batches = list(loader.whole_set())
+    assert [len(inputs) for inputs, _ in batches] == rows and loader.num_batches == max(1, tokens // 8)
+    assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
+    starts = [int(inputs[0, 0]) for inputs, _ in batches]
+    assert starts == ([0, 8, 0] if tokens == 24 else list(range(0, 8 * len(rows), 8)))
+
+
+def test_validation_is_the_mean_over_positions(tmp_path):
+    """Of a smaller last batch, each position counts as much as any other."""
+    loader = DataLoader([count_up(tmp_path / "a.bin", 13)], 29, 2, 4, least=5)
+    model = SimpleNamespace(forward=lambda inputs, targets: float(inputs.mean()))
+    assert validate(model.forward, loader, 99, 0) == pytest.approx(np.arange(12).mean())
+    assert validate(model.forward, loader, 1, 0) == np.arange(8).mean()
+
+
+def test_a_small_validation_set(workplace, run_here):
+    """One sequence will do; if nothing validates, anything."""
+    run = functools.partial(run_here, train_gpt2, "-b", 4, "-t", 8, "-x", 1, "-s", 0, check=False)
+    count_up("data/tiny_shakespeare_val.bin", 9)
+    assert "val loss " in run("-v", 1).stdout
+    count_up("data/tiny_shakespeare_val.bin", 8)
+    assert_one_line_error(run("-v", 1), "_val.bin: 8 tokens", "at least 9", "(T+1)")
+    assert run("-v", 0).returncode == 0
+
+
+def test_brackets_in_a_name_that_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("data[1]")
+    for name in ("x_train", "x_val", "y_train_1", "y_train_2", "y_val_1"):
+        count_up(f"data[1]/{name}.bin", 9)
+    assert data_paths(Settings(data="data[1]/x")) == [["data[1]/x_train.bin"], ["data[1]/x_val.bin"]]
+    assert data_paths(Settings(data="data[1]/x_train.bin")) == [["data[1]/x_train.bin"], ["data[1]/x_val.bin"]]
+    assert data_paths(Settings(data="data[1]/y_train_*.bin")) == [
+        ["data[1]/y_train_1.bin", "data[1]/y_train_2.bin"], ["data[1]/y_val_1.bin"]]
+
+
+@pytest.mark.parametrize("data, path", (
+    ("data/x", "data/x_tokenizer.bin"), ("data/x_train.bin", "data/x_tokenizer.bin"),
+    ("train/x_train_*.bin", "train/x_tokenizer.bin"), ("train/x.bin", ""),
+))  # fmt: skip
+def test_where_the_vocabulary_of_data_is(data, path):
+    assert tokenizer_beside(data) == path
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# shuffled
+
+
+class LlmcOrder:
+    """llm.c's loader as its state file describes it, in plain Python, number by number."""
+
+    def __init__(self, counts, seed=42):
+        self.counts, self.state, self.left, self.next = counts, [seed], 1, 0
+        for j in range(1, 624):
+            self.state.append((1812433253 * (self.state[-1] ^ self.state[-1] >> 30) + j) % 2**32)
+        self.shards = list(range(len(counts)))
+        self.begin_epoch()
+
+    def begin_epoch(self):
+        self.shard = -1
+        self.permute(self.shards)
+        self.begin_shard()
+
+    def begin_shard(self):
+        self.shard, self.sample = self.shard + 1, 0
+        self.samples = list(range(self.counts[self.shards[self.shard]]))
+        self.permute(self.samples)
+
+    def permute(self, items):
+        for i in range(len(items) - 1, 0, -1):
+            j = self.draw() % (i + 1)
+            items[i], items[j] = items[j], items[i]
+
+    def draw(self):
+        self.left -= 1
+        if self.left == 0:
+            s = self.state
+            for j in range(624):
+                y = s[j] & 1 << 31 | s[(j + 1) % 624] & 2**31 - 1
+                s[j] = s[(j + 397) % 624] ^ y >> 1 ^ (0x9908B0DF if y & 1 else 0)
+            self.left, self.next = 624, 0
+        y = self.state[self.next]
+        self.next += 1
+        y ^= y >> 11
+        y ^= y << 7 & 0x9D2C5680
+        y ^= y << 15 & 0xEFC60000
+        return y ^ y >> 18
+
+    def __next__(self):
+        """(shard's number, sample's number)."""
+        if self.sample == len(self.samples):
+            if self.shard == len(self.shards) - 1:
+                self.begin_epoch()
+            else:
+                self.begin_shard()
+        self.sample += 1
+        return self.shards[self.shard], self.samples[self.sample - 1]
+
+    def header(self, step, master=0):
+        """The header of its state file, int32 by int32."""
+        header = bytearray(1024)
+        struct.pack_into("<6i", header, 0, 20240527, 1, 1, 0, master, 1)
+        struct.pack_into("<i", header, 40, step)
+        struct.pack_into("<QQ", header, 80, 1337, 99)  # of the last update, too
+        struct.pack_into("<QQ", header, 120, self.shard, self.sample)
+        return bytes(header)
+
+    def trailer(self, seed=42):
+        """What stands behind the moments."""
+        return (struct.pack(f"<Q{len(self.shards)}i", len(self.shards), *self.shards)
+                + struct.pack(f"<Q{len(self.samples)}i", len(self.samples), *self.samples)
+                + struct.pack("<QiI624I2I", seed, self.left, self.next, *self.state, 0, 0x9908B0DF))
+
+
+@pytest.mark.parametrize("samples, golden", ((1192, [408, 791, 914, 1057]), (74, [29, 58, 10, 4, 11, 25])))
+def test_one_shard_is_read_in_llm_c_s_order(tmp_path, samples, golden):
+    path = count_up(tmp_path / "a.bin", 8 * samples + 1)
+    assert [first // 8 for first in firsts(DataLoader([path], 10000, 2, 4, True), len(golden))] == golden
+
+
+@pytest.mark.parametrize("counts", ((7, 3, 700, 1, 5), (1,), (2, 2)))
+def test_epochs_are_read_in_llm_c_s_order(tmp_path, counts):
+    """Each epoch shuffles the order of the shards again, each shard its samples, from one stream of numbers."""
+    paths, order = shards_of(tmp_path, counts), LlmcOrder(counts)
+    starts = np.cumsum([0, *(8 * count + 5 for count in counts)])
+    expected = [int(starts[shard] + 8 * sample) for shard, sample in (next(order) for _ in range(3 * sum(counts)))]
+    assert firsts(DataLoader(paths, 10000, 2, 4, True), 3 * sum(counts)) == expected
+    epochs = [expected[i : i + sum(counts)] for i in range(0, len(expected), sum(counts))]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+
+
+@pytest.mark.parametrize("shuffle", (False, True))
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_ranks_share_the_batches_of_one(tmp_path, ranks, shuffle):
+    """Rank r of W takes micro-steps r, r + W ..., over the ends of shards and epochs; their position is one."""
+    paths = shards_of(tmp_path, (7, 3, 6))
+    one = DataLoader(paths, 200, 2, 4, shuffle)
+    loaders = [DataLoader(paths, 200, 2, 4, shuffle, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for _ in range(12):
+        assert firsts(one, ranks) == [firsts(loader, 1)[0] for loader in loaders]
+        assert len({str(loader.position) for loader in (one, *loaders)}) == 1
+
+
+@pytest.mark.parametrize("ahead", (1, 2, 40))
+def test_the_position_is_that_of_the_last_batch_taken(tmp_path, ahead):
+    """However far the thread is ahead: each position of two epochs, written to a state file and read from it, goes on
+    with the batch that follows; the files are llm.c's, byte for byte."""
+    counts = (5, 3, 4)
+    paths, order = shards_of(tmp_path, counts), LlmcOrder(counts)
+    whole = firsts(DataLoader(paths, 200, 2, 4, True), 40)
+    loader, state = DataLoader(paths, 200, 2, 4, True, ahead=ahead), tmp_path / "state.bin"
+    moments = [allocate(parameter_table(SMALL)) for _ in range(2)]
+    for taken in range(26):
+        write_optimizer_state(state, moments, Progress(1, 1337, loader.position, (2, 4, 0)))
+        position = read_optimizer_state(state, SMALL, moments, None).position
+        end = HEADER_BYTES + sum(tensors.buffer.size for tensors in moments)
+        if taken:
+            assert state.read_bytes()[end:] == order.trailer(), taken
+        other = DataLoader(paths, 200, 2, 4, True)
+        other.seek(position)
+        assert firsts(other, 12) == whole[taken : taken + 12]
+        assert firsts(loader, 1) == whole[taken : taken + 1]
+        next(order)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# shuffled runs that go on
+
+
+@pytest.fixture
+def train(run_here):
+    return functools.partial(run_here, train_gpt2, *FAST)
+
+
+def split_data(sizes=(16 * 5 + 3, 16 * 3 + 9, 16 * 6 + 1)):
+    """Shards data/s_train_*.bin of random tokens, and a validation file; the counts of batches of 2 x 8."""
+    rng = np.random.default_rng(1)
+    for i, size in enumerate(sizes):
+        write_tokens(f"data/s_train_{i}.bin", [rng.integers(0, SMALL.V, size)], size, "uint16" if i % 2 else "int32")
+    write_tokens("data/s_val_0.bin", [rng.integers(0, SMALL.V, 50)], 50)
+    return [(size - 1) // 16 for size in sizes]
+
+
+def losses(done):
+    return re.findall(r"step \d+: train loss \d\.\d+", done.stdout)
+
+
+def remove_after(directory, step):
+    for name in os.listdir(directory):
+        if (found := re.search(r"_(\d{8})", name)) and int(found[1]) > step:
+            os.unlink(os.path.join(directory, name))
+
+
+SHARDS = ("-i", "data/s_train_*.bin", "-l", 0.01)
+
+
+def test_a_shuffled_run_goes_on_anywhere(workplace, train):
+    """In the middle of shards, at their ends and at those of epochs, with two micro-steps an update: the losses that
+    follow, and the last state, are those of the run that was not stopped."""
+    counts = split_data()
+    flags = (*SHARDS, "-x", 21, "-n", 1, "-d", 32)
+    whole = losses(train(*flags, "-o", "run"))
+    files = {name: Path("run", name).read_bytes() for name in os.listdir("run")}
+    assert len(whole) == 21 and 42 > 2 * sum(counts)
+    for step in (17, 14, 13, 7, 6, 1):
+        remove_after("run", step)
+        assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[step:]
+        assert {name: Path("run", name).read_bytes() for name in os.listdir("run")} == files
+
+
+def test_several_shards_are_shuffled_unless_told_otherwise(workplace, train):
+    split_data()
+    in_order, shuffled, default = (losses(train(*SHARDS, "-x", 5, *flags))
+                                   for flags in (("--shuffle", 0), ("--shuffle", 1), ()))
+    assert in_order != shuffled == default
+    train(*SHARDS, "-x", 3, "--shuffle", 0, "-o", "run")
+    assert losses(train(*SHARDS, "-x", 5, "-o", "run", "-y", 1)) == in_order[3:], "as the run began"
+    one = ("-i", "data/s_train_0.bin", "-j", "data/s_val_0.bin", "-x", 5)
+    in_order, shuffled, default = (losses(train(*one, *flags)) for flags in (("--shuffle", 0), ("--shuffle", 1), ()))
+    assert in_order == default != shuffled
+
+
+@pytest.mark.parametrize("step", (1, 5, 14))
+def test_a_run_of_llm_c_s_goes_on(workplace, train, step):
+    """A state file as llm.c writes it after `step` updates of a shuffled run, whose loader has taken as many batches;
+    our own has the same header fields and the same bytes behind the moments."""
+    counts = split_data()
+    flags = (*SHARDS, "-x", 16)
+    whole = losses(train(*flags, "-o", "run", "-n", 1))
+    ours = Path(checkpoint_paths("run", step)[1])
+    order = LlmcOrder(counts)
+    for _ in range(step):
+        next(order)
+    moments = ours.read_bytes()[HEADER_BYTES : -len(order.trailer())]
+    assert ours.read_bytes()[-len(order.trailer()) :] == order.trailer()
+    header = order.header(step)
+    for start, stop in ((0, 24), (40, 44), (80, 88), (120, 136)):
+        assert ours.read_bytes()[start:stop] == header[start:stop]
+    remove_after("run", step)
+    ours.write_bytes(header + moments + order.trailer(seed=0xCCCCCCCC))  # llm.c leaves it as it finds it
+    assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[step:]
+
+
+def test_before_its_first_draw_llm_c_s_generator_is_elsewhere(workplace, train):
+    """One shard of one sample is never shuffled: 0 of the state's words are used, and none is left."""
+    split_data((17,))
+    train(*SHARDS, "-x", 2, "-n", 1, "--shuffle", 1, "-o", "run")
+    state, order = Path(checkpoint_paths("run", 2)[1]), LlmcOrder((1,))
+    assert (order.left, order.next) == (1, 0)
+    state.write_bytes(state.read_bytes()[: -len(order.trailer())] + order.trailer())
+    train(*SHARDS, "-x", 3, "-o", "run", "-y", 1)
+
+
+def test_a_shuffled_run_goes_on_with_its_own_flags(workplace, train):
+    split_data()
+    refused = functools.partial(train, "-x", 4, "-o", "run", "-y", 1, check=False)
+    train(*SHARDS, "-x", 3, "-o", "run")
+    assert_one_line_error(refused(*SHARDS, "--shuffle", 0), "--shuffle 1", "expected", "--shuffle 0")
+    assert_one_line_error(refused(*SHARDS, "-b", 1), "-b 2 -t 8")
+    assert_one_line_error(refused("-i", "data/s_train_0.bin", "-j", "data/s_val_0.bin"), "shuffled, of 3", "-i")
+    state = Path(checkpoint_paths("run", 3)[1])
+    good = bytearray(state.read_bytes())
+    end = len(good) - len(LlmcOrder(split_data()).trailer())
+    for at, what, words in ((end, 2, "too short"), (end, 2**62, "too short"), (end + 8, 7, "data order is dam"),
+                            (len(good) - 2508, 700, "is damaged"), (len(good) - 4, 1, "is damaged")):
+        damaged = good.copy()
+        struct.pack_into("<Q" if what > 2**32 else "<I", damaged, at, what)
+        state.write_bytes(damaged)
+        assert_one_line_error(refused(*SHARDS), state.name, words, "remove run/DONE_00000003")
+    for size in (len(good) - 1, end + 12, end + 3, end, end - 1):
+        state.write_bytes(good[:size])
+        assert_one_line_error(refused(*SHARDS), state.name, "cut short")
+    state.write_bytes(good)
+    assert "resuming at step 3" in refused(*SHARDS).stdout
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# shards, opened one at a time
+
+
+def test_thousands_of_shards_take_two_descriptors(tmp_path):
+    """One that is read, and one that is checked."""
+    paths = shards_of(tmp_path, [1] * 2000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
+    try:
+        for shuffle in (False, True):
+            batches = firsts(DataLoader(paths, 2000 * 13, 2, 4, shuffle), 2001)
+            assert sorted(batches[:2000]) == list(range(0, 2000 * 13, 13))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_start_reads_one_shard_and_headers(tmp_path):
+    def bytes_read(number):
+        before = int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+        DataLoader(paths[:number], 2, 2, 4, number > 1)
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1]) - before
+
+    paths = [str(tmp_path / f"{i:03d}.bin") for i in range(100)]
+    for path in paths:
+        Path(path).touch()
+        os.truncate(path, 8 << 20)
+    one, hundred = bytes_read(1), bytes_read(100)
+    assert 8 << 20 <= one <= 9 << 20 and hundred < one + 100 * (256 << 10)
+
+
+@pytest.mark.parametrize("format, kept", (("int32", 4), ("uint16", 2)))
+def test_more_tokens_than_32_bits_count(tmp_path, monkeypatch, format, kept):
+    """5e9 tokens, nearly all of them in a hole of the file: sizes, positions and offsets are 64 bits."""
+    monkeypatch.setattr(llmc.dataloader, "CHECK_AHEAD", 1 << 20)
+    tokens, path = 5 * 10**9 + 1, tmp_path / "large.bin"
+    write_tokens(path, [[]], 0, format)
+    offset = path.stat().st_size
+    os.truncate(path, offset + kept * tokens)
+    if path.stat().st_blocks > 1000:
+        pytest.skip("this file system keeps holes")
+    with open(path, "r+b") as f:
+        if format == "uint16":
+            f.seek(8)
+            f.write(struct.pack("<Q", tokens))
+        f.seek(offset + kept * (tokens - 9))
+        f.write(np.arange(1, 10).astype("<i4" if kept == 4 else "<u2").tobytes())
+    assert TokenFile(path, 10).size == tokens
+    loader = DataLoader([path], 10, 2, 4)
+    assert loader.num_batches == loader.batches_per_epoch == tokens // 8 and not loader.next_batch()[0].any()
+    loader.seek(Position(0, loader.batches_per_epoch - 1))
+    inputs, targets = loader.next_batch()
+    assert np.array_equal(np.append(inputs, targets[-1, -1]), np.arange(1, 10))
+
+
+def test_memory_stays_flat(tmp_path):
+    loader = DataLoader(shards_of(tmp_path, (50, 70, 30)), 10000, 2, 4, True, ahead=8)
+    tracemalloc.start()
+    try:
+        for _ in range(3000):
+            loader.next_batch()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(3000):
+            loader.next_batch()
+        assert tracemalloc.get_traced_memory()[0] < before + 100000, "which 34 bytes a batch would exceed"
+    finally:
+        tracemalloc.stop()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files that are bad, or become so
+
+
+def test_a_bad_shard_is_found_while_the_one_before_is_read(tmp_path):
+    """By the thread, one shard ahead; the batches before it are good."""
+    paths = shards_of(tmp_path, (4, 4, 4))
+    tokens = np.fromfile(paths[2], "<i4")
+    tokens[-1] = 5000  # which is no batch's
+    tokens.tofile(paths[2])
+    loader = DataLoader(paths, 200, 2, 4)
+    assert firsts(loader, 4) == [0, 8, 16, 24]
+    with pytest.raises(UserError, match=r"shard_002.bin: token id 5000, expected 0 to 199"):
+        firsts(loader, 4)
+    with pytest.raises(UserError, match=r"shard_002.bin: token id 5000"):
+        DataLoader(paths[2:], 200, 2, 4)
+
+
+@pytest.mark.parametrize("fault, words", (("id", "token id 999"), ("cut", "cut short"), ("gone", "no such file")))
+def test_a_bad_shard_stops_the_run_and_leaves_its_checkpoint(workplace, train, monkeypatch, fault, words):
+    """What becomes bad after the start; with the shard mended, the run goes on as if nothing had happened."""
+    split_data()
+    flags = (*SHARDS, "--shuffle", 0, "-x", 14, "-n", 1)
+    whole = losses(train(*flags, "-o", "whole"))
+    bad = Path("data/s_train_2.bin")
+    good, step = bad.read_bytes(), train_gpt2.train_step
+
+    def damage(*arguments, **keywords):
+        if fault == "id":
+            bad.write_bytes(good[:-4] + struct.pack("<i", 999))
+        elif fault == "cut":
+            bad.write_bytes(good[:-8])
+        else:
+            bad.unlink(missing_ok=True)
+        return step(*arguments, **keywords)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train_gpt2, "train_step", damage)
+        done = train(*flags, "-o", "run", check=False)
+    assert_one_line_error(done, "s_train_2.bin", words)
+    bad.write_bytes(good)
+    saved = newest_checkpoint("run")
+    assert 0 < saved < 9 and losses(done) == whole[:saved]
+    assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[saved:]
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
+    path = count_up(tmp_path / "a.bin", 20001)
+    loader = DataLoader([path], 20001, 2, 4)
+    loader.next_batch()
+    (tmp_path / "a.bin").write_bytes(np.full(20001, 30000, "<i4").tobytes())
+    loader.seek(Position(0, 2000))
+    with pytest.raises(UserError, match="a.bin: token id 30000, expected 0 to 20000"):
+        loader.next_batch()
+    count_up(tmp_path / "a.bin", 20001)
+    loader.seek(Position(0, 1000))
+    loader.next_batch()
+    os.truncate(path, 12)
+    with pytest.raises(UserError, match="a.bin: ended early"):
+        firsts(loader, 1000)
+    loader.seek(Position(0, 1000))
+    with pytest.raises(UserError, match="a.bin: 12 bytes, expected 80004 for the 20001 tokens that it had"):
+        loader.next_batch()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# reading ahead
+
+
+def test_the_thread_stays_ahead_and_no_farther():
+    made, go = [], threading.Semaphore(0)
+
+    def items():
+        for i in range(9):
+            made.append((i, threading.current_thread()))
+            yield i
+            go.release()
+
+    ahead = read_ahead(items(), 3)
+    assert not made, "nothing begins before the first is asked for"
+    for i in range(3):
+        assert next(ahead) == i
+        for _ in range(3 if i == 0 else 1):
+            assert go.acquire(timeout=10)
+        assert len(made) == i + 4 and threading.main_thread() not in {thread for _, thread in made}
+    assert list(ahead) == [3, 4, 5, 6, 7, 8]
+
+
+def test_what_the_thread_raises_comes_in_its_turn():
+    def items():
+        yield 1
+        yield 2
+        raise UserError("third")
+
+    ahead = read_ahead(items(), 8)
+    assert next(ahead) == 1
+    time.sleep(0.05)
+    assert next(ahead) == 2
+    with pytest.raises(UserError, match="third"):
+        next(ahead)
+
+
+def test_ctrl_c_interrupts_the_wait_for_a_batch():
+    free = threading.Event()
+
+    def items():
+        free.wait(30)
+        yield 1
+
+    ahead = read_ahead(items(), 2)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.5, free.set).start()
+            next(ahead)
+        assert time.monotonic() - start < 10
+    finally:
+        free.set()
+        timer.join()
+
+
+def test_the_thread_ends_with_the_program(tmp_path):
+    code = ("from llmc.dataloader import DataLoader; import sys; loader = DataLoader(sys.argv[1:], 200, 2, 4, True, "
+            "ahead=50); loader.next_batch(); raise SystemExit(3)")
+    done = subprocess.run([sys.executable, "-c", code, *shards_of(tmp_path, (4, 9))], cwd=ROOT, timeout=20)
+    assert done.returncode == 3
