@@ -17,12 +17,13 @@ import numpy as np
 from llmc.errors import UserError
 
 MODEL_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240327, 20240328
-TOKENS_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240527
+TOKENS_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240522, 20240527
 KINDS = {
     MODEL_MAGIC: "model checkpoint",
     STATE_MAGIC: "debug state",
     TOKENIZER_MAGIC: "tokenizer",
     TOKENS_MAGIC: "token file",
+    EXAMPLES_MAGIC: "file of evaluation examples",
     OPTIMIZER_MAGIC: "optimizer state",
 }
 HEADER_BYTES = 1024
