@@ -76,8 +76,8 @@ def download(url, path, digest, algorithm="md5"):
         read_input(path)  # raises what is wrong with it
         found = file_hash(path, algorithm)
         if found != digest:
-            raise UserError(f"{path}: {kind} {found}, expected {digest}: it is not the text that is downloaded to there;"
-                            f" move it away, or tokenize it with --input {shlex.quote(path)}")
+            raise UserError(f"{path}: {kind} {found}, expected {digest}: it is not the text that is downloaded to"
+                            f" there; move it away, or tokenize it with --input {shlex.quote(path)}")
         return
     make_directory(os.path.dirname(path))
     found = hashlib.new(algorithm)

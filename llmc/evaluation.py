@@ -47,8 +47,8 @@ def write_examples(path, examples):
         parts = [part for ids in (context, *endings) for part in ([len(ids)], ids)]
         size = 2 * (5 + sum(map(len, parts)))
         if size > MOST or any(len(ids) == 0 for ids in (context, *endings)):
-            raise UserError(f"{path}: example {index} takes {size} bytes, expected at most {MOST}, and at least one token"
-                            " in its context and in each ending")
+            raise UserError(f"{path}: example {index} takes {size} bytes, expected at most {MOST}, and at least one"
+                            " token in its context and in each ending")
         records.append(np.concatenate([[BEGIN, size, index, label, len(endings)], *parts]).astype("<u2"))
     with replacing(path) as f:
         f.write(make_header(EXAMPLES_MAGIC, 1, len(records), max(record.nbytes for record in records)))

@@ -110,8 +110,9 @@ def errors_of_writing(path):
 
 
 @contextlib.contextmanager
-def locked(output, directory):
-    """While this lasts, no other run has the lock of this -o, a directory or a file; raises UserError when one has.
+def locked(output, directory, flag="-o"):
+    """While this lasts, no other run has the lock of this -o, a directory or a file; raises UserError, which names
+    `flag`, when one has.
 
     The system gives it back when the process ends, however that happens. Where there are no locks, nothing is refused.
     """
@@ -121,10 +122,10 @@ def locked(output, directory):
     path = os.path.join(output, ".lock") if directory else f"{output}.lock"
     made = os.path.dirname(path) if not os.path.isdir(os.path.dirname(path) or ".") else None
     make_directory(os.path.dirname(path))
-    file = open_lock(path, output)
+    file = open_lock(path, output, flag)
     while not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
         file.close()  # the run before removed it after we had opened it
-        file = open_lock(path, output)
+        file = open_lock(path, output, flag)
     with file:
         with contextlib.suppress(OSError):  # a full disk
             os.truncate(file.fileno(), 0)
@@ -138,20 +139,20 @@ def locked(output, directory):
                     os.rmdir(made)  # if nothing came into it
 
 
-def open_lock(path, output):
+def open_lock(path, output, flag):
     """The open file, which has the lock until it is closed."""
     try:
         file = open(path, "a+b", buffering=0)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another -o") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another {flag}") from None
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         process = file.read().decode() or "?"
-        raise UserError(f"{output}: process {process} is a run that writes there: choose another -o, or stop it"
-                        " first") from None
+        raise UserError(f"{output}: process {process} is a run that writes there: choose another {flag}, or stop"
+                        " it first") from None
     except OSError:
         pass  # a file system without locks
     return file

@@ -87,8 +87,8 @@ class Settings:
 
     AT_LEAST: ClassVar = dict(
         B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0,
-        sample_every=0, sample_tokens=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0, weight_decay=0.0,
-        grad_clip=0.0, learning_rate=0.0)
+        sample_every=0, sample_tokens=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0,
+        weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
 
     @property
     def output_dir(self):

@@ -30,11 +30,12 @@ def make_examples(count, longest=30, V=SMALL.V, seed=5):
     """Examples of random tokens, of any lengths that fit."""
     rng = np.random.default_rng(seed)
 
-    def ids(n):
-        return rng.integers(0, V, n, dtype=np.int32)
+    def ids(low, high):
+        return rng.integers(0, V, rng.integers(low, high), dtype=np.int32)
 
-    return [Example(ids(n := int(rng.integers(1, longest - 8))), [ids(int(rng.integers(1, longest - n))) for _ in range(4)],
-                    int(rng.integers(4))) for _ in range(count)]
+    contexts = [ids(1, longest - 8) for _ in range(count)]
+    return [Example(context, [ids(1, longest - len(context)) for _ in range(4)], int(rng.integers(4)))
+            for context in contexts]
 
 
 @pytest.fixture
