@@ -1,18 +1,18 @@
 """
 How good a model is: validation loss, perplexity, bits per byte, HellaSwag.
 
-    python evaluate.py runs/mine --data data/mine             # the newest model there, on data/mine_val.bin; prints:
-        +-----------------------+----------------------------------------------------+
-        | validation loss       | 3.466251                                           |
-        | perplexity            | 31.6187                                            |
-        | bits per byte         | 1.0412                                             |
+    python evaluate.py runs/std --data data/pystdlib --context 64 --stride 32    # prints, beside what it was asked for:
+        | validation loss       | 2.280989                                           |
+        | perplexity            | 9.7095                                             |
+        | bits per byte         | 3.2787                                             |
     python evaluate.py gpt2_124M.bin --hellaswag data/hellaswag_val.bin --examples 100
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
 
 MODEL is the directory of a run, a .bin file or a Hugging Face folder. It runs on the GPU if there is one, in float32
-with TF32 matmuls, else on the CPU in NumPy.
+with TF32 matmuls, else on the CPU in NumPy. --context is best the sequence length that the model was trained with.
 
-Validation loss: the mean over rows of --context tokens, one after the other, as the trainers validate. Perplexity: of
+Validation loss: the mean over rows of --context tokens, one after the other, as the trainers validate with a large -m
+(but for data that ends with the last row: they then take the first batch once more instead, as llm.c). Perplexity: of
 windows of --context tokens, each --stride further than the one before, in which the tokens that are new count, so that
 all but the first ones are predicted from at least context - stride others: transformers' "Perplexity of fixed-length
 models". Bits per byte: the losses of the same windows over the bytes of the text, which, unlike perplexity, can be

@@ -124,10 +124,11 @@ def count_correct(losses_of, examples, B, T):
     losses_of: inputs, targets (B, T) int32, or fewer rows and positions -> the losses (B, T) of the targets.
     """
     rows = [(example.context, ending) for example in examples for ending in example.endings]
-    width = min(T, -(-(max(example.longest for example in examples) - 1) // 64) * 64)  # one shape for all batches
     means = np.empty(len(rows))
     for begin in range(0, len(rows), B):
         batch = rows[begin : begin + B]
+        longest = max(len(context) + len(ending) for context, ending in batch) - 1
+        width = min(T, -(-longest // 64) * 64)  # of few different shapes
         inputs, targets = np.zeros((2, len(batch), width), np.int32)
         for b, row in enumerate(batch):
             tokens = np.concatenate(row)
