@@ -24,6 +24,7 @@ import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is
 import argparse
 import json
 import math
+import sys
 import warnings
 
 import numpy as np
@@ -31,10 +32,12 @@ from tqdm import tqdm
 
 from generate import load_model, load_vocabulary
 from llmc.dataloader import find_files, names_shards, open_tokens
+from llmc.device import gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.evaluation import check_fits, count_correct, read_examples
 from llmc.logger import print_table
 from train_gpt2 import GPT2
+from train_gpt2_cuda import open_evaluator
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the model: allocate_activations(B, T), then losses(inputs, targets), both (B, T) or less, -> (B, T)
@@ -42,24 +45,17 @@ from train_gpt2 import GPT2
 
 def open_model(config, params, device):
     """(model, its device's name, rows of a batch that suit it)."""
-    gpu = None if device == "cpu" else find_gpu(required=device == "gpu")
-    if gpu is None:
-        return GPT2(config, params), "CPU", 1
-    from train_gpt2_cuda import open_evaluator
-
-    return open_evaluator(gpu, config, params), gpu.name, 4
-
-
-def find_gpu(required):
-    """The GPU at hand; None where there is none that can be used."""
-    from llmc.device import open_gpu  # here: to import CuPy takes a second
-
-    try:
-        return open_gpu()
-    except UserError:
-        if required:
-            raise
-        return None
+    gpu = None
+    if device != "cpu":
+        try:
+            gpu = open_gpu()
+            return open_evaluator(gpu, config, params), gpu.name, 4
+        except UserError as error:
+            if device == "gpu":
+                raise
+            if gpu:
+                print(f"note: this runs on the CPU: {error}", file=sys.stderr)
+    return GPT2(config, params), "CPU", 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,6 +245,7 @@ def print_results(results):
     print_table(table)
 
 
+@gpu_errors_as_lines()
 def main():
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: a loss that is not finite is an error
     args = parse_arguments()

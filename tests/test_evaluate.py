@@ -344,6 +344,13 @@ def test_on_a_gpu_no_gradients_are_allocated(examples, fake_gpu, run_here, monke
     assert json.loads(run_here(evaluate, *flags, "--device", "cpu").stdout)["device"] == "CPU"
 
 
+def test_a_model_that_the_gpu_s_kernels_do_not_take(examples, fake_gpu, run_here):
+    flags = ("gpt2_124M.bin", "--hellaswag", HELLASWAG, "--json", "--device")
+    done = run_here(evaluate, *flags, "auto")
+    assert json.loads(done.stdout)["device"] == "CPU" and done.stderr.startswith("note: this runs on the CPU: ")
+    assert_one_line_error(run_here(evaluate, *flags, "gpu", check=False), "C=24 with NH=3 heads")
+
+
 def test_a_gpu_has_the_cpu_s_numbers(examples, gpu, run_here):
     write_model("heads.bin", SMALL_HEADS, random_params(SMALL_HEADS))
     flags = ("heads.bin", "--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer",
