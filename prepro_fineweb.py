@@ -291,6 +291,7 @@ def tokenize_shards(sources, output, most, args):
                output.directory, max(0, needed) + largest)
     if finished:
         return
+    write_notes(path, notes)  # whose shards these are, before the first is there
     processes = min(args.processes, 1 + text // (4 << 20))  # to start one takes as long as to tokenize some megabytes
     with tqdm(total=None if args.input else int(tokens), unit="token", unit_scale=True, desc="tokenizing",
               initial=size * number) as bar:

@@ -3,10 +3,14 @@
 import functools
 import hashlib
 import http.server
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import urllib.parse
 from types import SimpleNamespace
@@ -22,7 +26,7 @@ from llmc.dataloader import open_tokens, write_tokens
 from llmc.tokenizer import read_tokenizer
 from prepro_fineweb import READY_MADE
 
-NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 30))]
+NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
 DAMAGED = "the download is damaged"
 
 
@@ -336,6 +340,23 @@ def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch, size)
     (out / NAMES[2]).write_bytes(b"cut short")
     tokenize("--shard_tokens", size)
     assert joined(shards_of(out)) == expected_tokens()
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path, folder, gpt2_vocabulary):
+    """With no time to clean up: once a shard is said to be saved, it is."""
+    command = [sys.executable, str(ROOT / "prepro_fineweb.py"), "--input", "*.parquet", "--output", "out",
+               "--shard_tokens", "9000", "--processes", "1"]
+    ended = []
+    for lines in (1, 2, 3, 4, None):  # of what it prints
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                              env={**os.environ, **gpt2_vocabulary}) as running:
+            saved = [line.split()[-1] for line in itertools.islice(running.stdout, lines) if line.startswith("Saved")]
+            if lines:
+                running.kill()
+        ended.append(running.returncode)
+        assert all(os.path.exists(path) for path in saved)
+    assert joined(shards_of(tmp_path / "out")) == expected_tokens()
+    assert ended[0] == -signal.SIGKILL and ended[-1] == 0, "the others may have been done by then"
 
 
 def test_a_disk_that_is_full_half_way(tmp_path, tokenize, monkeypatch):
