@@ -90,7 +90,7 @@ def load_vocabulary(model, V, path=None):
             return Tokenizer([encoding.decode_single_token_bytes(id) for id in range(V)], encoding.eot_token)
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
-    print(f"warning: {beside}: no such file: tokens are printed as ids; name one with --tokenizer FILE",
+    print(f"warning: {beside}: no such file: what tokens stand for is not known; name one with --tokenizer FILE",
           file=sys.stderr)
     return None
 

@@ -2,7 +2,7 @@
 What the prepro_*.py scripts share: vocabularies, a checked download, several processes, and the files that they write:
 PREFIX_train.bin, PREFIX_val.bin, and the vocabulary, PREFIX_tokenizer.bin.
 
-Not a program: run prepro_text.py, prepro_tinyshakespeare.py, prepro_tinystories.py or prepro_pystdlib.py.
+Not a program: run prepro_text.py, prepro_fineweb.py, prepro_hellaswag.py or one of the others.
 """
 
 import argparse
@@ -66,20 +66,21 @@ def reason(error):
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def download(url, path, md5):
-    """Fetch a URL into a file with a progress bar, unless the file is there with that MD5 already.
+def download(url, path, digest, algorithm="md5"):
+    """Fetch a URL into a file with a progress bar, unless the file is there with that MD5, or SHA-256, already.
 
     Raises UserError that names the URL, the reason and --input; nothing is left half-written, or written over.
     """
+    kind = {"md5": "MD5", "sha256": "SHA-256"}[algorithm]
     if os.path.lexists(path):
         read_input(path)  # raises what is wrong with it
-        found = file_hash(path, "md5")
-        if found != md5:
-            raise UserError(f"{path}: MD5 {found}, expected {md5}: it is not the text that is downloaded to there; move"
-                            f" it away, or tokenize it with --input {shlex.quote(path)}")
+        found = file_hash(path, algorithm)
+        if found != digest:
+            raise UserError(f"{path}: {kind} {found}, expected {digest}: it is not the text that is downloaded to"
+                            f" there; move it away, or tokenize it with --input {shlex.quote(path)}")
         return
     make_directory(os.path.dirname(path))
-    found = hashlib.md5()
+    found = hashlib.new(algorithm)
     try:
         with requests.get(url, stream=True, timeout=TIMEOUT_SECONDS) as response:
             response.raise_for_status()
@@ -89,8 +90,8 @@ def download(url, path, md5):
                     f.write(piece)
                     found.update(piece)
                     bar.update(len(piece))
-                if found.hexdigest() != md5:
-                    raise UserError(f"{url}: MD5 {found.hexdigest()}, expected {md5}: the download is damaged or"
+                if found.hexdigest() != digest:
+                    raise UserError(f"{url}: {kind} {found.hexdigest()}, expected {digest}: the download is damaged or"
                                     " the text has changed; try again, or pass a good copy with --input FILE")
     except requests.RequestException as error:
         raise UserError(f"{url}: the download failed ({reason(error)}); fetch it by other means and pass"

@@ -38,6 +38,7 @@ from llmc.checkpoint import (Config, Progress, count_parameters, delete_old_chec
                              newest_checkpoint, padded, read_start, restore, save_checkpoint, stopped)
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
+from llmc.evaluation import load_hellaswag, report_hellaswag
 from llmc.files import locked
 from llmc.logger import Log
 from llmc.sampler import Choice, Random, draw, end_of_text, print_sample
@@ -539,6 +540,12 @@ class GPT2:
         self.targets = targets
         return float(np.mean(acts.losses, dtype=np.float64))
 
+    def losses(self, inputs, targets):
+        """inputs, targets (B, T) integer ids -> the losses of the targets (B, T), a view that the next pass overwrites.
+        """
+        self.forward(inputs, targets)
+        return self.acts.losses
+
     def backward(self, micro_step=0, micro_steps=1):
         """Gradients of the last forward pass's loss / micro_steps: self.grads = in the first micro step, += later."""
         grads = self.grads if micro_step == 0 else self.micro_grads
@@ -703,6 +710,7 @@ def run(settings):
     tokenizer = load_tokenizer(settings)
     config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     train_loader, val_loader = open_data(settings, config.V)
+    examples = load_hellaswag(settings, config.V)
     keep_tokenizer(settings, tokenizer)
     random = Random()
 
@@ -714,10 +722,10 @@ def run(settings):
     print(f"num_activations: {table_elements(activation_table(config, settings.B, settings.T))}")
     if first_step is not None:
         restore(settings, config, params, (model.m, model.v), first_step, train_loader, random)
-    return train(model, settings, train_loader, val_loader, tokenizer, random, first_step or 0)
+    return train(model, settings, train_loader, val_loader, examples, tokenizer, random, first_step or 0)
 
 
-def train(model, settings, train_loader, val_loader, tokenizer, random, first_step):
+def train(model, settings, train_loader, val_loader, examples, tokenizer, random, first_step):
     """The training loop; returns the exit status. A step is: validate, sample, update, save."""
     config, directory = model.config, settings.output_dir
     decoder = Decoder(config, model.params, 1, settings.T) if settings.sample_every else None
@@ -740,6 +748,8 @@ def train(model, settings, train_loader, val_loader, tokenizer, random, first_st
                 loss = validate(interruption.watched(model.forward), val_loader, settings.val_batches, step)
                 print(f"val loss {loss:f}")
                 log.validation(step, loss)
+                if examples:
+                    report_hellaswag(interruption.watched(model.losses), examples, settings, step, log)
             if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
                 begin = np.array([[end_of_text(tokenizer, config.V)]], np.int32)
                 steps = decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())

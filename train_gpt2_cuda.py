@@ -41,6 +41,7 @@ from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
+from llmc.evaluation import load_hellaswag, report_hellaswag
 from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files, decode_shared,
                           hopper_matmul, kernel_files, launch_geometry)
@@ -508,12 +509,13 @@ class GPT2:
         }
 
     def __init__(self, config, settings, matmul, params, grads, buffers):
-        """params, grads: Tensors on the GPU; buffers: bytes for each entry of `tables`."""
+        """params, grads (None: there is no backward pass): Tensors on the GPU; buffers: bytes for each entry of
+        `tables`."""
         self.config, self.settings = config, settings
         self.device, self.matmul = matmul.device, matmul
         self.params, self.grads, self.buffers = params, grads, buffers
         self.param_layers = [layer(params, l) for l in range(config.L)]
-        self.grad_layers = [layer(grads, l) for l in range(config.L)]
+        self.grad_layers = [layer(grads, l) for l in range(config.L)] if grads else None
         self.shapes = {}
 
     def activations(self, B, T):
@@ -1038,6 +1040,12 @@ class Trainer:
             self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
             return float(self.loss.get()[0])
 
+    def losses(self, inputs, targets):
+        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T), float32."""
+        self.forward(inputs, targets)
+        with self.device.stream:
+            return self.model.activations(*inputs.shape).losses.get()
+
     # -- state: between the GPU and the host's checkpoints
 
     def to_host(self, tensors):
@@ -1066,6 +1074,38 @@ class Trainer:
                 if ours:
                     copy_to_gpu(ours.buffer, theirs.buffer)
             copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
+
+
+class Evaluator:
+    """A model on the GPU for forward passes alone: weights and activations, no gradients, no optimizer."""
+
+    def __init__(self, architecture, config, settings, matmul, params):
+        """As a Trainer's, in float32; B and T are those of allocate_activations."""
+        self.architecture, self.config, self.settings = architecture, config, settings
+        self.device, self.matmul = matmul.device, matmul
+        with self.device.stream:
+            self.params = allocate(architecture.parameter_table(config), cp)
+            copy_to_gpu(self.params.buffer, params.buffer)
+            self.loss = cp.zeros(1, np.float32)
+            matmul.allocate()
+
+    def allocate_activations(self, B, T):
+        """Make room for forward passes over (B, T) tokens, or fewer."""
+        self.model = self.batch = None  # what they had goes back first
+        tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
+        with self.device.stream:
+            buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
+            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
+        self.model = self.architecture(self.config, self.settings, self.matmul, self.params, None, buffers)
+
+    forward, losses = Trainer.forward, Trainer.losses
+
+
+def open_evaluator(gpu, config, params):
+    """An Evaluator of this GPT-2 on this GPU."""
+    settings = settle(CudaSettings(dtype="float32"), gpu.arch)
+    device, matmul = open_device(gpu, config, settings.precision, Cache(), settings.matmul)
+    return Evaluator(GPT2, config, settings, matmul, params)
 
 
 def open_device(gpu, config, precision, cache, matmul="auto", text=False):
@@ -1267,6 +1307,7 @@ def run(settings):
     config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     loading = time.perf_counter() - loading
     train_loader, val_loader = open_data(settings, config.V)
+    examples = load_hellaswag(settings, config.V)
     keep_tokenizer(settings, tokenizer)
     random = Random()
 
@@ -1282,7 +1323,7 @@ def run(settings):
         print("note: some matmul algorithms that the checkpoint records do not run here: what follows agrees up to"
               " rounding", file=sys.stderr)
     print(f"matmuls: {trainer.matmul.searched} shapes searched for the fastest algorithm, the others known")
-    return train(trainer, train_loader, val_loader, tokenizer, random, first_step or 0, loading)
+    return train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading)
 
 
 def resume(trainer, params, step, train_loader, random):
@@ -1322,7 +1363,7 @@ def save(trainer, done, train_loader, random):
     delete_old_checkpoints(settings)
 
 
-def train(trainer, train_loader, val_loader, tokenizer, random, first_step, loading):
+def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step, loading):
     """The training loop; returns the exit status. A step is: validate, sample, update, save; its line is printed while
     the next one runs, unless something else is due in between."""
     settings, V, directory = trainer.settings, trainer.config.V, trainer.settings.output_dir
@@ -1360,6 +1401,8 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
                 loss = validate(interruption.watched(trainer.forward), val_loader, settings.val_batches, step)
                 print(f"val loss {loss:f}")
                 log.validation(step, loss)
+                if examples:
+                    report_hellaswag(interruption.watched(trainer.losses), examples, settings, step, log)
             if sample:
                 begin = np.array([[end_of_text(tokenizer, V)]], np.int32)
                 steps = trainer.decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())

@@ -17,12 +17,13 @@ import numpy as np
 from llmc.errors import UserError
 
 MODEL_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240327, 20240328
-TOKENS_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240527
+TOKENS_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240522, 20240527
 KINDS = {
     MODEL_MAGIC: "model checkpoint",
     STATE_MAGIC: "debug state",
     TOKENIZER_MAGIC: "tokenizer",
     TOKENS_MAGIC: "token file",
+    EXAMPLES_MAGIC: "file of evaluation examples",
     OPTIMIZER_MAGIC: "optimizer state",
 }
 HEADER_BYTES = 1024
@@ -109,8 +110,9 @@ def errors_of_writing(path):
 
 
 @contextlib.contextmanager
-def locked(output, directory):
-    """While this lasts, no other run has the lock of this -o, a directory or a file; raises UserError when one has.
+def locked(output, directory, flag="-o"):
+    """While this lasts, no other run has the lock of this -o, a directory or a file; raises UserError, which names
+    `flag`, when one has.
 
     The system gives it back when the process ends, however that happens. Where there are no locks, nothing is refused.
     """
@@ -120,10 +122,10 @@ def locked(output, directory):
     path = os.path.join(output, ".lock") if directory else f"{output}.lock"
     made = os.path.dirname(path) if not os.path.isdir(os.path.dirname(path) or ".") else None
     make_directory(os.path.dirname(path))
-    file = open_lock(path, output)
+    file = open_lock(path, output, flag)
     while not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
         file.close()  # the run before removed it after we had opened it
-        file = open_lock(path, output)
+        file = open_lock(path, output, flag)
     with file:
         with contextlib.suppress(OSError):  # a full disk
             os.truncate(file.fileno(), 0)
@@ -137,20 +139,20 @@ def locked(output, directory):
                     os.rmdir(made)  # if nothing came into it
 
 
-def open_lock(path, output):
+def open_lock(path, output, flag):
     """The open file, which has the lock until it is closed."""
     try:
         file = open(path, "a+b", buffering=0)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another -o") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another {flag}") from None
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         process = file.read().decode() or "?"
-        raise UserError(f"{output}: process {process} is a run that writes there: choose another -o, or stop it"
-                        " first") from None
+        raise UserError(f"{output}: process {process} is a run that writes there: choose another {flag}, or stop"
+                        " it first") from None
     except OSError:
         pass  # a file system without locks
     return file

@@ -16,7 +16,8 @@ def last_run(lines):
 
 
 class Log:
-    """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training).
+    """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training),
+    `s:0 eval:0.2955` (HellaSwag).
 
     In a run directory (main.log) training lines go on with the learning rate and the gradient norm. A new run keeps
     what a file holds already, and goes on after a rule with the date. A resumed run drops what an interrupted one
@@ -59,6 +60,9 @@ class Log:
 
     def validation(self, step, loss):
         self.write(f"s:{step} tel:{loss:.4f}")
+
+    def evaluation(self, step, accuracy):
+        self.write(f"s:{step} eval:{accuracy:.4f}")
 
     def training(self, step, loss, learning_rate, norm):
         self.write(f"s:{step} trl:{loss:.4f}" + (f" lr:{learning_rate:.6f} norm:{norm:.2f}" if self.detailed else ""))

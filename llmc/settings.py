@@ -70,6 +70,9 @@ class Settings:
 
     val_every: int = option(10, "-v", group="reports", help="validate every that many steps (0: never)")
     val_batches: int = option(5, "-m", group="reports", help="validation batches, at most")
+    hellaswag: int = option(0, group="reports",
+                            help="HellaSwag (data/hellaswag_val.bin) at each validation: 1: all of it, N: its first N"
+                            " examples (0: never)")
     sample_every: int = option(20, "-s", group="reports", help="generate text every that many steps (0: never)")
     sample_tokens: int = option(64, "-g", group="reports",
                                 help="tokens in a sample, the first (end of text) included; the model sees the last T")
@@ -86,9 +89,9 @@ class Settings:
                          help="1: continue from the newest complete checkpoint in -o")
 
     AT_LEAST: ClassVar = dict(
-        B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, sample_every=0,
-        sample_tokens=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0, weight_decay=0.0,
-        grad_clip=0.0, learning_rate=0.0)
+        B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0,
+        sample_every=0, sample_tokens=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0,
+        weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
 
     @property
     def output_dir(self):
@@ -121,6 +124,9 @@ class Settings:
         if self.total_batch_size % (self.B * self.T):
             raise UserError(f"-d/--total_batch_size {self.total_batch_size}: expected a multiple of"
                             f" B*T = {self.B * self.T}")
+        if self.hellaswag and not self.val_every:
+            raise UserError(f"--hellaswag {self.hellaswag}: comes with each validation, and -v 0 means none: pass -v"
+                            " STEPS")
         if (self.checkpoint_every or self.resume) and not self.output_dir:
             found = f"-o {self.output} is a log file" if self.output else "there is no -o"
             raise UserError(f"-n and -y need a directory for checkpoints, but {found}: pass -o DIR")

@@ -1,0 +1,260 @@
+"""
+How good a model is: validation loss, perplexity, bits per byte, HellaSwag.
+
+    python evaluate.py runs/std --data data/pystdlib --context 64 --stride 32    # prints, beside what it was asked for:
+        | validation loss       | 2.280989                                           |
+        | perplexity            | 9.7095                                             |
+        | bits per byte         | 3.2787                                             |
+    python evaluate.py gpt2_124M.bin --hellaswag data/hellaswag_val.bin --examples 100
+    python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
+
+MODEL is the directory of a run, a .bin file or a Hugging Face folder. It runs on the GPU if there is one, in float32
+with TF32 matmuls, else on the CPU in NumPy. --context is best the sequence length that the model was trained with.
+
+Validation loss: the mean over rows of --context tokens, one after the other, as the trainers validate with a large -m
+(but for data that ends with the last row: they then take the first batch once more instead, as llm.c). Perplexity: of
+windows of --context tokens, each --stride further than the one before, in which the tokens that are new count, so that
+all but the first ones are predicted from at least context - stride others: transformers' "Perplexity of fixed-length
+models". Bits per byte: the losses of the same windows over the bytes of the text, which, unlike perplexity, can be
+compared between vocabularies; end-of-text tokens, which are no text, are left out. HellaSwag: acc_norm as llm.c has it.
+"""
+
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
+import argparse
+import json
+import math
+import sys
+import warnings
+
+import numpy as np
+from tqdm import tqdm
+
+from generate import load_model, load_vocabulary
+from llmc.dataloader import find_files, names_shards, open_tokens
+from llmc.device import gpu_errors_as_lines, open_gpu
+from llmc.errors import UserError, run_main
+from llmc.evaluation import check_fits, count_correct, read_examples
+from llmc.logger import print_table
+from train_gpt2 import GPT2
+from train_gpt2_cuda import open_evaluator
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the model: allocate_activations(B, T), then losses(inputs, targets), both (B, T) or less, -> (B, T)
+
+
+def open_model(config, params, device):
+    """(model, its device's name, rows of a batch that suit it)."""
+    gpu = None
+    if device != "cpu":
+        try:
+            gpu = open_gpu()
+            return open_evaluator(gpu, config, params), gpu.name, 4
+        except UserError as error:
+            if device == "gpu":
+                raise
+            if gpu:
+                print(f"note: this runs on the CPU: {error}", file=sys.stderr)
+    return GPT2(config, params), "CPU", 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# losses of a token file: of windows (begin, first, stop), which read tokens from `begin` on and score tokens `first` to
+# `stop` - 1
+
+
+def rows(count, T):
+    """The windows of the validation loss: T tokens, and the T that follow each of them. A last row that is shorter is
+    left out, unless it is the only one."""
+    if count <= T:
+        return [(0, 1, count)]
+    return [(begin, begin + 1, begin + T + 1) for begin in range(0, count - T, T)]
+
+
+def strided(count, T, stride):
+    """The windows of the perplexity: each token but the first is scored once, in the first window that has it."""
+    windows, scored = [], 1
+    for begin in range(0, count, stride):
+        stop = min(begin + T, count)
+        windows.append((begin, max(scored, begin + 1), stop))  # a window's first token has nothing before it
+        scored = stop
+        if stop == count:
+            break
+    return windows
+
+
+def score(model, tokens, windows, B, T, what):
+    """Yield (ids, their losses) of each window's scored tokens."""
+    with tqdm(total=len(windows), desc=what, unit="window") as bar:
+        for i in range(0, len(windows), B):
+            batch = windows[i : i + B]
+            inputs, targets = np.zeros((2, len(batch), T), np.int32)
+            for b, (begin, _, stop) in enumerate(batch):
+                inputs[b, : stop - 1 - begin] = tokens[begin : stop - 1]
+                targets[b, : stop - 1 - begin] = tokens[begin + 1 : stop]
+            losses = model.losses(inputs, targets)
+            for b, (begin, first, stop) in enumerate(batch):
+                scored = slice(first - begin - 1, stop - begin - 1)
+                yield targets[b, scored], losses[b, scored]
+            bar.update(len(batch))
+
+
+class Sum:
+    """Losses and bytes of the tokens that were scored."""
+
+    def __init__(self, tokenizer=None):
+        self.loss, self.tokens, self.text_loss, self.bytes = 0.0, 0, 0.0, 0
+        self.eot = tokenizer.eot if tokenizer else -1
+        self.lengths = np.array([len(token) for token in tokenizer.tokens]) if tokenizer else None
+
+    def add(self, ids, losses):
+        self.loss += losses.sum(dtype=np.float64)
+        self.tokens += len(ids)
+        if self.lengths is not None:
+            text = ids != self.eot
+            self.text_loss += losses[text].sum(dtype=np.float64)
+            self.bytes += int(self.lengths[ids[text]].sum())
+
+    @property
+    def mean(self):
+        return float(self.loss / self.tokens)
+
+    @property
+    def bits_per_byte(self):
+        """None where the vocabulary is not known, or all tokens are ends of text."""
+        return float(self.text_loss / math.log(2) / self.bytes) if self.bytes else None
+
+
+def evaluate_data(model, files, tokenizer, B, T, stride):
+    """Results on token arrays, as a dict."""
+    validation, perplexity = Sum(), Sum(tokenizer)
+    for tokens in files:
+        for scored in score(model, tokens, rows(len(tokens), T), B, T, "validation loss"):
+            validation.add(*scored)
+        for scored in score(model, tokens, strided(len(tokens), T, stride), B, T, "perplexity"):
+            perplexity.add(*scored)
+    for found in (validation.mean, perplexity.mean):
+        if not math.isfinite(found):
+            raise UserError(f"the model's loss is {found}: it has diverged")
+    return {
+        "validation_loss": validation.mean,
+        "perplexity": math.exp(perplexity.mean),
+        "bits_per_byte": perplexity.bits_per_byte,
+        "tokens": perplexity.tokens,
+        "bytes": perplexity.bytes or None,
+    }
+
+
+def open_files(pattern, V, most):
+    """The token arrays of --data, together at most `most` tokens (0: all)."""
+    paths = find_files(pattern if names_shards(pattern) else f"{pattern}_val.bin")
+    if not paths:
+        raise UserError(f"--data {pattern}: no file matches")
+    left, files = most or math.inf, []
+    for path in paths:
+        if left > 1:
+            tokens = open_tokens(path, V, 2, " to predict one from the other")
+            files.append(tokens[: int(min(left, len(tokens)))])
+            left -= len(files[-1])
+    return files
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# HellaSwag
+
+
+def evaluate_hellaswag(model, examples, B, T):
+    """Results on HellaSwag, as a dict."""
+    with tqdm(total=4 * len(examples), desc="HellaSwag", unit="ending") as bar:
+
+        def losses_of(inputs, targets):
+            bar.update(len(inputs))
+            return model.losses(inputs, targets)
+
+        correct = count_correct(losses_of, examples, B, T)
+    return {"acc_norm": correct / len(examples), "correct": correct, "examples": len(examples)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# main
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
+    parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
+                        help="validation tokens: a path or quoted glob, or a prefix to _val.bin")
+    parser.add_argument("--tokens", type=int, metavar="N", default=0, help="the first N tokens of the data (0: all)")
+    parser.add_argument("--context", type=int, metavar="T", default=1024, help="tokens of a window, at most")
+    parser.add_argument("--stride", type=int, metavar="N", default=512, help="tokens from one window to the next, at"
+                        " most the context")
+    parser.add_argument("--hellaswag", metavar="FILE", default=argparse.SUPPRESS,
+                        help="HellaSwag, of prepro_hellaswag.py: data/hellaswag_val.bin")
+    parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of HellaSwag (0: all)")
+    parser.add_argument("--batch_size", type=int, metavar="B", default=0,
+                        help="windows at a time (0: 1 on a CPU, 4 on a GPU)")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
+                        help="tokenizer file, for bits per byte (default: the one beside the model)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args()
+    if not hasattr(args, "data") and not hasattr(args, "hellaswag"):
+        raise UserError("nothing to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
+    for name, least in (("tokens", 0), ("context", 2), ("stride", 1), ("examples", 0), ("batch_size", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
+    if args.tokens == 1:
+        raise UserError("--tokens 1: expected at least 2, to predict one from the other")
+    return args
+
+
+def evaluate(args):
+    """What args ask for, as a dict."""
+    config, params = load_model(args.model)
+    T = min(args.context, config.maxT)
+    stride, files, examples = min(args.stride, T), [], []
+    tokenizer = None
+    if hasattr(args, "data"):
+        files = open_files(args.data, config.V, args.tokens)
+        tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
+    if hasattr(args, "hellaswag"):
+        examples = read_examples(args.hellaswag, config.V)[: args.examples or None]
+        check_fits(args.hellaswag, examples, T, "--context")
+    model, device, B = open_model(config, params, args.device)
+    B = args.batch_size or B
+    model.allocate_activations(B, T)
+    results = {"model": args.model, "device": device, "context": T}
+    if files:
+        results |= {"data": args.data, "stride": stride, **evaluate_data(model, files, tokenizer, B, T, stride)}
+    if examples:
+        results["hellaswag"] = evaluate_hellaswag(model, examples, B, T)
+    return results
+
+
+def print_results(results):
+    table = [[("model", results["model"]), ("device", results["device"]), ("context", results["context"])]]
+    if "data" in results:
+        table[0] += [("stride", results["stride"]), ("data", results["data"]), ("tokens scored", results["tokens"])]
+        measures = [("validation loss", "validation_loss", ".6f"), ("perplexity", "perplexity", ".4f"),
+                    ("bits per byte", "bits_per_byte", ".4f")]
+        table.append([(name, format(results[key], spec)) for name, key, spec in measures if results[key] is not None])
+    if "hellaswag" in results:
+        found = results["hellaswag"]
+        table.append([("HellaSwag acc_norm", f"{found['acc_norm']:.4f} ({found['correct']} of {found['examples']})")])
+    print_table(table)
+
+
+@gpu_errors_as_lines()
+def main():
+    warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: a loss that is not finite is an error
+    args = parse_arguments()
+    results = evaluate(args)
+    if args.json:
+        print(json.dumps(results))
+    else:
+        print_results(results)
+
+
+if __name__ == "__main__":
+    run_main(main)

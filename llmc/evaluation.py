@@ -1,0 +1,151 @@
+"""HellaSwag: examples of a context with four endings, of which a model should find the right one the likeliest.
+
+HellaSwag: Can a Machine Really Finish Your Sentence?, Zellers et al. 2019, https://arxiv.org/abs/1905.07830
+
+File, llm.c's: header [2] examples [3] bytes of the longest record, then a record for each, all uint16: 65535, bytes of
+the record, index, label, 4, n, context (n tokens), and for each of the four endings n, tokens.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.dataloader import check_ids
+from llmc.errors import UserError
+from llmc.files import EXAMPLES_MAGIC, make_header, open_input, read_header, replacing
+
+HELLASWAG = "data/hellaswag_val.bin"
+HELLASWAG_MEND = "make it with: python prepro_hellaswag.py"
+ENDINGS = 4
+BEGIN = 65535  # of a record; no token of a uint16 vocabulary
+MOST = (1 << 16) - 1  # what a uint16 can say
+
+
+class Example(NamedTuple):
+    """A question: which of the endings follows the context?"""
+
+    context: np.ndarray  # (n,) token ids
+    endings: list  # of 4 arrays of token ids
+    label: int  # the right one
+
+    @property
+    def longest(self):
+        """Tokens of the context and the longest ending."""
+        return len(self.context) + max(map(len, self.endings))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def write_examples(path, examples):
+    """Write a list of Examples. Raises UserError for what the format cannot say."""
+    if not 0 < len(examples) <= MOST:
+        raise UserError(f"{path}: {len(examples)} examples, expected 1 to {MOST}")
+    records = []
+    for index, (context, endings, label) in enumerate(examples):
+        parts = [part for ids in (context, *endings) for part in ([len(ids)], ids)]
+        size = 2 * (5 + sum(map(len, parts)))
+        if size > MOST or any(len(ids) == 0 for ids in (context, *endings)):
+            raise UserError(f"{path}: example {index} takes {size} bytes, expected at most {MOST}, and at least one"
+                            " token in its context and in each ending")
+        records.append(np.concatenate([[BEGIN, size, index, label, len(endings)], *parts]).astype("<u2"))
+    with replacing(path) as f:
+        f.write(make_header(EXAMPLES_MAGIC, 1, len(records), max(record.nbytes for record in records)))
+        for record in records:
+            f.write(record)
+
+
+def read_examples(path, V):
+    """Read all Examples of a file; raises UserError for a damaged one, and for token ids that are not below V."""
+    with open_input(path, HELLASWAG_MEND) as f:
+        header = read_header(f, EXAMPLES_MAGIC, HELLASWAG_MEND)
+        data = f.read()
+    version, count, longest = (int(x) for x in header[1:4])
+    if version != 1 or count < 1 or len(data) % 2:
+        raise UserError(f"{path}: version {version} with {count} examples in {len(data)} bytes, expected version 1, at"
+                        f" least one example, and 2 bytes a number; {HELLASWAG_MEND}")
+    numbers, examples, position, largest = np.frombuffer(data, "<u2"), [], 0, 0
+    for index in range(count):
+        size = int(numbers[position + 1]) if position + 1 < len(numbers) else 0
+        example = parse_record(numbers[position : position + size // 2], index)
+        if example is None or size % 2:
+            raise UserError(f"{path}: record {index} of {count} is damaged; {HELLASWAG_MEND}")
+        check_ids(path, np.concatenate([example.context, *example.endings]), V)
+        examples.append(example)
+        position, largest = position + size // 2, max(largest, size)
+    if position != len(numbers) or largest != longest:
+        raise UserError(f"{path}: {2 * (len(numbers) - position)} bytes after the last record, whose longest has"
+                        f" {largest} bytes, expected 0 and {longest}; {HELLASWAG_MEND}")
+    return examples
+
+
+def parse_record(record, index):
+    """The Example of a whole record, a uint16 array; None where it is none."""
+    if len(record) < 6 or (record[0], record[2], record[4]) != (BEGIN, index, ENDINGS) or record[3] >= ENDINGS:
+        return None
+    parts, position = [], 5
+    for _ in range(1 + ENDINGS):
+        length = int(record[position]) if position < len(record) else 0
+        parts.append(record[position + 1 : position + 1 + length])
+        if not 0 < len(parts[-1]) == length:
+            return None
+        position += 1 + length
+    return Example(parts[0], parts[1:], int(record[3])) if position == len(record) else None
+
+
+def load_hellaswag(settings, V):
+    """The Examples that --hellaswag asks for, all of which fit into T; [] for --hellaswag 0."""
+    if not settings.hellaswag:
+        return []
+    examples = read_examples(HELLASWAG, V)
+    examples = examples if settings.hellaswag == 1 else examples[: settings.hellaswag]
+    check_fits(HELLASWAG, examples, settings.T, "-t")
+    return examples
+
+
+def check_fits(path, examples, T, flag):
+    """Raise UserError where the model does not see an example as a whole. (llm.c refuses such a file, too; to cut
+    examples would be another benchmark.)"""
+    longest = max(example.longest for example in examples)
+    if longest > T + 1:  # the last token is a target alone
+        raise UserError(f"{path}: its longest example has {longest} tokens, more than {flag} {T} has room for: pass"
+                        f" {flag} {longest - 1} or more")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# accuracy
+
+
+def count_correct(losses_of, examples, B, T):
+    """How many of the examples a model gets right. Divided by their number, it is llm.c's acc_norm: the ending with the
+    smallest mean loss of its tokens wins, the first of equals.
+
+    losses_of: inputs, targets (B, T) int32, or fewer rows and positions -> the losses (B, T) of the targets.
+    """
+    rows = [(example.context, ending) for example in examples for ending in example.endings]
+    means = np.empty(len(rows))
+    for begin in range(0, len(rows), B):
+        batch = rows[begin : begin + B]
+        longest = max(len(context) + len(ending) for context, ending in batch) - 1
+        width = min(T, -(-longest // 64) * 64)  # of few different shapes
+        inputs, targets = np.zeros((2, len(batch), width), np.int32)
+        for b, row in enumerate(batch):
+            tokens = np.concatenate(row)
+            inputs[b, : len(tokens) - 1], targets[b, : len(tokens) - 1] = tokens[:-1], tokens[1:]
+        losses = losses_of(inputs, targets)
+        for b, (context, ending) in enumerate(batch):  # the context's last token predicts the ending's first
+            first = len(context) - 1
+            means[begin + b] = losses[b, first : first + len(ending)].mean(dtype=np.float64)
+    if not np.isfinite(means).all():
+        raise UserError("HellaSwag: the model's losses are not finite")
+    chosen = means.reshape(-1, ENDINGS).argmin(axis=1)
+    return int((chosen == [example.label for example in examples]).sum())
+
+
+def report_hellaswag(losses_of, examples, settings, step, log):
+    """Evaluate, print and log."""
+    correct = count_correct(losses_of, examples, settings.B, settings.T)
+    accuracy = correct / len(examples)
+    print(f"HellaSwag: {correct}/{len(examples)} = {accuracy:f}")
+    log.evaluation(step, accuracy)

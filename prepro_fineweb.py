@@ -1,0 +1,399 @@
+"""
+FineWeb (https://arxiv.org/abs/2406.17557), 10 or 100 billion tokens of web text -> GPT-2 tokens, in llm.c's shards.
+
+    python prepro_fineweb.py --shards 10      # downloads the first 1.1 billion tokens, ready-made, 2.2 GB; prints:
+        kjj0/fineweb10B-gpt2: 11 shards, 11 to download, about 2.2 GB to come; data/fineweb10B has room for 60.3 GB
+        Saved 100000000 tokens to data/fineweb10B/fineweb_val_000000.bin
+        ...
+    python train_gpt2_cuda.py -e d12 -i "data/fineweb10B/fineweb_train_*.bin"
+
+    python prepro_fineweb.py --edu --size 100B           # FineWeb-Edu: pages that teach something
+    python prepro_fineweb.py --parquet                   # the text itself, 28 GB, tokenized here on all cores
+    python prepro_fineweb.py --input "my_text/*.parquet" --output data/mine
+
+A shard has 100 million tokens, uint16; the first one validates, the others train. Each document follows an end-of-text
+token, and goes on in the next shard where one is full. The ready-made shards are on Hugging Face, made by others from
+the same text; each is compared with the SHA-256 that the hub has for it. A shard appears whole or not at all: after an
+interruption the same command goes on, and keeps what is there. --parquet needs the Python package pyarrow.
+"""
+
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+from typing import NamedTuple
+
+import numpy as np
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.hf_api import RepoFile
+from tqdm import tqdm
+
+from llmc.dataloader import find_files, open_tokens, write_tokens
+from llmc.errors import UserError, run_main
+from llmc.files import (HEADER_BYTES, errors_of_writing, locked, make_directory, open_input, replacing,
+                        sync_directory)
+from prepro import (add_processes, check_processes, encode, file_hash, in_processes, load_encoding, reason,
+                    save_vocabulary)
+
+try:
+    import pyarrow
+    from pyarrow import parquet
+except ImportError:
+    parquet = None
+
+READY_MADE = {  # (edu, size) -> the hub's dataset of token shards
+    (False, "10B"): "kjj0/fineweb10B-gpt2",
+    (False, "100B"): "kjj0/fineweb100B-gpt2",
+    (True, "10B"): "kjj0/finewebedu10B-gpt2",
+    (True, "100B"): "karpathy/fineweb-edu-100B-gpt2-token-shards",
+}
+TEXT = {False: "HuggingFaceFW/fineweb", True: "HuggingFaceFW/fineweb-edu"}  # with folders sample/10BT, sample/100BT
+SHARD_NAME = re.compile(r"(?:.*_)?(val|train)_(\d{6})\.bin")
+SHARD_TOKENS = 10**8
+TOKEN_BYTES = 0.75  # of tokens, for each byte of FineWeb's parquet: 20.6 GB of 28
+DOCUMENTS = 256  # that a process tokenizes at a time
+GO_ON = "the same command goes on from here"
+
+# ----------------------------------------------------------------------------------------------------------------------
+# shards on this disk
+
+
+class Output(NamedTuple):
+    """Where shards go, and what they are called."""
+
+    directory: str
+    name: str  # fineweb or edu_fineweb
+
+    def path(self, number):
+        """Of shard `number`: the first one validates."""
+        return os.path.join(self.directory, f"{self.name}_{'train' if number else 'val'}_{number:06d}.bin")
+
+    def has(self, number, size):
+        """Whether shard `number` is there with all its bytes, which it never is before they are all right."""
+        path = self.path(number)
+        return os.path.isfile(path) and os.path.getsize(path) == size
+
+
+def shard_bytes(tokens):
+    return HEADER_BYTES + 2 * tokens
+
+
+def check_room(what, directory, needed):
+    """Say how much will be written, and how much room there is; raise UserError where that is not enough."""
+    free = shutil.disk_usage(directory).free
+    print(f"{what}, about {gigabytes(needed)} to come; {directory} has room for {gigabytes(free)}")
+    if needed > free:
+        raise UserError(f"{directory}: {gigabytes(needed)} needed, {gigabytes(free)} free: pass a smaller --shards N,"
+                        " or another --output")
+
+
+def gigabytes(size):
+    return f"{size / 1e9:.1f} GB"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hugging Face
+
+
+def list_files(repository, folder=None):
+    """The files of a dataset, as huggingface_hub's RepoFiles."""
+    try:
+        tree = HfApi().list_repo_tree(repository, folder, repo_type="dataset")
+        return [file for file in tree if isinstance(file, RepoFile)]
+    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+        raise UserError(f"{repository}: cannot be listed ({reason(error)}); try again, or fetch it by other means and"
+                        " pass --input FILES") from None
+
+
+def fetch(repository, file, directory):
+    """Download a RepoFile into a directory of its own, unless it is there; returns its path. A connection that breaks
+    goes on where it was, a few times. Raises UserError, and removes the file, where its SHA-256 is not the hub's."""
+    try:
+        path = hf_hub_download(repository, file.path, repo_type="dataset", local_dir=directory)
+    except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise UserError(f"{repository}/{file.path}: the download failed ({reason(error)}); {GO_ON}") from None
+    found = file_hash(path, "sha256")
+    if file.lfs is None or found != file.lfs.sha256:
+        os.unlink(path)
+        expected = file.lfs.sha256 if file.lfs else "one that the hub has on record"
+        raise UserError(f"{repository}/{file.path}: SHA-256 {found}, expected {expected}: the download is damaged;"
+                        f" {GO_ON}")
+    return path
+
+
+def fetch_shards(repository, output, most):
+    """Download what is not there of the validation shard and the first `most` training shards (None: all)."""
+    if os.path.exists(notes_path(output)):
+        raise UserError(f"{output.directory}: its shards are made from parquet: pass another --output, or the flags of"
+                        " the first run")
+    files = {int(match[2]): file for file in list_files(repository) if (match := SHARD_NAME.fullmatch(file.path))}
+    numbers = sorted(files)[: None if most is None else most + 1]
+    if not numbers or numbers[0] != 0:
+        raise UserError(f"{repository}: holds no shards named like fineweb_val_000000.bin: pass --parquet")
+    missing = [number for number in numbers if not output.has(number, files[number].size)]
+    needed = sum(files[number].size for number in missing)
+    check_room(f"{repository}: {len(numbers)} shards, {len(missing)} to download", output.directory, needed)
+    directory = os.path.join(output.directory, ".download")
+    for number in missing:
+        fetched, path = fetch(repository, files[number], directory), output.path(number)
+        count = len(open_tokens(fetched, 50257))
+        move(fetched, path)
+        print(f"Saved {count} tokens to {path}")
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def move(source, path):
+    """Rename a file to its place, all of it being on the disk."""
+    with errors_of_writing(path):
+        with open(source, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(source, path)
+        sync_directory(os.path.dirname(path))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# parquet
+
+
+class Source(NamedTuple):
+    """A parquet file, here or on the hub."""
+
+    name: str
+    size: int
+    open: object  # () -> its path here, downloaded if need be
+    close: object  # () -> None, once its text is in shards
+
+
+def local_sources(pattern):
+    paths = find_files(pattern)
+    if not paths:
+        raise UserError(f"--input {pattern}: no file matches")
+    for path in paths:
+        open_parquet(path)  # or it is said now
+    return [Source(os.path.basename(path), os.path.getsize(path), lambda path=path: path, lambda: None)
+            for path in paths]
+
+
+def hub_sources(repository, folder, directory):
+    files = sorted((file for file in list_files(repository, folder) if file.path.endswith(".parquet")),
+                   key=lambda file: file.path)
+    if not files:
+        raise UserError(f"{repository}/{folder}: holds no parquet files")
+
+    def remove(file):
+        path = os.path.join(directory, file.path)
+        if os.path.exists(path):
+            os.unlink(path)
+
+    return [Source(file.path, file.size, lambda file=file: fetch(repository, file, directory),
+                   lambda file=file: remove(file)) for file in files]
+
+
+def open_parquet(path):
+    """The ParquetFile; raises UserError where it is none, or has no column of text."""
+    try:
+        with open_input(path, "pass parquet files with a column 'text'"):
+            file = parquet.ParquetFile(path)
+        kind = file.schema_arrow.field("text").type
+        if kind not in (pyarrow.string(), pyarrow.large_string()):
+            raise UserError(f"{path}: its column 'text' is of {kind}, expected strings")
+        return file
+    except KeyError:
+        found = ", ".join(file.schema_arrow.names)
+        raise UserError(f"{path}: has columns {found}, expected 'text' among them") from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: not a parquet file ({reason(error)})") from None
+
+
+def read_texts(path, row):
+    """Yield (row, [text]) of DOCUMENTS rows at a time, from `row` on; a row group is in memory at most."""
+    file = open_parquet(path)
+    first = 0
+    for group in range(file.num_row_groups):
+        count = file.metadata.row_group(group).num_rows
+        if first + count > row:
+            try:
+                for batch in file.iter_batches(DOCUMENTS, [group], ["text"]):
+                    texts = batch.column(0).to_pylist()
+                    skipped = max(0, row - first)
+                    if texts[skipped:]:
+                        yield first + skipped, texts[skipped:]
+                    first += len(texts)
+            except (OSError, pyarrow.ArrowException) as error:
+                raise UserError(f"{path}: row group {group} cannot be read ({reason(error)})") from None
+        else:
+            first += count
+
+
+def jobs(sources, position):
+    """Yield (file, row, [text]) from a position on: (file, row, tokens of that row)."""
+    for number in range(position[0], len(sources)):
+        for row, texts in read_texts(sources[number].open(), position[1] if number == position[0] else 0):
+            yield number, row, texts
+
+
+def tokenize(job):
+    """(file, row, [text]) -> (file, row, tokens, uint16, the end of each document in them)."""
+    file, row, texts = job
+    encoding = load_encoding("gpt2")
+    tokens, ends = [], []
+    for text in texts:
+        tokens.append(encoding.eot_token)
+        tokens += encode(encoding, text or "", disallowed_special=())
+        ends.append(len(tokens))
+    return file, row, np.array(tokens, np.uint16), ends
+
+
+def shards_from(sources, position, size, processes, bar):
+    """Yield (tokens, the position of the next shard) of one shard after the other; the last one may be shorter."""
+    shard, used = np.empty(size, np.uint16), 0
+    begin = position[2]  # in the first job; what is before is in a shard already
+    for file, row, tokens, ends in in_processes(tokenize, jobs(sources, position), processes):
+        while begin < len(tokens):
+            count = min(len(tokens) - begin, size - used)
+            shard[used : used + count] = tokens[begin : begin + count]
+            begin, used = begin + count, used + count
+            bar.update(count)
+            if used == size:
+                document = int(np.searchsorted(ends, begin, side="right"))
+                yield shard, [file, row + document, begin - (ends[document - 1] if document else 0)]
+                used = 0
+        begin = 0
+    if used:
+        yield shard[:used], [len(sources), 0, 0]
+
+
+def tokenize_shards(sources, output, most, args):
+    """Make what is not there of the validation shard and the first `most` training shards (None: all).
+
+    parquet.json beside them has, for each shard made, its tokens and the position in the text where the next begins.
+    """
+    size, path = args.shard_tokens, notes_path(output)
+    notes = {"shard_tokens": size, "files": [[source.name, source.size] for source in sources], "shards": []}
+    read_notes(path, notes, output)
+    shards = notes["shards"]  # [[tokens, file, row, tokens of that row], ...]
+    number = next((i for i, (count, *_) in enumerate(shards) if not output.has(i, shard_bytes(count))), len(shards))
+    del shards[number:]
+    position = shards[-1][1:] if shards else [0, 0, 0]
+    last = most if most is not None else math.inf
+    finished = number > last or position[0] == len(sources)
+
+    text = sum(source.size for source in sources)
+    tokens = min(TOKEN_BYTES / 2 * text, size * (last + 1))
+    needed = 0 if finished else 2 * (tokens - sum(count for count, *_ in shards))
+    largest = 0 if args.input or finished else max(source.size for source in sources)  # one is here at a time
+    check_room(f"{len(sources)} parquet files of {gigabytes(text)}, {number} shards of them made",
+               output.directory, max(0, needed) + largest)
+    if finished:
+        return
+    write_notes(path, notes)  # whose shards these are, before the first is there
+    processes = min(args.processes, 1 + text // (4 << 20))  # to start one takes as long as to tokenize some megabytes
+    with tqdm(total=None if args.input else int(tokens), unit="token", unit_scale=True, desc="tokenizing",
+              initial=size * number) as bar:
+        for tokens, after in shards_from(sources, position, size, processes, bar):
+            write_tokens(output.path(number), [tokens], len(tokens), "uint16")
+            shards.append([len(tokens), *after])
+            write_notes(path, notes)
+            bar.write(f"Saved {len(tokens)} tokens to {output.path(number)}")
+            for source in sources[: after[0]]:
+                source.close()
+            number += 1
+            if number > last:
+                break
+
+
+def notes_path(output):
+    return os.path.join(output.directory, "parquet.json")
+
+
+def read_notes(path, notes, output):
+    """Fill in the shards of notes from the file of an earlier run; raises UserError where that was of other text."""
+    if not os.path.exists(path):
+        if os.path.exists(output.path(0)):
+            raise UserError(f"{output.path(0)}: was not made from parquet here, and would be written over: pass another"
+                            " --output")
+        return
+    try:
+        with open_input(path, REMOVE) as f:
+            found = json.load(f)
+        same = all(found[name] == notes[name] for name in ("shard_tokens", "files"))
+        shards = [[int(number) for number in shard] for shard in found["shards"]]
+        if any(len(shard) != 4 or min(shard) < 0 for shard in shards):
+            raise ValueError(f"shards {shards}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error!r}); {REMOVE}") from None
+    if not same:
+        raise UserError(f"{path}: the shards there are of other parquet files, or another --shard_tokens: pass the"
+                        " flags of the first run, or another --output")
+    notes["shards"] = shards
+
+
+REMOVE = "remove it, and the shards beside it, to begin again"
+
+
+def write_notes(path, notes):
+    with replacing(path) as f:
+        f.write(json.dumps(notes).encode())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# main
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--edu", action="store_true", help="FineWeb-Edu")
+    parser.add_argument("--size", choices=("10B", "100B"), default="10B", help="tokens")
+    parser.add_argument("--shards", type=int, metavar="N", default=argparse.SUPPRESS,
+                        help="the first N training shards, and the validation shard (default: all)")
+    parser.add_argument("--parquet", action="store_true", help="tokenize the text here, instead of ready-made shards")
+    parser.add_argument("--input", metavar="FILES", default=argparse.SUPPRESS,
+                        help="--parquet of files that are already there, a path or a quoted glob")
+    parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
+                        help=f"--parquet: tokens of a shard (default: {SHARD_TOKENS})")
+    add_processes(parser, "--parquet: pieces of text")
+    parser.add_argument("--output", metavar="DIR", default=argparse.SUPPRESS,
+                        help="where the shards go (default: data/fineweb10B, data/edu_fineweb100B and so on)")
+    args = parser.parse_args()
+    check_processes(args)
+    args.input = getattr(args, "input", None)
+    args.parquet = args.parquet or args.input is not None
+    if not args.parquet and hasattr(args, "shard_tokens"):
+        raise UserError(f"--shard_tokens {args.shard_tokens}: ready-made shards are as large as they are: add"
+                        " --parquet")
+    args.shard_tokens = getattr(args, "shard_tokens", SHARD_TOKENS)
+    args.shards = getattr(args, "shards", None)
+    for name, least in (("shards", 1), ("shard_tokens", 1)):
+        if (value := getattr(args, name)) is not None and not least <= value < 2**31:
+            raise UserError(f"--{name} {value}: expected at least {least}, and less than 2^31")
+    return args
+
+
+def main():
+    args = parse_arguments()
+    name = "edu_fineweb" if args.edu else "fineweb"
+    output = Output(getattr(args, "output", os.path.join("data", f"{name}{args.size}")), name)
+    if args.parquet and parquet is None:
+        raise UserError("the Python package pyarrow, which reads parquet, cannot be imported: pip install pyarrow")
+    encoding = load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
+    make_directory(output.directory)
+    with locked(output.directory, True, "--output"):
+        if args.parquet:
+            downloads = os.path.join(output.directory, ".download")
+            sources = (local_sources(args.input) if args.input is not None else
+                       hub_sources(TEXT[args.edu], f"sample/{args.size}T", downloads))
+            tokenize_shards(sources, output, args.shards, args)
+            shutil.rmtree(downloads, ignore_errors=True)
+        else:
+            fetch_shards(READY_MADE[args.edu, args.size], output, args.shards)
+        save_vocabulary(os.path.join(output.directory, f"{name}_tokenizer.bin"), encoding)
+
+
+if __name__ == "__main__":
+    run_main(main)

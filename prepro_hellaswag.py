@@ -1,0 +1,65 @@
+"""
+HellaSwag -> GPT-2 tokens: 10,042 contexts with four endings each, for --hellaswag of the trainers and evaluate.py.
+
+    python prepro_hellaswag.py                # downloads 12 MB, prints:
+        Saved 10042 examples to data/hellaswag_val.bin
+
+The validation set of https://github.com/rowanz/hellaswag, in llm.c's layout: endings are encoded with a space before
+them. --input FILE takes a hellaswag_val.jsonl that is already there, or other lines like its own.
+"""
+
+import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+
+import argparse
+import json
+import os
+
+import numpy as np
+
+from llmc.errors import UserError, run_main
+from llmc.evaluation import ENDINGS, HELLASWAG, Example, write_examples
+from llmc.files import make_directory
+from prepro import download, encode, load_encoding, read_input
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+
+
+def parse_line(where, line, encoding):
+    """A line of JSON -> its Example."""
+    try:
+        record = json.loads(line)
+        context, endings, label = record["ctx"], record["endings"], int(record["label"])
+        if len(endings) != ENDINGS or not 0 <= label < ENDINGS:
+            raise ValueError(f"{len(endings)} endings and label {label}")
+        ids = [np.array(encode(encoding, text, disallowed_special=()), np.int32)
+               for text in (context, *(f" {ending}" for ending in endings))]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{where}: expected a JSON object with a text 'ctx', {ENDINGS} 'endings' and a 'label' of 0 to"
+                        f" {ENDINGS - 1}, found: {error!r}") from None
+    return Example(ids[0], ids[1:], label)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--input", metavar="FILE", help="hellaswag_val.jsonl, instead of the download")
+    parser.add_argument("--url", default=URL, help="where the download comes from (the SHA-256 is checked)")
+    parser.add_argument("--output", metavar="FILE", default=HELLASWAG, help="the file to write")
+    args = parser.parse_args()
+
+    path = args.input
+    if path is None:
+        path = os.path.join(os.path.dirname(args.output), "hellaswag_val.jsonl")
+        download(args.url, path, SHA256, "sha256")
+    encoding, examples = load_encoding("gpt2"), []
+    for number, line in enumerate(read_input(path).splitlines(), 1):
+        if line.strip():
+            examples.append(parse_line(f"{path}:{number}", line, encoding))
+    make_directory(os.path.dirname(args.output))
+    write_examples(args.output, examples)
+    print(f"Saved {len(examples)} examples to {args.output}")
+
+
+if __name__ == "__main__":
+    run_main(main)

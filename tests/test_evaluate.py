@@ -1,0 +1,404 @@
+"""HellaSwag's file and accuracy, --hellaswag of the trainers, evaluate.py; the numbers of transformers."""
+
+import functools
+import hashlib
+import json
+import math
+import re
+import struct
+
+import numpy as np
+import pytest
+
+import evaluate
+import export_weights
+import prepro_hellaswag
+import train_gpt2
+import train_gpt2_cuda
+from conftest import SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program, serve
+from llmc.checkpoint import write_model
+from llmc.dataloader import write_tokens
+from llmc.errors import UserError
+from llmc.evaluation import Example, count_correct, read_examples, write_examples
+from llmc.files import make_header
+from llmc.tokenizer import write_tokenizer
+
+HELLASWAG = "data/hellaswag_val.bin"
+
+
+def make_examples(count, longest=30, V=SMALL.V, seed=5):
+    """Examples of random tokens, of any lengths that fit."""
+    rng = np.random.default_rng(seed)
+
+    def ids(low, high):
+        return rng.integers(0, V, rng.integers(low, high), dtype=np.int32)
+
+    contexts = [ids(1, longest - 8) for _ in range(count)]
+    return [Example(context, [ids(1, longest - len(context)) for _ in range(4)], int(rng.integers(4)))
+            for context in contexts]
+
+
+@pytest.fixture
+def examples(workplace):
+    """Those of data/hellaswag_val.bin, in a directory as conftest's."""
+    examples = make_examples(60)
+    write_examples(HELLASWAG, examples)
+    return examples
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the file
+
+
+LINES = ('{"ind": 24, "ctx": "A man is sitting on a roof. he", "label": 3, "endings": ["is using wrap to wrap a pair of'
+         ' skis.", "is ripping level tiles off.", "is holding a rubik\'s cube.", "starts pulling up roofing on a'
+         ' roof."]}\n\n{"ctx": "The sun", "label": "0", "endings": ["rises.", "sets.", "b", "a"]}\n')
+
+
+def test_prepro_hellaswag_writes_llm_c_s_bytes(tmp_path, gpt2_vocabulary, run_here, monkeypatch):
+    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_text(LINES)
+    assert run_here(prepro_hellaswag, "--input", "x.jsonl").stdout == f"Saved 2 examples to {HELLASWAG}\n"
+    first = [65535, 2 * 53, 0, 3, 4, 9, 32, 582, 318, 5586, 319, 257, 9753, 13, 339,
+             11, 318, 1262, 14441, 284, 14441, 257, 5166, 286, 1341, 271, 13, 6, 318, 34759, 1241, 19867, 572, 13,
+             8, 318, 4769, 257, 6437, 1134, 338, 23441, 13, 9, 4940, 10427, 510, 9753, 278, 319, 257, 9753, 13]
+    second = [65535, 2 * 18, 1, 0, 4, 2, 464, 4252, 2, 16736, 13, 2, 5621, 13, 1, 275, 1, 257]
+    header = struct.pack("<256i", 20240522, 1, 2, 2 * 53, *[0] * 252)
+    assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{53 + 18}H", *first, *second)
+    examples = read_examples(HELLASWAG, 50257)
+    assert [example.label for example in examples] == [3, 0] and examples[0].longest == 20
+    assert examples[1].context.tolist() == [464, 4252] and examples[1].endings[1].tolist() == [5621, 13]
+
+
+def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, gpt2_vocabulary, run_here, monkeypatch):
+    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
+    monkeypatch.chdir(tmp_path)
+    with serve({"/x": (200, {}, LINES.encode())}) as (url, seen):
+        done = run_here(prepro_hellaswag, "--url", f"{url}/x", check=False)
+        done.stderr = done.stderr.splitlines()[-1]  # after the progress bar
+        assert_one_line_error(done, f"{url}/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE")
+        assert not list((tmp_path / "data").iterdir())
+        monkeypatch.setattr(prepro_hellaswag, "SHA256", hashlib.sha256(LINES.encode()).hexdigest())
+        for _ in range(2):
+            run_here(prepro_hellaswag, "--url", f"{url}/x")
+        assert seen == ["GET /x"] * 2
+
+
+@pytest.mark.parametrize("line, word", (
+    ("not JSON", "JSONDecodeError"), ("[]", "TypeError"), ('{"ctx": "a"}', "endings"),
+    ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings"),
+    ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "label 4"),
+    ('{"ctx": 1, "endings": ["b", "c", "d", "e"], "label": 1}', "TypeError"),
+    ('{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 1}', "example 2"),
+))  # fmt: skip
+def test_prepro_hellaswag_refuses_other_lines(tmp_path, gpt2_vocabulary, run_here, monkeypatch, line, word):
+    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
+    (tmp_path / "x.jsonl").write_text(f"{LINES}{line}\n")
+    done = run_here(prepro_hellaswag, "--input", tmp_path / "x.jsonl", "--output", tmp_path / "o", check=False)
+    assert_one_line_error(done, word, *(["x.jsonl:4", "'ctx'"] if "example" not in word else []))
+    assert not (tmp_path / "o").exists()
+
+
+def damaged(data):
+    """(what is wrong, the file's bytes) of a file with one fault each."""
+    def put(position, value, at=1024):
+        changed = bytearray(data)
+        struct.pack_into("<H" if at else "<i", changed, at + 2 * position, value)
+        return bytes(changed)
+
+    yield "magic", put(0, 1, 0)
+    yield "version 2", put(2, 2, 0)
+    yield "with 0 examples", put(4, 0, 0)
+    yield "record 60 of 61", put(4, 61, 0)
+    yield "longest", put(6, 7, 0)
+    for position, value in ((0, 1), (1, 9), (1, 0), (1, 60000), (2, 5), (3, 4), (4, 3), (5, 0), (5, 60000)):
+        yield "record 0 of 60", put(position, value)
+    yield "token id 300, expected 0 to 256", put(6, 300)
+    yield "record 59 of 60", data[:-2]
+    yield "2 bytes a number", data[:-1]
+    yield "after the last record", data + b"\0\0"
+    yield "1024-byte header", data[:1000]
+
+
+def test_a_damaged_file_is_refused(examples):
+    with open(HELLASWAG, "rb") as f:
+        data = f.read()
+    for what, changed in damaged(data):
+        with open("x.bin", "wb") as f:
+            f.write(changed)
+        with pytest.raises(UserError, match=f"x.bin: .*{what}"):
+            read_examples("x.bin", SMALL.V)
+
+
+def test_what_the_file_cannot_say(tmp_path):
+    fine, empty = make_examples(2)
+    for examples, what in (([], "0 examples"), ([fine, empty._replace(context=[])], "example 1 takes"),
+                           ([fine._replace(context=np.zeros(40000))], "80000|example 0 takes")):
+        with pytest.raises(UserError, match=what):
+            write_examples(tmp_path / "x", examples)
+    assert not list(tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# accuracy
+
+
+def test_the_first_of_equals_wins_and_only_the_ending_counts():
+    """Of a model whose loss is the target itself, and NaN wherever nothing should be read."""
+    def losses_of(inputs, targets):
+        assert inputs.shape == targets.shape == (len(inputs), 7) and inputs.dtype == np.int32
+        return np.where(targets < 50, targets, np.nan)  # the context is made of larger ids
+
+    def correct(*endings, label):
+        example = Example(np.array([90, 91, 92]), [np.array(ending) for ending in endings], label)
+        return count_correct(losses_of, [example], 4, 7)
+
+    assert correct([3, 5], [4], [9, 9], [8], label=0) == 1
+    assert correct([3, 5], [4], [9, 9], [8], label=1) == 0
+    assert correct([9], [1, 1, 1, 8], [4], [5], label=1) == 1, "the mean, not the sum"
+    with pytest.raises(UserError, match="not finite"):
+        correct([99], [1], [2], [3], label=0)
+
+
+def test_batches_of_any_size_and_length_agree(examples):
+    model = train_gpt2.GPT2(SMALL, random_params(SMALL))
+    model.allocate_activations(10, SMALL.maxT)
+    counts = {count_correct(model.losses, examples, B, T) for B in (1, 4, 6, 10) for T in (29, 32)}
+    assert len(counts) == 1 and 0 < counts.pop() < len(examples)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# transformers
+
+
+@pytest.fixture(params=("random", "trained"))
+def model(request, examples, run_here):
+    """The path of a model, and transformers' own of the same weights."""
+    transformers = pytest.importorskip("transformers")
+    path, rng = "gpt2_124M.bin", np.random.default_rng(4)
+    text = np.cumsum(rng.integers(1, 5, 20000)) % 250  # there is something to learn
+    for split, tokens in (("train", text[600:]), ("val", text[:600])):
+        tokens[::97] = 256  # end of text
+        write_tokens(f"data/tiny_shakespeare_{split}.bin", [tokens], len(tokens))
+    if request.param == "trained":
+        run_here(train_gpt2, "-x", 60, "-b", 4, "-t", 32, "-l", 0.003, "-v", 0, "-s", 0, "-o", "run")
+        path = "run/model_00000060.bin"
+    run_here(export_weights, "--to_hf", path, "hf")
+    hf = transformers.GPT2LMHeadModel.from_pretrained("hf").eval()
+    hf.loss_type = "ForCausalLM"  # which is what it warns that it takes
+    return path, hf
+
+
+def hf_losses(hf, inputs, targets):
+    """The losses of targets (T,), each predicted from the inputs (T,) up to its position."""
+    torch = pytest.importorskip("torch")
+    inputs, targets = (torch.as_tensor(np.asarray(ids, np.int64)) for ids in (inputs, targets))
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(hf(inputs[None]).logits[0], targets, reduction="none").double().numpy()
+
+
+def hf_perplexity(hf, tokens, T, stride):
+    """transformers' "Perplexity of fixed-length models": labels of what a window before had are -100."""
+    torch = pytest.importorskip("torch")
+    total = count = last = 0
+    for begin in range(0, len(tokens), stride):
+        end = min(begin + T, len(tokens))
+        ids = torch.as_tensor(np.asarray(tokens[begin:end], np.int64))[None]
+        labels = ids.clone()
+        labels[:, : last - end] = -100
+        if last == 0:
+            labels = ids
+        with torch.no_grad():
+            loss = hf(ids, labels=labels).loss
+        scored = int((labels[:, 1:] != -100).sum())
+        total, count, last = total + float(loss) * scored, count + scored, end
+        if end == len(tokens):
+            break
+    return math.exp(total / count), count
+
+
+@pytest.mark.parametrize("T, stride", ((32, 16), (32, 32), (20, 7), (32, 1)))
+def test_transformers_has_the_same_numbers(model, examples, run_here, T, stride):
+    path, hf = model
+    tokens = np.fromfile("data/tiny_shakespeare_val.bin", "<i4")[:300]
+    flags = ("--data", "data/tiny_shakespeare", "--tokens", 300, "--context", T, "--stride", stride, "--json",
+             "--tokenizer", "gpt2_tokenizer.bin")
+    found = json.loads(run_here(evaluate, path, *flags).stdout)
+    rows = [hf_losses(hf, tokens[i : i + T], tokens[i + 1 : i + T + 1]) for i in range(0, 300 - T, T)]
+    assert found["validation_loss"] == pytest.approx(np.mean(rows), abs=1e-3) and len(rows) == 299 // T
+    perplexity, count = hf_perplexity(hf, tokens, T, stride)
+    assert found["perplexity"] == pytest.approx(perplexity, rel=1e-3) and found["tokens"] == count
+    assert (found["device"], found["context"], found["stride"]) == ("CPU", T, stride)
+    if stride == T // 2:  # in this vocabulary a token is a byte, but for end of text
+        assert found["bytes"] == (tokens[1:] != 256).sum() < found["tokens"]
+    folder = json.loads(run_here(evaluate, "hf", *flags).stdout)
+    assert {**folder, "model": path} == found
+
+
+def test_transformers_finds_the_same_endings(model, examples, run_here):
+    path, hf = model
+    correct = 0
+    for context, endings, label in examples:
+        means = [hf_losses(hf, (row := np.concatenate((context, ending)))[:-1], row[1:])[-len(ending) :].mean()
+                 for ending in endings]
+        correct += int(np.argmin(means) == label)
+    found = json.loads(run_here(evaluate, path, "--hellaswag", HELLASWAG, "--json").stdout)
+    assert found["hellaswag"] == {"acc_norm": correct / 60, "correct": correct, "examples": 60}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# evaluate.py
+
+
+def test_the_table(examples, run_here):
+    flags = ("gpt2_124M.bin", "--data", "data/tiny_shakespeare_v*.bin", "--hellaswag", HELLASWAG, "--tokenizer",
+             "gpt2_tokenizer.bin")
+    table = dict(re.findall(r"^\| (\S.*?) +\| (.*?) +\|$", run_here(evaluate, *flags).stdout, re.MULTILINE))
+    found = json.loads(run_here(evaluate, *flags, "--json", "--batch_size", 3).stdout)
+    assert table == {
+        "model": "gpt2_124M.bin", "device": "CPU", "context": "32", "stride": "32", "tokens scored": "581",
+        "data": "data/tiny_shakespeare_v*.bin", "validation loss": f"{found['validation_loss']:.6f}",
+        "perplexity": f"{found['perplexity']:.4f}", "bits per byte": f"{found['bits_per_byte']:.4f}",
+        "HellaSwag acc_norm": f"{found['hellaswag']['acc_norm']:.4f} ({found['hellaswag']['correct']} of 60)"}
+    first = json.loads(run_here(evaluate, *flags, "--json", "--examples", 7).stdout)["hellaswag"]
+    assert first["examples"] == 7 and first["correct"] <= found["hellaswag"]["correct"]
+
+
+def test_bits_per_byte_do_not_depend_on_the_vocabulary(examples, run_here):
+    """Of tokens of 3 bytes each, they are a third; where what tokens stand for is not known, there are none."""
+    flags = ("gpt2_124M.bin", "--data", "data/tiny_shakespeare", "--json")
+    one = json.loads(run_here(evaluate, *flags, "--tokenizer", "gpt2_tokenizer.bin").stdout)
+    evaluate_three = functools.partial(run_here, evaluate, *flags, "--tokenizer", "three.bin")
+    write_tokenizer("three.bin", [b"abc"] * 256 + [b"<|endoftext|>"], 256)
+    three = json.loads(evaluate_three().stdout)
+    assert three["bytes"] == 3 * one["bytes"] and 3 * three["bits_per_byte"] == pytest.approx(one["bits_per_byte"])
+    assert three["perplexity"] == one["perplexity"]
+
+
+def test_several_files_and_their_first_tokens(examples, run_here):
+    """Windows do not go on from one file to the next; --tokens counts over all."""
+    tokens = np.fromfile("data/tiny_shakespeare_val.bin", "<i4")
+    for i, piece in enumerate((tokens[:100], tokens[100:110], tokens[110:])):
+        write_tokens(f"data/part_{i}.bin", [piece], len(piece), "uint16")
+    flags = ("gpt2_124M.bin", "--context", 32, "--stride", 8, "--json", "--data")
+    parts = [json.loads(run_here(evaluate, *flags, f"data/part_{i}.bin").stdout) for i in range(3)]
+    whole = json.loads(run_here(evaluate, *flags, "data/part_*.bin").stdout)
+    assert whole["tokens"] == sum(part["tokens"] for part in parts) == 597
+    mean = sum(part["tokens"] * math.log(part["perplexity"]) for part in parts) / 597
+    assert math.log(whole["perplexity"]) == pytest.approx(mean)
+    assert json.loads(run_here(evaluate, *flags, "data/part_*.bin", "--tokens", 105).stdout)["tokens"] == 103
+
+
+def test_evaluate_refuses(examples, run_here):
+    def fails(*flags, words, model="gpt2_124M.bin"):
+        assert_one_line_error(run_here(evaluate, model, *flags, check=False), *words)
+
+    write_tokens("data/one.bin", [np.array([3])], 1)
+    write_tokens("data/large.bin", [np.array([3, 500])], 2)
+    fails(words=("--data FILES", "--hellaswag FILE"))
+    fails("--data", "none", words=("none_val.bin", "no such file"))
+    fails("--data", "none*.bin", words=("none*.bin", "no file matches"))
+    fails("--data", "data/one.bin", words=("one.bin: 1 tokens", "at least 2"))
+    fails("--data", "data/large.bin", words=("token id 500", "expected 0 to 256"))
+    fails("--hellaswag", "none.bin", words=("none.bin", "python prepro_hellaswag.py"))
+    fails("--hellaswag", "data/one.bin", words=("one.bin", "file of evaluation examples"))
+    fails("--hellaswag", HELLASWAG, "--context", 20, words=(HELLASWAG, "--context 20", "--context 28 or more"))
+    fails("--data", "x", "--stride", 0, words=("--stride 0",))
+    fails("--data", "x", "--context", 1, words=("--context 1",))
+    fails("--data", "x", "--tokens", 1, words=("--tokens 1",))
+    fails("--data", "x", words=("none.bin", "no such file"), model="none.bin")
+    done = run_program("evaluate.py", "gpt2_124M.bin", "--hellaswag", HELLASWAG, "--device", "gpu", check=False,
+                       CUDA_VISIBLE_DEVICES="")
+    assert_one_line_error(done, "GPU")
+
+
+def test_a_model_that_has_diverged(examples, run_here):
+    params = random_params(SMALL)
+    params.wte[:] *= np.float32(1e30)
+    params.lnfb[:] = np.float32(1e30)
+    write_model("huge.bin", SMALL, params)
+    for flags, what in ((("--data", "data/tiny_shakespeare"), "loss is"), (("--hellaswag", HELLASWAG), "not finite")):
+        done = run_here(evaluate, "huge.bin", *flags, "--tokenizer", "gpt2_tokenizer.bin", check=False)
+        done.stderr = done.stderr.splitlines()[-1]  # after the progress bar
+        assert_one_line_error(done, what)
+
+
+def test_on_a_gpu_no_gradients_are_allocated(examples, fake_gpu, run_here, monkeypatch):
+    """A fake one, whose losses are all 0; what is launched is forward passes."""
+    taken, empty, zeros = [], fake_gpu.cp.empty, fake_gpu.cp.zeros
+    for name, function in (("empty", empty), ("zeros", zeros)):
+        monkeypatch.setattr(fake_gpu.cp, name, lambda shape, dtype, function=function: taken.append(
+            np.prod(shape) * np.dtype(dtype).itemsize) or function(shape, dtype))
+    params = random_params(SMALL_HEADS)
+    write_model("heads.bin", SMALL_HEADS, params)
+    flags = ("heads.bin", "--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer",
+             "gpt2_tokenizer.bin")
+    found = json.loads(run_here(evaluate, *flags).stdout)
+    assert found["device"] == "a fake GPU" and found["validation_loss"] == 0.0 and found["perplexity"] == 1.0
+    assert found["hellaswag"]["correct"] == sum(example.label == 0 for example in examples)
+    assert sum(params.buffer.size <= size < 2 * params.buffer.size for size in taken if size < 32 << 20) == 1, taken
+    names = {launch.name for launch in fake_gpu.launches}
+    assert {"encoder_forward", "attention_forward", "classifier"} <= names
+    assert not any("backward" in name or "adamw" in name for name in names)
+    assert json.loads(run_here(evaluate, *flags, "--device", "cpu").stdout)["device"] == "CPU"
+
+
+def test_a_model_that_the_gpu_s_kernels_do_not_take(examples, fake_gpu, run_here):
+    flags = ("gpt2_124M.bin", "--hellaswag", HELLASWAG, "--json", "--device")
+    done = run_here(evaluate, *flags, "auto")
+    assert json.loads(done.stdout)["device"] == "CPU" and done.stderr.startswith("note: this runs on the CPU: ")
+    assert_one_line_error(run_here(evaluate, *flags, "gpu", check=False), "C=24 with NH=3 heads")
+
+
+def test_a_gpu_has_the_cpu_s_numbers(examples, gpu, run_here):
+    write_model("heads.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    flags = ("heads.bin", "--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer",
+             "gpt2_tokenizer.bin", "--device")
+    cpu, on_gpu = (json.loads(run_here(evaluate, *flags, device).stdout) for device in ("cpu", "gpu"))
+    assert on_gpu["device"] == gpu.name
+    assert on_gpu["validation_loss"] == pytest.approx(cpu["validation_loss"], abs=1e-3)
+    assert on_gpu["perplexity"] == pytest.approx(cpu["perplexity"], rel=1e-3)
+    assert abs(on_gpu["hellaswag"]["correct"] - cpu["hellaswag"]["correct"]) <= 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --hellaswag of the trainers
+
+
+FLAGS = ("-x", 4, "-b", 2, "-t", 32, "-v", 2, "-s", 0)
+
+
+def test_a_run_evaluates_at_each_validation(examples, run_here):
+    done = run_here(train_gpt2, *FLAGS, "-l", 0.01, "-o", "run", "--hellaswag", 1)
+    found = re.findall(r"^val loss .*\nHellaSwag: (\d+)/60 = (0\.\d{6})$", done.stdout, re.MULTILINE)
+    assert len(found) == 3 and all(f"{int(correct) / 60:f}" == accuracy for correct, accuracy in found)
+    with open("run/main.log") as f:
+        events = re.findall(r"s:(\d) eval:(\S+)", f.read())
+    assert events == [(str(2 * i), f"{int(correct) / 60:.4f}") for i, (correct, _) in enumerate(found)]
+    last = json.loads(run_here(evaluate, "run", "--hellaswag", HELLASWAG, "--json").stdout)["hellaswag"]
+    assert last["correct"] == int(found[-1][0])
+    plain = run_here(train_gpt2, *FLAGS, "-l", 0.01).stdout
+    assert re.findall(r"(?:val|train) loss \S+", plain) == re.findall(r"(?:val|train) loss \S+", done.stdout)
+    assert "HellaSwag: " in run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout.replace("/9 = ", "")
+
+
+def test_a_run_on_a_gpu_evaluates(examples, fake_gpu, run_here):
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    done = run_here(train_gpt2_cuda, *FLAGS, "-o", "run", "--hellaswag", 1)
+    correct = sum(example.label == 0 for example in examples)
+    assert done.stdout.count(f"val loss 0.000000\nHellaSwag: {correct}/60 = {correct / 60:f}\n") == 3
+
+
+def test_what_a_run_cannot_evaluate(examples, run_here):
+    def fails(*flags, words):
+        assert_one_line_error(run_here(train_gpt2, *FLAGS, "--hellaswag", *flags, check=False), *words)
+
+    fails(-1, words=("--hellaswag -1",))
+    fails(1, "-v", 0, words=("--hellaswag 1", "-v STEPS"))
+    fails(1, "-t", 16, words=(HELLASWAG, "-t 16", "pass -t 28 or more"))
+    write_examples(HELLASWAG, make_examples(9, V=300))
+    fails(1, words=(HELLASWAG, "token id", "expected 0 to 256"))
+    with open(HELLASWAG, "wb") as f:
+        f.write(make_header(20240522, 1, 1))
+    fails(1, words=(HELLASWAG, "record 0 of 1 is damaged", "python prepro_hellaswag.py"))
