@@ -83,10 +83,7 @@ class TokenFile:
         tokens = np.empty(count, self.dtype)
         f.seek(self.offset + start * self.dtype.itemsize)
         read_into(f, tokens)
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.V:
-            raise UserError(f"{self.path}: token id {low if low < 0 else high}, expected 0 to {self.V - 1}: the file"
-                            " was made for another vocabulary than the model's")
+        check_ids(self.path, tokens, self.V)
         return tokens
 
     def check(self, count):
@@ -95,6 +92,13 @@ class TokenFile:
             for start in range(0, min(count, self.size), CHUNK):
                 self.read(f, start, min(CHUNK, self.size - start))
                 yield
+
+
+def check_ids(path, tokens, V):
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= V:
+        raise UserError(f"{path}: token id {low if low < 0 else high}, expected 0 to {V - 1}: the file was made for"
+                        " another vocabulary than the model's")
 
 
 def open_tokens(path, V, least=1, why=""):
