@@ -44,8 +44,9 @@ from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, hopper_matmul, kernel_files,
                           launch_geometry)
-from llmc.logger import Log, print_table
+from llmc.logger import Log
 from llmc.matmul import WORKSPACE, Matmul
+from llmc.progress import Console, flops_per_token, peak_flops, print_memory, print_start, print_table
 from llmc.sampler import Random, generate
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
@@ -916,8 +917,7 @@ def check_memory(architecture, config, settings, device):
         raise UserError(f"-b {settings.B} -t {settings.T}: {settings.B * settings.T} tokens, expected at most"
                         f" {64 * GRID_LAYERS}, 64 for each layer of a CUDA grid: take a smaller -b, and accumulate more"
                         " with -d")
-    for size, what in memory_plan(architecture, config, settings, device):
-        print(f"allocated {blocks(size, 1 << 20)} MiB for {what}")
+    print_memory(memory_plan(architecture, config, settings, device), settings.verbose or settings.lines == "llmc")
 
 
 def free_memory():
@@ -930,8 +930,7 @@ def free_memory():
 
 
 def describe(settings, config, params, gpu, train_loader, val_loader, model_path):
-    """The table that a run begins with: groups of (name, value)."""
-    driver = cp.cuda.runtime.driverGetVersion()
+    """The table that a run begins with, with --verbose or llm.c's lines: groups of (name, value)."""
     rounded = settings.precision.bf16 and not is_bfloat16(params)
     run = [
         ("training data", settings.data),
@@ -947,7 +946,7 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("tokens in a sample", settings.sample_tokens),
     ]
     device = [
-        ("device", f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"),
+        ("device", describe_gpu(gpu)),
         ("precision", describe_precision(settings)),
     ]
     model = [
@@ -961,6 +960,11 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("num_parameters", count_parameters(config, params)),
     ]
     return run, device, model, [("train batches", train_loader.num_batches), ("val batches", val_loader.num_batches)]
+
+
+def describe_gpu(gpu):
+    driver = cp.cuda.runtime.driverGetVersion()
+    return f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
 def describe_precision(settings):
@@ -1013,7 +1017,12 @@ def run(settings):
     print_changed_settings(given)
     resolve_steps(settings, train_loader, first_step)
     model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
-    print_table(describe(settings, config, params, gpu, train_loader, val_loader, model_path))
+    parameters = count_parameters(config, params)
+    if settings.verbose or settings.lines == "llmc":
+        print_table(describe(settings, config, params, gpu, train_loader, val_loader, model_path))
+    else:
+        print_start(settings, config, parameters, model_path, train_loader, val_loader,
+                    f"{describe_gpu(gpu)}, {describe_precision(settings)}")
     trainer = open_trainer(gpu, config, params, settings)
     if first_step is not None:
         resume(trainer, params, first_step, train_loader, random)
@@ -1022,7 +1031,9 @@ def run(settings):
         print("note: some matmul algorithms that the checkpoint records do not run here: what follows agrees up to"
               " rounding", file=sys.stderr)
     print(f"matmuls: {trainer.matmul.searched} shapes searched for the fastest algorithm, the others known")
-    return train(trainer, train_loader, val_loader, tokenizer, random, first_step or 0, loading)
+    peak = peak_flops(gpu.name, settings.precision.matmul)
+    with Console(settings, first_step or 0, flops_per_token(parameters, config, settings.T), peak) as console:
+        return train(trainer, train_loader, val_loader, tokenizer, random, first_step or 0, loading, console)
 
 
 def resume(trainer, params, step, train_loader, random):
@@ -1062,12 +1073,13 @@ def save(trainer, done, train_loader, random):
     delete_old_checkpoints(settings)
 
 
-def train(trainer, train_loader, val_loader, tokenizer, random, first_step, loading):
+def train(trainer, train_loader, val_loader, tokenizer, random, first_step, loading, console):
     """The training loop; returns the exit status. A step is: validate, sample, update, save; its line is printed while
     the next one runs, unless something else is due in between."""
     settings, V, directory = trainer.settings, trainer.config.V, trainer.settings.output_dir
     log = Log(settings, first_step)
     interruption = Interruption()
+    console.start(interruption)
     running, times = None, []  # (step, number of begin_step) of the update whose line is still to be printed
 
     def finish():
@@ -1079,13 +1091,14 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
         if not math.isfinite(loss):
             raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
         tokens = settings.B * settings.T * settings.micro_steps
-        print(f"step {step + 1:4d}/{settings.steps}: train loss {loss:f} ({ms:f} ms, {tokens / ms * 1000:.0f} tok/s)")
-        if not times:
+        console.training(step, loss, ms / 1000, f"step {step + 1:4d}/{settings.steps}: train loss {loss:f} ({ms:f} ms,"
+                         f" {tokens / ms * 1000:.0f} tok/s)")
+        if not times and (settings.verbose or settings.lines == "llmc"):
             seconds = time.perf_counter() - START - loading
-            print(f"first step finished {seconds:.2f} s after the start, not counting {loading:.2f} s of reading the"
-                  " model")
+            console.print(f"first step finished {seconds:.2f} s after the start, not counting {loading:.2f} s of"
+                          " reading the model")
         times.append(ms)
-        log.training(step, loss, learning_rate_at(settings, step), norm or 0.0)
+        log.training(step, loss, learning_rate_at(settings, step), norm or 0.0, ms / 1000)
 
     for step in range(first_step, settings.steps + 1):
         last = step == settings.steps
@@ -1097,10 +1110,12 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
         before = random.state
         try:
             if validation:
+                console.wait_for("validating")
                 loss = validate(interruption.watched(trainer.forward), val_loader, settings.val_batches, step)
-                print(f"val loss {loss:f}")
+                console.validation(step, loss)
                 log.validation(step, loss)
             if sample:
+                console.wait_for(None)
                 generate(interruption.watched(trainer.decode), random, tokenizer, V, settings.sample_tokens, settings.T)
         except Interrupted:  # the resumed run validates and samples at this step again
             random.state = before
@@ -1121,12 +1136,12 @@ def train(trainer, train_loader, val_loader, tokenizer, random, first_step, load
         if stop or (directory and due):
             finish()
         if directory and (due or stop):
+            console.wait_for("saving")
             with interruption.saving():
                 save(trainer, done, train_loader, random)
         if stop:
             return stopped(settings, done, stop)
-    if times:
-        print(f"total average iteration time: {sum(times) / len(times):f} ms")
+    console.end(f"total average iteration time: {sum(times) / len(times):f} ms" if times else None)
     return 0
 
 
