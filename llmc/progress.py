@@ -133,14 +133,15 @@ class Console:
         self.short = settings.lines == "short"
         self.seconds = 0.0  # of all steps so far
         self.doing, self.val_loss = "", None
-        self.format_meter, self.bar, self.drawn = None, "", 0.0  # bar: what the terminal shows
+        self.format_meter = None  # tqdm's, where there is a bar
+        self.bar, self.drawn = "", 0.0  # what the terminal shows, and since when
+        self.writing, self.pending = False, ""
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.erase()
-        self.format_meter = None
 
     def start(self, interruption):
         """The steps begin. The interruption's messages take the bar's place."""
@@ -151,13 +152,8 @@ class Console:
             from tqdm import tqdm
         except ImportError:  # which training does not need
             return
-        say = interruption.say
-
-        def say_instead(text):
-            self.format_meter, self.bar, bar = None, "", self.bar
-            say(blank(bar) + text.lstrip("\n") if bar else text)
-
-        self.format_meter, interruption.say = tqdm.format_meter, say_instead
+        self.format_meter, self.interruption = tqdm.format_meter, interruption
+        self.say, interruption.say = interruption.say, self.say_instead
 
     def wait_for(self, what):
         """Name in the bar what takes its time now; with None, hide it until the next line."""
@@ -165,7 +161,7 @@ class Console:
         if what is None:
             self.erase()
         else:
-            self.draw()
+            self.draw(at_once=True)
 
     def validation(self, step, loss):
         self.val_loss, self.doing = loss, "training"
@@ -214,18 +210,20 @@ class Console:
 
     # -- the bar: one line at the bottom, which what is printed overwrites
 
+    def has_bar(self):
+        return self.format_meter and self.interruption.signal is None
+
     def print(self, line):
         if not self.format_meter:
             print(line)
             return
-        sys.stdout.write(f"\r{line:<{len(self.bar)}}\n")
-        self.bar = ""
+        self.write(f"\r{line:<{len(self.bar)}}\n")
         self.draw()
 
-    def draw(self):
-        """Show the bar where it is not shown; renew it ten times a second at most."""
+    def draw(self, at_once=False):
+        """Show the bar where it is not shown; renew it at once, or ten times a second at most."""
         now = time.perf_counter()
-        if not self.format_meter or self.bar and now < self.drawn + 0.1:
+        if not self.has_bar() or self.bar and not at_once and now < self.drawn + 0.1:
             return
         columns = shutil.get_terminal_size().columns - 3  # Ctrl-C is echoed behind it
         postfix = f"val loss {self.val_loss:.4f}" if self.val_loss is not None else None
@@ -233,17 +231,31 @@ class Console:
         bar = self.format_meter(self.done, self.settings.steps, now - self.began, columns, self.doing,
                                 not encoding.startswith("utf"), initial=self.first_step, postfix=postfix,
                                 bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}")
-        sys.stdout.write("\r" + bar.ljust(len(self.bar)))
-        sys.stdout.flush()
-        self.bar, self.drawn = bar, now
-        if not self.format_meter:  # a signal came meanwhile
+        self.drawn = now
+        self.write("\r" + bar.ljust(len(self.bar)), bar)
+        if not self.has_bar():  # a signal came meanwhile
             self.erase()
 
     def erase(self):
         if self.bar:
-            sys.stdout.write(blank(self.bar))
-            sys.stdout.flush()
-            self.bar = ""
+            self.write(blank(self.bar))
+
+    def write(self, text, bar=""):
+        """Write a text after which the terminal's last line is `bar`; a signal's message waits until it is there."""
+        self.writing = True
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self.bar, self.writing = bar, False
+        if self.pending:
+            self.say_instead(self.pending)
+
+    def say_instead(self, text):
+        """The interruption's message, in the bar's place; this is called within a signal handler."""
+        if self.writing:
+            self.pending = text
+            return
+        bar, self.bar, self.pending = self.bar, "", ""
+        self.say(blank(bar) + text.lstrip("\n") if bar else text)
 
 
 def blank(bar):

@@ -29,7 +29,7 @@ from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import parameter_table
 
-FAST = ("-b", 2, "-t", 24, "-g", 16)
+FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits
 IGNORED = r"^(settings|resuming|first step|matmuls|kernels|total average|allocated|[|+]).*\n"
 FLOAT32 = ("--dtype", "float32", "--tf32", 0)
 
