@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import llmc.checkpoint
+import llmc.logger
 import llmc.progress
 import train_gpt2
 import train_gpt2_cuda
@@ -198,7 +199,7 @@ def test_ctrl_c_takes_the_bar_s_place(workplace):
     assert status == 130 and "training" in wrote and "%|" not in "".join(screen), screen[-9:]
     assert screen.count("finishing this step; Ctrl-C once more to stop at once") == 1
     done = newest_checkpoint("run")
-    assert re.findall(r"^step +(\d+)/1000000 \| train", "\n".join(screen), re.MULTILINE)[-1] == str(done), (screen[-7:], wrote[-1000:])
+    assert re.findall(r"^step +(\d+)/1000000 \| train", "\n".join(screen), re.MULTILINE)[-1] == str(done)
     assert screen[-2].startswith(f"stopped after step {done}; go on with: python ")
 
 
@@ -373,9 +374,76 @@ def test_plots(workplace, run_here):
     (workplace / "bad.log").write_text("s:0 trl:4.1\nhello\n")
     assert run_here(plot_log, "april.log", "run", "-o", "losses.png").stdout == "wrote losses.png\n"
     assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG") and not list(workplace.glob("*.tmp"))
+    run_here(plot_log, "april.log", "-o", "dark.svg", "--dark", "--smooth", 0)
+    assert b"<svg" in (workplace / "dark.svg").read_bytes()
+    assert_one_line_error(run_here(plot_log, "april.log", "--smooth", -1, check=False), "--smooth -1")
     assert_one_line_error(run_here(plot_log, "april.log", "-o", "losses.xyz", check=False), "losses.xyz", ".png")
     assert_one_line_error(run_here(plot_log, "bad.log", check=False), "bad.log:2", "hello")
     assert_one_line_error(run_here(plot_log, "none.log", check=False), "none.log", "no such file")
+
+
+def test_what_a_plot_shows():
+    """The running mean over the losses; the names of runs; the best validation; what only the first steps reach is
+    beyond the upper edge, but for a validation that stays there."""
+    import plot_log
+
+    losses = [9.0, 8.0] + [2.0, 1.0] * 49
+    steps = list(range(100))
+    logs = {"a$b": {"trl": (steps, losses), "tel": ([0, 50, 99], [9.0, 1.6, 1.7])}, "c": {"tel": ([3], [1.5])}}
+    assert plot_log.running_mean([1.0, 2.0, 6.0, 7.0], 1).tolist() == [1.5, 3.0, 5.0, 6.5]
+    assert plot_log.running_mean(losses, 0).tolist() == losses
+    _, axes = plot_log.plt.subplots()
+    plot_log.draw_losses(axes, logs)
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["a$b", "best validation 1.6000, step 50", "c", "best validation 1.5000, step 3"]
+    assert 0.9 < axes.get_ylim()[0] < 1.0 and 1.7 < axes.get_ylim()[1] < 3.0
+    logs["a$b"]["tel"][1][2] = 5.0
+    plot_log.draw_losses(axes, logs)
+    assert 5.0 < axes.get_ylim()[1] < 5.5
+    plot_log.plt.close("all")
+    for paths, names in ((["runs/a/main.log", "b.log", "x/c.txt"], ["a", "b", "c.txt"]),
+                         (["one/a/main.log", "two/a/main.log"], ["one/a", "two/a"])):
+        assert plot_log.run_names(paths) == names
+    assert len(plot_log.run_names(["a.log", "a.log"])) == 2
+
+
+def test_tensorboard(workplace, run_here, train, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    import to_tensorboard
+
+    def events():
+        accumulator = EventAccumulator("board/run")
+        accumulator.Reload()
+        return {tag: [(event.step, event.wall_time, event.value) for event in accumulator.Scalars(tag)]
+                for tag in accumulator.Tags()["scalars"]}
+
+    train("-x", 3, "-v", 2, "-s", 0, "-o", "run")
+    rows = read_table("run/main.csv")
+    for _ in range(2):  # the second time, in place of the first
+        assert run_here(to_tensorboard, "run", "-o", "board").stdout == "5 rows of run to board/run\n"
+        found = events()
+        assert set(found) == {"loss/train", "loss/validation", "learning_rate", "gradient_norm", "tokens_per_second"}
+        for column, tag in (("train_loss", "loss/train"), ("val_loss", "loss/validation"), ("norm", "gradient_norm")):
+            want = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
+            assert np.allclose([(step, value) for step, _, value in found[tag]], want, rtol=1e-6), tag
+        times = [time for _, time, _ in found["loss/train"]]
+        assert times == sorted(times) and abs(times[-1] - os.path.getmtime("run/main.csv")) < 5
+
+
+def test_tensorboard_says_what_is_wrong(workplace, run_here, monkeypatch):
+    import to_tensorboard
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        assert_one_line_error(run_here(to_tensorboard, "run", check=False), "pip install tensorboard")
+    (workplace / "x.csv").write_text(",".join(llmc.logger.COLUMNS) + "\n0,16,0.5,5.5,,0.0001,1.0,100\n1,2,what\n")
+    with pytest.raises(UserError, match="x.csv:3: '1,2,what', expected a row of numbers"):
+        to_tensorboard.read_table("x.csv")
+    (workplace / "x.csv").write_text("a,b\n")
+    with pytest.raises(UserError, match="x.csv: expected the columns step,tokens,"):
+        to_tensorboard.read_table("x.csv")
 
 
 def test_two_runs_are_bit_equal(workplace, train):
@@ -721,3 +789,21 @@ def test_readme_markers(tmp_path):
         readme.put_between_markers("y", "new", tmp_path / "R.md")
     text = "start\n" + "".join(f"step {i}: x\n" for i in range(9)) + "end\n"
     assert readme.shorten(text, 1) == "start\nstep 0: x\n...\nstep 8: x\nend"
+
+
+def test_what_readme_takes_from_a_run(workplace, run_here):
+    """The lines that the trainer prints today are those that dev/readme.py looks for."""
+    import readme
+
+    output = run_here(train_gpt2, *FAST[:6], "-x", 9, "-v", 4, "-s", 9, "--final_reports", 1, "-o", "run").stdout
+    log = (workplace / "run" / "main.log").read_text()
+    assert readme.loss_log(output) == re.sub(" lr.*", "", log)
+    lines = readme.excerpt(f"Saved 1 tokens\nSaved 2 tokens\n{output}").split("\n")
+    assert lines[0] == "Saved 2 tokens" and lines[1].startswith("model ") and lines[2].startswith("step 0/9 | val loss")
+    assert [line[:8] for line in lines[3:9]] == ["step 1/9", "step 2/9", "...", "step 8/9", "step 9/9", "step 9/9"]
+    assert lines[9] == "generating:" and len(lines) in (11, 12)
+    short = readme.shorten(output, 1).split("\n")
+    assert [line[:18] for line in short if line[:4] in ("step", "...")] == [
+        "step 0/9 | val los", "step 1/9 | train l", "...", "step 4/9 | train l", "step 4/9 | val los",
+        "step 5/9 | train l", "...", "step 8/9 | train l", "step 8/9 | val los", "step 9/9 | train l",
+        "step 9/9 | val los"]
