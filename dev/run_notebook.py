@@ -24,7 +24,7 @@ def execute(path, directory):
     with open_input(path, "it comes with this project: git checkout doc/first_run.ipynb") as f:
         notebook = nbformat.reads(f.read().decode(), as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False,
-                                     resources={"metadata": {"path": directory}})
+                                     coalesce_streams=True, resources={"metadata": {"path": directory}})
     try:
         client.execute()
     except nbclient.exceptions.CellExecutionError as error:
