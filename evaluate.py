@@ -35,7 +35,7 @@ from llmc.dataloader import find_files, names_shards, open_tokens
 from llmc.device import gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.evaluation import check_fits, count_correct, read_examples
-from llmc.logger import print_table
+from llmc.progress import print_table
 from train_gpt2 import GPT2
 from train_gpt2_cuda import open_evaluator
 

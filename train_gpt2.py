@@ -8,11 +8,10 @@ PyTorch reference that test_gpt2.py compares this file with.
     python prepro_tinyshakespeare.py          # data/tiny_shakespeare_{train,val,tokenizer}.bin
     python export_weights.py                  # gpt2_124M.bin
     OMP_NUM_THREADS=8 python train_gpt2.py    # prints:
-        [GPT-2]
-        max_seq_len: 1024
+        model     gpt2_124M.bin: L=12 NH=12 C=768 maxT=1024 V=50257, 124,439,808 parameters
         ...
-        val loss 5.252026
-        step 0: train loss 5.356189 (took 812.345000 ms)
+        step  0/41 | val loss 5.2520
+        step  1/41 | train loss 5.3562 | 0.64 s | 402 tok/s | 26 s left
 
 Names, here and everywhere: B batch size, T sequence length, C channels, NH heads, HS = C / NH head size, L layers,
 V vocabulary size, Vp the same padded to a multiple of 128, maxT longest sequence, OC output channels; b t h c l are
@@ -34,18 +33,19 @@ import warnings
 
 import numpy as np
 
-from llmc.checkpoint import (Config, Progress, count_parameters, delete_old_checkpoints, find_checkpoint,
-                             newest_checkpoint, padded, read_start, restore, save_checkpoint, stopped)
+from llmc.checkpoint import (Config, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints,
+                             find_checkpoint, newest_checkpoint, padded, read_start, restore, save_checkpoint, stopped)
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
-from llmc.evaluation import load_hellaswag, report_hellaswag
+from llmc.evaluation import count_correct, load_hellaswag
 from llmc.files import locked
 from llmc.logger import Log
+from llmc.progress import Console, print_memory, print_start
 from llmc.sampler import Choice, Random, draw, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings, print_changed_settings
 from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, table_elements, unpadded, views
-from llmc.threads import BLOCK, parallel_blocks
+from llmc.threads import BLOCK, THREADS, parallel_blocks
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -673,7 +673,7 @@ def train_step(model, loader, settings, step, want_norm):
     for micro_step in range(settings.micro_steps):
         loss += model.forward(*loader.next_batch()) / settings.micro_steps
         if not math.isfinite(loss):
-            raise UserError(f"step {step}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
+            raise UserError(f"after {step} steps: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
         model.backward(micro_step, settings.micro_steps)
     learning_rate, norm, scale = learning_rate_at(settings, step), None, 1.0
     if want_norm or settings.grad_clip:
@@ -685,7 +685,22 @@ def train_step(model, loader, settings, step, want_norm):
     return loss, learning_rate, norm
 
 
+def memory_plan(config, settings):
+    """What training allocates: [(bytes, what for)]."""
+    B, T = settings.B, settings.T
+    parameters = table_bytes(parameter_table(config))
+    return [
+        (parameters, "parameters"),
+        (parameters * (2 if settings.micro_steps > 1 else 1), "gradients"),
+        (2 * parameters, "AdamW's moments"),
+        (table_bytes(activation_table(config, B, T)), "activations"),
+        (table_bytes(scratch_table(config, B, T)), "gradients of activations"),
+        *([(table_bytes(cache_table(config, 1, T)), "keys and values of a sample")] if settings.sample_every else []),
+    ]
+
+
 def print_header(config, params, train_loader, val_loader):
+    """llm.c's lines."""
     print("[GPT-2]")
     print(f"max_seq_len: {config.maxT}")
     print(f"vocab_size: {config.V}")
@@ -715,24 +730,36 @@ def run(settings):
     random = Random()
 
     print_changed_settings(settings)
-    print_header(config, params, train_loader, val_loader)
+    if settings.lines == "llmc":
+        print_header(config, params, train_loader, val_loader)
+    else:
+        start = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
+        device = f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32"
+        print_start(settings, config, count_parameters(config, params), start, train_loader, val_loader, device)
+    if settings.verbose or settings.lines == "short":
+        print_memory(memory_plan(config, settings), settings.verbose)
     model = GPT2(config, params)
     model.allocate_activations(settings.B, settings.T)
     model.allocate_training(settings.B, settings.T, settings.micro_steps)
-    print(f"num_activations: {table_elements(activation_table(config, settings.B, settings.T))}")
+    if settings.lines == "llmc":
+        print(f"num_activations: {table_elements(activation_table(config, settings.B, settings.T))}")
     if first_step is not None:
         restore(settings, config, params, (model.m, model.v), first_step, train_loader, random)
-    return train(model, settings, train_loader, val_loader, examples, tokenizer, random, first_step or 0)
+    with Console(settings, first_step or 0) as console:
+        return train(model, settings, train_loader, val_loader, examples, tokenizer, random, first_step or 0, console)
 
 
-def train(model, settings, train_loader, val_loader, examples, tokenizer, random, first_step):
+def train(model, settings, train_loader, val_loader, examples, tokenizer, random, first_step, console):
     """The training loop; returns the exit status. A step is: validate, sample, update, save."""
     config, directory = model.config, settings.output_dir
     decoder = Decoder(config, model.params, 1, settings.T) if settings.sample_every else None
     log = Log(settings, first_step)
     interruption = Interruption()
+    console.start(interruption)
+    counted_from = 0 if settings.lines == "llmc" else 1  # the first step's number
 
     def save(done):
+        console.wait_for("saving")
         batch = (settings.B, settings.T, settings.spread)
         progress = Progress(done, random.state, train_loader.position, batch)
         with interruption.saving():
@@ -745,12 +772,17 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
         before = random.state
         try:
             if settings.val_every and (step % settings.val_every == 0 or final):
+                console.wait_for("validating")
                 loss = validate(interruption.watched(model.forward), val_loader, settings.val_batches, step)
-                print(f"val loss {loss:f}")
+                console.validation(step, loss)
                 log.validation(step, loss)
                 if examples:
-                    report_hellaswag(interruption.watched(model.losses), examples, settings, step, log)
+                    console.wait_for("HellaSwag")
+                    correct = count_correct(interruption.watched(model.losses), examples, settings.B, settings.T)
+                    console.hellaswag(step, correct, len(examples))
+                    log.evaluation(step, correct / len(examples))
             if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
+                console.wait_for(None)
                 begin = np.array([[end_of_text(tokenizer, config.V)]], np.int32)
                 steps = decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
                 print_sample(interruption.watching(steps), tokenizer)
@@ -758,13 +790,14 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
             random.state = before
             if directory and step > first_step and newest_checkpoint(directory) != step:
                 save(step)
-            return stopped(settings, step - 1 if step else None, interruption.signal)
+            return stopped(settings, step - 1 + counted_from if step else None, interruption.signal)
         if last:
             break
         start = time.perf_counter()
         loss, learning_rate, norm = train_step(model, train_loader, settings, step, want_norm=log.detailed)
-        print(f"step {step}: train loss {loss:f} (took {(time.perf_counter() - start) * 1000:f} ms)")
-        log.training(step, loss, learning_rate, norm)
+        seconds = time.perf_counter() - start
+        console.training(step, loss, seconds, f"step {step}: train loss {loss:f} (took {seconds * 1000:f} ms)")
+        log.training(step, loss, learning_rate, norm, seconds)
 
         done = step + 1
         due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
@@ -772,7 +805,8 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
         if directory and (due or stop):
             save(done)
         if stop:
-            return stopped(settings, step, stop)
+            return stopped(settings, step + counted_from, stop)
+    console.end()
     return 0
 
 

@@ -41,12 +41,13 @@ from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
-from llmc.evaluation import load_hellaswag, report_hellaswag
+from llmc.evaluation import count_correct, load_hellaswag
 from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files, decode_shared,
                           hopper_matmul, kernel_files, launch_geometry)
-from llmc.logger import Log, print_table
+from llmc.logger import Log
 from llmc.matmul import WORKSPACE, Matmul
+from llmc.progress import Console, flops_per_token, peak_flops, print_memory, print_start, print_table
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
@@ -1216,8 +1217,7 @@ def check_memory(architecture, config, settings, device):
         raise UserError(f"-b {settings.B} -t {settings.T}: {settings.B * settings.T} tokens, expected at most"
                         f" {64 * GRID_LAYERS}, 64 for each layer of a CUDA grid: take a smaller -b, and accumulate more"
                         " with -d")
-    for size, what in memory_plan(architecture, config, settings, device):
-        print(f"allocated {blocks(size, 1 << 20)} MiB for {what}")
+    print_memory(memory_plan(architecture, config, settings, device), settings.verbose or settings.lines == "llmc")
 
 
 def free_memory():
@@ -1230,8 +1230,7 @@ def free_memory():
 
 
 def describe(settings, config, params, gpu, train_loader, val_loader, model_path):
-    """The table that a run begins with: groups of (name, value)."""
-    driver = cp.cuda.runtime.driverGetVersion()
+    """The table that a run begins with, with --verbose or llm.c's lines: groups of (name, value)."""
     rounded = settings.precision.bf16 and not is_bfloat16(params)
     run = [
         ("training data", settings.data),
@@ -1247,7 +1246,7 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("tokens in a sample", settings.sample_tokens),
     ]
     device = [
-        ("device", f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"),
+        ("device", describe_gpu(gpu)),
         ("precision", describe_precision(settings)),
     ]
     model = [
@@ -1261,6 +1260,11 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("num_parameters", count_parameters(config, params)),
     ]
     return run, device, model, [("train batches", train_loader.num_batches), ("val batches", val_loader.num_batches)]
+
+
+def describe_gpu(gpu):
+    driver = cp.cuda.runtime.driverGetVersion()
+    return f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
 def describe_precision(settings):
@@ -1314,7 +1318,12 @@ def run(settings):
     print_changed_settings(given)
     resolve_steps(settings, train_loader, first_step)
     model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
-    print_table(describe(settings, config, params, gpu, train_loader, val_loader, model_path))
+    parameters = count_parameters(config, params)
+    if settings.verbose or settings.lines == "llmc":
+        print_table(describe(settings, config, params, gpu, train_loader, val_loader, model_path))
+    else:
+        print_start(settings, config, parameters, model_path, train_loader, val_loader,
+                    f"{describe_gpu(gpu)}, {describe_precision(settings)}")
     trainer = open_trainer(gpu, config, params, settings)
     if first_step is not None:
         resume(trainer, params, first_step, train_loader, random)
@@ -1323,7 +1332,9 @@ def run(settings):
         print("note: some matmul algorithms that the checkpoint records do not run here: what follows agrees up to"
               " rounding", file=sys.stderr)
     print(f"matmuls: {trainer.matmul.searched} shapes searched for the fastest algorithm, the others known")
-    return train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading)
+    peak = peak_flops(gpu.name, settings.precision.matmul)
+    with Console(settings, first_step or 0, flops_per_token(parameters, config, settings.T), peak) as console:
+        return train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading, console)
 
 
 def resume(trainer, params, step, train_loader, random):
@@ -1363,12 +1374,13 @@ def save(trainer, done, train_loader, random):
     delete_old_checkpoints(settings)
 
 
-def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step, loading):
+def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step, loading, console):
     """The training loop; returns the exit status. A step is: validate, sample, update, save; its line is printed while
     the next one runs, unless something else is due in between."""
     settings, V, directory = trainer.settings, trainer.config.V, trainer.settings.output_dir
     log = Log(settings, first_step)
     interruption = Interruption()
+    console.start(interruption)
     running, times = None, []  # (step, number of begin_step) of the update whose line is still to be printed
 
     def finish():
@@ -1380,13 +1392,14 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
         if not math.isfinite(loss):
             raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
         tokens = settings.B * settings.T * settings.micro_steps
-        print(f"step {step + 1:4d}/{settings.steps}: train loss {loss:f} ({ms:f} ms, {tokens / ms * 1000:.0f} tok/s)")
-        if not times:
+        console.training(step, loss, ms / 1000, f"step {step + 1:4d}/{settings.steps}: train loss {loss:f} ({ms:f} ms,"
+                         f" {tokens / ms * 1000:.0f} tok/s)")
+        if not times and (settings.verbose or settings.lines == "llmc"):
             seconds = time.perf_counter() - START - loading
-            print(f"first step finished {seconds:.2f} s after the start, not counting {loading:.2f} s of reading the"
-                  " model")
+            console.print(f"first step finished {seconds:.2f} s after the start, not counting {loading:.2f} s of"
+                          " reading the model")
         times.append(ms)
-        log.training(step, loss, learning_rate_at(settings, step), norm or 0.0)
+        log.training(step, loss, learning_rate_at(settings, step), norm or 0.0, ms / 1000)
 
     for step in range(first_step, settings.steps + 1):
         last = step == settings.steps
@@ -1398,12 +1411,17 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
         before = random.state
         try:
             if validation:
+                console.wait_for("validating")
                 loss = validate(interruption.watched(trainer.forward), val_loader, settings.val_batches, step)
-                print(f"val loss {loss:f}")
+                console.validation(step, loss)
                 log.validation(step, loss)
                 if examples:
-                    report_hellaswag(interruption.watched(trainer.losses), examples, settings, step, log)
+                    console.wait_for("HellaSwag")
+                    correct = count_correct(interruption.watched(trainer.losses), examples, settings.B, settings.T)
+                    console.hellaswag(step, correct, len(examples))
+                    log.evaluation(step, correct / len(examples))
             if sample:
+                console.wait_for(None)
                 begin = np.array([[end_of_text(tokenizer, V)]], np.int32)
                 steps = trainer.decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
                 print_sample(interruption.watching(steps), tokenizer)
@@ -1426,12 +1444,12 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
         if stop or (directory and due):
             finish()
         if directory and (due or stop):
+            console.wait_for("saving")
             with interruption.saving():
                 save(trainer, done, train_loader, random)
         if stop:
             return stopped(settings, done, stop)
-    if times:
-        print(f"total average iteration time: {sum(times) / len(times):f} ms")
+    console.end(f"total average iteration time: {sum(times) / len(times):f} ms" if times else None)
     return 0
 
 

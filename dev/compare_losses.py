@@ -54,7 +54,7 @@ def reorder_channels(config, params, seed):
 
 def run_ours(args):
     command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), "-e", args.e, "-i", args.i, "-b", str(args.b),
-               "-t", str(args.t), "-x", str(args.x), "-v", "0", "-s", "0", "--final_reports", "0",
+               "-t", str(args.t), "-x", str(args.x), "-v", "0", "-s", "0", "--final_reports", "0", "--lines", "llmc",
                "--dtype", args.dtype, "--tf32", str(args.tf32), "--matmul", args.matmul]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

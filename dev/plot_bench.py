@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 
-from plot_log import read_log
+from plot_log import draw_losses, read_log
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
@@ -70,13 +70,9 @@ def save(figure, path):
 def draw_overview(curves, machine, ms, output):
     """curves: plot_log.read_log's; ms: {program: {B: ms a step}}."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    left.plot(*curves["trl"], color="C0", linewidth=1, alpha=0.6, label="training")
-    left.plot(*curves["tel"], color="C1", marker="o", linestyle="none", label="validation")
-    left.set_xlabel("step")
+    draw_losses(left, {"training": curves})
     left.set_ylabel("loss, nats a byte")
     left.set_title("make train: 3.5 million parameters, two minutes on two CPU cores", fontsize=9)
-    left.grid(alpha=0.3)
-    left.legend()
 
     width = 0.8 / len(ms)
     for index, (program, row) in enumerate(ms.items()):

@@ -1,9 +1,12 @@
 """
 Draw the training and validation losses of one or more runs.
 
-    python dev/plot_log.py run1.log run2/main.log -o losses.png
+    python dev/plot_log.py runs/mine -o losses.png
+    python dev/plot_log.py runs/small runs/large april.log --dark
 
-Reads both forms of the log: `s:0 trl:5.3562` and `s:0 trl:5.3562 lr:0.000100 norm:12.34`; `tel` is validation.
+Reads both forms of the log: `s:0 trl:5.3562` and `s:0 trl:5.3562 lr:0.000100 norm:12.34`; `tel` is validation. Each
+run has a colour: the losses of training thin, their running mean over them, validation as dots, its best loss marked.
+What only the first steps reach is beyond the upper edge.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
+import numpy as np
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from llmc.errors import UserError, run_main
@@ -41,36 +45,88 @@ def read_log(path):
     return {name: (list(points), list(points.values())) for name, points in curves.items()}
 
 
-def draw(logs, output):
-    """logs: {label: curves}. Validation is drawn with dots, in the colour of its training curve."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for index, (label, curves) in enumerate(logs.items()):
-        color = f"C{index}"
+def run_names(paths):
+    """What to call the runs: their directories' names, or their logs', with as many parents as tell them apart."""
+    parts = []
+    for path in paths:
+        path = os.path.abspath(path).removesuffix(os.sep + "main.log").removesuffix(".log")
+        parts.append(os.fsencode(path).decode(errors="replace").strip(os.sep).split(os.sep))
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def running_mean(losses, width):
+    """The mean of each loss and of `width` losses on either side, or of as many as there are."""
+    sums, index = np.concatenate([[0.0], np.cumsum(losses, dtype=np.float64)]), np.arange(len(losses))
+    begin, end = np.maximum(index - width, 0), np.minimum(index + width + 1, len(losses))
+    return (sums[end] - sums[begin]) / (end - begin)
+
+
+def draw_losses(axes, logs, width=None):
+    """logs: {name: curves of read_log's}. width: of the running mean; if None, 2 percent of the steps."""
+    low, high = [], []
+    for index, (name, curves) in enumerate(logs.items()):
+        color, label = f"C{index}", name
         if "trl" in curves:
-            axes.plot(*curves["trl"], color=color, linewidth=1, alpha=0.7, label=f"{label}, training")
-        if "tel" in curves:
-            axes.plot(*curves["tel"], color=color, marker="o", markersize=4, linewidth=2, label=f"{label}, validation")
+            steps, losses = map(np.array, curves["trl"])
+            mean = running_mean(losses, len(steps) // 50 if width is None else width)
+            axes.plot(steps, losses, color=color, linewidth=0.7, alpha=0.3)
+            axes.plot(steps, mean, color=color, linewidth=1.6, label=label)
+            settled = mean[len(mean) // 10 :]  # past the first steps
+            high.append(np.max(settled) + 0.15 * np.ptp(settled))
+            low.append(np.min(losses))
+            label = None
+        for kind in ("tel", "eval"):
+            if kind in curves:
+                steps, losses = curves[kind]
+                best = int(np.argmin(losses))
+                axes.plot(steps, losses, color=color, marker="o" if kind == "tel" else "s", markersize=5,
+                          markeredgecolor=axes.get_facecolor(), linestyle="none" if "trl" in curves else "-",
+                          label=label)
+                low.append(losses[best])
+                high.append(max(loss for step, loss in zip(steps, losses) if 10 * step >= steps[-1]))
+                if kind == "tel":
+                    axes.plot(steps[best], losses[best], color=color, marker="*", markersize=13, linestyle="none",
+                              label=f"best validation {losses[best]:.4f}, step {steps[best]}")
+    if high and np.isfinite([*low, *high]).all() and max(high) > min(low):
+        margin = 0.03 * (max(high) - min(low))
+        axes.set_ylim(min(low) - margin, max(high) + margin)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.3)
     for text in axes.legend().get_texts():
         text.set_parse_math(False)  # a $ in a name is a $
-    extension = os.path.splitext(output)[1].lstrip(".").lower()
-    if extension not in figure.canvas.get_supported_filetypes():
-        raise UserError(f"-o {output}: expected a name that ends in .png, .svg or .pdf")
-    with replacing(output) as f:
-        figure.savefig(f, format=extension, dpi=150)
-    plt.close(figure)
+
+
+def draw(logs, output, width=None, dark=False):
+    with plt.style.context("dark_background" if dark else "default"):
+        figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+        draw_losses(axes, logs, width)
+        axes.set_ylabel("loss, nats a token")
+        extension = os.path.splitext(output)[1].lstrip(".").lower()
+        if extension not in figure.canvas.get_supported_filetypes():
+            raise UserError(f"-o {output}: expected a name that ends in .png, .svg or .pdf")
+        with replacing(output) as f:
+            figure.savefig(f, format=extension, dpi=150)
+        plt.close(figure)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="log file, or a run's directory")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's directory, or a log file")
     parser.add_argument("-o", "--output", default="losses.png",
                         help="picture to write (.png, .svg, .pdf; default: losses.png)")
+    parser.add_argument("--smooth", type=int, metavar="N",
+                        help="steps on either side that the running mean takes in (default: 2 percent of them)")
+    parser.add_argument("--dark", action="store_true", help="on black")
     args = parser.parse_args()
+    if args.smooth is not None and args.smooth < 0:
+        raise UserError(f"--smooth {args.smooth}: expected at least 0")
     paths = [os.path.join(path, "main.log") if os.path.isdir(path) else path for path in args.logs]
-    draw({os.fsencode(path).decode(errors="replace"): read_log(path) for path in paths}, args.output)
+    logs = [read_log(path) for path in paths]
+    draw(dict(zip(run_names(paths), logs)), args.output, args.smooth, args.dark)
     print(f"wrote {args.output}")
 
 

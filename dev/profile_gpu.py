@@ -231,6 +231,7 @@ def open_model(settings):
 @gpu_errors_as_lines()
 def main():
     settings = parse_settings(CudaSettings, "Time a training step kernel by kernel.")
+    settings.verbose = True  # the memory of each part, too
     trainer = open_trainer(*open_model(settings), settings)
     trainer.prepare()
     peaks = measure_copy(trainer.device), measure_matmul(trainer.matmul)

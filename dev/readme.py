@@ -75,10 +75,10 @@ def output_of(command):
 
 
 def shorten(text, keep=2):
-    """Of every run of step lines, the first and last few."""
+    """Of every run of lines of training steps, the first and last few."""
     lines, steps = [], []
     for line in [*text.rstrip().split("\n"), None]:
-        if line is not None and line.startswith(("step ", "iteration ")):
+        if line is not None and re.match(r"(step(?!.*val loss)|iteration) ", line):
             steps.append(line)
             continue
         lines += steps if len(steps) <= 2 * keep else [*steps[:keep], "...", *steps[-keep:]]
@@ -91,27 +91,20 @@ def shorten(text, keep=2):
 def excerpt(text):
     """Twelve lines of what make train prints: data, size of the model, first and last steps, how a sample begins."""
     lines = text.rstrip().split("\n")
-    steps = [line for line in lines if line.startswith("step ")]
-    losses = [line for line in lines if line.startswith("val loss")]
+    steps, losses = ([line for line in lines if line.startswith("step ") and what in line]
+                     for what in ("train loss", "val loss"))
     last = max(i for i, line in enumerate(lines) if line == "generating:")
     sample = [lines[last], *lines[last + 2 : last + 4]]
     head = [line for line in lines if line.startswith("Saved ")][1:2]
-    size = next(line.strip("| ") for line in lines if "num_parameters" in line)
-    size = re.sub(" *[|:] *", ": ", size)
+    size = next(line for line in lines if line.startswith("model "))
     return "\n".join([*head, size, losses[0], *steps[:2], "...", *steps[-2:], losses[-1], *sample])
 
 
 def loss_log(text):
-    """The losses among what a trainer prints, as lines of a log; a validation loss belongs to the step after it."""
-    lines, val, step = [], None, -1
-    for kind, number, loss in re.findall(r"^(val loss|step +(\d+)\S*: train loss) (\S+)", text, re.MULTILINE):
-        if kind == "val loss":
-            val = loss
-            continue
-        step = int(number)
-        lines += [f"s:{step} tel:{val}"] * (val is not None) + [f"s:{step} trl:{loss}"]
-        val = None
-    return "\n".join([*lines, *([f"s:{step + 1} tel:{val}"] if val is not None else [])]) + "\n"
+    """The losses among what a trainer prints, as lines of a log."""
+    found = re.findall(r"^step +(\d+)/\d+ \| (train|val) loss (\S+)", text, re.MULTILINE)
+    return "".join(f"s:{int(done) - 1} trl:{loss}\n" if kind == "train" else f"s:{done} tel:{loss}\n"
+                   for done, kind, loss in found)
 
 
 class Section(NamedTuple):
@@ -151,7 +144,7 @@ def main():
     print(output)
     if marker:
         put_between_markers(marker, f"```\n{output}\n```", page)
-    elif name == "train" and "\n| device " in output:  # the GPU's
+    elif name == "train" and "\nkernels: " in output:  # the GPU's
         write_text(page.replace(".txt", "_gpu.txt"), output + "\n")
     else:
         write_text(page, output + "\n")

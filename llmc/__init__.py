@@ -5,7 +5,11 @@
     settings    one dataclass -> command line, help
     tensors     tables: name -> shape; one buffer for a table, views of it
     checkpoint  model, debug state and optimizer state; resuming a run
-    tokenizer, sampler, schedulers, dataloader, logger
+    tokenizer, sampler, schedulers
+    dataloader, shuffle   token files, and the order in which they are read
+    evaluation  HellaSwag: examples, accuracy
+    logger      main.log, main.csv
+    progress    what a run prints: start, step lines, a terminal's bar
     threads     OpenBLAS's settings, and threads for what NumPy does on one core
     kernels     the files of kernels/ and their launch geometry
     compiler    kernels compiled, and kept in a cache

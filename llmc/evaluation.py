@@ -141,11 +141,3 @@ def count_correct(losses_of, examples, B, T):
         raise UserError("HellaSwag: the model's losses are not finite")
     chosen = means.reshape(-1, ENDINGS).argmin(axis=1)
     return int((chosen == [example.label for example in examples]).sum())
-
-
-def report_hellaswag(losses_of, examples, settings, step, log):
-    """Evaluate, print and log."""
-    correct = count_correct(losses_of, examples, settings.B, settings.T)
-    accuracy = correct / len(examples)
-    print(f"HellaSwag: {correct}/{len(examples)} = {accuracy:f}")
-    log.evaluation(step, accuracy)

@@ -1,13 +1,15 @@
-"""What a run prints and logs: the table that it begins with, and its log file."""
+"""What a run writes down, an event a line: main.log, llm.c's form, and main.csv beside it, for tables and plots."""
 
 import os
 import re
 import time
 
 from llmc.errors import UserError
-from llmc.files import make_directory, replacing
+from llmc.files import errors_of_writing, make_directory, replacing
 
 RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # before a run's lines in a file that held others
+COLUMNS = ("step", "tokens", "seconds", "train_loss", "val_loss", "learning_rate", "norm", "tokens_per_second",
+           "hellaswag")
 
 
 def last_run(lines):
@@ -19,62 +21,99 @@ class Log:
     """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training),
     `s:0 eval:0.2955` (HellaSwag).
 
-    In a run directory (main.log) training lines go on with the learning rate and the gradient norm. A new run keeps
-    what a file holds already, and goes on after a rule with the date. A resumed run drops what an interrupted one
-    logged beyond its checkpoint.
+    In a run directory (main.log) training lines go on with the learning rate and the gradient norm, and main.csv has
+    the same events as rows of COLUMNS: tokens trained on so far, seconds since the run's first start less its
+    pauses. A new run keeps what is there already: it goes on in the log after a rule with the date, and renames the
+    table, main.1.csv. A resumed run drops what an interrupted one wrote beyond its checkpoint.
     """
 
     def __init__(self, settings, first_step=0):
-        self.file, self.detailed = None, settings.output_dir is not None
+        self.file, self.table, self.detailed = None, None, settings.output_dir is not None
         if not settings.output:
             return
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
         make_directory(os.path.dirname(path))
-        try:
-            if os.path.exists(path) and not os.path.isfile(path):
-                raise UserError(f"{path}: is not a file; choose another -o")
-            if first_step and os.path.exists(path):
-                with open(path, errors="surrogateescape", newline="") as f:
-                    lines = [line + "\n" for line in f.read().split("\n")[:-1]]
-                first = last_run(lines)
-                kept = [line for line in lines[first:] if int(re.match(r"s:([0-9]{1,10}) ", line)[1]) < first_step]
-                with replacing(path) as f:
-                    f.write("".join(lines[:first] + kept).encode(errors="surrogateescape"))
-            self.file = open(path, "a+b", buffering=0)
-            if self.file.tell() and not first_step:
-                self.file.seek(-1, os.SEEK_END)
-                self.write("" if self.file.read() == b"\n" else "\n", end="")
-                self.write(time.strftime("--- %Y-%m-%d %H:%M:%S ---"))
-        except TypeError:
-            raise UserError(f"{path}: is not a training log (lines like 's:0 trl:4.1234'); move it away to go"
-                            " on") from None
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); choose another -o") from None
+        self.file = opened(path, first_step, kept_lines, "lines like 's:0 trl:4.1234'")
+        if self.file.tell() and not first_step:
+            self.file.seek(-1, os.SEEK_END)
+            self.write("" if self.file.read() == b"\n" else "\n", end="")
+            self.write(time.strftime("--- %Y-%m-%d %H:%M:%S ---"))
+        if self.detailed:
+            self.open_table(os.path.join(settings.output, "main.csv"), first_step)
+            self.tokens = settings.B * settings.T * settings.micro_steps  # of a step
 
-    def write(self, line, end="\n"):
-        if self.file:
-            try:
-                self.file.write((line + end).encode())
-            except OSError as error:
-                raise UserError(f"{self.file.name}: cannot be written ({error.strerror})") from None
+    def open_table(self, path, first_step):
+        if not first_step and os.path.lexists(path):
+            number = next(n for n in range(1, 1 << 30) if not os.path.lexists(numbered(path, n)))
+            with errors_of_writing(path):
+                os.rename(path, numbered(path, number))
+        self.table = opened(path, first_step, kept_rows, f"rows of {','.join(COLUMNS)}")
+        self.table.seek(0)
+        rows = self.table.read().decode().splitlines()
+        if not rows:
+            self.write(",".join(COLUMNS), file=self.table)
+        self.began = time.perf_counter() - (float(rows[-1].split(",")[2]) if len(rows) > 1 else 0.0)
+
+    def write(self, line, end="\n", file=None):
+        file = file or self.file
+        if file:
+            with errors_of_writing(file.name):
+                file.write((line + end).encode())
+
+    def write_row(self, step, done, train="", val="", learning_rate="", norm="", rate="", hellaswag=""):
+        if self.table:
+            seconds = f"{time.perf_counter() - self.began:.3f}"
+            row = (step, done * self.tokens, seconds, train, val, learning_rate, norm, rate, hellaswag)
+            self.write(",".join(map(str, row)), file=self.table)
 
     def validation(self, step, loss):
         self.write(f"s:{step} tel:{loss:.4f}")
+        self.write_row(step, step, val=f"{loss:.6f}")
 
     def evaluation(self, step, accuracy):
         self.write(f"s:{step} eval:{accuracy:.4f}")
+        self.write_row(step, step, hellaswag=f"{accuracy:.6f}")
 
-    def training(self, step, loss, learning_rate, norm):
+    def training(self, step, loss, learning_rate, norm, seconds):
+        """Update number `step`, from 0, which took so long; norm: of the gradient, None where there is no table."""
         self.write(f"s:{step} trl:{loss:.4f}" + (f" lr:{learning_rate:.6f} norm:{norm:.2f}" if self.detailed else ""))
+        if self.table:
+            self.write_row(step, step + 1, f"{loss:.6f}", "", f"{learning_rate:.6g}", f"{norm:.4f}",
+                           f"{self.tokens / seconds:.0f}")
 
 
-def print_table(groups):
-    """A box around groups of (name, value)."""
-    groups = [[(name, str(value)) for name, value in rows] for rows in groups]
-    width = max(50, *(len(value) for rows in groups for _, value in rows))
-    line = f"+-{'-' * 21}-+-{'-' * width}-+"
-    for rows in groups:
-        print(line)
-        for name, value in rows:
-            print(f"| {name:<21} | {value:<{width}} |")
-    print(line)
+def opened(path, first_step, kept, form):
+    """A log opened to append to, less what kept(its lines, first_step) drops when a run resumes."""
+    with errors_of_writing(path):
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UserError(f"{path}: is not a file; choose another -o")
+        if first_step and os.path.exists(path):
+            with open(path, errors="surrogateescape", newline="") as f:
+                lines = [line + "\n" for line in f.read().split("\n")[:-1]]
+            try:
+                lines = kept(lines, first_step)
+            except (TypeError, ValueError):
+                raise UserError(f"{path}: is not a training log ({form}); move it away to go on") from None
+            with replacing(path) as f:
+                f.write("".join(lines).encode(errors="surrogateescape"))
+        return open(path, "a+b", buffering=0)
+
+
+def kept_lines(lines, first_step):
+    """Of main.log's lines, those before the last run, and of that the steps before first_step."""
+    first = last_run(lines)
+    return lines[:first] + [line for line in lines[first:] if int(re.match(r"s:([0-9]{1,10}) ", line)[1]) < first_step]
+
+
+def kept_rows(lines, first_step):
+    """Of main.csv's lines, the head and the steps before first_step."""
+    if lines and lines[0] != ",".join(COLUMNS) + "\n":
+        raise ValueError
+    rows = [re.fullmatch(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+(,[0-9a-z.+-]*){6}\n", line) for line in lines[1:]]
+    return lines[:1] + [row[0] for row in rows if int(row[1]) < first_step]
+
+
+def numbered(path, number):
+    """main.csv -> main.1.csv."""
+    stem, extension = os.path.splitext(path)
+    return f"{stem}.{number}{extension}"

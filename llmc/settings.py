@@ -78,6 +78,10 @@ class Settings:
                                 help="tokens in a sample, the first (end of text) included; the model sees the last T")
     final_reports: int = option(0, group="reports", choices=(0, 1),
                                 help="1: validate and sample after the last update, whatever -v and -s say")
+    print_every: int = option(1, group="reports", help="print a line every that many steps (a log has all of them)")
+    lines: str = option("short", group="reports", choices=("short", "llmc"),
+                        help="llmc: print the lines of llm.c of April 2024, to the byte")
+    verbose: bool = option(False, group="reports", help="begin with all settings and the memory that each part takes")
 
     checkpoint_every: int = option(0, "-n", group="checkpoints",
                                    help="save every that many updates, and after the last (0: only after the last)")
@@ -90,7 +94,8 @@ class Settings:
 
     AT_LEAST: ClassVar = dict(
         B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0,
-        sample_every=0, sample_tokens=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0,
+        sample_every=0, sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0,
+        major_checkpoint_every=0,
         weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
 
     @property

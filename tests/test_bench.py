@@ -107,7 +107,7 @@ def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here):
     """Its losses, on the CPU, over four steps: those of train_gpt2.py, whether the batch comes at once or a sequence at
     a time."""
     args = argparse.Namespace(e="gpt2_124M.bin", i="data/tiny_shakespeare", b=3, t=16)
-    trained = run_here(train_gpt2, "-b", 3, "-t", 16, "-x", 4, "-v", 0, "-s", 0, "-l",
+    trained = run_here(train_gpt2, "--lines", "llmc", "-b", 3, "-t", 16, "-x", 4, "-v", 0, "-s", 0, "-l",
                        compare_losses.ADAMW["learning_rate"])
     expected = [float(loss) for loss in re.findall(r"train loss (\S+)", trained.stdout)]
     for others in (False, True):

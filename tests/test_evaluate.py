@@ -371,8 +371,8 @@ FLAGS = ("-x", 4, "-b", 2, "-t", 32, "-v", 2, "-s", 0)
 
 def test_a_run_evaluates_at_each_validation(examples, run_here):
     done = run_here(train_gpt2, *FLAGS, "-l", 0.01, "-o", "run", "--hellaswag", 1)
-    found = re.findall(r"^val loss .*\nHellaSwag: (\d+)/60 = (0\.\d{6})$", done.stdout, re.MULTILINE)
-    assert len(found) == 3 and all(f"{int(correct) / 60:f}" == accuracy for correct, accuracy in found)
+    found = re.findall(r"val loss .*\nstep ./4 \| HellaSwag (\d+)/60 = (0\.\d{4})$", done.stdout, re.MULTILINE)
+    assert len(found) == 3 and all(f"{int(correct) / 60:.4f}" == accuracy for correct, accuracy in found)
     with open("run/main.log") as f:
         events = re.findall(r"s:(\d) eval:(\S+)", f.read())
     assert events == [(str(2 * i), f"{int(correct) / 60:.4f}") for i, (correct, _) in enumerate(found)]
@@ -380,14 +380,17 @@ def test_a_run_evaluates_at_each_validation(examples, run_here):
     assert last["correct"] == int(found[-1][0])
     plain = run_here(train_gpt2, *FLAGS, "-l", 0.01).stdout
     assert re.findall(r"(?:val|train) loss \S+", plain) == re.findall(r"(?:val|train) loss \S+", done.stdout)
-    assert "HellaSwag: " in run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout.replace("/9 = ", "")
+    assert re.search(r"HellaSwag \d/9 = ", run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout)
+    with open("run/main.csv") as f:
+        rows = [line.rstrip("\n").split(",") for line in f]
+    assert [row[-1][:6] for row in rows[1:] if row[-1]] == [accuracy for _, accuracy in found]
 
 
 def test_a_run_on_a_gpu_evaluates(examples, fake_gpu, run_here):
     write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
     done = run_here(train_gpt2_cuda, *FLAGS, "-o", "run", "--hellaswag", 1)
     correct = sum(example.label == 0 for example in examples)
-    assert done.stdout.count(f"val loss 0.000000\nHellaSwag: {correct}/60 = {correct / 60:f}\n") == 3
+    assert len(re.findall(rf"val loss 0.0000\nstep ./4 \| HellaSwag {correct}/60 = {correct / 60:.4f}\n", done.stdout)) == 3
 
 
 def test_what_a_run_cannot_evaluate(examples, run_here):

@@ -334,21 +334,21 @@ def test_full_disk_while_a_checkpoint_is_written(workplace, train):
     cannot be written, twice the model's size."""
     train("-x", 2, "-n", 2, "-o", "run", check=True)
     before = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
-    del before["main.log"]
+    before = {name: content for name, content in before.items() if "main." not in name}
     for limit, name in ((120000, "state_00000004_00000.bin"), (60000, "model_00000004.bin")):
         command = [sys.executable, ROOT / "train_gpt2.py", *TRAIN, "-x", 4, "-n", 2, "-o", "run", "-y", 1]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=workplace,
                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
         assert_one_line_error(done, name, "cannot be written")
         after = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
-        assert after.pop("main.log").count(b"\n") == 4
+        assert after.pop("main.log").count(b"\n") == 4 and after.pop("main.csv").count(b"\n") == 5
         assert after == before, "the older checkpoint is whole, and nothing half-written is left"
     train("-x", 4, "-n", 2, "-o", "run", "-y", 1, check=True)
 
 
 def test_a_loss_that_becomes_nan_stops_the_run(workplace, train):
     done = train("-x", 50, "-l", 1e30, "-n", 1, "-o", "run")
-    assert_one_line_error(done, "step ", "loss is nan", "-l")
+    assert_one_line_error(done, " steps: the loss is nan", "-l")
     step = newest_checkpoint("run")
     assert step is not None
     read_model(checkpoint_paths("run", step)[0], parameter_table)
@@ -400,14 +400,14 @@ def test_two_runs_with_one_output(workplace, train):
         for _ in range(2):
             first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             for line in first.stdout:
-                if line.startswith("step 2:"):
+                if line.startswith("step      2/"):
                     break
             assert_one_line_error(train("-o", output), output, f"process {first.pid} ", "another -o")
             first.kill()
             first.communicate()
             assert (workplace / lock).exists()
         done = train("-o", output, check=True)
-        assert "step 0:" in done.stdout and not (workplace / lock).exists()
+        assert "step 1/1 " in done.stdout and not (workplace / lock).exists()
 
 
 def test_a_refused_run_leaves_no_directory(workplace, train):
@@ -449,7 +449,7 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     train("-x", 4, "-n", 1, "-o", "run", *flags, check=True)
     train("-x", 7, "-n", 1, "-o", "run", "-y", 1, *flags, check=True)
     names = {name for step in kept for name in checkpoint_paths("", step)}
-    assert set(os.listdir("run")) == {"main.log", "tokenizer.bin", "model_mine.bin", *names}
+    assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
 def test_resume_without_a_checkpoint_starts_afresh(workplace, train):
@@ -481,9 +481,10 @@ def test_damaged_optimizer_state(workplace, train):
 
 def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace, train):
     train("-x", 1, "-n", 1, "-o", "run", check=True)
-    (workplace / "run" / "main.log").write_text("notes\n")
-    assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), "main.log", "not a training log")
-    assert (workplace / "run" / "main.log").read_text() == "notes\n"
+    for name in ("main.csv", "main.log"):
+        (workplace / "run" / name).write_text("notes\n")
+        assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), name, "not a training log")
+        assert (workplace / "run" / name).read_text() == "notes\n"
 
 
 def test_interruption_while_loading_is_quiet(workplace):

@@ -42,6 +42,7 @@ from llmc.checkpoint import Progress, read_debug_state, save_checkpoint, write_d
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
 from llmc.files import KINDS
+from llmc.logger import COLUMNS
 from llmc.matmul import Matmul
 from llmc.settings import field_flags, parse_settings
 from llmc.shuffle import first_position
@@ -82,6 +83,7 @@ def write_files():
     Path("text.md").write_bytes(b"# Text\r\n\r\nna\xc3\xafve\r\n" * 50)
     Path("text.jsonl").write_text("".join('{"id": %d, "text": "line\\n %d"}\n' % (i, i) for i in range(50)))
     Path("run/main.log").write_text("s:0 tel:5.6000\ns:0 trl:5.6000 lr:0.000100 norm:1.00\n")
+    Path("run/main.csv").write_text(",".join(COLUMNS) + "\n0,0,0.5,,5.6,,,,\n0,16,0.6,5.6,,0.0001,1.0,160,\n")
 
 
 def train(*flags):
@@ -133,7 +135,7 @@ FILES = {  # file -> who reads it
        for format in ("int32", "uint16") for split in ("train", "val")},
     "run/model_00000001.bin": functools.partial(train, *RESUME),
     "run/state_00000001_00000.bin": functools.partial(train, *RESUME),
-    "run/main.log": functools.partial(train, *RESUME),
+    **{f"run/main.{ending}": functools.partial(train, *RESUME) for ending in ("log", "csv")},
     "run/DONE_00000001": resume_on_gpu,
     "hf/config.json": import_folder,
     "hf/model.safetensors": import_folder,
@@ -146,7 +148,7 @@ READERS = [*FILES.items(), ("run/main.log", functools.partial(plot, "run/main.lo
 
 EXTREMES = (0, 1, -1, 2, 3, 127, 128, 255, 256, 257, 65535, 2**16, 2**24, 2**30, 2**31 - 1, -(2**31), *KINDS)
 PIECES = (b"[" * 100000, b"9" * 5000, b"nan", b"\xff\xfe", b"\0", b"s:1 trl:nan\n", b"s:" + b"1" * 4300 + b" trl:1\n",
-          b"{", b"null", b"-1", b"1e999", b"\n")  # fmt: skip
+          b",\n", b"{", b"null", b"-1", b"1e999", b"\n")  # fmt: skip
 
 
 def mutate(rng, data, others):
@@ -252,7 +254,8 @@ def fuzz_files(count, seed):
         if problem:
             failed.append(f"seed {seed}, mutant {number}, {name}, {kind}: {problem}")
         Path(name).write_bytes(good[name])
-        Path("run/main.log").write_bytes(good["run/main.log"])
+        for log in ("run/main.log", "run/main.csv"):
+            Path(log).write_bytes(good[log])
         for other in set(os.listdir("run")) - set(kept):
             os.unlink(os.path.join("run", other))
     return failed, refused
@@ -267,7 +270,7 @@ def fuzz_flags(count, seed):
     """The same of flags: values for one flag of train_gpt2.py, which then runs, or of train_gpt2_cuda.py, which does
     not."""
     rng, failed, refused = random.Random(seed), [], 0
-    kept, log = os.listdir(), Path("run/main.log").read_bytes()
+    kept, logs = os.listdir(), {name: Path(name).read_bytes() for name in ("run/main.log", "run/main.csv")}
     for number in range(count):
         cuda = rng.random() < 0.5
         field = rng.choice(dataclasses.fields(train_gpt2_cuda.CudaSettings if cuda else train_gpt2.Settings))
@@ -284,7 +287,8 @@ def fuzz_flags(count, seed):
                           f" {problem}")
         for name in set(os.listdir()) - set(kept):  # of -o
             shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
-        Path("run/main.log").write_bytes(log)
+        for name, content in logs.items():
+            Path(name).write_bytes(content)
     return failed, refused
 
 

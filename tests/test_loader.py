@@ -32,7 +32,7 @@ from llmc.tensors import allocate
 from llmc.threads import read_ahead
 from train_gpt2 import parameter_table, validate
 
-FAST = ("-b", 2, "-t", 8, "-v", 0, "-s", 0)
+FAST = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "--lines", "llmc")  # whose losses have more digits
 
 
 def count_up(path, count, first=0):

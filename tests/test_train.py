@@ -1,22 +1,30 @@
 """The training program as a user runs it: what it prints and logs, resuming to the bit, interruptions,
 schedules, plots."""
 
+import csv
+import dataclasses
+import fcntl
 import os
+import pty
 import random
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import numpy as np
 import pytest
 
 import llmc.checkpoint
+import llmc.logger
+import llmc.progress
 import train_gpt2
 import train_gpt2_cuda
-from conftest import ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program
+from conftest import GPT2_124M, ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program
 from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, read_model, read_optimizer_state, stopped,
                              write_model)
 from llmc.dataloader import DataLoader, write_tokens
@@ -25,9 +33,10 @@ from llmc.sampler import Random, sample_multinomial
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings
 from llmc.tensors import allocate, flat, table_elements
+from llmc.tokenizer import write_tokenizer
 from train_gpt2 import GPT2, activation_table, parameter_table
 
-FAST = ("-b", 2, "-t", 8, "-g", 16)
+FAST = ("-b", 2, "-t", 8, "-g", 16, "--lines", "llmc")  # whose losses have more digits
 
 
 @pytest.fixture
@@ -46,13 +55,14 @@ def losses_and_samples(text):
 # output
 
 
-def test_no_flags_print_what_llm_c_prints(workplace, run_here):
-    """41 updates, validation at 0, 10, 20, 30, 40, samples at 20 and 40, after validation and before the update."""
+def test_llm_c_s_lines(workplace, run_here):
+    """With --lines llmc, to the byte: 41 updates, validation at 0, 10, 20, 30, 40, samples at 20 and 40, after
+    validation and before the update."""
     large = Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
     write_model("gpt2_124M.bin", large, random_params(large))
-    output = run_here(train_gpt2).stdout
-    lines = output.split("\n")
-    assert lines[:10] == [
+    output = run_here(train_gpt2, "--lines", "llmc").stdout
+    settings, *lines = output.split("\n")
+    assert settings == "settings: lines=llmc" and lines[:10] == [
         "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1", "num_heads: 1", "channels: 8",
         f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}", "train dataset num_batches: 15",
         "val dataset num_batches: 2",
@@ -66,6 +76,182 @@ def test_no_flags_print_what_llm_c_prints(workplace, run_here):
     for line in re.findall(r"^step .*|^val loss .*", output, re.MULTILINE):
         assert re.fullmatch(r"val loss \d+\.\d{6}|step \d+: train loss \d+\.\d{6} \(took \d+\.\d{6} ms\)", line)
     assert re.search(r"^generating:\n---\n.*?\n---\nstep 20", output, re.DOTALL | re.MULTILINE)
+
+
+STEP = r"step +\d+/\d+ \| train loss \d+\.\d{4} \| (\d+\.\d\d m?s) \| \d+ tok/s( \| \d+\.\d% MFU)?( \| \d+ s left)?"
+
+
+def untimed(line):
+    return re.sub(r"\d+\.\d\d m?s \| .*|\d+ s, \d+ tok/s", "TIME", line)
+
+
+def test_lines(workplace, run_here):
+    """No flags: seven lines of what the run is; steps are counted from 1; losses are those of llm.c's lines."""
+    config = dataclasses.replace(SMALL, maxT=64)
+    write_model("gpt2_124M.bin", config, random_params(config))
+    lines = run_here(train_gpt2, "-s", 40, "-o", "run", "-g", 16).stdout.splitlines()
+    names = ["settings:", "model", "data", "run", "device", "output", "memory"]
+    assert [line.split()[0] for line in lines[:7]] == names
+    parameters = 257 * 24 + 64 * 24 + 2 * (12 * 24**2 + 13 * 24) + 2 * 24
+    assert lines[1] == f"model     gpt2_124M.bin: L=2 NH=3 C=24 maxT=64 V=257, {parameters:,} parameters"
+    assert lines[2:4] == ["data      data/tiny_shakespeare: 15 batches of 4 x 64 tokens, 2 to validate",
+                          "run       41 steps of 256 tokens: 2.73 epochs"]
+    sample = lines.index("generating:")
+    end = lines.index("---", sample + 2)
+    steps = [line for line in lines[7:-1] if line.startswith("step")]
+    assert lines[sample - 1].startswith("step 40/41 | val loss ") and steps == lines[7:sample] + lines[end + 1 : -1]
+    assert all(re.fullmatch(STEP, line) or re.fullmatch(r"step +\d+/41 \| val loss \d\.\d{4}", line) for line in steps)
+    assert re.fullmatch(r"41 steps in \d+ s, \d+ tok/s; the model is in run", lines[-1])
+    events = re.findall(r"^step +(\d+)/41 \| (train|val)", "\n".join(steps), re.MULTILINE)
+    assert events == [(str(step + (what == "train")), what) for step in range(41)
+                      for what in (("val", "train") if step % 10 == 0 else ("train",))]
+    assert [" left" in line for line in steps if "train" in line] == [True] * 40 + [False]
+    theirs = run_here(train_gpt2, "-s", 0, "--lines", "llmc").stdout
+    ours, theirs = ([float(x) for x in re.findall(r"loss (\S+)", text)] for text in ("\n".join(steps), theirs))
+    assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
+
+
+def test_fewer_lines(workplace, train):
+    output = train("-x", 8, "-v", 4, "-s", 0, "--print_every", 3, "--lines", "short")
+    assert re.findall(r"^step (\d)/8 \| (train|val)", output, re.MULTILINE) == [
+        ("0", "val"), ("1", "train"), ("3", "train"), ("4", "val"), ("6", "train"), ("8", "train"), ("8", "val")]
+    assert re.findall(r"^step (\d):", train("-x", 8, "-v", 0, "-s", 0, "--print_every", 3), re.MULTILINE) == [
+        "0", "2", "5", "7"]
+
+
+def test_verbose(workplace, train):
+    """All settings in a box, and the memory that each part takes."""
+    output = train("-x", 1, "-v", 0, "-s", 0, "--lines", "short", "--verbose")
+    for field in dataclasses.fields(Settings):
+        assert re.search(rf"^\| {field.name} +\| ", output, re.MULTILINE), field.name
+    box = [line for line in output.splitlines() if line[0] in "+|"]
+    assert len({len(line) for line in box}) == 1 and "| device " in output
+    parts = re.findall(r"^allocated (\d+) MiB for (.*)$", output, re.MULTILINE)
+    assert [what for _, what in parts] == ["parameters", "gradients", "AdamW's moments", "activations",
+                                           "gradients of activations"]
+
+
+def test_the_memory_plan_is_what_the_model_allocates():
+    settings = Settings(B=2, T=8, total_batch_size=32)
+    model = GPT2(SMALL, random_params(SMALL))
+    model.allocate_activations(2, 8)
+    model.allocate_training(2, 8, settings.micro_steps)
+    decoder = train_gpt2.Decoder(SMALL, model.params, 1, 8)
+    plan = {what: size for size, what in train_gpt2.memory_plan(SMALL, settings)}
+    tensors = (model.params, model.grads, model.micro_grads, model.m, model.v, model.scratch, decoder.cache)
+    assert sum(plan.values()) == sum(t.buffer.size for t in tensors) + model.activations_buffer.size
+
+
+def on_a_terminal(*flags, interrupt=None, columns=100, **environment):
+    """train_gpt2.py on a terminal: (all that it wrote, what is left on the screen, exit status). interrupt: what is
+    on the screen when Ctrl-C is pressed."""
+    terminal, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    modes = termios.tcgetattr(theirs)
+    modes[3] |= termios.NOFLSH  # Ctrl-C leaves what we have not read yet
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
+    environment = {**{name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}, **environment}
+    process = subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST[:6], *flags))],
+                               stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+                               preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)))
+    os.close(theirs)
+    data = b""
+    while True:
+        try:
+            data += os.read(terminal, 1 << 16)
+        except OSError:  # its end
+            break
+        if interrupt and interrupt in data.decode(errors="replace"):
+            os.write(terminal, b"\x03")
+            interrupt = None
+    os.close(terminal)
+    lines, column = [[]], 0
+    for letter in data.decode(errors="replace"):
+        if letter == "\n":
+            lines.append([])
+        elif letter == "\r":
+            column = 0
+        else:
+            row = lines[-1]
+            row.extend(" " * (column + 1 - len(row)))
+            row[column] = letter
+            column += 1
+            assert column <= columns or "|" not in letter, "the bar wraps"
+    return data.decode(errors="replace"), ["".join(row).rstrip() for row in lines], process.wait(timeout=60)
+
+
+def test_a_terminal_shows_a_bar_below_the_lines(workplace, train):
+    """Which leaves nothing behind: the lines, samples included, are those of a pipe."""
+    pytest.importorskip("tqdm")
+    write_tokenizer("gpt2_tokenizer.bin", [b"<%d>" % id for id in range(257)], 256)
+    flags = ("-x", 6, "-v", 3, "-s", 3)
+    wrote, screen, status = on_a_terminal(*flags, "-o", "run")
+    plain = train(*flags, "-o", "run2", "--lines", "short").replace("run2", "run").splitlines()
+    assert status == 0 and list(map(untimed, screen[1:])) == [*map(untimed, plain[1:]), ""]
+    for words in ("validating   0%|", "training  17%|", "saving 100%|", "█", ", val loss 5."):
+        assert words in wrote
+    assert "%|" not in "".join(screen)
+
+
+def test_ctrl_c_takes_the_bar_s_place(workplace):
+    pytest.importorskip("tqdm")
+    wrote, screen, status = on_a_terminal("-x", 10**6, "-v", 0, "-s", 0, "-o", "run", interrupt="step       5/")
+    assert status == 130 and "training" in wrote and "%|" not in "".join(screen), screen[-9:]
+    assert screen.count("finishing this step; Ctrl-C once more to stop at once") == 1
+    done = newest_checkpoint("run")
+    assert re.findall(r"^step +(\d+)/1000000 \| train", "\n".join(screen), re.MULTILINE)[-1] == str(done)
+    assert screen[-2].startswith(f"stopped after step {done}; go on with: python ")
+
+
+def test_an_error_takes_the_bar_s_place(workplace):
+    _, screen, status = on_a_terminal("-x", 50, "-l", 1e30, "-v", 0, "-s", 0)
+    error = next(line for line in screen if "error" in line)
+    assert status == 1 and re.match(r"train_gpt2.py: error: after \d steps: the loss is nan", error), screen
+
+
+def test_a_terminal_without_tqdm_shows_plain_lines(workplace):
+    (workplace / "tqdm.py").write_text("raise ImportError")
+    for environment in ({"PYTHONPATH": str(workplace)}, {"TQDM_DISABLE": "1"}):
+        wrote, screen, status = on_a_terminal("-x", 2, "-v", 0, "-s", 0, **environment)
+        assert status == 0 and "%|" not in wrote and screen[-2].startswith("2 steps in ")
+
+
+def test_the_time_that_is_left(monkeypatch):
+    """From the pace of all but the first step, with what is between them."""
+    clock = iter([0.0, 10.0, 12.0, 15.0])
+    monkeypatch.setattr(llmc.progress.time, "perf_counter", lambda: next(clock))
+    console = llmc.progress.Console(Settings(steps=100), 10)
+    console.began = console.timed_from = next(clock)
+    left = []
+    for step, seconds in enumerate((10.0, 1.0, 1.0), 10):
+        console.done = step + 1
+        left.append(console.time_left(seconds))
+    assert left == [890.0, 2.0 * 88, 2.5 * 87]
+
+
+def test_durations():
+    seconds = (0, 99.4, 100, 60 * 99, 60 * 130, 3600 * 47.5, 3600 * 76.2)
+    assert list(map(llmc.progress.duration, seconds)) == [
+        "0 s", "99 s", "2 min", "99 min", "2 h 10 min", "47 h 30 min", "3 d 4 h"]
+    assert [llmc.progress.step_time(s) for s in (0.00709, 0.0999, 0.1, 0.64, 61.0)] == [
+        "7.09 ms", "99.90 ms", "0.10 s", "0.64 s", "61.00 s"]
+
+
+def test_model_flops_utilization():
+    """llm.c's formula, less wpe; peaks of dense matmuls, by the names that CUDA gives, of whole GPUs."""
+    counted = llmc.progress.flops_per_token(124439808, GPT2_124M, 1024)
+    assert counted == 6 * (124439808 - 1024 * 768) + 6 * 12 * 768 * 1024
+    peak = llmc.progress.peak_flops
+    for name, bf16 in (("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA H100 80GB HBM3", 989.4),
+                       ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835.5), ("NVIDIA H200", 989.4),
+                       ("NVIDIA GH200 480GB", 989.4), ("NVIDIA L4", 121), ("NVIDIA A10", 125), ("NVIDIA A10G", 70),
+                       ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 4090", 165.2)):
+        assert peak(name, "bf16") == bf16 * 1e12, name
+        assert 1.9 * peak(name, "tf32") < peak(name, "bf16") < 2.1 * peak(name, "tf32"), name
+        assert peak(name, "float32") is None
+    for name in ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX A4000",
+                 "NVIDIA L40", "a fake GPU"):
+        assert peak(name, "bf16") is None, name
 
 
 def test_sample_is_drawn_from_the_model_with_llm_c_s_stream(workplace, train):
@@ -138,6 +324,45 @@ def test_a_log_is_appended_to(workplace, train):
     assert text.count("---") == 2
 
 
+def read_table(path):
+    """main.csv as rows, less what differs from run to run: seconds and tokens/s."""
+    with open(path, newline="") as f:
+        return [{name: value for name, value in row.items() if name not in ("seconds", "tokens_per_second")}
+                for row in csv.DictReader(f)]
+
+
+def test_table(workplace, train):
+    """The log's events as rows: the same steps and losses; seconds go on where the interrupted run stopped."""
+    train("-x", 4, "-v", 2, "-s", 0, "-d", 32, "-l", 0.001, "-o", "run")
+    log = (workplace / "run" / "main.log").read_text().splitlines()
+    rows = list(csv.DictReader(open("run/main.csv", newline="")))
+    assert [int(row["step"]) for row in rows] == [0, 0, 1, 2, 2, 3, 4] and len(log) == 7
+    assert [int(row["tokens"]) for row in rows] == [0, 32, 64, 64, 96, 128, 128]
+    for line, row in zip(log, rows):
+        kind, loss = ("tel", row["val_loss"]) if row["val_loss"] else ("trl", row["train_loss"])
+        assert line.startswith(f"s:{row['step']} {kind}:{float(loss):.4f}")
+        if kind == "trl":
+            assert line.endswith(f" lr:{float(row['learning_rate']):.6f} norm:{float(row['norm']):.2f}")
+            assert float(row["tokens_per_second"]) > 0
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds)
+    train("-x", 5, "-v", 0, "-s", 0, "-d", 32, "-l", 0.001, "-o", "run", "-y", 1)
+    more = list(csv.DictReader(open("run/main.csv", newline="")))
+    assert more[:6] == rows[:6] and len(more) == 7 and more[6]["step"] == "4"
+    assert seconds[5] < float(more[6]["seconds"]) < seconds[5] + 60
+
+
+def test_a_new_run_keeps_the_table_of_another(workplace, train):
+    (workplace / "run").mkdir()
+    (workplace / "run" / "main.csv").write_text("my notes")
+    for number in (1, 2):
+        train("-x", 2, "-v", 0, "-s", 0, "-o", "run")
+        for path in checkpoint_paths("run", 2):
+            os.unlink(path)
+        assert len(read_table("run/main.csv")) == 2 and (workplace / "run" / f"main.{number}.csv").exists()
+    assert (workplace / "run" / "main.1.csv").read_text() == "my notes" and len(read_table("run/main.2.csv")) == 2
+
+
 def test_plots(workplace, run_here):
     import plot_log
 
@@ -149,9 +374,76 @@ def test_plots(workplace, run_here):
     (workplace / "bad.log").write_text("s:0 trl:4.1\nhello\n")
     assert run_here(plot_log, "april.log", "run", "-o", "losses.png").stdout == "wrote losses.png\n"
     assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG") and not list(workplace.glob("*.tmp"))
+    run_here(plot_log, "april.log", "-o", "dark.svg", "--dark", "--smooth", 0)
+    assert b"<svg" in (workplace / "dark.svg").read_bytes()
+    assert_one_line_error(run_here(plot_log, "april.log", "--smooth", -1, check=False), "--smooth -1")
     assert_one_line_error(run_here(plot_log, "april.log", "-o", "losses.xyz", check=False), "losses.xyz", ".png")
     assert_one_line_error(run_here(plot_log, "bad.log", check=False), "bad.log:2", "hello")
     assert_one_line_error(run_here(plot_log, "none.log", check=False), "none.log", "no such file")
+
+
+def test_what_a_plot_shows():
+    """The running mean over the losses; the names of runs; the best validation; what only the first steps reach is
+    beyond the upper edge, but for a validation that stays there."""
+    import plot_log
+
+    losses = [9.0, 8.0] + [2.0, 1.0] * 49
+    steps = list(range(100))
+    logs = {"a$b": {"trl": (steps, losses), "tel": ([0, 50, 99], [9.0, 1.6, 1.7])}, "c": {"tel": ([3], [1.5])}}
+    assert plot_log.running_mean([1.0, 2.0, 6.0, 7.0], 1).tolist() == [1.5, 3.0, 5.0, 6.5]
+    assert plot_log.running_mean(losses, 0).tolist() == losses
+    _, axes = plot_log.plt.subplots()
+    plot_log.draw_losses(axes, logs)
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["a$b", "best validation 1.6000, step 50", "c", "best validation 1.5000, step 3"]
+    assert 0.9 < axes.get_ylim()[0] < 1.0 and 1.7 < axes.get_ylim()[1] < 3.0
+    logs["a$b"]["tel"][1][2] = 5.0
+    plot_log.draw_losses(axes, logs)
+    assert 5.0 < axes.get_ylim()[1] < 5.5
+    plot_log.plt.close("all")
+    for paths, names in ((["runs/a/main.log", "b.log", "x/c.txt"], ["a", "b", "c.txt"]),
+                         (["one/a/main.log", "two/a/main.log"], ["one/a", "two/a"])):
+        assert plot_log.run_names(paths) == names
+    assert len(plot_log.run_names(["a.log", "a.log"])) == 2
+
+
+def test_tensorboard(workplace, run_here, train, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    import to_tensorboard
+
+    def events():
+        accumulator = EventAccumulator("board/run")
+        accumulator.Reload()
+        return {tag: [(event.step, event.wall_time, event.value) for event in accumulator.Scalars(tag)]
+                for tag in accumulator.Tags()["scalars"]}
+
+    train("-x", 3, "-v", 2, "-s", 0, "-o", "run")
+    rows = read_table("run/main.csv")
+    for _ in range(2):  # the second time, in place of the first
+        assert run_here(to_tensorboard, "run", "-o", "board").stdout == "5 rows of run to board/run\n"
+        found = events()
+        assert set(found) == {"loss/train", "loss/validation", "learning_rate", "gradient_norm", "tokens_per_second"}
+        for column, tag in (("train_loss", "loss/train"), ("val_loss", "loss/validation"), ("norm", "gradient_norm")):
+            want = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
+            assert np.allclose([(step, value) for step, _, value in found[tag]], want, rtol=1e-6), tag
+        times = [time for _, time, _ in found["loss/train"]]
+        assert times == sorted(times) and abs(times[-1] - os.path.getmtime("run/main.csv")) < 5
+
+
+def test_tensorboard_says_what_is_wrong(workplace, run_here, monkeypatch):
+    import to_tensorboard
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        assert_one_line_error(run_here(to_tensorboard, "run", check=False), "pip install tensorboard")
+    (workplace / "x.csv").write_text(",".join(llmc.logger.COLUMNS) + "\n0,16,0.5,5.5,,0.0001,1.0,100,\n1,2,what\n")
+    with pytest.raises(UserError, match="x.csv:3: '1,2,what', expected a row of numbers"):
+        to_tensorboard.read_table("x.csv")
+    (workplace / "x.csv").write_text("a,b\n")
+    with pytest.raises(UserError, match="x.csv: expected the columns step,tokens,"):
+        to_tensorboard.read_table("x.csv")
 
 
 def test_two_runs_are_bit_equal(workplace, train):
@@ -177,6 +469,7 @@ def test_resumed_run_is_bit_equal(workplace, order, train):
     assert "resuming at step 4 from parts" in rest
     rest = losses_and_samples(rest)
     assert whole.endswith(rest[rest.index("step 4:") :])
+    assert read_table("whole/main.csv") == read_table("parts/main.csv")
     for name in ("main.log", "model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"):
         assert (workplace / "whole" / name).read_bytes() == (workplace / "parts" / name).read_bytes(), name
 
@@ -204,9 +497,14 @@ def test_a_run_of_a_log_alone_saves_nothing(workplace, train):
 
 def test_resuming_a_finished_run_does_nothing_new(workplace, train):
     train(*RUN, "-o", "run", "-n", 9)
-    before = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
+
+    def files():
+        return {path.name: path.name == "main.csv" and read_table(path) or path.read_bytes()
+                for path in (workplace / "run").iterdir()}
+
+    before = files()
     assert "step 9:" not in train(*RUN, "-o", "run", "-n", 9, "-y", 1)
-    assert before == {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
+    assert before == files()
 
 
 def start(*flags, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
@@ -322,7 +620,7 @@ def test_ctrl_c_while_a_checkpoint_is_saved(workplace, fake_gpu, run_here, monke
     monkeypatch.setattr(llmc.checkpoint, "write_optimizer_state", interrupted)
     done = run_here(trainer, *FAST, "-x", 50, "-v", 0, "-s", 0, "-n", 2, "-o", "run", check=False)
     assert done.returncode == 130 and "saving a checkpoint first" in done.stderr and "-y 1" in done.stderr
-    assert sorted(os.listdir("run")) == sorted(["main.log", "tokenizer.bin", *(name for step in (2, 3)
+    assert sorted(os.listdir("run")) == sorted(["main.csv", "main.log", "tokenizer.bin", *(name for step in (2, 3)
                                                                                for name in checkpoint_paths("", step))])
 
 
@@ -441,3 +739,21 @@ def test_readme_markers(tmp_path):
         readme.put_between_markers("y", "new", tmp_path / "R.md")
     text = "start\n" + "".join(f"step {i}: x\n" for i in range(9)) + "end\n"
     assert readme.shorten(text, 1) == "start\nstep 0: x\n...\nstep 8: x\nend"
+
+
+def test_what_readme_takes_from_a_run(workplace, run_here):
+    """The lines that the trainer prints today are those that dev/readme.py looks for."""
+    import readme
+
+    output = run_here(train_gpt2, *FAST[:6], "-x", 9, "-v", 4, "-s", 9, "--final_reports", 1, "-o", "run").stdout
+    log = (workplace / "run" / "main.log").read_text()
+    assert readme.loss_log(output) == re.sub(" lr.*", "", log)
+    lines = readme.excerpt(f"Saved 1 tokens\nSaved 2 tokens\n{output}").split("\n")
+    assert lines[0] == "Saved 2 tokens" and lines[1].startswith("model ") and lines[2].startswith("step 0/9 | val loss")
+    assert [line[:8] for line in lines[3:9]] == ["step 1/9", "step 2/9", "...", "step 8/9", "step 9/9", "step 9/9"]
+    assert lines[9] == "generating:" and len(lines) in (11, 12)
+    short = readme.shorten(output, 1).split("\n")
+    assert [line[:18] for line in short if line[:4] in ("step", "...")] == [
+        "step 0/9 | val los", "step 1/9 | train l", "...", "step 4/9 | train l", "step 4/9 | val los",
+        "step 5/9 | train l", "...", "step 8/9 | train l", "step 8/9 | val los", "step 9/9 | train l",
+        "step 9/9 | val los"]

@@ -30,7 +30,7 @@ from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import parameter_table
 
-FAST = ("-b", 2, "-t", 24, "-g", 16)
+FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits
 IGNORED = r"^(settings|resuming|first step|matmuls|kernels|total average|allocated|[|+]).*\n"
 FLOAT32 = ("--dtype", "float32", "--tf32", 0)
 
@@ -158,6 +158,31 @@ def test_a_run_on_a_fake_gpu(workplace, fake_gpu, run_here, dtype, recompute):
     assert steps[0] == steps[1] and steps[0][0][0] == "copy_batch"
     assert "resuming at step 2 from run" in done.stdout and done.stderr == ""
     assert newest_checkpoint("run") == 4
+
+
+def test_lines(workplace, fake_gpu, run_here, monkeypatch):
+    """Nine lines before the first step, which are the CPU trainer's and the GPU's kernels and matmuls; --verbose has
+    the box and the memory; utilization is of a known GPU's peak, at 1 ms a step."""
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    flags = (*FAST[:6], "-s", 0, "-x", 3)
+    lines = run_here(cuda, *flags).stdout.splitlines()
+    names = ["settings:", "model", "data", "run", "device", "output", "kernels:", "memory", "matmuls:"]
+    assert [line.split()[0] for line in lines[:9]] == names
+    assert lines[4] == "device    a fake GPU, sm_90a, CUDA 13.0, bfloat16, float32 master weights"
+    assert lines[9:13] == ["step 0/3 | val loss 0.0000"] + [
+        f"step {step}/3 | train loss 0.0000 | 1.00 ms | 48000 tok/s" + " | 0 s left" * (step < 3) for step in (1, 2, 3)]
+    assert lines[13] == "step 3/3 | val loss 0.0000" and re.fullmatch(r"3 steps in \d s, 48000 tok/s", lines[14])
+    fake_gpu.gpu = fake_gpu.gpu._replace(name="NVIDIA H200")
+    output = run_here(cuda, *flags, "--verbose").stdout
+    parameters = 257 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # less wpe
+    used = (6 * parameters + 6 * 2 * 32 * 24) * 48000 / 989.4e12
+    assert output.count(f" | 48000 tok/s | {used:.1%} MFU") == 3
+    assert "\n| num_parameters        |" in output and "\nallocated 1 MiB for parameters\n" in output
+    assert output.count("first step finished") == 1
+    theirs = run_here(cuda, *FAST, "-s", 0, "-x", 3).stdout
+    assert re.findall("^step .*", theirs, re.MULTILINE) == [
+        f"step    {step}/3: train loss 0.000000 (1.000000 ms, 48000 tok/s)" for step in (1, 2, 3)]
+    assert theirs.endswith("\nval loss 0.000000\ntotal average iteration time: 1.000000 ms\n")
 
 
 def test_a_run_ends_with_a_saved_model(workplace, fake_gpu, run_here):
