@@ -383,7 +383,7 @@ def test_a_run_evaluates_at_each_validation(examples, run_here):
     assert re.search(r"HellaSwag \d/9 = ", run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout)
     with open("run/main.csv") as f:
         rows = [line.rstrip("\n").split(",") for line in f]
-    assert [row[-1][:6] for row in rows[1:] if row[-1]] == [accuracy for _, accuracy in found]
+    assert [row[-1] for row in rows[1:] if row[-1]] == [f"{int(correct) / 60:.6f}" for correct, _ in found]
 
 
 def test_a_run_on_a_gpu_evaluates(examples, fake_gpu, run_here):
