@@ -740,12 +740,12 @@ def decode_matmul(device, name, arguments, N, OC, parts=1):
     """Launch a matmul of N rows with a weight (OC, parts * C)."""
     g, few = device.geometry, N <= 16
     group = 1 if few else g.DECODE_TILES
-    groups, tiles, most = blocks(N, 16 * group), OC // g.DECODE_ROWS, g.DECODE_FEW_BLOCKS if few else 2
-    resident, resident_of_2 = (min(most, g.DECODE_SHARED // decode_shared(g, group, stages)) for stages in (1, 2))
+    groups, tiles, most = blocks(N, 16 * group), OC // g.DECODE_ROWS, g.DECODE_FEW_BLOCKS if few else g.DECODE_BLOCKS
+    resident, resident_of_2 = (min(most, g.DECODE_SHARED // decode_shared(g, few, stages)) for stages in (1, 2))
     each = blocks(tiles * groups * parts, device.sm_count * resident)  # tiles of a block
     stages = 2 if each > 1 and resident_of_2 == resident else 1
     device.launch(name + "_few" * few, (blocks(tiles, each), groups, parts), (WARP * g.DECODE_WARPS,), *arguments, N,
-                  stages, shared=decode_shared(g, group, stages), early=True)
+                  stages, shared=decode_shared(g, few, stages), early=True)
 
 
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, tiles, B):

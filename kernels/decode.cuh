@@ -63,16 +63,15 @@ __device__ inline void store4(__nv_bfloat16* at, float4 x) {
 #endif
 __device__ inline float4 operator+(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-// The sum over the block, for all its threads.
-__device__ inline float sum_over_block(float x) {
-    __shared__ float sums[WARPS];
+// The sum over the block, for all its threads. turn: 0 and 1, alternately, so that none waits for who still reads.
+__device__ inline float sum_over_block(float x, int turn) {
+    __shared__ float sums[2][WARPS];
     x = warp_sum(x);
-    __syncthreads();  // all have read the sums of the call before
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) sums[turn][threadIdx.x / 32] = x;
     __syncthreads();
     x = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) x += sums[w];
+    for (int w = 0; w < WARPS; w++) x += sums[turn][w];
     return x;
 }
 
@@ -104,14 +103,14 @@ __device__ inline void normalize(element* normed, const Residual& residual, cons
         if (write) store4(residual.out + at, x[p]);
         sum += x[p].x + x[p].y + (x[p].z + x[p].w);
     }
-    const float mean = sum_over_block(sum) / C;
+    const float mean = sum_over_block(sum, 0) / C;
 #pragma unroll
     for (int p = 0; p < EACH; p++) {
         if (4 * (p * THREADS + threadIdx.x) >= C) continue;
         x[p] = {x[p].x - mean, x[p].y - mean, x[p].z - mean, x[p].w - mean};
         squares += x[p].x * x[p].x + x[p].y * x[p].y + (x[p].z * x[p].z + x[p].w * x[p].w);
     }
-    const float rstd = 1.0f / sqrtf(sum_over_block(squares) / C + 1e-5f);
+    const float rstd = 1.0f / sqrtf(sum_over_block(squares, 1) / C + 1e-5f);
 #pragma unroll
     for (int p = 0; p < EACH; p++) {
         const int c = 4 * (p * THREADS + threadIdx.x);

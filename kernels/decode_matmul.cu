@@ -33,7 +33,7 @@ static_assert(STRIDE >= C, "the launch makes room for whole rows");
 
 __device__ inline element* shared_x() { return reinterpret_cast<element*>(shared); }
 __device__ inline float* shared_sums() {  // (WARPS, 16 * TILES, ROWS + 1)
-    return reinterpret_cast<float*>(shared + DECODE_FEW * DECODE_ROW_BYTES / 16);
+    return reinterpret_cast<float*>(shared + DECODE_FEW_ROWS * DECODE_FEW * DECODE_ROW_BYTES / 16);
 }
 __device__ inline uint4* shared_weights(int stage) {
     return reinterpret_cast<uint4*>(shared_sums() + WARPS * 16 * TILES * (ROWS + 1)) + stage * (DECODE_TILE_BYTES / 16);
@@ -50,12 +50,14 @@ struct Group {
 // chunk, the order of the inner dimension is the one in which they are neighbours, in both operands.
 __device__ inline int chunk_of(int step) { return step * WARPS + threadIdx.x / 32; }
 __device__ inline int begin_of(int step) { return chunk_of(step) * CHUNK + threadIdx.x % 4 * PACK; }
+// Whether they are there: known when it is compiled, but for the last step.
+__device__ inline bool exists(int step) { return (step + 1) * WARPS * CHUNK <= C || begin_of(step) < C; }
 
 __device__ inline void request_weights(uint4* to, const element* rows, int stride) {
     const int lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-        if (begin_of(i) >= C) continue;
+        if (!exists(i)) continue;
         const element* const from = rows + int64(g) * stride + begin_of(i);
         uint4* const chunk = to + chunk_of(i) * 4 * ROWS + lane;
         copy_async(chunk, reinterpret_cast<const uint4*>(from), true);
@@ -70,7 +72,7 @@ __device__ inline void load_inputs(Inputs& inputs, const element* x, int stride,
     for (int i = 0; i < 2 * TILES; i++) {
         const int row = 8 * i + threadIdx.x % 32 / 4;
         inputs[i / 2][i % 2] = uint4{};
-        if (row < N && begin_of(step) < C) inputs[i / 2][i % 2] = load_bits(x + int64(row) * stride + begin_of(step));
+        if (row < N && exists(step)) inputs[i / 2][i % 2] = load_bits(x + int64(row) * stride + begin_of(step));
     }
 }
 
@@ -116,12 +118,11 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
         stages == 1 ? copies_wait<0>() : copies_wait<1>();  // each lane for its own
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            if (chunk_of(i) >= CHUNKS) break;
             if (!KEEP) load_inputs(kept[0], x, x_stride, i, N);
             const Inputs& inputs = kept[KEEP ? i : 0];
 #pragma unroll
             for (int half = 0; half < ROWS / 8; half++) {
-                const uint4 w = begin_of(i) < C ? weights[chunk_of(i) * 4 * ROWS + 32 * half + lane] : uint4{};
+                const uint4 w = exists(i) ? weights[chunk_of(i) * 4 * ROWS + 32 * half + lane] : uint4{};
 #pragma unroll
                 for (int n = 0; n < TILES; n++) multiply(d[n][half], inputs[n][0], inputs[n][1], w);
             }
@@ -178,8 +179,8 @@ MATMUL NAMED(decode_qkv)(element* query, element* keys, element* values, float* 
     normalized_matmul<4>({residual, inp, branches, branch_bias}, normed, ln_weight, ln_bias, weight, bias, 3 * C, rows,
                          N, stages, [&](int row, int i, float x) {
         if (i >= rows.N) return;
-        const int n = rows.begin + i, b = n / T, c = row % C;
-        const int64 cached = (int64(b * NH + c / HS) * maxT + position + n % T) * HS + c % HS;
+        const int n = rows.begin + i, b = T == 1 ? n : n / T, c = row % C;  // a division by T takes long
+        const int64 cached = (int64(b * NH + c / HS) * maxT + position + n - b * T) * HS + c % HS;
         from_float(row < C ? query[int64(n) * C + c] : row < 2 * C ? keys[cached] : values[cached], x);
     });
 }
@@ -220,12 +221,15 @@ MATMUL NAMED(decode_logits)(float* logits, Tile* tiles, float* residual, const f
         for (int distance = ROWS / 2; distance > 0; distance /= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
         }
-        float plain_sum = exists ? expf(x - largest) : 0.0f;
-        float sum = exists && temperature > 0.0f ? expf((x - largest) / temperature) : 0.0f;
+        const auto sum_over_tile = [](float y) {
 #pragma unroll
-        for (int distance = ROWS / 2; distance > 0; distance /= 2) {
-            plain_sum += __shfl_xor_sync(0xffffffff, plain_sum, distance);
-            sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            for (int distance = ROWS / 2; distance > 0; distance /= 2) y += __shfl_xor_sync(0xffffffff, y, distance);
+            return y;
+        };
+        const float plain_sum = sum_over_tile(exists ? expf(x - largest) : 0.0f);
+        float sum = plain_sum;
+        if (temperature != 1.0f) {
+            sum = sum_over_tile(exists && temperature > 0.0f ? expf((x - largest) / temperature) : 0.0f);
         }
         if (i >= rows.N) return;
         const int64 n = rows.begin + i;

@@ -78,7 +78,8 @@ def decode_files(config, precision, geometry):
     model = model_constants(config, precision)
     model |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
     files = [KernelFile("decode", DECODE, model)]
-    for few, tiles, resident in ((1, 1, geometry.DECODE_FEW_BLOCKS), (0, geometry.DECODE_TILES, 2)):
+    kinds = (1, 1, geometry.DECODE_FEW_BLOCKS), (0, geometry.DECODE_TILES, geometry.DECODE_BLOCKS)
+    for few, tiles, resident in kinds:
         names = tuple(name + "_few" * few for name in DECODE_MATMULS)
         constants = {**model, "DECODE_TILES": tiles, "DECODE_FEW_ROWS": few, "DECODE_BLOCKS": resident}
         files.append(KernelFile("decode_matmul", names, constants, dict.fromkeys(names, geometry.DECODE_SHARED)))
@@ -244,22 +245,23 @@ def decode_geometry(config, precision, shared):
         "DECODE_TILES": max(1, min(4 if bf16 else 2, 8 // blocks(row, 64 * warps))),  # what registers have room for
         "DECODE_ROW_BYTES": 64 * (blocks(row, 64) | 1),  # odd: a quarter of a warp reads all banks
         "DECODE_WARPS": warps, "DECODE_FEW": 4 if bf16 else 1,
-        "DECODE_FEW_BLOCKS": 2 if row > 4096 or not bf16 else 3 if row > 2048 else 4,
+        "DECODE_FEW_BLOCKS": 3 if bf16 and row <= 2048 else 2,
+        "DECODE_BLOCKS": 2,
         "DECODE_ROW_LANES": lanes, "DECODE_SPLIT": 8 * warps * WARP // lanes,
         "DECODE_SAMPLE_THREADS": 1024,
         "DECODE_SHARED": shared - 2048,  # beside what kernels declare, and the driver keeps
     }
     for rows in (16, 8):
         geometry |= {"DECODE_ROWS": rows, "DECODE_TILE_BYTES": 64 * rows * blocks(row, 64)}
-        tiles = geometry["DECODE_TILES"]
-        if max(decode_shared(SimpleNamespace(**geometry), n, 1) for n in (1, tiles)) <= geometry["DECODE_SHARED"]:
+        if max(decode_shared(SimpleNamespace(**geometry), few, 1) for few in (0, 1)) <= geometry["DECODE_SHARED"]:
             return geometry
     raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a block"
                     " of this GPU can have: pass -s 0 to train without samples")
 
 
-def decode_shared(geometry, tiles, stages):
-    """Bytes of shared memory of a block of a matmul: rows that it normalizes, its warps' sums, its weights."""
-    g = geometry
+def decode_shared(geometry, few, stages):
+    """Bytes of shared memory of a block of a matmul, of few rows or more: those that it normalizes, sums of its warps,
+    weights."""
+    g, tiles = geometry, 1 if few else geometry.DECODE_TILES
     sums = 4 * g.DECODE_WARPS * 16 * tiles * (g.DECODE_ROWS + 1)
-    return g.DECODE_FEW * g.DECODE_ROW_BYTES + sums + stages * g.DECODE_TILE_BYTES
+    return (few and g.DECODE_FEW) * g.DECODE_ROW_BYTES + sums + stages * g.DECODE_TILE_BYTES
