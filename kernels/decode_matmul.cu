@@ -76,14 +76,17 @@ __device__ inline void load_inputs(Inputs& inputs, const element* x, int stride,
     }
 }
 
-__device__ inline void multiply(FragmentD& d, uint4 upper, uint4 lower, uint4 w) {
+// Two sums, because an instruction that adds to the result of the one before it waits for that.
+typedef FragmentD Sums[2];
+
+__device__ inline void multiply(Sums& d, uint4 upper, uint4 lower, uint4 w) {
 #if BFLOAT16
-    mma(d, {upper.x, lower.x, upper.y, lower.y}, {w.x, w.y});
-    mma(d, {upper.z, lower.z, upper.w, lower.w}, {w.z, w.w});
+    mma(d[0], {upper.x, lower.x, upper.y, lower.y}, {w.x, w.y});
+    mma(d[1], {upper.z, lower.z, upper.w, lower.w}, {w.z, w.w});
 #else
     const auto f = [](uint32 bits) { return __uint_as_float(bits); };
-    mma(d, {f(upper.x), f(lower.x), f(upper.y), f(lower.y)}, {f(w.x), f(w.y)});
-    mma(d, {f(upper.z), f(lower.z), f(upper.w), f(lower.w)}, {f(w.z), f(w.w)});
+    mma(d[0], {f(upper.x), f(lower.x), f(upper.y), f(lower.y)}, {f(w.x), f(w.y)});
+    mma(d[1], {f(upper.z), f(lower.z), f(upper.w), f(lower.w)}, {f(w.z), f(w.w)});
 #endif
 }
 
@@ -114,7 +117,7 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
     }
     for (int tile = 0; tile < tiles; tile++) {
         const uint4* const weights = shared_weights(tile % stages);
-        FragmentD d[TILES][ROWS / 8] = {};
+        Sums d[TILES][ROWS / 8] = {};
         stages == 1 ? copies_wait<0>() : copies_wait<1>();  // each lane for its own
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
@@ -134,7 +137,10 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
             if (n >= N) continue;
             float* const to = sums + (warp * 16 * TILES + n) * (ROWS + 1) + 2 * t;
 #pragma unroll
-            for (int k = 0; k < ROWS / 4; k++) to[k / 2 * 8 + k % 2] = d[i / 2][k / 2][i % 2 * 2 + k % 2];
+            for (int k = 0; k < ROWS / 4; k++) {
+                const Sums& both = d[i / 2][k / 2];
+                to[k / 2 * 8 + k % 2] = both[0][i % 2 * 2 + k % 2] + both[1][i % 2 * 2 + k % 2];
+            }
         }
         __syncthreads();
         if (tile > 0 && bias) tile_bias = to_float(bias[row_of(tile) + threadIdx.x % ROWS]);
