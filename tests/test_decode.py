@@ -103,7 +103,7 @@ def fill(tensors, names, value):
 
 
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
-                                            (2, 17, 0.5), (31, 2, 0.02), (1, 40, 0)))
+                                            (2, 17, 0.5), (20, 2, 0.02), (1, 40, 0)))
 @pytest.mark.parametrize("config, dtype", CASES, ids=str)
 def test_a_pass_is_the_cpu_s(gpu, config, dtype, B, T, position):
     """Every tensor that it writes, NaN before. position: of those before the last one that fits."""
@@ -120,6 +120,7 @@ def test_a_pass_is_the_cpu_s(gpu, config, dtype, B, T, position):
     ours.set(position=position, temperature=1.0)
     ours.acts.tokens[: tokens.size].set(tokens.reshape(-1))
     x = ours.trunk(B, T)
+    ours.device.stream.synchronize()
     logits = cpu.forward(tokens, position)
     N, C = B * T, config.C
     acts = views(train_gpt2.decode_table(config, B, T, position + T), cpu.buffer)
@@ -142,6 +143,7 @@ def test_a_pass_is_the_cpu_s(gpu, config, dtype, B, T, position):
     if T == 1:
         cuda.decode_logits(ours.device, ours.acts.logits, ours.acts.tiles, x, ours.params.wte, ours.acts.control, B,
                            config.Vp)
+        ours.device.stream.synchronize()
         close("logits", ours.acts.logits[:, : config.V], logits)
         check_tiles(ours.acts.tiles.get(), ours.acts.logits.get(), config.V)
 
