@@ -87,14 +87,15 @@ def rounded(array, dtype):
     return bf16_to_float32(bf16_bits(array)) if dtype == "bfloat16" else array
 
 
-def decoders(gpu, config, dtype, B, T=None):
+def decoders(gpu, config, dtype, B):
     """One on the GPU, and one in NumPy with the same weights."""
     params = random_params(config, seed=os.getpid())
     params.wte[: config.V] *= 3.0  # so that some tokens are likelier
     if dtype == "bfloat16":
         flat(params)[:] = rounded(flat(params), dtype)
-    T = T or config.maxT
-    return cuda.open_decoder(gpu, config, params, B, T, dtype), train_gpt2.Decoder(config, params, B, T)
+    ours = cuda.open_decoder(gpu, config, params, B, config.maxT, dtype)
+    ours.device.stream.use()  # for what the tests copy
+    return ours, train_gpt2.Decoder(config, params, B, config.maxT)
 
 
 def fill(tensors, names, value):
@@ -120,7 +121,6 @@ def test_a_pass_is_the_cpu_s(gpu, config, dtype, B, T, position):
     ours.set(position=position, temperature=1.0)
     ours.acts.tokens[: tokens.size].set(tokens.reshape(-1))
     x = ours.trunk(B, T)
-    ours.device.stream.synchronize()
     logits = cpu.forward(tokens, position)
     N, C = B * T, config.C
     acts = views(train_gpt2.decode_table(config, B, T, position + T), cpu.buffer)
@@ -143,7 +143,6 @@ def test_a_pass_is_the_cpu_s(gpu, config, dtype, B, T, position):
     if T == 1:
         cuda.decode_logits(ours.device, ours.acts.logits, ours.acts.tiles, x, ours.params.wte, ours.acts.control, B,
                            config.Vp)
-        ours.device.stream.synchronize()
         close("logits", ours.acts.logits[:, : config.V], logits)
         check_tiles(ours.acts.tiles.get(), ours.acts.logits.get(), config.V)
 
