@@ -12,7 +12,7 @@ precision as ours: as written (eager), compiled, and compiled with mode="reduce-
 from the start of the process to the end of its first step, less the making of the weights, "warm" where kernels and
 algorithms were kept from an earlier start. "memory" is what the trainer or PyTorch has allocated at its peak; "in use"
 is all that the GPU counts, context included. "MFU" counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16
-rate, or that of one large matmul where PEAKS does not have the GPU. "roofline" is the time of all the step's matmuls,
+rate, or that of one large matmul where the GPU's is not known. "roofline" is the time of all the step's matmuls,
 attention's too, at the rate of one large matmul, and of AdamW's bytes at the rate of a copy, the best of those measured
 in that precision, as a share of the step. In bfloat16, the last rows are ours with --recompute, and README.md gets a
 summary, on an H200 with what was measured beside llm.c. Nothing else should use the GPU meanwhile.
@@ -46,6 +46,7 @@ from llmc.checkpoint import Config
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.kernels import launch_geometry
+from llmc.progress import flops_per_token, peak_flops
 from llmc.tensors import table_elements
 from readme import SPEED, put_between_markers, split_at_markers
 from train_gpt2 import parameter_table
@@ -66,11 +67,6 @@ MODELS = {
 }
 T = 1024
 WARMUP, STEPS = 10, 30
-
-# What the makers say of dense bfloat16 matmuls with float32 sums, TFLOP/s; the first name that the GPU's name contains.
-PEAKS = {"B200": 2250.0, "H200 NVL": 835.5, "H200": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.4,
-         "A100": 311.9, "L40S": 362.1, "L40": 181.0, "L4": 121.0, "RTX 4090": 165.2}
-
 
 BATCHES = (4, 32, 64)
 
@@ -131,7 +127,7 @@ def bench_ours(job):
     pool, (free, total) = cp.get_default_memory_pool(), cp.cuda.runtime.memGetInfo()
     result = {"B": settings.B, "ms": ms, "first": first, "memory": pool.total_bytes(), "used": total - free,
               "gpu": gpu.name, "machine": describe(trainer.matmul)}
-    if peak(gpu.name) is None:
+    if peak_flops(gpu.name, "bf16") is None:
         result["matmul"] = measure_matmul(trainer.matmul)
     if job.model == "124M":
         result["bandwidth"], result["matmul"] = measure_copy(trainer.device), measure_matmul(trainer.matmul)
@@ -255,14 +251,10 @@ def run_worker(job, cache):
 
 
 def model_flops(config):
-    """Operations a token of a training step, as model FLOP utilisation counts them: 6 N + 6 L C T."""
+    """Operations a token of a training step."""
     rows = parameter_table(config).values()
     parameters = sum(row.size // config.Vp * config.V if row.vocabulary else row.size for row in rows)
-    return 6 * parameters + 6 * config.L * config.C * T
-
-
-def peak(gpu):
-    return next((1e12 * peak for name, peak in PEAKS.items() if name in gpu), None)
+    return flops_per_token(parameters, config, T)
 
 
 def roofline(result, alike):
@@ -306,7 +298,7 @@ def make_table(table, results):
         if "failed" in r:
             lines.append(f"{start} {job.B} | {job.precision} | failed: {r['failed']} | | | | | | |")
             continue
-        rate, fastest = r["B"] * T / r["ms"] * 1000, peak(r["gpu"]) or measured
+        rate, fastest = r["B"] * T / r["ms"] * 1000, peak_flops(r["gpu"], "bf16") or measured
         mfu = ""
         if fastest and job.precision == "bfloat16":
             mfu = f"{rate * model_flops(MODELS[job.model]) / fastest:.1%}"

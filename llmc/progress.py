@@ -74,14 +74,14 @@ def duration(seconds):
 
 
 def flops_per_token(parameters, config, T):
-    """Floating-point operations that training takes for a token: 6 N + 6 L C T.
+    """Floating-point operations that training takes for a token, as llm.c counts them: 6 N + 6 L C T.
 
-    N: parameters but wpe, which is only looked up (wte is the classifier's matrix, too): a multiplication and an
-    addition each, three times, for the output and for the gradients of input and weight. 6 L C T: the two matmuls of
-    causal attention, which see T / 2 positions on average. llm.c counts so, wpe included: 0.6 percent more for GPT-2
-    124M. Scaling Laws for Neural Language Models, Kaplan et al. 2020, https://arxiv.org/abs/2001.08361
+    N: parameters: a multiplication and an addition each, three times, for the output and for the gradients of input and
+    weight (wpe, which is only looked up, is 0.6 percent of GPT-2 124M). 6 L C T: the two matmuls of causal attention,
+    which see T / 2 positions on average. Scaling Laws for Neural Language Models, Kaplan et al. 2020,
+    https://arxiv.org/abs/2001.08361
     """
-    return 6 * (parameters - config.maxT * config.C) + 6 * config.L * config.C * T
+    return 6 * parameters + 6 * config.L * config.C * T
 
 
 PEAKS = {  # name as CUDA has it -> dense TFLOP/s with float32 sums, (bf16, TF32): NVIDIA's data sheets, whitepapers
