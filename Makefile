@@ -20,7 +20,8 @@ MODEL ?= d4
 ARGS ?= -b 16 -t 64
 SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update \
     or stochastic or few_parts or (long_chains and 12808) \
-    or (matmuls and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt)
+    or (matmuls and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt) \
+    or (a_pass_is and C240 and bfloat16) or (drawing and 300-0 and (choice0 or choice4 or choice9))
 
 help:
 	@echo "make train       train a small GPT-2 on Python's own standard library: two minutes, no download of data"
@@ -59,7 +60,7 @@ sanitize: $(TEST_ENVIRONMENT)
 	for tool in memcheck racecheck initcheck synccheck; do \
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
-	        $(PYTHON) -m pytest -q -x tests/test_kernels.py \
+	        $(PYTHON) -m pytest -q -x tests/test_kernels.py tests/test_decode.py \
 	        -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
 	done
 

@@ -105,7 +105,7 @@ def fill(tensors, names, value):
 
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
                                             (2, 17, 0.5), (20, 2, 0.02), (1, 40, 0)))
-@pytest.mark.parametrize("config, dtype", CASES, ids=str)
+@pytest.mark.parametrize("config, dtype", CASES, ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
 def test_a_pass_is_the_cpu_s(gpu, config, dtype, B, T, position):
     """Every tensor that it writes, NaN before. position: of those before the last one that fits."""
     position = int(position * (config.maxT - T))
