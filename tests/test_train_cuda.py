@@ -77,7 +77,7 @@ def test_make_train_leaves_a_gpu_alone_that_cannot_be_used(tmp_path):
     done = subprocess.run(["make", "-n", "train", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
                           env=env)
     assert done.returncode == 0 and " train_gpt2.py " in done.stdout and "train_gpt2_cuda.py" not in done.stdout
-    assert done.stderr and all(line.startswith("make: error: no ") for line in done.stderr.splitlines())
+    assert done.stderr and all(line.startswith("device.py: error: no ") for line in done.stderr.splitlines())
 
 
 def forget_cupys_cache(monkeypatch):
