@@ -195,7 +195,7 @@ def test_a_run_ends_with_a_saved_model(workplace, fake_gpu, run_here):
     assert " tokenizer=data/tiny_shakespeare_tokenizer.bin " in done.stdout and done.stderr == ""
     assert newest_checkpoint("run") == 3 and read_tokenizer("run/tokenizer.bin").tokens == tokens
     with open(checkpoint_paths("run", 3)[0], "rb") as f:
-        assert read_config(f, "")[1] == Config(maxT=1024, V=257, L=2, NH=2, C=128, Vp=384)
+        assert read_config(f, "")[1] == Config(maxT=24, V=257, L=2, NH=2, C=128, Vp=384)
     assert "resuming at step 3" in run_here(cuda, *flags, "-x", 4, "-y", 1).stdout and newest_checkpoint("run") == 4
 
 
