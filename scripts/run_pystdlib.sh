@@ -18,7 +18,7 @@ trainer=train_gpt2.py
 
 python $trainer -e d6 -i data/pystdlib --shuffle 1 --spread 1 -o runs/pystdlib \
     -b 64 -t 256 -x 2000 -l 1e-3 -u 100 -k cosine -q 0.1 -c 0.1 --beta2 0.95 --grad_clip 1 \
-    -v 250 -m 4 -s 500 -g 200 --final_reports 1 -n 500 -nk 2 -y 1 "$@"
+    -v 250 -m 64 -s 500 -g 200 --final_reports 1 -n 500 -nk 2 -y 1 "$@"
 
 python evaluate.py runs/pystdlib --data data/pystdlib
 python generate.py runs/pystdlib --prompt "def main(" --tokens 240 --temperature 0.8

@@ -19,7 +19,7 @@ trainer=train_gpt2.py
 
 python $trainer -e d6 -i data/shakespeare_char --shuffle 1 --spread 1 -o runs/shakespeare_char \
     -b 64 -t 256 -x 600 -l 1e-3 -u 100 -k cosine -q 0.1 -c 0.1 --beta2 0.95 --grad_clip 1 \
-    -v 100 -m 6 -s 200 -g 200 --final_reports 1 -n 200 -nk 2 -y 1 "$@"
+    -v 100 -m 64 -s 200 -g 200 --final_reports 1 -n 200 -nk 2 -y 1 "$@"
 
 python evaluate.py runs/shakespeare_char --data data/shakespeare_char
 python generate.py runs/shakespeare_char --prompt "ROMEO:" --tokens 240 --temperature 0.8
