@@ -12,8 +12,7 @@ REQUIREMENTS := $(if $(LISTED),requirements-gpu.txt,requirements.txt)
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
 # Looked up when a recipe needs it, with the environment there: a GPU that the trainer cannot use is named, with the
 # reason, and left alone.
-GPU = $(if $(LISTED),$(shell $(PYTHON) -c \
-    'import sys, train_gpt2_cuda as cuda; sys.argv[0] = "make"; cuda.run_main(lambda: print(cuda.open_gpu().arch))'))
+GPU = $(if $(LISTED),$(shell $(PYTHON) -m llmc.device))
 TRAINER = $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
 MODEL ?= d4

@@ -1,7 +1,7 @@
 """
 How good a model is: validation loss, perplexity, bits per byte, HellaSwag.
 
-    python evaluate.py runs/std --data data/pystdlib --context 64 --stride 32    # prints, beside what it was asked for:
+    python evaluate.py runs/std --data data/pystdlib      # prints, beside what it was asked for:
         | validation loss       | 2.280989                                           |
         | perplexity            | 9.7095                                             |
         | bits per byte         | 3.2787                                             |
@@ -9,7 +9,8 @@ How good a model is: validation loss, perplexity, bits per byte, HellaSwag.
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
 
 MODEL is the directory of a run, a .bin file or a Hugging Face folder. It runs on the GPU if there is one, in float32
-with TF32 matmuls, else on the CPU in NumPy. --context is best the sequence length that the model was trained with.
+with TF32 matmuls, else on the CPU in NumPy. --context is best the sequence length that the model was trained with; of
+a model that began with random weights here, it is never more.
 
 Validation loss: the mean over rows of --context tokens, one after the other, as the trainers validate with a large -m
 (but for data that ends with the last row: they then take the first batch once more instead, as llm.c). Perplexity: of
@@ -186,9 +187,10 @@ def parse_arguments():
     parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
                         help="validation tokens: a path or quoted glob, or a prefix to _val.bin")
     parser.add_argument("--tokens", type=int, metavar="N", default=0, help="the first N tokens of the data (0: all)")
-    parser.add_argument("--context", type=int, metavar="T", default=1024, help="tokens of a window, at most")
-    parser.add_argument("--stride", type=int, metavar="N", default=512, help="tokens from one window to the next, at"
-                        " most the context")
+    parser.add_argument("--context", type=int, metavar="T", default=1024, help="tokens of a window; at most"
+                        " the model's longest sequence")
+    parser.add_argument("--stride", type=int, metavar="N", default=0, help="tokens from one window to the next, at most"
+                        " the context (0: half of it)")
     parser.add_argument("--hellaswag", metavar="FILE", default=argparse.SUPPRESS,
                         help="HellaSwag, of prepro_hellaswag.py: data/hellaswag_val.bin")
     parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of HellaSwag (0: all)")
@@ -201,7 +203,7 @@ def parse_arguments():
     args = parser.parse_args()
     if not hasattr(args, "data") and not hasattr(args, "hellaswag"):
         raise UserError("nothing to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
-    for name, least in (("tokens", 0), ("context", 2), ("stride", 1), ("examples", 0), ("batch_size", 0)):
+    for name, least in (("tokens", 0), ("context", 2), ("stride", 0), ("examples", 0), ("batch_size", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
     if args.tokens == 1:
@@ -213,14 +215,18 @@ def evaluate(args):
     """What args ask for, as a dict."""
     config, params = load_model(args.model)
     T = min(args.context, config.maxT)
-    stride, files, examples = min(args.stride, T), [], []
+    if T < 2:
+        raise UserError(f"{args.model}: its longest sequence is one token, expected at least 2, to predict one from the"
+                        " other")
+    stride, files, examples = min(args.stride or T // 2, T), [], []
     tokenizer = None
     if hasattr(args, "data"):
         files = open_files(args.data, config.V, args.tokens)
         tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     if hasattr(args, "hellaswag"):
         examples = read_examples(args.hellaswag, config.V)[: args.examples or None]
-        check_fits(args.hellaswag, examples, T, "--context")
+        mend = "pass --context" if T < config.maxT else "the model knows no longer ones: train one with -t"
+        check_fits(args.hellaswag, examples, T, mend)
     model, device, B = open_model(config, params, args.device)
     B = args.batch_size or B
     model.allocate_activations(B, T)

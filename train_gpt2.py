@@ -28,6 +28,8 @@ import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is
 import functools
 import itertools
 import math
+import os
+import re
 import time
 import warnings
 
@@ -81,17 +83,21 @@ SIZES = {  # name of a model with random weights -> layers L, heads NH, channels
 }  # fmt: skip
 
 
-def random_model(name, V, seed=42):
-    """(config, params) of SIZES[name] before any training; None for another name.
+def random_model(name, V, seed=42, maxT=1024):
+    """(config, params) of SIZES[name] before any training; None for what is no such name. Raises UserError for a dN that
+    is neither a size nor a file.
 
     Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
     Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has random numbers
-    of its own, so that the weights do not depend on the number of threads.
+    of its own, so that the weights do not depend on the number of threads, nor those of a position on maxT.
     """
     if name not in SIZES:
+        if re.fullmatch(r"d\d+", name) and not os.path.exists(name):
+            raise UserError(f"{name}: no model with random weights has this name: expected one of {', '.join(SIZES)}, or"
+                            " a file")
         return None
     L, NH, C = SIZES[name]
-    config = Config(maxT=1024, V=V, L=L, NH=NH, C=C, Vp=padded(V))
+    config = Config(maxT, V, L, NH, C, padded(V))
     params = allocate(parameter_table(config))
 
     def block(start, stop):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.compiler import prepare_kernels
-from llmc.errors import UserError
+from llmc.errors import UserError, run_main
 from llmc.tensors import bf16_to_float32
 
 # While it is imported, CuPy makes a directory in $HOME, which need not be writable, for kernels of its own, of which
@@ -274,3 +274,7 @@ def measure(device, call, repeats=5):
         end.synchronize()
         times.append(cp.cuda.get_elapsed_time(start, end) / 1000)
     return sorted(times[1:])[repeats // 2]
+
+
+if __name__ == "__main__":  # python -m llmc.device, for make and scripts/: the GPU's name, or why there is none
+    run_main(lambda: print(open_gpu().name))

@@ -100,17 +100,17 @@ def load_hellaswag(settings, V):
         return []
     examples = read_examples(HELLASWAG, V)
     examples = examples if settings.hellaswag == 1 else examples[: settings.hellaswag]
-    check_fits(HELLASWAG, examples, settings.T, "-t")
+    check_fits(HELLASWAG, examples, settings.T, "pass -t")
     return examples
 
 
-def check_fits(path, examples, T, flag):
+def check_fits(path, examples, T, mend):
     """Raise UserError where the model does not see an example as a whole. (llm.c refuses such a file, too; to cut
     examples would be another benchmark.)"""
     longest = max(example.longest for example in examples)
     if longest > T + 1:  # the last token is a target alone
-        raise UserError(f"{path}: its longest example has {longest} tokens, more than {flag} {T} has room for: pass"
-                        f" {flag} {longest - 1} or more")
+        raise UserError(f"{path}: its longest example has {longest} tokens, expected at most {T + 1}, for a"
+                        f" sequence of {T}: {mend} {longest - 1} or more")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

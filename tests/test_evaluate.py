@@ -12,11 +12,12 @@ import pytest
 
 import evaluate
 import export_weights
+import generate
 import prepro_hellaswag
 import train_gpt2
 import train_gpt2_cuda
 from conftest import SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program, serve
-from llmc.checkpoint import write_model
+from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.evaluation import Example, count_correct, read_examples, write_examples
@@ -257,12 +258,31 @@ def test_the_table(examples, run_here):
     table = dict(re.findall(r"^\| (\S.*?) +\| (.*?) +\|$", run_here(evaluate, *flags).stdout, re.MULTILINE))
     found = json.loads(run_here(evaluate, *flags, "--json", "--batch_size", 3).stdout)
     assert table == {
-        "model": "gpt2_124M.bin", "device": "CPU", "context": "32", "stride": "32", "tokens scored": "581",
+        "model": "gpt2_124M.bin", "device": "CPU", "context": "32", "stride": "16", "tokens scored": "599",
         "data": "data/tiny_shakespeare_v*.bin", "validation loss": f"{found['validation_loss']:.6f}",
         "perplexity": f"{found['perplexity']:.4f}", "bits per byte": f"{found['bits_per_byte']:.4f}",
         "HellaSwag acc_norm": f"{found['hellaswag']['acc_norm']:.4f} ({found['hellaswag']['correct']} of 60)"}
     first = json.loads(run_here(evaluate, *flags, "--json", "--examples", 7).stdout)["hellaswag"]
     assert first["examples"] == 7 and first["correct"] <= found["hellaswag"]["correct"]
+
+
+def test_random_weights_are_for_sequences_of_the_run(examples, run_here):
+    """generate.py and evaluate.py show the model no position that was not trained; the others begin as they always do."""
+    def train(T):
+        run_here(train_gpt2, "-e", "d2", "-t", T, "-b", 2, "-x", 1, "-l", 0, "-v", 0, "-s", 0, "-o", f"run{T}")
+        return f"run{T}/model_00000001.bin"
+
+    flags = ("--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG)
+    (_, short), (config, long) = (read_model(train(T), train_gpt2.parameter_table) for T in (16, 1500))
+    assert short.wpe.shape == (16, 128) and config.maxT == 1500
+    for name in short.table:
+        assert np.array_equal(getattr(short, name), getattr(long, name)[:16] if name == "wpe" else getattr(long, name))
+    assert "the model sees 16 at a time" in run_here(generate, "run16", "--tokens", 17).stderr
+    found = json.loads(run_here(evaluate, "run16", *flags[:2], "--json").stdout)
+    assert (found["context"], found["stride"]) == (16, 8)
+    assert_one_line_error(run_here(evaluate, "run16", *flags, check=False), "sequence of 16", "train one with -t 28")
+    train(1)
+    assert_one_line_error(run_here(evaluate, "run1", *flags, check=False), "run1", "one token")
 
 
 def test_bits_per_byte_do_not_depend_on_the_vocabulary(examples, run_here):
@@ -303,8 +323,8 @@ def test_evaluate_refuses(examples, run_here):
     fails("--data", "data/large.bin", words=("token id 500", "expected 0 to 256"))
     fails("--hellaswag", "none.bin", words=("none.bin", "python prepro_hellaswag.py"))
     fails("--hellaswag", "data/one.bin", words=("one.bin", "file of evaluation examples"))
-    fails("--hellaswag", HELLASWAG, "--context", 20, words=(HELLASWAG, "--context 20", "--context 28 or more"))
-    fails("--data", "x", "--stride", 0, words=("--stride 0",))
+    fails("--hellaswag", HELLASWAG, "--context", 20, words=(HELLASWAG, "sequence of 20", "--context 28 or more"))
+    fails("--data", "x", "--stride", -1, words=("--stride -1",))
     fails("--data", "x", "--context", 1, words=("--context 1",))
     fails("--data", "x", "--tokens", 1, words=("--tokens 1",))
     fails("--data", "x", words=("none.bin", "no such file"), model="none.bin")
@@ -399,7 +419,7 @@ def test_what_a_run_cannot_evaluate(examples, run_here):
 
     fails(-1, words=("--hellaswag -1",))
     fails(1, "-v", 0, words=("--hellaswag 1", "-v STEPS"))
-    fails(1, "-t", 16, words=(HELLASWAG, "-t 16", "pass -t 28 or more"))
+    fails(1, "-t", 16, words=(HELLASWAG, "sequence of 16", "pass -t 28 or more"))
     write_examples(HELLASWAG, make_examples(9, V=300))
     fails(1, words=(HELLASWAG, "token id", "expected 0 to 256"))
     with open(HELLASWAG, "wb") as f:

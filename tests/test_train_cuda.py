@@ -77,7 +77,7 @@ def test_make_train_leaves_a_gpu_alone_that_cannot_be_used(tmp_path):
     done = subprocess.run(["make", "-n", "train", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
                           env=env)
     assert done.returncode == 0 and " train_gpt2.py " in done.stdout and "train_gpt2_cuda.py" not in done.stdout
-    assert done.stderr and all(line.startswith("make: error: no ") for line in done.stderr.splitlines())
+    assert done.stderr and all(line.startswith("device.py: error: no ") for line in done.stderr.splitlines())
 
 
 def forget_cupys_cache(monkeypatch):
@@ -195,7 +195,7 @@ def test_a_run_ends_with_a_saved_model(workplace, fake_gpu, run_here):
     assert " tokenizer=data/tiny_shakespeare_tokenizer.bin " in done.stdout and done.stderr == ""
     assert newest_checkpoint("run") == 3 and read_tokenizer("run/tokenizer.bin").tokens == tokens
     with open(checkpoint_paths("run", 3)[0], "rb") as f:
-        assert read_config(f, "")[1] == Config(maxT=1024, V=257, L=2, NH=2, C=128, Vp=384)
+        assert read_config(f, "")[1] == Config(maxT=24, V=257, L=2, NH=2, C=128, Vp=384)
     assert "resuming at step 3" in run_here(cuda, *flags, "-x", 4, "-y", 1).stdout and newest_checkpoint("run") == 4
 
 

@@ -1,0 +1,123 @@
+"""scripts/: each runs, with a short length, or with a Python that only notes its commands; the flags are the programs'."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import evaluate
+import generate
+import prepro_fineweb
+from conftest import ROOT
+from llmc.dataloader import write_tokens
+from llmc.settings import Settings, parse_settings
+from llmc.tokenizer import write_tokenizer
+from train_gpt2 import SIZES
+from train_gpt2_cuda import CudaSettings
+
+RECIPES = sorted(path.name for path in (ROOT / "scripts").glob("*.sh"))
+NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
+PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.parse_arguments,
+           "prepro_fineweb.py": prepro_fineweb.parse_arguments}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A copy of the recipes in an empty project, which is the current directory; project(text) makes `python`.
+    nvidia-smi lists a GPU."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def make(text, name="python"):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    make("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n", "nvidia-smi")
+    return make
+
+
+def run(recipe, *flags, cwd=None, **variables):
+    done = subprocess.run([os.path.abspath(os.path.join("scripts", recipe)), *map(str, flags)], text=True, cwd=cwd,
+                          capture_output=True, env={**os.environ, **variables}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def commands(recipe, *flags):
+    """The command lines of a recipe in a project that has no data."""
+    run(recipe, *flags)
+    with open("commands") as f:
+        return [json.loads(line) for line in f]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
+    project(NOTES)
+    programs = set()
+    for program, *flags in commands(recipe, "-x", 7):
+        programs.add(program.split("_")[0])
+        assert program == "-m" or (ROOT / program).is_file()
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        if program in PARSERS:
+            PARSERS[program]()
+        if program == "train_gpt2_cuda.py":
+            either = [CudaSettings] if recipe.startswith("run_gpt2") else [CudaSettings, Settings]
+            for settings in (parse_settings(cls, "", flags) for cls in either):
+                assert settings.model in SIZES and settings.steps == 7 and settings.shuffle == 1
+                assert settings.resume and settings.checkpoint_every and settings.checkpoints_keep
+                prefix = settings.data.removesuffix("_train_*.bin")
+            directory = settings.output
+        if program in ("evaluate.py", "generate.py"):
+            assert flags[0] == directory, "of the run"
+        if program == "evaluate.py":
+            assert flags[flags.index("--data") + 1] in (prefix, f"{prefix}_val_*.bin")
+    assert {"prepro", "train", "evaluate.py", "generate.py"} <= programs
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("run_gpt2")])
+def test_data_that_is_there_is_not_made_again(project, recipe):
+    project(NOTES)
+    for path in re.findall(r"\[ -e (\S+) \]", (ROOT / "scripts" / recipe).read_text()):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        open(path, "wb").close()
+    assert [program for program, *_ in commands(recipe)] == ["train_gpt2_cuda.py", "evaluate.py", "generate.py"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_fails_ends_it(project, recipe):
+    project("#!/bin/sh\necho $1 >> commands\nexit 3\n")
+    done = subprocess.run(["scripts/" + recipe], timeout=60)
+    with open("commands") as f:
+        assert done.returncode == 3 and [line[:6] for line in f if not line.startswith("-m")] == ["prepro"]
+
+
+@pytest.mark.parametrize("recipe, prefix", (("run_pystdlib.sh", "pystdlib"),
+                                            ("run_shakespeare_char.sh", "shakespeare_char")))
+def test_from_text_to_text(project, recipe, prefix, tmp_path):
+    """On the CPU, where no GPU can be used, from another directory; again, it goes on."""
+    project(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    for path in (ROOT / "llmc", *ROOT.glob("*.py")):
+        os.symlink(path, path.name)
+    text = b"def main(ROMEO):\n    return ROMEO\n" * 100
+    (tmp_path / "data" / "tiny_shakespeare.txt").write_bytes(text)  # the library's own would take a minute
+    write_tokenizer("data/pystdlib_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 256)
+    for split in ("train", "val"):
+        write_tokens(f"data/pystdlib_{split}.bin", [list(text)], len(text))
+
+    short = ("-e", "d2", "-b", 2, "-t", 16, "-v", 2, "-s", 0, "-n", 2)
+    first = run(recipe, *short, "-x", 2, cwd="bin", CUDA_VISIBLE_DEVICES="")
+    assert f"no complete checkpoint in runs/{prefix}: starting at step 0" in first
+    again = run(recipe, *short, "-x", 4, cwd="bin", CUDA_VISIBLE_DEVICES="")
+    assert f"resuming at step 2 from runs/{prefix}" in again and "Saved" not in again
+    for printed, step in ((first, 2), (again, 4)):
+        assert re.search(rf"^step {step}/{step} \| train loss \d", printed, re.MULTILINE)
+        table, sample = printed.split(f"| model {'':>15} | runs/{prefix} ")[1].split("ROMEO:" if "char" in prefix else
+                                                                                      "def main(")
+        assert re.search(r"^\| context +\| 16 ", table, re.MULTILINE) and re.search(r"loss +\| \d", table) and sample
