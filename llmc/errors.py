@@ -151,7 +151,8 @@ class LosableOutput(io.FileIO):
                     return len(data)
             return super().write(data[:4096])  # what a pipe takes at once
         except OSError:
-            time.sleep(0.1)  # the signal that ended the reader is perhaps on its way to us
-            if self.interruption.signal is None:
-                raise
-            return len(data)
+            for _ in range(20):  # the signal that ended the reader is perhaps on its way to us
+                if self.interruption.signal is not None:
+                    return len(data)
+                time.sleep(0.05)
+            raise

@@ -4,6 +4,7 @@ elements. The blocks do not depend on the number of threads, so neither do the r
 import os
 import platform
 import re
+import signal
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -33,8 +34,14 @@ def count_threads():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def leave_signals_alone():
+    """For a thread: a signal that the system hands to it would reach the main thread, which acts on it, late."""
+    if hasattr(signal, "pthread_sigmask"):  # Windows has none
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
 THREADS = count_threads()
-POOL = ThreadPoolExecutor(max(1, THREADS - 1), thread_name_prefix="llmc")  # starts no thread before the first task
+POOL = ThreadPoolExecutor(max(1, THREADS - 1), "llmc", leave_signals_alone)  # starts no thread before the first task
 BLOCK = 128 * 1024  # elements: small enough for the L2 cache, large enough that handing over the GIL is cheap
 
 
@@ -52,7 +59,7 @@ def parallel_blocks(work, n, block=BLOCK):
         helper.result()
 
 
-READER = ThreadPoolExecutor(1, thread_name_prefix="reader")
+READER = ThreadPoolExecutor(1, "reader", leave_signals_alone)
 END = object()
 
 
