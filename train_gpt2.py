@@ -84,8 +84,8 @@ SIZES = {  # name of a model with random weights -> layers L, heads NH, channels
 
 
 def random_model(name, V, seed=42, maxT=1024):
-    """(config, params) of SIZES[name] before any training; None for what is no such name. Raises UserError for a dN that
-    is neither a size nor a file.
+    """(config, params) of SIZES[name] before any training; None for what is no such name. Raises UserError for a dN
+    that is neither a size nor a file.
 
     Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
     Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has random numbers
@@ -93,8 +93,8 @@ def random_model(name, V, seed=42, maxT=1024):
     """
     if name not in SIZES:
         if re.fullmatch(r"d\d+", name) and not os.path.exists(name):
-            raise UserError(f"{name}: no model with random weights has this name: expected one of {', '.join(SIZES)}, or"
-                            " a file")
+            raise UserError(f"{name}: no model with random weights has this name: expected one of {', '.join(SIZES)},"
+                            " or a file")
         return None
     L, NH, C = SIZES[name]
     config = Config(maxT, V, L, NH, C, padded(V))

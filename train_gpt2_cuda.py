@@ -653,7 +653,7 @@ def nearest_power_of_2(x):
 # text: forward passes over T more positions of each of B sequences, whose keys and values are kept
 
 CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
-                    ("top_p", "f4")])  # struct Control of decode.cu
+                    ("top_p", "f4")])  # struct Control of decode.cuh
 PROMPT_ROWS = 64  # tokens of prompts in one pass
 
 
@@ -670,7 +670,7 @@ def decode_table(config, B, T, dtype, geometry):
         "parts": Row((N, NH, blocks(T, g.DECODE_SPLIT), C // NH + 2)),  # of attention, for each split of the positions
         "fch_gelu": Row((N, 4 * C), dtype),
         "logits": Row((B, config.Vp)),
-        "tiles": Row((B, config.Vp // g.DECODE_ROWS, 3)),  # struct Tile of decode.cu
+        "tiles": Row((B, config.Vp // g.DECODE_ROWS, 3)),  # struct Tile of decode.cuh
         "tokens": Row((N,), "int32"),
         "randoms": Row((B,), "uint64"),
         "control": Row((CONTROL.itemsize,), "uint8"),

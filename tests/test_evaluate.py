@@ -267,7 +267,7 @@ def test_the_table(examples, run_here):
 
 
 def test_random_weights_are_for_sequences_of_the_run(examples, run_here):
-    """generate.py and evaluate.py show the model no position that was not trained; the others begin as they always do."""
+    """generate.py and evaluate.py show the model no position that was not trained; others begin as they always do."""
     def train(T):
         run_here(train_gpt2, "-e", "d2", "-t", T, "-b", 2, "-x", 1, "-l", 0, "-v", 0, "-s", 0, "-o", f"run{T}")
         return f"run{T}/model_00000001.bin"
@@ -410,7 +410,8 @@ def test_a_run_on_a_gpu_evaluates(examples, fake_gpu, run_here):
     write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
     done = run_here(train_gpt2_cuda, *FLAGS, "-o", "run", "--hellaswag", 1)
     correct = sum(example.label == 0 for example in examples)
-    assert len(re.findall(rf"val loss 0.0000\nstep ./4 \| HellaSwag {correct}/60 = {correct / 60:.4f}\n", done.stdout)) == 3
+    lines = rf"val loss 0.0000\nstep ./4 \| HellaSwag {correct}/60 = {correct / 60:.4f}\n"
+    assert len(re.findall(lines, done.stdout)) == 3
 
 
 def test_what_a_run_cannot_evaluate(examples, run_here):

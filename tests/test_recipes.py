@@ -1,4 +1,4 @@
-"""scripts/: each runs, with a short length, or with a Python that only notes its commands; the flags are the programs'."""
+"""scripts/: each runs, for a short time, or with a Python that only notes its commands; the flags are the programs'."""
 
 import json
 import os
