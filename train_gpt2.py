@@ -36,12 +36,14 @@ import warnings
 import numpy as np
 
 from llmc.checkpoint import (Config, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints,
-                             find_checkpoint, newest_checkpoint, padded, read_start, restore, save_checkpoint, stopped)
+                             find_checkpoint, newest_checkpoint, notes_of, padded, read_start, restore,
+                             save_checkpoint, stopped)
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import count_correct, load_hellaswag
 from llmc.files import locked
 from llmc.logger import Log
+from llmc.outliers import LOSS, NORM, RECENT, notes_on, read_recent, reason_to_skip, z_score
 from llmc.progress import Console, print_memory, print_start
 from llmc.sampler import Choice, Random, draw, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
@@ -670,8 +672,9 @@ def validate(forward, loader, batches, step):
     return loss
 
 
-def train_step(model, loader, settings, step, want_norm):
-    """One update from micro_steps batches; returns (loss, learning rate, gradient norm or None).
+def train_step(model, loader, settings, step, want_norm, recent=None):
+    """One update from micro_steps batches; returns (loss, learning rate, gradient norm or None, why the update was
+    skipped or None). recent: (2,) RECENT of outliers.py, where the settings say that outliers are skipped.
 
     Raises UserError, before the weights change, when the loss is not finite.
     """
@@ -681,14 +684,17 @@ def train_step(model, loader, settings, step, want_norm):
         if not math.isfinite(loss):
             raise UserError(f"after {step} steps: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
         model.backward(micro_step, settings.micro_steps)
-    learning_rate, norm, scale = learning_rate_at(settings, step), None, 1.0
-    if want_norm or settings.grad_clip:
+    learning_rate, norm, scale, outlier = learning_rate_at(settings, step), None, 1.0, None
+    if want_norm or settings.grad_clip or settings.skips_outliers:
         grads = flat(model.grads)
         norm = global_norm(grads, grads.size)
         if settings.grad_clip and norm > settings.grad_clip:
             scale = settings.grad_clip / norm
-    model.update(settings, learning_rate, step + 1, scale)
-    return loss, learning_rate, norm
+    if settings.skips_outliers:
+        outlier = reason_to_skip(settings, z_score(recent[LOSS], loss), z_score(recent[NORM], norm))
+    if not outlier:
+        model.update(settings, learning_rate, step + 1, scale)
+    return loss, learning_rate, norm, outlier
 
 
 def memory_plan(config, settings):
@@ -749,13 +755,17 @@ def run(settings):
     model.allocate_training(settings.B, settings.T, settings.micro_steps)
     if settings.lines == "llmc":
         print(f"num_activations: {table_elements(activation_table(config, settings.B, settings.T))}")
+    recent = np.zeros(2, RECENT)
     if first_step is not None:
         restore(settings, config, params, (model.m, model.v), first_step, train_loader, random)
+        with notes_of(settings, first_step) as notes:
+            recent = read_recent(notes)
     with Console(settings, first_step or 0) as console:
-        return train(model, settings, train_loader, val_loader, examples, tokenizer, random, first_step or 0, console)
+        return train(model, settings, train_loader, val_loader, examples, tokenizer, random, recent, first_step or 0,
+                     console)
 
 
-def train(model, settings, train_loader, val_loader, examples, tokenizer, random, first_step, console):
+def train(model, settings, train_loader, val_loader, examples, tokenizer, random, recent, first_step, console):
     """The training loop; returns the exit status. A step is: validate, sample, update, save."""
     config, directory = model.config, settings.output_dir
     decoder = Decoder(config, model.params, 1, settings.T) if settings.sample_every else None
@@ -769,7 +779,7 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
         batch = (settings.B, settings.T, settings.spread)
         progress = Progress(done, random.state, train_loader.position, batch)
         with interruption.saving():
-            save_checkpoint(directory, config, model.params, (model.m, model.v), progress)
+            save_checkpoint(directory, config, model.params, (model.m, model.v), progress, notes_on(recent))
             delete_old_checkpoints(settings)
 
     for step in range(first_step, settings.steps + 1):
@@ -800,10 +810,12 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
         if last:
             break
         start = time.perf_counter()
-        loss, learning_rate, norm = train_step(model, train_loader, settings, step, want_norm=log.detailed)
+        loss, learning_rate, norm, outlier = train_step(model, train_loader, settings, step, log.detailed, recent)
         seconds = time.perf_counter() - start
         console.training(step, loss, seconds, f"step {step}: train loss {loss:f} (took {seconds * 1000:f} ms)")
         log.training(step, loss, learning_rate, norm, seconds)
+        if outlier:
+            console.skip(step, outlier)
 
         done = step + 1
         due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0

@@ -26,7 +26,6 @@ START = time.perf_counter()  # for the time to the first step
 
 import bisect
 import dataclasses
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from llmc.checkpoint import (Progress, checkpoint_paths, count_parameters, delete_old_checkpoints, find_checkpoint,
-                             go_back, newest_checkpoint, read_start, restore, save_checkpoint, stopped)
+                             newest_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped)
 from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer, to_float32
@@ -47,6 +46,7 @@ from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, ch
                           hopper_matmul, kernel_files, launch_geometry)
 from llmc.logger import Log
 from llmc.matmul import WORKSPACE, Matmul
+from llmc.outliers import RECENT, notes_on, read_recent, reason_to_skip
 from llmc.progress import Console, flops_per_token, peak_flops, print_memory, print_start, print_table
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
@@ -904,7 +904,7 @@ class Trainer:
         self.config, self.settings, self.precision = config, settings, settings.precision
         self.device, self.matmul = matmul.device, matmul
         self.micro_steps = settings.micro_steps
-        self.want_norm = bool(settings.grad_clip or settings.output_dir)
+        self.want_norm = bool(settings.grad_clip or settings.output_dir or settings.skips_outliers)
         B, T, device = settings.B, settings.T, self.device
         check_memory(architecture, config, settings, device)
         with device.stream:
@@ -919,6 +919,7 @@ class Trainer:
             matmul.allocate()
             self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
             self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
+            self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)
             self.norm_partials = cp.zeros(8 * device.sm_count if self.want_norm else 0, np.float32)  # what fits at once
             spans = decay_spans(table, settings.weight_decay, settings.decay == "all")
@@ -932,7 +933,7 @@ class Trainer:
         table = batch_table(B, T, self.micro_steps)
         self.pinned = pinned_array(2 * table_bytes(table))
         self.staged = [views(table, half) for half in self.pinned.reshape(2, -1)]
-        self.reports = pinned_array(16).view(np.float32).reshape(2, 2)  # loss, norm
+        self.reports = pinned_array(32).view(np.float32).reshape(2, 4)  # struct Report of update.cu
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
 
@@ -972,11 +973,13 @@ class Trainer:
         return self.steps_begun - 1
 
     def end_step(self, number):
-        """Wait for an update of begin_step's, one of the last two: (loss, gradient norm or None, milliseconds)."""
+        """Wait for an update of begin_step's, one of the last two: (loss, gradient norm or None, milliseconds, why it
+        was skipped or None)."""
         half = number % 2
         self.finished[half].synchronize()
-        loss, norm = self.reports[half].tolist()
-        return loss, norm if self.want_norm else None, cp.cuda.get_elapsed_time(self.started[half], self.finished[half])
+        loss, norm, *z_scores = self.reports[half].tolist()
+        milliseconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half])
+        return loss, norm if self.want_norm else None, milliseconds, reason_to_skip(self.settings, *z_scores)
 
     def stage(self, half, batches, learning_rate):
         """Lay micro_steps batches into a half of the pinned memory."""
@@ -1022,7 +1025,8 @@ class Trainer:
             global_norm(device, partials, grads, N)
         device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), self.loss, partials,
                       self.batch.learning_rate, np.float64(settings.beta1), np.float64(settings.beta2),
-                      np.float64(settings.eps), settings.grad_clip, partials.size)
+                      np.float64(settings.eps), settings.grad_clip, partials.size, self.recent,
+                      settings.skip_loss_zscore, settings.skip_norm_zscore)
         grid = (blocks(N, device.geometry.UPDATE_ADAMW_NUMBERS * threads),)
         device.launch("adamw_update", grid, (threads,), params, master, m, v, grads, self.control, self.stops,
                       self.decays, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2,
@@ -1066,15 +1070,23 @@ class Trainer:
         if exact is self.m:
             self.m.buffer.fill(0)
 
-    def set_state(self, params, moments, step):
-        """Go on from a checkpoint: Tensors on the host; params are its master weights, if it has any. A bfloat16 model
-        keeps the weights that it was made with, which need not be those rounded to nearest."""
+    def set_state(self, params, moments, step, recent):
+        """Go on from a checkpoint: Tensors on the host; params are its master weights, if it has any; recent: (2,)
+        RECENT. A bfloat16 model keeps the weights that it was made with, which need not be those rounded to
+        nearest."""
         with self.device.stream:
             exact = self.master if self.precision.bf16 else self.params
             for ours, theirs in zip((self.m, self.v, exact), (*moments, params)):
                 if ours:
                     copy_to_gpu(ours.buffer, theirs.buffer)
             copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
+            if self.recent is not None:
+                copy_to_gpu(self.recent, recent)
+
+    def recent_values(self):
+        """(2,) RECENT: losses and norms of the last updates, where outliers are skipped."""
+        with self.device.stream:
+            return np.zeros(2, RECENT) if self.recent is None else self.recent.get().view(RECENT)
 
 
 class Evaluator:
@@ -1342,14 +1354,9 @@ def resume(trainer, params, step, train_loader, random):
     settings, matmul = trainer.settings, trainer.matmul
     moments = allocate(params.table), allocate(params.table)
     restore(settings, trainer.config, params, moments, step, train_loader, random)
-    trainer.set_state(params, moments, step)
-    _, _, marker = checkpoint_paths(settings.output_dir, step)
-    try:
-        with open(marker) as f:
-            notes = json.loads(f.read() or "{}")
-        same = matmul.recall(notes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
+    with notes_of(settings, step) as notes:
+        same, recent = matmul.recall(notes), read_recent(notes)
+    trainer.set_state(params, moments, step, recent)
     before, now = notes.get("precision"), describe_precision(settings)
     if before not in (None, now):
         print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run to"
@@ -1368,7 +1375,7 @@ def save(trainer, done, train_loader, random):
     progress = Progress(done, random.state, train_loader.position, batch)
     params, *moments = (trainer.to_host(tensors) for tensors in (trainer.params, trainer.m, trainer.v))
     master = trainer.to_host(trainer.master) if trainer.master else None
-    notes = {**trainer.matmul.notes(), "precision": describe_precision(settings)}
+    notes = {**trainer.matmul.notes(), "precision": describe_precision(settings), **notes_on(trainer.recent_values())}
     save_checkpoint(settings.output_dir, trainer.config, params, moments, progress, notes,
                     version=5 if settings.precision.bf16 else 3, master=master)
     delete_old_checkpoints(settings)
@@ -1388,7 +1395,7 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
         if running is None:
             return
         (step, number), running = running, None
-        loss, norm, ms = trainer.end_step(number)
+        loss, norm, ms, outlier = trainer.end_step(number)
         if not math.isfinite(loss):
             raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
         tokens = settings.B * settings.T * settings.micro_steps
@@ -1400,6 +1407,8 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
                           " reading the model")
         times.append(ms)
         log.training(step, loss, learning_rate_at(settings, step), norm or 0.0, ms / 1000)
+        if outlier:
+            console.skip(step, outlier)
 
     for step in range(first_step, settings.steps + 1):
         last = step == settings.steps

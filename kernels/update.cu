@@ -3,7 +3,8 @@
 //     copy_batch      copies 4-byte words of the batch from the host's pinned memory       batch =
 //     loss_mean       loss = the sum of losses, times scale: their mean                    loss = (or += if accumulate)
 //     global_norm     partials[block] = the sum of squares over a part of the gradients    partials =
-//     prepare_update  what all threads of adamw_update need; reports to the host           control =, reports =
+//     prepare_update  what all threads of adamw_update need; reports to the host           control =, reports =,
+//                                                                                          recent +=
 //     adamw_update    m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2
 //                     params *= 1 - learning_rate * decay
 //                     params -= rate * m / (sqrt(v) + eps)                                 params, master, m, v =
@@ -30,11 +31,18 @@ struct Control {
     float learning_rate;
     float grad_scale;   // what clipping multiplies the gradients by
     int halted;         // a loss was not finite: the weights no longer change
-    int padding;
+    int skipped;        // this update is an outlier
 };
 
 struct Report {  // in pinned memory, one for each of the halves
-    float loss, norm;
+    float loss, norm, loss_z, norm_z;
+};
+
+constexpr int WINDOW = 128;
+
+struct Recent {  // RECENT of llmc/outliers.py
+    int count;
+    float values[WINDOW];  // value n is at n % WINDOW
 };
 
 __device__ inline float block_sum(float x) {
@@ -76,10 +84,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) global_norm(float* partial
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// One block (THREADS). partials (blocks); blocks = 0: the norm is not computed. grad_clip = 0: no clipping.
+// As in llmc/outliers.py. One thread.
+__device__ inline float z_score(Recent* recent, float x) {
+    if (!isfinite(x)) return __int_as_float(0x7f800000);  // infinity
+    recent->values[recent->count++ % WINDOW] = x;
+    if (recent->count < WINDOW) return 0.0f;
+    double mean = 0.0, variance = 0.0;
+    for (int i = 0; i < WINDOW; i++) mean += recent->values[i] / double(WINDOW);
+    for (int i = 0; i < WINDOW; i++) {
+        const double difference = recent->values[i] - mean;
+        variance += difference * difference / WINDOW;
+    }
+    return variance > 0.0 ? (x - mean) / sqrt(variance) : 0.0;
+}
+
+// One block (THREADS). partials (blocks); blocks = 0: the norm is not computed. grad_clip = 0: no clipping. recent: of
+// losses and of norms, or null: no update is an outlier; skip_loss, skip_norm: z-scores above which one is (0: none).
 extern "C" __global__ void __launch_bounds__(THREADS)
 prepare_update(Control* control, Report* reports, const float* loss, const float* partials, const int* batch,
-               double beta1, double beta2, double eps, float grad_clip, int blocks) {
+               double beta1, double beta2, double eps, float grad_clip, int blocks, Recent* recent, float skip_loss,
+               float skip_norm) {
     float squares = 0.0f;
     for (int i = threadIdx.x; i < blocks; i += THREADS) squares += partials[i];
     const float norm = sqrtf(block_sum(squares));
@@ -92,7 +116,13 @@ prepare_update(Control* control, Report* reports, const float* loss, const float
     control->eps = eps * correction2;
     control->learning_rate = learning_rate;
     control->grad_scale = grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f;
-    reports[control->steps_begun % 2] = {*loss, norm};
+    Report report = {*loss, norm, 0.0f, 0.0f};
+    if (recent) {
+        report.loss_z = z_score(&recent[0], *loss);
+        report.norm_z = z_score(&recent[1], norm);
+    }
+    control->skipped = skip_loss && report.loss_z > skip_loss || skip_norm && report.norm_z > skip_norm;
+    reports[control->steps_begun % 2] = report;
     control->steps_begun += 1;
 }
 
@@ -158,7 +188,7 @@ adamw_update(element* params, float* master, float* m, float* v, const gradient*
              const int64* stops, const float* decays, float beta2, float one_minus_beta1, float one_minus_beta2,
              int seed, int64 N) {
     const int64 i = (int64(blockIdx.x) * THREADS + threadIdx.x) * UPDATE_ADAMW_NUMBERS;
-    if (i >= N || control->halted) return;
+    if (i >= N || control->halted || control->skipped) return;
     const Quad g = load_quad(grads + i);
     Quad p = master ? load_quad(master + i) : load_quad(params + i), mean = load_quad(m + i), square = load_quad(v + i);
     int s = 0;

@@ -378,6 +378,17 @@ def read_start(settings, first_step, tokenizer, parameter_table, random_model):
     return config, params
 
 
+@contextlib.contextmanager
+def notes_of(settings, step):
+    """The notes of a checkpoint, a dict. Raises UserError, also for what the `with` block finds wrong with them."""
+    *_, marker = checkpoint_paths(settings.output_dir, step)
+    try:
+        with open(marker) as f:
+            yield json.loads(f.read() or "{}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
+
+
 def restore(settings, config, params, moments, step, loader, random):
     """Read the optimizer's state of a checkpoint; put loader and sampler where they were."""
     model, state, marker = checkpoint_paths(settings.output_dir, step)

@@ -131,7 +131,7 @@ class Console:
         self.tokens = settings.B * settings.T * settings.micro_steps  # of a step
         self.flops, self.peak = flops_per_token and flops_per_token * self.tokens, peak
         self.short = settings.lines == "short"
-        self.seconds = 0.0  # of all steps so far
+        self.seconds, self.skipped = 0.0, 0  # of all steps so far
         self.doing, self.val_loss = "", None
         self.format_meter = None  # tqdm's, where there is a bar
         self.bar, self.drawn = "", 0.0  # what the terminal shows, and since when
@@ -190,9 +190,16 @@ class Console:
             words.append(f"{duration(left)} left")
         self.print(" | ".join(words))
 
+    def skip(self, step, reason):
+        """Update number `step` was skipped."""
+        self.skipped += 1
+        self.print(f"{self.step_of(step + 1)} | update skipped: {reason}")
+
     def end(self, llmc=None):
         """The run is complete. llmc: llm.c's line for that."""
         self.erase()
+        if self.skipped:
+            print(f"updates skipped: {self.skipped}")
         steps = self.done - self.first_step
         if steps and self.short:
             rate = f"{self.tokens * steps / self.seconds:.0f} tok/s"

@@ -67,6 +67,11 @@ class Settings:
     weight_decay: float = option(0.0, "-c", group="optimizer", help="AdamW: decoupled weight decay")
     decay: str = option("matrices", group="optimizer", help="what weight decay applies to", choices=("matrices", "all"))
     grad_clip: float = option(0.0, group="optimizer", help="largest global gradient norm (0: no clipping)")
+    skip_loss_zscore: float = option(0.0, "-sl", group="optimizer",
+                                     help="skip an update whose loss is an outlier: more than that many standard"
+                                     " deviations above the mean of the last 128 (0: never)")
+    skip_norm_zscore: float = option(0.0, "-sg", group="optimizer",
+                                     help="skip an update whose gradient norm is an outlier (0: never)")
 
     val_every: int = option(10, "-v", group="reports", help="validate every that many steps (0: never)")
     val_batches: int = option(5, "-m", group="reports", help="validation batches, at most")
@@ -96,7 +101,7 @@ class Settings:
         B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0,
         sample_every=0, sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0,
         major_checkpoint_every=0,
-        weight_decay=0.0, grad_clip=0.0, learning_rate=0.0)
+        weight_decay=0.0, grad_clip=0.0, learning_rate=0.0, skip_loss_zscore=0.0, skip_norm_zscore=0.0)
 
     @property
     def output_dir(self):
@@ -107,6 +112,11 @@ class Settings:
     def micro_steps(self):
         """Batches whose gradients are averaged for one update."""
         return max(1, self.total_batch_size // (self.B * self.T))
+
+    @property
+    def skips_outliers(self):
+        """Whether an update may be skipped: see outliers.py."""
+        return bool(self.skip_loss_zscore or self.skip_norm_zscore)
 
     def check(self):
         """Raise UserError for a value that no run can have."""

@@ -25,6 +25,7 @@ from llmc.device import cp, measure, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
 from llmc.kernels import KERNELS, blocks, hopper_matmul, kernel_files
 from llmc.matmul import Matmul
+from llmc.outliers import RECENT, z_score
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor
 from train_gpt2_cuda import Precision
 
@@ -164,7 +165,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, pre
     trainer.prepare()
     fake_gpu.launches.clear()
     batch = np.ones((2, 3, 32), np.int32)
-    assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 1.0)
+    assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 1.0, None)
     files = kernel_files(config, precision, arch, "kernels" if matmul.kernels else "cublaslt").values()
     parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
     for launch in fake_gpu.launches:
@@ -721,7 +722,7 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
     expected = wide(master, m, v)
     params, *on = on_gpu(master, dtype=e), *on_gpu(master, m, v)
     control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(8 * device.sm_count)
-    reports, rate = pinned_array(16).view(np.float32).reshape(2, 2), on_gpu(np.float32([learning_rate]))
+    reports, rate = pinned_array(32).view(np.float32).reshape(2, 4), on_gpu(np.float32([learning_rate]))
     stops, decays = on_gpu(np.array([split, count]), np.float32([decay, 0.0]))
     norm = float(np.sqrt((grads.astype(np.float64) ** 2).sum()))
     scale = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
@@ -732,7 +733,7 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
             loss.fill(np.nan)  # the weights must stay as they are
         device.launch("global_norm", (partials.size,), (256,), partials, on_gpu(grads, dtype=g), np.int64(count))
         device.launch("prepare_update", (1,), (256,), control, pointer(reports), loss, partials, rate,
-                      np.float64(beta1), np.float64(beta2), np.float64(eps), grad_clip, partials.size)
+                      np.float64(beta1), np.float64(beta2), np.float64(eps), grad_clip, partials.size, None, 0.0, 0.0)
         device.launch("adamw_update", (blocks(count, 4 * 256),), (256,), params, on[0] if has_master else None,
                       on[1], on[2], on_gpu(grads, dtype=g), control, stops, decays, beta2, 1 - beta1, 1 - beta2, 0,
                       np.int64(count))
@@ -753,6 +754,34 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
     if has_master:
         assert_close(SUMS, master=(on[0], expected[0]))
         assert np.array_equal(params.get(), bf16_bits(on[0].get())), "the weights are the masters, rounded to nearest"
+
+
+def test_outliers_are_skipped(gpu, tmp_path_factory):
+    """z-scores are outliers.py's, and an update that has too large a one changes nothing."""
+    device = get_device(gpu, MODELS[1], PRECISIONS["tf32"], tmp_path_factory)
+    losses, norms = (np.float32(3.0) + random(300, seed=seed, spread=0.1) for seed in (1, 2))
+    losses[[150, 299]], norms[[200, 250]] = 30.0, (40.0, np.inf)
+    count, expected = 1000, np.zeros(2, RECENT)
+    on_host, control = pinned_array(32).view(np.float32).reshape(2, 4), cp.zeros(5, np.int64)
+    recent, rate, stops, decays = cp.zeros(2 * RECENT.itemsize, np.uint8), on_gpu(np.float32([1e-3])), *on_gpu(
+        np.array([count]), np.float32([0.0]))
+    params, m, v, grads = on_gpu(*(random(count, seed=seed) ** 2 for seed in range(4)))
+    skipped = []
+    for step, (loss, norm) in enumerate(zip(losses, norms)):
+        before = params.get()
+        device.launch("prepare_update", (1,), (256,), control, pointer(on_host), on_gpu(np.float32([loss])),
+                      on_gpu(np.float32([norm]) ** 2), rate, np.float64(0.9), np.float64(0.95), np.float64(1e-8), 0.0,
+                      1, recent, 5.0, 7.0)
+        device.launch("adamw_update", (1,), (256,), params, None, m, v, grads, control, stops, decays, 0.95, 0.1, 0.05,
+                      0, np.int64(count))
+        device.stream.synchronize()
+        report = on_host[step % 2]
+        z_scores = [z_score(row, x) for row, x in zip(expected, report[:2])]
+        np.testing.assert_allclose(report[2:], z_scores, rtol=1e-5, atol=1e-6)
+        assert recent.get().tobytes() == expected.tobytes()
+        if np.array_equal(before, params.get()):
+            skipped.append(step)
+    assert skipped == [150, 200, 250, 299] and control.get()[0] == 300
 
 
 def test_stochastic_rounding(gpu, tmp_path_factory):

@@ -646,7 +646,7 @@ class Classifier(Logits):
 # the update: over B*T*4C parameters, which for the default sizes is nearly as many as GPT-2 124M has
 
 CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
-                    ("grad_scale", "f4"), ("halted", "i4"), ("padding", "i4")])  # struct Control of kernels/update.cu
+                    ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])  # struct Control of kernels/update.cu
 
 
 class AdamWUpdate(Layer):

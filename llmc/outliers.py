@@ -1,0 +1,48 @@
+"""Updates that are outliers, as a batch of damaged text makes them: --skip_loss_zscore, --skip_norm_zscore."""
+
+import math
+
+import numpy as np
+
+WINDOW = 128  # updates
+RECENT = np.dtype([("count", "i4"), ("values", "f4", WINDOW)])  # struct Recent of update.cu; value n is at n % WINDOW
+LOSS, NORM = 0, 1  # of a run: (2,) RECENT
+
+
+def z_score(recent, x):
+    """How many standard deviations x lies above the mean of the last WINDOW values, x included, as in llm.c; 0 until
+    there are as many, inf if x is not finite. Adds a finite x to `recent`, a RECENT."""
+    if not math.isfinite(x):
+        return math.inf
+    recent["values"][recent["count"] % WINDOW] = x
+    recent["count"] += 1
+    if recent["count"] < WINDOW:
+        return 0.0
+    values = recent["values"].astype(np.float64)
+    deviation = values.std()
+    return float((np.float32(x) - values.mean()) / deviation) if deviation else 0.0
+
+
+def reason_to_skip(settings, loss_z, norm_z):
+    """What makes an update an outlier, in words; None if it is none."""
+    for what, z, limit in (("loss", loss_z, settings.skip_loss_zscore), ("norm", norm_z, settings.skip_norm_zscore)):
+        if limit and z > limit:
+            return f"{what} z-score {z:.2f}, above {limit:g}"
+    return None
+
+
+def notes_on(recent):
+    """A checkpoint's notes that have these losses and norms; none where there are none."""
+    rows = [{"count": int(row["count"]), "values": row["values"].tolist()} for row in recent]
+    return {"recent": rows} if recent["count"].any() else {}
+
+
+def read_recent(notes):
+    """The losses and norms, (2,) RECENT, of a checkpoint's notes; raises ValueError, KeyError or TypeError for notes
+    that notes_on did not make."""
+    recent = np.zeros(2, RECENT)
+    for row, found in zip(recent, notes.get("recent", [{"count": 0, "values": 0.0}] * 2), strict=True):
+        row["count"], row["values"] = found["count"], found["values"]
+    if not ((recent["count"] >= 0).all() and np.isfinite(recent["values"]).all()):
+        raise ValueError
+    return recent
