@@ -7,6 +7,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 
 DIVERGED = "try a lower -l, a warm-up (-u) or --grad_clip 1"  # what mends a loss that is not finite
 
@@ -31,27 +32,35 @@ def run_main(main):
             status = done.code
         sys.stdout.flush()  # not at the interpreter's end, where a fault is not ours to report: `--help | true`
         sys.exit(status)
-    except UserError as error:
-        line = str(error).replace("\n", "\\n")  # of a name
-        sys.exit(f"{program}: error: {line}")
-    except MemoryError as error:
-        sys.exit(f"{program}: error: out of memory ({error or 'no details'}); try a smaller -b, -t or model")
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError):  # in `... | tee log`, Ctrl-C ends tee too
-            print(f"\n{program}: interrupted", file=sys.stderr)
-        status = 130
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # that is `... | head`, which nobody needs to hear about
-            where = error.filename or stdout_fails() and "standard output"
-            where = f"{where}: " if where else ""
-            with contextlib.suppress(OSError):
-                print(f"{program}: error: {where}{error.strerror or error}", file=sys.stderr)
-        status = 1
+    except (UserError, MemoryError, KeyboardInterrupt, OSError) as error:
+        text, status = describe(error)
+        begin = "\n" if isinstance(error, KeyboardInterrupt) else ""  # after the terminal's ^C
+        if text:
+            with contextlib.suppress(OSError):  # in `... | tee log`, Ctrl-C ends tee too
+                print(f"{begin}{program}: {text}", file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:  # what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
+
+
+def describe(error):
+    """(what to say of it, or None; exit status) of an exception that ends a program."""
+    if isinstance(error, UserError):
+        return "error: " + str(error).replace("\n", "\\n"), 1  # of a name
+    if isinstance(error, MemoryError):
+        return f"error: out of memory ({error or 'no details'}); try a smaller -b, -t or model", 1
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, BrokenPipeError):  # `... | head`, which nobody needs to hear about
+        return None, 1
+    if isinstance(error, OSError):
+        where = error.filename or stdout_fails() and "standard output"
+        return f"error: {f'{where}: ' if where else ''}{error.strerror or error}", 1
+    if isinstance(error, SystemExit):
+        return (None, error.code or 0) if isinstance(error.code, int | None) else (error.code, 1)
+    return "".join(traceback.format_exception(error)), 1
 
 
 def stdout_fails():
