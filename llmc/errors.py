@@ -84,6 +84,9 @@ def quiet_imports():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+FINISHING = "finishing this step; Ctrl-C once more to stop at once"
+
+
 class Interrupted(Exception):
     """Raised between the batches of a validation, or the tokens of a sample, once a signal has come."""
 
@@ -95,15 +98,19 @@ class Interruption:
     stdout and stderr may then have lost their readers: in `python train_gpt2.py 2>&1 | tee log`, Ctrl-C ends tee too.
     """
 
-    def __init__(self):
+    def __init__(self, agree=None, speaks=True):
+        """For a rank of a run on several GPUs, agree: function that makes of this process's signal that of all, as
+        Ranks.any does; speaks: whether this is the one to say what is going on."""
         self.signal, self.is_saving, self.say = None, False, sys.stderr.write
+        self.agree, self.speaks, self.heard = agree or (lambda number: number), speaks, False
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             stream.flush()
             with contextlib.suppress(io.UnsupportedOperation):  # a notebook's is no file
                 raw = LosableOutput(stream, self)
-                setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors,
-                                                    line_buffering=True))
+                wrapper = type(stream) if isinstance(stream, io.TextIOWrapper) else io.TextIOWrapper
+                setattr(sys, name, wrapper(io.BufferedWriter(raw), stream.encoding, stream.errors,
+                                           line_buffering=True))
                 if name == "stderr":  # past the buffer, which what a signal interrupts may be about to fill
                     self.say = lambda text: raw.write(text.encode())
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -112,18 +119,32 @@ class Interruption:
                 signal.signal(number, self.remember)
 
     def remember(self, number, frame):
-        again, self.signal = self.signal is not None, self.signal or number
+        again, known = self.heard, self.signal is not None  # known: from another rank, perhaps
+        self.heard, self.signal = True, self.signal or number
         if again and number == signal.SIGINT and not self.is_saving:
             raise KeyboardInterrupt
         if self.is_saving:
-            self.say("\nsaving a checkpoint first\n")
-        elif not again:
-            self.say("\nfinishing this step; Ctrl-C once more to stop at once\n")
+            self.tell("saving a checkpoint first")
+        elif not known:
+            self.tell(FINISHING)
+
+    def tell(self, text):
+        if self.speaks:
+            self.say(f"\n{text}\n")
+
+    def agreed(self):
+        """The signal by which to stop, None as long as there is none. All ranks of a run ask equally often, and get the
+        same answer."""
+        number = self.agree(self.signal)
+        if number is not None and self.signal is None:
+            self.signal = number
+            self.tell(FINISHING)
+        return number
 
     def watched(self, function):
         """`function`, which once a signal has come raises Interrupted instead of being called."""
         def call(*arguments):
-            if self.signal is not None:
+            if self.agreed() is not None:
                 raise Interrupted
             return function(*arguments)
 
@@ -133,7 +154,7 @@ class Interruption:
         """The same steps, until a signal has come: then it raises Interrupted."""
         for step in steps:
             yield step
-            if self.signal is not None:
+            if self.agreed() is not None:
                 raise Interrupted
 
     @contextlib.contextmanager

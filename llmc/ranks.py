@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -261,6 +262,21 @@ class Ranks:
         numbers = self.gather(number)
         return None if all(number is None for number in numbers) else max(number or 0 for number in numbers)
 
+    @contextlib.contextmanager
+    def said_once(self):
+        """For what all ranks say alike: within this block rank 0 alone prints. If another ends here, as argparse does
+        after a bad flag, its last line goes to rank 0, as any error."""
+        if self.is_first:
+            yield
+            return
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                yield
+            except SystemExit as end:
+                if not end.code:
+                    raise
+                raise UserError((said.getvalue().splitlines() or [f"exit status {end.code}"])[-1]) from None
+
     def next_frame(self, peer, kind):
         found, *rest = peer.frames.get()
         if found != kind:
@@ -384,6 +400,8 @@ class Ranks:
 
     def end_others(self, status):
         if self.is_first:
+            while not self.arrivals.empty():
+                self.peers.append(self.arrivals.get())
             for peer in self.peers:
                 peer.send("end", status, seconds=1)
 
@@ -428,6 +446,8 @@ def join(environ=os.environ, seconds=MEETING_SECONDS):
     """
     launch = find_launch(environ)
     ranks = Ranks(launch)
+    if PARENT in environ:
+        start_thread(stop_without, int(environ[PARENT]))
     if ranks.size == 1:
         return ranks
     if not ranks.is_first:
@@ -512,3 +532,72 @@ def speak_as(rank):
     sys.stdout = open(os.devnull, "w")
     sys.stderr.flush()
     sys.stderr = RankOutput(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --gpus: a launcher of our own, for one machine
+
+PARENT = "RANKS_PARENT"  # a pipe that ends when start_ranks does
+
+
+def start_ranks(count, argv=sys.argv):
+    """Run the program as `count` ranks on this machine; returns the exit status of the first that failed, or 0.
+
+    Ctrl-C, SIGTERM and SIGHUP are passed on. The ranks have a session of their own, so that a terminal's Ctrl-C reaches
+    them once. Should this process be killed, they save and stop, as after SIGTERM.
+    """
+    pipe, kept_open = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environ = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+               "RUN_ID": uuid.uuid4().hex, PARENT: str(pipe)}
+    children, signals = [], []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup's
+            signal.signal(number, lambda number, frame: signals.append(number))
+    try:
+        for rank in range(count):
+            children.append(subprocess.Popen([sys.executable, *argv], pass_fds=(pipe,), start_new_session=True,
+                                             env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        return wait_for(children, signals)
+    finally:
+        for child in children:
+            child.kill()  # none runs any more, unless another could not be started
+            child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(pipe)
+        os.close(kept_open)
+
+
+def wait_for(children, signals):
+    """Wait until all have ended, and pass on to them what a handler appends to `signals`. When one has failed, those
+    that do not follow are killed: it has not come to their meeting, say. Returns the exit status, 128 + n after signal n.
+    """
+    failed, deadline = None, float("inf")
+    while True:
+        running = [child for child in children if child.poll() is None]
+        if not failed and (failed := next((child for child in children if child.returncode), None)):
+            code = failed.returncode
+            status, deadline = 128 - code if code < 0 else code, time.monotonic() + GRACE_SECONDS + END_SECONDS
+        if not running:
+            return status if failed else 0
+        if time.monotonic() > deadline:
+            print(f"{os.path.basename(sys.argv[0])}: error: rank {children.index(failed)} has ended with exit status"
+                  f" {status}; {names_of(map(children.index, running))} did not end, and were killed", file=sys.stderr)
+            for child in running:
+                child.kill()
+                child.wait()
+        while signals:
+            number = signals.pop(0)
+            for child in running:
+                child.send_signal(number)
+        time.sleep(0.02)
+
+
+def stop_without(pipe):
+    """Stop as after SIGTERM when the process that holds the other end of the pipe has gone."""
+    while os.read(pipe, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
