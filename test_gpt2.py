@@ -120,7 +120,7 @@ class CudaRun:
     def copy(self, name):
         """params (the float32 ones, if there are two), m, v or grads, those of the last step: float32 Tensors."""
         trainer = self.trainer
-        return trainer.to_host(name == "params" and trainer.master or getattr(trainer, name))
+        return trainer.to_host(trainer.master if name == "params" and trainer.settings.master else getattr(trainer, name))
 
 
 BACKENDS = {

@@ -36,8 +36,8 @@ import warnings
 import numpy as np
 
 from llmc.checkpoint import (Config, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints,
-                             find_checkpoint, newest_checkpoint, notes_of, padded, read_start, restore,
-                             save_checkpoint, stopped)
+                             find_checkpoint, newest_checkpoint, notes_of, owned_by_one, padded, read_start,
+                             restore, save_checkpoint, stopped)
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import count_correct, load_hellaswag
@@ -658,15 +658,20 @@ class Decoder:
 # main
 
 
-def validate(forward, loader, batches, step):
+def validate(forward, loader, batches, step, starmap=itertools.starmap):
     """Mean of the losses forward(inputs, targets) over the first `batches` batches of the validation data, or what
-    there is; raises UserError when it is not finite."""
-    total = count = 0.0
-    for inputs, targets in itertools.islice(loader.whole_set(), batches):
-        weight = len(inputs) / loader.B  # 1, unless it is a smaller batch at the end
-        total += forward(inputs, targets) * weight
-        count += weight
-    loss = total / count
+    there is; raises UserError when it is not finite. starmap: of several GPUs, which share the batches."""
+    weights = []
+
+    def taken():
+        for inputs, targets in itertools.islice(loader.whole_set(), batches):
+            weights.append(len(inputs) / loader.B)  # 1, unless it is a smaller batch at the end
+            yield inputs, targets
+
+    total = 0.0
+    for loss, weight in zip(starmap(forward, taken()), weights):
+        total += loss * weight
+    loss = total / sum(weights)
     if not math.isfinite(loss):
         raise UserError(f"step {step}: the validation loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
     return loss
@@ -757,7 +762,7 @@ def run(settings):
         print(f"num_activations: {table_elements(activation_table(config, settings.B, settings.T))}")
     recent = np.zeros(2, RECENT)
     if first_step is not None:
-        restore(settings, config, params, (model.m, model.v), first_step, train_loader, random)
+        restore(settings, owned_by_one(model.m, model.v, params), first_step, train_loader, random)
         with notes_of(settings, first_step) as notes:
             recent = read_recent(notes)
     with Console(settings, first_step or 0) as console:
@@ -779,7 +784,8 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
         batch = (settings.B, settings.T, settings.spread)
         progress = Progress(done, random.state, train_loader.position, batch)
         with interruption.saving():
-            save_checkpoint(directory, config, model.params, (model.m, model.v), progress, notes_on(recent))
+            save_checkpoint(directory, config, model.params, owned_by_one(model.m, model.v), progress,
+                            notes_on(recent))
             delete_old_checkpoints(settings)
 
     for step in range(first_step, settings.steps + 1):

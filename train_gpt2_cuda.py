@@ -25,8 +25,12 @@ import time
 START = time.perf_counter()  # for the time to the first step
 
 import bisect
+import contextlib
 import dataclasses
+import functools
 import math
+import os
+import socket
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -34,7 +38,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import (Progress, checkpoint_paths, count_parameters, delete_old_checkpoints, find_checkpoint,
+from llmc.checkpoint import (Owned, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints, find_checkpoint,
                              newest_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped)
 from llmc.compiler import Cache
 from llmc.dataloader import open_data
@@ -48,11 +52,13 @@ from llmc.logger import Log
 from llmc.matmul import WORKSPACE, Matmul
 from llmc.outliers import RECENT, notes_on, read_recent, reason_to_skip
 from llmc.progress import Console, flops_per_token, peak_flops, print_memory, print_start, print_table
+from llmc.ranks import ALONE, find_launch, join, start_ranks
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
-from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, views
+from llmc.tensors import Row, Tensors, allocate, flat, layer, table_bytes, views
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
+from llmc.zero import CHUNKS, Messages, Nccl, Shares
 from train_gpt2 import cache_table, parameter_table, random_model, validate
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -66,6 +72,7 @@ class Precision(NamedTuple):
     dtype: str = "float32"
     tf32: int = 1  # matmuls round float32 operands to TF32
     float32_grads: int = 0  # the gradients of the weights are float32 in a bfloat16 run, too
+    accumulates: int = 0  # an update has the gradients of several micro-batches
 
     @property
     def bf16(self):
@@ -81,6 +88,15 @@ class Precision(NamedTuple):
     def grads(self):
         """dtype of the gradients of the weights."""
         return "float32" if self.float32_grads else self.dtype
+
+    @property
+    def grad_bytes(self):
+        return 2 if self.grads == "bfloat16" else 4
+
+    @property
+    def sums(self):
+        """dtype of the gradients that AdamW works on."""
+        return "float32" if self.accumulates else self.grads
 
     @property
     def pack(self):
@@ -113,7 +129,8 @@ class CudaSettings(Settings):
                                       help="bfloat16: round new weights up or down at random, from this seed (0: to"
                                       " nearest)")
     float32_grads: int = option(0, group="gpu", choices=(0, 1),
-                                help="bfloat16: 1: gradients of weights are kept, and accumulated, in float32")
+                                help="bfloat16: 1: gradients of weights are float32 (what is accumulated, is in any"
+                                " case)")
     tf32: int = option(1, group="gpu", choices=(0, 1), help="float32: 1: matmuls round their operands to TF32")
     recompute: int = option(-1, group="gpu", choices=(-1, 0, 1, 2),
                             help="what the backward pass recomputes to save memory (0: nothing, 1: GELU, 2: layernorms"
@@ -125,12 +142,25 @@ class CudaSettings(Settings):
                        help="sm_80: kernels that use nothing newer than that GPU has")
     graph: int = option(1, group="gpu", choices=(0, 1),
                         help="1: a step is one CUDA graph; 0: launch by launch, the same results")
+    gpus: int = option(1, group="gpu", help="GPUs of this machine to train on, a process each; or start the processes"
+                       " with torchrun, mpirun or srun")
 
-    AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "stochastic_rounding": 0}
+    AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "stochastic_rounding": 0, "gpus": 1}
+
+    @property
+    def micro_steps(self):
+        """Micro-batches whose gradients are averaged for one update, those of all GPUs."""
+        return max(self.gpus, self.total_batch_size // (self.B * self.T))
+
+    def check(self):
+        super().check()
+        if self.total_batch_size % (self.B * self.T * self.gpus):
+            raise UserError(f"-d/--total_batch_size {self.total_batch_size}: expected a multiple of B*T*GPUs ="
+                            f" {self.B} * {self.T} * {self.gpus} = {self.B * self.T * self.gpus}")
 
     @property
     def precision(self):
-        return Precision(self.dtype, self.tf32, self.float32_grads)
+        return Precision(self.dtype, self.tf32, self.float32_grads, int(self.micro_steps > 1))
 
     @property
     def master(self):
@@ -259,7 +289,7 @@ def batch_table(B, T, micro_steps):
 # ----------------------------------------------------------------------------------------------------------------------
 # layers, in network order. Where one does what a function of train_gpt2.py does, it has its name and arguments, after
 # the device or, for matmuls, the choice of the fastest way. `accumulate`: add to the gradients of weights instead of
-# overwriting them.
+# overwriting them, as training does not.
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
@@ -471,9 +501,9 @@ def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
                   int(write_gradient), B * T)
 
 
-def loss_mean(device, loss, losses, scale, accumulate, N):
-    """loss (1,) = (+=) the sum of losses (N,) times scale."""
-    device.launch("loss_mean", (1,), (device.geometry.UPDATE_LOSS_THREADS,), loss, losses, scale, accumulate, N)
+def loss_mean(device, loss, losses, scale, N):
+    """loss (1,) = the sum of losses (N,) times scale."""
+    device.launch("loss_mean", (1,), (device.geometry.UPDATE_LOSS_THREADS,), loss, losses, scale, N)
 
 
 def round_weights(device, out, exact):
@@ -482,9 +512,25 @@ def round_weights(device, out, exact):
     device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
 
 
-def global_norm(device, partials, grads, N):
-    """partials (blocks,) = the sums of squares over parts of the flat gradient (N,)."""
-    device.launch("global_norm", (partials.size,), (device.geometry.UPDATE_THREADS,), partials, grads, np.int64(N))
+def add_gradients(device, sums, own, received, chunks, first, rank, ranks):
+    """sums = (+= if not first) the gradients of a micro-batch of each of `ranks` ranks, in their order: of this one,
+    `own` (parameters,); of the others, received (ranks - 1, most). chunks: CHUNKS of llmc/zero.py, as bytes."""
+    device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums, own,
+                  received, chunks, int(first), rank, ranks, np.int64(0 if received is None else received.shape[1]))
+
+
+def global_norm(device, partials, grads, chunks):
+    """partials (chunks of all ranks,) [their index] = the sums of squares of the gradients of these chunks."""
+    device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, grads,
+                  chunks)
+
+
+def adamw_update(device, params, master, m, v, grads, control, chunks, beta1, beta2, seed):
+    """params (parameters,), and of the chunks' elements master, if not None, m, v: one step of AdamW."""
+    g = device.geometry
+    grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
+    device.launch("adamw_update", grid, (g.UPDATE_THREADS,), params, master, m, v, grads, control, chunks, beta2,
+                  1.0 - beta1, 1.0 - beta2, seed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -541,15 +587,18 @@ class GPT2:
         self.shapes[B, T] = acts
         return acts
 
-    def trunk(self, acts, inputs):
-        """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier."""
+    def trunk(self, acts, inputs, arrived=None):
+        """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier. arrived: events after which the
+        matrices of each layer and, last, all other weights are there."""
         device, matmul, params, branch = self.device, self.matmul, self.params, acts.branch
         B, T, L, C, NH = acts.B, acts.T, self.config.L, self.config.C, self.config.NH
         N = B * T
 
+        device.wait(arrived and arrived[L])
         encoder_forward(device, acts.encoded, inputs, params.wte, params.wpe, B, T, C)
         for l in range(L):
             p, a = self.param_layers[l], acts.layers[l]
+            device.wait(arrived and arrived[l])
             if l == 0:
                 residual = acts.encoded
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
@@ -569,19 +618,20 @@ class GPT2:
         residual_layernorm_forward(device, top.residual3, acts.lnf, acts.lnf_mean, acts.lnf_rstd, top.residual2, branch,
                                    params.lnfw, params.lnfb, B, T, C)
 
-    def classify(self, acts, targets, loss, scale, train, accumulate=0):
-        """loss (1,) = (+=) the sum of acts.losses times scale; with `train`, the logits' gradient takes their place.
+    def classify(self, acts, targets, loss, scale, train):
+        """loss (1,) = the sum of acts.losses times scale; with `train`, the logits' gradient takes their place.
         Returns an event for the loss, which the side stream adds up."""
         N, C, Vp = acts.B * acts.T, self.config.C, self.config.Vp
         matmul_forward(self.matmul, acts.logits, acts.lnf, self.params.wte, None, N, C, Vp)
         classifier(self.device, acts.losses, acts.logits, targets, nearest_power_of_2(scale), train, acts.B, acts.T)
         with self.device.on_side_stream() as loss_done:
-            loss_mean(self.device, loss, acts.losses, scale, accumulate, N)
+            loss_mean(self.device, loss, acts.losses, scale, N)
         return loss_done
 
-    def backward(self, acts, order, run_begins, run_tokens, scale, accumulate):
-        """self.grads = (+=) the gradients of the last batch's loss, whose dlogits are in place of the logits. order,
-        run_begins, run_tokens: see sort_tokens; scale: as `classify` had it."""
+    def backward(self, acts, order, run_begins, run_tokens, scale, layer_done=None):
+        """self.grads = the gradients of the last batch's loss, whose dlogits are in place of the logits. order,
+        run_begins, run_tokens: see sort_tokens; scale: as `classify` had it. layer_done(l, event): called when those of
+        the matrices of layer l are on their way, which they are no longer after the event."""
         device, matmul, params, grads, config = self.device, self.matmul, self.params, self.grads, self.config
         B, T, C, Vp, NH = acts.B, acts.T, config.C, config.Vp, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
@@ -591,14 +641,14 @@ class GPT2:
         def weight_gradient(dweight, dout, inp, OC, C):
             """On the side stream; returns the event that whoever overwrites dout or inp waits for."""
             with device.on_side_stream() as done:
-                matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC, accumulate)
+                matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC, 0)
             return done
 
         # logits = lnf @ wte^T. dlogits carry nearest_power_of_2(scale); the matmuls that read them multiply by
         # `factor`, both on the main stream, because what follows overwrites dlogits.
         dlogits, factor = acts.logits, scale / nearest_power_of_2(scale)
         matmul_backward_inp(matmul, dbranch, dlogits, params.wte, N, C, Vp, scale=factor)
-        matmul_backward_weight(matmul, grads.wte, dlogits, acts.lnf, transposed, N, C, Vp, accumulate, scale=factor)
+        matmul_backward_weight(matmul, grads.wte, dlogits, acts.lnf, transposed, N, C, Vp, 0, scale=factor)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
         # dresidual is the gradient of fcproj's output, too: its column sums are the gradient of fcprojb
@@ -633,13 +683,15 @@ class GPT2:
             if "ln1" in recomputed:
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
             dqkv_read = weight_gradient(g.qkvw, acts.dqkv, a.ln1, 3 * C, C)
+            if layer_done:
+                layer_done(l, dqkv_read)
             matmul_backward_inp(matmul, dbranch, acts.dqkv, p.qkvw, N, C, 3 * C)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd,
                                True, B, T, C)
             partials.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
-        column_sums(device, partials, accumulate)
-        encoder_backward(device, grads.wte, grads.wpe, dresidual, order, run_begins, run_tokens, accumulate, B, T, C)
+        column_sums(device, partials, 0)
+        encoder_backward(device, grads.wte, grads.wpe, dresidual, order, run_begins, run_tokens, 0, B, T, C)
         device.wait(dqkv_read)  # the last work of the side stream: all of it is done
 
 
@@ -896,14 +948,17 @@ def share_first(tensor, stream):
 
 
 class Trainer:
-    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once."""
+    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once.
 
-    def __init__(self, architecture, config, settings, matmul, params):
-        """architecture: GPT2, say; params: float32 Tensors on the host. Raises UserError when it does not all fit into
-        the GPU's free memory."""
+    On several GPUs, each rank computes the gradients of micro-batches of its own, and updates its share of the weights.
+    """
+
+    def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE):
+        """architecture: GPT2, say; params: float32 Tensors on the host; ranks: those of the run. Raises UserError when
+        it does not all fit into the GPU's free memory."""
         self.config, self.settings, self.precision = config, settings, settings.precision
-        self.device, self.matmul = matmul.device, matmul
-        self.micro_steps = settings.micro_steps
+        self.device, self.matmul, self.ranks = matmul.device, matmul, ranks
+        self.micro_steps = settings.micro_steps // ranks.size  # of this rank
         self.want_norm = bool(settings.grad_clip or settings.output_dir or settings.skips_outliers)
         B, T, device = settings.B, settings.T, self.device
         check_memory(architecture, config, settings, device)
@@ -911,8 +966,14 @@ class Trainer:
             table = architecture.parameter_table(config)
             self.params = allocate(architecture.parameter_table(config, self.precision.dtype), cp)
             self.grads = allocate(architecture.parameter_table(config, self.precision.grads), cp)
-            self.m, self.v = allocate(table, cp), allocate(table, cp)
-            self.master = allocate(table, cp) if settings.master else None
+            self.shares = Shares(table, ranks.size, settings.weight_decay, settings.decay == "all")
+            share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
+            self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
+            self.master = cp.zeros(share, np.float32) if settings.master else None
+            self.sums = cp.zeros(share, np.float32) if self.precision.accumulates else flat(self.grads)
+            self.chunks = cp.asarray(chunks.view(np.uint8))
+            self.buckets = [self.chunks[CHUNKS.itemsize * begin : CHUNKS.itemsize * end]
+                            for begin, end in zip([0, *ends], ends)]
             self.set_params(params)
             tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
             buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
@@ -920,11 +981,16 @@ class Trainer:
             self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
             self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
-            self.loss = cp.zeros(1, np.float32)
-            self.norm_partials = cp.zeros(8 * device.sm_count if self.want_norm else 0, np.float32)  # what fits at once
-            spans = decay_spans(table, settings.weight_decay, settings.decay == "all")
-            self.stops = cp.asarray(np.array([stop for _, stop, _ in spans], np.int64))
-            self.decays = cp.asarray(np.array([decay for _, _, decay in spans], np.float32))
+            self.loss = cp.zeros(1, np.float32)  # of an evaluation
+            # Losses of micro-batches, then sums of squares of chunks: this rank's, with 0 for the others', and all.
+            self.own_sums = cp.zeros(settings.micro_steps + (count if self.want_norm else 0), np.float32)
+            self.all_sums = self.own_sums
+            self.messages = self.received = None
+            if ranks.size > 1:
+                self.all_sums = cp.zeros(self.own_sums.size, np.float32)
+                self.received = cp.zeros((ranks.size - 1, self.shares.most_received(ranks.rank)), self.grads.wte.dtype)
+                self.messages = Messages(Nccl(ranks), self.shares, ranks, flat(self.params), flat(self.grads),
+                                         self.received)
         self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
         if makes_text(device):
             self.decoder = architecture.Decoder(device, config, self.params, self.precision, 1, T)
@@ -936,6 +1002,7 @@ class Trainer:
         self.reports = pinned_array(32).view(np.float32).reshape(2, 4)  # struct Report of update.cu
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
+        self.weights_behind = False  # of those that other ranks have updated
 
     # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
 
@@ -947,14 +1014,27 @@ class Trainer:
             batch = rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
             self.stage(0, [batch] * self.micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
-            with self.matmul.search():
-                self.micro_step(0)
-            self.device.stream.synchronize()
+            self.choose_algorithms()
+            if self.messages:  # each once before the capture, as two ranks connect at the first message between them
+                for bucket in range(self.shares.buckets):
+                    self.collect_gradients(bucket, first=True)
+                self.messages.add_up(self.all_sums, self.own_sums, self.device.stream)
+                self.fetch_weights()
+            self.device.synchronize()
             if settings.graph:
                 self.device.stream.begin_capture()
                 self.launch_step()
                 self.graph = self.device.stream.end_capture()
                 self.graph.upload(self.device.stream)
+
+    def choose_algorithms(self):
+        """Search for the matmuls' fastest ways, on the batch that is there. The first rank chooses for all."""
+        if not self.ranks.is_first:
+            self.matmul.recall(self.ranks.gather(None)[0])
+        with self.matmul.search():
+            self.compute(0)
+        if self.ranks.is_first:
+            self.ranks.gather(self.matmul.choices())
 
     def begin_step(self, batches, learning_rate):
         """Start one update with micro_steps batches (inputs, targets), and return its number; the GPU may still be at
@@ -970,6 +1050,7 @@ class Trainer:
                 self.launch_step()
             self.finished[half].record(stream)
         self.steps_begun += 1
+        self.weights_behind = self.messages is not None
         return self.steps_begun - 1
 
     def end_step(self, number):
@@ -992,11 +1073,13 @@ class Trainer:
     def launch_step(self):
         """All that the GPU does for one update."""
         words, first_words = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # learning rate and inputs
+        arrived, added = self.fetch_weights(), None
         self.copy_batch(0, first_words)
         with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
             self.copy_batch(first_words, words)
-        for micro_step in range(self.micro_steps):
-            self.micro_step(micro_step, batch_copied)
+        for i in range(self.micro_steps):
+            added = self.compute(i, arrived, batch_copied, added, self.collect_gradients)
+        self.device.wait(added)
         self.update()
 
     def copy_batch(self, begin, end):
@@ -1006,31 +1089,66 @@ class Trainer:
         self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
                            pointer(self.pinned), self.control, words, begin, end)
 
-    def micro_step(self, i, batch_copied=None):
-        """Forward and backward of batch i of self.batch; after the event, its targets and sorted tokens are there."""
-        batch, N, accumulate = self.batch, self.settings.B * self.settings.T, int(i > 0)
-        acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.micro_steps)
-        self.model.trunk(acts, batch.inputs[i])
+    def compute(self, i, arrived=None, batch_copied=None, gradients_read=None, collect=None):
+        """Forward and backward of batch i of self.batch. What it waits for: `arrived`, the weights; batch_copied, its
+        targets and sorted tokens; gradients_read, of the batch before, which it overwrites. collect: collect_gradients,
+        whose last event this returns."""
+        batch, N = self.batch, self.settings.B * self.settings.T
+        number, last = i * self.ranks.size + self.ranks.rank, self.shares.buckets - 1  # in the update; bucket
+        acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
+        self.model.trunk(acts, batch.inputs[i], arrived)
         self.device.wait(batch_copied)
-        self.model.classify(acts, batch.targets[i], self.loss, scale, train=True, accumulate=accumulate)
-        self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, accumulate)
+        self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
+        self.device.wait(gradients_read)
+        layer_done = functools.partial(collect, first=i == 0) if collect else None
+        self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, layer_done)
+        return layer_done and layer_done(last)
+
+    def collect_gradients(self, bucket, computed=None, first=False):
+        """Once they are `computed`, send a bucket's gradients to the ranks that own them, and add those that arrive to
+        self.sums. Returns the event after which the gradients may be overwritten."""
+        if not self.precision.accumulates:
+            return None
+        with self.device.on_comm_stream() as added:
+            self.device.wait(computed)
+            if self.messages:
+                self.messages.send_gradients(bucket, self.device.stream)
+            add_gradients(self.device, self.sums, flat(self.grads), self.received, self.buckets[bucket], first,
+                          self.ranks.rank, self.ranks.size)
+        return added
+
+    def fetch_weights(self):
+        """Bring the weights that other ranks updated, in the order in which a forward pass needs them. Returns events:
+        see GPT2.trunk; None on one GPU."""
+        if not self.messages:
+            return None
+        arrived = [None] * self.shares.buckets
+        for bucket in (-1, *range(self.shares.buckets - 1)):
+            with self.device.on_comm_stream() as arrived[bucket]:
+                self.messages.send_weights(bucket, self.device.stream)
+        return arrived
+
+    def complete_weights(self):
+        """Between two updates, make self.params whole on every rank, all of which have to call this."""
+        if self.weights_behind:
+            with self.device.stream:
+                self.device.wait(self.fetch_weights()[-2])  # the last to arrive
+        self.weights_behind = False
 
     def update(self):
-        """AdamW over the flat buffers, and the report to the host."""
-        device, settings = self.device, self.settings
-        params, m, v, grads = (flat(tensors) for tensors in (self.params, self.m, self.v, self.grads))
-        master = flat(self.master) if self.master else None
-        N, partials, threads = params.size, self.norm_partials, device.geometry.UPDATE_THREADS
+        """AdamW over this rank's share, and the report to the host."""
+        device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
+        threads, sums = device.geometry.UPDATE_THREADS, self.all_sums
         if self.want_norm:
-            global_norm(device, partials, grads, N)
-        device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), self.loss, partials,
+            global_norm(device, self.own_sums[micro_steps:], self.sums, self.chunks)
+        if self.messages:
+            self.messages.add_up(sums, self.own_sums, device.stream)
+        device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), sums, sums[micro_steps:],
                       self.batch.learning_rate, np.float64(settings.beta1), np.float64(settings.beta2),
-                      np.float64(settings.eps), settings.grad_clip, partials.size, self.recent,
+                      np.float64(settings.eps), settings.grad_clip, micro_steps, sums.size - micro_steps, self.recent,
                       settings.skip_loss_zscore, settings.skip_norm_zscore)
-        grid = (blocks(N, device.geometry.UPDATE_ADAMW_NUMBERS * threads),)
-        device.launch("adamw_update", grid, (threads,), params, master, m, v, grads, self.control, self.stops,
-                      self.decays, settings.beta2, 1.0 - settings.beta1, 1.0 - settings.beta2,
-                      settings.stochastic_rounding, np.int64(N))
+        adamw_update(device, flat(self.params), self.master, self.m, self.v, self.sums, self.control, self.chunks,
+                     settings.beta1, settings.beta2, settings.stochastic_rounding)
 
     # -- what reports need
 
@@ -1054,31 +1172,51 @@ class Trainer:
     # -- state: between the GPU and the host's checkpoints
 
     def to_host(self, tensors):
-        """A float32 copy of params, grads, m, v or master on the host, as Tensors."""
-        table = {name: row._replace(dtype="float32") for name, row in tensors.table.items()}
+        """A float32 copy on the host, as Tensors, of params or grads; or, on one GPU, of m, v or master, which are
+        arrays."""
+        table = {name: row._replace(dtype="float32") for name, row in self.params.table.items()}
+        array = flat(tensors) if isinstance(tensors, Tensors) else tensors
         with self.device.stream:
-            return views(table, to_float32(flat(tensors)).view(np.uint8))
+            return views(table, to_float32(array).view(np.uint8))
 
     def set_params(self, params):
         """Take over weights from the host, float32 Tensors; bfloat16 ones are rounded from them."""
         if not self.precision.bf16:
             copy_to_gpu(self.params.buffer, params.buffer)
             return
-        exact = self.master or self.m
-        copy_to_gpu(exact.buffer, params.buffer)
-        round_weights(self.device, flat(self.params), flat(exact))
-        if exact is self.m:
-            self.m.buffer.fill(0)
+        exact, rounded, size = flat(params), flat(self.params), self.m.size // 8 * 8
+        for begin in range(0, exact.size, size):  # m has room for a share, and is 0 again afterwards
+            part = slice(begin, begin + size)
+            round_weights(self.device, rounded[part], copy_to_gpu(self.m[: exact[part].size], exact[part]))
+        self.m.fill(0)
+        if self.master is not None:
+            copy_to_gpu(self.master, self.shares.take(exact, self.ranks.rank))
 
-    def set_state(self, params, moments, step, recent):
-        """Go on from a checkpoint: Tensors on the host; params are its master weights, if it has any; recent: (2,)
-        RECENT. A bfloat16 model keeps the weights that it was made with, which need not be those rounded to
-        nearest."""
+    def owned(self, with_exact):
+        """Room on the host for this rank's share of the optimizer's state."""
+        share = self.m.size
+        return Owned(self.shares, self.ranks.rank, np.empty(share, np.float32), np.empty(share, np.float32),
+                     np.empty(share, np.float32) if with_exact else None)
+
+    def owned_now(self):
+        """This rank's share of the optimizer's state, copied to the host."""
         with self.device.stream:
-            exact = self.master if self.precision.bf16 else self.params
-            for ours, theirs in zip((self.m, self.v, exact), (*moments, params)):
-                if ours:
-                    copy_to_gpu(ours.buffer, theirs.buffer)
+            return Owned(self.shares, self.ranks.rank, self.m.get(), self.v.get(),
+                         None if self.master is None else self.master.get())
+
+    def set_state(self, owned, step, recent):
+        """Go on from a checkpoint: this rank's share, its float32 weights where they are not None; recent: (2,) RECENT.
+        A bfloat16 model keeps the weights that it was made with, which need not be those rounded to nearest."""
+        with self.device.stream:
+            copy_to_gpu(self.m, owned.m)
+            copy_to_gpu(self.v, owned.v)
+            if owned.exact is not None and self.precision.bf16:
+                copy_to_gpu(self.master, owned.exact)
+            elif owned.exact is not None:
+                for piece in self.shares.pieces(self.ranks.rank):
+                    copy_to_gpu(flat(self.params)[piece.begin : piece.begin + piece.size],
+                                owned.exact[piece.local : piece.local + piece.size])
+                self.weights_behind = self.messages is not None
             copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
             if self.recent is not None:
                 copy_to_gpu(self.recent, recent)
@@ -1142,11 +1280,12 @@ def open_device(gpu, config, precision, cache, matmul="auto", text=False):
 STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels declare themselves, at most
 
 
-def open_trainer(gpu, config, params, settings):
-    """A Trainer of this model on this GPU; `settings` are settled."""
-    device, matmul = open_device(gpu, config, settings.precision, Cache(), settings.matmul, settings.sample_every > 0)
+def open_trainer(gpu, config, params, settings, ranks=ALONE):
+    """A Trainer of this model on this GPU; `settings` are settled. The first rank draws the samples."""
+    text = settings.sample_every > 0 and ranks.is_first
+    device, matmul = open_device(gpu, config, settings.precision, Cache(), settings.matmul, text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
-    return Trainer(GPT2, config, settings, matmul, params)
+    return Trainer(GPT2, config, settings, matmul, params, ranks)
 
 
 def open_decoder(gpu, config, params, B, T, dtype="auto"):
@@ -1178,18 +1317,22 @@ def largest(group):
 
 def memory_plan(architecture, config, settings, device):
     """What the trainer allocates: [(bytes, what for)]."""
-    B, T, precision = settings.B, settings.T, settings.precision
-    float32 = table_bytes(architecture.parameter_table(config))
+    B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
+    shares = Shares(architecture.parameter_table(config), ranks)
+    share = max(4 * shares.share_size(rank) for rank in range(ranks))
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
-        *([(float32, "float32 master weights")] if settings.master else []),
+        *([(share, "float32 master weights")] if settings.master else []),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
-        (2 * float32, "AdamW's moments"),
+        *([(share, "sums of gradients")] if precision.accumulates else []),
+        *([((ranks - 1) * shares.most_received(0) * precision.grad_bytes, "gradients of other ranks")]
+          if ranks > 1 else []),
+        (2 * share, "AdamW's moments"),
         *((largest(group), what) for what, group in tables.items()),
         *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),
         (2 * WORKSPACE, "matmul workspaces"),
-        (table_bytes(batch_table(B, T, settings.micro_steps)) + (64 << 10), "the batch"),
+        (table_bytes(batch_table(B, T, settings.micro_steps // ranks)) + (64 << 10), "the batch"),
     ]
 
 
@@ -1258,7 +1401,7 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("tokens in a sample", settings.sample_tokens),
     ]
     device = [
-        ("device", describe_gpu(gpu)),
+        ("device", describe_gpu(gpu, settings.gpus)),
         ("precision", describe_precision(settings)),
     ]
     model = [
@@ -1274,9 +1417,9 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
     return run, device, model, [("train batches", train_loader.num_batches), ("val batches", val_loader.num_batches)]
 
 
-def describe_gpu(gpu):
+def describe_gpu(gpu, count=1):
     driver = cp.cuda.runtime.driverGetVersion()
-    return f"{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
+    return f"{f'{count} x ' if count > 1 else ''}{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
 def describe_precision(settings):
@@ -1305,26 +1448,41 @@ def resolve_steps(settings, train_loader, first_step):
                         " larger -x")
 
 
-@gpu_errors_as_lines()
 def main():
-    settings = parse_settings(CudaSettings, "Train GPT-2 on a GPU, with CuPy and CUDA kernels.")
-    with locked(settings.output, settings.output_dir):
-        return run(settings)
+    if find_launch(os.environ).launcher is None and (gpus := parse_flags().gpus) > 1:
+        return start_ranks(gpus)
+    with join() as ranks, gpu_errors_as_lines():
+        with ranks.said_once():
+            settings = parse_flags()
+        if settings.gpus not in (1, ranks.local_size):
+            raise UserError(f"--gpus {settings.gpus}: {ranks.local_size} processes were started on this machine, one"
+                            " for each of its GPUs: leave the flag out")
+        settings = dataclasses.replace(settings, gpus=ranks.size)
+        settings.check()
+        lock = locked(settings.output, settings.output_dir) if ranks.is_first else contextlib.nullcontext()
+        with lock:
+            return run(settings, ranks)
 
 
-def run(settings):
+def parse_flags():
+    return parse_settings(CudaSettings, "Train GPT-2 on GPUs, with CuPy and CUDA kernels.")
+
+
+def run(settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
     first_step = find_checkpoint(settings)
-    gpu = open_gpu(settings.arch)
+    gpu = open_gpu(settings.arch, ranks.local_rank)
+    check_alike(ranks, gpu)
     tokenizer = load_tokenizer(settings)
     given = dataclasses.replace(settings)
     settle(settings, gpu.arch)
     loading = time.perf_counter()
     config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     loading = time.perf_counter() - loading
-    train_loader, val_loader = open_data(settings, config.V)
+    train_loader, val_loader = open_data(settings, config.V, ranks.rank, ranks.size)
     examples = load_hellaswag(settings, config.V)
-    keep_tokenizer(settings, tokenizer)
+    if ranks.is_first:
+        keep_tokenizer(settings, tokenizer)
     random = Random()
 
     print_changed_settings(given)
@@ -1335,28 +1493,43 @@ def run(settings):
         print_table(describe(settings, config, params, gpu, train_loader, val_loader, model_path))
     else:
         print_start(settings, config, parameters, model_path, train_loader, val_loader,
-                    f"{describe_gpu(gpu)}, {describe_precision(settings)}")
-    trainer = open_trainer(gpu, config, params, settings)
+                    f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}")
+    trainer = open_trainer(gpu, config, params, settings, ranks)
     if first_step is not None:
-        resume(trainer, params, first_step, train_loader, random)
+        resume(trainer, first_step, train_loader, random)
     trainer.prepare()
     if not trainer.matmul.repeats():
         print("note: some matmul algorithms that the checkpoint records do not run here: what follows agrees up to"
               " rounding", file=sys.stderr)
     print(f"matmuls: {trainer.matmul.searched} shapes searched for the fastest algorithm, the others known")
     peak = peak_flops(gpu.name, settings.precision.matmul)
+    peak = peak and ranks.size * peak
     with Console(settings, first_step or 0, flops_per_token(parameters, config, settings.T), peak) as console:
         return train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading, console)
 
 
-def resume(trainer, params, step, train_loader, random):
+def check_alike(ranks, gpu):
+    """Raise UserError for two ranks on one GPU, or on GPUs of different kinds."""
+    if ranks.size == 1:
+        return
+    found = ranks.gather([socket.gethostname(), cp.cuda.Device().pci_bus_id, list(gpu)])
+    for rank, (host, bus, other) in enumerate(found):
+        first = [place[:2] for place in found].index([host, bus])
+        if first != rank:
+            raise UserError(f"ranks {first} and {rank} have the same GPU ({other[0]} at {bus} of {host}): start one process"
+                            " for each GPU")
+        if other != found[0][2]:
+            raise UserError(f"rank {rank} has a {other[0]}, rank 0 a {found[0][2][0]}: expected GPUs of one kind")
+
+
+def resume(trainer, step, train_loader, random):
     """Read the optimizer's state and the matmuls' algorithms of a checkpoint."""
     settings, matmul = trainer.settings, trainer.matmul
-    moments = allocate(params.table), allocate(params.table)
-    restore(settings, trainer.config, params, moments, step, train_loader, random)
+    owned = trainer.owned(with_exact=trainer.master is not None or not trainer.precision.bf16)
+    has_exact = restore(settings, owned, step, train_loader, random)
     with notes_of(settings, step) as notes:
         same, recent = matmul.recall(notes), read_recent(notes)
-    trainer.set_state(params, moments, step, recent)
+    trainer.set_state(owned if has_exact else owned._replace(exact=None), step, recent)
     before, now = notes.get("precision"), describe_precision(settings)
     if before not in (None, now):
         print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run to"
@@ -1370,23 +1543,26 @@ def resume(trainer, params, step, train_loader, random):
 
 def save(trainer, done, train_loader, random):
     """Write the checkpoint after `done` updates."""
-    settings = trainer.settings
+    settings, ranks = trainer.settings, trainer.ranks
     batch = (settings.B, settings.T, settings.spread)
     progress = Progress(done, random.state, train_loader.position, batch)
-    params, *moments = (trainer.to_host(tensors) for tensors in (trainer.params, trainer.m, trainer.v))
-    master = trainer.to_host(trainer.master) if trainer.master else None
+    trainer.complete_weights()
+    params = trainer.to_host(trainer.params) if ranks.is_first else None
     notes = {**trainer.matmul.notes(), "precision": describe_precision(settings), **notes_on(trainer.recent_values())}
-    save_checkpoint(settings.output_dir, trainer.config, params, moments, progress, notes,
-                    version=5 if settings.precision.bf16 else 3, master=master)
-    delete_old_checkpoints(settings)
+    save_checkpoint(settings.output_dir, trainer.config, params, trainer.owned_now(), progress, notes,
+                    version=5 if settings.precision.bf16 else 3, ranks=ranks)
+    if ranks.is_first:
+        delete_old_checkpoints(settings)
 
 
 def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step, loading, console):
     """The training loop; returns the exit status. A step is: validate, sample, update, save; its line is printed while
     the next one runs, unless something else is due in between."""
-    settings, V, directory = trainer.settings, trainer.config.V, trainer.settings.output_dir
-    log = Log(settings, first_step)
-    interruption = Interruption()
+    settings, V, ranks = trainer.settings, trainer.config.V, trainer.ranks
+    directory = settings.output_dir
+    log = Log(settings if ranks.is_first else dataclasses.replace(settings, output=""), first_step)
+    interruption = Interruption(ranks.any, speaks=ranks.is_first)
+    in_turns = functools.partial(ranks.starmap, check=interruption.check)
     console.start(interruption)
     running, times = None, []  # (step, number of begin_step) of the update whose line is still to be printed
 
@@ -1410,6 +1586,9 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
         if outlier:
             console.skip(step, outlier)
 
+    def stop_after(done, signal):
+        return stopped(settings, done, signal) if ranks.is_first else 128 + signal
+
     for step in range(first_step, settings.steps + 1):
         last = step == settings.steps
         final = last and settings.final_reports
@@ -1417,39 +1596,44 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
         sample = settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final)
         if validation or sample or last:
             finish()
+            trainer.complete_weights()
         before = random.state
         try:
             if validation:
                 console.wait_for("validating")
-                loss = validate(interruption.watched(trainer.forward), val_loader, settings.val_batches, step)
+                loss = validate(trainer.forward, val_loader, settings.val_batches, step, in_turns)
                 console.validation(step, loss)
                 log.validation(step, loss)
                 if examples:
                     console.wait_for("HellaSwag")
-                    correct = count_correct(interruption.watched(trainer.losses), examples, settings.B, settings.T)
+                    correct = count_correct(trainer.losses, examples, settings.B, settings.T, in_turns)
                     console.hellaswag(step, correct, len(examples))
                     log.evaluation(step, correct / len(examples))
             if sample:
                 console.wait_for(None)
                 begin = np.array([[end_of_text(tokenizer, V)]], np.int32)
-                steps = trainer.decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
-                print_sample(interruption.watching(steps), tokenizer)
+                if ranks.is_first:
+                    steps = trainer.decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
+                    print_sample(interruption.watching(steps), tokenizer)
+                else:
+                    for _ in interruption.watching(range(settings.sample_tokens - 1)):
+                        random.u32()  # as the first rank draws
         except Interrupted:  # the resumed run validates and samples at this step again
             random.state = before
-            if directory and step > first_step and newest_checkpoint(directory) != step:
+            if directory and step > first_step and ranks.gather(newest_checkpoint(directory))[0] != step:
                 with interruption.saving():
                     save(trainer, step, train_loader, random)
-            return stopped(settings, step or None, interruption.signal)
+            return stop_after(step or None, interruption.signal)
         if last:
             break
-        batches = [train_loader.next_batch() for _ in range(settings.micro_steps)]
+        batches = [train_loader.next_batch() for _ in range(trainer.micro_steps)]
         begun = step, trainer.begin_step(batches, learning_rate_at(settings, step))
         finish()
         running = begun
 
         done = step + 1
         due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
-        stop = interruption.signal  # which may come at any moment: read once
+        stop = interruption.agreed()
         if stop or (directory and due):
             finish()
         if directory and (due or stop):
@@ -1457,7 +1641,7 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
             with interruption.saving():
                 save(trainer, done, train_loader, random)
         if stop:
-            return stopped(settings, done, stop)
+            return stop_after(done, stop)
     console.end(f"total average iteration time: {sum(times) / len(times):f} ms" if times else None)
     return 0
 

@@ -33,6 +33,7 @@ from llmc.matmul import is_transposed
 from llmc.settings import parse_settings
 from llmc.tensors import Row
 from train_gpt2 import parameter_table, random_model
+from llmc.zero import CHUNKS
 from train_gpt2_cuda import JOB, CudaSettings, describe_precision, matmul_forward, open_trainer, settle
 
 STEPS = 10
@@ -95,7 +96,9 @@ BYTES = {
     "loss_mean": lambda loss, losses, *_: size_of(losses),
     "column_sums": lambda jobs, accumulate: sum(4 * int(job["rows"]) * int(job["columns"])
                                                 for job in jobs.get().view(JOB)),
-    "global_norm": lambda partials, grads, N: size_of(grads),
+    "add_gradients": lambda sums, own, received, chunks, first, rank, ranks, stride: (
+        int(chunks.get().view(CHUNKS)["count"].sum()) * ((4 if first else 8) + ranks * own.itemsize)),
+    "global_norm": lambda partials, grads, chunks: size_of(grads),
     "prepare_update": lambda *_: 0,
     "adamw_update": lambda params, master, m, v, grads, *_: (
         size_of(params, m, m, v, v, grads) + (size_of(master, master) or size_of(params))),

@@ -1,8 +1,9 @@
 // From the losses and gradients of a step to the new weights.
 //
 //     copy_batch      copies 4-byte words of the batch from the host's pinned memory       batch =
-//     loss_mean       loss = the sum of losses, times scale: their mean                    loss = (or += if accumulate)
-//     global_norm     partials[block] = the sum of squares over a part of the gradients    partials =
+//     loss_mean       loss = the sum of losses, times scale: their mean                    loss =
+//     add_gradients   sums += the gradients of a micro-batch of each rank                  sums = (+= if not first)
+//     global_norm     partials[chunk] = the sum of squares of the gradients of a chunk     partials =
 //     prepare_update  what all threads of adamw_update need; reports to the host           control =, reports =,
 //                                                                                          recent +=
 //     adamw_update    m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2
@@ -12,6 +13,9 @@
 // AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are part of rate and eps,
 // as in train_gpt2.py. Whatever changes from step to step is in the GPU's memory, so that one captured CUDA graph
 // serves every step.
+//
+// The parameters are cut into chunks (llmc/zero.py). A rank owns some of them, on one GPU all: of these it has master,
+// m, v and the sums of gradients, one chunk after the other.
 //
 // Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter; for a bfloat16 one with a float32
 // master copy, 14 and 14. H200 (a copy: 4235 GB/s), 124M, in a step: adamw_update float32 0.82 ms, 4256 GB/s; bfloat16
@@ -45,94 +49,31 @@ struct Recent {  // RECENT of llmc/outliers.py
     float values[WINDOW];  // value n is at n % WINDOW
 };
 
-__device__ inline float block_sum(float x) {
-    __shared__ float sums[32];
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-    __syncthreads();
-    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
-}
+struct Chunk {       // CHUNKS of llmc/zero.py
+    int64 local;     // where it begins in the buffers of the rank that owns it
+    int64 flat;      // in those of all parameters
+    int64 received;  // in what its owner receives of each other rank
+    int count;       // elements, at most UPDATE_CHUNK
+    int index;       // in the flat buffer's order
+    float decay;
+    int padding;
+};
 
-// The words from `begin` to `end` - 1. batch: the learning rate's bits, then the words of encoder and classifier.
-// pinned: two halves of `words` words.
-extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Control* control, int words, int begin,
-                                      int end) {
-    const int i = begin + blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < end) batch[i] = pinned[control->steps_begun % 2 * words + i];
-}
+#if UPDATE_FLOAT32_SUMS
+typedef float gradient_sum;  // of several micro-batches
+#else
+typedef gradient gradient_sum;  // of one
+#endif
 
-// One block (UPDATE_LOSS_THREADS). loss (1), losses (N). scale: 1 / (N * batches in the update).
-extern "C" __global__ void __launch_bounds__(UPDATE_LOSS_THREADS)
-loss_mean(float* loss, const float* losses, float scale, int accumulate, int N) {
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < N; i += UPDATE_LOSS_THREADS) sum += losses[i];
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) *loss = sum * scale + (accumulate ? *loss : 0.0f);
-}
-
-// Block (THREADS); grid (any number of blocks); partials (gridDim.x).
-extern "C" __global__ void __launch_bounds__(THREADS) global_norm(float* partials, const gradient* grads, int64 N) {
-    float sum = 0.0f;
-    const int64 stride = int64(gridDim.x) * THREADS * PACK;
-#pragma unroll 4
-    for (int64 i = (int64(blockIdx.x) * THREADS + threadIdx.x) * PACK; i < N; i += stride) {
-        const Floats g = load(grads + i);
-#pragma unroll
-        for (int k = 0; k < PACK; k++) sum += g.x[k] * g.x[k];
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
-}
-
-// As in llmc/outliers.py. One thread.
-__device__ inline float z_score(Recent* recent, float x) {
-    if (!isfinite(x)) return __int_as_float(0x7f800000);  // infinity
-    recent->values[recent->count++ % WINDOW] = x;
-    if (recent->count < WINDOW) return 0.0f;
-    double mean = 0.0, variance = 0.0;
-    for (int i = 0; i < WINDOW; i++) mean += recent->values[i] / double(WINDOW);
-    for (int i = 0; i < WINDOW; i++) {
-        const double difference = recent->values[i] - mean;
-        variance += difference * difference / WINDOW;
-    }
-    return variance > 0.0 ? (x - mean) / sqrt(variance) : 0.0;
-}
-
-// One block (THREADS). partials (blocks); blocks = 0: the norm is not computed. grad_clip = 0: no clipping. recent: of
-// losses and of norms, or null: no update is an outlier; skip_loss, skip_norm: z-scores above which one is (0: none).
-extern "C" __global__ void __launch_bounds__(THREADS)
-prepare_update(Control* control, Report* reports, const float* loss, const float* partials, const int* batch,
-               double beta1, double beta2, double eps, float grad_clip, int blocks, Recent* recent, float skip_loss,
-               float skip_norm) {
-    float squares = 0.0f;
-    for (int i = threadIdx.x; i < blocks; i += THREADS) squares += partials[i];
-    const float norm = sqrtf(block_sum(squares));
-    if (threadIdx.x > 0) return;
-    const float learning_rate = __int_as_float(batch[0]);
-    if (!isfinite(*loss)) control->halted = 1;
-    if (!control->halted) control->step += 1;
-    const double correction2 = sqrt(1.0 - pow(beta2, double(control->step)));
-    control->rate = learning_rate * correction2 / (1.0 - pow(beta1, double(control->step)));
-    control->eps = eps * correction2;
-    control->learning_rate = learning_rate;
-    control->grad_scale = grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f;
-    Report report = {*loss, norm, 0.0f, 0.0f};
-    if (recent) {
-        report.loss_z = z_score(&recent[0], *loss);
-        report.norm_z = z_score(&recent[1], norm);
-    }
-    control->skipped = skip_loss && report.loss_z > skip_loss || skip_norm && report.norm_z > skip_norm;
-    reports[control->steps_begun % 2] = report;
-    control->steps_begun += 1;
-}
-
-// Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread of adamw_update works on. Even in a bfloat16 run,
-// six of seven bytes that it moves are float32: with 8 numbers per thread, each access of a warp would skip every other
-// 16 bytes.
+// Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread works on at once. Even in a bfloat16 run, six of
+// seven bytes that adamw_update moves are float32: with 8 numbers per thread, each access of a warp would skip every
+// other 16 bytes.
+constexpr int NUMBERS = UPDATE_ADAMW_NUMBERS;
 struct Quad {
     float x[4];
 };
-static_assert(UPDATE_ADAMW_NUMBERS * sizeof(float) == sizeof(Quad), "a thread updates one Quad");
+static_assert(NUMBERS * sizeof(float) == sizeof(Quad), "a thread works on one Quad");
+static_assert(UPDATE_CHUNK % (THREADS * NUMBERS) == 0, "whole blocks work on a chunk");
 
 __device__ inline Quad load_quad(const float* at) {
     const float4 four = *reinterpret_cast<const float4*>(at);
@@ -151,6 +92,114 @@ __device__ inline void store_quad(__nv_bfloat16* at, const Quad& values) {
     *reinterpret_cast<uint2*>(at) = {as_pair(values.x[0], values.x[1]), as_pair(values.x[2], values.x[3])};
 }
 #endif
+
+__device__ inline float block_sum(float x) {
+    __shared__ float sums[32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
+}
+
+// The words from `begin` to `end` - 1. batch: the learning rate's bits, then the words of encoder and classifier.
+// pinned: two halves of `words` words.
+extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Control* control, int words, int begin,
+                                      int end) {
+    const int i = begin + blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < end) batch[i] = pinned[control->steps_begun % 2 * words + i];
+}
+
+// One block (UPDATE_LOSS_THREADS). loss (1), losses (N). scale: 1 / (N * micro-batches in the update).
+extern "C" __global__ void __launch_bounds__(UPDATE_LOSS_THREADS)
+loss_mean(float* loss, const float* losses, float scale, int N) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < N; i += UPDATE_LOSS_THREADS) sum += losses[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *loss = sum * scale;
+}
+
+// Block (THREADS); grid (chunks). sums (elements of the chunks): in the order of ranks, whose micro-batches follow one
+// another. own (parameters): this rank's gradients. received (ranks - 1, stride): the others', of the elements that this
+// rank owns.
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_gradients(float* sums, const gradient* own, const gradient* received, const Chunk* chunks, int first, int rank,
+              int ranks, int64 stride) {
+    const Chunk chunk = chunks[blockIdx.x];
+#pragma unroll 2
+    for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
+        Quad sum = {};
+        if (!first) sum = load_quad(sums + chunk.local + i);
+        for (int r = 0; r < ranks; r++) {
+            const int64 slot = r < rank ? r : r - 1;
+            const gradient* from = r == rank ? own + chunk.flat : received + slot * stride + chunk.received;
+            const Quad g = load_quad(from + i);
+#pragma unroll
+            for (int k = 0; k < NUMBERS; k++) sum.x[k] += g.x[k];
+        }
+        store_quad(sums + chunk.local + i, sum);
+    }
+}
+
+// Block (THREADS); grid (chunks). grads (elements of the chunks); partials (chunks of all ranks).
+extern "C" __global__ void __launch_bounds__(THREADS)
+global_norm(float* partials, const gradient_sum* grads, const Chunk* chunks) {
+    const Chunk chunk = chunks[blockIdx.x];
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
+        const Quad g = load_quad(grads + chunk.local + i);
+#pragma unroll
+        for (int k = 0; k < NUMBERS; k++) sum += g.x[k] * g.x[k];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partials[chunk.index] = sum;
+}
+
+// As in llmc/outliers.py. One thread.
+__device__ inline float z_score(Recent* recent, float x) {
+    if (!isfinite(x)) return INFINITE;
+    recent->values[recent->count++ % WINDOW] = x;
+    if (recent->count < WINDOW) return 0.0f;
+    double mean = 0.0, variance = 0.0;
+    for (int i = 0; i < WINDOW; i++) mean += recent->values[i] / double(WINDOW);
+    for (int i = 0; i < WINDOW; i++) {
+        const double difference = recent->values[i] - mean;
+        variance += difference * difference / WINDOW;
+    }
+    return variance > 0.0 ? (x - mean) / sqrt(variance) : 0.0;
+}
+
+// One block (THREADS). losses (micro_steps): of the micro-batches, each divided by their number. partials (chunks);
+// chunks = 0: the norm is not computed. grad_clip = 0: no clipping. recent: of losses and of norms, or null: no update
+// is an outlier; skip_loss, skip_norm: z-scores above which one is (0: none).
+extern "C" __global__ void __launch_bounds__(THREADS)
+prepare_update(Control* control, Report* reports, const float* losses, const float* partials, const int* batch,
+               double beta1, double beta2, double eps, float grad_clip, int micro_steps, int chunks, Recent* recent,
+               float skip_loss, float skip_norm) {
+    float squares = 0.0f;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < chunks; i += THREADS) squares += partials[i];
+    const float norm = sqrtf(block_sum(squares));
+    if (threadIdx.x > 0) return;
+    float loss = losses[0];
+    for (int i = 1; i < micro_steps; i++) loss += losses[i];
+    const float learning_rate = __int_as_float(batch[0]);
+    if (!isfinite(loss)) control->halted = 1;
+    if (!control->halted) control->step += 1;
+    const double correction2 = sqrt(1.0 - pow(beta2, double(control->step)));
+    control->rate = learning_rate * correction2 / (1.0 - pow(beta1, double(control->step)));
+    control->eps = eps * correction2;
+    control->learning_rate = learning_rate;
+    control->grad_scale = grad_clip > 0.0f && norm > grad_clip ? grad_clip / norm : 1.0f;
+    Report report = {loss, norm, 0.0f, 0.0f};
+    if (recent) {
+        report.loss_z = z_score(&recent[0], loss);
+        report.norm_z = z_score(&recent[1], norm);
+    }
+    control->skipped = skip_loss && report.loss_z > skip_loss || skip_norm && report.norm_z > skip_norm;
+    reports[control->steps_begun % 2] = report;
+    control->steps_begun += 1;
+}
 
 // 32 random bits, a function of the three numbers. The constants are those of Chris Wellons' hash "lowbias32".
 __device__ inline uint32 random_bits(uint32 i, uint32 step, uint32 seed) {
@@ -180,31 +229,32 @@ __device__ inline void round_stochastically(Quad& values, uint32 i, uint32 step,
 #endif
 }
 
-// A thread updates four parameters; grid (N / 4 / THREADS). Parameters stops[s-1] .. stops[s] - 1 have weight decay
-// decays[s]. master: the float32 weights of which params are a rounded copy, or null. seed: for stochastic rounding, or
-// 0.
+// A thread updates four parameters; block (THREADS); grid (UPDATE_CHUNK / THREADS / 4 for each chunk). params
+// (parameters); master, m, v, grads (elements of the chunks). master: the float32 weights of which params are a rounded
+// copy, or null. seed: for stochastic rounding, or 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
-adamw_update(element* params, float* master, float* m, float* v, const gradient* grads, const Control* control,
-             const int64* stops, const float* decays, float beta2, float one_minus_beta1, float one_minus_beta2,
-             int seed, int64 N) {
-    const int64 i = (int64(blockIdx.x) * THREADS + threadIdx.x) * UPDATE_ADAMW_NUMBERS;
-    if (i >= N || control->halted || control->skipped) return;
-    const Quad g = load_quad(grads + i);
-    Quad p = master ? load_quad(master + i) : load_quad(params + i), mean = load_quad(m + i), square = load_quad(v + i);
-    int s = 0;
-    while (i >= stops[s]) s++;
-    const float keep = 1.0f - control->learning_rate * decays[s];
+adamw_update(element* params, float* master, float* m, float* v, const gradient_sum* grads, const Control* control,
+             const Chunk* chunks, float beta2, float one_minus_beta1, float one_minus_beta2, int seed) {
+    constexpr int BLOCKS = UPDATE_CHUNK / (THREADS * NUMBERS);
+    const Chunk chunk = chunks[blockIdx.x / BLOCKS];
+    const int within = (blockIdx.x % BLOCKS * THREADS + threadIdx.x) * NUMBERS;
+    if (within >= chunk.count || control->halted || control->skipped) return;
+    const int64 i = chunk.flat + within, local = chunk.local + within;
+    const Quad g = load_quad(grads + local);
+    Quad p = master ? load_quad(master + local) : load_quad(params + i);
+    Quad mean = load_quad(m + local), square = load_quad(v + local);
+    const float keep = 1.0f - control->learning_rate * chunk.decay;
     const float rate = control->rate, eps = control->eps, grad_scale = control->grad_scale;
 #pragma unroll
-    for (int k = 0; k < UPDATE_ADAMW_NUMBERS; k++) {
+    for (int k = 0; k < NUMBERS; k++) {
         const float gradient = g.x[k] * grad_scale;
         mean.x[k] += one_minus_beta1 * (gradient - mean.x[k]);
         square.x[k] = beta2 * square.x[k] + one_minus_beta2 * gradient * gradient;
         p.x[k] = p.x[k] * keep - rate * mean.x[k] / (sqrtf(square.x[k]) + eps);
     }
-    if (master) store_quad(master + i, p);
-    store_quad(m + i, mean);
-    store_quad(v + i, square);
+    if (master) store_quad(master + local, p);
+    store_quad(m + local, mean);
+    store_quad(v + local, square);
     if (seed) round_stochastically(p, uint32(i), uint32(control->step), seed);
     store_quad(params + i, p);
 }

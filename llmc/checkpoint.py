@@ -9,14 +9,15 @@ Debug state, llm.c's: header [2] B [3] T, then x, y int32 (B, T); logits float32
     This project's trailer follows: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32 [n] the losses
     of n training steps on that batch. The header says so: [8] trailer version (0: none), [9] n, [10] CRC-32 of the
     weights.
-Optimizer state, llm.c's: header [2] processes [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10] step, u64 at [20]
-    sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1 if [44] is the
-    CRC-32 of the model file that it belongs to. Then m, v, and the master weights if any, float32; then the order of
-    shuffled data, shuffle.py's.
+Optimizer state, llm.c's, a file for each rank: header [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10]
+    step, u64 at [20] sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1
+    if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (zero.py) of m, v, and the master
+    weights if any, float32; then the order of shuffled data, shuffle.py's.
 """
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import re
@@ -31,8 +32,10 @@ import numpy as np
 from llmc.errors import DIVERGED, UserError
 from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, file_crc,
                         make_header, open_input, read_header, read_into, replacing)
+from llmc.ranks import ALONE
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, unpadded
+from llmc.zero import Shares, cut, cut_evenly
 
 EXPORT = "make it with: python export_weights.py"
 EXPORT_STATE = f"{EXPORT} --debug_state 1"
@@ -214,7 +217,7 @@ def read_debug_state(path, config, params):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# optimizer states
+# optimizer states: a file for each rank, with its share
 
 
 class Progress(NamedTuple):
@@ -227,10 +230,38 @@ class Progress(NamedTuple):
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None in a file of llm.c's
 
 
-def write_optimizer_state(path, moments, progress, master=None):
-    """Write m and v with Vp rows, where the run stands, and the master weights, if not None."""
+class Owned(NamedTuple):
+    """What a rank owns of the optimizer, on the host: float32 arrays of its share's elements."""
+
+    shares: Shares
+    rank: int
+    m: np.ndarray
+    v: np.ndarray
+    exact: np.ndarray | None = None  # float32 weights, where those of the model are rounded, or to be read
+
+    def check(self, where, mend):
+        """Raise UserError for values that are not finite, or a v, a mean of squares, that is negative."""
+        for kind, array in (("AdamW's m", self.m), ("AdamW's v", self.v), ("the float32 weights", self.exact)):
+            for piece in self.shares.pieces(self.rank) if array is not None else ():
+                values = array[piece.local : piece.local + piece.size]
+                for part in chunks(values):
+                    if not np.isfinite(part).all():
+                        raise UserError(f"{where}: {kind}: tensor {piece.segment.name} holds NaN or infinite values;"
+                                        f" {mend}")
+                    if array is self.v and (part < 0).any():
+                        raise UserError(f"{where}: {kind}: tensor {piece.segment.name} holds negative values; {mend}")
+
+
+def owned_by_one(m, v, exact=None):
+    """Owned, of a run on one device: Tensors."""
+    return Owned(Shares(m.table, 1), 0, flat(m), flat(v), exact and flat(exact))
+
+
+def write_optimizer_state(path, owned, progress):
+    """Write a rank's share, and where the run stands."""
     shard, sample, shuffle = progress.position
-    header = make_header(OPTIMIZER_MAGIC, 1, 1, 0, int(master is not None), int(shuffle is not None))
+    header = make_header(OPTIMIZER_MAGIC, 1, owned.shares.ranks, owned.rank, int(owned.exact is not None),
+                         int(shuffle is not None))
     header[10] = progress.step
     for slot, value in ((20, progress.rng_state), (30, shard), (32, sample)):
         header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
@@ -239,8 +270,9 @@ def write_optimizer_state(path, moments, progress, master=None):
         header[43:45] = 1, np.uint32(progress.model_crc).view(np.int32)
     with replacing(path) as f:
         f.write(header)
-        for tensors in (*moments, *([] if master is None else [master])):
-            f.write(flat(tensors))
+        for array in owned[2:]:
+            if array is not None:
+                f.write(array)
         if shuffle is not None:
             write_shuffle(f, shuffle)
 
@@ -248,53 +280,102 @@ def write_optimizer_state(path, moments, progress, master=None):
 TRAIN_AGAIN = "train again with: python train_gpt2.py ... -o DIR -n STEPS"
 
 
-def read_optimizer_state(path, config, moments, params, mend=TRAIN_AGAIN):
-    """Fill m and v, and params where the file has master weights (they are exact, a bfloat16 model file is not).
+def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
+    """Fill `owned` from the files of all ranks that wrote them, of which `path` is the first's; its `exact` where they
+    have float32 weights.
 
-    Returns the Progress. Raises UserError for a state of another model, or one that no run can have.
+    Returns (Progress, whether they have). Raises UserError, before anything is filled, for a state of another model or
+    with a file missing, and for values that no run can have.
     """
-    with open_input(path, mend) as f:
-        header = read_header(f, OPTIMIZER_MAGIC, mend)
-        version, processes, rank, master, shuffled = (int(x) for x in header[1:6])
-        if version != 1 or processes != 1 or rank != 0 or master not in (0, 1) or shuffled not in (0, 1):
-            raise UserError(f"{path}: version {version}, {processes} processes, rank {rank}, master weights {master},"
-                            f" shuffled {shuffled}; expected version 1 of a run on one device")
-        targets = [*moments, params] if master else moments
-        end = HEADER_BYTES + sum(t.buffer.size for t in targets)
-        if not shuffled or os.fstat(f.fileno()).st_size < end:
-            check_size(f, end, f"the optimizer of {config.describe()}", mend)
-        shuffle = read_shuffle(f, end, mend) if shuffled else None
-        f.seek(HEADER_BYTES)
-        for tensors in targets:
-            read_into(f, flat(tensors))
-    check_optimizer(path, moments, mend)
-    if master:
-        check_finite(path, params, mend)
+    with contextlib.ExitStack() as stack:
+        def open_state(path):
+            f = stack.enter_context(open_input(path, mend))
+            header = read_header(f, OPTIMIZER_MAGIC, mend)
+            version, ranks, rank, master, shuffled = (int(x) for x in header[1:6])
+            if version != 1 or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
+                raise UserError(f"{path}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
+                                f" {shuffled}; expected version 1 of this project's or llm.c's; {mend}")
+            return f, header
+
+        def check_sizes(f, header, elements):
+            """Returns where the order of the data begins, in a file of shuffled ones."""
+            end = HEADER_BYTES + 4 * elements * (2 + int(header[4]))
+            if not header[5] or os.fstat(f.fileno()).st_size < end:
+                check_size(f, end, f"the optimizer of a model with {owned.shares.size} parameters", mend)
+            return end
+
+        f, header = open_state(path)
+        ranks, ours = int(header[2]), header[40] > 0
+        if ranks > 1 and not ours and is_whole(f, header, owned.shares.size):
+            ranks = 1  # llm.c's without ZeRO: each rank has all
+        sources = owned.shares.among(ranks, cut if ours else cut_evenly)
+        files = [(f, header)]
+        for rank in range(1, ranks):
+            files.append(open_state(rank_path(path, rank)))
+            different = [slot for slot in (2, 4, 5, 10) if files[-1][1][slot] != header[slot]]
+            if different or files[-1][1][3] != rank:
+                raise UserError(f"{files[-1][0].name}: does not belong to {path}; {mend}")
+        ends = [check_sizes(*file, sources.share_size(rank)) for rank, file in enumerate(files)]
+        shuffle = read_shuffle(f, ends[0], mend) if header[5] else None
+        for i, array in enumerate(owned[2 : 4 + int(header[4])]):
+            if array is not None:
+                for rank, (f, _) in enumerate(files):
+                    read_share(f, HEADER_BYTES + 4 * i * sources.share_size(rank), sources, rank, array, owned)
+    has_exact = bool(header[4])
+    (owned if has_exact else owned._replace(exact=None)).check(path, mend)
     numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
     crc = int(header[44:45].view("<u4")[0]) if header[43] == 1 else None
     position = Position(numbers[30], numbers[32], shuffle)
     progress = Progress(int(header[10]), numbers[20], position, tuple(header[40:43].tolist()), crc)
     if progress.step < 0 or progress.rng_state == 0:
         raise UserError(f"{path}: step {progress.step} and sampler state {progress.rng_state}; the file is damaged")
-    return progress
+    if header[2] > 1 and not ours:
+        progress = progress._replace(position=llmc_position(position, int(header[2])))
+    return progress, has_exact
 
 
-def check_optimizer(where, moments, mend):
-    """Raise UserError for an m or v that is not finite, or a v, a mean of squares, that is negative."""
-    for moment, tensors in zip("mv", moments):
-        check_finite(f"{where}: AdamW's {moment}", tensors, mend)
-    v = moments[1]
-    for name in v.table:
-        if any((piece < 0).any() for piece in chunks(getattr(v, name).reshape(-1))):
-            raise UserError(f"{where}: AdamW's v: tensor {name} holds negative values; {mend}")
+def is_whole(f, header, parameters):
+    """Whether a state of several ranks has all parameters."""
+    return os.fstat(f.fileno()).st_size >= HEADER_BYTES + 4 * parameters * (2 + int(header[4]))
+
+
+def read_share(f, start, sources, rank, array, owned):
+    """Of an array of a rank's share, which begins at byte `start` of a file, read what `owned` has of it."""
+    targets = iter(owned.shares.pieces(owned.rank))
+    target = next(targets, None)
+    for source in sources.pieces(rank):
+        while target and target.begin < source.begin + source.size:
+            first, end = max(target.begin, source.begin), min(target.begin + target.size, source.begin + source.size)
+            if first < end:
+                f.seek(start + 4 * (source.local + first - source.begin))
+                read_into(f, array[target.local + first - target.begin : target.local + end - target.begin])
+            if target.begin + target.size > source.begin + source.size:
+                break  # the rest is another rank's
+            target = next(targets, None)
+
+
+def llmc_position(position, ranks):
+    """Where llm.c's ranks stand in the data, as one sequence of batches. Each of its ranks shuffles in an order of its
+    own: of that, nothing can be continued."""
+    if position.shuffle is None:
+        return position._replace(sample=position.sample * ranks)
+    print("note: the data order of several ranks of llm.c's, shuffled, cannot be continued: it begins anew",
+          file=sys.stderr)
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the checkpoints of a run
 
 
+def rank_path(path, rank):
+    """state_00000500_00000.bin -> that of another rank."""
+    return f"{path[:-9]}{rank:05d}.bin"
+
+
 def checkpoint_paths(directory, step):
-    """(model, optimizer state, DONE marker) of one step's checkpoint, which is complete once the marker is there."""
+    """(model, optimizer state of the first rank, DONE marker) of one step's checkpoint, which is complete once the
+    marker is there."""
     return [os.path.join(directory, name) for name in
             (f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}")]
 
@@ -310,23 +391,46 @@ def newest_checkpoint(directory):
     return max(complete_checkpoints(directory), default=None)
 
 
-def save_checkpoint(directory, config, params, moments, progress, notes=None, version=3, master=None):
+def newest_with_all_states(directory):
+    """The step of the newest checkpoint for which no rank's state is missing; raises UserError where there is none."""
+    incomplete = []
+    for step in reversed(complete_checkpoints(directory)):
+        _, state, marker = checkpoint_paths(directory, step)
+        with open_input(state, go_back(marker)) as f:
+            ranks = int(read_header(f, OPTIMIZER_MAGIC, go_back(marker))[2])
+        paths = (rank_path(state, rank) for rank in range(ranks))
+        missing = next((path for path in paths if not os.path.exists(path)), None)
+        if missing is None:
+            for message in incomplete:
+                print(f"warning: {message}: going on from step {step}", file=sys.stderr)
+            return step
+        incomplete.append(f"{missing}: no such file, one of {ranks} of the checkpoint of step {step}")
+    raise UserError(f"{incomplete[0]}; there is no checkpoint before it: start again with another -o")
+
+
+def save_checkpoint(directory, config, params, owned, progress, notes=None, version=3, ranks=ALONE):
     """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole.
+    Every rank writes its state; the first one the model, whose `params` it alone needs, and, after all, the marker.
 
     notes: what else the run needs to go on as before, as a dict for JSON. version: 3 for float32 weights, 5 for
-    bfloat16 ones, of which `master` are the float32 originals, if there are any. Raises UserError, and leaves nothing
-    of this checkpoint, when weights or moments are not finite or the disk is full.
+    bfloat16 ones. Raises UserError, and leaves nothing of this checkpoint, when weights or moments are not finite or
+    the disk is full.
     """
     kept = f"the last checkpoint, if any, is kept: {DIVERGED}"
-    check_finite(f"after {progress.step} steps", params, kept)
-    check_optimizer(f"after {progress.step} steps", moments, kept)
-    paths = model, state, done = checkpoint_paths(directory, progress.step)
+    if ranks.is_first:
+        check_finite(f"after {progress.step} steps", params, kept)
+    owned.check(f"after {progress.step} steps", kept)
+    model, state, done = checkpoint_paths(directory, progress.step)
+    state = rank_path(state, ranks.rank)
+    paths = (model, state, done) if ranks.is_first else (state,)
     try:
-        crc = write_model(model, config, params, version)
-        write_optimizer_state(state, moments, progress._replace(model_crc=crc), master)
-        with replacing(done) as f:
-            if notes:
-                f.write(json.dumps(notes, indent=1).encode() + b"\n")
+        crc = ranks.gather(write_model(model, config, params, version) if ranks.is_first else None)[0]
+        write_optimizer_state(state, owned, progress._replace(model_crc=crc))
+        ranks.gather(None)  # all states are there
+        if ranks.is_first:
+            with replacing(done) as f:
+                if notes:
+                    f.write(json.dumps(notes, indent=1).encode() + b"\n")
     except BaseException:
         for path in reversed(paths):
             with contextlib.suppress(OSError):
@@ -339,15 +443,23 @@ def delete_old_checkpoints(settings):
     steps = complete_checkpoints(settings.output_dir)
     for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else []:
         if not (settings.major_checkpoint_every and step % settings.major_checkpoint_every == 0):
-            for path in reversed(checkpoint_paths(settings.output_dir, step)):  # the marker first
+            model, state, marker = checkpoint_paths(settings.output_dir, step)
+            for path in (marker, *states_of_ranks(state), model):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
+
+
+def states_of_ranks(path):
+    """The files of all ranks that there are, given the first one's."""
+    return sorted(glob.glob(f"{glob.escape(path[:-9])}[0-9][0-9][0-9][0-9][0-9].bin"))
 
 
 def find_checkpoint(settings):
     """The step to resume from, None for a fresh start; raises UserError rather than mix two runs in one directory."""
     directory = settings.output_dir
     step = newest_checkpoint(directory) if directory else None
+    if settings.resume and step is not None:
+        step = newest_with_all_states(directory)
     if settings.resume and step is None:
         print(f"no complete checkpoint in {directory}: starting at step 0")
     if step is not None and not settings.resume:
@@ -389,12 +501,15 @@ def notes_of(settings, step):
         raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
 
 
-def restore(settings, config, params, moments, step, loader, random):
-    """Read the optimizer's state of a checkpoint; put loader and sampler where they were."""
+def restore(settings, owned, step, loader, random):
+    """Read a rank's share of the optimizer's state of a checkpoint; put loader and sampler where they were. Returns
+    whether there are float32 weights."""
     model, state, marker = checkpoint_paths(settings.output_dir, step)
-    progress = read_optimizer_state(state, config, moments, params, mend=go_back(marker))
+    progress, has_exact = read_optimizer_state(state, owned, mend=go_back(marker))
     if progress.model_crc not in (None, file_crc(model)):
         raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {go_back(marker)}")
+    if progress.position is None:
+        progress = progress._replace(position=loader.position)
     shuffled = int(progress.position.shuffle is not None)
     given = settings.B, settings.T, settings.spread, shuffled if settings.shuffle == -1 else settings.shuffle
     found = *((*given[:2], 0) if progress.batch == (0, 0, 0) else progress.batch), shuffled
@@ -405,6 +520,7 @@ def restore(settings, config, params, moments, step, loader, random):
     loader.seek(progress.position, state)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
+    return has_exact
 
 
 def go_back(marker):

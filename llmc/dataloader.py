@@ -160,12 +160,14 @@ def data_paths(settings):
     return paths
 
 
-def open_data(settings, V):
-    """The loaders of the training and the validation data, of which one sequence will do, or less if none is read."""
+def open_data(settings, V, rank=0, ranks=1):
+    """The loaders of the training data, whose batches the ranks share, and of the validation data, of which one
+    sequence will do, or less if none is read."""
     train_paths, val_paths = data_paths(settings)
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
     least = (settings.T + 1, " for one sequence (T+1); take a smaller -t, or more text") if settings.val_every else (1,)
-    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, 2 * settings.micro_steps),
+    ahead = 2 * settings.micro_steps // ranks
+    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, ahead, rank, ranks),
             DataLoader(val_paths, V, settings.B, settings.T, least=least[0], why="".join(least[1:])))
 
 

@@ -45,9 +45,9 @@ class GPU(NamedTuple):
     shared: int  # bytes of shared memory that a block can have
 
 
-def open_gpu(arch="native"):
-    """The current GPU; raises UserError that says what is missing. arch "sm_80": as if it had nothing that only its own
-    generation has."""
+def open_gpu(arch="native", local_rank=0):
+    """The GPU of the process with this number on its machine, from here on the current one; raises UserError that says
+    what is missing. arch "sm_80": as if it had nothing that only its own generation has."""
     instead = "with no GPU, train with: python train_gpt2.py"
     if MISSING is not None:
         reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")), repr(MISSING))
@@ -63,7 +63,12 @@ def open_gpu(arch="native"):
     if count == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         raise UserError(f"no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES={visible}); {instead}")
-    properties = cp.cuda.runtime.getDeviceProperties(0)
+    if local_rank and count > 1:  # of one GPU, the launcher gave it to this process
+        if local_rank >= count:
+            raise UserError(f"{local_rank + 1} processes or more on this machine, which has {count} GPUs: start one for"
+                            f" each GPU: --gpus {count}")
+        cp.cuda.Device(local_rank).use()
+    properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
     name, capability = properties["name"].decode(), (properties["major"], properties["minor"])
     if capability < (7, 5):
         raise UserError(f"{name} has compute capability {capability[0]}.{capability[1]}, expected 7.5 or newer;"
@@ -107,16 +112,17 @@ class TensorMap:
 
 
 class Device:
-    """Kernels by name, and two streams: the main one, and a side stream for work that may run beside it."""
+    """Kernels by name, and three streams: the main one; a side stream for work that may run beside it; another for
+    messages between GPUs."""
 
     def __init__(self, gpu, cache, files, geometry):
         """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches go by, as attributes."""
         self.gpu, self.sm_count, self.geometry = gpu, gpu.sm_count, geometry
-        self.main, self.side = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)
+        self.main, self.side, self.comm = (cp.cuda.Stream(non_blocking=True) for _ in range(3))
         self.stream = self.main  # where launches go
         self.observer = None  # called with each launch's name and arguments, it returns a context for the launch
         self.launches_early = int(gpu.arch[3:].rstrip("a")) >= 90
-        self.one_stream = False  # True: work for the side stream stays on the main one, to be timed alone
+        self.one_stream = False  # True: work for other streams stays on the main one, to be timed alone
         self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
         paths, self.compiled = prepare_kernels(cache, gpu.arch, files)
         self.cached = len(files) - self.compiled
@@ -143,24 +149,37 @@ class Device:
         """A context for a launch, in which the observer, if there is one, sees to it."""
         return self.observer(name, arguments) if self.observer else contextlib.nullcontext()
 
-    @contextlib.contextmanager
     def on_side_stream(self):
-        """What is launched in here runs beside what the main stream does from here on; yields an event for `wait`."""
+        """A context: what is launched in it runs beside what the main stream does from here on. It gives an event for
+        `wait`."""
+        return self.beside(self.side)
+
+    def on_comm_stream(self):
+        """The same, for messages between GPUs."""
+        return self.beside(self.comm)
+
+    @contextlib.contextmanager
+    def beside(self, stream):
         if self.one_stream or self.observer:
             yield None
             return
         before, after = cp.cuda.Event(disable_timing=True), cp.cuda.Event(disable_timing=True)
         before.record(self.main)
-        self.side.wait_event(before)
-        self.stream = self.side
+        stream.wait_event(before)
+        self.stream = stream
         yield after
         self.stream = self.main
-        after.record(self.side)
+        after.record(stream)
 
     def wait(self, event):
-        """Make the main stream wait for an event of on_side_stream's; None: there is nothing to wait for."""
+        """Make the current stream wait for an event of another one's; None: there is nothing to wait for."""
         if event is not None:
-            self.main.wait_event(event)
+            self.stream.wait_event(event)
+
+    def synchronize(self):
+        """Wait for all that was launched."""
+        for stream in (self.main, self.side, self.comm):
+            stream.synchronize()
 
     def upload(self, array):
         """A small host array on the GPU, copied once: what a launch reads and a graph replays."""

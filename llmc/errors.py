@@ -141,11 +141,15 @@ class Interruption:
             self.tell(FINISHING)
         return number
 
+    def check(self):
+        """Raise Interrupted once a signal has come."""
+        if self.agreed() is not None:
+            raise Interrupted
+
     def watched(self, function):
         """`function`, which once a signal has come raises Interrupted instead of being called."""
         def call(*arguments):
-            if self.agreed() is not None:
-                raise Interrupted
+            self.check()
             return function(*arguments)
 
         return call
@@ -154,8 +158,7 @@ class Interruption:
         """The same steps, until a signal has come: then it raises Interrupted."""
         for step in steps:
             yield step
-            if self.agreed() is not None:
-                raise Interrupted
+            self.check()
 
     @contextlib.contextmanager
     def saving(self):

@@ -6,6 +6,7 @@ File, llm.c's: header [2] examples [3] bytes of the longest record, then a recor
 the record, index, label, 4, n, context (n tokens), and for each of the four endings n, tokens.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -117,26 +118,31 @@ def check_fits(path, examples, T, mend):
 # accuracy
 
 
-def count_correct(losses_of, examples, B, T):
+def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
     """How many of the examples a model gets right. Divided by their number, it is llm.c's acc_norm: the ending with the
     smallest mean loss of its tokens wins, the first of equals.
 
     losses_of: inputs, targets (B, T) int32, or fewer rows and positions -> the losses (B, T) of the targets.
+    starmap: of several GPUs, which share the batches.
     """
     rows = [(example.context, ending) for example in examples for ending in example.endings]
-    means = np.empty(len(rows))
-    for begin in range(0, len(rows), B):
-        batch = rows[begin : begin + B]
+
+    def means_of(*batch):
+        """The mean loss of each ending of up to B rows."""
         longest = max(len(context) + len(ending) for context, ending in batch) - 1
         width = min(T, -(-longest // 64) * 64)  # of few different shapes
         inputs, targets = np.zeros((2, len(batch), width), np.int32)
         for b, row in enumerate(batch):
             tokens = np.concatenate(row)
             inputs[b, : len(tokens) - 1], targets[b, : len(tokens) - 1] = tokens[:-1], tokens[1:]
-        losses = losses_of(inputs, targets)
+        losses, means = losses_of(inputs, targets), []
         for b, (context, ending) in enumerate(batch):  # the context's last token predicts the ending's first
             first = len(context) - 1
-            means[begin + b] = losses[b, first : first + len(ending)].mean(dtype=np.float64)
+            means.append(float(losses[b, first : first + len(ending)].mean(dtype=np.float64)))
+        return means
+
+    batches = (rows[begin : begin + B] for begin in range(0, len(rows), B))
+    means = np.array(list(itertools.chain.from_iterable(starmap(means_of, batches))))
     if not np.isfinite(means).all():
         raise UserError("HellaSwag: the model's losses are not finite")
     chosen = means.reshape(-1, ENDINGS).argmin(axis=1)

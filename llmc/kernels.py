@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from llmc.compiler import KernelFile
 from llmc.errors import UserError
+from llmc.zero import CHUNK
 
 
 def blocks(n, block):
@@ -31,8 +32,8 @@ KERNELS = {  # layer -> its kernels
     "classifier": ("classifier",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
-    "update": ("copy_batch", "loss_mean", "global_norm", "prepare_update", "adamw_update", "round_weights", "hold",
-               "fill_random"),
+    "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
+               "round_weights", "hold", "fill_random"),
 }
 # Text generation, which not every run needs; there are two of each of its matmuls.
 DECODE = "decode_embed", "decode_layernorm", "decode_attention", "decode_sample"
@@ -125,7 +126,8 @@ def layer_geometry(config, precision, arch):
         "classifier": classifier_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
-        "update": {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4},
+        "update": {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4, "UPDATE_CHUNK": CHUNK,
+                   "UPDATE_FLOAT32_SUMS": int(precision.sums == "float32")},
     }
 
 

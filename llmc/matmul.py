@@ -107,6 +107,10 @@ class Matmul:
         keys = sorted(self.used & self.chosen.keys())
         return {"products": {"on": self.identity, "algorithms": {key: self.chosen[key] for key in keys}}}
 
+    def choices(self):
+        """What was found so far, for `recall` of another rank."""
+        return {"products": {"on": self.identity, "algorithms": self.chosen}}
+
     def recall(self, notes):
         """Use what a checkpoint records; returns False when it is of another GPU or library. Raises ValueError for
         notes that are damaged."""

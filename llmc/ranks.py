@@ -262,6 +262,18 @@ class Ranks:
         numbers = self.gather(number)
         return None if all(number is None for number in numbers) else max(number or 0 for number in numbers)
 
+    def starmap(self, function, items, check=lambda: None):
+        """[function(*item) for item in items], on every rank, of which each computes every size'th. All ranks call
+        `check` before each round of them."""
+        mine, count = [], 0
+        for count, item in enumerate(items, 1):
+            if (count - 1) % self.size == 0:
+                check()
+            if (count - 1) % self.size == self.rank:
+                mine.append(function(*item))
+        all = self.gather(mine)
+        return [all[i % self.size][i // self.size] for i in range(count)]
+
     @contextlib.contextmanager
     def said_once(self):
         """For what all ranks say alike: within this block rank 0 alone prints. If another ends here, as argparse does
@@ -436,6 +448,9 @@ class Ranks:
                 self.next_frame(peer, "goodbye")
             for peer in self.peers:
                 peer.send("goodbye")
+
+
+ALONE = Ranks()
 
 
 def join(environ=os.environ, seconds=MEETING_SECONDS):

@@ -329,7 +329,7 @@ class FakeGPU:
                 runtime=SimpleNamespace(
                     CUDARuntimeError=Error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
                     memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000,
-                    getDeviceCount=lambda: 1, getDeviceProperties=lambda device: dict(
+                    getDeviceCount=lambda: 1, getDevice=lambda: 0, getDeviceProperties=lambda device: dict(
                         name=self.gpu.name.encode(), major=major, minor=minor, multiProcessorCount=self.gpu.sm_count,
                         sharedMemPerBlockOptin=self.gpu.shared))))
         names, success = Anything(), Anything().CUDA_SUCCESS

@@ -232,7 +232,7 @@ KINDS = ({"matmul": "kernels"}, {"matmul": "cublaslt"}, {"matmul": "kernels", "a
 def test_the_work_of_every_kernel_of_a_step_is_known(fake, tmp_path, monkeypatch):
     """Of all kernels, but those that a step never launches."""
     launched, known = set(), {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.BYTES}
-    for settings in KINDS:
+    for settings in (*KINDS, {"total_batch_size": 2 * B * T}):
         trainer = open_trainer(fake, tmp_path, monkeypatch, grad_clip=1.0, **settings)
         for name, arguments in observed_step(trainer):
             moved, computed = profile_gpu.work(name, arguments)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import GPT2_124M, SMALL, make_state, random_params
-from llmc.checkpoint import (Progress, count_parameters, fingerprint, read_debug_state, read_model,
+from llmc.checkpoint import (Progress, count_parameters, fingerprint, owned_by_one, read_debug_state, read_model,
                              read_optimizer_state, write_debug_state, write_model, write_optimizer_state)
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
@@ -166,12 +166,12 @@ def test_optimizer_state_round_trip(tmp_path):
     moments = random_params(SMALL, 1), random_params(SMALL, 2)
     flat(moments[1])[:] **= 2
     progress = Progress(7, 2**64 - 3, Position(shard=2**33, sample=5), batch=(4, 64, 1), model_crc=2**32 - 5)
-    write_optimizer_state(path, moments, progress)
+    write_optimizer_state(path, owned_by_one(*moments), progress)
     header = np.fromfile(path, "<i4", 256)
     assert header[:6].tolist() == [20240527, 1, 1, 0, 0, 0] and header[10] == 7
     assert header[20:22].view("<u8")[0] == 2**64 - 3 and header[30:32].view("<u8")[0] == 2**33 and header[32] == 5
     read = allocate(parameter_table(SMALL)), allocate(parameter_table(SMALL))
-    assert read_optimizer_state(path, SMALL, read, None) == progress
+    assert read_optimizer_state(path, owned_by_one(*read)) == (progress, False)
     for got, want in zip(read, moments):
         assert np.array_equal(flat(got), flat(want))
 
@@ -183,7 +183,7 @@ def test_master_weights_of_a_bfloat16_run_are_taken(tmp_path):
     header[20] = 1337
     flat(parts[1])[:] **= 2
     path.write_bytes(header.tobytes() + b"".join(flat(part).tobytes() for part in parts))
-    read_optimizer_state(path, SMALL, (random_params(SMALL), random_params(SMALL)), empty)
+    assert read_optimizer_state(path, owned_by_one(random_params(SMALL), random_params(SMALL), empty))[1]
     assert np.array_equal(flat(empty), flat(parts[2]))
 
 

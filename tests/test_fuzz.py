@@ -38,7 +38,7 @@ import prepro_text
 import train_gpt2
 import train_gpt2_cuda
 from conftest import ROOT, SMALL, make_state, random_params, run_program
-from llmc.checkpoint import Progress, read_debug_state, save_checkpoint, write_debug_state, write_model
+from llmc.checkpoint import (Progress, owned_by_one, read_debug_state, save_checkpoint, write_debug_state, write_model)
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
 from llmc.files import KINDS
@@ -77,7 +77,7 @@ def write_files():
     np.abs(flat(moments[1]), out=flat(moments[1]))
     notes = {"products": {"on": "this GPU", "algorithms": {"8 8 8": [1, 2, 3, 4, 5, 6, 7, 8], "9 9 9": "kernels"}},
              "precision": "bfloat16"}
-    save_checkpoint("run", SMALL, params, moments, Progress(1, 1337, first_position([12], True), (2, 8, 0)), notes)
+    save_checkpoint("run", SMALL, params, owned_by_one(*moments), Progress(1, 1337, first_position([12], True), (2, 8, 0)), notes)
     with contextlib.redirect_stdout(io.StringIO()):
         export_weights.write_hf_folder("model3.bin", "hf")
     Path("text.md").write_bytes(b"# Text\r\n\r\nna\xc3\xafve\r\n" * 50)
@@ -120,10 +120,12 @@ def resume_on_gpu():
     matmul = object.__new__(Matmul)
     matmul.identity, matmul.known = "this GPU", {}
     settings = train_gpt2_cuda.CudaSettings(B=2, T=8, output="run")
-    trainer = SimpleNamespace(settings=settings, matmul=matmul, config=SMALL, set_state=lambda *_: None)
+    owned = owned_by_one(*(random_params(SMALL) for _ in range(3)))
+    trainer = SimpleNamespace(settings=settings, matmul=matmul, config=SMALL, set_state=lambda *_: None, master=None,
+                              precision=settings.precision, owned=lambda with_exact: owned)
     loader = SimpleNamespace(seek=lambda *_: None)
     with contextlib.redirect_stderr(io.StringIO()):  # notes
-        train_gpt2_cuda.resume(trainer, random_params(SMALL), 1, loader, SimpleNamespace())
+        train_gpt2_cuda.resume(trainer, 1, loader, SimpleNamespace())
 
 
 FILES = {  # file -> who reads it

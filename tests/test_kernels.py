@@ -27,6 +27,7 @@ from llmc.kernels import KERNELS, blocks, hopper_matmul, kernel_files
 from llmc.matmul import Matmul
 from llmc.outliers import RECENT, z_score
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor
+from llmc.zero import CHUNK, CHUNKS, Shares
 from train_gpt2_cuda import Precision
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -707,6 +708,49 @@ def test_update_helpers(gpu, tmp_path_factory, precision):
     assert np.unique(numbers).size > (200 if e == "bfloat16" else 0.99 * count)
 
 
+def chunks_of(count, decay=0.0, decayed=0):
+    """CHUNKS, on the GPU, of `count` parameters of one GPU, of which the first `decayed` decay."""
+    chunks = np.zeros(blocks(count, CHUNK), CHUNKS)
+    chunks["local"] = chunks["flat"] = CHUNK * np.arange(chunks.size)
+    chunks["count"], chunks["index"] = np.minimum(CHUNK, count - chunks["flat"]), np.arange(chunks.size)
+    chunks["decay"] = np.where(chunks["flat"] < decayed, decay, 0.0)
+    return on_gpu(chunks.view(np.uint8))
+
+
+@pytest.mark.parametrize("precision", ("tf32", "bf16", "bf16-float32-grads"))
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_add_gradients(gpu, tmp_path_factory, ranks, precision):
+    """Of two micro-batches of each rank, in the order of ranks, to the bit; buckets after one another; and the norm of
+    the sums is that of all gradients."""
+    config, precision = MODELS[1], PRECISIONS[precision]._replace(accumulates=1)
+    device = get_device(gpu, config, precision, tmp_path_factory)
+    shares = Shares(train_gpt2.parameter_table(config), ranks)
+    grads = random(2, ranks, shares.size, dtype=precision.grads)
+    partials, squares = np.zeros(shares.chunks(0)[2]), 0.0
+    for rank in range(ranks):
+        others, (chunks, ends, _) = [r for r in range(ranks) if r != rank], shares.chunks(rank)
+        sums = unwritten(shares.share_size(rank))
+        for batch in range(2):
+            own = on_gpu(grads[batch, rank], dtype=precision.grads)
+            for bucket, (begin, end) in enumerate(zip([0, *ends], ends)):
+                received = np.zeros((ranks - 1, shares.most_received(rank)), np.float32)
+                for row, other in zip(received, others):
+                    arrived = [grads[batch, other, piece.begin : piece.begin + piece.size]
+                               for piece in shares.bucket_pieces(rank, bucket)]
+                    row[: sum(map(len, arrived))] = np.concatenate(arrived)
+                received = on_gpu(received, dtype=precision.grads) if others else None
+                cuda.add_gradients(device, sums, own, received, on_gpu(chunks[begin:end].view(np.uint8)), batch == 0,
+                                   rank, ranks)
+        expected = functools.reduce(np.add, grads.reshape(-1, shares.size), np.zeros(shares.size, np.float32))
+        assert np.array_equal(sums.get(), shares.take(expected, rank))
+        parts = cp.zeros(partials.size, np.float32)
+        cuda.global_norm(device, parts, sums, on_gpu(chunks.view(np.uint8)))
+        assert not partials[np.flatnonzero(parts.get())].any(), "a chunk has one owner"
+        partials += parts.get()
+        squares = (expected.astype(np.float64) ** 2).sum()
+    assert abs(partials.sum() - squares) <= 1e-5 * squares
+
+
 @pytest.mark.parametrize("grad_clip", (0.0, 1.0))
 @pytest.mark.parametrize("precision, has_master", (("tf32", False), ("bf16", True), ("bf16", False),
                                                    ("bf16-float32-grads", True)))
@@ -718,25 +762,25 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
     master = random(count, seed=1, dtype="float32" if has_master else e)
     m, v, grads = random(count, seed=2, spread=0.1), random(count, seed=3) ** 2, random(count, seed=4, dtype=g)
     losses = random(3, 97, seed=5) ** 2
-    split = 8 * 1000
+    split = 3 * CHUNK
     expected = wide(master, m, v)
     params, *on = on_gpu(master, dtype=e), *on_gpu(master, m, v)
-    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(8 * device.sm_count)
+    chunks = chunks_of(count, decay, split)
+    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(blocks(count, CHUNK))
     reports, rate = pinned_array(32).view(np.float32).reshape(2, 4), on_gpu(np.float32([learning_rate]))
-    stops, decays = on_gpu(np.array([split, count]), np.float32([decay, 0.0]))
     norm = float(np.sqrt((grads.astype(np.float64) ** 2).sum()))
     scale = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
     for step in (1, 2, 3, 4):
         reports[:] = np.nan
-        device.launch("loss_mean", (1,), (1024,), loss, on_gpu(losses), 1.0 / losses.size, 0, losses.size)
+        cuda.loss_mean(device, loss, on_gpu(losses), 1.0 / losses.size, losses.size)
         if step == 4:
             loss.fill(np.nan)  # the weights must stay as they are
-        device.launch("global_norm", (partials.size,), (256,), partials, on_gpu(grads, dtype=g), np.int64(count))
+        cuda.global_norm(device, partials, on_gpu(grads, dtype=g), chunks)
         device.launch("prepare_update", (1,), (256,), control, pointer(reports), loss, partials, rate,
-                      np.float64(beta1), np.float64(beta2), np.float64(eps), grad_clip, partials.size, None, 0.0, 0.0)
-        device.launch("adamw_update", (blocks(count, 4 * 256),), (256,), params, on[0] if has_master else None,
-                      on[1], on[2], on_gpu(grads, dtype=g), control, stops, decays, beta2, 1 - beta1, 1 - beta2, 0,
-                      np.int64(count))
+                      np.float64(beta1), np.float64(beta2), np.float64(eps), grad_clip, 1, partials.size, None, 0.0,
+                      0.0)
+        cuda.adamw_update(device, params, on[0] if has_master else None, on[1], on[2], on_gpu(grads, dtype=g), control,
+                          chunks, beta1, beta2, 0)
         device.stream.synchronize()
         reported = reports[(step - 1) % 2]
         assert abs(reported[1] - norm) <= 1e-5 * norm
@@ -763,17 +807,15 @@ def test_outliers_are_skipped(gpu, tmp_path_factory):
     losses[[150, 299]], norms[[200, 250]] = 30.0, (40.0, np.inf)
     count, expected = 1000, np.zeros(2, RECENT)
     on_host, control = pinned_array(32).view(np.float32).reshape(2, 4), cp.zeros(5, np.int64)
-    recent, rate, stops, decays = cp.zeros(2 * RECENT.itemsize, np.uint8), on_gpu(np.float32([1e-3])), *on_gpu(
-        np.array([count]), np.float32([0.0]))
+    recent, rate, chunks = cp.zeros(2 * RECENT.itemsize, np.uint8), on_gpu(np.float32([1e-3])), chunks_of(count)
     params, m, v, grads = on_gpu(*(random(count, seed=seed) ** 2 for seed in range(4)))
     skipped = []
     for step, (loss, norm) in enumerate(zip(losses, norms)):
         before = params.get()
         device.launch("prepare_update", (1,), (256,), control, pointer(on_host), on_gpu(np.float32([loss])),
                       on_gpu(np.float32([norm]) ** 2), rate, np.float64(0.9), np.float64(0.95), np.float64(1e-8), 0.0,
-                      1, recent, 5.0, 7.0)
-        device.launch("adamw_update", (1,), (256,), params, None, m, v, grads, control, stops, decays, 0.95, 0.1, 0.05,
-                      0, np.int64(count))
+                      1, 1, recent, 5.0, 7.0)
+        cuda.adamw_update(device, params, None, m, v, grads, control, chunks, 0.9, 0.95, 0)
         device.stream.synchronize()
         report = on_host[step % 2]
         z_scores = [z_score(row, x) for row, x in zip(expected, report[:2])]
@@ -792,14 +834,13 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
     numbers = np.full(count, 1.0 + 0.3 * 2.0**-7, np.float32)  # three tenths of the way from one neighbour to the next
     numbers[count // 2 :] *= -1
     control = cp.zeros(5, np.int64)  # learning rate 0: the weights stay what they are, but for the rounding
-    stops, decays, zeros = on_gpu(np.array([count])), on_gpu(np.float32([0.0])), cp.zeros(count, np.uint16)
+    chunks, zeros = chunks_of(count), cp.zeros(count, np.uint16)
 
     def rounded(seed, step):
         params, master = unwritten(count, dtype="bfloat16"), on_gpu(numbers)
         m, v = cp.zeros(count, np.float32), cp.ones(count, np.float32)
         control[0] = step
-        device.launch("adamw_update", (blocks(count, 4 * 256),), (256,), params, master, m, v, zeros, control, stops,
-                      decays, 0.5, 0.5, 0.5, seed, np.int64(count))
+        cuda.adamw_update(device, params, master, m, v, zeros, control, chunks, 0.5, 0.5, seed)
         assert np.array_equal(master.get(), numbers, equal_nan=True)
         return to_float32(params)
 

@@ -21,7 +21,7 @@ import llmc.dataloader
 import train_gpt2
 import train_gpt2_cuda
 from conftest import ROOT, SMALL, assert_one_line_error
-from llmc.checkpoint import (Progress, checkpoint_paths, newest_checkpoint, read_optimizer_state,
+from llmc.checkpoint import (Progress, checkpoint_paths, newest_checkpoint, owned_by_one, read_optimizer_state,
                              write_optimizer_state)
 from llmc.dataloader import DataLoader, TokenFile, data_paths, tokenizer_beside, write_tokens
 from llmc.errors import UserError
@@ -261,8 +261,8 @@ def test_the_position_is_that_of_the_last_batch_taken(tmp_path, ahead):
     loader, state = DataLoader(paths, 200, 2, 4, True, ahead=ahead), tmp_path / "state.bin"
     moments = [allocate(parameter_table(SMALL)) for _ in range(2)]
     for taken in range(26):
-        write_optimizer_state(state, moments, Progress(1, 1337, loader.position, (2, 4, 0)))
-        position = read_optimizer_state(state, SMALL, moments, None).position
+        write_optimizer_state(state, owned_by_one(*moments), Progress(1, 1337, loader.position, (2, 4, 0)))
+        position = read_optimizer_state(state, owned_by_one(*moments))[0].position
         end = HEADER_BYTES + sum(tensors.buffer.size for tensors in moments)
         if taken:
             assert state.read_bytes()[end:] == order.trailer(), taken

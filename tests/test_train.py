@@ -25,8 +25,8 @@ import llmc.progress
 import train_gpt2
 import train_gpt2_cuda
 from conftest import GPT2_124M, ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program
-from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, read_model, read_optimizer_state, stopped,
-                             write_model)
+from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, owned_by_one, read_model,
+                             read_optimizer_state, stopped, write_model)
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import Interruption, UserError
 from llmc.sampler import Random, sample_multinomial
@@ -677,7 +677,7 @@ def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
         model, state, _ = checkpoint_paths("killed", step)
         config, params = read_model(model, parameter_table)
         moments_read = [allocate(parameter_table(config)) for _ in range(2)]
-        assert read_optimizer_state(state, config, moments_read, params).step == step
+        assert read_optimizer_state(state, owned_by_one(*moments_read))[0].step == step
         progress.append(step)
     assert progress == sorted(progress) and progress[-1] >= 12
     last = progress[-1] + 2
@@ -712,7 +712,7 @@ def test_clipping_and_accumulation_reach_the_update(workplace, train):
     assert plain.count("train loss") == clipped.count("train loss") == 3
     train("-x", 1, "-v", 0, "-s", 0, "-n", 1, "-o", "run", "--grad_clip", 0.01)
     m = allocate(parameter_table(SMALL))
-    read_optimizer_state("run/state_00000001_00000.bin", SMALL, (m, allocate(parameter_table(SMALL))), None)
+    read_optimizer_state("run/state_00000001_00000.bin", owned_by_one(m, allocate(parameter_table(SMALL))))
     assert np.linalg.norm(flat(m)) == pytest.approx(0.01 * 0.1, rel=1e-4), "m = (1 - beta1) * clipped gradient"
 
 

@@ -290,7 +290,7 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
         "cuda-bf16-kernels", "matmul_hopper_bf16.cu", "x[0] * scale + b.x", "x[0] * scale", "logits"),
     "eps inside the root": (
         "cuda", "update.cu", "(sqrtf(square.x[k]) + eps)", "sqrtf(square.x[k] + eps * eps)", "adamw"),
-    "decay on all weights": ("cuda", "update.cu", "while (i >= stops[s]) s++;", "", "adamw"),
+    "decay on all weights": ("cuda", "update.cu", "chunk.decay", "chunks[0].decay", "adamw"),
     "bias correction off by a step": (
         "cuda", "update.cu", "pow(beta1, double(control->step))", "pow(beta1, double(control->step + 1))", "adamw"),
     "beta1 0.89": ("cuda", "update.cu", "+= one_minus_beta1", "+= 1.1f * one_minus_beta1", "adamw"),

@@ -7,6 +7,7 @@ import math
 
 from lab import EXACT, SUMS, SWEEP, Layer, blocks, cuda, np, size_of, torch, train_gpt2, version
 from llmc.tensors import bf16_bits
+from llmc.zero import CHUNK, CHUNKS
 
 F = torch.nn.functional
 
@@ -649,6 +650,15 @@ CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps
                     ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])  # struct Control of kernels/update.cu
 
 
+def chunks_of(count, decay=0.0):
+    """CHUNKS, as bytes, of `count` parameters of one GPU."""
+    chunks = np.zeros(blocks(count, CHUNK), CHUNKS)
+    chunks["local"] = chunks["flat"] = CHUNK * np.arange(chunks.size)
+    chunks["count"] = np.minimum(CHUNK, count - chunks["flat"])
+    chunks["index"], chunks["decay"] = np.arange(chunks.size), decay
+    return chunks.view(np.uint8)
+
+
 class AdamWUpdate(Layer):
     """params, m, v: one step of AdamW; in bfloat16 with float32 master weights"""
 
@@ -669,8 +679,7 @@ class AdamWUpdate(Layer):
                            CONTROL)
         return {**weights, "m": self.random(count, spread=0.1, dtype="float32"),
                 "v": self.random(count, dtype="float32") ** 2, "grads": self.random(count),
-                "control": control.view(np.int64), "stops": np.array([count]),
-                "decays": np.full(1, self.weight_decay, np.float32)}
+                "control": control.view(np.int64), "chunks": chunks_of(count, self.weight_decay)}
 
     def oracle(self, t):
         exact = t.master if self.precision.bf16 else t.params
@@ -715,9 +724,7 @@ class AdamWUpdate(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        grid = (blocks(a.m.size, self.geometry.UPDATE_ADAMW_NUMBERS * block),)
-        lab.device.launch("adamw_update", grid, (block,), *self.updated(a), a.control, a.stops, a.decays, self.beta2,
-                          1 - self.beta1, 1 - self.beta2, 0, np.int64(a.m.size))
+        cuda.adamw_update(lab.device, *self.updated(a), a.control, a.chunks, self.beta1, self.beta2, 0)
 
 
 class GlobalNorm(Layer):
@@ -727,8 +734,10 @@ class GlobalNorm(Layer):
     checked = {"squares": 20 * SUMS}  # as many additions to one number as there are threads on the GPU
 
     def tensors(self):
-        return {"squares": self.unwritten(1, dtype="float32"), "grads": self.random(self.N * 4 * self.C),
-                "partials": self.unwritten(32 * self.gpu.sm_count, dtype="float32")}
+        count = self.N * 4 * self.C
+        partials = max(32 * self.gpu.sm_count, blocks(count, CHUNK))
+        return {"squares": self.unwritten(1, dtype="float32"), "grads": self.random(count),
+                "partials": self.unwritten(partials, dtype="float32"), "chunks": chunks_of(count)}
 
     def oracle(self, t):
         t.squares[0] = train_gpt2.global_norm(t.grads, t.grads.size) ** 2
@@ -759,6 +768,5 @@ class GlobalNorm(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        count = 8 * lab.sm_count
-        cuda.global_norm(lab.device, a.partials[:count], a.grads, a.grads.size)
-        lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, count)
+        cuda.global_norm(lab.device, a.partials, a.grads, a.chunks)
+        lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, blocks(a.grads.size, CHUNK))
