@@ -60,7 +60,7 @@ def describe(error):
         return f"error: {f'{where}: ' if where else ''}{error.strerror or error}", 1
     if isinstance(error, SystemExit):
         return (None, error.code or 0) if isinstance(error.code, int | None) else (error.code, 1)
-    return "".join(traceback.format_exception(error)), 1
+    return "".join(traceback.format_exception(error)).rstrip(), 1
 
 
 def stdout_fails():
