@@ -194,7 +194,7 @@ def wait_for(children, signals):
                   f" {status}; {names_of(map(children.index, running))} did not end, and were killed", file=sys.stderr)
             for child in running:
                 child.kill()
-                child.wait()
+            deadline = float("inf")
         while signals:
             number = signals.pop(0)
             for child in running:

@@ -1,7 +1,7 @@
 """The ranks of a run on several GPUs, a process each: how they meet, what they tell each other, how they end together.
 
-Each keeps one TCP connection to rank 0, for small values in JSON: NCCL's id, then whatever all have to agree on. Tensors
-go over NCCL. The connections also tell at once that a process has died, for which the others may wait on their GPUs.
+Each keeps one TCP connection to rank 0, for small values in JSON: NCCL's id, then whatever all have to agree on.
+Tensors go over NCCL. A connection also tells at once that a process has died, for which the others may wait on GPUs.
 
 Rank 0 alone prints: of the others, stdout goes nowhere, and each line on stderr begins with the rank.
 """
