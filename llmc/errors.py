@@ -32,7 +32,10 @@ def run_main(main):
             status = done.code
         sys.stdout.flush()  # not at the interpreter's end, where a fault is not ours to report: `--help | true`
         sys.exit(status)
-    except (UserError, MemoryError, KeyboardInterrupt, OSError) as error:
+    except (UserError, MemoryError) as error:
+        text, _ = describe(error)
+        sys.exit(f"{program}: {text}")
+    except (KeyboardInterrupt, OSError) as error:
         text, status = describe(error)
         begin = "\n" if isinstance(error, KeyboardInterrupt) else ""  # after the terminal's ^C
         if text:
