@@ -14,7 +14,8 @@
     kernels     the files of kernels/ and their launch geometry
     compiler    kernels compiled, and kept in a cache
     device      the GPU: open, load, launch, streams
-    ranks       several GPUs, a process each: launchers, the meeting, small collectives, failures
+    launchers   several GPUs: torchrun, mpirun, srun, --gpus
+    ranks       their processes: how they meet, what they tell each other, how they end together
     matmul      matrix multiplication on the GPU: cuBLASLt or our kernels, and the search for the fastest
 
 Nothing here knows an architecture: whoever reads a model passes the function that makes its table of parameters.

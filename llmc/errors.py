@@ -32,7 +32,10 @@ def run_main(main):
             status = done.code
         sys.stdout.flush()  # not at the interpreter's end, where a fault is not ours to report: `--help | true`
         sys.exit(status)
-    except (UserError, MemoryError, KeyboardInterrupt, OSError) as error:
+    except (UserError, MemoryError) as error:
+        text, _ = describe(error)
+        sys.exit(f"{program}: {text}")
+    except (KeyboardInterrupt, OSError) as error:
         text, status = describe(error)
         begin = "\n" if isinstance(error, KeyboardInterrupt) else ""  # after the terminal's ^C
         if text:
@@ -60,7 +63,7 @@ def describe(error):
         return f"error: {f'{where}: ' if where else ''}{error.strerror or error}", 1
     if isinstance(error, SystemExit):
         return (None, error.code or 0) if isinstance(error.code, int | None) else (error.code, 1)
-    return "".join(traceback.format_exception(error)), 1
+    return "".join(traceback.format_exception(error)).rstrip(), 1
 
 
 def stdout_fails():

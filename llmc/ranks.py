@@ -1,13 +1,9 @@
-"""The ranks of a run on several GPUs, a process each: who is who, how they meet, and how they end together.
+"""The ranks of a run on several GPUs, a process each: how they meet, what they tell each other, how they end together.
 
-    torchrun --nproc-per-node 4 train_gpt2_cuda.py     (mpirun -np 4 python ..., srun -n 4 python ..., RANK=0 WORLD_SIZE=4)
-    python train_gpt2_cuda.py --gpus 4
+Each keeps one TCP connection to rank 0, for small values in JSON: NCCL's id, then whatever all have to agree on.
+Tensors go over NCCL. A connection also tells at once that a process has died, for which the others may wait on GPUs.
 
-The launcher's variables say who is who. Each rank keeps one TCP connection to rank 0, which carries small values in
-JSON: NCCL's id to begin with, then what the ranks have to agree on. It also notices within a second that a process has
-died, while the others wait for it on their GPUs. Tensors go over NCCL.
-
-Rank 0 alone prints: of the others, stdout goes nowhere and each line on stderr begins with the rank.
+Rank 0 alone prints: of the others, stdout goes nowhere, and each line on stderr begins with the rank.
 """
 
 import contextlib
@@ -15,145 +11,22 @@ import io
 import json
 import os
 import queue
-import re
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
-import uuid
-import zlib
-from typing import NamedTuple
 
 from llmc.errors import UserError, describe
+from llmc.launchers import PARENT, Launch, find_launch, meeting_place, names_of
 from llmc.threads import leave_signals_alone
 
 MEETING_SECONDS = 300  # for all ranks to come
 FIRST_NOTE_SECONDS = 5  # then rank 0 says whom it waits for
+ANSWER_SECONDS = 3  # for rank 0 to answer whoever calls it; others may listen on its ports
 GRACE_SECONDS = 2  # for rank 0 to end with the error that another rank has ended with
 END_SECONDS = 10  # for rank 0's last words, when another rank is about to end
-
-# ----------------------------------------------------------------------------------------------------------------------
-# who is who: the launchers' variables
-
-
-class Launcher(NamedTuple):
-    name: str
-    rank: str
-    size: tuple  # of these the first that is set
-    local_rank: tuple
-    local_size: str | None
-    run: tuple  # those of them that are set, together, tell this run from others
-    mend: str = "start the program with torchrun, mpirun, srun or --gpus"
-
-
-LAUNCHERS = (
-    Launcher("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), "LOCAL_WORLD_SIZE",
-             ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RUN_ID")),
-    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
-             "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",)),
-    Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID"),
-             "MPI_LOCALNRANKS", ("SLURM_JOB_ID",)),
-    Launcher("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), None,
-             ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-)  # fmt: skip
-SPECIAL_STEPS = 0xFFFFFFF0  # Slurm's numbers of batch scripts and interactive shells, which are no `srun -n`
-
-
-class Launch(NamedTuple):
-    """What a launcher says of this process; local_rank, local_size: None where it does not."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int | None = None
-    local_size: int | None = None
-    launcher: Launcher | None = None
-
-
-def find_launch(environ):
-    """The Launch of this process: one of one where no launcher set anything."""
-    for launcher in LAUNCHERS:
-        if launcher.rank in environ and (launcher.name != "Slurm" or in_srun_step(environ)):
-            break
-    else:
-        return Launch()
-
-    def number(names, least, below=None):
-        """The first of these variables that is set, in its range; None where none is."""
-        name = next((name for name in names if name in environ), None)
-        if name is None:
-            return None
-        value = environ[name]
-        if not re.fullmatch("[0-9]{1,9}", value) or int(value) < least:
-            raise UserError(f"{name}={value}: expected a number from {least}: {launcher.mend}")
-        if below and int(value) >= below[1]:
-            raise UserError(f"{name}={value}: expected less than {below[0]}, {below[1]}: {launcher.mend}")
-        return int(value)
-
-    size = number(launcher.size, 1)
-    if size is None:
-        raise UserError(f"{launcher.rank}={environ[launcher.rank]}, and {launcher.size[0]} is not set: {launcher.mend}")
-    rank = number((launcher.rank,), 0, (next(name for name in launcher.size if name in environ), size))
-    local_size = number((launcher.local_size,), 1) if launcher.local_size else None
-    return Launch(rank, size, number(launcher.local_rank, 0), local_size, launcher)
-
-
-def in_srun_step(environ):
-    """Whether srun started this process: a batch script has SLURM_PROCID=0 and SLURM_NTASKS, too, and is one process.
-    """
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < SPECIAL_STEPS
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# where they meet
-
-PORT = 29500  # PyTorch's, too
-PORTS = 16  # tried one after the other: other runs, and torchrun, listen as well
-
-
-class Place(NamedTuple):
-    """Where rank 0 listens: the first of the ports that is free. The others try them until one answers for `run`."""
-
-    host: str
-    ports: tuple
-    run: str
-
-
-def meeting_place(launch, environ):
-    """The Place. MASTER_ADDR and MASTER_PORT come first; raises UserError where nothing tells the host of rank 0."""
-    run = ".".join(environ[name] for name in launch.launcher.run if name in environ)
-    port = environ.get("MASTER_PORT", str(PORT + zlib.crc32(run.encode()) % 1000 if run else PORT))
-    if not re.fullmatch("[0-9]{1,5}", port) or not 1024 <= int(port) < 1 << 16:
-        raise UserError(f"MASTER_PORT={port}: expected a port from 1024 to 65535")
-    first = int(port)
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens on MASTER_PORT; those after it
-        first += PORTS  # are for torchrun's other runs
-    ports = tuple((first + i - 1024) % ((1 << 16) - 1024) + 1024 for i in range(PORTS))
-    return Place(environ.get("MASTER_ADDR") or host_of_rank_0(launch, environ), ports, f"{run}:{port}")
-
-
-def host_of_rank_0(launch, environ):
-    if launch.launcher.name == "Slurm":
-        nodes = environ.get("SLURM_STEP_NUM_NODES", "1"), environ.get("SLURM_STEP_NODELIST", "")
-    else:
-        elsewhere = launch.local_size is not None and launch.local_size < launch.size
-        nodes = str(1 + elsewhere), environ.get("SLURM_JOB_NODELIST", "")
-    if nodes[0] == "1":
-        return "127.0.0.1"
-    if not nodes[1]:
-        raise UserError("the ranks are on several machines, and MASTER_ADDR is not set: set it to the host of rank 0,"
-                        " on all of them (mpirun -x MASTER_ADDR, mpiexec -genvlist MASTER_ADDR)")
-    return first_host(nodes[1])
-
-
-def first_host(nodelist):
-    """'node01' of Slurm's 'node[01-04,7],other'."""
-    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodelist)[0]
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # frames: a list in JSON, its first item the kind, after a magic and the length
@@ -232,8 +105,9 @@ class Peer:
 class Ranks:
     """The processes of a run, one of which this is: rank, size, local_rank and local_size (on this machine), is_first.
 
-    To be used in a `with` block, which all ranks leave together: when one ends in an error, all end, with its exit
-    status, and one line on stderr. Ranks() is a process alone, for which there is nothing to do.
+    To be used in a `with` block, the outermost of the program, which all ranks leave together: when one ends in an
+    error, all processes end, with its exit status, and one line on stderr. Ranks() is a process alone, for which there
+    is nothing to do.
     """
 
     def __init__(self, launch=Launch()):
@@ -339,7 +213,7 @@ class Ranks:
             for port in place.ports:
                 connection = None
                 try:
-                    connection = socket.create_connection((place.host, port), timeout=3)
+                    connection = socket.create_connection((place.host, port), ANSWER_SECONDS)
                     send_frame(connection, "hello", place.run, self.rank, self.size, host, pid)
                     kind, *first = receive_frame(connection) or [None]
                     if kind == "met":
@@ -364,7 +238,7 @@ class Ranks:
         try:
             connection.settimeout(10)
             kind, run, rank, size, host, pid = receive_frame(connection) or [None] * 6
-            if kind != "hello" or run != place.run:
+            if kind != "hello" or run != place.run or not isinstance(rank, int) or not isinstance(size, int):
                 raise ValueError
             peer = Peer(connection, rank, host, pid, size)
             peer.send("met", socket.gethostname(), os.getpid())
@@ -404,18 +278,15 @@ class Ranks:
         """End this process and, on rank 0, all; the main thread may wait on its GPU for a rank that is gone."""
         if not self.last_words.acquire(blocking=False):
             return
-        begin = "\n" if sys.stderr.isatty() else ""  # there may be a bar
-        with contextlib.suppress(OSError):
-            print(f"{begin}{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
-        self.end_others(status)
+        begin = "\n" if sys.stderr.isatty() else ""  # there may be a bar, or ^C
+        if text:
+            with contextlib.suppress(OSError):
+                print(f"{begin}{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
+        while not self.arrivals.empty():
+            self.peers.append(self.arrivals.get())
+        for peer in self.peers if self.is_first else ():
+            peer.send("end", status, seconds=1)
         leave_process(status)
-
-    def end_others(self, status):
-        if self.is_first:
-            while not self.arrivals.empty():
-                self.peers.append(self.arrivals.get())
-            for peer in self.peers:
-                peer.send("end", status, seconds=1)
 
     # -- the end
 
@@ -427,16 +298,18 @@ class Ranks:
             return
         text, status = describe(error) if error else (None, 0)
         if status == 0:
-            self.part()
-        elif self.is_first:
+            try:
+                return self.part()
+            except BaseException as error:
+                text, status = describe(error)
+        if self.is_first:  # not through the interpreter's end: the GPU may wait for a rank that is gone
             self.ended.set()
-            if not self.last_words.acquire(blocking=False):
-                time.sleep(END_SECONDS)  # fail() ends this process
-            self.end_others(status)
+            self.fail(text, status)
+            time.sleep(END_SECONDS)  # another thread is in fail()
         elif self.peers:
             self.peers[0].send("error", text or f"exit status {status}", status)
             time.sleep(GRACE_SECONDS + END_SECONDS)  # rank 0 ends this process
-            raise SystemExit(status)
+            leave_process(status)
 
     def part(self):
         """Say goodbye, when all have come to it."""
@@ -494,12 +367,6 @@ def listen(place):
                     " to a free one, for all ranks")
 
 
-def names_of(ranks):
-    """'rank 2', 'ranks 1, 2 and 5'."""
-    *most, last = map(str, sorted(ranks))
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
 def start_thread(function, *arguments):
     def run():
         leave_signals_alone()
@@ -508,9 +375,15 @@ def start_thread(function, *arguments):
     threading.Thread(target=run, daemon=True).start()
 
 
+def stop_without(pipe):
+    """Stop as after SIGTERM when the process that holds the other end of the pipe has gone."""
+    with contextlib.suppress(OSError):
+        if not os.read(pipe, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def leave_process(status):
-    """Exit although the main thread is busy; what stdout and stderr still hold is written first, if that is possible.
-    """
+    """Exit although the main thread is busy. What stdout and stderr still hold is written, if their readers take it."""
     def flush():
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -547,72 +420,3 @@ def speak_as(rank):
     sys.stdout = open(os.devnull, "w")
     sys.stderr.flush()
     sys.stderr = RankOutput(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# --gpus: a launcher of our own, for one machine
-
-PARENT = "RANKS_PARENT"  # a pipe that ends when start_ranks does
-
-
-def start_ranks(count, argv=sys.argv):
-    """Run the program as `count` ranks on this machine; returns the exit status of the first that failed, or 0.
-
-    Ctrl-C, SIGTERM and SIGHUP are passed on. The ranks have a session of their own, so that a terminal's Ctrl-C reaches
-    them once. Should this process be killed, they save and stop, as after SIGTERM.
-    """
-    pipe, kept_open = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environ = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-               "RUN_ID": uuid.uuid4().hex, PARENT: str(pipe)}
-    children, signals = [], []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # nohup's
-            signal.signal(number, lambda number, frame: signals.append(number))
-    try:
-        for rank in range(count):
-            children.append(subprocess.Popen([sys.executable, *argv], pass_fds=(pipe,), start_new_session=True,
-                                             env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
-        return wait_for(children, signals)
-    finally:
-        for child in children:
-            child.kill()  # none runs any more, unless another could not be started
-            child.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(pipe)
-        os.close(kept_open)
-
-
-def wait_for(children, signals):
-    """Wait until all have ended, and pass on to them what a handler appends to `signals`. When one has failed, those
-    that do not follow are killed: it has not come to their meeting, say. Returns the exit status, 128 + n after signal n.
-    """
-    failed, deadline = None, float("inf")
-    while True:
-        running = [child for child in children if child.poll() is None]
-        if not failed and (failed := next((child for child in children if child.returncode), None)):
-            code = failed.returncode
-            status, deadline = 128 - code if code < 0 else code, time.monotonic() + GRACE_SECONDS + END_SECONDS
-        if not running:
-            return status if failed else 0
-        if time.monotonic() > deadline:
-            print(f"{os.path.basename(sys.argv[0])}: error: rank {children.index(failed)} has ended with exit status"
-                  f" {status}; {names_of(map(children.index, running))} did not end, and were killed", file=sys.stderr)
-            for child in running:
-                child.kill()
-                child.wait()
-        while signals:
-            number = signals.pop(0)
-            for child in running:
-                child.send_signal(number)
-        time.sleep(0.02)
-
-
-def stop_without(pipe):
-    """Stop as after SIGTERM when the process that holds the other end of the pipe has gone."""
-    while os.read(pipe, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import select
 import signal
 import socket
 import struct
@@ -15,17 +14,25 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
 from llmc.errors import UserError
-from llmc.ranks import HEADER, LIMIT, MAGIC, find_launch, first_host, join, meeting_place, receive_frame, send_frame
+from llmc.launchers import find_launch, first_host, meeting_place
+from llmc.ranks import HEADER, LIMIT, MAGIC, join, receive_frame, send_frame
 
 BEGIN = """
     import json, os, signal, sys, time
     from llmc.errors import Interrupted, Interruption, UserError, run_main
-    from llmc.ranks import join, start_ranks
+    import llmc.ranks
+    from llmc.launchers import start_ranks
+    from llmc.ranks import join
+
+    llmc.ranks.ANSWER_SECONDS, llmc.ranks.GRACE_SECONDS = 0.5, 0.7
+    llmc.ranks.FIRST_NOTE_SECONDS = float(os.environ.get("NOTE", 5))
+    llmc.launchers.FOLLOW_SECONDS = 0.5
 
     def say(text):
         os.write(1 if ranks.is_first else 2, (text + "\\n").encode())
@@ -37,7 +44,8 @@ BEGIN = """
 END = """
     run_main(main)
 """
-HAND, OPEN_MPI = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")]
+HAND = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 MPICH, SLURM = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 VARIABLES = re.compile("(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMI|MPI_|SLURM_|TORCHELASTIC_|RUN_ID)")
 
@@ -149,7 +157,9 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", 
     ({**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, (3, 4, 1)),
     ({**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (0, 2, 0)),
     ({**BATCH_SCRIPT, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}, (5, 6, None)),
-    ({"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_LOCALID": "1"}, (1, 2, 1)),
+    ({**BATCH_SCRIPT, "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, (1, 2, 1)),
+    ({**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, (1, 2, 1)),
+    ({**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "PMI_RANK": "0", "PMI_SIZE": "4"}, (0, 4, 0)),  # srun --mpi=pmi2
     ({"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "0", "WORLD_SIZE": "3"}, (0, 3, None)),
 ))
 def test_launchers(environ, expected):
@@ -160,7 +170,7 @@ def test_launchers(environ, expected):
     ({"RANK": "1"}, "RANK=1, and WORLD_SIZE is not set"),
     ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x"),
     ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
-    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: expected less than WORLD_SIZE, 2"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: expected less than WORLD_SIZE=2"),
     ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: expected a number from 1"),
     ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE="),
     ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "a"}, "LOCAL_RANK=a"),
@@ -248,7 +258,8 @@ def test_frames_of_random_bytes():
     good = json.dumps(["value", [1, 2.5, None]]).encode()
     good = HEADER.pack(MAGIC, len(good)) + good
     for _ in range(300):
-        data = bytearray(rng.choice((rng.randbytes(rng.randint(1, 200)), good, HEADER.pack(MAGIC, 8) + rng.randbytes(8))))
+        random_json = HEADER.pack(MAGIC, 8) + rng.randbytes(8)
+        data = bytearray(rng.choice((rng.randbytes(rng.randint(1, 200)), good, random_json)))
         for _ in range(rng.randint(0, 3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         with connection(bytes(data[: rng.randint(1, len(data))])) as end:
@@ -322,9 +333,7 @@ def test_missing(program):
 
 def test_waiting_is_said(program):
     run = program("pass")
-    code = "import llmc.ranks; llmc.ranks.FIRST_NOTE_SECONDS = 0.1\n"
-    run.path.write_text(code + run.path.read_text())
-    first = run.start(0, 2)
+    first = run.start(0, 2, NOTE="0.1")
     assert re.fullmatch(r"waiting for rank 1 of 2 at 127.0.0.1:\d+\n", first.stderr.readline())
     run.start(1, 2)
     assert [status for status, _, _ in run.end()] == [0, 0]
@@ -334,8 +343,9 @@ def test_first_rank_missing(program):
     run = program("pass")
     run.start(2, 4, SECONDS="0.5")
     (status, _, err), = run.end()
-    assert status == 1 and re.fullmatch(r"rank 2: run0.py: error: cannot reach rank 0 at 127.0.0.1, ports \d+ to \d+, in"
-                                        r" 0.5 s \(Connection refused\): set MASTER_ADDR .*\n", err)
+    assert status == 1
+    assert re.fullmatch(r"rank 2: run0.py: error: cannot reach rank 0 at 127.0.0.1, ports \d+ to \d+, in 0.5 s"
+                        r" \(Connection refused\): set MASTER_ADDR .*\n", err)
 
 
 def test_sizes_differ(program):
@@ -442,11 +452,13 @@ def test_bad_flag(program, bad):
         assert statuses == [1, 1, 1] and len(errors) == 2 and "rank 1: " in errors[1]
 
 
-def test_end_of_one(program):
+@pytest.mark.parametrize("rank, words", ((0, "sent 'value' where rank 0 waited for 'goodbye'"),
+                                         (1, "sent 'goodbye' where rank 0 waited for 'value'")))
+def test_end_of_one(program, rank, words):
     """A rank that ends well before the others is a fault of the program, and no deadlock."""
-    run = program("if ranks.rank != 1: ranks.gather(0)")
+    run = program(f"if ranks.rank != {rank}: ranks.gather(0)")
     assert [status for status, _, _ in run.start_all(3).end()] == [1, 1, 1]
-    assert "sent 'goodbye' where rank 0 waited for 'value'" in run.errors()[-1]
+    assert words in run.errors()[-1] and sum(line.startswith("RuntimeError") for line in run.errors()) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -492,18 +504,21 @@ def test_second_interrupt(program):
         for process in run.processes:
             process.send_signal(signal.SIGINT)
     assert [status for status, _, _ in run.end()] == [130, 130, 130]
-    assert run.errors().count("run0.py: interrupted") == 1
+    assert [line for line in run.errors() if "interrupted" in line] == ["run0.py: interrupted"]
+
+
+def test_interrupt_at_the_meeting(program):
+    run = program("pass")
+    run.start(0, 3, NOTE="0.1").stderr.readline()
+    run.start(1, 3)
+    time.sleep(0.3)
+    for process in run.processes:
+        process.send_signal(signal.SIGINT)
+    assert [status for status, _, _ in run.end()] == [130, 130] and run.errors() == ["run0.py: interrupted"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # --gpus
-
-
-LAUNCHER = """
-if "RANK" not in os.environ:
-    global main
-    main = lambda: start_ranks(3)
-"""
 
 
 def start_three(run):
@@ -514,14 +529,18 @@ def start_three(run):
     return run.start(0, 1, names=())
 
 
-def gone(pids, seconds=5):
-    """Whether these processes, no children of ours, end in time."""
-    deadline = time.monotonic() + seconds
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        if time.monotonic() > deadline:
+def gone(pids):
+    """Whether these processes, no children of ours, end within 5 s."""
+    def runs(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
             return False
+
+    deadline = time.monotonic() + 5
+    while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return True
+    return not any(map(runs, pids))
 
 
 def test_gpus(program):
@@ -543,6 +562,16 @@ def test_gpus_killed_rank(program):
     os.kill(pids[1], signal.SIGKILL)
     (status, _, err), = run.end()
     assert status in (1, 137) and err.count("\n") == 1 and f"rank 1 (pid {pids[1]} on " in err and gone(pids)
+
+
+def test_gpus_one_never_comes(program):
+    """The others are not left to wait for a rank that ended before it met them."""
+    run = program("pass")
+    early = "if os.environ['RANK'] == '1': return 7\n    with join"
+    run.path.write_text(run.path.read_text().replace("with join", early))
+    start_three(run)
+    assert run.end() == [(7, "", "run0.py: error: rank 1 has ended with exit status 7; ranks 0 and 2 did not end, and"
+                                 " were killed\n")]
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
