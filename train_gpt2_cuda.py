@@ -48,11 +48,12 @@ from llmc.evaluation import count_correct, load_hellaswag
 from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files, decode_shared,
                           hopper_matmul, kernel_files, launch_geometry)
+from llmc.launchers import find_launch, start_ranks
 from llmc.logger import Log
 from llmc.matmul import WORKSPACE, Matmul
 from llmc.outliers import RECENT, notes_on, read_recent, reason_to_skip
 from llmc.progress import Console, flops_per_token, peak_flops, print_memory, print_start, print_table
-from llmc.ranks import ALONE, find_launch, join, start_ranks
+from llmc.ranks import ALONE, join
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
@@ -1031,7 +1032,7 @@ class Trainer:
         """Search for the matmuls' fastest ways, on the batch that is there. The first rank chooses for all."""
         if not self.ranks.is_first:
             self.matmul.recall(self.ranks.gather(None)[0])
-        with self.matmul.search():
+        with self.matmul.search(alone=self.ranks.is_first):
             self.compute(0)
         if self.ranks.is_first:
             self.ranks.gather(self.matmul.choices())

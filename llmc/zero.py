@@ -124,7 +124,8 @@ class Shares:
         """A rank's share of a flat array on the host."""
         if self.ranks == 1:
             return flat
-        return np.concatenate([flat[piece.begin : piece.begin + piece.size] for piece in self.pieces(rank)])
+        pieces = [flat[piece.begin : piece.begin + piece.size] for piece in self.pieces(rank)]
+        return np.concatenate([flat[:0], *pieces])
 
 
 class Nccl:

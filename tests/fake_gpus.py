@@ -1,0 +1,184 @@
+"""train_gpt2_cuda.py on fake GPUs that compute, for tests of several ranks: update.cu's kernels in NumPy; in the model's
+place, gradients and losses that are a function of the batch; messages over the ranks' connections.
+
+    python tests/fake_gpus.py --gpus 2 -b 2 -t 8 ...      # as train_gpt2_cuda.py
+"""
+
+import base64
+import math
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+if __name__ == "__main__":
+    sys.modules["cupy"] = None  # takes its time
+
+import numpy as np
+
+import llmc.device
+import llmc.matmul
+import train_gpt2_cuda as cuda
+from conftest import FakeGPU
+from llmc.errors import run_main
+from llmc.tensors import bf16_bits, bf16_to_float32, flat
+from llmc.zero import CHUNKS
+
+CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
+                    ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
+here = threading.local()  # .trainer: of this thread
+
+
+def floats(array):
+    return bf16_to_float32(array) if array.dtype == np.uint16 else array
+
+
+def stored(values, like):
+    return bf16_bits(np.ascontiguousarray(values)) if like.dtype == np.uint16 else values
+
+
+def random_gradient(size, batch):
+    rng = np.random.default_rng(int(batch.sum()) + 1)
+    return rng.standard_normal(size, dtype=np.float32) * np.float32(rng.uniform(0.01, 1.0))
+
+
+def copy_batch(batch, pinned, control, words, begin, end):
+    half = here.trainer.staged[int(control.view(CONTROL)["steps_begun"][0]) % 2].buffer.view(np.int32)
+    batch.view(np.int32)[begin:end] = half[begin:end]
+
+
+def classifier(losses, logits, targets, dloss, write_gradient, N):
+    losses[...] = np.float32(targets.sum() % 97) / 9
+    if write_gradient:
+        grads = flat(here.trainer.grads)
+        grads[...] = stored(random_gradient(grads.size, targets), grads)
+
+
+def loss_mean(loss, losses, scale, N):
+    loss[...] = losses.reshape(-1)[:N].sum(dtype=np.float32) * scale
+
+
+def add_gradients(sums, own, received, chunks, first, rank, ranks, stride):
+    for chunk in chunks.view(CHUNKS):
+        n, at = chunk["count"], slice(chunk["local"], chunk["local"] + chunk["count"])
+        total = np.zeros(n, np.float32) if first else np.array(sums[at])
+        for r in range(ranks):
+            source, begin = (own, chunk["flat"]) if r == rank else (received[r - (r > rank)], chunk["received"])
+            total += floats(source[begin : begin + n])
+        sums[at] = total
+
+
+def global_norm(partials, grads, chunks):
+    for chunk in chunks.view(CHUNKS):
+        part = floats(grads[chunk["local"] : chunk["local"] + chunk["count"]])
+        partials[chunk["index"]] = np.dot(part, part)
+
+
+def prepare_update(control, reports, losses, partials, learning_rate, beta1, beta2, eps, grad_clip, micro_steps, chunks,
+                   recent, skip_loss, skip_norm):
+    c = control.view(CONTROL)[0]
+    assert partials.size == chunks and recent is None
+    norm, loss = np.sqrt(partials.sum(dtype=np.float32)), np.float32(0)
+    for number in range(micro_steps):
+        loss += losses[number]
+    c["step"] += 1
+    correction = math.sqrt(1 - beta2 ** int(c["step"]))
+    c["rate"] = learning_rate[0] * correction / (1 - beta1 ** int(c["step"]))
+    c["eps"], c["learning_rate"] = eps * correction, learning_rate[0]
+    c["grad_scale"] = grad_clip / norm if grad_clip and norm > grad_clip else 1.0
+    here.trainer.reports[int(c["steps_begun"]) % 2] = loss, norm, 0, 0
+    c["steps_begun"] += 1
+
+
+def adamw_update(params, master, m, v, grads, control, chunks, beta2, one_minus_beta1, one_minus_beta2, seed):
+    c = control.view(CONTROL)[0]
+    for chunk in chunks.view(CHUNKS):
+        n = chunk["count"]
+        here, there = (slice(chunk[name], chunk[name] + n) for name in ("local", "flat"))
+        exact = params[there] if master is None else master[here]
+        g = floats(grads[here]) * c["grad_scale"]
+        m[here] += np.float32(one_minus_beta1) * (g - m[here])
+        v[here] = np.float32(beta2) * v[here] + np.float32(one_minus_beta2) * g * g
+        p = floats(exact) * (1 - c["learning_rate"] * chunk["decay"])
+        p = (p - c["rate"] * m[here] / (np.sqrt(v[here]) + c["eps"])).astype(np.float32)
+        if master is not None:
+            master[here] = p
+        params[there] = stored(p, params)
+
+
+def round_weights(out, exact, count):
+    out[...] = stored(np.array(exact), out)
+
+
+KERNELS = {function.__name__: function for function in (
+    copy_batch, classifier, loss_mean, add_gradients, global_norm, prepare_update, adamw_update, round_weights)}
+
+
+def compute_on(fake):
+    """A stand-in for CuPy's RawModule."""
+    def load(path):
+        def function(name):
+            found = real(path).get_function(name)
+            found.compute = KERNELS.get(name)
+            return found
+
+        return SimpleNamespace(get_function=function)
+
+    real = fake.cp.RawModule
+    return load
+
+
+class Messages:
+    """zero.py's Nccl: what is sent goes to all."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def exchange(self, sends, receives, stream):
+        mine = [(peer, base64.b64encode(array.tobytes()).decode()) for peer, array in sends]
+        sent = self.ranks.gather(mine)
+        for rank, messages in enumerate(sent):
+            arrived = [base64.b64decode(text) for peer, text in messages if peer == self.ranks.rank]
+            for array, data in zip([array for peer, array in receives if peer == rank], arrived, strict=True):
+                array[...] = np.frombuffer(data, array.dtype)
+
+    def add_up(self, total, addend, stream):
+        total[...] = np.sum(self.ranks.gather(addend.tolist()), axis=0)
+
+
+def main():
+    fake = FakeGPU()
+    fake.cp.RawModule = compute_on(fake)
+    fake.cp.cuda.runtime.getDeviceCount = lambda: 4
+    fake.cp.cuda.runtime.getDevice = lambda: chosen[-1]
+    chosen = [0]
+
+    class Device:
+        def __init__(self, index=None):
+            self.index = chosen[-1] if index is None else index
+            self.pci_bus_id = f"0000:{self.index:02d}:00.0"
+
+        def use(self):
+            chosen.append(self.index)
+
+    fake.cp.cuda.Device = Device
+    for module, names in ((llmc.device, ("cp", "driver", "cublasLt")), (llmc.matmul, ("cp", "cublasLt")), (cuda, ("cp",))):
+        for name in names:
+            setattr(module, name, getattr(fake, name))
+    llmc.device.MISSING, llmc.device.GPU_ERRORS = None, ()
+    llmc.device.launch_early = lambda function, *arguments: function(*arguments)
+    llmc.device.prepare_kernels = lambda cache, arch, files: ([file.name for file in files], 0)
+    cuda.Nccl = Messages
+    make = cuda.Trainer.__init__
+
+    def init(self, *arguments):
+        here.trainer = self
+        make(self, *arguments)
+
+    cuda.Trainer.__init__ = init
+    run_main(cuda.main)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""Several GPUs, on none: shares of the parameters; W ranks train in threads of this process, on fake GPUs whose update
+kernels are NumPy's; their checkpoints go on with another number of ranks."""
+
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import train_gpt2
+import train_gpt2_cuda as cuda
+from conftest import GPT2_124M, ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_params, run_program
+from fake_gpus import compute_on, here, stored
+from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_checkpoint, newest_checkpoint, owned_by_one,
+                             rank_path, read_optimizer_state, save_checkpoint, write_optimizer_state)
+from llmc.checkpoint import write_model
+from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
+from llmc.outliers import RECENT
+from llmc.shuffle import Position
+from llmc.tensors import Row, allocate, flat
+from llmc.zero import CHUNK, PARTS, Shares, cut, cut_evenly
+
+TABLES = {
+    "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
+    "small": train_gpt2.parameter_table(SMALL_HEADS),
+    "odd": {"a": Row((7,)), "b": Row((3, 5, 11), stacked=True, decays=True), "c": Row((3, 1), stacked=True)},
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# shares
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_element_has_one_owner(table):
+    """For any number of ranks; and each is in one chunk of its owner's, with its place in the share's buffers."""
+    alone = Shares(TABLES[table], 1, 0.1)
+    for ranks in range(1, 17):
+        shares = Shares(TABLES[table], ranks, 0.1)
+        owners, indices, total = np.zeros(shares.size, np.int8), [], None
+        for rank in range(ranks):
+            chunks, ends, total = shares.chunks(rank)
+            local = np.full(shares.size, -1)
+            for piece in shares.pieces(rank):
+                local[piece.begin : piece.begin + piece.size] = piece.local + np.arange(piece.size)
+                owners[piece.begin : piece.begin + piece.size] += 1
+            assert sorted(local[local >= 0]) == list(range(shares.share_size(rank)))
+            found = np.full(shares.size, -1)
+            for chunk in chunks:
+                assert 0 < chunk["count"] <= CHUNK
+                found[chunk["flat"] : chunk["flat"] + chunk["count"]] = chunk["local"] + np.arange(chunk["count"])
+            assert np.array_equal(found, local)
+            for bucket, (begin, end) in enumerate(zip([0, *ends], ends)):
+                arriving = [size for *_, size, _ in shares.bucket_pieces(rank, bucket)]
+                assert sum(arriving) == chunks[begin:end]["count"].sum() <= shares.most_received(rank)
+                assert chunks[begin:end]["received"].tolist() == [0, *np.cumsum(chunks[begin:end]["count"])][:-1]
+            indices += chunks["index"].tolist()
+        assert (owners == 1).all() and sorted(indices) == list(range(total))
+        if PARTS % ranks == 0:
+            same = np.sort(np.concatenate([shares.chunks(rank)[0] for rank in range(ranks)]), order="flat")
+            fields = ["flat", "count", "index", "decay"]
+            assert same[fields].tolist() == np.sort(alone.chunks(0)[0], order="flat")[fields].tolist()
+
+
+def test_shares_are_llm_c_s_where_tensors_divide():
+    segments = Shares(train_gpt2.parameter_table(GPT2_124M), 1).segments
+    for ranks in (2, 4, 8):
+        assert all(cut(size, part, ranks) == cut_evenly(size, part, ranks) for part in range(ranks + 1)
+                   for size in {segment.size for segment in segments})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ranks as threads
+
+
+class ThreadRanks:
+    """Of ranks.py's Ranks, and of zero.py's Nccl, what a trainer uses."""
+
+    def __init__(self, rank, size, shared):
+        self.rank, self.size, self.is_first, self.shared = rank, size, rank == 0, shared
+
+    def gather(self, value):
+        self.shared.values[self.rank] = value
+        self.shared.barrier.wait()
+        values = list(self.shared.values)
+        self.shared.barrier.wait()
+        return values
+
+    def exchange(self, sends, receives, stream):
+        for peer, array in sends:
+            self.shared.messages[self.rank, peer].put(np.array(array))
+        for peer, array in receives:
+            array[...] = self.shared.messages[peer, self.rank].get(timeout=30)
+
+    def add_up(self, total, addend, stream):
+        total[...] = sum(self.gather(np.array(addend)), np.zeros_like(addend))
+
+
+def on_ranks(size, work):
+    """[work(ranks) of each rank], in threads."""
+    shared = SimpleNamespace(values=[None] * size, barrier=threading.Barrier(size), messages={
+        (a, b): queue.SimpleQueue() for a in range(size) for b in range(size)})
+    results, errors = [None] * size, []
+
+    def run(rank):
+        try:
+            results[rank] = work(ThreadRanks(rank, size, shared))
+        except BaseException as error:
+            errors.append(error)
+            shared.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
+    return results
+
+
+@pytest.fixture
+def computing_gpu(fake_gpu, monkeypatch):
+    """A fake GPU on which a training step has results."""
+    monkeypatch.setattr(cuda.cp, "RawModule", compute_on(fake_gpu))
+    monkeypatch.setattr(cuda, "Nccl", lambda ranks: ranks)
+    return fake_gpu
+
+
+def train(ranks, settings, params, steps, resume=None, save=None):
+    """(reports, weights, moments and float32 weights of the share) after some steps from a checkpoint's or none."""
+    rng, directory = np.random.default_rng(0), settings.output
+    trainer = here.trainer = cuda.open_trainer(FakeGPU().gpu, SMALL_HEADS, params, settings, ranks)
+    first, reports = 0, []
+    if resume:
+        owned = trainer.owned(with_exact=trainer.master is not None or not trainer.precision.bf16)
+        progress, has_exact = read_optimizer_state(checkpoint_paths(directory, resume)[1], owned)
+        trainer.set_state(owned if has_exact else owned._replace(exact=None), progress.step, np.zeros(2, RECENT))
+        first = progress.step
+    trainer.prepare()
+    for step in range(first + steps):
+        batches = rng.integers(0, SMALL_HEADS.V, (settings.micro_steps, 2, settings.B, settings.T), dtype=np.int32)
+        if step >= first:
+            number = trainer.begin_step(batches[ranks.rank :: ranks.size], 1e-2 / (step + 1))
+            reports.append(trainer.end_step(number)[:2])
+    trainer.complete_weights()
+    if save:
+        save_checkpoint(directory, SMALL_HEADS, trainer.to_host(trainer.params), trainer.owned_now(),
+                        Progress(first + steps, 1, Position(), (2, 8, 0)), ranks=ranks,
+                        version=5 if settings.precision.bf16 else 3)
+    return reports, np.array(flat(trainer.params)), trainer.owned_now()
+
+
+@pytest.mark.parametrize("changes", (
+    dict(dtype="bfloat16", grad_clip=1.0), dict(dtype="bfloat16", float32_grads=1, weight_decay=0.1),
+    dict(dtype="float32", grad_clip=0.5, weight_decay=0.1), dict(dtype="bfloat16", master_weights=0)), ids=str)
+def test_the_same_bits_on_any_number_of_gpus(computing_gpu, tmp_path, changes):
+    """Losses, norms, weights, moments of 1, 2 and 4 ranks; also where each number goes on from what another one wrote.
+    """
+    os.environ["LLMC_CACHE"] = str(tmp_path / "cache")
+    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=64, sample_every=0, output=str(tmp_path / "run"),
+                                             graph=0, **changes), "sm_90a")
+    params, found = random_params(SMALL_HEADS), {}
+    for size in (1, 2, 4):
+        def work(ranks, **more):
+            return train(ranks, cuda.dataclasses.replace(settings, gpus=size), params, **more)
+
+        (tmp_path / "run").mkdir()
+        first = on_ranks(size, lambda ranks: work(ranks, steps=2, save=True))
+        for resumed in (1, 2, 4):
+            shutil.copytree(tmp_path / "run", tmp_path / "copy")
+            size = resumed
+            rest = on_ranks(resumed, lambda ranks: work(ranks, steps=3, resume=2))
+            found[len(first), resumed] = first[0][0] + rest[0][0], rest
+            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "copy").rename(tmp_path / "run")
+        shutil.rmtree(tmp_path / "run")
+    whole_reports, whole = found[1, 1]
+    assert len({loss for loss, _ in whole_reports}) == 5 and all(np.isfinite(whole_reports).reshape(-1))
+    assert not np.array_equal(whole[0][1], stored(np.array(flat(params)), whole[0][1]))
+    for (_, size), (reports, ranks) in found.items():
+        assert reports == whole_reports
+        shares = Shares(params.table, size)
+        for rank, (_, weights, owned) in enumerate(ranks):
+            assert np.array_equal(weights, whole[0][1])
+            for ours, theirs in zip(owned[2:], whole[0][2][2:]):
+                assert (ours is None) == (theirs is None)
+                assert ours is None or np.array_equal(ours, shares.take(np.array(theirs), rank))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# states of several ranks
+
+
+def write_states(path, ranks, table, rng, exact=True, ours=True, cut=cut):
+    """Random states; returns m, v and float32 weights, whole."""
+    shares = Shares(table, 1).among(ranks, cut)
+    whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(2 + exact)]
+    for rank in range(ranks):
+        owned = Owned(shares, rank, *(shares.take(array, rank) for array in whole))
+        write_optimizer_state(rank_path(path, rank), owned,
+                              Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0)))
+    return whole
+
+
+@pytest.mark.parametrize("table", ("small", "odd"))
+@pytest.mark.parametrize("ours", (True, False))
+def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
+    """Files of this project's and of llm.c's, whose shares are cut in another way."""
+    rng, path = np.random.default_rng(0), str(tmp_path / "state_00000003_00000.bin")
+    for wrote in (1, 2, 3, 8):
+        whole = write_states(path, wrote, TABLES[table], rng, ours=ours, cut=cut if ours else cut_evenly)
+        for reads in (1, 2, 5, 16):
+            shares = Shares(TABLES[table], reads)
+            for rank in range(reads):
+                owned = Owned(shares, rank, *(np.zeros(shares.share_size(rank), np.float32) for _ in range(3)))
+                progress, has_exact = read_optimizer_state(path, owned)
+                assert has_exact and progress.position.sample == (6 if ours else 6 * wrote)
+                for got, array in zip(owned[2:], whole):
+                    assert np.array_equal(got, shares.take(array, rank))
+
+
+def test_llm_c_s_ranks_without_zero_have_all(tmp_path):
+    path, m, v = tmp_path / "state_00000003_00000.bin", *(random_params(SMALL_HEADS, seed) for seed in (1, 2))
+    flat(v)[:] **= 2
+    header = make_header(OPTIMIZER_MAGIC, 1, 4, 0, 0)
+    header[20] = 1337
+    path.write_bytes(header.tobytes() + flat(m).tobytes() + flat(v).tobytes())
+    read = allocate(m.table), allocate(m.table)
+    read_optimizer_state(str(path), owned_by_one(*read))
+    assert np.array_equal(flat(read[0]), flat(m)) and np.array_equal(flat(read[1]), flat(v))
+
+
+@pytest.mark.parametrize("damage", ("missing", "short", "of another step", "of another rank"))
+def test_a_damaged_state_of_a_rank(tmp_path, damage):
+    """Nothing is filled; where it is missing, the checkpoint before is taken."""
+    settings = SimpleNamespace(output_dir=str(tmp_path), resume=1, steps=0)
+    for step in (1, 2):
+        model, state, marker = checkpoint_paths(str(tmp_path), step)
+        write_states(state, 4, TABLES["small"], np.random.default_rng(step))
+        open(marker, "w").close()
+    bad = rank_path(state, 2)
+    good = open(bad, "rb").read()
+    if damage == "missing":
+        os.unlink(bad)
+        assert find_checkpoint(settings) == 1
+        os.unlink(rank_path(checkpoint_paths(str(tmp_path), 1)[1], 3))
+    else:
+        header = np.frombuffer(good[:HEADER_BYTES], "<i4").copy()
+        header[{"of another step": 10, "of another rank": 3}.get(damage, 0)] += damage != "short"
+        with open(bad, "wb") as f:
+            f.write(header.tobytes() + good[HEADER_BYTES : len(good) - (damage == "short")])
+        assert find_checkpoint(settings) == 2
+    owned = owned_by_one(*(allocate(TABLES["small"]) for _ in range(2)))
+
+    def resume():
+        find_checkpoint(settings)
+        read_optimizer_state(state, owned)
+
+    with pytest.raises(cuda.UserError, match=os.path.basename(bad)):
+        resume()
+    assert not owned.m.any()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the program, in processes
+
+RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc", "--graph", 0,
+       "-o")
+
+
+def fake_run(*flags, check=True):
+    return run_program("tests/fake_gpus.py", *flags, check=check)
+
+
+def results(directory):
+    """What does not depend on time."""
+    names = [name for name in sorted(os.listdir(directory)) if name.startswith(("main.log", "model", "DONE"))]
+    return {name: (directory / name).read_bytes() for name in names}
+
+
+@pytest.fixture
+def heads(workplace):
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    return workplace
+
+
+def test_logs_and_models_are_equal(heads):
+    """Of 1, 2 and 4 processes, all that is printed but the times; and of a run that goes on with another number."""
+    printed = {}
+    for size in (1, 2, 4):
+        done = fake_run("--gpus", size, "-x", 5, "-n", 2, *RUN, f"run{size}")
+        assert done.stderr == ""
+        printed[size] = re.findall(r"^(val loss .*|step .*loss [0-9.]+|generating:|[0-9 ]{8,})", done.stdout, re.MULTILINE)
+        assert results(heads / f"run{size}") == results(heads / "run1")
+    assert len(printed[1]) > 10 and printed[1] == printed[2] == printed[4]
+    fake_run("--gpus", 4, "-x", 3, *RUN, "parts")
+    fake_run("--gpus", 2, "-x", 5, *RUN, "parts", "-y", 1)
+    assert (heads / "parts" / "model_00000005.bin").read_bytes() == (heads / "run1" / "model_00000005.bin").read_bytes()
+    logs = [(heads / directory / "main.log").read_text() for directory in ("parts", "run1")]
+    assert re.findall(".* trl:.*", logs[0]) == re.findall(".* trl:.*", logs[1])
+
+
+@pytest.mark.parametrize("killed", (0, 1))
+def test_a_rank_that_dies(heads, killed):
+    """All end at once, the last checkpoint is whole, and a run goes on from it to the same end, by other numbers."""
+    process = subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", "--gpus", "2", "-x", "100000", "-n", "1",
+                                "-nk", "3", "-b", "2", "-t", "8", "-d", "64", "-v", "0", "-s", "0", "--graph", "0", "-o", "run"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while newest_checkpoint("run") is None:
+        time.sleep(0.01)
+        assert process.poll() is None, process.stderr.read()
+    pids = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).stdout.split()]
+    time.sleep(0.1)
+    os.kill(pids[killed], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode in (1, 137) and f"rank {killed} (" in errors and "Traceback" not in errors
+    step = newest_checkpoint("run")
+    for size, directory in ((1, "whole"), (2, "run")):
+        resume = ("-y", 1) if directory == "run" else ()
+        fake_run("--gpus", size, "-x", step + 2, "-b", 2, "-t", 8, "-d", 64, "-v", 0, "-s", 0, "--graph", 0, "-o", directory,
+                 *resume)
+    name = f"model_{step + 2:08d}.bin"
+    assert (heads / "run" / name).read_bytes() == (heads / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_a_signal_stops_all_at_one_step(heads, number):
+    process = subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", "--gpus", "2", "-x", "100000", "-b", "2",
+                                "-t", "8", "-d", "32", "-v", "0", "-s", "0", "--graph", "0", "-o", "run"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not process.stdout.readline().startswith("step"):
+        assert process.poll() is None, process.stderr.read()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    step = newest_checkpoint("run")
+    assert process.returncode == 128 + number and errors.count(f"stopped after step {step}; go on with: ") == 1
+    assert errors.count("finishing this step") == 1
+    assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
+
+
+@pytest.mark.parametrize("flags, words", (
+    (("--gpus", 3, "-b", 2, "-t", 8, "-d", 32), ("-d/--total_batch_size 32", "B*T*GPUs = 2 * 8 * 3 = 48")),
+    (("--gpus", 2, "-b", 2, "-t", 8, "-e", "none.bin"), ("none.bin",)),
+    (("--gpus", 5, "-b", 2, "-t", 8), ("5 processes or more on this machine, which has 4 GPUs", "--gpus 4")),
+))
+def test_what_all_ranks_find_is_said_once(heads, flags, words):
+    assert_one_line_error(fake_run(*flags, check=False), *words)
