@@ -1,5 +1,5 @@
 """
-Train a run for each combination of flags, on all GPUs of this machine or on its CPU, and compare their losses.
+Train a run for each combination of flags (-l 3e-4,6e-4 are two), on this machine's GPUs, and compare their losses.
 
     python dev/sweep.py -o runs/sweep -l 3e-4,6e-4,1.2e-3 --seed 1,2,3 -e d4 -i data/mine -b 16 -x 500
 
@@ -228,10 +228,10 @@ def train_all(runs, trainer, slots, record):
 def start(run, trainer, slot):
     """A process that trains this run, on from its newest checkpoint, and gets no signal from the terminal."""
     make_directory(run.directory)
-    path = os.path.join(run.directory, "output.txt")
+    path, program = os.path.join(run.directory, "output.txt"), os.path.normpath(os.path.join(ROOT, trainer))
     with errors_of_writing(path), open(path, "ab") as f:
-        return subprocess.Popen([sys.executable, os.path.join(ROOT, trainer), *run.arguments], stdin=subprocess.DEVNULL,
-                                stdout=f, stderr=subprocess.STDOUT, env={**os.environ, **slot}, start_new_session=True)
+        return subprocess.Popen([sys.executable, program, *run.arguments], stdin=subprocess.DEVNULL, stdout=f,
+                                stderr=subprocess.STDOUT, env={**os.environ, **slot}, start_new_session=True)
 
 
 def ending(status, run):

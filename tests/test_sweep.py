@@ -74,15 +74,6 @@ def test_runs_table_and_picture(workplace, run_here, without_gpu, monkeypatch):
     assert table_of(done) == [head, *rows[:4]] and os.path.exists("s/sweep.csv") and os.path.exists("s/sweep.png")
 
 
-def test_a_run_that_lost_its_table_trains_again(workplace, run_here, without_gpu):
-    flags = (*FAST, "-x", 2, "-l", "0.001,0.002")
-    whole = table_of(run_here(sweep, *flags))
-    for name in os.listdir("s/l=0.001"):
-        os.unlink(f"s/l=0.001/{name}")
-    done = run_here(sweep, *flags)
-    assert "2 runs of train_gpt2.py, 1 finished before" in done.stdout and table_of(done) == whole
-
-
 def test_ctrl_c_saves_and_the_same_command_goes_on(workplace, run_here, without_gpu):
     """The table and the models are those of a sweep that was not stopped. The signal goes to the whole group, as a
     terminal's does: each run must get one, not two, at which it would stop without a checkpoint."""
@@ -138,15 +129,18 @@ def test_refused_by_the_trainer_s_parser(workplace, run_here, without_gpu, flags
     assert done.returncode == 2 and words in done.stderr.splitlines()[-1] and not os.path.exists("s")
 
 
-def test_directories_of_other_sweeps(workplace, run_here, without_gpu):
+def test_what_a_directory_holds(workplace, run_here, without_gpu):
     run_here(sweep, *FAST, "-x", 1, "-v", 0, "-l", "0.001,0.002")
     for flags, words in ((("-x", 2), ("with --steps=1", "has --steps=2")),
                          (("-x", 1, "-u", "0,1"), ("with none of it", "has --warmup_steps=...")),
                          (("-x", 1, "--grad_clip", 1), ("with none of it", "has --grad_clip=1.0"))):
         done = run_here(sweep, *FAST, "-v", 0, *flags, "-l", "0.001,0.002", check=False)
         assert_one_line_error(done, "s: is of another sweep", *words, "choose another -o")
-    done = run_here(sweep, *FAST, "-x", 1, "-v", 0, "-l", "0.002,0.003", "--dark")
-    assert "2 runs of train_gpt2.py, 1 finished before" in done.stdout, "other values are no other sweep"
+    for name in os.listdir("s/l=0.001"):
+        os.unlink(f"s/l=0.001/{name}")
+    done = run_here(sweep, *FAST, "-x", 1, "-v", 0, "-l", "0.001,0.002,0.003", "--dark")
+    assert "3 runs of train_gpt2.py, 1 finished before" in done.stdout, "one was removed, one is new"
+    assert [row[1] for row in table_of(done)[1:]] == 3 * ["finished"]
     for text in ("{", "[]", '{"command": 3, "finished": []}', "[" * 100000):
         Path("s/sweep.json").write_text(text)
         done = run_here(sweep, *FAST, "-x", 1, "-l", "0.001,0.002", check=False)
