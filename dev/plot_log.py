@@ -10,6 +10,7 @@ What only the first steps reach is beyond the upper edge.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -96,21 +97,32 @@ def draw_losses(axes, logs, width=None):
         axes.set_ylim(min(low) - margin, max(high) + margin)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
+    add_legend(axes)
+
+
+def add_legend(axes):
     for text in axes.legend().get_texts():
         text.set_parse_math(False)  # a $ in a name is a $
 
 
-def draw(logs, output, width=None, dark=False):
+@contextlib.contextmanager
+def picture(output, dark=False):
+    """Axes to draw in, of a picture that is written when this ends."""
     with plt.style.context("dark_background" if dark else "default"):
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-        draw_losses(axes, logs, width)
-        axes.set_ylabel("loss, nats a token")
+        yield axes
         extension = os.path.splitext(output)[1].lstrip(".").lower()
         if extension not in figure.canvas.get_supported_filetypes():
             raise UserError(f"-o {output}: expected a name that ends in .png, .svg or .pdf")
         with replacing(output) as f:
             figure.savefig(f, format=extension, dpi=150)
         plt.close(figure)
+
+
+def draw(logs, output, width=None, dark=False):
+    with picture(output, dark) as axes:
+        draw_losses(axes, logs, width)
+        axes.set_ylabel("loss, nats a token")
 
 
 def main():

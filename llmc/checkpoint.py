@@ -473,12 +473,13 @@ def find_checkpoint(settings):
 def read_start(settings, first_step, tokenizer, parameter_table, random_model):
     """(config, params) that a run begins with: those of -e, or of the checkpoint of step first_step, if not None.
 
-    random_model(name, V, maxT=...) makes those that -e calls by a name, with the tokenizer's vocabulary or, if None,
+    random_model(name, V, seed, maxT) makes those that -e calls by a name, with the tokenizer's vocabulary or, if None,
     GPT-2's. Their longest sequence is the run's: positions beyond it would never be trained.
     """
     V = len(tokenizer.tokens) if tokenizer else 50257
     if first_step is None:
-        config, params = random_model(settings.model, V, maxT=settings.T) or read_model(settings.model, parameter_table)
+        made = random_model(settings.model, V, settings.seed, settings.T)
+        config, params = made or read_model(settings.model, parameter_table)
     else:
         model, _, marker = checkpoint_paths(settings.output_dir, first_step)
         config, params = read_model(model, parameter_table, mend=go_back(marker))

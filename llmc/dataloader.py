@@ -15,7 +15,7 @@ import numpy as np
 from llmc.errors import UserError
 from llmc.files import (CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
                         read_into, replacing)
-from llmc.shuffle import Position, first_position, samples_from
+from llmc.shuffle import SEED, Position, first_position, samples_from
 from llmc.threads import read_ahead
 
 TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
@@ -167,7 +167,8 @@ def open_data(settings, V, rank=0, ranks=1):
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
     least = (settings.T + 1, " for one sequence (T+1); take a smaller -t, or more text") if settings.val_every else (1,)
     ahead = 2 * settings.micro_steps // ranks
-    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, ahead, rank, ranks),
+    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, ahead, rank, ranks,
+                       seed=settings.seed),
             DataLoader(val_paths, V, settings.B, settings.T, least=least[0], why="".join(least[1:])))
 
 
@@ -186,8 +187,8 @@ class DataLoader:
     num_batches: llm.c's count, of B*T tokens; batches_per_epoch: those whose last target is there, too.
     """
 
-    def __init__(self, paths, V, B, T, shuffle=False, spread=False, ahead=2, rank=0, ranks=1, least=None,
-                 why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
+    def __init__(self, paths, V, B, T, shuffle=False, spread=False, ahead=2, rank=0, ranks=1, seed=SEED,
+                 least=None, why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
         self.B, self.T, self.spread, self.ahead, self.rank, self.ranks = B, T, spread, ahead, rank, ranks
         self.shards = [TokenFile(path, V, least or B * T + 1, why) for path in paths]
         self.checks = [shard.check(CHECK_AHEAD) for shard in self.shards]
@@ -195,7 +196,7 @@ class DataLoader:
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
         self.batches_per_epoch = sum(self.counts)
         self.batches = None
-        self.seek(first_position(self.counts, shuffle))
+        self.seek(first_position(self.counts, shuffle, seed))
 
     def seek(self, position, found_in="the checkpoint"):
         """Continue at a position; raises UserError for one that these files do not have."""

@@ -45,24 +45,32 @@ class GPU(NamedTuple):
     shared: int  # bytes of shared memory that a block can have
 
 
-def open_gpu(arch="native", local_rank=0):
-    """The GPU of the process with this number on its machine, from here on the current one; raises UserError that says
-    what is missing. arch "sm_80": as if it had nothing that only its own generation has."""
-    instead = "with no GPU, train with: python train_gpt2.py"
+INSTEAD = "with no GPU, train with: python train_gpt2.py"
+
+
+def count_gpus():
+    """How many GPUs CUDA sees, at least one; raises UserError that says what is missing. Takes no memory on them."""
     if MISSING is not None:
         reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")), repr(MISSING))
         what = f"the Python package {MISSING.name} cannot"
         if not MISSING.name:
             what = f"CuPy, or a package beside it, cannot ({reason})"
-        raise UserError(f"{what} be imported: pip install -r requirements-gpu.txt; {instead}")
+        raise UserError(f"{what} be imported: pip install -r requirements-gpu.txt; {INSTEAD}")
     try:
         count = cp.cuda.runtime.getDeviceCount()
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise UserError(f"no usable NVIDIA GPU ({str(error).split(': ')[-1]}): nvidia-smi should list one, with a"
-                        f" driver of 580 or newer; {instead}") from None
+                        f" driver of 580 or newer; {INSTEAD}") from None
     if count == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        raise UserError(f"no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES={visible}); {instead}")
+        raise UserError(f"no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES={visible}); {INSTEAD}")
+    return count
+
+
+def open_gpu(arch="native", local_rank=0):
+    """The GPU of the process with this number on its machine, from here on the current one; raises UserError that says
+    what is missing. arch "sm_80": as if it had nothing that only its own generation has."""
+    count = count_gpus()
     if local_rank and count > 1:  # of one GPU, the launcher gave it to this process
         if local_rank >= count:
             raise UserError(f"{local_rank + 1} processes or more on this machine, which has {count} GPUs: start one for"
@@ -72,12 +80,12 @@ def open_gpu(arch="native", local_rank=0):
     name, capability = properties["name"].decode(), (properties["major"], properties["minor"])
     if capability < (7, 5):
         raise UserError(f"{name} has compute capability {capability[0]}.{capability[1]}, expected 7.5 or newer;"
-                        f" {instead}")
+                        f" {INSTEAD}")
     try:
         cp.cuda.runtime.memGetInfo()  # makes the context
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi;"
-                        f" {instead}") from None
+                        f" {INSTEAD}") from None
     native = arch_name(*capability)
     return GPU(name, native if arch == "native" else native.rstrip("a"), properties["multiProcessorCount"],
                properties["sharedMemPerBlockOptin"])

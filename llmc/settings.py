@@ -53,6 +53,9 @@ class Settings:
     spread: int = option(0, group="batch", choices=(0, 1),
                          help="1: each row of a training batch reads in its own part of a shard: in small batches, rows"
                          " that follow one another are too alike")
+    seed: int = option(42, group="batch",
+                       help="of the random weights of -e dN, and of the order of --shuffle 1 (with -y 1, as the run"
+                       " began)")
     steps: int = option(41, "-x", group="batch", help="number of updates")
 
     learning_rate: float = option(1e-4, "-l", group="optimizer", help="peak learning rate")
@@ -100,7 +103,7 @@ class Settings:
     AT_LEAST: ClassVar = dict(
         B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0,
         sample_every=0, sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0,
-        major_checkpoint_every=0,
+        major_checkpoint_every=0, seed=0,
         weight_decay=0.0, grad_clip=0.0, learning_rate=0.0, skip_loss_zscore=0.0, skip_norm_zscore=0.0)
 
     @property

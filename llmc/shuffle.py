@@ -13,7 +13,7 @@ import numpy as np
 from llmc.errors import UserError
 from llmc.files import check_size, read_into
 
-SEED = 42
+SEED = 42  # llm.c's
 
 
 class Shuffle(NamedTuple):
@@ -23,6 +23,7 @@ class Shuffle(NamedTuple):
     samples: np.ndarray  # (samples,) int32, of the shard at hand
     key: np.ndarray  # (624,) uint32, the state of mt19937 after both were drawn
     index: int  # how many words of the state are used up, 1 to 624
+    seed: int = SEED  # where the state came from
 
 
 class Position(NamedTuple):
@@ -43,12 +44,12 @@ class Position(NamedTuple):
         return 0 if self.shuffle is None else None
 
 
-def first_position(counts, shuffle):
-    """Where a run begins in shards of `counts` samples."""
+def first_position(counts, shuffle, seed=SEED):
+    """Where a run begins in shards of `counts` samples. seed: of the shuffled order, 0 to 2^32 - 1."""
     if not shuffle:
         return Position()
-    _, key, index, *_ = np.random.RandomState(SEED).get_state()  # init_genrand's, as PyTorch's and llm.c's are
-    return Position(0, 0, next_shuffle(Shuffle(np.arange(len(counts)), np.arange(0), key, index), 0, counts))
+    _, key, index, *_ = np.random.RandomState(seed).get_state()  # init_genrand's, as PyTorch's and llm.c's are
+    return Position(0, 0, next_shuffle(Shuffle(np.arange(len(counts)), np.arange(0), key, index, seed), 0, counts))
 
 
 def next_shuffle(before, shard, counts):
@@ -59,7 +60,7 @@ def next_shuffle(before, shard, counts):
     shards = permuted(before.shards, random) if shard == 0 else before.shards
     samples = permuted(np.arange(counts[shards[shard]]), random)
     _, key, index, *_ = random.get_state()
-    return Shuffle(shards, samples, key, index)
+    return Shuffle(shards, samples, key, index, before.seed)
 
 
 def permuted(items, random):
@@ -98,7 +99,7 @@ def write_shuffle(f, shuffle):
     for permutation in (shuffle.shards, shuffle.samples):
         f.write(np.array([len(permutation)], "<u8"))
         f.write(permutation.astype("<i4"))
-    f.write(np.array([(SEED, 625 - shuffle.index, shuffle.index, shuffle.key, MATRIX)], MT19937))
+    f.write(np.array([(shuffle.seed, 625 - shuffle.index, shuffle.index, shuffle.key, MATRIX)], MT19937))
 
 
 def read_shuffle(f, start, mend):
@@ -118,9 +119,9 @@ def read_shuffle(f, start, mend):
                f" {len(permutations[1])} samples", mend)
     generator = np.empty(1, MT19937)
     read_into(f, generator)
-    _, left, index, key, matrix = generator[0]
+    seed, left, index, key, matrix = generator[0]
     index = 624 if left == 1 else int(index)  # before its first draw, llm.c's is at 0, with no word left either
     if not (0 < index <= 624 and left == 625 - index and tuple(matrix) == MATRIX
             and all(np.array_equal(np.sort(order), np.arange(len(order))) for order in permutations)):
         raise UserError(f"{f.name}: its data order is damaged; {mend}")
-    return Shuffle(*permutations, key, index)
+    return Shuffle(*permutations, key, index, int(seed))

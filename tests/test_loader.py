@@ -160,7 +160,7 @@ class LlmcOrder:
     """llm.c's loader as its state file describes it, in plain Python, number by number."""
 
     def __init__(self, counts, seed=42):
-        self.counts, self.state, self.left, self.next = counts, [seed], 1, 0
+        self.seed, self.counts, self.state, self.left, self.next = seed, counts, [seed], 1, 0
         for j in range(1, 624):
             self.state.append((1812433253 * (self.state[-1] ^ self.state[-1] >> 30) + j) % 2**32)
         self.shards = list(range(len(counts)))
@@ -215,11 +215,11 @@ class LlmcOrder:
         struct.pack_into("<QQ", header, 120, self.shard, self.sample)
         return bytes(header)
 
-    def trailer(self, seed=42):
+    def trailer(self):
         """What stands behind the moments."""
         return (struct.pack(f"<Q{len(self.shards)}i", len(self.shards), *self.shards)
                 + struct.pack(f"<Q{len(self.samples)}i", len(self.samples), *self.samples)
-                + struct.pack("<QiI624I2I", seed, self.left, self.next, *self.state, 0, 0x9908B0DF))
+                + struct.pack("<QiI624I2I", self.seed, self.left, self.next, *self.state, 0, 0x9908B0DF))
 
 
 @pytest.mark.parametrize("samples, golden", ((1192, [408, 791, 914, 1057]), (74, [29, 58, 10, 4, 11, 25])))
@@ -228,13 +228,14 @@ def test_one_shard_is_read_in_llm_c_s_order(tmp_path, samples, golden):
     assert [first // 8 for first in firsts(DataLoader([path], 10000, 2, 4, True), len(golden))] == golden
 
 
+@pytest.mark.parametrize("seed", (42, 0, 2**31 - 1))
 @pytest.mark.parametrize("counts", ((7, 3, 700, 1, 5), (1,), (2, 2)))
-def test_epochs_are_read_in_llm_c_s_order(tmp_path, counts):
+def test_epochs_are_read_in_llm_c_s_order(tmp_path, counts, seed):
     """Each epoch shuffles the order of the shards again, each shard its samples, from one stream of numbers."""
-    paths, order = shards_of(tmp_path, counts), LlmcOrder(counts)
+    paths, order = shards_of(tmp_path, counts), LlmcOrder(counts, seed)
     starts = np.cumsum([0, *(8 * count + 5 for count in counts)])
     expected = [int(starts[shard] + 8 * sample) for shard, sample in (next(order) for _ in range(3 * sum(counts)))]
-    assert firsts(DataLoader(paths, 10000, 2, 4, True), 3 * sum(counts)) == expected
+    assert firsts(DataLoader(paths, 10000, 2, 4, True, seed=seed), 3 * sum(counts)) == expected
     epochs = [expected[i : i + sum(counts)] for i in range(0, len(expected), sum(counts))]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
 
@@ -251,14 +252,14 @@ def test_ranks_share_the_batches_of_one(tmp_path, ranks, shuffle):
         assert len({str(loader.position) for loader in (one, *loaders)}) == 1
 
 
-@pytest.mark.parametrize("ahead", (1, 2, 40))
-def test_the_position_is_that_of_the_last_batch_taken(tmp_path, ahead):
+@pytest.mark.parametrize("ahead, seed", ((1, 42), (2, 7), (40, 42)))
+def test_the_position_is_that_of_the_last_batch_taken(tmp_path, ahead, seed):
     """However far the thread is ahead: each position of two epochs, written to a state file and read from it, goes on
     with the batch that follows; the files are llm.c's, byte for byte."""
     counts = (5, 3, 4)
-    paths, order = shards_of(tmp_path, counts), LlmcOrder(counts)
-    whole = firsts(DataLoader(paths, 200, 2, 4, True), 40)
-    loader, state = DataLoader(paths, 200, 2, 4, True, ahead=ahead), tmp_path / "state.bin"
+    paths, order = shards_of(tmp_path, counts), LlmcOrder(counts, seed)
+    whole = firsts(DataLoader(paths, 200, 2, 4, True, seed=seed), 40)
+    loader, state = DataLoader(paths, 200, 2, 4, True, ahead=ahead, seed=seed), tmp_path / "state.bin"
     moments = [allocate(parameter_table(SMALL)) for _ in range(2)]
     for taken in range(26):
         write_optimizer_state(state, owned_by_one(*moments), Progress(1, 1337, loader.position, (2, 4, 0)))
@@ -323,6 +324,19 @@ def test_a_shuffled_run_goes_on_anywhere(workplace, train):
         assert written() == files
 
 
+def test_seeds(workplace, train):
+    """--seed is that of the order and of random weights; a run goes on with the one that it began with."""
+    split_data()
+    for flags in (SHARDS, (*SHARDS, "-e", "d2", "--shuffle", 0)):
+        default, same, other = (losses(train(*flags, "-x", 4, *seed)) for seed in ((), ("--seed", 42), ("--seed", 7)))
+        assert len(default) == 4 and default == same and not set(default) & set(other)
+    flags = (*SHARDS, "-x", 8, "-n", 5, "-o", "run")
+    whole = losses(train(*flags, "--seed", 7))
+    remove_after("run", 5)
+    assert losses(train(*flags, "-y", 1)) == whole[5:]
+    assert_one_line_error(train("--seed", -1, check=False), "--seed -1", "at least 0")
+
+
 def test_several_shards_are_shuffled_unless_told_otherwise(workplace, train):
     split_data()
     in_order, shuffled, default = (losses(train(*SHARDS, "-x", 5, *flags))
@@ -352,7 +366,8 @@ def test_a_run_of_llm_c_s_goes_on(workplace, train, step):
     for start, stop in ((0, 24), (40, 44), (80, 88), (120, 136)):
         assert ours.read_bytes()[start:stop] == header[start:stop]
     remove_after("run", step)
-    ours.write_bytes(header + moments + order.trailer(seed=0xCCCCCCCC))  # llm.c leaves it as it finds it
+    order.seed = 0xCCCCCCCC  # llm.c leaves it as it finds it
+    ours.write_bytes(header + moments + order.trailer())
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[step:]
 
 
