@@ -8,7 +8,7 @@ English and code from Debian's packages -> a corpus to train on: books, manuals,
     python train_gpt2_cuda.py -e d12 -i "data/corpus/corpus_train_*.bin"
 
 Needs Debian or Ubuntu, with apt's lists (apt-get update) and groff. HTML, man pages, Info and dictionaries become plain
-text; translations, pages that only list names, what is not UTF-8, and paragraphs that came before are left out. Texts
+text; translations, pages that only list names, what is no text, and paragraphs that came before are left out. Texts
 longer than DOCUMENT characters are cut into several documents. Of a large package, LIMIT characters are taken.
 
 corpus.jsonl has a document a line, in the order of their hashes, so that any stretch of it has some of everything;
@@ -85,7 +85,7 @@ PARTS = (
          " python3-setuptools python3-sphinx python3-sqlalchemy python3-tornado python3-twisted python3-werkzeug"),
 )
 FILES = {  # the names of a part's files
-    "html": re.compile(r"\.(x?html?|page)(\.gz)?$"),
+    "html": re.compile(r"\.x?html?(\.gz)?$"),
     "man": re.compile(r"/man/man\d"),
     "text": re.compile(r"\.(txt|md|rst|dict\.dz)(\.gz)?$|\.info(-\d+)?\.gz$|/fortunes/[^.]+$"),
     "python": re.compile(r"\.py$"),
@@ -98,8 +98,8 @@ SKIPPED = re.compile(  # legal notices, lists of changes and of names, generated
 LANGUAGES = ("ar bg bn bs ca cs da de el eo es et eu fa fi fr ga gl gu he hi hr hu id is it ja ka kk kn ko lt lv mk ml"
              " mr nb nl nn no pa pl pt ro ru sk sl sq sr sv ta te th tr uk uz vi zh").split()
 TRANSLATED = re.compile(rf"/translations/|[/.]({'|'.join(LANGUAGES)})([-_@]\w+)?[/.]", re.IGNORECASE)
-EOT = 50256
 ENGLISH = frozenset("the of and to that this with from are not if or for be by is".split())
+EOT = 50256  # GPT-2's end of text
 
 # ----------------------------------------------------------------------------------------------------------------------
 # packages
@@ -132,8 +132,7 @@ def choose(names):
 
 def fetch(directory):
     """Download what PARTS lists, unless it is there, into a directory; returns the .deb files."""
-    chosen, missing = choose(output_of("apt-cache", "pkgnames").split())
-    names = sorted({name for _, name in chosen})
+    names = sorted({name for _, name in choose(output_of("apt-cache", "pkgnames").split())[0]})
     found = output_of("apt-cache", "show", "--no-all-versions", *names) if names else ""
     paths, wanted = {}, {}
     make_directory(directory)
@@ -145,9 +144,6 @@ def fetch(directory):
         paths[name] = os.path.join(directory, f"{name}_{version.replace(':', '%3a')}_{fields['Architecture']}.deb")
         if not (os.path.exists(paths[name]) and file_hash(paths[name], "sha256") == fields["SHA256"]):
             wanted[f"{name}={version}"] = int(fields["Size"])
-    missing += [name for name in names if name not in paths]
-    if missing:
-        print(f"not in apt's lists, left out: {', '.join(missing)}")
     print(f"{len(paths)} packages, {len(wanted)} to download, {sum(wanted.values()) / 1e6:.0f} MB")
     if wanted and subprocess.run(["apt-get", "download", *wanted], cwd=directory).returncode:
         raise UserError("apt-get download failed: run apt-get update, then the same command once more")
@@ -176,6 +172,9 @@ def files_of(deb, names):
                     if (file.isfile() and names.search(path) and not SKIPPED.search(path)
                             and not TRANSLATED.search(path)):
                         yield path, files.extractfile(file).read()
+            process.stdout.read()  # what pads the end
+            if process.wait():
+                raise tarfile.ReadError(f"dpkg-deb ended with status {process.returncode}")
         except tarfile.TarError as error:
             raise UserError(f"{deb}: cannot be unpacked ({error}): remove it, and run this again") from None
 
@@ -185,15 +184,13 @@ def files_of(deb, names):
 
 
 class HTMLText(html.parser.HTMLParser):
-    """The text of a page: paragraphs on a line each, an empty line between them; what is preformatted as it is. Also
-    of Mallard's .page files."""
+    """The text of a page: paragraphs on a line each, an empty line between them; what is preformatted as it is."""
 
     ALONE = frozenset("address article blockquote body caption center div dl fieldset figure h1 h2 h3 h4 h5 h6 hr html"
-                      " listing main ol p pre screen section steps table terms title ul".split())
-    LINES = frozenset("br dd dt item li row tr".split())  # which begin a line
-    STARTS = {"li": "- ", "item": "- ", "dd": "    "}
-    PREFORMATTED = frozenset("pre listing screen code-block".split())
-    HIDDEN = frozenset("button footer form head info nav noscript script select style svg template textarea".split())
+                      " main ol p pre section table ul".split())
+    LINES = frozenset("br dd dt li tr".split())  # which begin a line
+    STARTS = {"li": "- ", "dd": "    "}
+    HIDDEN = frozenset("button footer form head nav noscript script select style svg template textarea".split())
     FRAME = frozenset("breadcrumb breadcrumbs footer header headerlink linenos nav nav-panel navbar navfooter navheader"
                       " navigation noprint related sidebar sphinxsidebar toc".split())  # classes of what is around it
     FRAMED = frozenset("a aside div header section span table td tr ul".split())  # whose end tags are written
@@ -216,7 +213,7 @@ class HTMLText(html.parser.HTMLParser):
         elif tag in self.ALONE or tag in self.LINES:
             self.end_paragraph(tag)
             self.start = self.STARTS.get(tag, self.start)
-            self.preformatted += tag in self.PREFORMATTED
+            self.preformatted += tag == "pre"
         elif tag in ("td", "th") and any(map(str.strip, self.buffer)):
             self.buffer.append(" | ")
 
@@ -227,7 +224,7 @@ class HTMLText(html.parser.HTMLParser):
                 self.hidden = None
         elif tag in self.ALONE or tag in self.LINES:
             self.end_paragraph(tag)
-            self.preformatted -= tag in self.PREFORMATTED and self.preformatted > 0
+            self.preformatted -= tag == "pre" and self.preformatted > 0
 
     def handle_data(self, data):
         if not self.hidden:
@@ -248,7 +245,7 @@ def html_text(data):
     parser.feed(data)
     parser.close()
     parser.end_paragraph("html")
-    return "".join(parser.text).replace("\u00b6", "").replace("\u00a0", " ")
+    return "".join(parser.text).strip("\n").replace("\u00b6", "").replace("\u00a0", " ")
 
 
 def man_text(data):
@@ -269,7 +266,7 @@ def info_text(data):
 
 
 def decode(data):
-    """The text of bytes in UTF-8; lines that are not are read as Windows-1252. Raises ValueError where it is none."""
+    """Bytes -> their text, unpacked; lines that are not UTF-8 are Windows-1252. Raises ValueError where it is none."""
     if data.startswith(b"\x1f\x8b"):
         data = gzip.decompress(data)
     return "\n".join(map(decode_line, data.removeprefix(codecs.BOM_UTF8).split(b"\n")))
@@ -331,7 +328,7 @@ def read_package(job):
     for path, data in files_of(deb, FILES[files]):
         try:
             text = plain_text(path, data)
-        except (ValueError, AssertionError, zlib.error, EOFError):  # the second is HTMLParser's
+        except (ValueError, AssertionError, gzip.BadGzipFile, zlib.error, EOFError):  # the second is HTMLParser's
             left_out["not text"] += 1
             continue
         if len(text) < SHORT:
@@ -390,13 +387,14 @@ def documents(texts, seen, left_out):
 
 def build(paths, output, processes):
     """Write corpus.jsonl and manifest.json from {package: .deb file}."""
-    chosen, _ = choose(paths)
-    if not chosen:
-        raise UserError(f"{output}: none of the packages that are wanted is there")
+    chosen, missing = choose(paths)
+    if missing:
+        print(f"not there, left out: {', '.join(missing)}")
     jobs = [(paths[name], part.files) for part, name in chosen]
     packages, corpus, seen = [], {}, set()
     with tqdm(total=sum(os.path.getsize(path) for path, _ in jobs), unit="B", unit_scale=True, desc="reading") as bar:
-        for (part, name), (path, _), (texts, left_out) in zip(chosen, jobs, in_processes(read_package, jobs, processes)):
+        read = in_processes(read_package, jobs, processes)
+        for (part, name), (path, _), (texts, left_out) in zip(chosen, jobs, read):
             new = {digest: text for digest, text in documents(texts, seen, left_out).items() if digest not in corpus}
             corpus.update((digest, (len(packages), text)) for digest, text in new.items())
             version = output_of("dpkg-deb", "-f", path, "Version").strip()
@@ -455,7 +453,8 @@ def table(manifest):
     for package in manifest["packages"]:
         if package["documents"]:
             parts.setdefault(package["part"], []).append(package)
-    lines = [f"{manifest['system']}:", "", "| part | packages | documents | MB | million tokens |", "|---|---|---|---|---|"]
+    lines = [f"{manifest['system']}:", "", "| part | packages | documents | MB | million tokens |",
+             "|---|---|---|---|---|"]
     for name, packages in [*parts.items(), ("all", sum(parts.values(), []))]:
         names = ", ".join(f"{package['package']} {package['version']}" for package in packages)
         documents, size, tokens = (sum(package[what] for package in packages)
@@ -494,7 +493,10 @@ def main():
             raise UserError(f"{program}: not found: apt-get install {package} (this needs Debian or Ubuntu)")
     debs = getattr(args, "debs", None)
     make_directory(args.output)
-    build(packages_in(debs) if debs else fetch(os.path.join(args.output, "debs")), args.output, args.processes)
+    paths = fetch(os.path.join(args.output, "debs")) if debs is None else packages_in(debs)
+    if not choose(paths)[0]:
+        raise UserError(f"{debs or 'apt-cache'}: has none of the packages that are wanted: run apt-get update")
+    build(paths, args.output, args.processes)
 
 
 if __name__ == "__main__":
