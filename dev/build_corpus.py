@@ -409,7 +409,8 @@ def build(paths, output, processes):
             f.write(json.dumps({"text": text, "package": number}, ensure_ascii=False).encode() + b"\n")
     write_manifest(output, {"system": system(), "packages": packages})
     count, size = (sum(package[what] for package in packages) for what in ("documents", "bytes"))
-    print(f"Saved {count} documents, {size / 1e6:.1f} MB, of {len(packages)} packages to {output}/corpus.jsonl")
+    print(f"Saved {count} documents, {size / 1e6:.1f} MB, of {len({name for _, name in chosen})} packages to"
+          f" {output}/corpus.jsonl")
 
 
 def system():
@@ -456,10 +457,10 @@ def table(manifest):
     lines = [f"{manifest['system']}:", "", "| part | packages | documents | MB | million tokens |",
              "|---|---|---|---|---|"]
     for name, packages in [*parts.items(), ("all", sum(parts.values(), []))]:
-        names = ", ".join(f"{package['package']} {package['version']}" for package in packages)
+        names = {package["package"]: package["version"] for package in packages}
         documents, size, tokens = (sum(package[what] for package in packages)
                                    for what in ("documents", "bytes", "tokens"))
-        lines.append(f"| {name} | {names if name != 'all' else len(packages)} | {documents} | {size / 1e6:.1f} |"
+        lines.append(f"| {name} | {', '.join(map(' '.join, names.items())) if name != 'all' else len(names)} | {documents} | {size / 1e6:.1f} |"
                      f" {tokens / 1e6:.2f} |")
     return "\n".join(lines)
 
