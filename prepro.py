@@ -156,18 +156,23 @@ def save_vocabulary(path, encoding, version=2):
 
 
 def save_tokens(val, train, encoding, args):
-    """Write the files of PREFIX, all of them or none, and say so. val, train: lists of integer arrays."""
+    """Write the files of PREFIX. val, train: lists of integer arrays."""
+    save_files(dict(zip(output_paths(args.output), (val, train))), encoding, args)
+
+
+def save_files(files, encoding, args):
+    """Write token files, {path: list of integer arrays}, and the vocabulary, all of them or none, and say so."""
     if args.format == "uint16" and encoding.n_vocab > 1 << 16:
         raise UserError(f"--format uint16: the vocabulary has {encoding.n_vocab} tokens, expected at most 65536: use"
                         " int32")
-    *paths, vocabulary = output_paths(args.output)
+    vocabulary = output_paths(args.output)[-1]
     make_directory(os.path.dirname(args.output))
-    counts = [sum(map(len, pieces)) for pieces in (val, train)]
+    counts = {path: sum(map(len, pieces)) for path, pieces in files.items()}
     with together():
-        for path, pieces, count in zip(paths, (val, train), counts):
-            write_tokens(path, pieces, count, args.format)
+        for path, pieces in files.items():
+            write_tokens(path, pieces, counts[path], args.format)
         save_vocabulary(vocabulary, encoding)
-    for path, count in zip(paths, counts):
+    for path, count in counts.items():
         print(f"Saved {count} tokens to {path}")
     print(f"Saved the vocabulary of {encoding.n_vocab} tokens to {vocabulary}")
 

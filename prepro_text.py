@@ -10,7 +10,8 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
 
 A document is a file, or in .jsonl files, and .json ones of that form, what a line has in --field. Each follows an
 end-of-text token; folders are read in sorted order, and what is hidden in them, or not UTF-8 text, is left out. The
-last tenth of the tokens validates, at most 32768 tokens, or --val_fraction of them; the rest trains.
+last tenth of the tokens validates, at most 32768 tokens, or --val_fraction of them; the rest trains, in shards if there
+is --shard_tokens.
 
 The vocabulary is GPT-2's; or `bytes`, the 256 byte values; or `chars`, the characters of the text: nanoGPT's
 shakespeare_char. Text is tokenized by several processes in pieces of a megabyte, which are cut where tokens end, and
@@ -19,6 +20,7 @@ is not held in memory.
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
 
+import argparse
 import codecs
 import io
 import json
@@ -33,8 +35,7 @@ from llmc.dataloader import find_files
 from llmc.errors import UserError, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
-                    load_encoding, make_parser, save_tokens, val_fraction,
-                    val_tokens)
+                    load_encoding, make_parser, save_files, save_tokens, val_fraction, val_tokens)
 
 MEND = "pass files of text, or folders with them"
 VAL_TOKENS = 32768
@@ -220,11 +221,16 @@ def main():
     parser.add_argument("--vocabulary", choices=("gpt2", "bytes", "chars"), default="gpt2",
                         help="GPT-2's; the 256 byte values; the characters of the text")
     parser.add_argument("--field", metavar="NAME", default="text", help="where a line of JSON has its text")
+    parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
+                        help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")
     add_processes(parser, "pieces of text")
     add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
     check_processes(args)
     val_fraction(args)
+    args.shard_tokens = getattr(args, "shard_tokens", None)
+    if args.shard_tokens is not None and not 0 < args.shard_tokens < 2**31:
+        raise UserError(f"--shard_tokens {args.shard_tokens}: expected at least 1, and less than 2^31")
 
     paths, hidden = find_texts(args.inputs)
     texts, count, characters = survey(paths, args)
@@ -248,7 +254,22 @@ def main():
                     all_tokens.flush()
         tokens = np.memmap(all_tokens, token_type(encoding), "r")
         train = len(tokens) - val_tokens(len(tokens), VAL_TOKENS, args)
-        save_tokens(list(chunks(tokens[train:])), list(chunks(tokens[:train])), encoding, args)
+        val, train = tokens[train:], tokens[:train]
+        if args.shard_tokens:
+            save_shards(val, train, encoding, args)
+        else:
+            save_tokens(list(chunks(val)), list(chunks(train)), encoding, args)
+
+
+def save_shards(val, train, encoding, args):
+    """PREFIX_val_000000.bin, and PREFIX_train_000000.bin and on, of equal sizes up to --shard_tokens."""
+    shards = np.array_split(train, -(-len(train) // args.shard_tokens))
+    files = {f"{args.output}_train_{number:06d}.bin": list(chunks(shard)) for number, shard in enumerate(shards)}
+    for path in find_files(f"{args.output}_train_*.bin"):
+        if path not in files:
+            raise UserError(f"{path}: would be taken for one of the {len(shards)} shards to be written: remove it, or"
+                            " pass another --output")
+    save_files({f"{args.output}_val_000000.bin": list(chunks(val)), **files}, encoding, args)
 
 
 if __name__ == "__main__":

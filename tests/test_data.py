@@ -262,6 +262,30 @@ def test_two_processes_tokenize_one_file(tmp_path, vocabulary_here, prepare):
     assert one == two and len(one) == len(text) + 1
 
 
+def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
+    """--shard_tokens splits the training tokens into shards of one size; one of an earlier run is no part of them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("".join(f"{i} lines, and\n" for i in range(7000))[:100000])
+
+    def tokens(*flags):
+        run_here(prepro_text, "text", "--vocabulary", "bytes", "--output", "x", "--format", "uint16", *flags)
+        return [[open_tokens(str(path), 257).tolist() for path in sorted(tmp_path.glob(f"x_{split}*.bin"))]
+                for split in ("train", "val")]
+
+    (train,), val = tokens()
+    for path in tmp_path.glob("x_*"):
+        path.unlink()
+    shards, val_again = tokens("--shard_tokens", 30000)
+    assert sum(shards, []) == train and val_again == val
+    assert [len(shard) for shard in shards] == [22501, 22500, 22500, 22500]
+    assert sorted(path.name for path in tmp_path.glob("x_*")) == [
+        "x_tokenizer.bin", *(f"x_train_{number:06d}.bin" for number in range(4)), "x_val_000000.bin"]
+    done = run_here(prepro_text, "text", "--vocabulary", "bytes", "--output", "x", "--shard_tokens", 50000, check=False)
+    done.stderr = done.stderr.splitlines()[-1]
+    assert_one_line_error(done, "x_train_000002.bin", "2 shards", "remove it")
+    assert tokens("--shard_tokens", 30000) == [shards, val]
+
+
 def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch):
     """One line; no file is written."""
     monkeypatch.chdir(tmp_path)
@@ -284,6 +308,7 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch):
     fails("d.jsonl", b'{"text": "a"}\n', "d.jsonl:1", "'story'", flags=("--field", "story"))
     fails("e.txt", text, "--val_fraction 2.0", flags=("--val_fraction", 2))
     fails("f.txt", text, "--processes 0", flags=("--processes", 0))
+    fails("i.txt", text, "--shard_tokens 0", flags=("--shard_tokens", 0))
     fails("g.txt", "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x14000)])).encode(), "--format uint16",
           "at most 65536", flags=("--format", "uint16", "--vocabulary", "chars"))
     fails("h.txt", text, "h.txt", "directory", flags=("--output", "h.txt/x"))
