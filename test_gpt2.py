@@ -120,7 +120,8 @@ class CudaRun:
     def copy(self, name):
         """params (the float32 ones, if there are two), m, v or grads, those of the last step: float32 Tensors."""
         trainer = self.trainer
-        return trainer.to_host(trainer.master if name == "params" and trainer.settings.master else getattr(trainer, name))
+        exact = name == "params" and trainer.settings.master
+        return trainer.to_host(trainer.master if exact else getattr(trainer, name))
 
 
 BACKENDS = {

@@ -11,11 +11,12 @@ packages, no CUDA toolkit.
     python train_gpt2_cuda.py                 # B=4, T=1024, one epoch, in bfloat16 where the GPU has it
     python dev/check_gpu.py                   # compares every activation and gradient with train_gpt2.py on one batch
     python dev/profile_gpu.py                 # where the time of a step goes, kernel by kernel
+    python train_gpt2_cuda.py --gpus 4        # four processes, a GPU each; or start them with torchrun, mpirun or srun
 
 A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the
 host prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every
 sum has a fixed order, there are no atomic additions of floats, and the matmuls' algorithms, once searched, are kept in
-a cache and recorded in checkpoints.
+a cache and recorded in checkpoints. So they are on any number of GPUs: llmc/zero.py says how.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -38,8 +39,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import (Owned, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints, find_checkpoint,
-                             newest_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped)
+from llmc.checkpoint import (Owned, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints,
+                             find_checkpoint, newest_checkpoint, notes_of, read_start, restore, save_checkpoint,
+                             stopped)
 from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer, to_float32
@@ -1517,8 +1519,8 @@ def check_alike(ranks, gpu):
     for rank, (host, bus, other) in enumerate(found):
         first = [place[:2] for place in found].index([host, bus])
         if first != rank:
-            raise UserError(f"ranks {first} and {rank} have the same GPU ({other[0]} at {bus} of {host}): start one process"
-                            " for each GPU")
+            raise UserError(f"ranks {first} and {rank} have the same GPU ({other[0]} at {bus} of {host}): start one"
+                            " process for each GPU")
         if other != found[0][2]:
             raise UserError(f"rank {rank} has a {other[0]}, rank 0 a {found[0][2][0]}: expected GPUs of one kind")
 

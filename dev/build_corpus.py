@@ -460,8 +460,8 @@ def table(manifest):
         names = {package["package"]: package["version"] for package in packages}
         documents, size, tokens = (sum(package[what] for package in packages)
                                    for what in ("documents", "bytes", "tokens"))
-        lines.append(f"| {name} | {', '.join(map(' '.join, names.items())) if name != 'all' else len(names)} | {documents} | {size / 1e6:.1f} |"
-                     f" {tokens / 1e6:.2f} |")
+        listed = len(names) if name == "all" else ", ".join(map(" ".join, names.items()))
+        lines.append(f"| {name} | {listed} | {documents} | {size / 1e6:.1f} | {tokens / 1e6:.2f} |")
     return "\n".join(lines)
 
 

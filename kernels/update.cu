@@ -119,8 +119,8 @@ loss_mean(float* loss, const float* losses, float scale, int N) {
 }
 
 // Block (THREADS); grid (chunks). sums (elements of the chunks): in the order of ranks, whose micro-batches follow one
-// another. own (parameters): this rank's gradients. received (ranks - 1, stride): the others', of the elements that this
-// rank owns.
+// another. own (parameters): this rank's gradients. received (ranks - 1, stride): the others', of the elements that
+// this rank owns.
 extern "C" __global__ void __launch_bounds__(THREADS)
 add_gradients(float* sums, const gradient* own, const gradient* received, const Chunk* chunks, int first, int rank,
               int ranks, int64 stride) {

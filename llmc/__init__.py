@@ -14,9 +14,11 @@
     kernels     the files of kernels/ and their launch geometry
     compiler    kernels compiled, and kept in a cache
     device      the GPU: open, load, launch, streams
+    matmul      matrix multiplication on the GPU: cuBLASLt or our kernels, and the search for the fastest
+    outliers    updates to skip
     launchers   several GPUs: torchrun, mpirun, srun, --gpus
     ranks       their processes: how they meet, what they tell each other, how they end together
-    matmul      matrix multiplication on the GPU: cuBLASLt or our kernels, and the search for the fastest
+    zero        who owns which parameters; gradients and weights on their way, by NCCL
 
 Nothing here knows an architecture: whoever reads a model passes the function that makes its table of parameters.
 compiler, device and matmul need CuPy and its companions; all others NumPy and the standard library alone.

@@ -2,18 +2,21 @@
 
 Each rank computes the gradients of micro-batches of its own. Of the optimizer, a rank has its share alone: moments,
 float32 weights, and the float32 sums of gradients (stage 2 of ZeRO; Rajbhandari et al. 2019,
-https://arxiv.org/abs/1910.02054). After each micro-batch, every rank sends each other rank the part of its gradient that
-this one owns. The owner adds them in the order of the micro-batches, whoever computed them, so that an update has the
-same bits on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a reduce-scatter. The new weights return before the next
-forward pass needs them.
+https://arxiv.org/abs/1910.02054). After each micro-batch, every rank sends each other rank that part of its gradients
+which this one owns. The owner adds them up in the order of the micro-batches, whoever computed them, so that an update
+has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a reduce-scatter. The new weights return before
+the next forward pass needs them.
 
 A share is cut out of every tensor of every layer, as llm.c does it, so that each transfer keeps all ranks busy.
 """
 
 import copy
+import warnings
 from typing import NamedTuple
 
 import numpy as np
+
+from llmc.errors import UserError
 
 PARTS = 16  # of a segment: numbers of ranks that divide it cut segments at the same places
 CHUNK = 8192  # elements, at most
@@ -132,12 +135,18 @@ class Nccl:
     """The other ranks' GPUs: NCCL's point-to-point messages, which move bytes, and its sum."""
 
     def __init__(self, ranks):
-        """ranks: of ranks.py."""
-        from cupy.cuda import nccl  # a run on one GPU does not need it
-
+        """ranks: of ranks.py. Raises UserError where NCCL is missing, or fails."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from cupy.cuda import nccl  # a run on one GPU does not need it
+        if not nccl.available:
+            raise UserError("NCCL, for several GPUs, cannot be loaded: pip install -r requirements-gpu.txt")
         self.nccl = nccl
-        unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
-        self.communicator = nccl.NcclCommunicator(ranks.size, bytes.fromhex(ranks.gather(unique_id)[0]), ranks.rank)
+        try:
+            unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
+            self.communicator = nccl.NcclCommunicator(ranks.size, bytes.fromhex(ranks.gather(unique_id)[0]), ranks.rank)
+        except nccl.NcclError as error:
+            raise UserError(f"NCCL cannot connect the GPUs ({error}): NCCL_DEBUG=INFO says more") from None
 
     def exchange(self, sends, receives, stream):
         """sends, receives: (other rank, array) each, in the same order for each pair of ranks."""

@@ -1,5 +1,5 @@
-"""train_gpt2_cuda.py on fake GPUs that compute, for tests of several ranks: update.cu's kernels in NumPy; in the model's
-place, gradients and losses that are a function of the batch; messages over the ranks' connections.
+"""train_gpt2_cuda.py on fake GPUs that compute, for tests of several ranks: update.cu's kernels in NumPy; in place of
+the model, gradients and losses that are a function of the batch; messages over the ranks' connections.
 
     python tests/fake_gpus.py --gpus 2 -b 2 -t 8 ...      # as train_gpt2_cuda.py
 """
@@ -163,7 +163,8 @@ def main():
             chosen.append(self.index)
 
     fake.cp.cuda.Device = Device
-    for module, names in ((llmc.device, ("cp", "driver", "cublasLt")), (llmc.matmul, ("cp", "cublasLt")), (cuda, ("cp",))):
+    for module, names in ((llmc.device, ("cp", "driver", "cublasLt")), (llmc.matmul, ("cp", "cublasLt")),
+                          (cuda, ("cp",))):
         for name in names:
             setattr(module, name, getattr(fake, name))
     llmc.device.MISSING, llmc.device.GPU_ERRORS = None, ()

@@ -77,7 +77,8 @@ def write_files():
     np.abs(flat(moments[1]), out=flat(moments[1]))
     notes = {"products": {"on": "this GPU", "algorithms": {"8 8 8": [1, 2, 3, 4, 5, 6, 7, 8], "9 9 9": "kernels"}},
              "precision": "bfloat16"}
-    save_checkpoint("run", SMALL, params, owned_by_one(*moments), Progress(1, 1337, first_position([12], True), (2, 8, 0)), notes)
+    progress = Progress(1, 1337, first_position([12], True), (2, 8, 0))
+    save_checkpoint("run", SMALL, params, owned_by_one(*moments), progress, notes)
     with contextlib.redirect_stdout(io.StringIO()):
         export_weights.write_hf_folder("model3.bin", "hf")
     Path("text.md").write_bytes(b"# Text\r\n\r\nna\xc3\xafve\r\n" * 50)

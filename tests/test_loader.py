@@ -582,18 +582,21 @@ def test_ctrl_c_interrupts_the_wait_for_a_batch():
         free.wait(30)
         yield 1
 
-    ahead = read_ahead(items(), 2)
+    def interrupted(*_):
+        free.set()  # so that the thread ends
+        raise KeyboardInterrupt
+
+    ahead, before = read_ahead(items(), 2), signal.signal(signal.SIGINT, interrupted)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     start = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            threading.Timer(0.5, free.set).start()
             next(ahead)
         assert time.monotonic() - start < 10
     finally:
-        free.set()
         timer.join()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_thread_ends_with_the_program(tmp_path):

@@ -19,7 +19,7 @@ from llmc.tokenizer import write_tokenizer
 from train_gpt2 import SIZES
 from train_gpt2_cuda import CudaSettings
 
-RECIPES = sorted(path.name for path in (ROOT / "scripts").glob("*.sh"))
+RECIPES = sorted(path.name for path in (ROOT / "scripts").glob("run_*.sh"))
 NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
 PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.parse_arguments,
            "prepro_fineweb.py": prepro_fineweb.parse_arguments}

@@ -4,6 +4,7 @@ kernels are NumPy's; their checkpoints go on with another number of ranks."""
 import os
 import queue
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,13 +16,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import bench_scale
 import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import GPT2_124M, ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_params, run_program
 from fake_gpus import compute_on, here, stored
-from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_checkpoint, newest_checkpoint, owned_by_one,
-                             rank_path, read_optimizer_state, save_checkpoint, write_optimizer_state)
-from llmc.checkpoint import write_model
+from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_checkpoint, newest_checkpoint,
+                             owned_by_one, rank_path, read_optimizer_state, save_checkpoint, write_model,
+                             write_optimizer_state)
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
 from llmc.shuffle import Position
@@ -166,8 +168,9 @@ def test_the_same_bits_on_any_number_of_gpus(computing_gpu, tmp_path, changes):
     """Losses, norms, weights, moments of 1, 2 and 4 ranks; also where each number goes on from what another one wrote.
     """
     os.environ["LLMC_CACHE"] = str(tmp_path / "cache")
-    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=64, sample_every=0, output=str(tmp_path / "run"),
-                                             graph=0, **changes), "sm_90a")
+    settings = cuda.CudaSettings(B=2, T=8, total_batch_size=64, sample_every=0, output=str(tmp_path / "run"), graph=0,
+                                 **changes)
+    settings = cuda.settle(settings, "sm_90a")
     params, found = random_params(SMALL_HEADS), {}
     for size in (1, 2, 4):
         def work(ranks, **more):
@@ -273,12 +276,18 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
 # ----------------------------------------------------------------------------------------------------------------------
 # the program, in processes
 
-RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc", "--graph", 0,
-       "-o")
+RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc",
+       "--graph", 0, "-o")
+MANY = ("-x", 100000, "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--graph", 0, "-o", "run")
 
 
 def fake_run(*flags, check=True):
     return run_program("tests/fake_gpus.py", *flags, check=check)
+
+
+def start(*flags):
+    return subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", *map(str, flags)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def results(directory):
@@ -299,7 +308,8 @@ def test_logs_and_models_are_equal(heads):
     for size in (1, 2, 4):
         done = fake_run("--gpus", size, "-x", 5, "-n", 2, *RUN, f"run{size}")
         assert done.stderr == ""
-        printed[size] = re.findall(r"^(val loss .*|step .*loss [0-9.]+|generating:|[0-9 ]{8,})", done.stdout, re.MULTILINE)
+        printed[size] = re.findall("^(val loss .*|step .*loss [0-9.]+|generating:|[0-9 ]{8,})", done.stdout,
+                                   re.MULTILINE)
         assert results(heads / f"run{size}") == results(heads / "run1")
     assert len(printed[1]) > 10 and printed[1] == printed[2] == printed[4]
     fake_run("--gpus", 4, "-x", 3, *RUN, "parts")
@@ -312,9 +322,7 @@ def test_logs_and_models_are_equal(heads):
 @pytest.mark.parametrize("killed", (0, 1))
 def test_a_rank_that_dies(heads, killed):
     """All end at once, the last checkpoint is whole, and a run goes on from it to the same end, by other numbers."""
-    process = subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", "--gpus", "2", "-x", "100000", "-n", "1",
-                                "-nk", "3", "-b", "2", "-t", "8", "-d", "64", "-v", "0", "-s", "0", "--graph", "0", "-o", "run"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start("--gpus", 2, "-n", 1, "-nk", 3, "-d", 64, *MANY)
     while newest_checkpoint("run") is None:
         time.sleep(0.01)
         assert process.poll() is None, process.stderr.read()
@@ -326,17 +334,14 @@ def test_a_rank_that_dies(heads, killed):
     step = newest_checkpoint("run")
     for size, directory in ((1, "whole"), (2, "run")):
         resume = ("-y", 1) if directory == "run" else ()
-        fake_run("--gpus", size, "-x", step + 2, "-b", 2, "-t", 8, "-d", 64, "-v", 0, "-s", 0, "--graph", 0, "-o", directory,
-                 *resume)
+        fake_run("--gpus", size, "-d", 64, *MANY, "-x", step + 2, "-o", directory, *resume)
     name = f"model_{step + 2:08d}.bin"
     assert (heads / "run" / name).read_bytes() == (heads / "whole" / name).read_bytes()
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
 def test_a_signal_stops_all_at_one_step(heads, number):
-    process = subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", "--gpus", "2", "-x", "100000", "-b", "2",
-                                "-t", "8", "-d", "32", "-v", "0", "-s", "0", "--graph", "0", "-o", "run"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start("--gpus", 2, "-d", 32, *MANY)
     while not process.stdout.readline().startswith("step"):
         assert process.poll() is None, process.stderr.read()
     process.send_signal(number)
@@ -354,3 +359,49 @@ def test_a_signal_stops_all_at_one_step(heads, number):
 ))
 def test_what_all_ranks_find_is_said_once(heads, flags, words):
     assert_one_line_error(fake_run(*flags, check=False), *words)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# speed
+
+
+@pytest.fixture
+def small_runs(monkeypatch, tmp_path):
+    """dev/bench_scale.py with a small model, on fake GPUs."""
+    model, write = str(tmp_path / "model.bin"), bench_scale.write_tokens
+    write_model(model, SMALL_HEADS, random_params(SMALL_HEADS))
+    for name, value in dict(
+            PROGRAM=str(ROOT / "tests" / "fake_gpus.py"), T=8, V=SMALL_HEADS.V, count_gpus=lambda: 4,
+            write_tokens=lambda path, tokens, count, format: write(path, [tokens[0][:5000]], 5000, format),
+            RUNS={"small": ("small, B=2", ("-e", model, "-b", 2, "-x", 3, "--graph", 0))},
+            SAME=("-e", model, "-b", 2, "-d", 32, "-v", 1, "-m", 2, "--graph", 0)).items():
+        monkeypatch.setattr(bench_scale, name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_scaling_is_measured(small_runs, run_here):
+    lines = run_here(bench_scale, "--gpus", "1,2", "--only", "small", "--same", 2).stdout.splitlines()
+    # A fake step takes 1 ms.
+    assert re.fullmatch(r"\| small, B=2 \| 1 \| 1\.00 \| 16,000 \| 100\.0% \| \d\.\d \|", lines[2])
+    assert re.fullmatch(r"\| small, B=2 \| 2 \| 1\.00 \| 32,000 \| 100\.0% \| \d\.\d \|", lines[3])
+    assert lines[4] == "logs of 2 updates on 1, 2 GPUs: equal"
+
+
+def test_a_run_that_fails_is_named(small_runs, run_here):
+    assert_one_line_error(run_here(bench_scale, "--gpus", "8", check=False), "--gpus 8: this machine has 4")
+    bench_scale.RUNS["small"] = "small", ("-e", "none.bin")
+    assert_one_line_error(run_here(bench_scale, "--gpus", "1", check=False), "-e none.bin", "none.bin: no such file")
+
+
+def test_the_script_for_eight_gpus_runs(tmp_path):
+    """Its flags are bench_scale.py's."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    script = (ROOT / "scripts" / "scale_8.sh").read_text().replace("$PWD/.venv/bin", str(tmp_path))
+    script = script.replace('cd "$(dirname "$0")/.."\n', "")
+    lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    for line in lines:
+        program, *flags = shlex.split(line)
+        assert program == "dev/bench_scale.py"
+        assert max(bench_scale.parse_arguments(flags).gpus) == 8
+    assert len(lines) == 1

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# GPT-2 124M and 1558M on 1, 4 and 8 GPUs of one machine: speed, and the same losses on 4 as on 8.
+#
+# Needs:   8 GPUs with 63 GiB each; no data
+# Takes:   ten minutes
+# Reaches: not yet measured
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH"
+
+python dev/bench_scale.py --gpus 1,4,8 --same 50 "$@"

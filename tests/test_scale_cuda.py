@@ -1,0 +1,117 @@
+"""Training on 2, 4, 8 GPUs, as many as there are: the same bits as on one. With fewer than two, nothing here runs."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, SMALL_HEADS, assert_one_line_error, random_params, run_program
+from llmc.checkpoint import newest_checkpoint, write_model
+from llmc.dataloader import write_tokens
+from llmc.device import count_gpus
+from llmc.errors import UserError
+
+try:
+    GPUS = count_gpus()
+except UserError:
+    GPUS = 0
+COUNTS = [n for n in (1, 2, 4, 8) if n <= GPUS]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, there are {GPUS}")]
+RUN = ("-b", 2, "-t", 64, "-d", 1024, "-l", 1e-3, "-v", 5, "-m", 5, "-g", 20, "--lines", "llmc")
+
+
+def train(*flags, check=True, **environment):
+    return run_program("train_gpt2_cuda.py", *flags, check=check, timeout=300, **environment)
+
+
+def results(directory):
+    """Logs and models; of states, each number of GPUs has its own."""
+    names = [name for name in sorted(os.listdir(directory)) if name == "main.log" or name.startswith("model")]
+    return {name: (directory / name).read_bytes() for name in names}
+
+
+@pytest.fixture
+def heads(workplace):
+    """A model with heads of 64, as Hopper's kernels want them, and tokens that repeat."""
+    config = SMALL_HEADS.__class__(maxT=64, V=257, L=3, NH=2, C=128, Vp=384)
+    write_model("gpt2_124M.bin", config, random_params(config))
+    tokens = np.random.default_rng(0).integers(0, 64, 100_000)
+    write_tokens("data/tiny_shakespeare_train.bin", [tokens], len(tokens))
+    return workplace
+
+
+@pytest.mark.parametrize("flags", (
+    ("--dtype", "bfloat16", "--grad_clip", 1), ("--dtype", "float32", "--grad_clip", 1),
+    ("--dtype", "float32", "--tf32", 0),
+    ("--dtype", "bfloat16", "--stochastic_rounding", 3, "-w", 0), ("--dtype", "bfloat16", "--float32_grads", 1),
+    ("--recompute", 2, "-c", 0.1), ("--graph", 0), ("--matmul", "kernels"), ("-sl", 1, "-sg", 1)), ids=str)
+def test_the_same_bits(heads, flags):
+    """Losses, norms, samples and weights of 20 updates, some of them beyond a checkpoint of another number."""
+    steps = 140 if "-sl" in flags else 20  # outliers are told from 128 updates on
+    for count in COUNTS:
+        done = train("--gpus", count, "-x", steps, "-n", steps // 2, "-s", 10, "-o", f"run{count}", *RUN, *flags)
+        assert "nan" not in done.stdout
+        assert results(heads / f"run{count}") == results(heads / "run1")
+    for first, second in ((COUNTS[-1], 1), (1, 2), (2, COUNTS[-1])):
+        directory = f"parts{first}{second}"
+        train("--gpus", first, "-x", steps // 2, "-s", 0, "-o", directory, *RUN, *flags)
+        train("--gpus", second, "-x", steps, "-s", 0, "-o", directory, *RUN, *flags, "-y", 1)
+        name = f"model_{steps:08d}.bin"
+        assert (heads / directory / name).read_bytes() == (heads / "run1" / name).read_bytes()
+
+
+def test_a_rank_that_is_killed(heads):
+    """At random moments: the others end at once, and the run goes on from its last checkpoint to the same end."""
+    flags = ("--gpus", 2, *RUN, "-s", 0, "-n", 1, "-nk", 3, "-o", "run")
+    rng, deaths = random.Random(0), 0
+    while deaths < 20:
+        resume = ("-y", 1) if deaths else ()
+        command = map(str, (sys.executable, ROOT / "train_gpt2_cuda.py", *flags, "-x", 100000, *resume))
+        process = subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not process.stdout.readline().startswith("step"):
+            assert process.poll() is None, process.stderr.read()
+        time.sleep(rng.uniform(0, 0.3))
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).stdout.split()
+        began = time.monotonic()
+        os.kill(int(rng.choice(ranks)), signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - began < 10 and "ended unexpectedly" in errors and "Traceback" not in errors
+        deaths += 1
+    step = newest_checkpoint("run") + 3
+    train("-x", step, *flags, "-y", 1)
+    train("-x", step, *RUN, "-s", 0, "-o", "whole")
+    name = f"model_{step:08d}.bin"
+    assert (heads / "run" / name).read_bytes() == (heads / "whole" / name).read_bytes()
+
+
+def test_over_sockets(heads):
+    """As on two machines: ranks that may only talk over sockets."""
+    sockets = dict(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    for count, environment in ((1, {}), (2, sockets)):
+        train("--gpus", count, "-x", 5, "-s", 0, "-o", f"run{count}", *RUN, **environment)
+    assert results(heads / "run1") == results(heads / "run2")
+
+
+def test_torchrun(heads):
+    """PyTorch's launcher, where PyTorch is there."""
+    pytest.importorskip("torch.distributed.run")
+    train("-x", 5, "-s", 0, "-o", "run1", *RUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+               ROOT / "train_gpt2_cuda.py", *map(str, ("-x", 5, "-s", 0, "-o", "run2", *RUN))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert results(heads / "run1") == results(heads / "run2")
+
+
+def test_what_cannot_be(heads):
+    assert_one_line_error(train("--gpus", GPUS + 1, *RUN[:4], check=False), f"which has {GPUS} GPUs")
+    both = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert_one_line_error(train("--gpus", 2, check=False, **both), "--gpus 2: 1 processes were started")
+    done = train("--gpus", 2, *RUN[:4], "-l", 1e30, "-x", 9, "-v", 0, "-s", 0, check=False)
+    assert done.returncode == 1 and len(re.findall("error: step .*the loss is ", done.stderr)) == 1
