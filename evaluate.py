@@ -25,7 +25,6 @@ import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is
 import argparse
 import json
 import math
-import sys
 import warnings
 
 import numpy as np
@@ -33,7 +32,7 @@ from tqdm import tqdm
 
 from generate import load_model, load_vocabulary
 from llmc.dataloader import find_files, names_shards, open_tokens
-from llmc.device import gpu_errors_as_lines, open_gpu
+from llmc.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, run_main
 from llmc.evaluation import check_fits, count_correct, read_examples
 from llmc.progress import print_table
@@ -46,17 +45,8 @@ from train_gpt2_cuda import open_evaluator
 
 def open_model(config, params, device):
     """(model, its device's name, rows of a batch that suit it)."""
-    gpu = None
-    if device != "cpu":
-        try:
-            gpu = open_gpu()
-            return open_evaluator(gpu, config, params), gpu.name, 4
-        except UserError as error:
-            if device == "gpu":
-                raise
-            if gpu:
-                print(f"note: this runs on the CPU: {error}", file=sys.stderr)
-    return GPT2(config, params), "CPU", 1
+    found = try_gpu(device, lambda gpu: (open_evaluator(gpu, config, params), gpu.name, 4))
+    return found or (GPT2(config, params), "CPU", 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import sys
 import numpy as np
 
 from llmc.checkpoint import checkpoint_paths, newest_checkpoint, read_model
-from llmc.device import gpu_errors_as_lines, open_gpu
+from llmc.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, run_main
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.tokenizer import Tokenizer, read_tokenizer
@@ -58,16 +58,9 @@ def model_file(path):
 
 def make_decoder(config, params, args):
     """A decoder on the GPU, when there is one that takes this model, else in NumPy."""
-    gpu = None
-    if args.device != "cpu":
-        try:
-            gpu = open_gpu()
-            return open_decoder(gpu, config, params, args.samples, config.maxT, args.dtype)
-        except UserError as error:
-            if args.device == "gpu":
-                raise
-            if gpu:
-                print(f"note: this runs on the CPU: {error}", file=sys.stderr)
+    found = try_gpu(args.device, lambda gpu: open_decoder(gpu, config, params, args.samples, config.maxT, args.dtype))
+    if found:
+        return found
     if args.dtype == "bfloat16":
         raise UserError("--dtype bfloat16: this runs on the CPU, in float32: pass --dtype float32")
     return Decoder(config, params, args.samples, config.maxT)

@@ -5,6 +5,7 @@ Nothing here knows a layer: whoever loads kernels says which files, with which c
 
 import contextlib
 import os
+import sys
 import tempfile
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -89,6 +90,22 @@ def open_gpu(arch="native", local_rank=0):
     native = arch_name(*capability)
     return GPU(name, native if arch == "native" else native.rstrip("a"), properties["multiProcessorCount"],
                properties["sharedMemPerBlockOptin"])
+
+
+def try_gpu(device, open_on):
+    """open_on(gpu), for a program's --device auto, cpu or gpu; None where the CPU is to do it: for cpu; for auto if there
+    is no GPU or, which is said, open_on raises UserError."""
+    gpu = None
+    if device != "cpu":
+        try:
+            gpu = open_gpu()
+            return open_on(gpu)
+        except UserError as error:
+            if device == "gpu":
+                raise
+            if gpu:
+                print(f"note: this runs on the CPU: {error}", file=sys.stderr)
+    return None
 
 
 def arch_name(major, minor):
