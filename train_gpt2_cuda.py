@@ -1138,6 +1138,13 @@ class Trainer:
                 self.device.wait(self.fetch_weights()[-2])  # the last to arrive
         self.weights_behind = False
 
+    def close(self):
+        """After the last update."""
+        self.device.synchronize()
+        self.graph = None  # before what it has captured goes
+        if self.messages:
+            self.messages.peers.close()
+
     def update(self):
         """AdamW over this rank's share, and the report to the host."""
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
@@ -1508,7 +1515,9 @@ def run(settings, ranks):
     peak = peak_flops(gpu.name, settings.precision.matmul)
     peak = peak and ranks.size * peak
     with Console(settings, first_step or 0, flops_per_token(parameters, config, settings.T), peak) as console:
-        return train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading, console)
+        status = train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading, console)
+    trainer.close()
+    return status
 
 
 def check_alike(ranks, gpu):
