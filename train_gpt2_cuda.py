@@ -1467,8 +1467,8 @@ def main():
 
 
 def on_ranks(description, work):
-    """Of a program that takes CudaSettings: work(settings, ranks) on each rank, which a launcher or --gpus starts; returns
-    the exit status."""
+    """Of a program that takes CudaSettings: work(settings, ranks) on each rank, which a launcher or --gpus starts;
+    returns the exit status."""
     parse = functools.partial(parse_settings, CudaSettings, description)
     if find_launch(os.environ).launcher is None and (gpus := parse().gpus) > 1:
         return start_ranks(gpus)
@@ -1526,7 +1526,8 @@ def run(settings, ranks):
     peak = peak_flops(gpu.name, settings.precision.matmul)
     peak = peak and ranks.size * peak
     with Console(settings, first_step or 0, flops_per_token(parameters, config, settings.T), peak) as console:
-        status = train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading, console)
+        status = train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading,
+                       console)
     trainer.close()
     return status
 

@@ -1,5 +1,5 @@
 """
-When forward, backward and update of a training step run, and when gradients and weights travel between GPUs beside them.
+When the parts of a training step run, and when gradients and weights travel between GPUs beside them.
 
     python dev/timeline.py --gpus 4 -e d12 -b 4 -t 1024        # draws timeline.png, prints milliseconds
 

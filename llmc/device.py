@@ -93,8 +93,8 @@ def open_gpu(arch="native", local_rank=0):
 
 
 def try_gpu(device, open_on):
-    """open_on(gpu), for a program's --device auto, cpu or gpu; None where the CPU is to do it: for cpu; for auto if there
-    is no GPU or, which is said, open_on raises UserError."""
+    """open_on(gpu), for a program's --device auto, cpu or gpu; None where the CPU is to do it: for cpu; for auto if
+    there is no GPU or, which is said, open_on raises UserError."""
     gpu = None
     if device != "cpu":
         try:
