@@ -1086,7 +1086,8 @@ class Trainer:
         for i in range(self.micro_steps):
             added = self.compute(i, arrived, batch_copied, added, self.collect_gradients)
         self.device.wait(added)
-        self.update()
+        with self.device.span("update"):
+            self.update()
 
     def copy_batch(self, begin, end):
         """Copy words begin .. end - 1 from the half of the pinned memory whose turn it is: a kernel's work, because a
@@ -1102,12 +1103,14 @@ class Trainer:
         batch, N = self.batch, self.settings.B * self.settings.T
         number, last = i * self.ranks.size + self.ranks.rank, self.shares.buckets - 1  # in the update; bucket
         acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
-        self.model.trunk(acts, batch.inputs[i], arrived)
-        self.device.wait(batch_copied)
-        self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
+        with self.device.span(f"forward {i}"):
+            self.model.trunk(acts, batch.inputs[i], arrived)
+            self.device.wait(batch_copied)
+            self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
         self.device.wait(gradients_read)
         layer_done = functools.partial(collect, first=i == 0) if collect else None
-        self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, layer_done)
+        with self.device.span(f"backward {i}"):
+            self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, layer_done)
         return layer_done and layer_done(last)
 
     def collect_gradients(self, bucket, computed=None, first=False):
@@ -1117,10 +1120,11 @@ class Trainer:
             return None
         with self.device.on_comm_stream() as added:
             self.device.wait(computed)
-            if self.messages:
-                self.messages.send_gradients(bucket, self.device.stream)
-            add_gradients(self.device, self.sums, flat(self.grads), self.received, self.buckets[bucket], first,
-                          self.ranks.rank, self.ranks.size)
+            with self.device.span(f"gradients {bucket}"):
+                if self.messages:
+                    self.messages.send_gradients(bucket, self.device.stream)
+                add_gradients(self.device, self.sums, flat(self.grads), self.received, self.buckets[bucket], first,
+                              self.ranks.rank, self.ranks.size)
         return added
 
     def fetch_weights(self):
@@ -1130,7 +1134,7 @@ class Trainer:
             return None
         arrived = [None] * self.shares.buckets
         for bucket in (-1, *range(self.shares.buckets - 1)):
-            with self.device.on_comm_stream() as arrived[bucket]:
+            with self.device.on_comm_stream() as arrived[bucket], self.device.span(f"weights {bucket}"):
                 self.messages.send_weights(bucket, self.device.stream)
         return arrived
 
@@ -1147,6 +1151,13 @@ class Trainer:
         with self.device.on_comm_stream() as done:
             self.messages.add_up(self.all_sums, self.own_sums, self.device.stream)
         return done
+
+    def close(self):
+        """After the last update."""
+        self.device.synchronize()
+        self.graph = None  # before what it has captured goes
+        if self.messages:
+            self.messages.peers.close()
 
     def update(self):
         """AdamW over this rank's share, and the report to the host."""
@@ -1462,23 +1473,30 @@ def resolve_steps(settings, train_loader, first_step):
 
 
 def main():
-    if find_launch(os.environ).launcher is None and (gpus := parse_flags().gpus) > 1:
+    return on_ranks("Train GPT-2 on GPUs, with CuPy and CUDA kernels.", run_locked)
+
+
+def on_ranks(description, work):
+    """Of a program that takes CudaSettings: work(settings, ranks) on each rank, which a launcher or --gpus starts; returns
+    the exit status."""
+    parse = functools.partial(parse_settings, CudaSettings, description)
+    if find_launch(os.environ).launcher is None and (gpus := parse().gpus) > 1:
         return start_ranks(gpus)
     with join() as ranks, gpu_errors_as_lines():
         with ranks.said_once():
-            settings = parse_flags()
+            settings = parse()
         if settings.gpus not in (1, ranks.local_size):
             raise UserError(f"--gpus {settings.gpus}: {ranks.local_size} processes were started on this machine, one"
                             " for each of its GPUs: leave the flag out")
         settings = dataclasses.replace(settings, gpus=ranks.size)
         settings.check()
-        lock = locked(settings.output, settings.output_dir) if ranks.is_first else contextlib.nullcontext()
-        with lock:
-            return run(settings, ranks)
+        return work(settings, ranks)
 
 
-def parse_flags():
-    return parse_settings(CudaSettings, "Train GPT-2 on GPUs, with CuPy and CUDA kernels.")
+def run_locked(settings, ranks):
+    lock = locked(settings.output, settings.output_dir) if ranks.is_first else contextlib.nullcontext()
+    with lock:
+        return run(settings, ranks)
 
 
 def run(settings, ranks):
@@ -1518,7 +1536,9 @@ def run(settings, ranks):
     peak = peak_flops(gpu.name, settings.precision.matmul)
     peak = peak and ranks.size * peak
     with Console(settings, first_step or 0, flops_per_token(parameters, config, settings.T), peak) as console:
-        return train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading, console)
+        status = train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading, console)
+    trainer.close()
+    return status
 
 
 def check_alike(ranks, gpu):

@@ -148,6 +148,7 @@ class Device:
         self.observer = None  # called with each launch's name and arguments, it returns a context for the launch
         self.launches_early = int(gpu.arch[3:].rstrip("a")) >= 90
         self.one_stream = False  # True: work for other streams stays on the main one, to be timed alone
+        self.spans = None  # a list: of (name, stream's name, event before, event after), see `span`
         self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
         paths, self.compiled = prepare_kernels(cache, gpu.arch, files)
         self.cached = len(files) - self.compiled
@@ -196,6 +197,18 @@ class Device:
         self.stream = self.main
         after.record(stream)
 
+    @contextlib.contextmanager
+    def span(self, name):
+        """Where spans are asked for, note when what is launched in here begins and ends, in each replay of a graph,
+        too."""
+        if self.spans is None:
+            yield
+            return
+        stream = next(name for name in ("main", "side", "comm") if getattr(self, name) is self.stream)
+        before = record_event(self.stream)
+        yield
+        self.spans.append((name, stream, before, record_event(self.stream)))
+
     def wait(self, event):
         """Make the current stream wait for an event of another one's; None: there is nothing to wait for."""
         if event is not None:
@@ -223,6 +236,19 @@ class Device:
         if key not in self.maps:
             self.maps[key] = TensorMap(array, encode_tensor_map(array, rows, columns))
         return self.maps[key]
+
+
+def record_event(stream):
+    """An event, recorded; if the stream is being captured, in each replay."""
+    event = cp.cuda.Event()
+    if not stream.is_capturing():
+        event.record(stream)
+        return event
+    error, = driver.cuEventRecordWithFlags(event.ptr, stream.ptr,
+                                           driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuEventRecordWithFlags: {error}")
+    return event
 
 
 def encode_tensor_map(array, rows, columns):

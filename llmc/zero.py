@@ -171,6 +171,10 @@ class Nccl:
             self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, self.nccl.NCCL_FLOAT32,
                                         self.nccl.NCCL_SUM, stream.ptr)
 
+    def close(self):
+        """Leave the others, with nothing underway. (Not `destroy`, which waits for them.)"""
+        self.communicator.abort()
+
 
 class Messages:
     """What a rank sends and receives, by bucket: gradients to those who own them, new weights from them."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GPT-2 124M and 1558M on 1, 4 and 8 GPUs of one machine: speed, and the same losses on 4 as on 8.
+# GPT-2 124M and 1558M on 1, 4 and 8 GPUs of one machine: speed, the same losses, and a timeline of one step.
 #
 # Needs:   8 GPUs with 63 GiB each; no data
 # Takes:   ten minutes
@@ -9,3 +9,4 @@ cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
 python dev/bench_scale.py --gpus 1,4,8 --same 50 "$@"
+python dev/timeline.py --gpus 8 -e d12 -b 4 -t 1024

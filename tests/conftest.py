@@ -282,6 +282,9 @@ class FakeGPU:
             def __exit__(self, *_):
                 fake.current.pop()
 
+            def is_capturing(self):
+                return False
+
             def wait_event(self, event):
                 assert event.recorded, "waits for an event that was never recorded"
 

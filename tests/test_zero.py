@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import bench_scale
+import timeline
 import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import GPT2_124M, ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_params, run_program
@@ -26,6 +27,7 @@ from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_che
                              write_optimizer_state)
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
+from llmc.settings import parse_settings
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
 from llmc.zero import CHUNK, PARTS, Nccl, Shares, cut, cut_evenly
@@ -455,14 +457,25 @@ def test_a_run_that_fails_is_named(small_runs, run_here):
 
 
 def test_the_script_for_eight_gpus_runs(tmp_path):
-    """Its flags are bench_scale.py's."""
+    """Its flags are those of the two programs."""
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "python").chmod(0o755)
     script = (ROOT / "scripts" / "scale_8.sh").read_text().replace("$PWD/.venv/bin", str(tmp_path))
     script = script.replace('cd "$(dirname "$0")/.."\n', "")
     lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
-    for line in lines:
-        program, *flags = shlex.split(line)
-        assert program == "dev/bench_scale.py"
-        assert max(bench_scale.parse_arguments(flags).gpus) == 8
-    assert len(lines) == 1
+    (program, *flags), (other, *its_flags) = map(shlex.split, lines)
+    assert (program, other) == ("dev/bench_scale.py", "dev/timeline.py")
+    assert max(bench_scale.parse_arguments(flags).gpus) == 8
+    assert parse_settings(cuda.CudaSettings, "", its_flags).gpus == 8
+
+
+def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
+    """Of a step of two micro-batches: what runs on each stream, and a picture."""
+    monkeypatch.setattr(timeline, "cp", fake_gpu.cp)
+    for graph in (0, 1):
+        lines = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout.splitlines()
+        table = lines[lines.index(next(line for line in lines if line.split() == ["begin", "end", "ms"])) + 1 :]
+        names = [re.match(r"(\w+ ?\d?) +1\.000 +1\.000 +0\.000$", line)[1].strip() for line in table]
+        assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "gradients 0",
+                                        "gradients 1", "gradients 2", "update"])
+        assert (heads / "timeline.png").stat().st_size > 5000

@@ -1,0 +1,93 @@
+"""
+When forward, backward and update of a training step run, and when gradients and weights travel between GPUs beside them.
+
+    python dev/timeline.py --gpus 4 -e d12 -b 4 -t 1024        # draws timeline.png, prints milliseconds
+
+The flags are those of train_gpt2_cuda.py. Times are of the first rank, by events in the captured step, on random tokens
+with learning rate 0, the median of 20 steps. `gradients 3`, `weights 3`: of the matrices of layer 3; the last number is
+of all else. What is exposed shows in the main stream: as a longer forward pass than on one GPU, while it waits for
+weights, and as a gap before the update, while the last gradients travel.
+"""
+
+import os
+import statistics
+import sys
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+sys.path.insert(0, ROOT)
+
+import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
+
+import numpy as np
+
+import train_gpt2_cuda as cuda
+from llmc.checkpoint import read_start
+from llmc.device import cp, open_gpu
+from llmc.errors import run_main
+from plot_log import picture
+from train_gpt2 import parameter_table, random_model
+
+PICTURE, STEPS = "timeline.png", 20
+STREAMS = {"main": "compute", "comm": "between GPUs"}  # name -> what to call it
+
+
+def time_spans(trainer, steps):
+    """{(name, stream): (begin, end)} of a step, in ms since the first one began."""
+    device, rng = trainer.device, np.random.default_rng(0)
+    found = {}
+    for step in range(3 + steps):
+        device.spans = [] if trainer.graph is None else device.spans
+        batches = rng.integers(0, trainer.config.V, (trainer.micro_steps, 2, trainer.settings.B, trainer.settings.T),
+                               dtype=np.int32)
+        trainer.end_step(trainer.begin_step(batches, 0.0))
+        if step >= 3:
+            first = next(before for name, _, before, _ in device.spans if name == "forward 0")
+            for name, stream, *events in device.spans:
+                times = [cp.cuda.get_elapsed_time(first, event) for event in events]
+                found.setdefault((name, stream), []).append(times)
+    return {span: tuple(map(statistics.median, zip(*times))) for span, times in found.items()}
+
+
+def draw(spans, title):
+    with picture(PICTURE) as axes:
+        for row, stream in enumerate(STREAMS):
+            for (name, on), (begin, end) in spans.items():
+                if on == stream:
+                    kind, *number = name.split()
+                    color = dict(forward="C0", backward="C1", update="C2", weights="C4", gradients="C3")[kind]
+                    axes.barh(row, end - begin, left=begin, height=0.6, color=color, edgecolor=axes.get_facecolor())
+                    text = name if stream == "main" else "".join(number)
+                    axes.text((begin + end) / 2, row, text, ha="center", va="center", fontsize=7)
+        axes.set_yticks(range(len(STREAMS)), STREAMS.values())
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        axes.set_title(title, fontsize=10)
+
+
+def work(settings, ranks):
+    gpu = open_gpu(settings.arch, ranks.local_rank)
+    cuda.check_alike(ranks, gpu)
+    cuda.settle(settings, gpu.arch)
+    settings.sample_every = 0
+    config, params = read_start(settings, None, None, parameter_table, random_model)
+    trainer = cuda.open_trainer(gpu, config, params, settings, ranks)
+    trainer.device.spans = []
+    trainer.prepare()
+    trainer.device.spans = list({span[:2]: span for span in trainer.device.spans}.values())  # the graph's, made last
+    spans = time_spans(trainer, STEPS)
+    trainer.close()
+    if ranks.is_first:
+        title = f"{cuda.describe_gpu(gpu, ranks.size)}, {settings.model}, B={settings.B} a GPU, T={settings.T}"
+        print(f"{title}\n{'':<14} {'begin':>9} {'end':>9} {'ms':>9}")
+        for (name, _), (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+            print(f"{name:<14} {begin:>9.3f} {end:>9.3f} {end - begin:>9.3f}")
+        draw(spans, title)
+    return 0
+
+
+def main():
+    return cuda.on_ranks("Draw when the parts of a training step run.", work)
+
+
+if __name__ == "__main__":
+    run_main(main)
