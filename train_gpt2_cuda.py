@@ -1504,7 +1504,8 @@ def run(settings, ranks):
     first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
     gpu = open_gpu(settings.arch, ranks.local_rank)
     check_alike(ranks, gpu)
-    tokenizer = load_tokenizer(settings)
+    with ranks.said_once():
+        tokenizer = load_tokenizer(settings)
     given = dataclasses.replace(settings)
     settle(settings, gpu.arch)
     loading = time.perf_counter()

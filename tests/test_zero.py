@@ -377,9 +377,12 @@ def test_logs_and_models_are_equal(heads):
 def test_what_a_checkpoint_lacks_is_said_once(heads):
     fake_run("--gpus", 2, "-n", 1, "-d", 64, *MANY, "-x", 2)
     os.unlink(heads / "run" / "state_00000002_00001.bin")
+    for tokenizer in heads.rglob("*tokenizer.bin"):
+        tokenizer.unlink()
     lines = fake_run("--gpus", 4, "-d", 64, *MANY, "-x", 3, "-y", 1, "--stochastic_rounding", 3).stderr.splitlines()
-    assert len(lines) == 2 and "state_00000002_00001.bin: no such file" in lines[0] and lines[0].endswith("from step 1")
-    assert lines[1].startswith("note: the checkpoint is of a run in bfloat16, float32 master weights, this one")
+    assert len(lines) == 3 and "state_00000002_00001.bin: no such file" in lines[0] and lines[0].endswith("from step 1")
+    assert "tokenizer.bin: no such file" in lines[1]
+    assert lines[2].startswith("note: the checkpoint is of a run in bfloat16, float32 master weights, this one")
 
 
 @pytest.mark.parametrize("killed", (0, 1))
