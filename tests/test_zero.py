@@ -98,12 +98,14 @@ class ThreadRanks:
         return values
 
     def exchange(self, sends, receives, stream):
+        stream.launched += 1
         for peer, array in sends:
             self.shared.messages[self.rank, peer].put(np.array(array))
         for peer, array in receives:
             array[...] = self.shared.messages[peer, self.rank].get(timeout=30)
 
     def add_up(self, total, addend, stream):
+        stream.launched += 1
         total[...] = sum(self.gather(np.array(addend)), np.zeros_like(addend))
 
 
@@ -218,6 +220,20 @@ def test_messages_have_a_stream_of_their_own(computing_gpu, tmp_path, monkeypatc
     settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32, sample_every=0, gpus=2, graph=0), "sm_90a")
     on_ranks(2, lambda ranks: train(ranks, settings, random_params(SMALL_HEADS), steps=2))
     assert streams and all(streams)
+
+
+@pytest.mark.parametrize("micro_steps", (1, 2))
+def test_a_step_of_two_ranks_is_captured(computing_gpu, tmp_path, monkeypatch, micro_steps):
+    """As CUDA wants it: all streams of a graph are joined at its end, and wait for no event from before."""
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
+    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32 * micro_steps, gpus=2), "sm_90a")
+
+    def work(ranks):
+        here.trainer = cuda.open_trainer(FakeGPU().gpu, SMALL_HEADS, random_params(SMALL_HEADS), settings, ranks)
+        here.trainer.prepare()
+        assert here.trainer.graph
+
+    on_ranks(2, work)
 
 
 def test_nccl_s_errors_are_lines(monkeypatch):
