@@ -633,8 +633,8 @@ class GPT2:
 
     def backward(self, acts, order, run_begins, run_tokens, scale, layer_done=None):
         """self.grads = the gradients of the last batch's loss, whose dlogits are in place of the logits. order,
-        run_begins, run_tokens: see sort_tokens; scale: as `classify` had it. layer_done(l, event): called when those of
-        the matrices of layer l are on their way, which they are no longer after the event."""
+        run_begins, run_tokens: see sort_tokens; scale: as `classify` had it. layer_done(l, event): called once all
+        matmuls are launched that make those of layer l's matrices; after the event, they are there."""
         device, matmul, params, grads, config = self.device, self.matmul, self.params, self.grads, self.config
         B, T, C, Vp, NH = acts.B, acts.T, config.C, config.Vp, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
@@ -1021,7 +1021,7 @@ class Trainer:
             if self.messages:  # each once before the capture, as two ranks connect at the first message between them
                 for bucket in range(self.shares.buckets):
                     self.collect_gradients(bucket, first=True)
-                self.messages.add_up(self.all_sums, self.own_sums, self.device.stream)
+                self.add_up_sums()
                 self.fetch_weights()
             self.device.synchronize()
             if settings.graph:
@@ -1033,7 +1033,10 @@ class Trainer:
     def choose_algorithms(self):
         """Search for the matmuls' fastest ways, on the batch that is there. The first rank chooses for all."""
         if not self.ranks.is_first:
-            self.matmul.recall(self.ranks.gather(None)[0])
+            choices = self.ranks.gather(None)[0]
+            if not self.matmul.recall(choices):
+                raise UserError(f"matmuls here are by {self.matmul.identity}, on rank 0 by {choices['products']['on']}:"
+                                " install the same packages on all machines")
         with self.matmul.search(alone=self.ranks.is_first):
             self.compute(0)
         if self.ranks.is_first:
@@ -1142,6 +1145,13 @@ class Trainer:
                 self.device.wait(self.fetch_weights()[-2])  # the last to arrive
         self.weights_behind = False
 
+    def add_up_sums(self):
+        """self.all_sums = the sum over the ranks of self.own_sums; returns an event. On the stream of all other
+        messages: NCCL then has one order for them."""
+        with self.device.on_comm_stream() as done:
+            self.messages.add_up(self.all_sums, self.own_sums, self.device.stream)
+        return done
+
     def close(self):
         """After the last update."""
         self.device.synchronize()
@@ -1156,7 +1166,7 @@ class Trainer:
         if self.want_norm:
             global_norm(device, self.own_sums[micro_steps:], self.sums, self.chunks)
         if self.messages:
-            self.messages.add_up(sums, self.own_sums, device.stream)
+            device.wait(self.add_up_sums())
         device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), sums, sums[micro_steps:],
                       self.batch.learning_rate, np.float64(settings.beta1), np.float64(settings.beta2),
                       np.float64(settings.eps), settings.grad_clip, micro_steps, sums.size - micro_steps, self.recent,
@@ -1491,10 +1501,11 @@ def run_locked(settings, ranks):
 
 def run(settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
-    first_step = find_checkpoint(settings)
+    first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
     gpu = open_gpu(settings.arch, ranks.local_rank)
     check_alike(ranks, gpu)
-    tokenizer = load_tokenizer(settings)
+    with ranks.said_once():
+        tokenizer = load_tokenizer(settings)
     given = dataclasses.replace(settings)
     settle(settings, gpu.arch)
     loading = time.perf_counter()
@@ -1548,17 +1559,17 @@ def check_alike(ranks, gpu):
 
 def resume(trainer, step, train_loader, random):
     """Read the optimizer's state and the matmuls' algorithms of a checkpoint."""
-    settings, matmul = trainer.settings, trainer.matmul
+    settings, matmul, ranks = trainer.settings, trainer.matmul, trainer.ranks
     owned = trainer.owned(with_exact=trainer.master is not None or not trainer.precision.bf16)
     has_exact = restore(settings, owned, step, train_loader, random)
     with notes_of(settings, step) as notes:
         same, recent = matmul.recall(notes), read_recent(notes)
     trainer.set_state(owned if has_exact else owned._replace(exact=None), step, recent)
     before, now = notes.get("precision"), describe_precision(settings)
-    if before not in (None, now):
+    if before not in (None, now) and ranks.is_first:
         print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run to"
               " repeat it", file=sys.stderr)
-    if not same:
+    if not same and ranks.is_first:
         found = notes.get("products", {}).get("on")
         found = f"is from {found}" if found else "names no GPU, as train_gpt2.py's and llm.c's do not"
         print(f"note: the checkpoint {found}, this is {matmul.identity}: what follows agrees up to rounding",

@@ -10,6 +10,7 @@ the next forward pass needs them.
 A share is cut out of every tensor of every layer, as llm.c does it, so that each transfer keeps all ranks busy.
 """
 
+import contextlib
 import copy
 import warnings
 from typing import NamedTuple
@@ -142,25 +143,33 @@ class Nccl:
         if not nccl.available:
             raise UserError("NCCL, for several GPUs, cannot be loaded: pip install -r requirements-gpu.txt")
         self.nccl = nccl
-        try:
+        with self.errors_as_lines():
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
             self.communicator = nccl.NcclCommunicator(ranks.size, bytes.fromhex(ranks.gather(unique_id)[0]), ranks.rank)
-        except nccl.NcclError as error:
-            raise UserError(f"NCCL cannot connect the GPUs ({error}): NCCL_DEBUG=INFO says more") from None
+
+    @contextlib.contextmanager
+    def errors_as_lines(self):
+        try:
+            yield
+        except self.nccl.NcclError as error:  # also at the first message between two ranks: it connects them
+            raise UserError(f"NCCL cannot connect the GPUs ({error}): if for want of memory, take a smaller -b;"
+                            " NCCL_DEBUG=INFO says more") from None
 
     def exchange(self, sends, receives, stream):
         """sends, receives: (other rank, array) each, in the same order for each pair of ranks."""
-        self.nccl.groupStart()
-        for peer, array in sends:
-            self.communicator.send(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
-        for peer, array in receives:
-            self.communicator.recv(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
-        self.nccl.groupEnd()
+        with self.errors_as_lines():
+            self.nccl.groupStart()
+            for peer, array in sends:
+                self.communicator.send(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
+            for peer, array in receives:
+                self.communicator.recv(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
+            self.nccl.groupEnd()
 
     def add_up(self, total, addend, stream):
         """total (n,) = the sum over the ranks of addend (n,), float32."""
-        self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, self.nccl.NCCL_FLOAT32,
-                                    self.nccl.NCCL_SUM, stream.ptr)
+        with self.errors_as_lines():
+            self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, self.nccl.NCCL_FLOAT32,
+                                        self.nccl.NCCL_SUM, stream.ptr)
 
     def close(self):
         """Leave the others, with nothing underway. (Not `destroy`, which waits for them.)"""

@@ -274,6 +274,8 @@ class FakeGPU:
             def __init__(self, non_blocking=False):
                 self.ptr = len(fake.streams)
                 fake.streams.append(self)
+                self.capture = None  # the stream that captures what this one does
+                self.launched, self.seen = 0, {}  # seen: stream -> its launches that are done before the next one here
 
             def __enter__(self):
                 fake.current.append(self)
@@ -287,14 +289,22 @@ class FakeGPU:
 
             def wait_event(self, event):
                 assert event.recorded, "waits for an event that was never recorded"
+                self.capture = self.capture or event.capture  # so a stream joins a capture
+                assert self.capture is event.capture, "waits for an event from before the capture"
+                for stream, launched in event.seen.items():
+                    self.seen[stream] = max(launched, self.seen.get(stream, 0))
 
             def synchronize(self):
                 pass
 
             def begin_capture(self):
-                self.captured = len(fake.launches)
+                self.captured, self.capture = len(fake.launches), self
 
             def end_capture(self):
+                for stream in fake.streams:
+                    if stream.capture is self:
+                        assert stream is self or stream.launched == self.seen[stream], "a fork that is not joined"
+                        stream.capture = None
                 launches = fake.launches[self.captured :]
                 del fake.launches[self.captured :]
                 return SimpleNamespace(upload=lambda stream: None, launch=lambda stream: fake.launches.extend(launches))
@@ -306,7 +316,8 @@ class FakeGPU:
                 pass
 
             def record(self, stream):
-                self.recorded = True
+                self.recorded, self.capture = True, stream.capture
+                self.seen = {**stream.seen, stream: stream.launched}
 
             def synchronize(self):
                 pass
@@ -320,6 +331,7 @@ class FakeGPU:
             def __call__(self, grid, block, arguments, shared_mem=0, stream=None):
                 assert shared_mem <= max(48 << 10, self.max_dynamic_shared_size_bytes), self.name
                 stream = stream or fake.current[-1]
+                stream.launched += 1
                 fake.launches.append(Launch(self.name, grid, block, arguments, shared_mem, stream.ptr))
                 if self.compute:
                     self.compute(*(None if isinstance(a, np.uint64) and a == 0 else a for a in arguments))
@@ -372,6 +384,7 @@ class FakeCublasLt:
 
     def matmul(self, handle, description, scale, b, b_layout, a, a_layout, beta, c, c_layout, out, out_layout, *rest):
         assert out_layout[1] in b_layout[1:3] and out_layout[2] in a_layout[1:3]
+        self.fake.streams[rest[-1]].launched += 1
         self.fake.launches.append(Launch("cublaslt", (), (), (b, a, out), 0, rest[-1]))
 
 

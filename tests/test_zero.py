@@ -30,7 +30,7 @@ from llmc.outliers import RECENT
 from llmc.settings import parse_settings
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
-from llmc.zero import CHUNK, PARTS, Shares, cut, cut_evenly
+from llmc.zero import CHUNK, PARTS, Nccl, Shares, cut, cut_evenly
 
 TABLES = {
     "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
@@ -98,12 +98,14 @@ class ThreadRanks:
         return values
 
     def exchange(self, sends, receives, stream):
+        stream.launched += 1
         for peer, array in sends:
             self.shared.messages[self.rank, peer].put(np.array(array))
         for peer, array in receives:
             array[...] = self.shared.messages[peer, self.rank].get(timeout=30)
 
     def add_up(self, total, addend, stream):
+        stream.launched += 1
         total[...] = sum(self.gather(np.array(addend)), np.zeros_like(addend))
 
 
@@ -199,6 +201,73 @@ def test_the_same_bits_on_any_number_of_gpus(computing_gpu, tmp_path, changes):
             for ours, theirs in zip(owned[2:], whole[0][2][2:]):
                 assert (ours is None) == (theirs is None)
                 assert ours is None or np.array_equal(ours, shares.take(np.array(theirs), rank))
+
+
+def test_messages_have_a_stream_of_their_own(computing_gpu, tmp_path, monkeypatch):
+    """NCCL does what one communicator is asked for in one order, the same on all ranks: that of this stream."""
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
+    streams, exchange, add_up = [], ThreadRanks.exchange, ThreadRanks.add_up
+
+    def noted(function):
+        def call(ranks, first, second, stream):
+            streams.append(stream is not here.trainer.device.main and stream is here.trainer.device.comm)
+            return function(ranks, first, second, stream)
+
+        return call
+
+    monkeypatch.setattr(ThreadRanks, "exchange", noted(exchange))
+    monkeypatch.setattr(ThreadRanks, "add_up", noted(add_up))
+    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32, sample_every=0, gpus=2, graph=0), "sm_90a")
+    on_ranks(2, lambda ranks: train(ranks, settings, random_params(SMALL_HEADS), steps=2))
+    assert streams and all(streams)
+
+
+@pytest.mark.parametrize("micro_steps", (1, 2))
+def test_a_step_of_two_ranks_is_captured(computing_gpu, tmp_path, monkeypatch, micro_steps):
+    """As CUDA wants it: all streams of a graph are joined at its end, and wait for no event from before."""
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
+    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32 * micro_steps, gpus=2), "sm_90a")
+
+    def work(ranks):
+        here.trainer = cuda.open_trainer(FakeGPU().gpu, SMALL_HEADS, random_params(SMALL_HEADS), settings, ranks)
+        here.trainer.prepare()
+        assert here.trainer.graph
+
+    on_ranks(2, work)
+
+
+def test_nccl_s_errors_are_lines(monkeypatch):
+    """Also those of the first messages, which connect the ranks and take memory for it."""
+    class NcclError(Exception):
+        pass
+
+    def fail(*arguments):
+        raise NcclError("unhandled cuda error")
+
+    nccl = SimpleNamespace(NcclError=NcclError, available=True, get_unique_id=lambda: b"id", groupStart=fail, **{
+        name: 0 for name in ("NCCL_INT8", "NCCL_FLOAT32", "NCCL_SUM")},
+        NcclCommunicator=lambda *arguments: SimpleNamespace(allReduce=fail))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(nccl=nccl)))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
+    peers = Nccl(SimpleNamespace(is_first=True, rank=0, size=2, gather=lambda value: [value, None]))
+    array, stream = SimpleNamespace(data=SimpleNamespace(ptr=0), size=0), SimpleNamespace(ptr=0)
+    for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream)):
+        with pytest.raises(cuda.UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
+            call()
+
+
+def test_ranks_of_different_libraries(computing_gpu, tmp_path, monkeypatch):
+    """Would choose different algorithms, and have other bits."""
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
+    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32, sample_every=0, gpus=2, graph=0), "sm_90a")
+
+    def work(ranks):
+        here.trainer = cuda.open_trainer(FakeGPU().gpu, SMALL_HEADS, random_params(SMALL_HEADS), settings, ranks)
+        here.trainer.matmul.identity += f" {ranks.rank}"
+        here.trainer.prepare()
+
+    with pytest.raises(cuda.UserError, match="install the same packages on all machines"):
+        on_ranks(2, work)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -319,6 +388,17 @@ def test_logs_and_models_are_equal(heads):
     assert (heads / "parts" / "model_00000005.bin").read_bytes() == (heads / "run1" / "model_00000005.bin").read_bytes()
     logs = [(heads / directory / "main.log").read_text() for directory in ("parts", "run1")]
     assert re.findall(".* trl:.*", logs[0]) == re.findall(".* trl:.*", logs[1])
+
+
+def test_what_a_checkpoint_lacks_is_said_once(heads):
+    fake_run("--gpus", 2, "-n", 1, "-d", 64, *MANY, "-x", 2)
+    os.unlink(heads / "run" / "state_00000002_00001.bin")
+    for tokenizer in heads.rglob("*tokenizer.bin"):
+        tokenizer.unlink()
+    lines = fake_run("--gpus", 4, "-d", 64, *MANY, "-x", 3, "-y", 1, "--stochastic_rounding", 3).stderr.splitlines()
+    assert len(lines) == 3 and "state_00000002_00001.bin: no such file" in lines[0] and lines[0].endswith("from step 1")
+    assert "tokenizer.bin: no such file" in lines[1]
+    assert lines[2].startswith("note: the checkpoint is of a run in bfloat16, float32 master weights, this one")
 
 
 @pytest.mark.parametrize("killed", (0, 1))
