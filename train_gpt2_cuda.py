@@ -964,6 +964,12 @@ class Trainer:
         self.micro_steps = settings.micro_steps // ranks.size  # of this rank
         self.want_norm = bool(settings.grad_clip or settings.output_dir or settings.skips_outliers)
         B, T, device = settings.B, settings.T, self.device
+        self.messages = self.received = self.peers = None
+        if ranks.size > 1:  # what NCCL takes is no longer free
+            self.peers = Nccl(ranks)
+            others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+            with device.stream:
+                self.peers.connect(others, cp.zeros((2, 1), np.float32), device.stream)
         check_memory(architecture, config, settings, device)
         with device.stream:
             table = architecture.parameter_table(config)
@@ -988,11 +994,10 @@ class Trainer:
             # Losses of micro-batches, then sums of squares of chunks: this rank's, with 0 for the others', and all.
             self.own_sums = cp.zeros(settings.micro_steps + (count if self.want_norm else 0), np.float32)
             self.all_sums = self.own_sums
-            self.messages = self.received = None
             if ranks.size > 1:
                 self.all_sums = cp.zeros(self.own_sums.size, np.float32)
                 self.received = cp.zeros((ranks.size - 1, self.shares.most_received(ranks.rank)), self.grads.wte.dtype)
-                self.messages = Messages(Nccl(ranks), self.shares, ranks, flat(self.params), flat(self.grads),
+                self.messages = Messages(self.peers, self.shares, ranks, flat(self.params), flat(self.grads),
                                          self.received)
         self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
         if makes_text(device):
@@ -1156,8 +1161,9 @@ class Trainer:
         """After the last update."""
         self.device.synchronize()
         self.graph = None  # before what it has captured goes
-        if self.messages:
-            self.messages.peers.close()
+        self.ranks.gather(None)  # nobody reads another's memory any more
+        if self.peers:
+            self.peers.close()
 
     def update(self):
         """AdamW over this rank's share, and the report to the host."""
@@ -1344,14 +1350,14 @@ def memory_plan(architecture, config, settings, device):
     B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
     shares = Shares(architecture.parameter_table(config), ranks)
     share = max(4 * shares.share_size(rank) for rank in range(ranks))
+    most = max(shares.most_received(rank) for rank in range(ranks))
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
         *([(share, "float32 master weights")] if settings.master else []),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
         *([(share, "sums of gradients")] if precision.accumulates else []),
-        *([((ranks - 1) * shares.most_received(0) * precision.grad_bytes, "gradients of other ranks")]
-          if ranks > 1 else []),
+        *([((ranks - 1) * most * precision.grad_bytes, "gradients of other ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((largest(group), what) for what, group in tables.items()),
         *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),
@@ -1503,7 +1509,7 @@ def run(settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
     first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    check_alike(ranks, gpu)
+    check_alike(ranks, gpu, settings)
     with ranks.said_once():
         tokenizer = load_tokenizer(settings)
     given = dataclasses.replace(settings)
@@ -1543,10 +1549,18 @@ def run(settings, ranks):
     return status
 
 
-def check_alike(ranks, gpu):
-    """Raise UserError for two ranks on one GPU, or on GPUs of different kinds."""
+def check_alike(ranks, gpu, settings):
+    """Raise UserError for two ranks on one GPU, on GPUs of different kinds, or with different flags. (Files may have
+    another name on another machine.)"""
     if ranks.size == 1:
         return
+    names = [field.name for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
+    given = ranks.gather([getattr(settings, name) for name in names])
+    for rank, values in enumerate(given):
+        for name, value, first in zip(names, values, given[0]):
+            if value != first:
+                raise UserError(f"{flag_of(settings, name)}: rank {rank} has {value}, rank 0 {first}: pass the same flags"
+                                " to all")
     found = ranks.gather([socket.gethostname(), cp.cuda.Device().pci_bus_id, list(gpu)])
     for rank, (host, bus, other) in enumerate(found):
         first = [place[:2] for place in found].index([host, bus])

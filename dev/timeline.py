@@ -66,7 +66,7 @@ def draw(spans, title):
 
 def work(settings, ranks):
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    cuda.check_alike(ranks, gpu)
+    cuda.check_alike(ranks, gpu, settings)
     cuda.settle(settings, gpu.arch)
     settings.sample_every = 0
     config, params = read_start(settings, None, None, parameter_table, random_model)

@@ -396,8 +396,10 @@ def newest_with_all_states(directory):
     incomplete = []
     for step in reversed(complete_checkpoints(directory)):
         _, state, marker = checkpoint_paths(directory, step)
-        with open_input(state, go_back(marker)) as f:
-            ranks = int(read_header(f, OPTIMIZER_MAGIC, go_back(marker))[2])
+        ranks = 1
+        if os.path.exists(state):
+            with open_input(state, go_back(marker)) as f:
+                ranks = int(read_header(f, OPTIMIZER_MAGIC, go_back(marker))[2])
         paths = (rank_path(state, rank) for rank in range(ranks))
         missing = next((path for path in paths if not os.path.exists(path)), None)
         if missing is None:
@@ -413,8 +415,8 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
     Every rank writes its state; the first one the model, whose `params` it alone needs, and, after all, the marker.
 
     notes: what else the run needs to go on as before, as a dict for JSON. version: 3 for float32 weights, 5 for
-    bfloat16 ones. Raises UserError, and leaves nothing of this checkpoint, when weights or moments are not finite or
-    the disk is full.
+    bfloat16 ones. Raises UserError, and leaves none of this rank's files, when weights or moments are not finite or the
+    disk is full.
     """
     kept = f"the last checkpoint, if any, is kept: {DIVERGED}"
     if ranks.is_first:

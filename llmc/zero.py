@@ -45,8 +45,8 @@ class Piece(NamedTuple):
 
 
 def cut(size, part, parts):
-    """Where part number `part` of a segment begins: at a multiple of 4 elements, but for the end."""
-    return size if part == parts else size // 4 * part // parts * 4
+    """Where part number `part` of a segment begins: at a multiple of 8 elements, but for the end."""
+    return size if part == parts else size // 8 * part // parts * 8
 
 
 def cut_evenly(size, part, parts):
@@ -147,6 +147,13 @@ class Nccl:
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
             self.communicator = nccl.NcclCommunicator(ranks.size, bytes.fromhex(ranks.gather(unique_id)[0]), ranks.rank)
 
+    def connect(self, others, arrays, stream):
+        """Send the first messages, for which NCCL takes the memory that it needs; arrays: two of a float32 each."""
+        here, there = arrays
+        self.exchange([(rank, here) for rank in others], [(rank, there) for rank in others], stream)
+        self.add_up(there, here, stream)
+        stream.synchronize()
+
     @contextlib.contextmanager
     def errors_as_lines(self):
         try:
@@ -188,7 +195,8 @@ class Messages:
             return [array[piece.begin : piece.begin + piece.size] for piece in shares.bucket_pieces(rank, bucket)]
 
         for bucket in range(shares.buckets):
-            here, ends = views(params, mine, bucket), np.cumsum([0, *(v.size for v in views(params, mine, bucket))])
+            here = views(params, mine, bucket)
+            ends = np.cumsum([0, *(view.size for view in here)])
             arriving = [[row[begin:end] for begin, end in zip(ends, ends[1:])] for row in received]
             self.gradients.append(([(rank, view) for rank in others for view in views(grads, rank, bucket)],
                                    [(rank, view) for rank, row in zip(others, arriving) for view in row]))

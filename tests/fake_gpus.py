@@ -143,6 +143,9 @@ class Messages:
             for array, data in zip([array for peer, array in receives if peer == rank], arrived, strict=True):
                 array[...] = np.frombuffer(data, array.dtype)
 
+    def connect(self, others, arrays, stream):
+        pass
+
     def close(self):
         pass
 

@@ -97,6 +97,9 @@ class ThreadRanks:
         self.shared.barrier.wait()
         return values
 
+    def connect(self, others, arrays, stream):
+        pass
+
     def exchange(self, sends, receives, stream):
         stream.launched += 1
         for peer, array in sends:
@@ -498,3 +501,16 @@ def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
         assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "gradients 0",
                                         "gradients 1", "gradients 2", "update"])
         assert (heads / "timeline.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name, value, words", (("-b", "4", "-b/--batch_size: rank 1 has 2, rank 0 4"),
+                                                ("-l", "0.5", "-l/--learning_rate: rank 1 has 0.0001, rank 0 0.5")))
+def test_flags_of_ranks_are_compared(heads, name, value, words):
+    """Of those that somebody starts by hand."""
+    place = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29731")
+    flags = ("-b", "2", "-t", "8", "-d", "64", "-v", "0", "-s", "0", "-x", "1")
+    ranks = [subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", *flags, *more],
+                              env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True) for rank, more in enumerate(((name, value), ()))]
+    ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1] and words in ends[0][1] and ends[1][1] == ""
