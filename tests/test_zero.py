@@ -105,7 +105,15 @@ class ThreadRanks:
         for peer, array in sends:
             self.shared.messages[self.rank, peer].put(np.array(array))
         for peer, array in receives:
-            array[...] = self.shared.messages[peer, self.rank].get(timeout=30)
+            array[...] = self.receive(peer)
+
+    def receive(self, peer):
+        while True:
+            try:
+                return self.shared.messages[peer, self.rank].get(timeout=0.1)
+            except queue.Empty:
+                if self.shared.barrier.broken:  # another thread has failed
+                    raise threading.BrokenBarrierError from None
 
     def add_up(self, total, addend, stream):
         stream.launched += 1
