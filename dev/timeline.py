@@ -29,6 +29,7 @@ from train_gpt2 import parameter_table, random_model
 
 PICTURE, STEPS = "timeline.png", 20
 STREAMS = {"main": "compute", "comm": "between GPUs"}  # name -> what to call it
+COLORS = {"forward": "C0", "backward": "C1", "update": "C2", "weights": "C4", "gradients": "C3"}
 
 
 def time_spans(trainer, steps):
@@ -50,16 +51,18 @@ def time_spans(trainer, steps):
 
 def draw(spans, title):
     with picture(PICTURE) as axes:
-        for row, stream in enumerate(STREAMS):
-            for (name, on), (begin, end) in spans.items():
-                if on == stream:
-                    kind, *number = name.split()
-                    color = dict(forward="C0", backward="C1", update="C2", weights="C4", gradients="C3")[kind]
-                    axes.barh(row, end - begin, left=begin, height=0.6, color=color, edgecolor=axes.get_facecolor())
-                    text = name if stream == "main" else "".join(number)
-                    axes.text((begin + end) / 2, row, text, ha="center", va="center", fontsize=7)
+        kinds, length = set(), max(end for _, end in spans.values())
+        for (name, stream), (begin, end) in spans.items():
+            row, (kind, *number) = list(STREAMS).index(stream), name.split()
+            axes.barh(row, end - begin, left=begin, height=0.8, color=COLORS[kind], edgecolor=axes.get_facecolor(),
+                      label=None if kind in kinds else kind)
+            kinds.add(kind)
+            text = "".join(number)
+            if end - begin > 0.012 * len(text) * length:
+                axes.text((begin + end) / 2, row, text, ha="center", va="center", fontsize=7)
         axes.set_yticks(range(len(STREAMS)), STREAMS.values())
-        axes.invert_yaxis()
+        axes.set_ylim(len(STREAMS), -0.5)
+        axes.legend(loc="lower center", ncol=len(COLORS), frameon=False)
         axes.set_xlabel("ms")
         axes.set_title(title, fontsize=10)
 
