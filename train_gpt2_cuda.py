@@ -996,7 +996,8 @@ class Trainer:
             self.all_sums = self.own_sums
             if ranks.size > 1:
                 self.all_sums = cp.zeros(self.own_sums.size, np.float32)
-                self.received = cp.zeros((ranks.size - 1, self.shares.most_received(ranks.rank)), self.grads.wte.dtype)
+                self.received = cp.zeros((ranks.size - 1, self.shares.most_received(ranks.rank)),
+                                         flat(self.grads).dtype)
                 self.messages = Messages(self.peers, self.shares, ranks, flat(self.params), flat(self.grads),
                                          self.received)
         self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
