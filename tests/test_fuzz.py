@@ -45,6 +45,7 @@ from llmc.files import KINDS
 from llmc.logger import COLUMNS
 from llmc.matmul import Matmul
 from llmc.settings import field_flags, parse_settings
+from llmc.ranks import ALONE
 from llmc.shuffle import first_position
 from llmc.tensors import flat
 from llmc.threads import count_threads
@@ -123,7 +124,7 @@ def resume_on_gpu():
     settings = train_gpt2_cuda.CudaSettings(B=2, T=8, output="run")
     owned = owned_by_one(*(random_params(SMALL) for _ in range(3)))
     trainer = SimpleNamespace(settings=settings, matmul=matmul, config=SMALL, set_state=lambda *_: None, master=None,
-                              precision=settings.precision, owned=lambda with_exact: owned)
+                              precision=settings.precision, owned=lambda with_exact: owned, ranks=ALONE)
     loader = SimpleNamespace(seek=lambda *_: None)
     with contextlib.redirect_stderr(io.StringIO()):  # notes
         train_gpt2_cuda.resume(trainer, 1, loader, SimpleNamespace())
