@@ -1560,8 +1560,8 @@ def check_alike(ranks, gpu, settings):
     for rank, values in enumerate(given):
         for name, value, first in zip(names, values, given[0]):
             if value != first:
-                raise UserError(f"{flag_of(settings, name)}: rank {rank} has {value}, rank 0 {first}: pass the same flags"
-                                " to all")
+                raise UserError(f"{flag_of(settings, name)}: rank {rank} has {value}, rank 0 {first}: pass the same"
+                                " flags to all")
     found = ranks.gather([socket.gethostname(), cp.cuda.Device().pci_bus_id, list(gpu)])
     for rank, (host, bus, other) in enumerate(found):
         first = [place[:2] for place in found].index([host, bus])

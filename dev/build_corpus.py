@@ -493,10 +493,11 @@ def main():
         if not shutil.which(program):
             raise UserError(f"{program}: not found: apt-get install {package} (this needs Debian or Ubuntu)")
     debs = getattr(args, "debs", None)
-    make_directory(args.output)
     paths = fetch(os.path.join(args.output, "debs")) if debs is None else packages_in(debs)
     if not choose(paths)[0]:
-        raise UserError(f"{debs or 'apt-cache'}: has none of the packages that are wanted: run apt-get update")
+        mend = "run apt-get update" if debs is None else "pass the folder of a former run's .deb files, or no --debs"
+        raise UserError(f"{debs or 'apt-cache'}: has none of the packages that are wanted: {mend}")
+    make_directory(args.output)
     build(paths, args.output, args.processes)
 
 

@@ -27,13 +27,13 @@ import numpy as np
 
 from llmc.checkpoint import read_start
 from llmc.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
-from llmc.errors import run_main
+from llmc.errors import UserError, run_main
 from llmc.kernels import blocks
 from llmc.matmul import is_transposed
 from llmc.settings import parse_settings
 from llmc.tensors import Row
-from train_gpt2 import parameter_table, random_model
 from llmc.zero import CHUNKS
+from train_gpt2 import parameter_table, random_model
 from train_gpt2_cuda import JOB, CudaSettings, describe_precision, matmul_forward, open_trainer, settle
 
 STEPS = 10
@@ -224,6 +224,8 @@ def print_profile(rows, bandwidth, peak):
 
 def open_model(settings):
     """(GPU, config, params) that the trainer would begin with; settles what is left to the GPU in settings."""
+    if settings.gpus > 1:
+        raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
     gpu = open_gpu(settings.arch)
     settle(settings, gpu.arch)
     config, params = read_start(settings, None, None, parameter_table, random_model)

@@ -26,7 +26,7 @@ def z_score(recent, x):
 def reason_to_skip(settings, loss_z, norm_z):
     """What makes an update an outlier, in words; None if it is none."""
     for what, z, limit in (("loss", loss_z, settings.skip_loss_zscore), ("norm", norm_z, settings.skip_norm_zscore)):
-        if limit and z > limit:
+        if limit and np.float32(z) > np.float32(limit):  # as on a GPU
             return f"{what} z-score {z:.2f}, above {limit:g}"
     return None
 

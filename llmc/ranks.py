@@ -145,8 +145,8 @@ class Ranks:
                 check()
             if (count - 1) % self.size == self.rank:
                 mine.append(function(*item))
-        all = self.gather(mine)
-        return [all[i % self.size][i // self.size] for i in range(count)]
+        results = self.gather(mine)
+        return [results[i % self.size][i // self.size] for i in range(count)]
 
     @contextlib.contextmanager
     def said_once(self):

@@ -3,6 +3,7 @@ machine, and a fake GPU. Tests that need a real one ask for the fixture `gpu` or
 run, which the last line says."""
 
 import ctypes
+import functools
 import http.server
 import os
 import re
@@ -259,6 +260,77 @@ class Anything:
         return name
 
 
+class FakeStream:
+    """Knows which stream captures it, and whether it has joined that one again when the capture ends."""
+
+    def __init__(self, fake, non_blocking=False):
+        self.fake, self.ptr = fake, len(fake.streams)
+        fake.streams.append(self)
+        self.capture = None  # the stream that captures what this one does
+        self.launched, self.seen = 0, {}  # seen: stream -> its launches that are done before the next one here
+
+    def __enter__(self):
+        self.fake.current.append(self)
+        return self
+
+    def __exit__(self, *_):
+        self.fake.current.pop()
+
+    def is_capturing(self):
+        return self.capture is not None
+
+    def wait_event(self, event):
+        assert event.recorded, "waits for an event that was never recorded"
+        self.capture = self.capture or event.capture  # so a stream joins a capture
+        assert self.capture is event.capture, "waits for an event from before the capture"
+        for stream, launched in event.seen.items():
+            self.seen[stream] = max(launched, self.seen.get(stream, 0))
+
+    def synchronize(self):
+        pass
+
+    def begin_capture(self):
+        self.captured, self.capture = len(self.fake.launches), self
+
+    def end_capture(self):
+        for stream in self.fake.streams:
+            if stream.capture is self:
+                assert stream is self or stream.launched == self.seen[stream], "a fork that is not joined"
+                stream.capture = None
+        launches = self.fake.launches[self.captured :]
+        del self.fake.launches[self.captured :]
+        return SimpleNamespace(upload=lambda stream: None, launch=lambda stream: self.fake.launches.extend(launches))
+
+
+class FakeEvent:
+    recorded, ptr = False, 0
+
+    def __init__(self, disable_timing=False):
+        pass
+
+    def record(self, stream):
+        self.recorded, self.capture = True, stream.capture
+        self.seen = {**stream.seen, stream: stream.launched}
+
+    def synchronize(self):
+        pass
+
+
+class FakeFunction:
+    compute = None  # what a test lets it do with its arguments
+
+    def __init__(self, fake, name):
+        self.fake, self.name, self.max_dynamic_shared_size_bytes = fake, name, 48 << 10
+
+    def __call__(self, grid, block, arguments, shared_mem=0, stream=None):
+        assert shared_mem <= max(48 << 10, self.max_dynamic_shared_size_bytes), self.name
+        stream = stream or self.fake.current[-1]
+        stream.launched += 1
+        self.fake.launches.append(Launch(self.name, grid, block, arguments, shared_mem, stream.ptr))
+        if self.compute:
+            self.compute(*(None if isinstance(a, np.uint64) and a == 0 else a for a in arguments))
+
+
 class FakeGPU:
     """`cp`, `driver` and `cublasLt` take the modules' place; `launches` are those since the last clear(), events left
     out."""
@@ -267,96 +339,34 @@ class FakeGPU:
         self.gpu = GPU("a fake GPU", arch, 132, 227 << 10)
         self.free = 100 << 30
         self.launches, self.streams, self.current = [], [], []
-        major, minor = divmod(int(arch[3:].rstrip("a")), 10)
-        fake, Error = self, type("CudaError", (RuntimeError,), {})
+        error, names = type("CudaError", (RuntimeError,), {}), Anything()
+        self.cp = self.make_cupy(error)
+        self.driver = SimpleNamespace(
+            CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,
+            CUtensorMapL2promotion=names, CUtensorMapFloatOOBfill=names, CUresult=names, CUevent_record_flags=names,
+            cuuint64_t=int, cuuint32_t=int, cuEventRecordWithFlags=lambda *_: (names.CUDA_SUCCESS,),
+            cuTensorMapEncodeTiled=lambda *_: (names.CUDA_SUCCESS, SimpleNamespace(opaque=range(16))))
+        self.cublasLt = FakeCublasLt(self, error)
 
-        class Stream:
-            def __init__(self, non_blocking=False):
-                self.ptr = len(fake.streams)
-                fake.streams.append(self)
-                self.capture = None  # the stream that captures what this one does
-                self.launched, self.seen = 0, {}  # seen: stream -> its launches that are done before the next one here
-
-            def __enter__(self):
-                fake.current.append(self)
-                return self
-
-            def __exit__(self, *_):
-                fake.current.pop()
-
-            def is_capturing(self):
-                return False
-
-            def wait_event(self, event):
-                assert event.recorded, "waits for an event that was never recorded"
-                self.capture = self.capture or event.capture  # so a stream joins a capture
-                assert self.capture is event.capture, "waits for an event from before the capture"
-                for stream, launched in event.seen.items():
-                    self.seen[stream] = max(launched, self.seen.get(stream, 0))
-
-            def synchronize(self):
-                pass
-
-            def begin_capture(self):
-                self.captured, self.capture = len(fake.launches), self
-
-            def end_capture(self):
-                for stream in fake.streams:
-                    if stream.capture is self:
-                        assert stream is self or stream.launched == self.seen[stream], "a fork that is not joined"
-                        stream.capture = None
-                launches = fake.launches[self.captured :]
-                del fake.launches[self.captured :]
-                return SimpleNamespace(upload=lambda stream: None, launch=lambda stream: fake.launches.extend(launches))
-
-        class Event:
-            recorded = False
-
-            def __init__(self, disable_timing=False):
-                pass
-
-            def record(self, stream):
-                self.recorded, self.capture = True, stream.capture
-                self.seen = {**stream.seen, stream: stream.launched}
-
-            def synchronize(self):
-                pass
-
-        class Function:
-            compute = None  # what a test lets it do with its arguments
-
-            def __init__(self, name):
-                self.name, self.max_dynamic_shared_size_bytes = name, 48 << 10
-
-            def __call__(self, grid, block, arguments, shared_mem=0, stream=None):
-                assert shared_mem <= max(48 << 10, self.max_dynamic_shared_size_bytes), self.name
-                stream = stream or fake.current[-1]
-                stream.launched += 1
-                fake.launches.append(Launch(self.name, grid, block, arguments, shared_mem, stream.ptr))
-                if self.compute:
-                    self.compute(*(None if isinstance(a, np.uint64) and a == 0 else a for a in arguments))
-
+    def make_cupy(self, error):
         def zeros(shape, dtype):
             return np.zeros(shape, dtype).view(Array)
 
-        self.cp = SimpleNamespace(
+        def properties(device):
+            major, minor = divmod(int(self.gpu.arch[3:].rstrip("a")), 10)
+            return dict(name=self.gpu.name.encode(), major=major, minor=minor, multiProcessorCount=self.gpu.sm_count,
+                        sharedMemPerBlockOptin=self.gpu.shared)
+
+        runtime = SimpleNamespace(
+            CUDARuntimeError=error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
+            memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000, getDeviceCount=lambda: 1,
+            getDevice=lambda: 0, getDeviceProperties=properties)
+        return SimpleNamespace(
             zeros=zeros, empty=zeros, asarray=lambda array: np.array(array).view(Array),
-            RawModule=lambda path: SimpleNamespace(get_function=Function),
+            RawModule=lambda path: SimpleNamespace(get_function=functools.partial(FakeFunction, self)),
             cuda=SimpleNamespace(
-                Stream=Stream, Event=Event, get_elapsed_time=lambda start, end: 1.0, alloc_pinned_memory=bytearray,
-                driver=SimpleNamespace(CUDADriverError=Error),
-                runtime=SimpleNamespace(
-                    CUDARuntimeError=Error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
-                    memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000,
-                    getDeviceCount=lambda: 1, getDevice=lambda: 0, getDeviceProperties=lambda device: dict(
-                        name=self.gpu.name.encode(), major=major, minor=minor, multiProcessorCount=self.gpu.sm_count,
-                        sharedMemPerBlockOptin=self.gpu.shared))))
-        names, success = Anything(), Anything().CUDA_SUCCESS
-        self.driver = SimpleNamespace(
-            CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,
-            CUtensorMapL2promotion=names, CUtensorMapFloatOOBfill=names, CUresult=names, cuuint64_t=int,
-            cuuint32_t=int, cuTensorMapEncodeTiled=lambda *_: (success, SimpleNamespace(opaque=range(16))))
-        self.cublasLt = FakeCublasLt(self, Error)
+                Stream=functools.partial(FakeStream, self), Event=FakeEvent, get_elapsed_time=lambda start, end: 1.0,
+                alloc_pinned_memory=bytearray, driver=SimpleNamespace(CUDADriverError=error), runtime=runtime))
 
     def clear(self):
         self.launches.clear()

@@ -11,7 +11,7 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 import pytest
 
-from conftest import ROOT, SMALL_HEADS, Array, random_params
+from conftest import ROOT, SMALL_HEADS, Array, assert_one_line_error, random_params
 
 sys.path.insert(0, str(ROOT / "dev" / "kernels"))
 import check_gpu
@@ -241,6 +241,11 @@ def test_the_work_of_every_kernel_of_a_step_is_known(fake, tmp_path, monkeypatch
     assert launched | {"transpose"} == known  # which is one of the ways to do a weight gradient in float32
     kernels = {kernel for kernels in KERNELS.values() for kernel in kernels}
     assert kernels - known == {"round_weights", "hold", "fill_random"}
+
+
+@pytest.mark.parametrize("program", (profile_gpu, check_gpu))
+def test_one_gpu_is_looked_at(run_here, program):
+    assert_one_line_error(run_here(program, "--gpus", 2, check=False), "--gpus 2: this program looks at one GPU")
 
 
 def test_the_matmuls_of_a_step_have_labels(fake, tmp_path, monkeypatch):
