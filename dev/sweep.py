@@ -104,6 +104,8 @@ def plan(argv, trainer):
     for name in ("output", "resume", "jobs", "dark"):
         if name in swept:
             raise UserError(f"{flag_of(first, name)}: expected one value, for the whole sweep")
+    if any(getattr(settings, "gpus", 1) > 1 for settings in all_settings):
+        raise UserError("--gpus: a sweep trains each run on one GPU: leave the flag out")
     if not first.output_dir:
         found = f"-o {first.output}" if first.output else "no -o"
         raise UserError(f"{found}: expected the sweep's directory, for its runs and their table: pass -o DIR")

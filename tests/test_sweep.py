@@ -17,6 +17,7 @@ from conftest import ROOT, assert_one_line_error
 from llmc.checkpoint import newest_checkpoint
 from llmc.errors import UserError
 from llmc.logger import COLUMNS
+from train_gpt2_cuda import CudaSettings
 
 FAST = ("-o", "s", "-b", 2, "-t", 8, "-m", 2, "-v", 4)
 
@@ -206,3 +207,8 @@ def test_what_the_picture_shows(tmp_path, monkeypatch):
     seeds = [{"seed": seed, "state": "finished", "val_loss": 4.0} for seed in (1, 2, 3)]
     assert sweep.draw(settings, ["seed"], seeds, path) and shown.pop().get_xscale() == "linear"
     assert not sweep.draw(settings, ["seed"], [{"seed": 1, "state": "failed", "val_loss": 4.0}], path)
+
+
+def test_a_run_has_one_gpu():
+    with pytest.raises(UserError, match="--gpus: a sweep trains each run on one GPU"):
+        sweep.plan(["-o", "runs", "-l", "1e-3,1e-4", "--gpus", "2"], CudaSettings)
