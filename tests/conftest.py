@@ -399,9 +399,10 @@ class FakeCublasLt:
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch):
+def fake_gpu(monkeypatch, tmp_path):
     """A FakeGPU, which the modules of the GPU use until the test is over; kernels are not compiled."""
     fake = FakeGPU()
+    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
     for module, names in ((llmc.device, ("cp", "driver", "cublasLt")), (llmc.matmul, ("cp", "cublasLt")),
                           (train_gpt2_cuda, ("cp",))):
         for name in names:

@@ -2,6 +2,8 @@
 fresh random data and awkward shapes; whole texts against the CPU's; and, with no GPU, that all compile and every launch
 passes what its kernel takes."""
 
+import contextlib
+import gc
 import itertools
 import os
 
@@ -87,15 +89,21 @@ def rounded(array, dtype):
     return bf16_to_float32(bf16_bits(array)) if dtype == "bfloat16" else array
 
 
-def decoders(gpu, config, dtype, B):
-    """One on the GPU, and one in NumPy with the same weights."""
-    params = random_params(config, seed=os.getpid())
-    params.wte[: config.V] *= 3.0  # so that some tokens are likelier
-    if dtype == "bfloat16":
-        flat(params)[:] = rounded(flat(params), dtype)
-    ours = cuda.open_decoder(gpu, config, params, B, config.maxT, dtype)
-    ours.device.stream.use()  # for what the tests copy
-    return ours, train_gpt2.Decoder(config, params, B, config.maxT)
+@pytest.fixture
+def decoders(gpu):
+    """(config, dtype, B) -> one on the GPU, on whose stream the rest of the test copies, and one in NumPy with the same
+    weights."""
+    with contextlib.ExitStack() as stack:
+        def make(config, dtype, B):
+            params = random_params(config, seed=os.getpid())
+            params.wte[: config.V] *= 3.0  # so that some tokens are likelier
+            if dtype == "bfloat16":
+                flat(params)[:] = rounded(flat(params), dtype)
+            ours = cuda.open_decoder(gpu, config, params, B, config.maxT, dtype)
+            stack.enter_context(ours.device.stream)
+            return ours, train_gpt2.Decoder(config, params, B, config.maxT)
+
+        yield make
 
 
 def fill(tensors, names, value):
@@ -106,10 +114,10 @@ def fill(tensors, names, value):
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
                                             (2, 17, 0.5), (20, 2, 0.02), (1, 40, 0)))
 @pytest.mark.parametrize("config, dtype", CASES, ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
-def test_a_pass_is_the_cpu_s(gpu, config, dtype, B, T, position):
+def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
     """Every tensor that it writes, NaN before. position: of those before the last one that fits."""
     position = int(position * (config.maxT - T))
-    ours, cpu = decoders(gpu, config, dtype, B)
+    ours, cpu = decoders(config, dtype, B)
     rng = np.random.default_rng((position, os.getpid()))
     tokens = rng.integers(0, config.V, (B, T), dtype=np.int32)
     for mine, theirs in ((ours.cache.keys, cpu.cache.keys), (ours.cache.values, cpu.cache.values)):
@@ -161,11 +169,11 @@ def check_tiles(tiles, logits, V):
     Choice(), Choice(0.0), Choice(0.3), Choice(2.0, 1), Choice(1.0, 40), Choice(1.3, 999), Choice(1.0, 5000),
     Choice(1.0, 0, 0.9), Choice(0.7, 0, 1e-6), Choice(0.7, 100, 0.5)))
 @pytest.mark.parametrize("V, spread", ((50257, 3.0), (1003, 0.01), (1003, 8.0), (300, 0.0)))
-def test_drawing(gpu, V, spread, choice):
+def test_drawing(decoders, V, spread, choice):
     """The token is the one whose part of the running sum the coin falls into, among those that the choice leaves, up to
     rounding; the numbers of the next coin, the host's copies and the log-probabilities."""
     B, Vp = 61, -(-V // 128) * 128
-    decoder, _ = decoders(gpu, Config(8, V, 1, 1, 16, Vp), "float32", B)
+    decoder, _ = decoders(Config(8, V, 1, 1, 16, Vp), "float32", B)
     rng = np.random.default_rng((V, os.getpid()))
     logits = np.full((B, Vp), 1e9, np.float32)  # the padding counts for nothing
     logits[:, :V] = rng.standard_normal((B, V), dtype=np.float32) * np.float32(spread)
@@ -218,13 +226,13 @@ CHOICES = Choice(), Choice(0.0), Choice(0.7, 20, 0.9)
 
 
 @pytest.mark.parametrize("prompt, count", ((1, 30), (35, 90), (100, 5)))
-def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(gpu, prompt, count):
+def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, prompt, count):
     """Also beyond the longest sequence, 40. In float32; where rounding decides, texts may part."""
     config, same, alone = MODELS[1], 0, {}
     prompt = np.random.default_rng(1).integers(0, config.V, (1, prompt), dtype=np.int32)
     for choice in CHOICES:
         for B in (1, 3, 20):
-            ours, cpu = decoders(gpu, config, "float32", B)
+            ours, cpu = decoders(config, "float32", B)
             texts = []
             for decoder in (ours, cpu, ours):
                 randoms = generate.streams(5, B)
@@ -236,9 +244,10 @@ def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(gpu, prompt, count):
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_memory_does_not_grow(gpu, dtype):
+def test_memory_does_not_grow(decoders, dtype):
     """While 100,000 tokens are drawn."""
-    ours, _ = decoders(gpu, MODELS[1], dtype, 8)
+    gc.collect()  # what is left of the tests before
+    ours, _ = decoders(MODELS[1], dtype, 8)
     used = set()
     for i, _ in enumerate(ours.draw(np.array([[3]], np.int32), 12500, generate.streams(1, 8), Choice())):
         if i > 2 and i % 500 == 0:
