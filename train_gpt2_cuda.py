@@ -515,11 +515,12 @@ def round_weights(device, out, exact):
     device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
 
 
-def add_gradients(device, sums, own, received, chunks, first, rank, ranks):
+def add_gradients(device, sums, partials, own, received, chunks, first, rank, ranks):
     """sums = (+= if not first) the gradients of a micro-batch of each of `ranks` ranks, in their order: of this one,
-    `own` (parameters,); of the others, received (ranks - 1, most). chunks: CHUNKS of llmc/zero.py, as bytes."""
-    device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums, own,
-                  received, chunks, int(first), rank, ranks, np.int64(0 if received is None else received.shape[1]))
+    `own` (parameters,); of the others, received (ranks - 1, sums.size). partials: global_norm's, of the sums, or None.
+    chunks: CHUNKS of llmc/zero.py, as bytes."""
+    device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums, partials,
+                  own, received, chunks, int(first), rank, ranks, np.int64(sums.size))
 
 
 def global_norm(device, partials, grads, chunks):
@@ -592,12 +593,11 @@ class GPT2:
 
     def trunk(self, acts, inputs, arrived=None):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier. arrived: events after which the
-        matrices of each layer and, last, all other weights are there."""
+        matrices of each layer are there."""
         device, matmul, params, branch = self.device, self.matmul, self.params, acts.branch
         B, T, L, C, NH = acts.B, acts.T, self.config.L, self.config.C, self.config.NH
         N = B * T
 
-        device.wait(arrived and arrived[L])
         encoder_forward(device, acts.encoded, inputs, params.wte, params.wpe, B, T, C)
         for l in range(L):
             p, a = self.param_layers[l], acts.layers[l]
@@ -981,8 +981,7 @@ class Trainer:
             self.master = cp.zeros(share, np.float32) if settings.master else None
             self.sums = cp.zeros(share, np.float32) if self.precision.accumulates else flat(self.grads)
             self.chunks = cp.asarray(chunks.view(np.uint8))
-            self.buckets = [self.chunks[CHUNKS.itemsize * begin : CHUNKS.itemsize * end]
-                            for begin, end in zip([0, *ends], ends)]
+            self.last_chunks = CHUNKS.itemsize * ends[-2]  # where they begin: those of the last bucket
             self.set_params(params)
             tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
             buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
@@ -996,8 +995,7 @@ class Trainer:
             self.all_sums = self.own_sums
             if ranks.size > 1:
                 self.all_sums = cp.zeros(self.own_sums.size, np.float32)
-                self.received = cp.zeros((ranks.size - 1, self.shares.most_received(ranks.rank)),
-                                         flat(self.grads).dtype)
+                self.received = cp.zeros((ranks.size - 1, share), flat(self.grads).dtype)
                 self.messages = Messages(self.peers, self.shares, ranks, flat(self.params), flat(self.grads),
                                          self.received)
         self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
@@ -1011,6 +1009,7 @@ class Trainer:
         self.reports = pinned_array(32).view(np.float32).reshape(2, 4)  # struct Report of update.cu
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
+        self.received_all = None  # event: the gradients of a micro-batch have arrived from all ranks
         self.weights_behind = False  # of those that other ranks have updated
 
     # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
@@ -1026,9 +1025,9 @@ class Trainer:
             self.choose_algorithms()
             if self.messages:  # each once before the capture, as two ranks connect at the first message between them
                 for bucket in range(self.shares.buckets):
-                    self.collect_gradients(bucket, first=True)
+                    self.send_gradients(bucket)
+                    self.send_weights(bucket)
                 self.add_up_sums()
-                self.fetch_weights()
             self.device.synchronize()
             if settings.graph:
                 self.device.stream.begin_capture()
@@ -1085,15 +1084,16 @@ class Trainer:
     def launch_step(self):
         """All that the GPU does for one update."""
         words, first_words = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # learning rate and inputs
-        arrived, added = self.fetch_weights(), None
+        last, send, arrived = self.shares.buckets - 1, None, None
+        if self.messages:
+            send, arrived = self.send_gradients, [self.send_weights(bucket) for bucket in range(last)]
         self.copy_batch(0, first_words)
         with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
             self.copy_batch(first_words, words)
         for i in range(self.micro_steps):
-            added = self.compute(i, arrived, batch_copied, added, self.collect_gradients)
-        self.device.wait(added)
-        with self.device.span("update"):
-            self.update()
+            self.compute(i, arrived, batch_copied, send)
+            self.received_all = send and send(last)
+        self.update()
 
     def copy_batch(self, begin, end):
         """Copy words begin .. end - 1 from the half of the pinned memory whose turn it is: a kernel's work, because a
@@ -1102,53 +1102,51 @@ class Trainer:
         self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
                            pointer(self.pinned), self.control, words, begin, end)
 
-    def compute(self, i, arrived=None, batch_copied=None, gradients_read=None, collect=None):
+    def compute(self, i, arrived=None, batch_copied=None, send=None):
         """Forward and backward of batch i of self.batch. What it waits for: `arrived`, the weights; batch_copied, its
-        targets and sorted tokens; gradients_read, of the batch before, which it overwrites. collect: collect_gradients,
-        whose last event this returns."""
+        targets and sorted tokens. send: send_gradients, of each layer's matrices."""
         batch, N = self.batch, self.settings.B * self.settings.T
-        number, last = i * self.ranks.size + self.ranks.rank, self.shares.buckets - 1  # in the update; bucket
+        number = i * self.ranks.size + self.ranks.rank  # in the update
         acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
         with self.device.span(f"forward {i}"):
             self.model.trunk(acts, batch.inputs[i], arrived)
             self.device.wait(batch_copied)
             self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
-        self.device.wait(gradients_read)
-        layer_done = functools.partial(collect, first=i == 0) if collect else None
+        if i > 0:
+            self.add_gradients(i - 1)
         with self.device.span(f"backward {i}"):
-            self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, layer_done)
-        return layer_done and layer_done(last)
+            self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, send)
 
-    def collect_gradients(self, bucket, computed=None, first=False):
-        """Once they are `computed`, send a bucket's gradients to the ranks that own them, and add those that arrive to
-        self.sums. Returns the event after which the gradients may be overwritten."""
-        if not self.precision.accumulates:
-            return None
-        with self.device.on_comm_stream() as added:
+    def send_gradients(self, bucket, computed=None):
+        """Once they are `computed`, send a bucket's gradients to the ranks that own them, and receive theirs. Returns
+        the event after which they are there."""
+        with self.device.on_comm_stream() as arrived:
             self.device.wait(computed)
             with self.device.span(f"gradients {bucket}"):
-                if self.messages:
-                    self.messages.send_gradients(bucket, self.device.stream)
-                add_gradients(self.device, self.sums, flat(self.grads), self.received, self.buckets[bucket], first,
-                              self.ranks.rank, self.ranks.size)
-        return added
-
-    def fetch_weights(self):
-        """Bring the weights that other ranks updated, in the order in which a forward pass needs them. Returns events:
-        see GPT2.trunk; None on one GPU."""
-        if not self.messages:
-            return None
-        arrived = [None] * self.shares.buckets
-        for bucket in (-1, *range(self.shares.buckets - 1)):
-            with self.device.on_comm_stream() as arrived[bucket], self.device.span(f"weights {bucket}"):
-                self.messages.send_weights(bucket, self.device.stream)
+                self.messages.send_gradients(bucket, self.device.stream)
         return arrived
+
+    def send_weights(self, bucket):
+        """Send a bucket's weights, which this rank has updated, and receive the others'. Returns the event after which
+        they are there."""
+        with self.device.on_comm_stream() as arrived, self.device.span(f"weights {bucket}"):
+            self.messages.send_weights(bucket, self.device.stream)
+        return arrived
+
+    def add_gradients(self, i):
+        """Add the gradients of micro-batch i to self.sums."""
+        self.device.wait(self.received_all)
+        with self.device.span(f"add {i}"):
+            last = self.want_norm and i == self.micro_steps - 1
+            add_gradients(self.device, self.sums, self.own_sums[self.settings.micro_steps :] if last else None,
+                          flat(self.grads), self.received, self.chunks, i == 0, self.ranks.rank, self.ranks.size)
 
     def complete_weights(self):
         """Between two updates, make self.params whole on every rank, all of which have to call this."""
         if self.weights_behind:
             with self.device.stream:
-                self.device.wait(self.fetch_weights()[-2])  # the last to arrive
+                for bucket in range(self.shares.buckets):
+                    self.device.wait(self.send_weights(bucket))
         self.weights_behind = False
 
     def add_up_sums(self):
@@ -1170,7 +1168,9 @@ class Trainer:
         """AdamW over this rank's share, and the report to the host."""
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
         threads, sums = device.geometry.UPDATE_THREADS, self.all_sums
-        if self.want_norm:
+        if self.precision.accumulates:
+            self.add_gradients(self.micro_steps - 1)
+        elif self.want_norm:
             global_norm(device, self.own_sums[micro_steps:], self.sums, self.chunks)
         if self.messages:
             device.wait(self.add_up_sums())
@@ -1178,8 +1178,21 @@ class Trainer:
                       self.batch.learning_rate, np.float64(settings.beta1), np.float64(settings.beta2),
                       np.float64(settings.eps), settings.grad_clip, micro_steps, sums.size - micro_steps, self.recent,
                       settings.skip_loss_zscore, settings.skip_norm_zscore)
-        adamw_update(device, flat(self.params), self.master, self.m, self.v, self.sums, self.control, self.chunks,
-                     settings.beta1, settings.beta2, settings.stochastic_rounding)
+        if not self.messages:
+            self.adamw(self.chunks)
+            return
+        # The last bucket's weights, which the next step needs first, travel while the others are updated.
+        last = self.shares.buckets - 1
+        self.adamw(self.chunks[self.last_chunks :], f"adamw {last}")
+        arrived = self.send_weights(last)
+        self.adamw(self.chunks[: self.last_chunks])
+        device.wait(arrived)
+
+    def adamw(self, chunks, name="adamw"):
+        settings = self.settings
+        with self.device.span(name):
+            adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.sums, self.control, chunks,
+                         settings.beta1, settings.beta2, settings.stochastic_rounding)
 
     # -- what reports need
 
@@ -1248,6 +1261,7 @@ class Trainer:
                     copy_to_gpu(flat(self.params)[piece.begin : piece.begin + piece.size],
                                 owned.exact[piece.local : piece.local + piece.size])
                 self.weights_behind = self.messages is not None
+                self.complete_weights()
             copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
             if self.recent is not None:
                 copy_to_gpu(self.recent, recent)
@@ -1351,14 +1365,13 @@ def memory_plan(architecture, config, settings, device):
     B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
     shares = Shares(architecture.parameter_table(config), ranks)
     share = max(4 * shares.share_size(rank) for rank in range(ranks))
-    most = max(shares.most_received(rank) for rank in range(ranks))
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
         *([(share, "float32 master weights")] if settings.master else []),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
         *([(share, "sums of gradients")] if precision.accumulates else []),
-        *([((ranks - 1) * most * precision.grad_bytes, "gradients of other ranks")] if ranks > 1 else []),
+        *([(share // 4 * (ranks - 1) * precision.grad_bytes, "gradients of other ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((largest(group), what) for what, group in tables.items()),
         *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),

@@ -2,7 +2,8 @@
 //
 //     copy_batch      copies 4-byte words of the batch from the host's pinned memory       batch =
 //     loss_mean       loss = the sum of losses, times scale: their mean                    loss =
-//     add_gradients   sums += the gradients of a micro-batch of each rank                  sums = (+= if not first)
+//     add_gradients   sums += the gradients of a micro-batch of each rank; then, of the    sums = (+= if not first),
+//                     last ones, what global_norm does                                     partials =
 //     global_norm     partials[chunk] = the sum of squares of the gradients of a chunk     partials =
 //     prepare_update  what all threads of adamw_update need; reports to the host           control =, reports =,
 //                                                                                          recent +=
@@ -49,12 +50,11 @@ struct Recent {  // RECENT of llmc/outliers.py
     float values[WINDOW];  // value n is at n % WINDOW
 };
 
-struct Chunk {       // CHUNKS of llmc/zero.py
-    int64 local;     // where it begins in the buffers of the rank that owns it
-    int64 flat;      // in those of all parameters
-    int64 received;  // in what its owner receives of each other rank
-    int count;       // elements, at most UPDATE_CHUNK
-    int index;       // in the flat buffer's order
+struct Chunk {    // CHUNKS of llmc/zero.py
+    int64 local;  // where it begins in the buffers of the rank that owns it
+    int64 flat;   // in those of all parameters
+    int count;    // elements, at most UPDATE_CHUNK
+    int index;    // in the flat buffer's order
     float decay;
     int padding;
 };
@@ -119,25 +119,31 @@ loss_mean(float* loss, const float* losses, float scale, int N) {
 }
 
 // Block (THREADS); grid (chunks). sums (elements of the chunks): in the order of ranks, whose micro-batches follow one
-// another. own (parameters): this rank's gradients. received (ranks - 1, stride): the others', of the elements that
-// this rank owns.
+// another. own (parameters): this rank's gradients. received (ranks - 1, elements of the chunks): the others'. partials
+// (chunks of all ranks), or null: there are more to come.
 extern "C" __global__ void __launch_bounds__(THREADS)
-add_gradients(float* sums, const gradient* own, const gradient* received, const Chunk* chunks, int first, int rank,
-              int ranks, int64 stride) {
+add_gradients(float* sums, float* partials, const gradient* own, const gradient* received, const Chunk* chunks,
+              int first, int rank, int ranks, int64 share) {
     const Chunk chunk = chunks[blockIdx.x];
+    float squares = 0.0f;
 #pragma unroll 2
     for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
         Quad sum = {};
         if (!first) sum = load_quad(sums + chunk.local + i);
         for (int r = 0; r < ranks; r++) {
             const int64 slot = r < rank ? r : r - 1;
-            const gradient* from = r == rank ? own + chunk.flat : received + slot * stride + chunk.received;
+            const gradient* from = r == rank ? own + chunk.flat : received + slot * share + chunk.local;
             const Quad g = load_quad(from + i);
 #pragma unroll
             for (int k = 0; k < NUMBERS; k++) sum.x[k] += g.x[k];
         }
+#pragma unroll
+        for (int k = 0; k < NUMBERS; k++) squares += sum.x[k] * sum.x[k];
         store_quad(sums + chunk.local + i, sum);
     }
+    if (!partials) return;
+    squares = block_sum(squares);
+    if (threadIdx.x == 0) partials[chunk.index] = squares;
 }
 
 // Block (THREADS); grid (chunks). grads (elements of the chunks); partials (chunks of all ranks).

@@ -35,7 +35,7 @@ from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC,
 from llmc.ranks import ALONE
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, unpadded
-from llmc.zero import Shares, cut, cut_evenly
+from llmc.zero import Shares
 
 EXPORT = "make it with: python export_weights.py"
 EXPORT_STATE = f"{EXPORT} --debug_state 1"
@@ -258,10 +258,11 @@ def owned_by_one(m, v, exact=None):
 
 
 def write_optimizer_state(path, owned, progress):
-    """Write a rank's share, and where the run stands."""
+    """Write a rank's share, and where the run stands. Several ranks' is version 2, which llm.c refuses: its shares of
+    biases and layernorms are others."""
     shard, sample, shuffle = progress.position
-    header = make_header(OPTIMIZER_MAGIC, 1, owned.shares.ranks, owned.rank, int(owned.exact is not None),
-                         int(shuffle is not None))
+    header = make_header(OPTIMIZER_MAGIC, min(owned.shares.ranks, 2), owned.shares.ranks, owned.rank,
+                         int(owned.exact is not None), int(shuffle is not None))
     header[10] = progress.step
     for slot, value in ((20, progress.rng_state), (30, shard), (32, sample)):
         header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
@@ -292,7 +293,7 @@ def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
             f = stack.enter_context(open_input(path, mend))
             header = read_header(f, OPTIMIZER_MAGIC, mend)
             version, ranks, rank, master, shuffled = (int(x) for x in header[1:6])
-            if version != 1 or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
+            if version not in (1, 2) or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
                 raise UserError(f"{path}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
                                 f" {shuffled}; expected version 1 of this project's or llm.c's; {mend}")
             return f, header
@@ -308,7 +309,7 @@ def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
         ranks, ours = int(header[2]), header[40] > 0
         if ranks > 1 and not ours and is_whole(f, header, owned.shares.size):
             ranks = 1  # llm.c's without ZeRO: each rank has all
-        sources = owned.shares.among(ranks, cut if ours else cut_evenly)
+        sources = Shares(owned.shares.table, ranks, llmc=not ours)
         files = [(f, header)]
         for rank in range(1, ranks):
             files.append(open_state(rank_path(path, rank)))

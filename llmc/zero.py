@@ -7,11 +7,10 @@ which this one owns. The owner adds them up in the order of the micro-batches, w
 has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a reduce-scatter. The new weights return before
 the next forward pass needs them.
 
-A share is cut out of every tensor of every layer, as llm.c does it, so that each transfer keeps all ranks busy.
+A share is cut out of every tensor, of matrices out of each layer's, so that each transfer keeps all ranks busy.
 """
 
 import contextlib
-import copy
 import warnings
 from typing import NamedTuple
 
@@ -21,12 +20,12 @@ from llmc.errors import UserError
 
 PARTS = 16  # of a segment: numbers of ranks that divide it cut segments at the same places
 CHUNK = 8192  # elements, at most
-CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("count", "i4"), ("index", "i4"),
-                   ("decay", "f4"), ("padding", "i4")])  # struct Chunk of update.cu
+CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("count", "i4"), ("index", "i4"), ("decay", "f4"),
+                   ("padding", "i4")])  # struct Chunk of update.cu
 
 
 class Segment(NamedTuple):
-    """One tensor of one layer, consecutive in the flat buffer of the parameters."""
+    """A matrix of one layer, or another tensor of all layers, consecutive in the flat buffer of the parameters."""
 
     name: str
     begin: int
@@ -50,7 +49,7 @@ def cut(size, part, parts):
 
 
 def cut_evenly(size, part, parts):
-    """llm.c's, the same but for small tensors of many ranks."""
+    """llm.c's."""
     return size * part // parts
 
 
@@ -61,24 +60,19 @@ class Shares:
     layernorms, whose gradients are complete when the backward pass is.
     """
 
-    def __init__(self, table, ranks, weight_decay=0.0, decay_all=False):
-        self.ranks, self.cut, self.segments, begin = ranks, cut, [], 0
+    def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
+        """llmc: as llm.c divides them, which cuts each layer's part of any tensor."""
+        self.table, self.ranks, self.cut, self.segments, begin = table, ranks, cut_evenly if llmc else cut, [], 0
         layers = max((row.shape[0] for row in table.values() if row.stacked), default=0)
         self.buckets = layers + 1
         for name, row in table.items():
-            count = row.shape[0] if row.stacked else 1
+            count = row.shape[0] if row.stacked and (row.decays or llmc) else 1
             decay = weight_decay if decay_all or row.decays else 0.0
             for l in range(count):
                 bucket = l if row.stacked and row.decays else layers
                 self.segments.append(Segment(name, begin, row.size // count, bucket, decay))
                 begin += row.size // count
         self.size = begin  # of all parameters
-
-    def among(self, ranks, cut=cut):
-        """The same parameters, divided among another number of ranks, or in another way."""
-        other = copy.copy(self)
-        other.ranks, other.cut = ranks, cut
-        return other
 
     def pieces(self, rank):
         """The Pieces of a rank, in the flat buffer's order."""
@@ -97,19 +91,15 @@ class Shares:
     def bucket_pieces(self, rank, bucket):
         return [piece for piece in self.pieces(rank) if piece.segment.bucket == bucket]
 
-    def most_received(self, rank):
-        """Elements of the largest bucket of a rank's share: what it receives of another rank at a time."""
-        return max(sum(piece.size for piece in self.bucket_pieces(rank, bucket)) for bucket in range(self.buckets))
-
     def chunks(self, rank):
         """The chunks of a rank's share, (n,) CHUNKS, bucket after bucket; where each bucket's end; and how many chunks
         there are on all ranks.
 
         A sum over all parameters is that of sums over chunks, in the order of their index. Chunks are the same for all
-        numbers of ranks that divide PARTS. received: a chunk's place in what a rank receives of its bucket.
+        numbers of ranks that divide PARTS.
         """
         chunks, index = [[] for _ in range(self.buckets)], 0
-        owned, received = {piece.segment.begin: piece for piece in self.pieces(rank)}, [0] * self.buckets
+        owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
         for _, begin, size, bucket, decay in self.segments:
             edges = sorted({cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)})
             piece = owned.get(begin)
@@ -117,9 +107,7 @@ class Shares:
                 for first in range(edge, end, CHUNK):
                     flat, count = begin + first, min(CHUNK, end - first)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
-                        local = piece.local + flat - piece.begin
-                        chunks[bucket].append((local, flat, received[bucket], count, index, decay, 0))
-                        received[bucket] += count
+                        chunks[bucket].append((piece.local + flat - piece.begin, flat, count, index, decay, 0))
                     index += 1
         ends = np.cumsum([len(bucket) for bucket in chunks]).tolist()
         return np.array([chunk for bucket in chunks for chunk in bucket], CHUNKS), ends, index
@@ -187,21 +175,21 @@ class Messages:
     """What a rank sends and receives, by bucket: gradients to those who own them, new weights from them."""
 
     def __init__(self, peers, shares, ranks, params, grads, received):
-        """peers: Nccl; params, grads (parameters,), received (other ranks, most_received) on the GPU."""
+        """peers: Nccl; params, grads (parameters,), received (other ranks, share_size) on the GPU."""
         self.peers, mine, others = peers, ranks.rank, [rank for rank in range(ranks.size) if rank != ranks.rank]
         self.gradients, self.weights = [], []
 
-        def views(array, rank, bucket):
-            return [array[piece.begin : piece.begin + piece.size] for piece in shares.bucket_pieces(rank, bucket)]
+        def views(array, rank, bucket, place="begin"):
+            begins = [(getattr(piece, place), piece.size) for piece in shares.bucket_pieces(rank, bucket)]
+            return [array[begin : begin + size] for begin, size in begins]
 
         for bucket in range(shares.buckets):
-            here = views(params, mine, bucket)
-            ends = np.cumsum([0, *(view.size for view in here)])
-            arriving = [[row[begin:end] for begin, end in zip(ends, ends[1:])] for row in received]
-            self.gradients.append(([(rank, view) for rank in others for view in views(grads, rank, bucket)],
-                                   [(rank, view) for rank, row in zip(others, arriving) for view in row]))
-            self.weights.append(([(rank, view) for rank in others for view in here],
-                                 [(rank, view) for rank in others for view in views(params, rank, bucket)]))
+            self.gradients.append((
+                [(rank, view) for rank in others for view in views(grads, rank, bucket)],
+                [(rank, view) for rank, row in zip(others, received) for view in views(row, mine, bucket, "local")]))
+            self.weights.append((
+                [(rank, view) for rank in others for view in views(params, mine, bucket)],
+                [(rank, view) for rank in others for view in views(params, rank, bucket)]))
 
     def send_gradients(self, bucket, stream):
         """Of one micro-batch; and receive the others' into `received`."""

@@ -181,7 +181,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, pre
             assert fits, f"{launch.name}: {kind} {name} is given {type(argument)}"
     launched = {launch.name for launch in fake_gpu.launches}
     assert ("cublaslt" in launched) == (matmul.kernels is None), "the first way, of those that take as long"
-    unused = {"hold", "fill_random", "round_weights", "transpose", "gelu_forward", "gelu_backward"}
+    unused = {"hold", "fill_random", "round_weights", "transpose", "gelu_forward", "gelu_backward", "global_norm"}
     assert {name for name in parameters.keys() - launched if not name.endswith("narrow")} <= unused
 
 
@@ -720,31 +720,26 @@ def chunks_of(count, decay=0.0, decayed=0):
 @pytest.mark.parametrize("precision", ("tf32", "bf16", "bf16-float32-grads"))
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
 def test_add_gradients(gpu, tmp_path_factory, ranks, precision):
-    """Of two micro-batches of each rank, in the order of ranks, to the bit; buckets after one another; and the norm of
-    the sums is that of all gradients."""
+    """Of two micro-batches of each rank, in the order of ranks, to the bit; and the norm of the sums is that of all
+    gradients, here and by global_norm."""
     config, precision = MODELS[1], PRECISIONS[precision]._replace(accumulates=1)
     device = get_device(gpu, config, precision, tmp_path_factory)
     shares = Shares(train_gpt2.parameter_table(config), ranks)
     grads = random(2, ranks, shares.size, dtype=precision.grads)
     partials, squares = np.zeros(shares.chunks(0)[2]), 0.0
     for rank in range(ranks):
-        others, (chunks, ends, _) = [r for r in range(ranks) if r != rank], shares.chunks(rank)
-        sums = unwritten(shares.share_size(rank))
+        others, chunks = [r for r in range(ranks) if r != rank], on_gpu(shares.chunks(rank)[0].view(np.uint8))
+        sums, parts, again = unwritten(shares.share_size(rank)), *cp.zeros((2, partials.size), np.float32)
         for batch in range(2):
             own = on_gpu(grads[batch, rank], dtype=precision.grads)
-            for bucket, (begin, end) in enumerate(zip([0, *ends], ends)):
-                received = np.zeros((ranks - 1, shares.most_received(rank)), np.float32)
-                for row, other in zip(received, others):
-                    arrived = [grads[batch, other, piece.begin : piece.begin + piece.size]
-                               for piece in shares.bucket_pieces(rank, bucket)]
-                    row[: sum(map(len, arrived))] = np.concatenate(arrived)
-                received = on_gpu(received, dtype=precision.grads) if others else None
-                cuda.add_gradients(device, sums, own, received, on_gpu(chunks[begin:end].view(np.uint8)), batch == 0,
-                                   rank, ranks)
+            received = None
+            if others:
+                received = on_gpu(np.stack([shares.take(grads[batch, r], rank) for r in others]), dtype=precision.grads)
+            cuda.add_gradients(device, sums, parts if batch else None, own, received, chunks, batch == 0, rank, ranks)
         expected = functools.reduce(np.add, grads.reshape(-1, shares.size), np.zeros(shares.size, np.float32))
         assert np.array_equal(sums.get(), shares.take(expected, rank))
-        parts = cp.zeros(partials.size, np.float32)
-        cuda.global_norm(device, parts, sums, on_gpu(chunks.view(np.uint8)))
+        cuda.global_norm(device, again, sums, chunks)
+        assert_close(SUMS, partials=(parts, again.get()))
         assert not partials[np.flatnonzero(parts.get())].any(), "a chunk has one owner"
         partials += parts.get()
         squares = (expected.astype(np.float64) ** 2).sum()

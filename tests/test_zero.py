@@ -20,7 +20,7 @@ import bench_scale
 import timeline
 import train_gpt2
 import train_gpt2_cuda as cuda
-from conftest import GPT2_124M, ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_params, run_program
+from conftest import ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_params, run_program
 from fake_gpus import compute_on, here, stored
 from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_checkpoint, newest_checkpoint,
                              owned_by_one, rank_path, read_optimizer_state, save_checkpoint, write_model,
@@ -30,7 +30,7 @@ from llmc.outliers import RECENT
 from llmc.settings import parse_settings
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
-from llmc.zero import CHUNK, PARTS, Nccl, Shares, cut, cut_evenly
+from llmc.zero import CHUNK, PARTS, Nccl, Shares
 
 TABLES = {
     "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
@@ -62,22 +62,14 @@ def test_every_element_has_one_owner(table):
                 found[chunk["flat"] : chunk["flat"] + chunk["count"]] = chunk["local"] + np.arange(chunk["count"])
             assert np.array_equal(found, local)
             for bucket, (begin, end) in enumerate(zip([0, *ends], ends)):
-                arriving = [size for *_, size, _ in shares.bucket_pieces(rank, bucket)]
-                assert sum(arriving) == chunks[begin:end]["count"].sum() <= shares.most_received(rank)
-                assert chunks[begin:end]["received"].tolist() == [0, *np.cumsum(chunks[begin:end]["count"])][:-1]
+                pieces = shares.bucket_pieces(rank, bucket)
+                assert sum(piece.size for piece in pieces) == chunks[begin:end]["count"].sum()
             indices += chunks["index"].tolist()
         assert (owners == 1).all() and sorted(indices) == list(range(total))
         if PARTS % ranks == 0:
             same = np.sort(np.concatenate([shares.chunks(rank)[0] for rank in range(ranks)]), order="flat")
             fields = ["flat", "count", "index", "decay"]
             assert same[fields].tolist() == np.sort(alone.chunks(0)[0], order="flat")[fields].tolist()
-
-
-def test_shares_are_llm_c_s_where_tensors_divide():
-    segments = Shares(train_gpt2.parameter_table(GPT2_124M), 1).segments
-    for ranks in (2, 4, 8):
-        assert all(cut(size, part, ranks) == cut_evenly(size, part, ranks) for part in range(ranks + 1)
-                   for size in {segment.size for segment in segments})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -285,9 +277,9 @@ def test_ranks_of_different_libraries(computing_gpu, tmp_path, monkeypatch):
 # states of several ranks
 
 
-def write_states(path, ranks, table, rng, exact=True, ours=True, cut=cut):
+def write_states(path, ranks, table, rng, exact=True, ours=True):
     """Random states; returns m, v and float32 weights, whole."""
-    shares = Shares(table, 1).among(ranks, cut)
+    shares = Shares(table, ranks, llmc=not ours)
     whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(2 + exact)]
     for rank in range(ranks):
         owned = Owned(shares, rank, *(shares.take(array, rank) for array in whole))
@@ -302,7 +294,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
     """Files of this project's and of llm.c's, whose shares are cut in another way."""
     rng, path = np.random.default_rng(0), str(tmp_path / "state_00000003_00000.bin")
     for wrote in (1, 2, 3, 8):
-        whole = write_states(path, wrote, TABLES[table], rng, ours=ours, cut=cut if ours else cut_evenly)
+        whole = write_states(path, wrote, TABLES[table], rng, ours=ours)
         for reads in (1, 2, 5, 16):
             shares = Shares(TABLES[table], reads)
             for rank in range(reads):
@@ -506,8 +498,8 @@ def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
         lines = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout.splitlines()
         table = lines[lines.index(next(line for line in lines if line.split() == ["begin", "end", "ms"])) + 1 :]
         names = [re.match(r"(\w+ ?\d?) +1\.000 +1\.000 +0\.000$", line)[1].strip() for line in table]
-        assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "gradients 0",
-                                        "gradients 1", "gradients 2", "update"])
+        assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "add 1",
+                                        "adamw"])
         assert (heads / "timeline.png").stat().st_size > 5000
 
 
