@@ -515,12 +515,11 @@ def round_weights(device, out, exact):
     device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
 
 
-def add_gradients(device, sums, partials, own, received, chunks, first, rank, ranks):
-    """sums = (+= if not first) the gradients of a micro-batch of each of `ranks` ranks, in their order: of this one,
-    `own` (parameters,); of the others, received (ranks - 1, sums.size). partials: global_norm's, of the sums, or None.
-    chunks: CHUNKS of llmc/zero.py, as bytes."""
+def add_gradients(device, sums, partials, gradients, chunks, first, ranks):
+    """sums = (+= if not first) the gradients of a micro-batch of each of `ranks` ranks, in their order. partials:
+    global_norm's, of the sums, or None. chunks: CHUNKS of llmc/zero.py, as bytes."""
     device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums, partials,
-                  own, received, chunks, int(first), rank, ranks, np.int64(sums.size))
+                  gradients, chunks, int(first), ranks)
 
 
 def global_norm(device, partials, grads, chunks):
@@ -591,9 +590,9 @@ class GPT2:
         self.shapes[B, T] = acts
         return acts
 
-    def trunk(self, acts, inputs, arrived=None):
-        """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier. arrived: events after which the
-        matrices of each layer are there."""
+    def trunk(self, acts, inputs, layer_begins=None):
+        """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier. layer_begins(l): called before the
+        first launch that reads layer l's matrices."""
         device, matmul, params, branch = self.device, self.matmul, self.params, acts.branch
         B, T, L, C, NH = acts.B, acts.T, self.config.L, self.config.C, self.config.NH
         N = B * T
@@ -601,7 +600,8 @@ class GPT2:
         encoder_forward(device, acts.encoded, inputs, params.wte, params.wpe, B, T, C)
         for l in range(L):
             p, a = self.param_layers[l], acts.layers[l]
-            device.wait(arrived and arrived[l])
+            if layer_begins:
+                layer_begins(l)
             if l == 0:
                 residual = acts.encoded
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
@@ -964,24 +964,24 @@ class Trainer:
         self.micro_steps = settings.micro_steps // ranks.size  # of this rank
         self.want_norm = bool(settings.grad_clip or settings.output_dir or settings.skips_outliers)
         B, T, device = settings.B, settings.T, self.device
-        self.messages = self.received = self.peers = None
+        self.messages = self.peers = None
         if ranks.size > 1:  # what NCCL takes is no longer free
             self.peers = Nccl(ranks)
-            others = [rank for rank in range(ranks.size) if rank != ranks.rank]
             with device.stream:
-                self.peers.connect(others, cp.zeros((2, 1), np.float32), device.stream)
+                self.peers.connect(device.stream)
         check_memory(architecture, config, settings, device)
         with device.stream:
             table = architecture.parameter_table(config)
-            self.params = allocate(architecture.parameter_table(config, self.precision.dtype), cp)
-            self.grads = allocate(architecture.parameter_table(config, self.precision.grads), cp)
+            self.params, self.grads = (self.allocate_shared(architecture.parameter_table(config, dtype))
+                                       for dtype in (self.precision.dtype, self.precision.grads))
             self.shares = Shares(table, ranks.size, settings.weight_decay, settings.decay == "all")
             share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
             self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
             self.master = cp.zeros(share, np.float32) if settings.master else None
             self.sums = cp.zeros(share, np.float32) if self.precision.accumulates else flat(self.grads)
+            self.received = flat(self.grads)  # gradients of all ranks
             self.chunks = cp.asarray(chunks.view(np.uint8))
-            self.last_chunks = CHUNKS.itemsize * ends[-2]  # where they begin: those of the last bucket
+            self.chunk_ends = [CHUNKS.itemsize * end for end in ends]
             self.set_params(params)
             tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
             buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
@@ -995,8 +995,10 @@ class Trainer:
             self.all_sums = self.own_sums
             if ranks.size > 1:
                 self.all_sums = cp.zeros(self.own_sums.size, np.float32)
-                self.received = cp.zeros((ranks.size - 1, share), flat(self.grads).dtype)
-                self.messages = Messages(self.peers, self.shares, ranks, flat(self.params), flat(self.grads),
+                most = max(self.shares.share_size(rank) for rank in range(ranks.size))
+                self.received = self.peers.allocate(ranks.size * most * self.precision.grad_bytes)
+                self.received = self.received.view(flat(self.grads).dtype)
+                self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
                                          self.received)
         self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
         if makes_text(device):
@@ -1009,8 +1011,13 @@ class Trainer:
         self.reports = pinned_array(32).view(np.float32).reshape(2, 4)  # struct Report of update.cu
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
-        self.received_all = None  # event: the gradients of a micro-batch have arrived from all ranks
+        self.gradients_arrived = {}  # bucket -> event
+        self.weights_arrived = None  # event: those of the next layer
         self.weights_behind = False  # of those that other ranks have updated
+
+    def allocate_shared(self, table):
+        """Tensors that travel between GPUs, if there are several."""
+        return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
 
     # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
 
@@ -1084,15 +1091,15 @@ class Trainer:
     def launch_step(self):
         """All that the GPU does for one update."""
         words, first_words = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # learning rate and inputs
-        last, send, arrived = self.shares.buckets - 1, None, None
-        if self.messages:
-            send, arrived = self.send_gradients, [self.send_weights(bucket) for bucket in range(last)]
         self.copy_batch(0, first_words)
         with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
             self.copy_batch(first_words, words)
         for i in range(self.micro_steps):
-            self.compute(i, arrived, batch_copied, send)
-            self.received_all = send and send(last)
+            if self.messages:
+                self.compute(i, batch_copied, self.send_gradients, self.fetch_weights if i == 0 else None)
+                self.send_gradients(self.shares.buckets - 1)
+            else:
+                self.compute(i, batch_copied)
         self.update()
 
     def copy_batch(self, begin, end):
@@ -1102,29 +1109,27 @@ class Trainer:
         self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
                            pointer(self.pinned), self.control, words, begin, end)
 
-    def compute(self, i, arrived=None, batch_copied=None, send=None):
-        """Forward and backward of batch i of self.batch. What it waits for: `arrived`, the weights; batch_copied, its
-        targets and sorted tokens. send: send_gradients, of each layer's matrices."""
+    def compute(self, i, batch_copied=None, layer_done=None, layer_begins=None):
+        """Forward and backward of batch i of self.batch. batch_copied: an event, for its targets and sorted tokens;
+        layer_done, layer_begins: see GPT2."""
         batch, N = self.batch, self.settings.B * self.settings.T
         number = i * self.ranks.size + self.ranks.rank  # in the update
         acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
         with self.device.span(f"forward {i}"):
-            self.model.trunk(acts, batch.inputs[i], arrived)
+            self.model.trunk(acts, batch.inputs[i], layer_begins)
             self.device.wait(batch_copied)
             self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
         if i > 0:
             self.add_gradients(i - 1)
         with self.device.span(f"backward {i}"):
-            self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, send)
+            self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, layer_done)
 
     def send_gradients(self, bucket, computed=None):
-        """Once they are `computed`, send a bucket's gradients to the ranks that own them, and receive theirs. Returns
-        the event after which they are there."""
-        with self.device.on_comm_stream() as arrived:
+        """Once they are `computed`, send a bucket's gradients to the ranks that own them, and receive theirs."""
+        with self.device.on_comm_stream() as self.gradients_arrived[bucket]:
             self.device.wait(computed)
             with self.device.span(f"gradients {bucket}"):
                 self.messages.send_gradients(bucket, self.device.stream)
-        return arrived
 
     def send_weights(self, bucket):
         """Send a bucket's weights, which this rank has updated, and receive the others'. Returns the event after which
@@ -1133,13 +1138,24 @@ class Trainer:
             self.messages.send_weights(bucket, self.device.stream)
         return arrived
 
+    def fetch_weights(self, l):
+        """As layer l begins: have its weights, and those of the next layer on their way. (Those of the first layer
+        arrived in the step before.)"""
+        self.device.wait(self.weights_arrived)
+        self.weights_arrived = self.send_weights(l + 1) if l + 1 < self.config.L else None
+
     def add_gradients(self, i):
-        """Add the gradients of micro-batch i to self.sums."""
-        self.device.wait(self.received_all)
-        with self.device.span(f"add {i}"):
-            last = self.want_norm and i == self.micro_steps - 1
-            add_gradients(self.device, self.sums, self.own_sums[self.settings.micro_steps :] if last else None,
-                          flat(self.grads), self.received, self.chunks, i == 0, self.ranks.rank, self.ranks.size)
+        """Add the gradients of micro-batch i to self.sums; of the last micro-batch, those of the layers while those of
+        the last bucket are still underway."""
+        last_batch, last, end = i == self.micro_steps - 1, self.shares.buckets - 1, self.chunk_ends[0]
+        parts = [(self.chunks, last)]
+        if last_batch and self.messages:
+            parts = [(self.chunks[end:], 0), (self.chunks[:end], last)]
+        partials = self.own_sums[self.settings.micro_steps :] if last_batch and self.want_norm else None
+        for n, (part, bucket) in enumerate(parts):
+            self.device.wait(self.gradients_arrived.get(bucket))
+            with self.device.span(f"add {i + n}"):
+                add_gradients(self.device, self.sums, partials, self.received, part, i == 0, self.ranks.size)
 
     def complete_weights(self):
         """Between two updates, make self.params whole on every rank, all of which have to call this."""
@@ -1181,11 +1197,11 @@ class Trainer:
         if not self.messages:
             self.adamw(self.chunks)
             return
-        # The last bucket's weights, which the next step needs first, travel while the others are updated.
-        last = self.shares.buckets - 1
-        self.adamw(self.chunks[self.last_chunks :], f"adamw {last}")
-        arrived = self.send_weights(last)
-        self.adamw(self.chunks[: self.last_chunks])
+        # What the next step needs first, the last bucket and the first layer, travels while the others are updated.
+        self.adamw(self.chunks[: self.chunk_ends[1]], "adamw 0")
+        self.send_weights(self.shares.buckets - 1)
+        arrived = self.send_weights(0)
+        self.adamw(self.chunks[self.chunk_ends[1] :], "adamw 1")
         device.wait(arrived)
 
     def adamw(self, chunks, name="adamw"):
@@ -1371,7 +1387,7 @@ def memory_plan(architecture, config, settings, device):
         *([(share, "float32 master weights")] if settings.master else []),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
         *([(share, "sums of gradients")] if precision.accumulates else []),
-        *([(share // 4 * (ranks - 1) * precision.grad_bytes, "gradients of other ranks")] if ranks > 1 else []),
+        *([(ranks * share // 4 * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((largest(group), what) for what, group in tables.items()),
         *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),

@@ -96,8 +96,8 @@ BYTES = {
     "loss_mean": lambda loss, losses, *_: size_of(losses),
     "column_sums": lambda jobs, accumulate: sum(4 * int(job["rows"]) * int(job["columns"])
                                                 for job in jobs.get().view(JOB)),
-    "add_gradients": lambda sums, partials, own, received, chunks, first, rank, ranks, share: (
-        int(chunks.get().view(CHUNKS)["count"].sum()) * ((4 if first else 8) + ranks * own.itemsize)),
+    "add_gradients": lambda sums, partials, gradients, chunks, first, ranks: (
+        int(chunks.get().view(CHUNKS)["count"].sum()) * ((4 if first else 8) + ranks * gradients.itemsize)),
     "global_norm": lambda partials, grads, chunks: size_of(grads),
     "prepare_update": lambda *_: 0,
     "adamw_update": lambda params, master, m, v, grads, *_: (

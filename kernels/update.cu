@@ -50,13 +50,14 @@ struct Recent {  // RECENT of llmc/outliers.py
     float values[WINDOW];  // value n is at n % WINDOW
 };
 
-struct Chunk {    // CHUNKS of llmc/zero.py
-    int64 local;  // where it begins in the buffers of the rank that owns it
-    int64 flat;   // in those of all parameters
-    int count;    // elements, at most UPDATE_CHUNK
-    int index;    // in the flat buffer's order
+struct Chunk {       // CHUNKS of llmc/zero.py
+    int64 local;     // where it begins in the buffers of the rank that owns it
+    int64 flat;      // in those of all parameters
+    int64 received;  // where the first rank's gradients begin
+    int stride;      // from one rank's to the next's
+    int count;       // elements, at most UPDATE_CHUNK
+    int index;       // in the flat buffer's order
     float decay;
-    int padding;
 };
 
 #if UPDATE_FLOAT32_SUMS
@@ -119,11 +120,9 @@ loss_mean(float* loss, const float* losses, float scale, int N) {
 }
 
 // Block (THREADS); grid (chunks). sums (elements of the chunks): in the order of ranks, whose micro-batches follow one
-// another. own (parameters): this rank's gradients. received (ranks - 1, elements of the chunks): the others'. partials
-// (chunks of all ranks), or null: there are more to come.
+// another. gradients: of all ranks, see Chunk. partials (chunks of all ranks), or null: there are more to come.
 extern "C" __global__ void __launch_bounds__(THREADS)
-add_gradients(float* sums, float* partials, const gradient* own, const gradient* received, const Chunk* chunks,
-              int first, int rank, int ranks, int64 share) {
+add_gradients(float* sums, float* partials, const gradient* gradients, const Chunk* chunks, int first, int ranks) {
     const Chunk chunk = chunks[blockIdx.x];
     float squares = 0.0f;
 #pragma unroll 2
@@ -131,9 +130,7 @@ add_gradients(float* sums, float* partials, const gradient* own, const gradient*
         Quad sum = {};
         if (!first) sum = load_quad(sums + chunk.local + i);
         for (int r = 0; r < ranks; r++) {
-            const int64 slot = r < rank ? r : r - 1;
-            const gradient* from = r == rank ? own + chunk.flat : received + slot * share + chunk.local;
-            const Quad g = load_quad(from + i);
+            const Quad g = load_quad(gradients + chunk.received + int64(r) * chunk.stride + i);
 #pragma unroll
             for (int k = 0; k < NUMBERS; k++) sum.x[k] += g.x[k];
         }

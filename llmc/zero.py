@@ -11,6 +11,10 @@ A share is cut out of every tensor, of matrices out of each layer's, so that eac
 """
 
 import contextlib
+import ctypes
+import functools
+import itertools
+import os
 import warnings
 from typing import NamedTuple
 
@@ -20,8 +24,9 @@ from llmc.errors import UserError
 
 PARTS = 16  # of a segment: numbers of ranks that divide it cut segments at the same places
 CHUNK = 8192  # elements, at most
-CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("count", "i4"), ("index", "i4"), ("decay", "f4"),
-                   ("padding", "i4")])  # struct Chunk of update.cu
+CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
+                   ("index", "i4"), ("decay", "f4")])  # struct Chunk of update.cu
+LARGE = 1 << 22  # elements
 
 
 class Segment(NamedTuple):
@@ -78,25 +83,33 @@ class Shares:
         """The Pieces of a rank, in the flat buffer's order."""
         pieces, local = [], 0
         for segment in self.segments:
-            first, end = (self.cut(segment.size, rank + i, self.ranks) for i in (0, 1))
-            if end > first:
-                pieces.append(Piece(segment.begin + first, local, end - first, segment))
-                local += end - first
+            begin, size = self.parts(segment)[rank]
+            if size:
+                pieces.append(Piece(begin, local, size, segment))
+                local += size
         return pieces
+
+    def parts(self, segment):
+        """(begin, size) of each rank's part, in the flat buffer."""
+        edges = [segment.begin + self.cut(segment.size, rank, self.ranks) for rank in range(self.ranks + 1)]
+        return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
+
+    def goes_to_all_at_once(self, segment):
+        """Whether it is worth a collective of its own, which wants equal parts. A copy engine takes 20 us to begin: of
+        the last bucket, for which all wait, only large tensors have that time."""
+        return segment.size % (8 * self.ranks) == 0 and (segment.bucket < self.buckets - 1 or segment.size >= LARGE)
 
     def share_size(self, rank):
         """Elements that a rank owns."""
         return sum(piece.size for piece in self.pieces(rank))
 
-    def bucket_pieces(self, rank, bucket):
-        return [piece for piece in self.pieces(rank) if piece.segment.bucket == bucket]
-
     def chunks(self, rank):
-        """The chunks of a rank's share, (n,) CHUNKS, bucket after bucket; where each bucket's end; and how many chunks
-        there are on all ranks.
+        """The chunks of a rank's share, (n,) CHUNKS, those of the last bucket first, then layer by layer; where each
+        bucket's end; and how many chunks there are on all ranks.
 
         A sum over all parameters is that of sums over chunks, in the order of their index. Chunks are the same for all
-        numbers of ranks that divide PARTS.
+        numbers of ranks that divide PARTS. received, stride: the place of the first rank's gradients among those that
+        arrive, and from one rank's to the next's; on one GPU, they are where the backward pass left them.
         """
         chunks, index = [[] for _ in range(self.buckets)], 0
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
@@ -107,8 +120,11 @@ class Shares:
                 for first in range(edge, end, CHUNK):
                     flat, count = begin + first, min(CHUNK, end - first)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
-                        chunks[bucket].append((piece.local + flat - piece.begin, flat, count, index, decay, 0))
+                        within = flat - piece.begin
+                        received = flat if self.ranks == 1 else self.ranks * piece.local + within
+                        chunks[bucket].append((piece.local + within, flat, received, piece.size, count, index, decay))
                     index += 1
+        chunks = [chunks[-1], *chunks[:-1]]
         ends = np.cumsum([len(bucket) for bucket in chunks]).tolist()
         return np.array([chunk for bucket in chunks for chunk in bucket], CHUNKS), ends, index
 
@@ -121,26 +137,63 @@ class Shares:
 
 
 class Nccl:
-    """The other ranks' GPUs: NCCL's point-to-point messages, which move bytes, and its sum."""
+    """The other ranks' GPUs. NCCL moves bytes, and adds up what is exact in any order.
+
+    Where NVLink or PCI Express joins all GPUs, copy engines do the moving, and leave the multiprocessors to the matmuls:
+    NCCL 2.28's "zero-CTA" collectives, which want memory that all ranks have registered as a window.
+    """
+
+    SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+    POINTER, SIZE, INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    NOT_IN_CUPY = {
+        "ncclMemAlloc": (POINTER, SIZE),
+        "ncclCommWindowRegister": (POINTER, POINTER, SIZE, POINTER, INT),
+        "ncclAlltoAll": (POINTER, POINTER, SIZE, INT, POINTER, POINTER),
+    }
 
     def __init__(self, ranks):
-        """ranks: of ranks.py. Raises UserError where NCCL is missing, or fails."""
+        """ranks: of ranks.py. Raises UserError where NCCL is missing, too old, or fails."""
+        os.environ.setdefault("NCCL_CTA_POLICY", "2")  # NCCL_CTA_POLICY_ZERO
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            import cupy
             from cupy.cuda import nccl  # a run on one GPU does not need it
-        if not nccl.available:
-            raise UserError("NCCL, for several GPUs, cannot be loaded: pip install -r requirements-gpu.txt")
-        self.nccl = nccl
+        if not nccl.available or nccl.get_version() < 22800:
+            found = f"is {nccl.get_version()}" if nccl.available else "cannot be loaded"
+            raise UserError(f"NCCL, for several GPUs, {found}, expected 2.28 or newer: pip install -r"
+                            " requirements-gpu.txt")
+        self.cupy, self.nccl, self.rank, self.ranks = cupy, nccl, ranks.rank, ranks.size
+        self.library = ctypes.CDLL("libnccl.so.2")  # which CuPy has loaded
         with self.errors_as_lines():
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
             self.communicator = nccl.NcclCommunicator(ranks.size, bytes.fromhex(ranks.gather(unique_id)[0]), ranks.rank)
 
-    def connect(self, others, arrays, stream):
-        """Send the first messages, for which NCCL takes the memory that it needs; arrays: two of a float32 each."""
-        here, there = arrays
+    def connect(self, stream):
+        """Send the first messages, for which NCCL takes the memory that it needs."""
+        here, there = self.cupy.zeros((2, self.ranks), self.cupy.float32)
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.exchange([(rank, here) for rank in others], [(rank, there) for rank in others], stream)
+        self.all_to_all(there, here, stream)
         self.add_up(there, here, stream)
         stream.synchronize()
+
+    def allocate(self, size):
+        """(size,) uint8 on the GPU, 0, for collectives; all ranks allocate the same, in one order."""
+        pointer, window = ctypes.c_void_p(), ctypes.c_void_p()
+        with self.errors_as_lines():
+            self.call("ncclMemAlloc", ctypes.byref(pointer), size)
+            self.call("ncclCommWindowRegister", self.communicator.comm, pointer, size, ctypes.byref(window),
+                      self.SYMMETRIC)
+        memory = self.cupy.cuda.UnownedMemory(pointer.value, size, self)
+        array = self.cupy.ndarray((size,), self.cupy.uint8, self.cupy.cuda.MemoryPointer(memory, 0))
+        array.fill(0)
+        return array
+
+    def call(self, name, *arguments):
+        """One of NOT_IN_CUPY."""
+        function = getattr(self.library, name)
+        function.argtypes = self.NOT_IN_CUPY[name]
+        self.nccl.check_status(function(*arguments))
 
     @contextlib.contextmanager
     def errors_as_lines(self):
@@ -151,7 +204,7 @@ class Nccl:
                             " NCCL_DEBUG=INFO says more") from None
 
     def exchange(self, sends, receives, stream):
-        """sends, receives: (other rank, array) each, in the same order for each pair of ranks."""
+        """sends, receives: (rank, array) each, in the same order for each pair of ranks."""
         with self.errors_as_lines():
             self.nccl.groupStart()
             for peer, array in sends:
@@ -159,6 +212,19 @@ class Nccl:
             for peer, array in receives:
                 self.communicator.recv(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
             self.nccl.groupEnd()
+
+    def all_to_all(self, target, source, stream):
+        """Part r of target = part `rank` of rank r's source; (n,) both, in as many equal parts as there are ranks."""
+        with self.errors_as_lines():
+            self.call("ncclAlltoAll", source.data.ptr, target.data.ptr, source.nbytes // self.ranks,
+                      self.nccl.NCCL_INT8, self.communicator.comm, stream.ptr)
+
+    def all_gather(self, array, stream):
+        """Part r of array (n,) = rank r's, of all but this rank's own."""
+        size = array.nbytes // self.ranks
+        with self.errors_as_lines():
+            self.communicator.allGather(array.data.ptr + self.rank * size, array.data.ptr, size, self.nccl.NCCL_INT8,
+                                        stream.ptr)
 
     def add_up(self, total, addend, stream):
         """total (n,) = the sum over the ranks of addend (n,), float32."""
@@ -172,32 +238,49 @@ class Nccl:
 
 
 class Messages:
-    """What a rank sends and receives, by bucket: gradients to those who own them, new weights from them."""
+    """What travels between ranks, by bucket: gradients to those who own them, new weights from them. Tensors that are
+    large enough go one by one, to all ranks at once; the small ones of a bucket as one group of messages."""
 
-    def __init__(self, peers, shares, ranks, params, grads, received):
-        """peers: Nccl; params, grads (parameters,), received (other ranks, share_size) on the GPU."""
-        self.peers, mine, others = peers, ranks.rank, [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self.gradients, self.weights = [], []
-
-        def views(array, rank, bucket, place="begin"):
-            begins = [(getattr(piece, place), piece.size) for piece in shares.bucket_pieces(rank, bucket)]
-            return [array[begin : begin + size] for begin, size in begins]
-
-        for bucket in range(shares.buckets):
-            self.gradients.append((
-                [(rank, view) for rank in others for view in views(grads, rank, bucket)],
-                [(rank, view) for rank, row in zip(others, received) for view in views(row, mine, bucket, "local")]))
-            self.weights.append((
-                [(rank, view) for rank in others for view in views(params, mine, bucket)],
-                [(rank, view) for rank in others for view in views(params, rank, bucket)]))
+    def __init__(self, peers, shares, rank, params, grads, received):
+        """peers: Nccl; params, grads (parameters,), received (ranks * share_size or more,) on the GPU."""
+        self.peers = peers
+        self.gradients, self.weights = ([[] for _ in range(shares.buckets)] for _ in range(2))  # functions of a stream
+        messages = [([], [], [], []) for _ in range(shares.buckets)]  # gradients sent, received, weights sent, received
+        owned = {piece.segment: piece for piece in shares.pieces(rank)}
+        for segment in shares.segments:
+            parts, mine = shares.parts(segment), owned.get(segment)
+            if shares.goes_to_all_at_once(segment):
+                whole, at = slice(segment.begin, segment.begin + segment.size), shares.ranks * mine.local
+                arriving = received[at : at + segment.size]
+                self.gradients[segment.bucket].append(functools.partial(peers.all_to_all, arriving, grads[whole]))
+                self.weights[segment.bucket].append(functools.partial(peers.all_gather, params[whole]))
+                continue
+            gradients_sent, gradients_received, weights_sent, weights_received = messages[segment.bucket]
+            for r, (begin, size) in enumerate(parts):
+                theirs = slice(begin, begin + size)
+                if size:
+                    gradients_sent.append((r, grads[theirs]))
+                if mine:
+                    at = shares.ranks * mine.local + r * mine.size
+                    gradients_received.append((r, received[at : at + mine.size]))
+                if mine and r != rank:
+                    weights_sent.append((r, params[mine.begin : mine.begin + mine.size]))
+                if size and r != rank:
+                    weights_received.append((r, params[theirs]))
+        for bucket, (*gradients, sent, arriving) in enumerate(messages):
+            if any(gradients):  # else the same on all ranks
+                self.gradients[bucket].append(functools.partial(peers.exchange, *gradients))
+                self.weights[bucket].append(functools.partial(peers.exchange, sent, arriving))
 
     def send_gradients(self, bucket, stream):
-        """Of one micro-batch; and receive the others' into `received`."""
-        self.peers.exchange(*self.gradients[bucket], stream)
+        """Of one micro-batch; and receive all ranks' into `received`."""
+        for send in self.gradients[bucket]:
+            send(stream)
 
     def send_weights(self, bucket, stream):
         """This rank's; and receive the others' into params."""
-        self.peers.exchange(*self.weights[bucket], stream)
+        for send in self.weights[bucket]:
+            send(stream)
 
     def add_up(self, total, addend, stream):
         """total (n,) = the sum over all ranks of addend (n,): exact, where one rank alone has other than 0."""

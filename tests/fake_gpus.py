@@ -66,13 +66,13 @@ def loss_mean(loss, losses, scale, N):
     loss[...] = losses.reshape(-1)[:N].sum(dtype=np.float32) * scale
 
 
-def add_gradients(sums, partials, own, received, chunks, first, rank, ranks, share):
+def add_gradients(sums, partials, gradients, chunks, first, ranks):
     for chunk in chunks.view(CHUNKS):
         n, at = chunk["count"], slice(chunk["local"], chunk["local"] + chunk["count"])
         total = np.zeros(n, np.float32) if first else np.array(sums[at])
         for r in range(ranks):
-            source, begin = (own, chunk["flat"]) if r == rank else (received[r - (r > rank)], chunk["local"])
-            total += floats(source[begin : begin + n])
+            begin = chunk["received"] + r * int(chunk["stride"])
+            total += floats(gradients[begin : begin + n])
         sums[at] = total
         if partials is not None:
             partials[chunk["index"]] = np.dot(total, total)
@@ -139,11 +139,33 @@ def compute_on(fake):
     return load
 
 
-class Messages:
+class Collectives:
+    """Those of zero.py's Nccl, by its `exchange`."""
+
+    def connect(self, stream):
+        pass
+
+    def close(self):
+        pass
+
+    def allocate(self, size):
+        return cuda.cp.zeros(size, np.uint8)
+
+    def all_to_all(self, target, source, stream):
+        parts = [list(enumerate(np.split(array, self.size))) for array in (source, target)]
+        self.exchange(*parts, stream)
+
+    def all_gather(self, array, stream):
+        parts = np.split(array, self.size)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.exchange([(rank, parts[self.rank]) for rank in others], [(rank, parts[rank]) for rank in others], stream)
+
+
+class Messages(Collectives):
     """zero.py's Nccl: what is sent goes to all."""
 
     def __init__(self, ranks):
-        self.ranks = ranks
+        self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
 
     def exchange(self, sends, receives, stream):
         mine = [(peer, base64.b64encode(array.tobytes()).decode()) for peer, array in sends]
@@ -152,12 +174,6 @@ class Messages:
             arrived = [base64.b64decode(text) for peer, text in messages if peer == self.ranks.rank]
             for array, data in zip([array for peer, array in receives if peer == rank], arrived, strict=True):
                 array[...] = np.frombuffer(data, array.dtype)
-
-    def connect(self, others, arrays, stream):
-        pass
-
-    def close(self):
-        pass
 
     def add_up(self, total, addend, stream):
         total[...] = np.sum(self.ranks.gather(addend.tolist()), axis=0)

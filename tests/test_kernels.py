@@ -728,14 +728,12 @@ def test_add_gradients(gpu, tmp_path_factory, ranks, precision):
     grads = random(2, ranks, shares.size, dtype=precision.grads)
     partials, squares = np.zeros(shares.chunks(0)[2]), 0.0
     for rank in range(ranks):
-        others, chunks = [r for r in range(ranks) if r != rank], on_gpu(shares.chunks(rank)[0].view(np.uint8))
+        chunks = on_gpu(shares.chunks(rank)[0].view(np.uint8))
         sums, parts, again = unwritten(shares.share_size(rank)), *cp.zeros((2, partials.size), np.float32)
         for batch in range(2):
-            own = on_gpu(grads[batch, rank], dtype=precision.grads)
-            received = None
-            if others:
-                received = on_gpu(np.stack([shares.take(grads[batch, r], rank) for r in others]), dtype=precision.grads)
-            cuda.add_gradients(device, sums, parts if batch else None, own, received, chunks, batch == 0, rank, ranks)
+            received = [grads[batch, :, piece.begin : piece.begin + piece.size] for piece in shares.pieces(rank)]
+            received = on_gpu(np.concatenate([array.reshape(-1) for array in received]), dtype=precision.grads)
+            cuda.add_gradients(device, sums, parts if batch else None, received, chunks, batch == 0, ranks)
         expected = functools.reduce(np.add, grads.reshape(-1, shares.size), np.zeros(shares.size, np.float32))
         assert np.array_equal(sums.get(), shares.take(expected, rank))
         cuda.global_norm(device, again, sums, chunks)

@@ -1,6 +1,7 @@
 """Several GPUs, on none: shares of the parameters; W ranks train in threads of this process, on fake GPUs whose update
 kernels are NumPy's; their checkpoints go on with another number of ranks."""
 
+import ctypes
 import os
 import queue
 import re
@@ -21,7 +22,7 @@ import timeline
 import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_params, run_program
-from fake_gpus import compute_on, here, stored
+from fake_gpus import Collectives, compute_on, here, stored
 from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_checkpoint, newest_checkpoint,
                              owned_by_one, rank_path, read_optimizer_state, save_checkpoint, write_model,
                              write_optimizer_state)
@@ -61,8 +62,8 @@ def test_every_element_has_one_owner(table):
                 assert 0 < chunk["count"] <= CHUNK
                 found[chunk["flat"] : chunk["flat"] + chunk["count"]] = chunk["local"] + np.arange(chunk["count"])
             assert np.array_equal(found, local)
-            for bucket, (begin, end) in enumerate(zip([0, *ends], ends)):
-                pieces = shares.bucket_pieces(rank, bucket)
+            for bucket, begin, end in zip([shares.buckets - 1, *range(shares.buckets - 1)], [0, *ends], ends):
+                pieces = [piece for piece in shares.pieces(rank) if piece.segment.bucket == bucket]
                 assert sum(piece.size for piece in pieces) == chunks[begin:end]["count"].sum()
             indices += chunks["index"].tolist()
         assert (owners == 1).all() and sorted(indices) == list(range(total))
@@ -76,7 +77,7 @@ def test_every_element_has_one_owner(table):
 # ranks as threads
 
 
-class ThreadRanks:
+class ThreadRanks(Collectives):
     """Of ranks.py's Ranks, and of zero.py's Nccl, what a trainer uses."""
 
     def __init__(self, rank, size, shared):
@@ -88,9 +89,6 @@ class ThreadRanks:
         values = list(self.shared.values)
         self.shared.barrier.wait()
         return values
-
-    def connect(self, others, arrays, stream):
-        pass
 
     def exchange(self, sends, receives, stream):
         stream.launched += 1
@@ -240,7 +238,8 @@ def test_a_step_of_two_ranks_is_captured(computing_gpu, tmp_path, monkeypatch, m
 
 
 def test_nccl_s_errors_are_lines(monkeypatch):
-    """Also those of the first messages, which connect the ranks and take memory for it."""
+    """Also those of the first messages, which connect the ranks and take memory for it; and a library that is too old.
+    """
     class NcclError(Exception):
         pass
 
@@ -248,15 +247,23 @@ def test_nccl_s_errors_are_lines(monkeypatch):
         raise NcclError("unhandled cuda error")
 
     nccl = SimpleNamespace(NcclError=NcclError, available=True, get_unique_id=lambda: b"id", groupStart=fail, **{
-        name: 0 for name in ("NCCL_INT8", "NCCL_FLOAT32", "NCCL_SUM")},
-        NcclCommunicator=lambda *arguments: SimpleNamespace(allReduce=fail))
+        name: 0 for name in ("NCCL_INT8", "NCCL_FLOAT32", "NCCL_SUM")}, get_version=lambda: 22809, check_status=fail,
+        NcclCommunicator=lambda *arguments: SimpleNamespace(allReduce=fail, allGather=fail, comm=0))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(nccl=nccl)))
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
-    peers = Nccl(SimpleNamespace(is_first=True, rank=0, size=2, gather=lambda value: [value, None]))
-    array, stream = SimpleNamespace(data=SimpleNamespace(ptr=0), size=0), SimpleNamespace(ptr=0)
-    for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream)):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(
+        **{function: lambda *arguments: 1 for function in Nccl.NOT_IN_CUPY}))
+    ranks = SimpleNamespace(is_first=True, rank=0, size=2, gather=lambda value: [value, None])
+    peers = Nccl(ranks)
+    array, stream = SimpleNamespace(data=SimpleNamespace(ptr=0), size=0, nbytes=8), SimpleNamespace(ptr=0)
+    for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
+                 lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
+                 lambda: peers.allocate(8)):
         with pytest.raises(cuda.UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
             call()
+    nccl.get_version = lambda: 22707
+    with pytest.raises(cuda.UserError, match="is 22707, expected 2.28 or newer: pip install -r requirements-gpu.txt"):
+        Nccl(ranks)
 
 
 def test_ranks_of_different_libraries(computing_gpu, tmp_path, monkeypatch):
