@@ -291,8 +291,7 @@ def batch_table(B, T, micro_steps):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layers, in network order. Where one does what a function of train_gpt2.py does, it has its name and arguments, after
-# the device or, for matmuls, the choice of the fastest way. `accumulate`: add to the gradients of weights instead of
-# overwriting them, as training does not.
+# the device or, for matmuls, the choice of the fastest way.
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
@@ -301,12 +300,12 @@ def encoder_forward(device, out, inp, wte, wpe, B, T, C):
     device.launch("encoder_forward", encoder_grid(device, B * T), (threads,), out, inp, wte, wpe, B * T, T)
 
 
-def encoder_backward(device, dwte, dwpe, dout, order, run_begins, run_tokens, accumulate, B, T, C):
-    """dwte += the sum of dout over the positions of each token; dwpe = (+=) the sum over the batch. order,
-    run_begins, run_tokens: see sort_tokens."""
+def encoder_backward(device, dwte, dwpe, dout, order, run_begins, run_tokens, B, T, C):
+    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch. order, run_begins,
+    run_tokens: see sort_tokens."""
     threads = device.geometry.ENCODER_THREADS
     grid = (blocks(dwpe.size, threads * pack(dout)),)
-    device.launch("encoder_backward_wpe", grid, (threads,), dwpe, dout, accumulate, B, T, dwpe.shape[0])
+    device.launch("encoder_backward_wpe", grid, (threads,), dwpe, dout, B, T, dwpe.shape[0])
     rows, spans = encoder_grid(device, B * T)
     grid = min(rows, 6 * device.sm_count), spans  # H200, B=64: 60 us, with a block for every 8 rows 68
     device.launch("encoder_backward_wte", grid, (threads,), dwte, dout, order, run_begins, run_tokens, B * T)
@@ -350,11 +349,11 @@ def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, we
                   weight, bias, B * T)
 
 
-def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, accumulate, B, T, C):
-    """dinp (B,T,C) = (+= if accumulate); partials (blocks, 3C) =, for column_sums: of dweight, of dbias and of the new
-    dinp over its rows; inp has the residual stream's dtype."""
+def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, add_residual, B, T, C):
+    """dinp (B,T,C) = or, with add_residual, += (it holds the gradient of the residual stream); partials (blocks, 3C) =,
+    for column_sums: of dweight, of dbias and of the new dinp over its rows; inp has the residual stream's dtype."""
     grid, threads = (partials.shape[0],), (device.geometry.LAYERNORM_THREADS,)
-    device.launch("layernorm_backward", grid, threads, dinp, partials, dout, inp, weight, mean, rstd, int(accumulate),
+    device.launch("layernorm_backward", grid, threads, dinp, partials, dout, inp, weight, mean, rstd, int(add_residual),
                   B * T)
 
 
@@ -409,14 +408,14 @@ def matmul_gelu_backward_inp(matmul, dinp, partials, gelu, dout, weight, inp, N,
     matmul.run(f"backward_inp_gelu {N} {C} {OC}", {"kernels": fused, "cublaslt": one_after_the_other})
 
 
-def matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC, accumulate, scale=1.0):
-    """dweight (OC,C) = (+=) scale * dout (N,OC)^T @ inp (N,C). In TF32, the smaller operand may be transposed first, to
+def matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC, scale=1.0):
+    """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). In TF32, the smaller operand may be transposed first, to
     `transposed` (scratch; None in bfloat16): see transpose.cu."""
     dout, inp = dout.reshape(N, OC), inp.reshape(N, C)
     ways = {}
     if matmul.kernels:
-        ways = matmul.kernels.backward_weight_ways(dweight, dout, inp, scale, accumulate)
-    ways["direct"] = lambda: matmul.cublaslt.multiply(dweight, dout.T, inp, accumulate=accumulate, scale=scale)
+        ways = matmul.kernels.backward_weight_ways(dweight, dout, inp, scale)
+    ways["direct"] = lambda: matmul.cublaslt.multiply(dweight, dout.T, inp, scale=scale)
 
     def transposed_first():
         a, b, rows = dout.T, inp, transposed[: min(C, OC)]
@@ -426,7 +425,7 @@ def matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC, acc
         else:
             transpose(matmul.device, rows, dout, N, OC)
             a = rows
-        matmul.cublaslt.multiply(dweight, a, b, accumulate=accumulate, scale=scale)
+        matmul.cublaslt.multiply(dweight, a, b, scale=scale)
 
     if transposed is not None:
         ways["transposed"] = transposed_first
@@ -483,16 +482,16 @@ JOB = np.dtype([("partials", "u8"), ("out", "u8", 3), ("width", "i4"), ("rows", 
                 ("padding", "i4")])  # struct Job of column_sums.cu
 
 
-def column_sums(device, partials, accumulate):
-    """For each (sums (rows, columns), (out, ...)) of `partials`: out = (+=) the sums over their rows; one out, or three
-    for the thirds of the columns, which may be None. One launch for all."""
+def column_sums(device, partials):
+    """For each (sums (rows, columns), (out, ...)) of `partials`: out = the sums over their rows; one out, or three for
+    the thirds of the columns, which may be None. One launch for all."""
     jobs = np.zeros(len(partials), JOB)
     for job, (sums, outs) in zip(jobs, partials):
         job["rows"], job["columns"] = sums.shape
         job["partials"], job["width"] = sums.data.ptr, sums.shape[1] // len(outs)
         job["out"][: len(outs)] = [0 if out is None else out.data.ptr for out in outs]
     grid = blocks(int(jobs["columns"].max()), device.geometry.COLUMN_SUMS_COLUMNS), len(jobs)
-    device.launch("column_sums", grid, (device.geometry.COLUMN_SUMS_THREADS,), device.upload(jobs), accumulate)
+    device.launch("column_sums", grid, (device.geometry.COLUMN_SUMS_THREADS,), device.upload(jobs))
 
 
 def classifier(device, losses, logits, targets, dloss, write_gradient, B, T):
@@ -644,14 +643,14 @@ class GPT2:
         def weight_gradient(dweight, dout, inp, OC, C):
             """On the side stream; returns the event that whoever overwrites dout or inp waits for."""
             with device.on_side_stream() as done:
-                matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC, 0)
+                matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC)
             return done
 
         # logits = lnf @ wte^T. dlogits carry nearest_power_of_2(scale); the matmuls that read them multiply by
         # `factor`, both on the main stream, because what follows overwrites dlogits.
         dlogits, factor = acts.logits, scale / nearest_power_of_2(scale)
         matmul_backward_inp(matmul, dbranch, dlogits, params.wte, N, C, Vp, scale=factor)
-        matmul_backward_weight(matmul, grads.wte, dlogits, acts.lnf, transposed, N, C, Vp, 0, scale=factor)
+        matmul_backward_weight(matmul, grads.wte, dlogits, acts.lnf, transposed, N, C, Vp, scale=factor)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
         # dresidual is the gradient of fcproj's output, too: its column sums are the gradient of fcprojb
@@ -693,8 +692,8 @@ class GPT2:
             layernorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd,
                                True, B, T, C)
             partials.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
-        column_sums(device, partials, 0)
-        encoder_backward(device, grads.wte, grads.wpe, dresidual, order, run_begins, run_tokens, 0, B, T, C)
+        column_sums(device, partials)
+        encoder_backward(device, grads.wte, grads.wpe, dresidual, order, run_begins, run_tokens, B, T, C)
         device.wait(dqkv_read)  # the last work of the side stream: all of it is done
 
 

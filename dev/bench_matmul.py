@@ -103,7 +103,7 @@ class Operands:
         else:
             self.results = {"dweight": random(OC, C)}
             transposed = None if precision.bf16 else random(min(C, OC), N)
-            self.arguments = *self.results.values(), random(N, OC), random(N, C), transposed, N, C, OC, 0
+            self.arguments = *self.results.values(), random(N, OC), random(N, C), transposed, N, C, OC
 
     def random(self, *shape):
         """An array of the run's dtype. fill_random knows one sequence of numbers: each array begins at another position

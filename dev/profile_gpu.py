@@ -87,15 +87,14 @@ BYTES = {
     "encoder_backward_wte": lambda dwte, dout, order, first, tokens, N: (  # a row of dwte for each different token
         size_of(dout, order) + 2 * size_of(dwte[0]) * np.count_nonzero(first.get() < N)),
     "residual_layernorm_forward": lambda residual, out, mean, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
-    "layernorm_backward": lambda dinp, sums, dout, inp, weight, mean, rstd, accumulate, N: (
-        size_of(dinp, dout, inp) + accumulate * size_of(dinp)),
+    "layernorm_backward": lambda dinp, sums, dout, inp, weight, mean, rstd, add_residual, N: (
+        size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
     "gelu_forward": lambda out, inp, N: size_of(out, inp),
     "gelu_backward": lambda dinp, sums, out, inp, dout, N: size_of(dinp, out, inp, dout),
     "transpose": lambda out, inp, rows, columns: size_of(inp, inp),
     "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (1 + write_gradient) * size_of(logits),
     "loss_mean": lambda loss, losses, *_: size_of(losses),
-    "column_sums": lambda jobs, accumulate: sum(4 * int(job["rows"]) * int(job["columns"])
-                                                for job in jobs.get().view(JOB)),
+    "column_sums": lambda jobs: sum(4 * int(job["rows"]) * int(job["columns"]) for job in jobs.get().view(JOB)),
     "add_gradients": lambda sums, partials, gradients, chunks, first, ranks: (
         int(chunks.get().view(CHUNKS)["count"].sum()) * ((4 if first else 8) + ranks * gradients.itemsize)),
     "global_norm": lambda partials, grads, chunks: size_of(grads),

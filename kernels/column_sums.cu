@@ -1,7 +1,7 @@
 // The second half of every sum over rows: adds up the partial sums that the blocks of other kernels left, in a fixed
 // order.
 //
-//     out[c] = the sum over r of partials[r,c]                                             out = (or += if accumulate)
+//     out[c] = the sum over r of partials[r,c]                                             out =
 //
 // partials (rows, columns) float32. The columns belong to up to three tensors, of `width` columns each: out[0], out[1]
 // and out[2] (null: not wanted). One launch does all sums of a backward pass as its jobs, because each launch costs
@@ -22,7 +22,7 @@ struct Job {
 };
 
 // Block (COLUMN_SUMS_THREADS); grid (columns of the widest job / 32 rounded up, jobs).
-extern "C" __global__ void __launch_bounds__(COLUMN_SUMS_THREADS, 3) column_sums(const Job* jobs, int accumulate) {
+extern "C" __global__ void __launch_bounds__(COLUMN_SUMS_THREADS, 3) column_sums(const Job* jobs) {
     const Job job = jobs[blockIdx.y];
     if (blockIdx.x * COLUMNS >= job.columns) return;
     __shared__ float sums[WARPS][COLUMNS];
@@ -40,5 +40,5 @@ extern "C" __global__ void __launch_bounds__(COLUMN_SUMS_THREADS, 3) column_sums
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += sums[w][lane];
     gradient* out = c < job.width ? job.out[0] : c < 2 * job.width ? job.out[1] : job.out[2];
-    if (out) put(out + c % job.width, sum, accumulate);
+    if (out) from_float(out[c % job.width], sum);
 }

@@ -223,19 +223,14 @@ __device__ inline float inverse(float x) {
 // The bits of x rounded to TF32 (to nearest, ties away from 0); a tensor core ignores the low 13.
 __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 
-// out = value, or += value to accumulate the gradients of several batches for one update.
-__device__ inline void put(gradient* out, float value, int accumulate) {
-    from_float(*out, accumulate ? to_float(*out) + value : value);
-}
-
-// The same for two neighbouring elements, the first at an even index.
-__device__ inline void put_pair(float* out, float left, float right, int accumulate) {
+// out[0], out[1] = left, right, or += if `accumulate`; out is at an even index of its tensor.
+__device__ inline void put_pair(float* out, float left, float right, int accumulate = 0) {
     float2* pair = reinterpret_cast<float2*>(out);
     const float2 before = accumulate ? *pair : float2{0.0f, 0.0f};
     *pair = {before.x + left, before.y + right};
 }
 #if BFLOAT16
-__device__ inline void put_pair(__nv_bfloat16* out, float left, float right, int accumulate) {
+__device__ inline void put_pair(__nv_bfloat16* out, float left, float right, int accumulate = 0) {
     uint32* pair = reinterpret_cast<uint32*>(out);
     const float2 before = accumulate ? as_floats(*pair) : float2{-0.0f, -0.0f};  // x + -0 is x, -0 too
     *pair = as_pair(before.x + left, before.y + right);

@@ -2,7 +2,7 @@
 //
 //     forward   out[b,t] = wte[inp[b,t]] + wpe[t]                                          out =
 //     backward  dwte[token] += the sum of dout over the positions of the token             dwte +=
-//               dwpe[t] = the sum of dout over b, 0 for t >= T                             dwpe = (or += if accumulate)
+//               dwpe[t] = the sum of dout over b, 0 for t >= T                             dwpe =
 //
 // out, dout (B,T,C), out of the residual stream's type; inp (B,T) int32; wte, dwte (Vp,C); wpe, dwpe (maxT,C).
 //
@@ -155,12 +155,11 @@ encoder_backward_wte(gradient* dwte, const element* dout, const int* order, cons
 
 // One thread per pack of dwpe; grid (maxT*C / PACK / ENCODER_THREADS).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, 3)
-encoder_backward_wpe(gradient* dwpe, const element* dout, int accumulate, int B, int T, int maxT) {
+encoder_backward_wpe(gradient* dwpe, const element* dout, int B, int T, int maxT) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= int64(maxT) * C) return;
     const int t = i / C;
     Floats sum[1] = {};
-    if (accumulate) sum[0] = load(dwpe + i);
     const int64 batch = int64(T) * C;
     // add_rows is given the address of the pack itself, and told that it begins at channel 0
     if (t < T) add_rows<16>(sum, 0, 0, B, [&](int b) { return dout + b * batch + i; });

@@ -4,17 +4,17 @@
 //     forward   residual = inp1 + inp2 (if there is an inp2);  out = (residual - mean) * rstd * weight + bias
 //               residual =, out =, mean =, rstd =
 //     backward  with n = (inp - mean) * rstd and dn = dout * weight, over each row,
-//               dinp = (+= if accumulate) rstd * (dn - mean(dn) - n * mean(dn * n))
+//               dinp = (+= if add_residual) rstd * (dn - mean(dn) - n * mean(dn * n))
 //               partials[block] = the column sums over the block's rows of dout * n, dout and the new dinp
 //
 // The rows of inp1, inp2, residual, out, dout, inp, dinp: (N,C); residual, inp1 and inp are of the residual stream's
-// type. mean, rstd: (N) float32. weight, bias: (C). The column sums of dout * n and of dout are the gradients of weight
-// and bias. Those of dinp are the gradient of another bias, that of the projection whose output was added to the
-// residual stream: here they cost nothing, elsewhere a pass of their own. Each block adds up its rows in order,
-// column_sums.cu adds up the blocks.
+// type. mean, rstd: (N) float32. weight, bias: (C). With add_residual, dinp holds the gradient of the residual stream.
+// The column sums of dout * n and of dout are the gradients of weight and bias. Those of dinp are the gradient of
+// another bias, that of the projection whose output was added to the residual stream: here they cost nothing, elsewhere
+// a pass of their own. Each block adds up its rows in order, column_sums.cu adds up the blocks.
 //
-// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4 (3 without accumulate). One warp
-// has a row or, for large C, several warps share one; it stays in registers from the first read to the last write.
+// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4 (3 without add_residual). One
+// warp has a row or, for large C, several warps share one; it stays in registers from the first read to the last write.
 // Backward, the next row is copied to shared memory meanwhile, if AHEAD. Rows are taken last to first: the L2 cache
 // still holds the end of what the preceding matmul wrote, and afterwards the rows that the next matmul begins with. At
 // B=32, the 50 launches of a step take 2.61 ms instead of 2.66. H200 (a copy: 4235 GB/s), T=1024, in a step: float32,
@@ -110,7 +110,7 @@ static_assert(LAYERNORM_SHARED == (AHEAD ? 2 * 3 * ROWS * C * sizeof(element) : 
 // elements if AHEAD, else none.
 extern "C" __global__ void __launch_bounds__(THREADS, PACKS * PACK <= 24 ? LAYERNORM_BLOCKS : 1)
 layernorm_backward(element* dinp, float* partials, const element* dout, const residual_element* inp,
-                   const element* weight, const float* mean, const float* rstd, int accumulate, int N) {
+                   const element* weight, const float* mean, const float* rstd, int add_residual, int N) {
     const int own = threadIdx.x / ROW_THREADS;  // which of the block's ROWS rows is this thread's
     Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
     // Two buffers in turn for a row of each of dout, inp, dinp. A thread reads only what it has copied itself.
@@ -131,7 +131,9 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const re
                 const int64 start = int64(row) * C + c;
                 copy_async(ahead_at(buffer, 0, c), reinterpret_cast<const uint4*>(dout + start), true);
                 copy_async(ahead_at(buffer, 1, c), reinterpret_cast<const uint4*>(inp + start), true);
-                if (accumulate) copy_async(ahead_at(buffer, 2, c), reinterpret_cast<const uint4*>(dinp + start), true);
+                if (add_residual) {
+                    copy_async(ahead_at(buffer, 2, c), reinterpret_cast<const uint4*>(dinp + start), true);
+                }
             }
             copies_commit();
         }
@@ -154,7 +156,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const re
             if (!exists || c >= C) continue;
             d[p] = AHEAD ? *ahead_at(buffer, 0, c) : load_bits(dout + start + c);
             x[p] = AHEAD ? *ahead_at(buffer, 1, c) : load_bits(inp + start + c);
-            if (accumulate) before[p] = AHEAD ? *ahead_at(buffer, 2, c) : load_bits(dinp + start + c);
+            if (add_residual) before[p] = AHEAD ? *ahead_at(buffer, 2, c) : load_bits(dinp + start + c);
         }
         float sum_dn = 0.0f, sum_dn_n = 0.0f;
 #pragma unroll

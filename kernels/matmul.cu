@@ -209,7 +209,7 @@ matmul_forward(element* out, const element* inp, const element* weight, const el
     multiply<0, 0>(sums, item, inp, weight, z);
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
         const float2 b = bias ? get_pair(bias + column) : float2{0.0f, 0.0f};
-        put_pair(out + int64(row) * N + column, x[0] + b.x, x[1] + b.y, 0);
+        put_pair(out + int64(row) * N + column, x[0] + b.x, x[1] + b.y);
     });
 }
 
@@ -228,8 +228,8 @@ matmul_forward_gelu(element* out, element* gelu_out, const element* inp, const e
         from_float(rounded[0], x[0] + b.x);
         from_float(rounded[1], x[1] + b.y);
         const float2 y = {to_float(rounded[0]), to_float(rounded[1])};
-        put_pair(out + offset, y.x, y.y, 0);
-        put_pair(gelu_out + offset, gelu(y.x), gelu(y.y), 0);
+        put_pair(out + offset, y.x, y.y);
+        put_pair(gelu_out + offset, gelu(y.x), gelu(y.y));
     });
 }
 
@@ -266,7 +266,7 @@ matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, co
         const float2 y = get_pair(inp + offset);
         x[0] *= gelu_derivative(y.x, gate(y.x));
         x[1] *= gelu_derivative(y.y, gate(y.y));
-        put_pair(dinp + offset, x[0], x[1], 0);
+        put_pair(dinp + offset, x[0], x[1]);
     });
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
 #pragma unroll
@@ -290,7 +290,7 @@ matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, co
 // partials, done: see matmul.cuh. Grid (tiles * splits).
 extern "C" __global__ void __launch_bounds__(THREADS)
 matmul_backward_weight(gradient* dweight, float4* partials, int* done, const element* dout, const element* inp,
-                       float scale, int accumulate, int M, int N, int K, int band, int splits) {
+                       float scale, int M, int N, int K, int band, int splits) {
     const Sizes z = {M, N, K, band, splits};
     Sums sums;
     Item item;
@@ -322,6 +322,6 @@ matmul_backward_weight(gradient* dweight, float4* partials, int* done, const ele
         if (threadIdx.x == 0) done[item.tile] = 0;
     }
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
-        put_pair(dweight + int64(row) * N + column, x[0] * scale, x[1] * scale, accumulate);
+        put_pair(dweight + int64(row) * N + column, x[0] * scale, x[1] * scale);
     });
 }

@@ -5,7 +5,7 @@
 //     matmul_backward_inp        dinp = scale * dout @ weight                              dinp =
 //     matmul_backward_inp_gelu   dinp = dout @ weight * GELU'(inp)                         dinp =
 //                                partials[tile] = column sums of dinp                      partials =
-//     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight = (+= if accumulate)
+//     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight =
 //
 // inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). In matmul_backward_inp_gelu, inp is what GELU was
 // applied to. In the code, a matmul is out (M,N) = A (M,K) @ B (K,N), K the inner dimension. No operand is transposed

@@ -22,7 +22,7 @@
 //
 // dweight has few tiles and a long inner dimension. Where there are too few tiles for the multiprocessors, the inner
 // dimension is split among blocks (matmul.cuh): each adds to its accumulators those of the previous splits, which it
-// reads with several loads in flight. A gradient to accumulate to is loaded by TMA.
+// reads with several loads in flight.
 //
 // Bound by the tensor cores, 2048 multiply-adds per cycle and multiprocessor, and just as much by shared memory: a step
 // takes the tensor cores 768 cycles, and moves 40 KB into shared memory and 64 KB out of it, 832 cycles at 128 bytes
@@ -513,15 +513,9 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
 template <int BN>
 __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4* partials, int* done,
                                                 const TensorMap& dout, const TensorMap& inp, float scale,
-                                                int accumulate, const Sizes& z) {
-    constexpr int STRIP_COLUMNS = MATMUL_NARROW_STRIP, BYTES = BM * STRIP_COLUMNS * sizeof(gradient);  // of a strip
-    constexpr int QUADS = BN / 4, IN_FLIGHT = 8;  // float4s of a thread; loads in flight
-    __shared__ Mbarrier dweight_full[CONSUMERS];  // guard the strip that TMA loads to accumulate to
-    const int consumer = warpgroup() - 1;
-    int loads = 0;  // of this consumer, so far: gives the parity of its mbarrier
-    if (threadIdx.x == 0) {
-        for (int k = 0; k < CONSUMERS; k++) mbarrier_init(&dweight_full[k], 1);
-    }
+                                                const Sizes& z) {
+    constexpr int STRIP_COLUMNS = MATMUL_NARROW_STRIP;  // columns of a strip
+    constexpr int QUADS = BN / 4, IN_FLIGHT = 8;        // float4s of a thread; loads in flight
     matmul<BN, 1, 1>(dout, inp, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
         const auto quad = [&](int j) { return &acc[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
         float4* const tile_partials = partials + int64(item.tile) * (BM * BN / 4) + threadIdx.x % WARPGROUP;
@@ -559,19 +553,12 @@ __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4
         for (int s = 0; s < BN / STRIP_COLUMNS; s++) {
             element* const strip = strips + s % 2 * STRIP;
             s == 0 ? wait_strip_empty<0>() : wait_strip_empty<1>();
-            if (accumulate) {
-                if (leads_warpgroup()) {
-                    mbarrier_arrive_expect_tx(&dweight_full[consumer], BYTES);
-                    load_box(strip, &dweight, &dweight_full[consumer], item.column + STRIP_COLUMNS * s, item.row, 0);
-                }
-                mbarrier_wait(&dweight_full[consumer], loads++ & 1);
-            }
 #pragma unroll
             for (int unit = 0; unit < STRIP_COLUMNS / 8; unit++) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     const float* x = &acc[k / 2][4 * (STRIP_COLUMNS / 8 * s + unit) + k % 2 * 2];
-                    put_pair(at.pair_of_32<gradient>(strip, unit, k), x[0] * scale, x[1] * scale, accumulate);
+                    put_pair(at.pair_of_32<gradient>(strip, unit, k), x[0] * scale, x[1] * scale);
                 }
             }
             store_strip(dweight, strip, item, STRIP_COLUMNS * s);
@@ -582,14 +569,14 @@ __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
                        const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp, float scale,
-                       int accumulate, int M, int N, int K, int band, int splits) {
-    backward_weight<WIDE_BN>(dweight, partials, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
+                       int M, int N, int K, int band, int splits) {
+    backward_weight<WIDE_BN>(dweight, partials, done, dout, inp, scale, {M, N, K, band, splits});
 }
 
 // 768 columns are 5 narrow tiles: 3072 x 768 has 120 tiles, one for nearly every multiprocessor of an H200.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_weight_narrow(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
                               const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp,
-                              float scale, int accumulate, int M, int N, int K, int band, int splits) {
-    backward_weight<NARROW_BN>(dweight, partials, done, dout, inp, scale, accumulate, {M, N, K, band, splits});
+                              float scale, int M, int N, int K, int band, int splits) {
+    backward_weight<NARROW_BN>(dweight, partials, done, dout, inp, scale, {M, N, K, band, splits});
 }

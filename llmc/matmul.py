@@ -188,16 +188,15 @@ class MatmulKernels:
         self.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], self.result(dinp), partials,
                     self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), self.result(inp))
 
-    def backward_weight_ways(self, dweight, dout, inp, scale, accumulate):
-        """Ways for dweight (OC,C) = (+=) scale * dout (N,OC)^T @ inp (N,C): with the inner dimension in so many parts,
+    def backward_weight_ways(self, dweight, dout, inp, scale):
+        """Ways for dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C): with the inner dimension in so many parts,
         where there are few tiles for many multiprocessors, and on Hopper in narrow tiles, too."""
         g, (OC, C), N = self.geometry, dweight.shape, inp.shape[0]
 
         def call(name, splits):
             done = self.done[int(self.device.stream is self.device.side)]
             self.launch(name, OC, C, N, self.result(dweight, narrow=True), self.matmul.stream_workspace(), done,
-                        self.operand(dout, g.MATMUL_BK), self.operand(inp, g.MATMUL_BK), float(scale), int(accumulate),
-                        splits=splits)
+                        self.operand(dout, g.MATMUL_BK), self.operand(inp, g.MATMUL_BK), float(scale), splits=splits)
 
         room, row_tiles = self.done.shape[1], blocks(OC, g.MATMUL_BM)
         few = row_tiles * blocks(C, g.MATMUL_BN) <= min(2 * self.device.sm_count, room)

@@ -328,8 +328,7 @@ def test_encoder(device, B, T):
     inp[:, 1::3] = V - 1  # one long run
     e, g = device.precision.dtype, device.precision.grads
     wte, wpe, dout = random(Vp, C, seed=1, dtype=e), random(maxT, C, seed=2, dtype=e), random(B, T, C, seed=3, dtype=e)
-    dwte, dwpe = random(Vp, C, seed=4, dtype=g), random(maxT, C, seed=5, dtype=g)
-    out = unwritten(B, T, C, dtype=device.precision.residual)
+    dwte, out = random(Vp, C, seed=4, dtype=g), unwritten(B, T, C, dtype=device.precision.residual)
     cuda.encoder_forward(device, out, on_gpu(inp), *on_gpu(wte, wpe, dtype=e), B, T, C)
     expected = np.empty((B, T, C))
     train_gpt2.encoder_forward(expected, inp, *wide(wte, wpe), B, T, C)
@@ -337,15 +336,11 @@ def test_encoder(device, B, T):
 
     order_first_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
     cuda.sort_tokens(*order_first_tokens, inp)
-    for accumulate in (0, 1):
-        got_wte, got_wpe = on_gpu(dwte, dwpe, dtype=g)
-        if not accumulate:
-            got_wpe = unwritten(maxT, C, dtype=g)
-        cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), *on_gpu(*order_first_tokens), accumulate,
-                              B, T, C)
-        expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C))
-        train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
-        assert_close(SUMS, dwte=(got_wte, expected_wte), dwpe=(got_wpe, expected_wpe + accumulate * dwpe))
+    got_wte, got_wpe = on_gpu(dwte, dtype=g), unwritten(maxT, C, dtype=g)
+    cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), *on_gpu(*order_first_tokens), B, T, C)
+    expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C))
+    train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
+    assert_close(SUMS, dwte=(got_wte, expected_wte), dwpe=(got_wpe, expected_wpe))
 
 
 @pytest.mark.parametrize("B, T", SHAPES)
@@ -403,20 +398,19 @@ def test_layernorm_backward(device, B, T):
     rstd = (1 / np.sqrt(inp.var(axis=-1, dtype=np.float64) + 1e-5)).astype(np.float32)
     expected, dweight, dbias = dinp.astype(np.float64), np.empty(C), np.empty(C)
     train_gpt2.layernorm_backward(expected, dweight, dbias, *wide(dout, inp, weight, mean, rstd), B, T, C)
-    before = random(3, C, seed=5, dtype=g)
     most = partial_rows(device, B, T).layernorm
     few = min(most, 3)  # blocks, each of which comes to many rows
-    for accumulate, adds, rows in ((0, 1, most), (1, 0, few), (0, 1, few)):
-        got, partials = on_gpu(dinp, dtype=e) if adds else unwritten(B, T, C, dtype=e), unwritten(rows, 3 * C)
-        sums = on_gpu(before, dtype=g) if accumulate else unwritten(3, C, dtype=g)
+    for add_residual, rows in ((1, most), (0, few), (1, few)):
+        got = on_gpu(dinp, dtype=e) if add_residual else unwritten(B, T, C, dtype=e)
+        partials, sums = unwritten(rows, 3 * C), unwritten(3, C, dtype=g)
         cuda.layernorm_backward(device, got, partials, on_gpu(dout, dtype=e),
                                 on_gpu(inp, dtype=device.precision.residual), on_gpu(weight, dtype=e),
-                                *on_gpu(mean, rstd), adds, B, T, C)
-        cuda.column_sums(device, [(partials, tuple(sums))], accumulate)
-        total = expected - (0 if adds else dinp)
-        wanted = np.stack([dweight, dbias, total.sum(axis=(0, 1))]) + accumulate * before
-        assert_close(SUMS, dinp=(got, total), dweight=(sums[0], wanted[0]), dbias=(sums[1], wanted[1]))
-        assert_close(20 * SUMS, total=(sums[2], wanted[2]))  # sums of the errors of dinp, which may cancel in the value
+                                *on_gpu(mean, rstd), add_residual, B, T, C)
+        cuda.column_sums(device, [(partials, tuple(sums))])
+        total = expected - (0 if add_residual else dinp)
+        assert_close(SUMS, dinp=(got, total), dweight=(sums[0], dweight), dbias=(sums[1], dbias))
+        # sums of the errors of dinp, which may cancel in the value
+        assert_close(20 * SUMS, total=(sums[2], total.sum(axis=(0, 1))))
 
 
 @pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"),
@@ -447,19 +441,16 @@ def test_attention(gpu, tmp_path_factory, monkeypatch, config, B, T, precision, 
 
     dinp, scratch = np.empty((B, T, 3 * C)), np.empty((2, B, NH, T, T))
     train_gpt2.attention_backward(dinp, *scratch, *wide(dout, inp), expected["att"], B, T, C, NH)
-    before = random(3 * C, seed=3, dtype=e)
-    for accumulate in (0, 1):
-        got, D = unwritten(B, T, 3 * C, dtype=e), unwritten(B, NH, T)
-        dbias = on_gpu(before, dtype=e) if accumulate else unwritten(3 * C, dtype=e)
-        partials = unwritten(partial_rows(device, B, T).attention, 3 * C)
-        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, B, T, C, NH)
-        cuda.column_sums(device, [(partials, (dbias,))], accumulate)
-        assert_close(tolerance, dinp=(got, dinp))
-        # Each of the B*T rows has an error up to the tolerance; the errors add up like a random walk.
-        wanted = dinp.sum(axis=(0, 1)) + accumulate * before
-        rounding = BF16 * np.abs(wanted).max() if e == "bfloat16" else 0.0
-        allowed = tolerance * np.abs(dinp).max() * max(1, (B * T) ** 0.5) + rounding
-        assert check_tensor("dbias", to_float32(dbias), wanted, allowed)
+    got, D, dbias = unwritten(B, T, 3 * C, dtype=e), unwritten(B, NH, T), unwritten(3 * C, dtype=e)
+    partials = unwritten(partial_rows(device, B, T).attention, 3 * C)
+    cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, B, T, C, NH)
+    cuda.column_sums(device, [(partials, (dbias,))])
+    assert_close(tolerance, dinp=(got, dinp))
+    # Each of the B*T rows has an error up to the tolerance; the errors add up like a random walk.
+    wanted = dinp.sum(axis=(0, 1))
+    rounding = BF16 * np.abs(wanted).max() if e == "bfloat16" else 0.0
+    allowed = tolerance * np.abs(dinp).max() * max(1, (B * T) ** 0.5) + rounding
+    assert check_tensor("dbias", to_float32(dbias), wanted, allowed)
 
 
 @pytest.mark.parametrize("B, T", SHAPES)
@@ -471,17 +462,16 @@ def test_gelu(device, B, T):
     train_gpt2.gelu_forward(expected, *wide(inp), inp.size)
     train_gpt2.gelu_backward(expected_dinp, *wide(inp, dout), inp.size)
     assert_close(EXACT, out=(out, expected))
-    before, forward = random(4 * C, seed=3, dtype=g), out
-    for accumulate, again, in_place in ((0, True, False), (1, False, True)):
-        out = unwritten(B, T, 4 * C, dtype=e)
-        dbias = on_gpu(before, dtype=g) if accumulate else unwritten(4 * C, dtype=g)
+    forward = out
+    for again, in_place in ((True, False), (False, True)):
+        out, dbias = unwritten(B, T, 4 * C, dtype=e), unwritten(4 * C, dtype=g)
         partials = unwritten(partial_rows(device, B, T).gelu, 4 * C)
         dout_gpu = on_gpu(dout, dtype=e)
         dinp = dout_gpu if in_place else unwritten(B, T, 4 * C, dtype=e)
         cuda.gelu_backward(device, dinp, partials, out if again else None, on_gpu(inp, dtype=e), dout_gpu, B * T, 4 * C)
-        cuda.column_sums(device, [(partials, (dbias,))], accumulate)
+        cuda.column_sums(device, [(partials, (dbias,))])
         assert_close(EXACT, dinp=(dinp, expected_dinp))
-        assert_close(20 * SUMS, dbias=(dbias, expected_dinp.sum(axis=(0, 1)) + accumulate * before))
+        assert_close(20 * SUMS, dbias=(dbias, expected_dinp.sum(axis=(0, 1))))
         if again:
             assert np.array_equal(out.get(), forward.get()), "recomputing changes no bit"
 
@@ -593,7 +583,6 @@ def test_matmuls(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, way):
     e, g = PRECISIONS[precision].dtype, PRECISIONS[precision].grads
     shapes = (N, C), (OC, C), (OC,), (N, OC)
     inp, weight, bias, dout = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(shapes))
-    before = random(OC, C, seed=5, dtype=g)
     inp_gpu, weight_gpu, bias_gpu, dout_gpu = on_gpu(inp, weight, bias, dout, dtype=e)
     tolerance = TF32 if precision == "tf32" else SUMS
     exact = inp.astype(np.float64) @ weight.T.astype(np.float64)
@@ -615,17 +604,14 @@ def test_matmuls(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, way):
     expected = dout.T.astype(np.float64) @ inp.astype(np.float64)
     transposed = None if e == "bfloat16" else unwritten(min(C, OC) + 8, N)  # a trainer's may have too many rows, too
     dweight = unwritten(OC, C, dtype=g)
-    for accumulate in (0, 1):
-        ways = each_way(matmul, cuda.matmul_backward_weight, dweight, dout_gpu, inp_gpu, transposed, N, C, OC,
-                        accumulate, 0.7)
-        few = way == "cublaslt" and e == "bfloat16" or N < 512 or OC > 4096 or "two blocks" in way
-        assert len(ways) > 1 or few
-        for call in ways:
-            dweight[...] = on_gpu(before, dtype=g) if accumulate else unwritten(OC, C, dtype=g)
-            call()
-            rounded_twice = 2 * BF16 if accumulate and g == "bfloat16" else 0.0  # the matmul's result, and the sum
-            assert_close(max(tolerance, rounded_twice), dweight=(dweight, 0.7 * expected + accumulate * before))
-    cuda.matmul_backward_weight(matmul, dweight, dout_gpu, inp_gpu, transposed, N, C, OC, 0)
+    ways = each_way(matmul, cuda.matmul_backward_weight, dweight, dout_gpu, inp_gpu, transposed, N, C, OC, scale=0.7)
+    few = way == "cublaslt" and e == "bfloat16" or N < 512 or OC > 4096 or "two blocks" in way
+    assert len(ways) > 1 or few
+    for call in ways:
+        dweight[...] = unwritten(OC, C, dtype=g)
+        call()
+        assert_close(tolerance, dweight=(dweight, 0.7 * expected))
+    cuda.matmul_backward_weight(matmul, dweight, dout_gpu, inp_gpu, transposed, N, C, OC)
     assert_close(tolerance, dweight=(dweight, expected))
     transposed = unwritten(OC, N, dtype=e)
     cuda.transpose(matmul.device, transposed, dout_gpu, N, OC)
@@ -864,7 +850,7 @@ def test_indices_beyond_32_bits(gpu, tmp_path_factory):
     cuda.matmul_forward(matmul, logits, inp_gpu, weight_gpu, None, N, config.C, config.Vp)
     cuda.classifier(device, losses, logits, targets_gpu, 1.0, 1, 1, N)
     cuda.matmul_backward_inp(matmul, dinp, logits, weight_gpu, N, config.C, config.Vp)
-    cuda.matmul_backward_weight(matmul, dweight, logits, inp_gpu, unwritten(config.C, N), N, config.C, config.Vp, 0)
+    cuda.matmul_backward_weight(matmul, dweight, logits, inp_gpu, unwritten(config.C, N), N, config.C, config.Vp)
     rows = [0, N // 2, N - 2, N - 1]
     x, w = wide(inp[rows], weight[: config.V])
     probs, expected, dlogits = np.empty((1, 4, config.V)), np.empty((1, 4)), np.empty((1, 4, config.V))

@@ -283,7 +283,7 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "a tile's last columns lost": (
         "cuda-kernels", "matmul.cu", "row < z.M && column < z.N) f", "row < z.M && column < z.N - 2) f", "logits"),
     "a weight gradient added to the last step's": (
-        "cuda-kernels", "matmul.cu", "x[1] * scale, accumulate)", "x[1] * scale, 1)", "dfcprojw"),
+        "cuda-kernels", "matmul.cu", "x[1] * scale);", "x[1] * scale, 1);", "dfcprojw"),
     "bfloat16: attention's scale off by 5 percent": (
         "cuda-bf16", "attention_hopper_bf16.cu", "TO_LOG2 = LOG2E / 8.0f", "TO_LOG2 = LOG2E / 7.6f", "dlnfb"),
     "bfloat16: a matmul's bias lost in every second column": (

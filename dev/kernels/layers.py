@@ -99,12 +99,12 @@ class EncoderBackward(Layer):
     def wpe_apart(self, lab, a, block):
         lab.launch("encoder_backward_wte_atomics", (blocks(self.N * self.C, block),), (block,), a.dwte, a.dout, a.inp,
                    self.N)
-        lab.launch("encoder_backward_wpe", (blocks(a.dwpe.size, 256 * self.pack),), (256,), a.dwpe, a.dout, 0, self.B,
+        lab.launch("encoder_backward_wpe", (blocks(a.dwpe.size, 256 * self.pack),), (256,), a.dwpe, a.dout, self.B,
                    self.T, a.dwpe.shape[0])
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.encoder_backward(lab.device, a.dwte, a.dwpe, a.dout, a.order, a.first, a.tokens, 0, self.B, self.T, self.C)
+        cuda.encoder_backward(lab.device, a.dwte, a.dwpe, a.dout, a.order, a.first, a.tokens, self.B, self.T, self.C)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class LayernormBackward(Layer):
     def live(self, lab, a, block):
         cuda.layernorm_backward(lab.device, a.dinp, a.live_partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1,
                                 self.B, self.T, self.C)
-        cuda.column_sums(lab.device, [(a.live_partials, (a.dweight, a.dbias, None))], 0)
+        cuda.column_sums(lab.device, [(a.live_partials, (a.dweight, a.dbias, None))])
 
 
 class ResidualForward(Layer):
@@ -455,7 +455,7 @@ class BiasGradient(Layer):
         partials = a.partials[: self.parts(lab, block, columns)]
         lab.launch("bias_gradient_two_stages", (blocks(4 * self.C, columns), len(partials)), (block,), partials,
                    a.dout, self.N)
-        cuda.column_sums(lab.device, [(partials, (a.dbias,))], 0)
+        cuda.column_sums(lab.device, [(partials, (a.dbias,))])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

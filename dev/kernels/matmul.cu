@@ -204,7 +204,7 @@ __device__ inline void register_tiles(Result<E> out, Operand<A_ACROSS> a, Operan
         const int r = row + i / 32 * 64 + 4 * down + i / 8 % 4, c = column + i % 8 / 4 * 64 + 4 * right + i % 4;
         if (r < out.M && c < out.N) {
             put_pair(out.at + int64(r) * out.N + c, sums[i / 8][i % 8] + out.bias_of(c),
-                     sums[i / 8][i % 8 + 1] + out.bias_of(c + 1), 0);
+                     sums[i / 8][i % 8 + 1] + out.bias_of(c + 1));
         }
     }
 }
@@ -251,5 +251,5 @@ extern "C" __global__ void matmul_backward_inp_gelu_mma(element* dinp, float* pa
                                                         const element* weight, const element* inp, int M, int N, int K,
                                                         int band);
 extern "C" __global__ void matmul_backward_weight_mma(gradient* dweight, float4* parts, int* done, const element* dout,
-                                                      const element* inp, float scale, int accumulate, int M, int N,
-                                                      int K, int band, int splits);
+                                                      const element* inp, float scale, int M, int N, int K,
+                                                      int band, int splits);

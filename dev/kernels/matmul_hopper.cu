@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_accumulators(element* out, const Accumulat
         for (int k = 0; k < 2 * HALVES; k++) {
             const int r = first + k % 2 * 8 + k / 2 * 64;
             const float* x = &acc[k / 2][4 * j + k % 2 * 2];
-            if (r < M) put_pair(out + int64(r) * N + c, x[0] + b.x, x[1] + b.y, 0);
+            if (r < M) put_pair(out + int64(r) * N + c, x[0] + b.x, x[1] + b.y);
         }
     }
 }

@@ -1,7 +1,6 @@
 """
 Matmuls in the kernel library: the three that training needs, at the shape of fc (C -> 4C), and what it does in their
-epilogues: GELU after fc, its derivative and the bias's gradient before fc, and gradients of weights that are
-accumulated over several batches. See lab.py for what a layer is.
+epilogues: GELU after fc, its derivative and the bias's gradient before fc. See lab.py for what a layer is.
 
 The kernels are in matmul.cu, and those of the forward pass that only Hopper has in matmul_hopper.cu. The last versions
 are live: mma_sync on all GPUs but Hopper's in bfloat16, `live` there. cublaslt is the library, and row 0 of the tables:
@@ -308,7 +307,7 @@ class MatmulBackwardInpGelu(Matmul):
 class MatmulBackwardWeight(Matmul):
     """dweight = dout^T @ inp"""
 
-    name, result, accumulate = "matmul_backward_weight", "dweight", 0
+    name, result = "matmul_backward_weight", "dweight"
     shapes = (*SHAPES, (3, 1024))  # the last one is long enough for 11 parts
 
     @property
@@ -331,7 +330,7 @@ class MatmulBackwardWeight(Matmul):
 
     def way(self, kernels, a, name):
         """Launch our kernels (a MatmulKernels) in one of their ways."""
-        kernels.backward_weight_ways(*self.operands(a), 1.0, self.accumulate)[name]()
+        kernels.backward_weight_ways(*self.operands(a), 1.0)[name]()
 
     def has_few_tiles(self, block):
         return self.on_hopper(block) and blocks(self.OC, 128) * blocks(self.C, 192) <= 2 * self.gpu.sm_count
@@ -368,35 +367,4 @@ class MatmulBackwardWeight(Matmul):
     @version(384)
     def cublaslt(self, lab, a, block):
         with cublaslt_of(lab) as matmul:  # None: no operand is transposed first
-            cuda.matmul_backward_weight(matmul, *self.operands(a), None, self.N, self.C, self.OC, self.accumulate)
-
-
-class MatmulBackwardWeightAccumulate(MatmulBackwardWeight):
-    """dweight += dout^T @ inp"""
-
-    name, accumulate = "matmul_backward_weight_accumulate", 1
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        if self.precision.grads == "bfloat16":
-            self.checked = {"dweight": 2 * BF16}  # a library may round the result before it is added
-
-    def tensors(self):
-        # What is added to is as large as the matmul's result: neither may get lost.
-        before = self.random(self.OC, self.C, spread=math.sqrt(self.N), dtype=self.precision.grads)
-        return {**super().tensors(), "dweight": before}
-
-    def oracle(self, t):
-        before = t.dweight.copy()
-        super().oracle(t)
-        t.dweight += before
-
-    def library(self, t):
-        return lambda: {"dweight": t.dweight.addmm_(t.dout.T, t.inp)}
-
-    mma_sync = MatmulBackwardWeight.mma_sync
-    live = MatmulBackwardWeight.live
-    live_narrow = MatmulBackwardWeight.live_narrow
-    live_in_4_parts = MatmulBackwardWeight.live_in_4_parts
-    live_in_11_parts = MatmulBackwardWeight.live_in_11_parts
-    cublaslt = MatmulBackwardWeight.cublaslt
+            cuda.matmul_backward_weight(matmul, *self.operands(a), None, self.N, self.C, self.OC)
