@@ -980,7 +980,9 @@ class Trainer:
             self.sums = cp.zeros(share, np.float32) if self.precision.accumulates else flat(self.grads)
             self.received = flat(self.grads)  # gradients of all ranks
             self.chunks = cp.asarray(chunks.view(np.uint8))
-            self.chunk_ends = [CHUNKS.itemsize * end for end in ends]
+            # The last bucket's and layer 0's come last in a step, and the next step needs them first.
+            edge = CHUNKS.itemsize * ends[1]
+            self.edge_chunks, self.inner_chunks = self.chunks[:edge], self.chunks[edge:]
             self.set_params(params)
             tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
             buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
@@ -1095,7 +1097,8 @@ class Trainer:
             self.copy_batch(first_words, words)
         for i in range(self.micro_steps):
             if self.messages:
-                self.compute(i, batch_copied, self.send_gradients, self.fetch_weights if i == 0 else None)
+                layer_done = functools.partial(self.layer_done, i)
+                self.compute(i, batch_copied, layer_done, self.fetch_weights if i == 0 else None)
                 self.send_gradients(self.shares.buckets - 1)
             else:
                 self.compute(i, batch_copied)
@@ -1119,9 +1122,15 @@ class Trainer:
             self.device.wait(batch_copied)
             self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
         if i > 0:
-            self.add_gradients(i - 1)
+            self.add_gradients(i - 1, self.chunks)
         with self.device.span(f"backward {i}"):
             self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, layer_done)
+
+    def layer_done(self, i, l, computed):
+        """The gradients of layer l's matrices are `computed`, in micro-batch i."""
+        self.send_gradients(l, computed)
+        if l == 0 and i == self.micro_steps - 1 and self.inner_chunks.size:
+            self.add_gradients(i, self.inner_chunks, 1)
 
     def send_gradients(self, bucket, computed=None):
         """Once they are `computed`, send a bucket's gradients to the ranks that own them, and receive theirs."""
@@ -1143,18 +1152,15 @@ class Trainer:
         self.device.wait(self.weights_arrived)
         self.weights_arrived = self.send_weights(l + 1) if l + 1 < self.config.L else None
 
-    def add_gradients(self, i):
-        """Add the gradients of micro-batch i to self.sums; of the last micro-batch, those of the layers while those of
-        the last bucket are still underway."""
-        last_batch, last, end = i == self.micro_steps - 1, self.shares.buckets - 1, self.chunk_ends[0]
-        parts = [(self.chunks, last)]
-        if last_batch and self.messages:
-            parts = [(self.chunks[end:], 0), (self.chunks[:end], last)]
-        partials = self.own_sums[self.settings.micro_steps :] if last_batch and self.want_norm else None
-        for n, (part, bucket) in enumerate(parts):
-            self.device.wait(self.gradients_arrived.get(bucket))
-            with self.device.span(f"add {i + n}"):
-                add_gradients(self.device, self.sums, partials, self.received, part, i == 0, self.ranks.size)
+    def add_gradients(self, i, chunks, bucket=None):
+        """Add the gradients of micro-batch i to self.sums, those of some chunks, once a bucket's have arrived: the last
+        one's, if not given."""
+        bucket = self.shares.buckets - 1 if bucket is None else bucket
+        last = self.want_norm and i == self.micro_steps - 1
+        self.device.wait(self.gradients_arrived.get(bucket))
+        with self.device.span(f"add {i}" + " inner" * (chunks is self.inner_chunks)):
+            add_gradients(self.device, self.sums, self.own_sums[self.settings.micro_steps :] if last else None,
+                          self.received, chunks, i == 0, self.ranks.size)
 
     def complete_weights(self):
         """Between two updates, make self.params whole on every rank, all of which have to call this."""
@@ -1184,7 +1190,7 @@ class Trainer:
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
         threads, sums = device.geometry.UPDATE_THREADS, self.all_sums
         if self.precision.accumulates:
-            self.add_gradients(self.micro_steps - 1)
+            self.add_gradients(self.micro_steps - 1, self.edge_chunks if self.messages else self.chunks)
         elif self.want_norm:
             global_norm(device, self.own_sums[micro_steps:], self.sums, self.chunks)
         if self.messages:
@@ -1196,16 +1202,16 @@ class Trainer:
         if not self.messages:
             self.adamw(self.chunks)
             return
-        # What the next step needs first, the last bucket and the first layer, travels while the others are updated.
-        self.adamw(self.chunks[: self.chunk_ends[1]], "adamw 0")
+        self.adamw(self.edge_chunks)
         self.send_weights(self.shares.buckets - 1)
         arrived = self.send_weights(0)
-        self.adamw(self.chunks[self.chunk_ends[1] :], "adamw 1")
+        if self.inner_chunks.size:
+            self.adamw(self.inner_chunks)
         device.wait(arrived)
 
-    def adamw(self, chunks, name="adamw"):
+    def adamw(self, chunks):
         settings = self.settings
-        with self.device.span(name):
+        with self.device.span("adamw" + " inner" * (chunks is self.inner_chunks)):
             adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.sums, self.control, chunks,
                          settings.beta1, settings.beta2, settings.stochastic_rounding)
 

@@ -1,5 +1,6 @@
 """
-Training on 1, 2, 4, ... GPUs of this machine: tokens a second, and how many of those of so many single GPUs.
+Training on 1, 2, 4, ... GPUs of this machine: tokens a second, and how many of those of as many runs on one GPU each, at
+the same time (GPUs of a machine differ by a few percent, and share its power and cooling).
 
     python dev/bench_scale.py                     # all GPUs: GPT-2 124M at B=4 and B=64, an update of half a million
                                                   # tokens, GPT-2 1558M
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
@@ -40,21 +42,29 @@ T, V, PROGRAM = 1024, 50257, os.path.join(ROOT, "train_gpt2_cuda.py")
 SAME = ("-e", "d12", "-b", 4, "-d", 65536, "-l", 6e-4, "-u", 10, "--grad_clip", 1, "-v", 10, "-m", 16)
 
 
-def train(gpus, *flags):
-    """What the trainer prints, in llm.c's lines."""
+def train(gpus, *flags, only=None):
+    """What the trainer prints, in llm.c's lines. only: the place of the one GPU that it sees, of all."""
     command = [sys.executable, PROGRAM, "-i", "tokens", "-t", T, "-s", 0, "--gpus", gpus, "--lines", "llmc", *flags]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus if only is None else only + 1)))
+    environment = {} if only is None else {"CUDA_VISIBLE_DEVICES": visible.split(",")[only]}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env={**os.environ, **environment})
     if done.returncode:
         raise UserError(f"{' '.join(map(str, command[1:]))}: {(done.stderr.splitlines() or ['no message'])[-1]}")
     return done.stdout
 
 
-def measure(gpus, flags):
+def measure(gpus, flags, only=None):
     """(ms a step, tokens/s, MiB) of a run."""
-    output = train(gpus, "-v", 0, "--final_reports", 0, *flags)
+    output = train(gpus, "-v", 0, "--final_reports", 0, *flags, only=only)
     steps = [tuple(map(float, pair)) for pair in re.findall(r"\(([0-9.]+) ms, ([0-9]+) tok/s\)", output)]
     ms, rate = (statistics.median(values) for values in zip(*steps[len(steps) // 3 :]))
     return ms, rate, sum(map(int, re.findall(r"^allocated (\d+) MiB", output, re.MULTILINE)))
+
+
+def measure_singles(count, flags):
+    """Tokens/s of that many runs together, each on a GPU of its own."""
+    with ThreadPoolExecutor(count) as pool:
+        return sum(rate for _, rate, _ in pool.map(lambda only: measure(1, flags, only), range(count)))
 
 
 def numbers(text):
@@ -103,12 +113,11 @@ def main():
         progress = tqdm(total=len(names) * len(counts) + len(counts) * bool(args.same), disable=None)
         for name in names:
             what, flags = RUNS[name]
-            single = None  # tokens/s of the first number, each GPU
             for gpus in counts:
                 progress.set_description(f"{what} on {gpus}")
+                singles = measure_singles(gpus, flags) if gpus > 1 else 0
                 ms, rate, size = measure(gpus, flags)
-                single = single or rate / gpus
-                rows.append((what, str(gpus), f"{ms:.2f}", f"{rate:,.0f}", f"{rate / gpus / single:.1%}",
+                rows.append((what, str(gpus), f"{ms:.2f}", f"{rate:,.0f}", f"{rate / (singles or rate):.1%}",
                              f"{size / 1024:.1f}"))
                 progress.update()
         logs = {}

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
+from llmc.tensors import decay_spans
 
 PARTS = 16  # of a segment: numbers of ranks that divide it cut segments at the same places
 CHUNK = 8192  # elements, at most
@@ -30,13 +31,12 @@ LARGE = 1 << 22  # elements
 
 
 class Segment(NamedTuple):
-    """A matrix of one layer, or another tensor of all layers, consecutive in the flat buffer of the parameters."""
+    """A matrix of one layer, or other tensors that follow one another in the flat buffer of the parameters."""
 
     name: str
     begin: int
     size: int
     bucket: int  # whose elements travel together: see Shares.buckets
-    decay: float
 
 
 class Piece(NamedTuple):
@@ -68,14 +68,19 @@ class Shares:
     def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
         """llmc: as llm.c divides them, which cuts each layer's part of any tensor."""
         self.table, self.ranks, self.cut, self.segments, begin = table, ranks, cut_evenly if llmc else cut, [], 0
+        self.decays = decay_spans(table, weight_decay, decay_all)
         layers = max((row.shape[0] for row in table.values() if row.stacked), default=0)
         self.buckets = layers + 1
         for name, row in table.items():
-            count = row.shape[0] if row.stacked and (row.decays or llmc) else 1
-            decay = weight_decay if decay_all or row.decays else 0.0
+            is_matrix = row.stacked and row.decays
+            count = row.shape[0] if is_matrix or (row.stacked and llmc) else 1
             for l in range(count):
-                bucket = l if row.stacked and row.decays else layers
-                self.segments.append(Segment(name, begin, row.size // count, bucket, decay))
+                segment = Segment(name, begin, row.size // count, l if is_matrix else layers)
+                before = self.segments[-1] if self.segments else None
+                if before and before.bucket == layers and not is_matrix and not llmc:
+                    segment = Segment(f"{before.name}, {name}", before.begin, before.size + row.size, layers)
+                    self.segments.pop()
+                self.segments.append(segment)
                 begin += row.size // count
         self.size = begin  # of all parameters
 
@@ -113,12 +118,14 @@ class Shares:
         """
         chunks, index = [[] for _ in range(self.buckets)], 0
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
-        for _, begin, size, bucket, decay in self.segments:
-            edges = sorted({cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)})
+        for _, begin, size, bucket in self.segments:
+            edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
+            edges |= {start for start, _, _ in self.decays if begin < start < begin + size}
             piece = owned.get(begin)
-            for edge, end in zip(edges, edges[1:]):
-                for first in range(edge, end, CHUNK):
-                    flat, count = begin + first, min(CHUNK, end - first)
+            for edge, end in itertools.pairwise(sorted(edges)):
+                decay = next(decay for start, stop, decay in self.decays if start <= edge < stop)
+                for flat in range(edge, end, CHUNK):
+                    count = min(CHUNK, end - flat)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
                         within = flat - piece.begin
                         received = flat if self.ranks == 1 else self.ranks * piece.local + within
@@ -268,9 +275,9 @@ class Messages:
                 if size and r != rank:
                     weights_received.append((r, params[theirs]))
         for bucket, (*gradients, sent, arriving) in enumerate(messages):
-            if any(gradients):  # else the same on all ranks
-                self.gradients[bucket].append(functools.partial(peers.exchange, *gradients))
-                self.weights[bucket].append(functools.partial(peers.exchange, sent, arriving))
+            if any(gradients):
+                self.gradients[bucket].insert(0, functools.partial(peers.exchange, *gradients))
+                self.weights[bucket].insert(0, functools.partial(peers.exchange, sent, arriving))
 
     def send_gradients(self, bucket, stream):
         """Of one micro-batch; and receive all ranks' into `received`."""

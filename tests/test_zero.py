@@ -505,8 +505,7 @@ def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
         lines = run_here(timeline, "-b", 2, "-t", 8, "-d", 32, "--graph", graph).stdout.splitlines()
         table = lines[lines.index(next(line for line in lines if line.split() == ["begin", "end", "ms"])) + 1 :]
         names = [re.match(r"(\w+ ?\d?) +1\.000 +1\.000 +0\.000$", line)[1].strip() for line in table]
-        assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "add 1",
-                                        "adamw"])
+        assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "add 1", "adamw"])
         assert (heads / "timeline.png").stat().st_size > 5000
 
 
