@@ -61,7 +61,7 @@ from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
 from llmc.tensors import Row, Tensors, allocate, flat, layer, table_bytes, views
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
-from llmc.zero import CHUNKS, Messages, Nccl, Shares
+from llmc.zero import ALL_ELSE, CHUNKS, Messages, Nccl, Shares
 from train_gpt2 import cache_table, parameter_table, random_model, validate
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -630,20 +630,22 @@ class GPT2:
             loss_mean(self.device, loss, acts.losses, scale, N)
         return loss_done
 
-    def backward(self, acts, order, run_begins, run_tokens, scale, layer_done=None):
+    def backward(self, acts, order, run_begins, run_tokens, scale, weight_done=None):
         """self.grads = the gradients of the last batch's loss, whose dlogits are in place of the logits. order,
-        run_begins, run_tokens: see sort_tokens; scale: as `classify` had it. layer_done(l, event): called once all
-        matmuls are launched that make those of layer l's matrices; after the event, they are there."""
+        run_begins, run_tokens: see sort_tokens; scale: as `classify` had it. weight_done(name, l, event): called once
+        the matmul is launched that makes the gradient of a layer's matrix, which is there after the event."""
         device, matmul, params, grads, config = self.device, self.matmul, self.params, self.grads, self.config
         B, T, C, Vp, NH = acts.B, acts.T, config.C, config.Vp, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
         dresidual, dbranch, transposed = acts.dresidual, acts.dbranch, getattr(acts, "transposed", None)
         partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and layernorms
 
-        def weight_gradient(dweight, dout, inp, OC, C):
+        def weight_gradient(name, l, dout, inp, OC, C):
             """On the side stream; returns the event that whoever overwrites dout or inp waits for."""
             with device.on_side_stream() as done:
-                matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC)
+                matmul_backward_weight(matmul, getattr(grads, name)[l], dout, inp, transposed, N, C, OC)
+            if weight_done:
+                weight_done(name, l, done)
             return done
 
         # logits = lnf @ wte^T. dlogits carry nearest_power_of_2(scale); the matmuls that read them multiply by
@@ -667,16 +669,16 @@ class GPT2:
             gelu = a.fch_gelu if "fch_gelu" in recomputed else None
             matmul_gelu_backward_inp(matmul, acts.dfch, a.gelu_partials, gelu, dresidual, p.fcprojw, a.fch, N, 4 * C, C)
             partials.append((a.gelu_partials, (g.fcb,)))
-            dresidual_read = weight_gradient(g.fcprojw, dresidual, a.fch_gelu, C, 4 * C)
+            dresidual_read = weight_gradient("fcprojw", l, dresidual, a.fch_gelu, C, 4 * C)
             if "ln2" in recomputed:
                 layernorm_forward(device, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
-            dfch_read = weight_gradient(g.fcw, acts.dfch, a.ln2, 4 * C, C)
+            dfch_read = weight_gradient("fcw", l, acts.dfch, a.ln2, 4 * C, C)
             matmul_backward_inp(matmul, dbranch, acts.dfch, p.fcw, N, C, 4 * C)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd,
                                True, B, T, C)
             partials.append((a.ln2_partials, (g.ln2w, g.ln2b, g.attprojb)))
-            dresidual_read = weight_gradient(g.attprojw, dresidual, a.atty, C, C)
+            dresidual_read = weight_gradient("attprojw", l, dresidual, a.atty, C, C)
             matmul_backward_inp(matmul, dbranch, dresidual, p.attprojw, N, C, C)
             device.wait(dqkv_read)
             attention_backward(device, acts.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse,
@@ -684,9 +686,7 @@ class GPT2:
             partials.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
-            dqkv_read = weight_gradient(g.qkvw, acts.dqkv, a.ln1, 3 * C, C)
-            if layer_done:
-                layer_done(l, dqkv_read)
+            dqkv_read = weight_gradient("qkvw", l, acts.dqkv, a.ln1, 3 * C, C)
             matmul_backward_inp(matmul, dbranch, acts.dqkv, p.qkvw, N, C, 3 * C)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd,
@@ -980,7 +980,7 @@ class Trainer:
             self.sums = cp.zeros(share, np.float32) if self.precision.accumulates else flat(self.grads)
             self.received = flat(self.grads)  # gradients of all ranks
             self.chunks = cp.asarray(chunks.view(np.uint8))
-            # The last bucket's and layer 0's come last in a step, and the next step needs them first.
+            # All else than matrices, and layer 0's, come last in a step, and the next step needs them first.
             edge = CHUNKS.itemsize * ends[1]
             self.edge_chunks, self.inner_chunks = self.chunks[:edge], self.chunks[edge:]
             self.set_params(params)
@@ -1012,8 +1012,7 @@ class Trainer:
         self.reports = pinned_array(32).view(np.float32).reshape(2, 4)  # struct Report of update.cu
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
-        self.gradients_arrived = {}  # bucket -> event
-        self.weights_arrived = None  # event: those of the next layer
+        self.gradients_arrived, self.weights_arrived = {}, {}  # events
         self.weights_behind = False  # of those that other ranks have updated
 
     def allocate_shared(self, table):
@@ -1032,9 +1031,9 @@ class Trainer:
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.choose_algorithms()
             if self.messages:  # each once before the capture, as two ranks connect at the first message between them
-                for bucket in range(self.shares.buckets):
-                    self.send_gradients(bucket)
-                    self.send_weights(bucket)
+                for key in self.messages.gradients:
+                    self.send_gradients(key)
+                self.send_all_weights()
                 self.add_up_sums()
             self.device.synchronize()
             if settings.graph:
@@ -1097,9 +1096,9 @@ class Trainer:
             self.copy_batch(first_words, words)
         for i in range(self.micro_steps):
             if self.messages:
-                layer_done = functools.partial(self.layer_done, i)
-                self.compute(i, batch_copied, layer_done, self.fetch_weights if i == 0 else None)
-                self.send_gradients(self.shares.buckets - 1)
+                weight_done = functools.partial(self.weight_done, i)
+                self.compute(i, batch_copied, weight_done, self.fetch_weights if i == 0 else None)
+                self.send_gradients(ALL_ELSE)
             else:
                 self.compute(i, batch_copied)
         self.update()
@@ -1111,9 +1110,9 @@ class Trainer:
         self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
                            pointer(self.pinned), self.control, words, begin, end)
 
-    def compute(self, i, batch_copied=None, layer_done=None, layer_begins=None):
+    def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
         """Forward and backward of batch i of self.batch. batch_copied: an event, for its targets and sorted tokens;
-        layer_done, layer_begins: see GPT2."""
+        weight_done, layer_begins: see GPT2."""
         batch, N = self.batch, self.settings.B * self.settings.T
         number = i * self.ranks.size + self.ranks.rank  # in the update
         acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
@@ -1124,40 +1123,42 @@ class Trainer:
         if i > 0:
             self.add_gradients(i - 1, self.chunks)
         with self.device.span(f"backward {i}"):
-            self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, layer_done)
+            self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, weight_done)
 
-    def layer_done(self, i, l, computed):
-        """The gradients of layer l's matrices are `computed`, in micro-batch i."""
-        self.send_gradients(l, computed)
-        if l == 0 and i == self.micro_steps - 1 and self.inner_chunks.size:
-            self.add_gradients(i, self.inner_chunks, 1)
+    def weight_done(self, i, name, l, computed):
+        """The gradient of layer l's matrix `name` is `computed`, in micro-batch i."""
+        self.send_gradients((name, l), computed)
+        if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.inner_chunks.size:
+            self.add_gradients(i, self.inner_chunks, (name, 1))
 
-    def send_gradients(self, bucket, computed=None):
-        """Once they are `computed`, send a bucket's gradients to the ranks that own them, and receive theirs."""
-        with self.device.on_comm_stream() as self.gradients_arrived[bucket]:
+    def send_gradients(self, key, computed=None):
+        """Once they are `computed`, send a matrix's gradients to the ranks that own them, and receive theirs. key: its
+        name and layer, or ALL_ELSE."""
+        with self.device.on_comm_stream() as self.gradients_arrived[key]:
             self.device.wait(computed)
-            with self.device.span(f"gradients {bucket}"):
-                self.messages.send_gradients(bucket, self.device.stream)
+            with self.device.span("gradients" if key == ALL_ELSE else f"gradients {key[1]} {key[0]}"):
+                self.messages.send_gradients(key, self.device.stream)
 
-    def send_weights(self, bucket):
-        """Send a bucket's weights, which this rank has updated, and receive the others'. Returns the event after which
-        they are there."""
-        with self.device.on_comm_stream() as arrived, self.device.span(f"weights {bucket}"):
-            self.messages.send_weights(bucket, self.device.stream)
-        return arrived
+    def send_weights(self, l):
+        """Send the weights that this rank has updated of layer l's matrices, or (None) of all else, and receive the
+        others'."""
+        with self.device.on_comm_stream() as self.weights_arrived[l]:
+            with self.device.span("weights" if l is None else f"weights {l}"):
+                self.messages.send_weights(l, self.device.stream)
 
     def fetch_weights(self, l):
-        """As layer l begins: have its weights, and those of the next layer on their way. (Those of the first layer
+        """As layer l begins: have its weights, and those of the next two layers on their way. (Those of the first layer
         arrived in the step before.)"""
-        self.device.wait(self.weights_arrived)
-        self.weights_arrived = self.send_weights(l + 1) if l + 1 < self.config.L else None
+        if l > 0:
+            self.device.wait(self.weights_arrived[l])
+        for ahead in (1, 2) if l == 0 else (l + 2,):
+            if ahead < self.shares.layers:
+                self.send_weights(ahead)
 
-    def add_gradients(self, i, chunks, bucket=None):
-        """Add the gradients of micro-batch i to self.sums, those of some chunks, once a bucket's have arrived: the last
-        one's, if not given."""
-        bucket = self.shares.buckets - 1 if bucket is None else bucket
+    def add_gradients(self, i, chunks, key=ALL_ELSE):
+        """Add the gradients of micro-batch i to self.sums, those of some chunks, of which those of `key` arrive last."""
         last = self.want_norm and i == self.micro_steps - 1
-        self.device.wait(self.gradients_arrived.get(bucket))
+        self.device.wait(self.gradients_arrived.get(key))
         with self.device.span(f"add {i}" + " inner" * (chunks is self.inner_chunks)):
             add_gradients(self.device, self.sums, self.own_sums[self.settings.micro_steps :] if last else None,
                           self.received, chunks, i == 0, self.ranks.size)
@@ -1166,9 +1167,13 @@ class Trainer:
         """Between two updates, make self.params whole on every rank, all of which have to call this."""
         if self.weights_behind:
             with self.device.stream:
-                for bucket in range(self.shares.buckets):
-                    self.device.wait(self.send_weights(bucket))
+                self.send_all_weights()
         self.weights_behind = False
+
+    def send_all_weights(self):
+        for l in (None, *range(self.shares.layers)):
+            self.send_weights(l)
+        self.device.wait(self.weights_arrived[l])
 
     def add_up_sums(self):
         """self.all_sums = the sum over the ranks of self.own_sums; returns an event. On the stream of all other
@@ -1203,11 +1208,11 @@ class Trainer:
             self.adamw(self.chunks)
             return
         self.adamw(self.edge_chunks)
-        self.send_weights(self.shares.buckets - 1)
-        arrived = self.send_weights(0)
+        self.send_weights(0)
+        self.send_weights(None)
         if self.inner_chunks.size:
             self.adamw(self.inner_chunks)
-        device.wait(arrived)
+        device.wait(self.weights_arrived[None])
 
     def adamw(self, chunks):
         settings = self.settings

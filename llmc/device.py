@@ -143,8 +143,7 @@ class Device:
     def __init__(self, gpu, cache, files, geometry):
         """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches go by, as attributes."""
         self.gpu, self.sm_count, self.geometry = gpu, gpu.sm_count, geometry
-        self.main, self.side = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
-        self.comm = cp.cuda.Stream(non_blocking=True, priority=-5)  # the highest: its kernels are few and short
+        self.main, self.side, self.comm = (cp.cuda.Stream(non_blocking=True) for _ in range(3))
         self.stream = self.main  # where launches go
         self.observer = None  # called with each launch's name and arguments, it returns a context for the launch
         self.launches_early = int(gpu.arch[3:].rstrip("a")) >= 90

@@ -10,6 +10,7 @@ the next forward pass needs them.
 A share is cut out of every tensor, of matrices out of each layer's, so that each transfer keeps all ranks busy.
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -28,6 +29,7 @@ CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
                    ("index", "i4"), ("decay", "f4")])  # struct Chunk of update.cu
 LARGE = 1 << 22  # elements
+ALL_ELSE = None, None  # in place of a matrix's name and layer
 
 
 class Segment(NamedTuple):
@@ -36,7 +38,7 @@ class Segment(NamedTuple):
     name: str
     begin: int
     size: int
-    bucket: int  # whose elements travel together: see Shares.buckets
+    layer: int | None  # whose matrix it is; None: embeddings, biases, layernorms
 
 
 class Piece(NamedTuple):
@@ -59,30 +61,27 @@ def cut_evenly(size, part, parts):
 
 
 class Shares:
-    """How `ranks` ranks divide a table of parameters.
-
-    buckets: how many there are. Bucket l has the matrices of layer l; the last one all else: embeddings, biases,
-    layernorms, whose gradients are complete when the backward pass is.
-    """
+    """How `ranks` ranks divide a table of parameters."""
 
     def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
         """llmc: as llm.c divides them, which cuts each layer's part of any tensor."""
         self.table, self.ranks, self.cut, self.segments, begin = table, ranks, cut_evenly if llmc else cut, [], 0
         self.decays = decay_spans(table, weight_decay, decay_all)
-        layers = max((row.shape[0] for row in table.values() if row.stacked), default=0)
-        self.buckets = layers + 1
         for name, row in table.items():
             is_matrix = row.stacked and row.decays
             count = row.shape[0] if is_matrix or (row.stacked and llmc) else 1
             for l in range(count):
-                segment = Segment(name, begin, row.size // count, l if is_matrix else layers)
+                segment = Segment(name, begin, row.size // count, l if is_matrix else None)
                 before = self.segments[-1] if self.segments else None
-                if before and before.bucket == layers and not is_matrix and not llmc:
-                    segment = Segment(f"{before.name}, {name}", before.begin, before.size + row.size, layers)
+                if before and before.layer is None and not is_matrix and not llmc:
+                    segment = Segment(f"{before.name}, {name}", before.begin, before.size + row.size, None)
                     self.segments.pop()
                 self.segments.append(segment)
                 begin += row.size // count
         self.size = begin  # of all parameters
+        self.layers = 1 + max((segment.layer for segment in self.segments if segment.layer is not None), default=-1)
+        # Where a backward pass ends, but for what is no matrix.
+        self.first_matrix = next((segment.name for segment in self.segments if segment.layer == 0), None)
 
     def pieces(self, rank):
         """The Pieces of a rank, in the flat buffer's order."""
@@ -100,25 +99,26 @@ class Shares:
         return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
 
     def goes_to_all_at_once(self, segment):
-        """Whether it is worth a collective of its own, which wants equal parts. A copy engine takes 20 us to begin: of
-        the last bucket, for which all wait, only large tensors have that time."""
-        return segment.size % (8 * self.ranks) == 0 and (segment.bucket < self.buckets - 1 or segment.size >= LARGE)
+        """Whether it is worth a collective of its own, which wants equal parts. A copy engine takes 20 us to begin: what
+        comes at the end of a backward pass, when all wait, has that time only if it is large."""
+        return segment.size % (8 * self.ranks) == 0 and (segment.layer is not None or segment.size >= LARGE)
 
     def share_size(self, rank):
         """Elements that a rank owns."""
         return sum(piece.size for piece in self.pieces(rank))
 
     def chunks(self, rank):
-        """The chunks of a rank's share, (n,) CHUNKS, those of the last bucket first, then layer by layer; where each
-        bucket's end; and how many chunks there are on all ranks.
+        """The chunks of a rank's share, (n,) CHUNKS: those of no layer's matrices, of layer 0's, of the others'; where
+        these three end; and how many chunks there are on all ranks.
 
         A sum over all parameters is that of sums over chunks, in the order of their index. Chunks are the same for all
         numbers of ranks that divide PARTS. received, stride: the place of the first rank's gradients among those that
         arrive, and from one rank's to the next's; on one GPU, they are where the backward pass left them.
         """
-        chunks, index = [[] for _ in range(self.buckets)], 0
+        groups, index = ([], [], []), 0
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
-        for _, begin, size, bucket in self.segments:
+        for _, begin, size, layer in self.segments:
+            chunks = groups[0 if layer is None else 1 if layer == 0 else 2]
             edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
             edges |= {start for start, _, _ in self.decays if begin < start < begin + size}
             piece = owned.get(begin)
@@ -129,11 +129,10 @@ class Shares:
                     if piece and piece.begin <= flat < piece.begin + piece.size:
                         within = flat - piece.begin
                         received = flat if self.ranks == 1 else self.ranks * piece.local + within
-                        chunks[bucket].append((piece.local + within, flat, received, piece.size, count, index, decay))
+                        chunks.append((piece.local + within, flat, received, piece.size, count, index, decay))
                     index += 1
-        chunks = [chunks[-1], *chunks[:-1]]
-        ends = np.cumsum([len(bucket) for bucket in chunks]).tolist()
-        return np.array([chunk for bucket in chunks for chunk in bucket], CHUNKS), ends, index
+        ends = np.cumsum([len(chunks) for chunks in groups]).tolist()
+        return np.array([chunk for chunks in groups for chunk in chunks], CHUNKS), ends, index
 
     def take(self, flat, rank):
         """A rank's share of a flat array on the host."""
@@ -245,25 +244,26 @@ class Nccl:
 
 
 class Messages:
-    """What travels between ranks, by bucket: gradients to those who own them, new weights from them. Tensors that are
-    large enough go one by one, to all ranks at once; the small ones of a bucket as one group of messages."""
+    """What travels between ranks: gradients to those who own them, new weights from them. Large tensors go to all ranks
+    at once; small ones as a group of messages."""
 
     def __init__(self, peers, shares, rank, params, grads, received):
         """peers: Nccl; params, grads (parameters,), received (ranks * share_size or more,) on the GPU."""
         self.peers = peers
-        self.gradients, self.weights = ([[] for _ in range(shares.buckets)] for _ in range(2))  # functions of a stream
-        messages = [([], [], [], []) for _ in range(shares.buckets)]  # gradients sent, received, weights sent, received
+        # Functions of a stream: of each layer's matrices by name and layer, and of all else; and by layer.
+        self.gradients, self.weights = collections.defaultdict(list), collections.defaultdict(list)
         owned = {piece.segment: piece for piece in shares.pieces(rank)}
+        small = collections.defaultdict(lambda: ([], [], [], []))  # gradients sent, received, weights sent, received
         for segment in shares.segments:
-            parts, mine = shares.parts(segment), owned.get(segment)
+            mine, key = owned.get(segment), ALL_ELSE if segment.layer is None else (segment.name, segment.layer)
             if shares.goes_to_all_at_once(segment):
                 whole, at = slice(segment.begin, segment.begin + segment.size), shares.ranks * mine.local
                 arriving = received[at : at + segment.size]
-                self.gradients[segment.bucket].append(functools.partial(peers.all_to_all, arriving, grads[whole]))
-                self.weights[segment.bucket].append(functools.partial(peers.all_gather, params[whole]))
+                self.gradients[key].append(functools.partial(peers.all_to_all, arriving, grads[whole]))
+                self.weights[segment.layer].append(functools.partial(peers.all_gather, params[whole]))
                 continue
-            gradients_sent, gradients_received, weights_sent, weights_received = messages[segment.bucket]
-            for r, (begin, size) in enumerate(parts):
+            gradients_sent, gradients_received, weights_sent, weights_received = small[key]
+            for r, (begin, size) in enumerate(shares.parts(segment)):
                 theirs = slice(begin, begin + size)
                 if size:
                     gradients_sent.append((r, grads[theirs]))
@@ -274,19 +274,19 @@ class Messages:
                     weights_sent.append((r, params[mine.begin : mine.begin + mine.size]))
                 if size and r != rank:
                     weights_received.append((r, params[theirs]))
-        for bucket, (*gradients, sent, arriving) in enumerate(messages):
-            if any(gradients):
-                self.gradients[bucket].insert(0, functools.partial(peers.exchange, *gradients))
-                self.weights[bucket].insert(0, functools.partial(peers.exchange, sent, arriving))
+        for key, (*gradients, sent, arriving) in small.items():
+            self.gradients[key].insert(0, functools.partial(peers.exchange, *gradients))
+            # Last, because it is a kernel, and would wait behind AdamW's blocks.
+            self.weights[key[1]].append(functools.partial(peers.exchange, sent, arriving))
 
-    def send_gradients(self, bucket, stream):
-        """Of one micro-batch; and receive all ranks' into `received`."""
-        for send in self.gradients[bucket]:
+    def send_gradients(self, key, stream):
+        """Of one micro-batch; and receive all ranks' into `received`. key: (name, layer) or ALL_ELSE."""
+        for send in self.gradients[key]:
             send(stream)
 
-    def send_weights(self, bucket, stream):
-        """This rank's; and receive the others' into params."""
-        for send in self.weights[bucket]:
+    def send_weights(self, layer, stream):
+        """This rank's; and receive the others' into params. layer: whose matrices; None: all else."""
+        for send in self.weights[layer]:
             send(stream)
 
     def add_up(self, total, addend, stream):

@@ -263,7 +263,7 @@ class Anything:
 class FakeStream:
     """Knows which stream captures it, and whether it has joined that one again when the capture ends."""
 
-    def __init__(self, fake, non_blocking=False, priority=0):
+    def __init__(self, fake, non_blocking=False):
         self.fake, self.ptr = fake, len(fake.streams)
         fake.streams.append(self)
         self.capture = None  # the stream that captures what this one does

@@ -62,9 +62,10 @@ def test_every_element_has_one_owner(table):
                 assert 0 < chunk["count"] <= CHUNK
                 found[chunk["flat"] : chunk["flat"] + chunk["count"]] = chunk["local"] + np.arange(chunk["count"])
             assert np.array_equal(found, local)
-            for bucket, begin, end in zip([shares.buckets - 1, *range(shares.buckets - 1)], [0, *ends], ends):
-                pieces = [piece for piece in shares.pieces(rank) if piece.segment.bucket == bucket]
-                assert sum(piece.size for piece in pieces) == chunks[begin:end]["count"].sum()
+            layers = [piece.segment.layer for piece in shares.pieces(rank)]
+            for of_group, begin, end in zip((lambda l: l is None, lambda l: l == 0, lambda l: l), [0, *ends], ends):
+                sizes = [piece.size for piece, layer in zip(shares.pieces(rank), layers) if of_group(layer)]
+                assert sum(sizes) == chunks[begin:end]["count"].sum()
             indices += chunks["index"].tolist()
         assert (owners == 1).all() and sorted(indices) == list(range(total))
         if PARTS % ranks == 0:
