@@ -75,7 +75,6 @@ class Precision(NamedTuple):
     dtype: str = "float32"
     tf32: int = 1  # matmuls round float32 operands to TF32
     float32_grads: int = 0  # the gradients of the weights are float32 in a bfloat16 run, too
-    accumulates: int = 0  # an update has the gradients of several micro-batches
 
     @property
     def bf16(self):
@@ -95,11 +94,6 @@ class Precision(NamedTuple):
     @property
     def grad_bytes(self):
         return 2 if self.grads == "bfloat16" else 4
-
-    @property
-    def sums(self):
-        """dtype of the gradients that AdamW works on."""
-        return "float32" if self.accumulates else self.grads
 
     @property
     def pack(self):
@@ -163,7 +157,7 @@ class CudaSettings(Settings):
 
     @property
     def precision(self):
-        return Precision(self.dtype, self.tf32, self.float32_grads, int(self.micro_steps > 1))
+        return Precision(self.dtype, self.tf32, self.float32_grads)
 
     @property
     def master(self):
@@ -514,25 +508,26 @@ def round_weights(device, out, exact):
     device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
 
 
-def add_gradients(device, sums, partials, gradients, chunks, first, ranks):
-    """sums = (+= if not first) the gradients of a micro-batch of each of `ranks` ranks, in their order. partials:
-    global_norm's, of the sums, or None. chunks: CHUNKS of llmc/zero.py, as bytes."""
-    device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums, partials,
-                  gradients, chunks, int(first), ranks)
+def add_gradients(device, sums, gradients, chunks, ranks, first):
+    """sums (elements of the chunks,) = (+= if not first) the gradients of a micro-batch of each of `ranks` ranks, in
+    their order. gradients, chunks: all that arrived, and CHUNKS of llmc/zero.py, as bytes, which say what is where."""
+    device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums,
+                  gradients, chunks, ranks, int(first))
 
 
-def global_norm(device, partials, grads, chunks):
-    """partials (chunks of all ranks,) [their index] = the sums of squares of the gradients of these chunks."""
-    device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, grads,
-                  chunks)
+def global_norm(device, partials, sums, gradients, chunks, ranks):
+    """partials (chunks of all ranks,) [their index] = the sums of squares of sums, if not None, + gradients."""
+    device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, sums,
+                  gradients, chunks, ranks)
 
 
-def adamw_update(device, params, master, m, v, grads, control, chunks, beta1, beta2, seed):
-    """params (parameters,), and of the chunks' elements master, if not None, m, v: one step of AdamW."""
+def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1, beta2, seed):
+    """params (parameters,), and of the chunks' elements master, if not None, m, v: one step of AdamW, by sums, if not
+    None, + gradients."""
     g = device.geometry
     grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
-    device.launch("adamw_update", grid, (g.UPDATE_THREADS,), params, master, m, v, grads, control, chunks, beta2,
-                  1.0 - beta1, 1.0 - beta2, seed)
+    device.launch("adamw_update", grid, (g.UPDATE_THREADS,), params, master, m, v, sums, gradients, chunks, ranks,
+                  control, beta2, 1.0 - beta1, 1.0 - beta2, seed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -977,12 +972,11 @@ class Trainer:
             share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
             self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
             self.master = cp.zeros(share, np.float32) if settings.master else None
-            self.sums = cp.zeros(share, np.float32) if self.precision.accumulates else flat(self.grads)
+            self.sums = cp.zeros(share, np.float32) if self.micro_steps > 1 else None
             self.received = flat(self.grads)  # gradients of all ranks
             self.chunks = cp.asarray(chunks.view(np.uint8))
-            # All else than matrices, and layer 0's, come last in a step, and the next step needs them first.
-            edge = CHUNKS.itemsize * ends[1]
-            self.edge_chunks, self.inner_chunks = self.chunks[:edge], self.chunks[edge:]
+            self.layer0, self.all_else, self.inner = (
+                self.chunks[CHUNKS.itemsize * begin : CHUNKS.itemsize * end] for begin, end in zip([0, *ends], ends))
             self.set_params(params)
             tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
             buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
@@ -1121,15 +1115,16 @@ class Trainer:
             self.device.wait(batch_copied)
             self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
         if i > 0:
-            self.add_gradients(i - 1, self.chunks)
+            self.add_gradients(i - 1)
         with self.device.span(f"backward {i}"):
             self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, weight_done)
 
     def weight_done(self, i, name, l, computed):
         """The gradient of layer l's matrix `name` is `computed`, in micro-batch i."""
         self.send_gradients((name, l), computed)
-        if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.inner_chunks.size:
-            self.add_gradients(i, self.inner_chunks, (name, 1))
+        if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.inner.size:
+            self.device.wait(self.gradients_arrived[name, 1])
+            self.global_norm(self.inner)
 
     def send_gradients(self, key, computed=None):
         """Once they are `computed`, send a matrix's gradients to the ranks that own them, and receive theirs. key: its
@@ -1155,13 +1150,11 @@ class Trainer:
             if ahead < self.shares.layers:
                 self.send_weights(ahead)
 
-    def add_gradients(self, i, chunks, key=ALL_ELSE):
-        """Add the gradients of micro-batch i to self.sums, those of some chunks, of which those of `key` arrive last."""
-        last = self.want_norm and i == self.micro_steps - 1
-        self.device.wait(self.gradients_arrived.get(key))
-        with self.device.span(f"add {i}" + " inner" * (chunks is self.inner_chunks)):
-            add_gradients(self.device, self.sums, self.own_sums[self.settings.micro_steps :] if last else None,
-                          self.received, chunks, i == 0, self.ranks.size)
+    def add_gradients(self, i):
+        """Add the gradients of micro-batch i to self.sums."""
+        self.device.wait(self.gradients_arrived.get(ALL_ELSE))
+        with self.device.span(f"add {i}"):
+            add_gradients(self.device, self.sums, self.received, self.chunks, self.ranks.size, i == 0)
 
     def complete_weights(self):
         """Between two updates, make self.params whole on every rank, all of which have to call this."""
@@ -1191,15 +1184,17 @@ class Trainer:
             self.peers.close()
 
     def update(self):
-        """AdamW over this rank's share, and the report to the host."""
+        """AdamW over this rank's share, and the report to the host. On several GPUs, what a step has last and needs
+        first, layer 0's matrices and what is none, is updated first, and travels while the rest is updated."""
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
         threads, sums = device.geometry.UPDATE_THREADS, self.all_sums
-        if self.precision.accumulates:
-            self.add_gradients(self.micro_steps - 1, self.edge_chunks if self.messages else self.chunks)
-        elif self.want_norm:
-            global_norm(device, self.own_sums[micro_steps:], self.sums, self.chunks)
         if self.messages:
+            device.wait(self.gradients_arrived[ALL_ELSE])
+            self.global_norm(self.layer0)
+            self.global_norm(self.all_else)
             device.wait(self.add_up_sums())
+        else:
+            self.global_norm(self.chunks)
         device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), sums, sums[micro_steps:],
                       self.batch.learning_rate, np.float64(settings.beta1), np.float64(settings.beta2),
                       np.float64(settings.eps), settings.grad_clip, micro_steps, sums.size - micro_steps, self.recent,
@@ -1207,18 +1202,25 @@ class Trainer:
         if not self.messages:
             self.adamw(self.chunks)
             return
-        self.adamw(self.edge_chunks)
+        self.adamw(self.layer0)
         self.send_weights(0)
+        self.adamw(self.all_else)
         self.send_weights(None)
-        if self.inner_chunks.size:
-            self.adamw(self.inner_chunks)
+        if self.inner.size:
+            self.adamw(self.inner)
         device.wait(self.weights_arrived[None])
+
+    def global_norm(self, chunks):
+        if self.want_norm:
+            with self.device.span("norm" + " inner" * (chunks is self.inner)):
+                global_norm(self.device, self.own_sums[self.settings.micro_steps :], self.sums, self.received, chunks,
+                            self.ranks.size)
 
     def adamw(self, chunks):
         settings = self.settings
-        with self.device.span("adamw" + " inner" * (chunks is self.inner_chunks)):
-            adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.sums, self.control, chunks,
-                         settings.beta1, settings.beta2, settings.stochastic_rounding)
+        with self.device.span("adamw" + " inner" * (chunks is self.inner)):
+            adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.sums, self.received, chunks,
+                         self.ranks.size, self.control, settings.beta1, settings.beta2, settings.stochastic_rounding)
 
     # -- what reports need
 
@@ -1396,7 +1398,7 @@ def memory_plan(architecture, config, settings, device):
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
         *([(share, "float32 master weights")] if settings.master else []),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
-        *([(share, "sums of gradients")] if precision.accumulates else []),
+        *([(share, "sums of gradients")] if settings.micro_steps > ranks else []),
         *([(ranks * share // 4 * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((largest(group), what) for what, group in tables.items()),

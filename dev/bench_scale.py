@@ -1,6 +1,7 @@
 """
-Training on 1, 2, 4, ... GPUs of this machine: tokens a second, and how many of those of as many runs on one GPU each, at
-the same time (GPUs of a machine differ by a few percent, and share its power and cooling).
+Training on 1, 2, 4, ... GPUs of this machine: tokens a second, and which part that is of as many times what the slowest
+of these GPUs does on its own, measured on all at the same time. (They differ by a few percent; the slowest sets the
+pace.)
 
     python dev/bench_scale.py                     # all GPUs: GPT-2 124M at B=4 and B=64, an update of half a million
                                                   # tokens, GPT-2 1558M
@@ -61,10 +62,10 @@ def measure(gpus, flags, only=None):
     return ms, rate, sum(map(int, re.findall(r"^allocated (\d+) MiB", output, re.MULTILINE)))
 
 
-def measure_singles(count, flags):
-    """Tokens/s of that many runs together, each on a GPU of its own."""
+def measure_slowest(count, flags):
+    """Tokens/s of the slowest of that many runs at the same time, each on a GPU of its own."""
     with ThreadPoolExecutor(count) as pool:
-        return sum(rate for _, rate, _ in pool.map(lambda only: measure(1, flags, only), range(count)))
+        return min(rate for _, rate, _ in pool.map(lambda only: measure(1, flags, only), range(count)))
 
 
 def numbers(text):
@@ -115,9 +116,9 @@ def main():
             what, flags = RUNS[name]
             for gpus in counts:
                 progress.set_description(f"{what} on {gpus}")
-                singles = measure_singles(gpus, flags) if gpus > 1 else 0
+                slowest = measure_slowest(gpus, flags) if gpus > 1 else None
                 ms, rate, size = measure(gpus, flags)
-                rows.append((what, str(gpus), f"{ms:.2f}", f"{rate:,.0f}", f"{rate / (singles or rate):.1%}",
+                rows.append((what, str(gpus), f"{ms:.2f}", f"{rate:,.0f}", f"{rate / gpus / (slowest or rate):.1%}",
                              f"{size / 1024:.1f}"))
                 progress.update()
         logs = {}

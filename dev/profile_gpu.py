@@ -32,7 +32,6 @@ from llmc.kernels import blocks
 from llmc.matmul import is_transposed
 from llmc.settings import parse_settings
 from llmc.tensors import Row
-from llmc.zero import CHUNKS
 from train_gpt2 import parameter_table, random_model
 from train_gpt2_cuda import JOB, CudaSettings, describe_precision, matmul_forward, open_trainer, settle
 
@@ -95,12 +94,12 @@ BYTES = {
     "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (1 + write_gradient) * size_of(logits),
     "loss_mean": lambda loss, losses, *_: size_of(losses),
     "column_sums": lambda jobs: sum(4 * int(job["rows"]) * int(job["columns"]) for job in jobs.get().view(JOB)),
-    "add_gradients": lambda sums, partials, gradients, chunks, first, ranks: (
-        int(chunks.get().view(CHUNKS)["count"].sum()) * ((4 if first else 8) + ranks * gradients.itemsize)),
-    "global_norm": lambda partials, grads, chunks: size_of(grads),
+    "add_gradients": lambda sums, gradients, chunks, ranks, first: (
+        size_of(sums, None if first else sums) + sums.size * ranks * gradients.itemsize),
+    "global_norm": lambda partials, sums, gradients, *_: size_of(sums, gradients),
     "prepare_update": lambda *_: 0,
-    "adamw_update": lambda params, master, m, v, grads, *_: (
-        size_of(params, m, m, v, v, grads) + (size_of(master, master) or size_of(params))),
+    "adamw_update": lambda params, master, m, v, sums, gradients, *_: (
+        size_of(params, m, m, v, v, sums, gradients) + (size_of(master, master) or size_of(params))),
 }
 
 

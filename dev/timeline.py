@@ -29,7 +29,8 @@ from train_gpt2 import parameter_table, random_model
 
 PICTURE, STEPS = "timeline.png", 20
 STREAMS = {"main": "compute", "comm": "between GPUs"}  # name -> what to call it
-COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "adamw": "C2", "weights": "C4", "gradients": "C3"}
+COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C6", "adamw": "C2",
+          "weights": "C4", "gradients": "C3"}
 
 
 def time_spans(trainer, steps):

@@ -2,8 +2,7 @@
 //
 //     copy_batch      copies 4-byte words of the batch from the host's pinned memory       batch =
 //     loss_mean       loss = the sum of losses, times scale: their mean                    loss =
-//     add_gradients   sums += the gradients of a micro-batch of each rank; then, of the    sums = (+= if not first),
-//                     last ones, what global_norm does                                     partials =
+//     add_gradients   sums += the gradients of a micro-batch of each rank                  sums = (+= if not first)
 //     global_norm     partials[chunk] = the sum of squares of the gradients of a chunk     partials =
 //     prepare_update  what all threads of adamw_update need; reports to the host           control =, reports =,
 //                                                                                          recent +=
@@ -16,7 +15,8 @@
 // serves every step.
 //
 // The parameters are cut into chunks (llmc/zero.py). A rank owns some of them, on one GPU all: of these it has master,
-// m, v and the sums of gradients, one chunk after the other.
+// m, v and the sums of gradients, one chunk after the other. The gradients of an update are those sums, if there are
+// several micro-batches, and the last micro-batch of each rank, which global_norm and adamw_update add as they read.
 //
 // Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter; for a bfloat16 one with a float32
 // master copy, 14 and 14. H200 (a copy: 4235 GB/s), 124M, in a step: adamw_update float32 0.82 ms, 4256 GB/s; bfloat16
@@ -59,12 +59,6 @@ struct Chunk {       // CHUNKS of llmc/zero.py
     int index;       // in the flat buffer's order
     float decay;
 };
-
-#if UPDATE_FLOAT32_SUMS
-typedef float gradient_sum;  // of several micro-batches
-#else
-typedef gradient gradient_sum;  // of one
-#endif
 
 // Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread works on at once. Even in a bfloat16 run, six of
 // seven bytes that adamw_update moves are float32: with 8 numbers per thread, each access of a warp would skip every
@@ -119,38 +113,47 @@ loss_mean(float* loss, const float* losses, float scale, int N) {
     if (threadIdx.x == 0) *loss = sum * scale;
 }
 
-// Block (THREADS); grid (chunks). sums (elements of the chunks): in the order of ranks, whose micro-batches follow one
-// another. gradients: of all ranks, see Chunk. partials (chunks of all ranks), or null: there are more to come.
-extern "C" __global__ void __launch_bounds__(THREADS)
-add_gradients(float* sums, float* partials, const gradient* gradients, const Chunk* chunks, int first, int ranks) {
-    const Chunk chunk = chunks[blockIdx.x];
-    float squares = 0.0f;
-#pragma unroll 2
-    for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
-        Quad sum = {};
-        if (!first) sum = load_quad(sums + chunk.local + i);
-        for (int r = 0; r < ranks; r++) {
-            const Quad g = load_quad(gradients + chunk.received + int64(r) * chunk.stride + i);
+// What a rank has of an update's gradients. sums (elements of its chunks): of earlier micro-batches, or null;
+// gradients: the last ones of all ranks, see Chunk. They are added up in the order of ranks, whose micro-batches follow
+// one another.
+struct Gradients {
+    const float* sums;
+    const gradient* gradients;
+    int ranks;
+
+    __device__ Quad operator()(const Chunk& chunk, int i) const {
+        const gradient* at = gradients + chunk.received + i;
+        Quad g = load_quad(at), sum = {};
+        if (sums) sum = load_quad(sums + chunk.local + i);
+        for (int r = 1;; r++) {
 #pragma unroll
             for (int k = 0; k < NUMBERS; k++) sum.x[k] += g.x[k];
+            if (r == ranks) return sum;
+            g = load_quad(at += chunk.stride);
         }
-#pragma unroll
-        for (int k = 0; k < NUMBERS; k++) squares += sum.x[k] * sum.x[k];
-        store_quad(sums + chunk.local + i, sum);
     }
-    if (!partials) return;
-    squares = block_sum(squares);
-    if (threadIdx.x == 0) partials[chunk.index] = squares;
+};
+
+// Block (THREADS); grid (chunks). sums (elements of the chunks); gradients: see Chunk.
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_gradients(float* sums, const gradient* gradients, const Chunk* chunks, int ranks, int first) {
+    const Chunk chunk = chunks[blockIdx.x];
+    const Gradients all = {first ? nullptr : sums, gradients, ranks};
+#pragma unroll 2
+    for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
+        store_quad(sums + chunk.local + i, all(chunk, i));
+    }
 }
 
-// Block (THREADS); grid (chunks). grads (elements of the chunks); partials (chunks of all ranks).
+// Block (THREADS); grid (chunks). sums, gradients: see Gradients; partials (chunks of all ranks).
 extern "C" __global__ void __launch_bounds__(THREADS)
-global_norm(float* partials, const gradient_sum* grads, const Chunk* chunks) {
+global_norm(float* partials, const float* sums, const gradient* gradients, const Chunk* chunks, int ranks) {
     const Chunk chunk = chunks[blockIdx.x];
+    const Gradients all = {sums, gradients, ranks};
     float sum = 0.0f;
 #pragma unroll 4
     for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
-        const Quad g = load_quad(grads + chunk.local + i);
+        const Quad g = all(chunk, i);
 #pragma unroll
         for (int k = 0; k < NUMBERS; k++) sum += g.x[k] * g.x[k];
     }
@@ -233,19 +236,20 @@ __device__ inline void round_stochastically(Quad& values, uint32 i, uint32 step,
 }
 
 // A thread updates four parameters; block (THREADS); grid (UPDATE_CHUNK / THREADS / 4 for each chunk). params
-// (parameters); master, m, v, grads (elements of the chunks). master: the float32 weights of which params are a rounded
-// copy, or null. seed: for stochastic rounding, or 0.
+// (parameters); master, m, v (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of
+// which params are a rounded copy, or null. seed: for stochastic rounding, or 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
-adamw_update(element* params, float* master, float* m, float* v, const gradient_sum* grads, const Control* control,
-             const Chunk* chunks, float beta2, float one_minus_beta1, float one_minus_beta2, int seed) {
+adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
+             const Chunk* chunks, int ranks, const Control* control, float beta2, float one_minus_beta1,
+             float one_minus_beta2, int seed) {
     constexpr int BLOCKS = UPDATE_CHUNK / (THREADS * NUMBERS);
     const Chunk chunk = chunks[blockIdx.x / BLOCKS];
     const int within = (blockIdx.x % BLOCKS * THREADS + threadIdx.x) * NUMBERS;
     if (within >= chunk.count || control->halted || control->skipped) return;
     const int64 i = chunk.flat + within, local = chunk.local + within;
-    const Quad g = load_quad(grads + local);
     Quad p = master ? load_quad(master + local) : load_quad(params + i);
     Quad mean = load_quad(m + local), square = load_quad(v + local);
+    const Quad g = Gradients{sums, gradients, ranks}(chunk, within);
     const float keep = 1.0f - control->learning_rate * chunk.decay;
     const float rate = control->rate, eps = control->eps, grad_scale = control->grad_scale;
 #pragma unroll

@@ -126,8 +126,8 @@ def layer_geometry(config, precision, arch):
         "classifier": classifier_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
-        "update": {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4, "UPDATE_CHUNK": CHUNK,
-                   "UPDATE_FLOAT32_SUMS": int(precision.sums == "float32")},
+        "update": {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4,
+                   "UPDATE_CHUNK": CHUNK},
     }
 
 

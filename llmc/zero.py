@@ -99,8 +99,8 @@ class Shares:
         return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
 
     def goes_to_all_at_once(self, segment):
-        """Whether it is worth a collective of its own, which wants equal parts. A copy engine takes 20 us to begin: what
-        comes at the end of a backward pass, when all wait, has that time only if it is large."""
+        """Whether it is worth a collective of its own, which wants equal parts. A copy engine takes 20 us to begin:
+        what comes at the end of a backward pass, when all wait, has that time only if it is large."""
         return segment.size % (8 * self.ranks) == 0 and (segment.layer is not None or segment.size >= LARGE)
 
     def share_size(self, rank):
@@ -108,8 +108,8 @@ class Shares:
         return sum(piece.size for piece in self.pieces(rank))
 
     def chunks(self, rank):
-        """The chunks of a rank's share, (n,) CHUNKS: those of no layer's matrices, of layer 0's, of the others'; where
-        these three end; and how many chunks there are on all ranks.
+        """The chunks of a rank's share, (n,) CHUNKS: of the matrices of layer 0, of all that is no matrix, of those of
+        the other layers; where these three end; and how many chunks there are on all ranks.
 
         A sum over all parameters is that of sums over chunks, in the order of their index. Chunks are the same for all
         numbers of ranks that divide PARTS. received, stride: the place of the first rank's gradients among those that
@@ -118,7 +118,7 @@ class Shares:
         groups, index = ([], [], []), 0
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
         for _, begin, size, layer in self.segments:
-            chunks = groups[0 if layer is None else 1 if layer == 0 else 2]
+            chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
             edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
             edges |= {start for start, _, _ in self.decays if begin < start < begin + size}
             piece = owned.get(begin)
@@ -145,8 +145,8 @@ class Shares:
 class Nccl:
     """The other ranks' GPUs. NCCL moves bytes, and adds up what is exact in any order.
 
-    Where NVLink or PCI Express joins all GPUs, copy engines do the moving, and leave the multiprocessors to the matmuls:
-    NCCL 2.28's "zero-CTA" collectives, which want memory that all ranks have registered as a window.
+    Where NVLink or PCI Express joins all GPUs, copy engines do the moving, and leave the multiprocessors to the
+    matmuls: NCCL 2.28's "zero-CTA" collectives, which want memory that all ranks have registered as a window.
     """
 
     SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC

@@ -66,21 +66,24 @@ def loss_mean(loss, losses, scale, N):
     loss[...] = losses.reshape(-1)[:N].sum(dtype=np.float32) * scale
 
 
-def add_gradients(sums, partials, gradients, chunks, first, ranks):
-    for chunk in chunks.view(CHUNKS):
-        n, at = chunk["count"], slice(chunk["local"], chunk["local"] + chunk["count"])
-        total = np.zeros(n, np.float32) if first else np.array(sums[at])
-        for r in range(ranks):
-            begin = chunk["received"] + r * int(chunk["stride"])
-            total += floats(gradients[begin : begin + n])
-        sums[at] = total
-        if partials is not None:
-            partials[chunk["index"]] = np.dot(total, total)
+def gradients_of(chunk, sums, gradients, ranks):
+    n, at = chunk["count"], slice(chunk["local"], chunk["local"] + chunk["count"])
+    total = np.zeros(n, np.float32) if sums is None else np.array(sums[at])
+    for r in range(ranks):
+        begin = chunk["received"] + r * int(chunk["stride"])
+        total += floats(gradients[begin : begin + n])
+    return total
 
 
-def global_norm(partials, grads, chunks):
+def add_gradients(sums, gradients, chunks, ranks, first):
     for chunk in chunks.view(CHUNKS):
-        part = floats(grads[chunk["local"] : chunk["local"] + chunk["count"]])
+        total = gradients_of(chunk, None if first else sums, gradients, ranks)
+        sums[chunk["local"] : chunk["local"] + chunk["count"]] = total
+
+
+def global_norm(partials, sums, gradients, chunks, ranks):
+    for chunk in chunks.view(CHUNKS):
+        part = gradients_of(chunk, sums, gradients, ranks)
         partials[chunk["index"]] = np.dot(part, part)
 
 
@@ -100,13 +103,14 @@ def prepare_update(control, reports, losses, partials, learning_rate, beta1, bet
     c["steps_begun"] += 1
 
 
-def adamw_update(params, master, m, v, grads, control, chunks, beta2, one_minus_beta1, one_minus_beta2, seed):
+def adamw_update(params, master, m, v, sums, gradients, chunks, ranks, control, beta2, one_minus_beta1, one_minus_beta2,
+                 seed):
     c = control.view(CONTROL)[0]
     for chunk in chunks.view(CHUNKS):
         n = chunk["count"]
         here, there = (slice(chunk[name], chunk[name] + n) for name in ("local", "flat"))
         exact = params[there] if master is None else master[here]
-        g = floats(grads[here]) * c["grad_scale"]
+        g = gradients_of(chunk, sums, gradients, ranks) * c["grad_scale"]
         m[here] += np.float32(one_minus_beta1) * (g - m[here])
         v[here] = np.float32(beta2) * v[here] + np.float32(one_minus_beta2) * g * g
         p = floats(exact) * (1 - c["learning_rate"] * chunk["decay"])

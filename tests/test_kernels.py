@@ -181,7 +181,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, pre
             assert fits, f"{launch.name}: {kind} {name} is given {type(argument)}"
     launched = {launch.name for launch in fake_gpu.launches}
     assert ("cublaslt" in launched) == (matmul.kernels is None), "the first way, of those that take as long"
-    unused = {"hold", "fill_random", "round_weights", "transpose", "gelu_forward", "gelu_backward", "global_norm"}
+    unused = {"hold", "fill_random", "round_weights", "transpose", "gelu_forward", "gelu_backward"}
     assert {name for name in parameters.keys() - launched if not name.endswith("narrow")} <= unused
 
 
@@ -697,7 +697,7 @@ def test_update_helpers(gpu, tmp_path_factory, precision):
 def chunks_of(count, decay=0.0, decayed=0):
     """CHUNKS, on the GPU, of `count` parameters of one GPU, of which the first `decayed` decay."""
     chunks = np.zeros(blocks(count, CHUNK), CHUNKS)
-    chunks["local"] = chunks["flat"] = CHUNK * np.arange(chunks.size)
+    chunks["local"] = chunks["flat"] = chunks["received"] = CHUNK * np.arange(chunks.size)
     chunks["count"], chunks["index"] = np.minimum(CHUNK, count - chunks["flat"]), np.arange(chunks.size)
     chunks["decay"] = np.where(chunks["flat"] < decayed, decay, 0.0)
     return on_gpu(chunks.view(np.uint8))
@@ -706,24 +706,30 @@ def chunks_of(count, decay=0.0, decayed=0):
 @pytest.mark.parametrize("precision", ("tf32", "bf16", "bf16-float32-grads"))
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
 def test_add_gradients(gpu, tmp_path_factory, ranks, precision):
-    """Of two micro-batches of each rank, in the order of ranks, to the bit; and the norm of the sums is that of all
-    gradients, here and by global_norm."""
-    config, precision = MODELS[1], PRECISIONS[precision]._replace(accumulates=1)
+    """Of three micro-batches of each rank, in the order of ranks, to the bit, of which global_norm and adamw_update add
+    the last themselves."""
+    config, precision = MODELS[1], PRECISIONS[precision]
     device = get_device(gpu, config, precision, tmp_path_factory)
     shares = Shares(train_gpt2.parameter_table(config), ranks)
-    grads = random(2, ranks, shares.size, dtype=precision.grads)
+    grads = random(3, ranks, shares.size, dtype=precision.grads)
     partials, squares = np.zeros(shares.chunks(0)[2]), 0.0
     for rank in range(ranks):
         chunks = on_gpu(shares.chunks(rank)[0].view(np.uint8))
-        sums, parts, again = unwritten(shares.share_size(rank)), *cp.zeros((2, partials.size), np.float32)
-        for batch in range(2):
+        sums, (m, v) = unwritten(shares.share_size(rank)), cp.zeros((2, shares.size), np.float32)
+        parts, control = cp.zeros(partials.size, np.float32), cp.zeros(5, np.int64)
+        control.view(np.float32)[7] = 1.0  # grad_scale
+        for batch in range(3):
             received = [grads[batch, :, piece.begin : piece.begin + piece.size] for piece in shares.pieces(rank)]
             received = on_gpu(np.concatenate([array.reshape(-1) for array in received]), dtype=precision.grads)
-            cuda.add_gradients(device, sums, parts if batch else None, received, chunks, batch == 0, ranks)
-        expected = functools.reduce(np.add, grads.reshape(-1, shares.size), np.zeros(shares.size, np.float32))
-        assert np.array_equal(sums.get(), shares.take(expected, rank))
-        cuda.global_norm(device, again, sums, chunks)
-        assert_close(SUMS, partials=(parts, again.get()))
+            if batch < 2:
+                cuda.add_gradients(device, sums, received, chunks, ranks, batch == 0)
+                expected = functools.reduce(np.add, grads[: batch + 1].reshape(-1, shares.size))
+                assert np.array_equal(sums.get(), shares.take(expected, rank))
+        cuda.global_norm(device, parts, sums, received, chunks, ranks)
+        expected = functools.reduce(np.add, grads.reshape(-1, shares.size))
+        params = on_gpu(random(shares.size), dtype=precision.dtype)
+        cuda.adamw_update(device, params, None, m, v, sums, received, chunks, ranks, control, 0.0, 0.5, 0)
+        assert np.array_equal(m.get()[: sums.size], shares.take(expected, rank)), "beta1 is 0"
         assert not partials[np.flatnonzero(parts.get())].any(), "a chunk has one owner"
         partials += parts.get()
         squares = (expected.astype(np.float64) ** 2).sum()
@@ -754,12 +760,12 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
         cuda.loss_mean(device, loss, on_gpu(losses), 1.0 / losses.size, losses.size)
         if step == 4:
             loss.fill(np.nan)  # the weights must stay as they are
-        cuda.global_norm(device, partials, on_gpu(grads, dtype=g), chunks)
+        cuda.global_norm(device, partials, None, on_gpu(grads, dtype=g), chunks, 1)
         device.launch("prepare_update", (1,), (256,), control, pointer(reports), loss, partials, rate,
                       np.float64(beta1), np.float64(beta2), np.float64(eps), grad_clip, 1, partials.size, None, 0.0,
                       0.0)
-        cuda.adamw_update(device, params, on[0] if has_master else None, on[1], on[2], on_gpu(grads, dtype=g), control,
-                          chunks, beta1, beta2, 0)
+        cuda.adamw_update(device, params, on[0] if has_master else None, on[1], on[2], None, on_gpu(grads, dtype=g),
+                          chunks, 1, control, beta1, beta2, 0)
         device.stream.synchronize()
         reported = reports[(step - 1) % 2]
         assert abs(reported[1] - norm) <= 1e-5 * norm
@@ -794,7 +800,7 @@ def test_outliers_are_skipped(gpu, tmp_path_factory):
         device.launch("prepare_update", (1,), (256,), control, pointer(on_host), on_gpu(np.float32([loss])),
                       on_gpu(np.float32([norm]) ** 2), rate, np.float64(0.9), np.float64(0.95), np.float64(1e-8), 0.0,
                       1, 1, recent, 5.0, 7.0)
-        cuda.adamw_update(device, params, None, m, v, grads, control, chunks, 0.9, 0.95, 0)
+        cuda.adamw_update(device, params, None, m, v, None, grads, chunks, 1, control, 0.9, 0.95, 0)
         device.stream.synchronize()
         report = on_host[step % 2]
         z_scores = [z_score(row, x) for row, x in zip(expected, report[:2])]
@@ -819,7 +825,7 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
         params, master = unwritten(count, dtype="bfloat16"), on_gpu(numbers)
         m, v = cp.zeros(count, np.float32), cp.ones(count, np.float32)
         control[0] = step
-        cuda.adamw_update(device, params, master, m, v, zeros, control, chunks, 0.5, 0.5, seed)
+        cuda.adamw_update(device, params, master, m, v, None, zeros, chunks, 1, control, 0.5, 0.5, seed)
         assert np.array_equal(master.get(), numbers, equal_nan=True)
         return to_float32(params)
 

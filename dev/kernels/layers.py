@@ -653,7 +653,7 @@ CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps
 def chunks_of(count, decay=0.0):
     """CHUNKS, as bytes, of `count` parameters of one GPU."""
     chunks = np.zeros(blocks(count, CHUNK), CHUNKS)
-    chunks["local"] = chunks["flat"] = CHUNK * np.arange(chunks.size)
+    chunks["local"] = chunks["flat"] = chunks["received"] = CHUNK * np.arange(chunks.size)
     chunks["count"] = np.minimum(CHUNK, count - chunks["flat"])
     chunks["index"], chunks["decay"] = np.arange(chunks.size), decay
     return chunks.view(np.uint8)
@@ -724,7 +724,8 @@ class AdamWUpdate(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.adamw_update(lab.device, *self.updated(a), a.control, a.chunks, self.beta1, self.beta2, 0)
+        *updated, grads = self.updated(a)
+        cuda.adamw_update(lab.device, *updated, None, grads, a.chunks, 1, a.control, self.beta1, self.beta2, 0)
 
 
 class GlobalNorm(Layer):
@@ -768,5 +769,5 @@ class GlobalNorm(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.global_norm(lab.device, a.partials, a.grads, a.chunks)
+        cuda.global_norm(lab.device, a.partials, None, a.grads, a.chunks, 1)
         lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, blocks(a.grads.size, CHUNK))
