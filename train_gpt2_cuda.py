@@ -974,9 +974,9 @@ class Trainer:
             self.master = cp.zeros(share, np.float32) if settings.master else None
             self.sums = cp.zeros(share, np.float32) if self.micro_steps > 1 else None
             self.received = flat(self.grads)  # gradients of all ranks
-            self.chunks = cp.asarray(chunks.view(np.uint8))
-            self.layer0, self.all_else, self.inner = (
-                self.chunks[CHUNKS.itemsize * begin : CHUNKS.itemsize * end] for begin, end in zip([0, *ends], ends))
+            chunks = cp.asarray(chunks.view(np.uint8))
+            self.groups = {name: chunks[CHUNKS.itemsize * begin : CHUNKS.itemsize * end] for name, begin, end in zip(
+                ("first layer", "all else", "inner", "all"), (0, *ends[:-1], 0), (*ends, ends[-1]))}
             self.set_params(params)
             tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
             buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
@@ -1122,9 +1122,9 @@ class Trainer:
     def weight_done(self, i, name, l, computed):
         """The gradient of layer l's matrix `name` is `computed`, in micro-batch i."""
         self.send_gradients((name, l), computed)
-        if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.inner.size:
+        if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.shares.layers > 1:
             self.device.wait(self.gradients_arrived[name, 1])
-            self.global_norm(self.inner)
+            self.global_norm("inner")
 
     def send_gradients(self, key, computed=None):
         """Once they are `computed`, send a matrix's gradients to the ranks that own them, and receive theirs. key: its
@@ -1154,7 +1154,7 @@ class Trainer:
         """Add the gradients of micro-batch i to self.sums."""
         self.device.wait(self.gradients_arrived.get(ALL_ELSE))
         with self.device.span(f"add {i}"):
-            add_gradients(self.device, self.sums, self.received, self.chunks, self.ranks.size, i == 0)
+            add_gradients(self.device, self.sums, self.received, self.groups["all"], self.ranks.size, i == 0)
 
     def complete_weights(self):
         """Between two updates, make self.params whole on every rank, all of which have to call this."""
@@ -1190,35 +1190,37 @@ class Trainer:
         threads, sums = device.geometry.UPDATE_THREADS, self.all_sums
         if self.messages:
             device.wait(self.gradients_arrived[ALL_ELSE])
-            self.global_norm(self.layer0)
-            self.global_norm(self.all_else)
+            self.global_norm("first layer")
+            self.global_norm("all else")
             device.wait(self.add_up_sums())
         else:
-            self.global_norm(self.chunks)
+            self.global_norm()
         device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), sums, sums[micro_steps:],
                       self.batch.learning_rate, np.float64(settings.beta1), np.float64(settings.beta2),
                       np.float64(settings.eps), settings.grad_clip, micro_steps, sums.size - micro_steps, self.recent,
                       settings.skip_loss_zscore, settings.skip_norm_zscore)
         if not self.messages:
-            self.adamw(self.chunks)
+            self.adamw()
             return
-        self.adamw(self.layer0)
+        self.adamw("first layer")
         self.send_weights(0)
-        self.adamw(self.all_else)
+        self.adamw("all else")
         self.send_weights(None)
-        if self.inner.size:
-            self.adamw(self.inner)
+        self.adamw("inner")
         device.wait(self.weights_arrived[None])
 
-    def global_norm(self, chunks):
-        if self.want_norm:
-            with self.device.span("norm" + " inner" * (chunks is self.inner)):
+    def global_norm(self, group="all"):
+        chunks = self.groups[group]
+        if self.want_norm and chunks.size:
+            with self.device.span(f"norm {group}"):
                 global_norm(self.device, self.own_sums[self.settings.micro_steps :], self.sums, self.received, chunks,
                             self.ranks.size)
 
-    def adamw(self, chunks):
-        settings = self.settings
-        with self.device.span("adamw" + " inner" * (chunks is self.inner)):
+    def adamw(self, group="all"):
+        settings, chunks = self.settings, self.groups[group]
+        if not chunks.size:
+            return
+        with self.device.span(f"adamw {group}"):
             adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.sums, self.received, chunks,
                          self.ranks.size, self.control, settings.beta1, settings.beta2, settings.stochastic_rounding)
 

@@ -4,8 +4,8 @@ When the parts of a training step run, and when gradients and weights travel bet
     python dev/timeline.py --gpus 4 -e d12 -b 4 -t 1024        # draws timeline.png, prints milliseconds
 
 The flags are those of train_gpt2_cuda.py. Times are of the first rank, by events in the captured step, on random tokens
-with learning rate 0, the median of 20 steps. `gradients 3`, `weights 3`: of the matrices of layer 3; the last number is
-of all else. What is exposed shows in the main stream: as a longer forward pass than on one GPU, while it waits for
+with learning rate 0, the median of 20 steps. `gradients 3 fcw`, `weights 3`: of layer 3's matrices; with no number: of
+all else. What is exposed shows in the main stream: as a longer forward pass than on one GPU, while it waits for
 weights, and as a gap before the update, while the last gradients travel.
 """
 
@@ -58,7 +58,7 @@ def draw(spans, title):
             axes.barh(row, end - begin, left=begin, height=0.8, color=COLORS[kind], edgecolor=axes.get_facecolor(),
                       label=None if kind in kinds else kind)
             kinds.add(kind)
-            text = "".join(number)
+            text = " ".join(number)
             if end - begin > 0.012 * len(text) * length:
                 axes.text((begin + end) / 2, row, text, ha="center", va="center", fontsize=7)
         axes.set_yticks(range(len(STREAMS)), STREAMS.values())
@@ -82,9 +82,9 @@ def work(settings, ranks):
     trainer.close()
     if ranks.is_first:
         title = f"{cuda.describe_gpu(gpu, ranks.size)}, {settings.model}, B={settings.B} a GPU, T={settings.T}"
-        print(f"{title}\n{'':<14} {'begin':>9} {'end':>9} {'ms':>9}")
+        print(f"{title}\n{'':<22} {'begin':>9} {'end':>9} {'ms':>9}")
         for (name, _), (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
-            print(f"{name:<14} {begin:>9.3f} {end:>9.3f} {end - begin:>9.3f}")
+            print(f"{name:<22} {begin:>9.3f} {end:>9.3f} {end - begin:>9.3f}")
         draw(spans, title)
     return 0
 
