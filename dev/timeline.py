@@ -63,7 +63,7 @@ def draw(spans, title):
                 axes.text((begin + end) / 2, row, text, ha="center", va="center", fontsize=7)
         axes.set_yticks(range(len(STREAMS)), STREAMS.values())
         axes.set_ylim(len(STREAMS), -0.5)
-        axes.legend(loc="lower center", ncol=len(COLORS), frameon=False)
+        axes.legend(loc="lower center", ncol=len(kinds), frameon=False, fontsize=9, columnspacing=1, handlelength=1)
         axes.set_xlabel("ms")
         axes.set_title(title, fontsize=10)
 
