@@ -151,7 +151,7 @@ global_norm(float* partials, const float* sums, const gradient* gradients, const
     const Chunk chunk = chunks[blockIdx.x];
     const Gradients all = {sums, gradients, ranks};
     float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = threadIdx.x * NUMBERS; i < chunk.count; i += THREADS * NUMBERS) {
         const Quad g = all(chunk, i);
 #pragma unroll
