@@ -1,25 +1,29 @@
 """
-The losses of train_gpt2_cuda.py beside PyTorch's, from the same weights over the same batches of tiny_shakespeare.
+The losses of train_gpt2_cuda.py beside PyTorch's, from the same weights over the same batches.
 
     python dev/compare_losses.py -e gpt2_d12.bin                        # bfloat16, one epoch, B=4, T=1024; needs a GPU
     python dev/compare_losses.py -e gpt2_d12.bin -b 32 -t 256 -x 500    # longer
     python dev/compare_losses.py -e gpt2_d12.bin --dtype float32        # TF32 matmuls; --tf32 0: float32 ones
-    python dev/compare_losses.py -e gpt2_d12.bin --matmul kernels       # ours without cuBLASLt
+    python dev/compare_losses.py -e d12 -i "data/corpus/corpus_train_*.bin" -b 64 -d 524288 -x 1500 -l 6e-4 -u 50 \\
+        -k cosine -c 0.1 --grad_clip 1 --run runs/long --updates 500     # with the first losses of a run that was made
 
-PyTorch runs twice. Against bfloat16: in float32, and in bfloat16 under autocast. Against float32: both times with
-matmuls like ours, TF32 or float32, the second time by other kernels: one sequence of the batch after the other, so that
-cuBLAS has other shapes to choose for, F.scaled_dot_product_attention, fused AdamW, and the model's channels in another
-order, which changes nothing but the rounding of every sum. The gap between the two runs is what rounding alone does.
-Our error is the difference from the nearer of the two. Exit status 0 when it is, at most and on average (the root of
-the mean square over the steps), no larger than the gap (and the last printed digit), and in bfloat16 the mean of our
-last ten losses within 0.02 of that of float32.
+The flags are those of train_gpt2_cuda.py, and three more. PyTorch runs twice. Against bfloat16: in float32, and in
+bfloat16 under autocast. Against float32: both times with matmuls like ours, TF32 or float32, the second time by other
+kernels: one sequence of the batch after the other, so that cuBLAS has other shapes to choose for,
+F.scaled_dot_product_attention, fused AdamW, and the model's channels in another order, which changes nothing but the
+rounding of every sum. The gap between the two runs is what rounding alone does. Our error is the difference from the
+nearer of the two. Exit status 0 when it is, at most and on average (the root of the mean square over the steps), no
+larger than the gap (and the last printed digit), and in bfloat16 the mean of our last ten losses within 0.02 of that of
+float32.
 """
 
-import argparse
+import dataclasses
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
@@ -30,12 +34,30 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from export_weights import ADAMW, adamw, to_reference
-from llmc.checkpoint import read_model
-from llmc.dataloader import DataLoader
+from export_weights import to_reference
+from llmc.checkpoint import read_start
+from llmc.dataloader import open_data
 from llmc.errors import UserError, run_main
+from llmc.schedulers import learning_rate_at
+from llmc.settings import field_flags, option, parse_settings
 from llmc.tensors import views
-from train_gpt2 import parameter_table
+from plot_log import read_log
+from train_gpt2 import parameter_table, random_model
+from train_gpt2_cuda import CudaSettings
+
+SCORES = 16 << 20  # of attention, B*T*T, that PyTorch keeps at a time, where it keeps them
+
+
+@dataclass
+class Comparison(CudaSettings):
+    """A training run, and what to compare of it."""
+
+    run: str = option("", group="comparison", help="the directory or log of our run with these flags, if it was made")
+    updates: int = option(0, group="comparison", help="compare so many updates (0: all)")
+    rivals: str = option("both", group="comparison", choices=("both", "autocast"),
+                         help="bfloat16: autocast: leave out PyTorch in float32, and the verdict")
+
+    AT_LEAST: ClassVar = {**CudaSettings.AT_LEAST, "updates": 0}
 
 
 def reorder_channels(config, params, seed):
@@ -52,35 +74,55 @@ def reorder_channels(config, params, seed):
     return reordered
 
 
-def run_ours(args):
-    command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), "-e", args.e, "-i", args.i, "-b", str(args.b),
-               "-t", str(args.t), "-x", str(args.x), "-v", "0", "-s", "0", "--final_reports", "0", "--lines", "llmc",
-               "--dtype", args.dtype, "--tf32", str(args.tf32), "--matmul", args.matmul]
+def run_ours(settings):
+    """Our losses: read, or of a run that this starts."""
+    if settings.run:
+        log = os.path.join(settings.run, "main.log") if os.path.isdir(settings.run) else settings.run
+        return read_log(log)["trl"][1]
+    flags = ["-v", "0", "-s", "0", "--final_reports", "0", "--lines", "llmc"]
+    for field in dataclasses.fields(CudaSettings):
+        value = getattr(settings, field.name)
+        if value != field.default and field_flags(field)[0] not in flags:
+            flags += [field_flags(field)[0], *([] if field.type is bool else [str(value)])]
+    command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()}")
     return [float(loss) for loss in re.findall(r"^step .*train loss (\S+)", done.stdout, re.MULTILINE)]
 
 
-def run_pytorch(args, steps, name, tf32=False, autocast=False, others=False, device="cuda"):
-    """The loss of each step. others: by other kernels, and sums in another order."""
-    config, params = read_model(args.e, parameter_table)
+def make_optimizer(model, settings, fused):
+    decays, rest = ([p for p in model.parameters() if (p.dim() > 1 or settings.decay == "all") == decays]
+                    for decays in (True, False))
+    return torch.optim.AdamW([{"params": decays, "weight_decay": settings.weight_decay},
+                              {"params": rest, "weight_decay": 0.0}], lr=settings.learning_rate,
+                             betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=fused or None)
+
+
+def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=False, device="cuda"):
+    """The loss of each update. others: by other kernels, and sums in another order."""
+    config, params = read_start(settings, None, None, parameter_table, random_model)
     params = reorder_channels(config, params, seed=0) if others else params
-    rows = 1 if others else args.b  # of the batch, at a time
+    rows = settings.B if autocast else 1 if others else max(1, SCORES // settings.T**2)  # of a batch, at a time
     torch.backends.cuda.matmul.allow_tf32 = tf32
     model = to_reference(config, params, flash=others or autocast).to(device)
-    optimizer = adamw(model, ADAMW, **({"fused": True} if others or autocast else {}))
-    loader, losses = DataLoader([f"{args.i}_train.bin"], config.V, args.b, args.t), []
-    for _ in tqdm(range(steps), desc=f"PyTorch, {name}", leave=False):
-        batch = [torch.from_numpy(np.ascontiguousarray(ids)).long().to(device).split(rows)
-                 for ids in loader.next_batch()]
+    optimizer = make_optimizer(model, settings, fused=others or autocast)
+    loader, losses = open_data(settings, config.V)[0], []
+    for update in tqdm(range(updates), desc=f"PyTorch, {name}", leave=False):
         optimizer.zero_grad(set_to_none=True)
         mean = 0.0
-        for x, y in zip(*batch):
-            with torch.autocast(device, torch.bfloat16, enabled=autocast):
-                loss = model(x, y)[1] * (rows / args.b)
-            loss.backward()
-            mean += loss.item()
+        for _ in range(settings.micro_steps):
+            batch = [torch.from_numpy(np.ascontiguousarray(ids)).long().to(device).split(rows)
+                     for ids in loader.next_batch()]
+            for x, y in zip(*batch):
+                with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                    loss = model(x, y)[1] * (len(x) / settings.B / settings.micro_steps)
+                loss.backward()
+                mean += loss.item()
+        if settings.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(settings, update)
         optimizer.step()
         losses.append(mean)
     return losses
@@ -100,40 +142,43 @@ def within_band(ours, one, two):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("-e", default="gpt2_124M.bin", help="model checkpoint")
-    parser.add_argument("-i", default="data/tiny_shakespeare", help="prefix of the token files")
-    parser.add_argument("-b", type=int, default=4, help="B")
-    parser.add_argument("-t", type=int, default=1024, help="T")
-    parser.add_argument("-x", type=int, default=0, help="steps (0: one epoch)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="ours")
-    parser.add_argument("--tf32", type=int, choices=(0, 1), default=1, help="TF32 matmuls in float32")
-    parser.add_argument("--matmul", choices=("auto", "cublaslt", "kernels"), default="auto",
-                        help="our matmuls: see train_gpt2_cuda.py")
-    args = parser.parse_args()
+    settings = parse_settings(Comparison, "Compare our losses with PyTorch's.")
     if not torch.cuda.is_available():
         raise UserError("PyTorch sees no GPU, and this comparison needs one")
-    ours = np.array(run_ours(args))
-    if args.dtype == "bfloat16":
+    settings.dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    ours = np.array(run_ours(settings))
+    settings.steps = settings.steps or len(ours)
+    ours = ours[: settings.updates or len(ours)]
+    if settings.dtype == "bfloat16":
         rivals = {"float32": {}, "autocast": dict(autocast=True)}
         described = "bfloat16"
     else:
-        rivals = {"PyTorch": dict(tf32=bool(args.tf32)), "others": dict(tf32=bool(args.tf32), others=True)}
-        described = f"{'TF32' if args.tf32 else 'float32'} matmuls"
-    one, two = (np.array(run_pytorch(args, len(ours), name, **options)) for name, options in rivals.items())
+        rivals = {"PyTorch": dict(tf32=bool(settings.tf32)), "others": dict(tf32=bool(settings.tf32), others=True)}
+        described = f"{'TF32' if settings.tf32 else 'float32'} matmuls"
+    if settings.rivals == "autocast":
+        rivals = {"autocast": dict(autocast=True)}
+    curves = [np.array(run_pytorch(settings, len(ours), name, **options)) for name, options in rivals.items()]
+    one, two = curves[0], curves[-1]
 
     gap, error, okay = within_band(ours, one, two)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.e}, B={args.b} T={args.t}, {described}")
-    print(f"{'step':>4} {'ours':>10} {list(rivals)[0]:>10} {list(rivals)[1]:>10} {'gap':>10} {'our error':>10}")
+    shape = f"B={settings.B} T={settings.T}" + f" -d {settings.total_batch_size}" * (settings.micro_steps > 1)
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {settings.model}, {shape}, {described}")
+    names = [*rivals, *(("gap",) if len(rivals) > 1 else ()), "our error"]
+    columns = [*curves, *((gap,) if len(rivals) > 1 else ()), error]
+    print(" ".join([f"{'step':>4} {'ours':>10}", *(f"{name:>10}" for name in names)]))
     for i in [*range(0, len(ours), max(8, len(ours) // 10)), len(ours) - 1]:
-        print(f"{i + 1:>4} {ours[i]:>10.6f} {one[i]:>10.6f} {two[i]:>10.6f} {gap[i]:>10.6f} {error[i]:>10.6f}")
+        print(" ".join([f"{i + 1:>4} {ours[i]:>10.6f}", *(f"{column[i]:>10.6f}" for column in columns)]))
     for what, allowed, found in zip(("largest", "root mean square"), largest_and_typical(gap),
                                     largest_and_typical(error)):
-        print(f"{what} over {len(ours)} steps: gap {allowed:.6f}, our error {found:.6f}")
-    if args.dtype == "bfloat16":
-        final = [float(np.mean(losses[-10:])) for losses in (ours, one, two)]
-        print(f"mean of the last ten: ours {final[0]:.4f}, float32 {final[1]:.4f}, autocast {final[2]:.4f}")
-        okay &= abs(final[0] - final[1]) <= 0.02
+        gaps = f"gap {allowed:.6f}, " if len(rivals) > 1 else ""
+        print(f"{what} over {len(ours)} steps: {gaps}our error {found:.6f}")
+    final = {name: float(np.mean(losses[-10:])) for name, losses in zip(("ours", *rivals), (ours, *curves))}
+    if settings.dtype == "bfloat16":
+        print("mean of the last ten: " + ", ".join(f"{name} {mean:.4f}" for name, mean in final.items()))
+    if len(rivals) == 1:
+        return 0
+    if settings.dtype == "bfloat16":
+        okay &= abs(final["ours"] - final["float32"]) <= 0.02
     print(f"overall okay: {int(okay)}")
     return 0 if okay else 1
 
