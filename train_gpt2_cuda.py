@@ -61,7 +61,7 @@ from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
 from llmc.tensors import Row, Tensors, allocate, flat, layer, table_bytes, views
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
-from llmc.zero import ALL_ELSE, CHUNKS, Messages, Nccl, Shares
+from llmc.zero import CHUNKS, REST, Messages, Nccl, Shares
 from train_gpt2 import cache_table, parameter_table, random_model, validate
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -628,7 +628,8 @@ class GPT2:
     def backward(self, acts, order, run_begins, run_tokens, scale, weight_done=None):
         """self.grads = the gradients of the last batch's loss, whose dlogits are in place of the logits. order,
         run_begins, run_tokens: see sort_tokens; scale: as `classify` had it. weight_done(name, l, event): called once
-        the matmul is launched that makes the gradient of a layer's matrix, which is there after the event."""
+        the matmul is launched that makes the gradient of a layer's matrix, which is there after the event; from the
+        last layer to the first, and in each from the table's last matrix to its first."""
         device, matmul, params, grads, config = self.device, self.matmul, self.params, self.grads, self.config
         B, T, C, Vp, NH = acts.B, acts.T, config.C, config.Vp, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
@@ -975,8 +976,9 @@ class Trainer:
             self.sums = cp.zeros(share, np.float32) if self.micro_steps > 1 else None
             self.received = flat(self.grads)  # gradients of all ranks
             chunks = cp.asarray(chunks.view(np.uint8))
-            self.groups = {name: chunks[CHUNKS.itemsize * begin : CHUNKS.itemsize * end] for name, begin, end in zip(
-                ("first layer", "all else", "inner", "all"), (0, *ends[:-1], 0), (*ends, ends[-1]))}
+            first, rest, end = (CHUNKS.itemsize * end for end in ends)
+            self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:end],
+                           "all": chunks}
             self.set_params(params)
             tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
             buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
@@ -990,8 +992,7 @@ class Trainer:
             self.all_sums = self.own_sums
             if ranks.size > 1:
                 self.all_sums = cp.zeros(self.own_sums.size, np.float32)
-                most = max(self.shares.share_size(rank) for rank in range(ranks.size))
-                self.received = self.peers.allocate(ranks.size * most * self.precision.grad_bytes)
+                self.received = self.peers.allocate(self.shares.received_size() * self.precision.grad_bytes)
                 self.received = self.received.view(flat(self.grads).dtype)
                 self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
                                          self.received)
@@ -1025,7 +1026,7 @@ class Trainer:
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.choose_algorithms()
             if self.messages:  # each once before the capture, as two ranks connect at the first message between them
-                for key in self.messages.gradients:
+                for key in self.messages.gradient_sends:
                     self.send_gradients(key)
                 self.send_all_weights()
                 self.add_up_sums()
@@ -1092,7 +1093,7 @@ class Trainer:
             if self.messages:
                 weight_done = functools.partial(self.weight_done, i)
                 self.compute(i, batch_copied, weight_done, self.fetch_weights if i == 0 else None)
-                self.send_gradients(ALL_ELSE)
+                self.send_gradients(REST)
             else:
                 self.compute(i, batch_copied)
         self.update()
@@ -1105,8 +1106,9 @@ class Trainer:
                            pointer(self.pinned), self.control, words, begin, end)
 
     def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
-        """Forward and backward of batch i of self.batch. batch_copied: an event, for its targets and sorted tokens;
-        weight_done, layer_begins: see GPT2."""
+        """Forward and backward of batch i of self.batch; between them, the gradients of the batch before, which the
+        backward pass overwrites, are added up. batch_copied: an event, for its targets and sorted tokens; weight_done,
+        layer_begins: see GPT2."""
         batch, N = self.batch, self.settings.B * self.settings.T
         number = i * self.ranks.size + self.ranks.rank  # in the update
         acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
@@ -1124,25 +1126,25 @@ class Trainer:
         self.send_gradients((name, l), computed)
         if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.shares.layers > 1:
             self.device.wait(self.gradients_arrived[name, 1])
-            self.global_norm("inner")
+            self.global_norm("other layers")
 
     def send_gradients(self, key, computed=None):
-        """Once they are `computed`, send a matrix's gradients to the ranks that own them, and receive theirs. key: its
-        name and layer, or ALL_ELSE."""
+        """Once they are `computed`, send a matrix's gradients to the ranks that own them, and receive all ranks' of
+        this rank's part. key: its name and layer, or REST."""
         with self.device.on_comm_stream() as self.gradients_arrived[key]:
             self.device.wait(computed)
-            with self.device.span("gradients" if key == ALL_ELSE else f"gradients {key[1]} {key[0]}"):
+            with self.device.span("gradients" if key == REST else f"gradients {key[1]} {key[0]}"):
                 self.messages.send_gradients(key, self.device.stream)
 
     def send_weights(self, l):
-        """Send the weights that this rank has updated of layer l's matrices, or (None) of all else, and receive the
+        """Send the weights that this rank has updated of layer l's matrices, or (None) of the rest, and receive the
         others'."""
         with self.device.on_comm_stream() as self.weights_arrived[l]:
             with self.device.span("weights" if l is None else f"weights {l}"):
                 self.messages.send_weights(l, self.device.stream)
 
     def fetch_weights(self, l):
-        """As layer l begins: have its weights, and those of the next two layers on their way. (Those of the first layer
+        """As layer l begins: have its matrices, and those of the next two layers on their way. (The first layer's
         arrived in the step before.)"""
         if l > 0:
             self.device.wait(self.weights_arrived[l])
@@ -1152,7 +1154,7 @@ class Trainer:
 
     def add_gradients(self, i):
         """Add the gradients of micro-batch i to self.sums."""
-        self.device.wait(self.gradients_arrived.get(ALL_ELSE))
+        self.device.wait(self.gradients_arrived.get(REST))
         with self.device.span(f"add {i}"):
             add_gradients(self.device, self.sums, self.received, self.groups["all"], self.ranks.size, i == 0)
 
@@ -1164,9 +1166,9 @@ class Trainer:
         self.weights_behind = False
 
     def send_all_weights(self):
-        for l in (None, *range(self.shares.layers)):
+        for l in (*range(self.shares.layers), None):
             self.send_weights(l)
-        self.device.wait(self.weights_arrived[l])
+        self.device.wait(self.weights_arrived[None])
 
     def add_up_sums(self):
         """self.all_sums = the sum over the ranks of self.own_sums; returns an event. On the stream of all other
@@ -1184,14 +1186,15 @@ class Trainer:
             self.peers.close()
 
     def update(self):
-        """AdamW over this rank's share, and the report to the host. On several GPUs, what a step has last and needs
-        first, layer 0's matrices and what is none, is updated first, and travels while the rest is updated."""
+        """AdamW over this rank's share, and the report to the host. On several GPUs, the first layer and the rest,
+        which come last in the backward pass and first in the next forward pass, are updated first, and travel while the
+        other layers are updated."""
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
         threads, sums = device.geometry.UPDATE_THREADS, self.all_sums
         if self.messages:
-            device.wait(self.gradients_arrived[ALL_ELSE])
+            device.wait(self.gradients_arrived[REST])
             self.global_norm("first layer")
-            self.global_norm("all else")
+            self.global_norm("rest")
             device.wait(self.add_up_sums())
         else:
             self.global_norm()
@@ -1204,9 +1207,9 @@ class Trainer:
             return
         self.adamw("first layer")
         self.send_weights(0)
-        self.adamw("all else")
+        self.adamw("rest")
         self.send_weights(None)
-        self.adamw("inner")
+        self.adamw("other layers")
         device.wait(self.weights_arrived[None])
 
     def global_norm(self, group="all"):
@@ -1290,8 +1293,8 @@ class Trainer:
                 for piece in self.shares.pieces(self.ranks.rank):
                     copy_to_gpu(flat(self.params)[piece.begin : piece.begin + piece.size],
                                 owned.exact[piece.local : piece.local + piece.size])
-                self.weights_behind = self.messages is not None
-                self.complete_weights()
+                if self.messages:
+                    self.send_all_weights()
             copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
             if self.recent is not None:
                 copy_to_gpu(self.recent, recent)
@@ -1394,14 +1397,14 @@ def memory_plan(architecture, config, settings, device):
     """What the trainer allocates: [(bytes, what for)]."""
     B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
     shares = Shares(architecture.parameter_table(config), ranks)
-    share = max(4 * shares.share_size(rank) for rank in range(ranks))
+    share = 4 * shares.share_size(ranks - 1)
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
         *([(share, "float32 master weights")] if settings.master else []),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
         *([(share, "sums of gradients")] if settings.micro_steps > ranks else []),
-        *([(ranks * share // 4 * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
+        *([(shares.received_size() * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((largest(group), what) for what, group in tables.items()),
         *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),

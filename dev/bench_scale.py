@@ -1,7 +1,6 @@
 """
-Training on 1, 2, 4, ... GPUs of this machine: tokens a second, and which part that is of as many times what the slowest
-of these GPUs does on its own, measured on all at the same time. (They differ by a few percent; the slowest sets the
-pace.)
+Training on 1, 2, 4, ... GPUs of this machine: tokens a second, and their ratio to linear scaling, which is as many
+times the slowest of these GPUs, all measured alone at the same time. (They differ by a few percent.)
 
     python dev/bench_scale.py                     # all GPUs: GPT-2 124M at B=4 and B=64, an update of half a million
                                                   # tokens, GPT-2 1558M
@@ -46,9 +45,11 @@ SAME = ("-e", "d12", "-b", 4, "-d", 65536, "-l", 6e-4, "-u", 10, "--grad_clip", 
 def train(gpus, *flags, only=None):
     """What the trainer prints, in llm.c's lines. only: the place of the one GPU that it sees, of all."""
     command = [sys.executable, PROGRAM, "-i", "tokens", "-t", T, "-s", 0, "--gpus", gpus, "--lines", "llmc", *flags]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus if only is None else only + 1)))
-    environment = {} if only is None else {"CUDA_VISIBLE_DEVICES": visible.split(",")[only]}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env={**os.environ, **environment})
+    environment = dict(os.environ)
+    if only is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[only] if visible else str(only)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
     if done.returncode:
         raise UserError(f"{' '.join(map(str, command[1:]))}: {(done.stderr.splitlines() or ['no message'])[-1]}")
     return done.stdout

@@ -5,8 +5,9 @@ When the parts of a training step run, and when gradients and weights travel bet
 
 The flags are those of train_gpt2_cuda.py. Times are of the first rank, by events in the captured step, on random tokens
 with learning rate 0, the median of 20 steps. `gradients 3 fcw`, `weights 3`: of layer 3's matrices; with no number: of
-all else. What is exposed shows in the main stream: as a longer forward pass than on one GPU, while it waits for
-weights, and as a gap before the update, while the last gradients travel.
+the rest: embeddings, biases, layernorms. `add`: gradients of a micro-batch that is not the last; `norm`, `adamw`: of
+some layers, or all. What is exposed shows in the main stream: as a longer forward pass than on one GPU, while it waits
+for weights, and as a gap before `norm` or `adamw`, while the last gradients travel.
 """
 
 import os

@@ -18,11 +18,11 @@
 // m, v and the sums of gradients, one chunk after the other. The gradients of an update are those sums, if there are
 // several micro-batches, and the last micro-batch of each rank, which global_norm and adamw_update add as they read.
 //
-// Bound by bytes: adamw_update reads 16 and writes 12 for each float32 parameter; for a bfloat16 one with a float32
-// master copy, 14 and 14. H200 (a copy: 4235 GB/s), 124M, in a step: adamw_update float32 0.82 ms, 4256 GB/s; bfloat16
-// 0.836 ms, 4170 GB/s at B=4, 0.845 ms, 4120 at B=64; with eight numbers per thread 0.88 and 0.93 ms. global_norm,
-// which has to come first, and only where gradients are clipped or their norm is logged: float32 0.117 ms, 4255 GB/s;
-// bfloat16 0.062 ms, 3994 GB/s at B=4, 0.065 ms, 3811 at B=64.
+// Bound by bytes: on one GPU, of one micro-batch, adamw_update reads 16 and writes 12 for each float32 parameter; for
+// a bfloat16 one with a float32 master copy, 14 and 14. H200 (a copy: 4235 GB/s), 124M, in a step: adamw_update float32
+// 0.82 ms, 4256 GB/s; bfloat16 0.836 ms, 4170 GB/s at B=4, 0.845 ms, 4120 at B=64; with eight numbers per thread 0.88
+// and 0.93 ms. global_norm, which has to come first, and only where gradients are clipped or their norm is logged:
+// float32 0.117 ms, 4255 GB/s; bfloat16 0.062 ms, 3994 GB/s at B=4, 0.065 ms, 3811 at B=64.
 
 #include "common.cuh"
 

@@ -9,8 +9,9 @@ Debug state, llm.c's: header [2] B [3] T, then x, y int32 (B, T); logits float32
     This project's trailer follows: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32 [n] the losses
     of n training steps on that batch. The header says so: [8] trailer version (0: none), [9] n, [10] CRC-32 of the
     weights.
-Optimizer state, llm.c's, a file for each rank: header [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10]
-    step, u64 at [20] sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1
+Optimizer state, llm.c's, a file for each rank: header [1] version, of several ranks 2, which have other shares than
+    llm.c's [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10] step, u64 at [20] sampler state, at [30]
+    shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1
     if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (zero.py) of m, v, and the master
     weights if any, float32; then the order of shuffled data, shuffle.py's.
 """
@@ -260,9 +261,9 @@ def owned_by_one(m, v, exact=None):
 def write_optimizer_state(path, owned, progress):
     """Write a rank's share, and where the run stands. Several ranks' is version 2, which llm.c refuses: its shares of
     biases and layernorms are others."""
-    shard, sample, shuffle = progress.position
-    header = make_header(OPTIMIZER_MAGIC, min(owned.shares.ranks, 2), owned.shares.ranks, owned.rank,
-                         int(owned.exact is not None), int(shuffle is not None))
+    (shard, sample, shuffle), ranks = progress.position, owned.shares.ranks
+    header = make_header(OPTIMIZER_MAGIC, 1 if ranks == 1 else 2, ranks, owned.rank, int(owned.exact is not None),
+                         int(shuffle is not None))
     header[10] = progress.step
     for slot, value in ((20, progress.rng_state), (30, shard), (32, sample)):
         header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
@@ -293,9 +294,10 @@ def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
             f = stack.enter_context(open_input(path, mend))
             header = read_header(f, OPTIMIZER_MAGIC, mend)
             version, ranks, rank, master, shuffled = (int(x) for x in header[1:6])
-            if version not in (1, 2) or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
+            expected = 2 if ranks > 1 and header[40] > 0 else 1
+            if version != expected or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
                 raise UserError(f"{path}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
-                                f" {shuffled}; expected version 1 of this project's or llm.c's; {mend}")
+                                f" {shuffled}; expected version 1, of several ranks of this project's 2; {mend}")
             return f, header
 
         def check_sizes(f, header, elements):

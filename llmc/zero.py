@@ -1,11 +1,11 @@
 """Several GPUs: who owns which elements of the parameters, and how gradients and weights travel.
 
 Each rank computes the gradients of micro-batches of its own. Of the optimizer, a rank has its share alone: moments,
-float32 weights, and the float32 sums of gradients (stage 2 of ZeRO; Rajbhandari et al. 2019,
-https://arxiv.org/abs/1910.02054). After each micro-batch, every rank sends each other rank that part of its gradients
-which this one owns. The owner adds them up in the order of the micro-batches, whoever computed them, so that an update
-has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a reduce-scatter. The new weights return before
-the next forward pass needs them.
+float32 weights and, of several micro-batches, float32 sums of gradients (stage 2 of ZeRO; Rajbhandari et al. 2019,
+https://arxiv.org/abs/1910.02054). During each backward pass, every rank sends each other rank the part of its gradients
+that the other one owns: a matrix's as soon as they are computed. The owner adds them up in the order of the
+micro-batches, whoever computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves as many
+bytes as a reduce-scatter. The new weights return before the next forward pass needs them.
 
 A share is cut out of every tensor, of matrices out of each layer's, so that each transfer keeps all ranks busy.
 """
@@ -29,16 +29,16 @@ CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
                    ("index", "i4"), ("decay", "f4")])  # struct Chunk of update.cu
 LARGE = 1 << 22  # elements
-ALL_ELSE = None, None  # in place of a matrix's name and layer
+REST = None, None  # embeddings, biases, layernorms: in place of a matrix's name and layer
 
 
 class Segment(NamedTuple):
-    """A matrix of one layer, or other tensors that follow one another in the flat buffer of the parameters."""
+    """A matrix of one layer, or tensors of the rest that follow one another in the flat buffer of the parameters."""
 
-    name: str
+    name: str | None
+    layer: int | None
     begin: int
     size: int
-    layer: int | None  # whose matrix it is; None: embeddings, biases, layernorms
 
 
 class Piece(NamedTuple):
@@ -46,6 +46,7 @@ class Piece(NamedTuple):
 
     begin: int  # in the flat buffer
     local: int  # in the share's buffers
+    received: int  # of all ranks' gradients of this piece, those of the first rank; on all ranks at the same place
     size: int
     segment: Segment
 
@@ -71,27 +72,35 @@ class Shares:
             is_matrix = row.stacked and row.decays
             count = row.shape[0] if is_matrix or (row.stacked and llmc) else 1
             for l in range(count):
-                segment = Segment(name, begin, row.size // count, l if is_matrix else None)
-                before = self.segments[-1] if self.segments else None
-                if before and before.layer is None and not is_matrix and not llmc:
-                    segment = Segment(f"{before.name}, {name}", before.begin, before.size + row.size, None)
-                    self.segments.pop()
-                self.segments.append(segment)
-                begin += row.size // count
+                key, size = (name, l) if is_matrix else REST, row.size // count
+                if self.segments and key == REST == self.segments[-1][:2] and not llmc:
+                    before = self.segments.pop()
+                    self.segments.append(before._replace(size=before.size + size))
+                else:
+                    self.segments.append(Segment(*key, begin, size))
+                begin += size
         self.size = begin  # of all parameters
-        self.layers = 1 + max((segment.layer for segment in self.segments if segment.layer is not None), default=-1)
-        # Where a backward pass ends, but for what is no matrix.
+        self.layers = 1 + max((segment.layer for segment in self.segments if segment.name), default=-1)
         self.first_matrix = next((segment.name for segment in self.segments if segment.layer == 0), None)
 
     def pieces(self, rank):
         """The Pieces of a rank, in the flat buffer's order."""
-        pieces, local = [], 0
+        pieces, local, received = [], 0, 0
         for segment in self.segments:
-            begin, size = self.parts(segment)[rank]
-            if size:
-                pieces.append(Piece(begin, local, size, segment))
-                local += size
+            begin, end = (self.cut(segment.size, rank + i, self.ranks) for i in (0, 1))
+            if end > begin:
+                pieces.append(Piece(segment.begin + begin, local, received, end - begin, segment))
+            local += end - begin
+            received += self.room(segment)
         return pieces
+
+    def room(self, segment):
+        """Elements of all ranks' gradients of a piece, of the rank with the largest: the last one."""
+        return self.ranks * (segment.size - self.cut(segment.size, self.ranks - 1, self.ranks))
+
+    def received_size(self):
+        """Elements of all gradients that a rank receives, with gaps where others receive more."""
+        return sum(map(self.room, self.segments))
 
     def parts(self, segment):
         """(begin, size) of each rank's part, in the flat buffer."""
@@ -99,25 +108,25 @@ class Shares:
         return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
 
     def goes_to_all_at_once(self, segment):
-        """Whether it is worth a collective of its own, which wants equal parts. A copy engine takes 20 us to begin:
-        what comes at the end of a backward pass, when all wait, has that time only if it is large."""
-        return segment.size % (8 * self.ranks) == 0 and (segment.layer is not None or segment.size >= LARGE)
+        """Whether it has a collective of its own, which wants equal parts. A copy engine takes 20 us to begin, which
+        nothing hides at the end of a backward pass: of the rest, only large segments go this way."""
+        return segment.size % (8 * self.ranks) == 0 and (segment.name is not None or segment.size >= LARGE)
 
     def share_size(self, rank):
-        """Elements that a rank owns."""
+        """Elements that a rank owns; the last one has most."""
         return sum(piece.size for piece in self.pieces(rank))
 
     def chunks(self, rank):
-        """The chunks of a rank's share, (n,) CHUNKS: of the matrices of layer 0, of all that is no matrix, of those of
-        the other layers; where these three end; and how many chunks there are on all ranks.
+        """The chunks of a rank's share, (n,) CHUNKS: of the first layer's matrices, of the rest, of the other layers';
+        where these three end; and how many chunks there are on all ranks.
 
         A sum over all parameters is that of sums over chunks, in the order of their index. Chunks are the same for all
         numbers of ranks that divide PARTS. received, stride: the place of the first rank's gradients among those that
-        arrive, and from one rank's to the next's; on one GPU, they are where the backward pass left them.
+        arrive, and from one rank's to the next's.
         """
         groups, index = ([], [], []), 0
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
-        for _, begin, size, layer in self.segments:
+        for _, layer, begin, size in self.segments:
             chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
             edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
             edges |= {start for start, _, _ in self.decays if begin < start < begin + size}
@@ -128,8 +137,8 @@ class Shares:
                     count = min(CHUNK, end - flat)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
                         within = flat - piece.begin
-                        received = flat if self.ranks == 1 else self.ranks * piece.local + within
-                        chunks.append((piece.local + within, flat, received, piece.size, count, index, decay))
+                        chunks.append((piece.local + within, flat, piece.received + within, piece.size, count, index,
+                                       decay))
                     index += 1
         ends = np.cumsum([len(chunks) for chunks in groups]).tolist()
         return np.array([chunk for chunks in groups for chunk in chunks], CHUNKS), ends, index
@@ -165,7 +174,8 @@ class Nccl:
             import cupy
             from cupy.cuda import nccl  # a run on one GPU does not need it
         if not nccl.available or nccl.get_version() < 22800:
-            found = f"is {nccl.get_version()}" if nccl.available else "cannot be loaded"
+            version = nccl.get_version() if nccl.available else 0
+            found = f"is {version // 10000}.{version // 100 % 100}" if version else "cannot be loaded"
             raise UserError(f"NCCL, for several GPUs, {found}, expected 2.28 or newer: pip install -r"
                             " requirements-gpu.txt")
         self.cupy, self.nccl, self.rank, self.ranks = cupy, nccl, ranks.rank, ranks.size
@@ -220,13 +230,14 @@ class Nccl:
             self.nccl.groupEnd()
 
     def all_to_all(self, target, source, stream):
-        """Part r of target = part `rank` of rank r's source; (n,) both, in as many equal parts as there are ranks."""
+        """Part r of target = part `rank` of rank r's source; (n,) both, in as many equal parts as there are ranks.
+        target is at the same place of its allocation on all ranks: copy engines write there."""
         with self.errors_as_lines():
             self.call("ncclAlltoAll", source.data.ptr, target.data.ptr, source.nbytes // self.ranks,
                       self.nccl.NCCL_INT8, self.communicator.comm, stream.ptr)
 
     def all_gather(self, array, stream):
-        """Part r of array (n,) = rank r's, of all but this rank's own."""
+        """Part r of array (n,) = that of rank r, which all ranks have at the same place of an allocation."""
         size = array.nbytes // self.ranks
         with self.errors_as_lines():
             self.communicator.allGather(array.data.ptr + self.rank * size, array.data.ptr, size, self.nccl.NCCL_INT8,
@@ -248,19 +259,19 @@ class Messages:
     at once; small ones as a group of messages."""
 
     def __init__(self, peers, shares, rank, params, grads, received):
-        """peers: Nccl; params, grads (parameters,), received (ranks * share_size or more,) on the GPU."""
+        """peers: Nccl; params, grads (parameters,), received (received_size,) on the GPU."""
         self.peers = peers
-        # Functions of a stream: of each layer's matrices by name and layer, and of all else; and by layer.
-        self.gradients, self.weights = collections.defaultdict(list), collections.defaultdict(list)
+        # (name, layer) or REST -> functions of a stream; layer, or None for the rest -> the same
+        self.gradient_sends, self.weight_sends = collections.defaultdict(list), collections.defaultdict(list)
         owned = {piece.segment: piece for piece in shares.pieces(rank)}
         small = collections.defaultdict(lambda: ([], [], [], []))  # gradients sent, received, weights sent, received
         for segment in shares.segments:
-            mine, key = owned.get(segment), ALL_ELSE if segment.layer is None else (segment.name, segment.layer)
+            mine, key = owned.get(segment), segment[:2]
             if shares.goes_to_all_at_once(segment):
-                whole, at = slice(segment.begin, segment.begin + segment.size), shares.ranks * mine.local
-                arriving = received[at : at + segment.size]
-                self.gradients[key].append(functools.partial(peers.all_to_all, arriving, grads[whole]))
-                self.weights[segment.layer].append(functools.partial(peers.all_gather, params[whole]))
+                whole = slice(segment.begin, segment.begin + segment.size)
+                arriving = received[mine.received : mine.received + segment.size]
+                self.gradient_sends[key].append(functools.partial(peers.all_to_all, arriving, grads[whole]))
+                self.weight_sends[segment.layer].append(functools.partial(peers.all_gather, params[whole]))
                 continue
             gradients_sent, gradients_received, weights_sent, weights_received = small[key]
             for r, (begin, size) in enumerate(shares.parts(segment)):
@@ -268,25 +279,25 @@ class Messages:
                 if size:
                     gradients_sent.append((r, grads[theirs]))
                 if mine:
-                    at = shares.ranks * mine.local + r * mine.size
+                    at = mine.received + r * mine.size
                     gradients_received.append((r, received[at : at + mine.size]))
                 if mine and r != rank:
                     weights_sent.append((r, params[mine.begin : mine.begin + mine.size]))
                 if size and r != rank:
                     weights_received.append((r, params[theirs]))
         for key, (*gradients, sent, arriving) in small.items():
-            self.gradients[key].insert(0, functools.partial(peers.exchange, *gradients))
+            self.gradient_sends[key].insert(0, functools.partial(peers.exchange, *gradients))
             # Last, because it is a kernel, and would wait behind AdamW's blocks.
-            self.weights[key[1]].append(functools.partial(peers.exchange, sent, arriving))
+            self.weight_sends[key[1]].append(functools.partial(peers.exchange, sent, arriving))
 
     def send_gradients(self, key, stream):
-        """Of one micro-batch; and receive all ranks' into `received`. key: (name, layer) or ALL_ELSE."""
-        for send in self.gradients[key]:
+        """Of one micro-batch; and receive all ranks' into `received`. key: (name, layer) or REST."""
+        for send in self.gradient_sends[key]:
             send(stream)
 
     def send_weights(self, layer, stream):
-        """This rank's; and receive the others' into params. layer: whose matrices; None: all else."""
-        for send in self.weights[layer]:
+        """This rank's; and receive the others' into params. layer: whose matrices; None: the rest."""
+        for send in self.weight_sends[layer]:
             send(stream)
 
     def add_up(self, total, addend, stream):

@@ -45,11 +45,12 @@ TABLES = {
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_element_has_one_owner(table):
-    """For any number of ranks; and each is in one chunk of its owner's, with its place in the share's buffers."""
+    """For any number of ranks; and each is in one chunk of its owner's, with its place in the share's buffers, and one
+    for each rank's gradient among those that arrive, on all ranks from the same place on."""
     alone = Shares(TABLES[table], 1, 0.1)
     for ranks in range(1, 17):
         shares = Shares(TABLES[table], ranks, 0.1)
-        owners, indices, total = np.zeros(shares.size, np.int8), [], None
+        owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
         for rank in range(ranks):
             chunks, ends, total = shares.chunks(rank)
             local = np.full(shares.size, -1)
@@ -62,6 +63,12 @@ def test_every_element_has_one_owner(table):
                 assert 0 < chunk["count"] <= CHUNK
                 found[chunk["flat"] : chunk["flat"] + chunk["count"]] = chunk["local"] + np.arange(chunk["count"])
             assert np.array_equal(found, local)
+            places = np.concatenate([chunks["received"] + r * chunks["stride"].astype(int) for r in range(ranks)])
+            order, stops = np.argsort(places), places + np.tile(chunks["count"], ranks)
+            assert (stops[order][:-1] <= places[order][1:]).all() and stops.max(initial=0) <= shares.received_size()
+            for piece in shares.pieces(rank):
+                assert arrives.setdefault(piece.segment, piece.received) == piece.received
+            assert shares.share_size(rank) <= shares.share_size(ranks - 1)
             layers = [piece.segment.layer for piece in shares.pieces(rank)]
             for of_group, begin, end in zip((lambda l: l == 0, lambda l: l is None, lambda l: l), [0, *ends], ends):
                 sizes = [piece.size for piece, layer in zip(shares.pieces(rank), layers) if of_group(layer)]
@@ -263,7 +270,7 @@ def test_nccl_s_errors_are_lines(monkeypatch):
         with pytest.raises(cuda.UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
             call()
     nccl.get_version = lambda: 22707
-    with pytest.raises(cuda.UserError, match="is 22707, expected 2.28 or newer: pip install -r requirements-gpu.txt"):
+    with pytest.raises(cuda.UserError, match=r"is 2\.27, expected 2\.28 or newer: pip install -r requirements-gpu.txt"):
         Nccl(ranks)
 
 
@@ -293,6 +300,10 @@ def write_states(path, ranks, table, rng, exact=True, ours=True):
         owned = Owned(shares, rank, *(shares.take(array, rank) for array in whole))
         write_optimizer_state(rank_path(path, rank), owned,
                               Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0)))
+        if not ours:  # which is of version 1
+            with open(rank_path(path, rank), "r+b") as f:
+                f.seek(4)
+                f.write(np.int32(1).tobytes())
     return whole
 
 
@@ -311,6 +322,16 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
                 assert has_exact and progress.position.sample == (6 if ours else 6 * wrote)
                 for got, array in zip(owned[2:], whole):
                     assert np.array_equal(got, shares.take(array, rank))
+
+
+def test_ours_of_version_1_has_other_shares(tmp_path):
+    path, shares = str(tmp_path / "state_00000003_00000.bin"), Shares(TABLES["small"], 1)
+    write_states(path, 2, TABLES["small"], np.random.default_rng(0))
+    with open(path, "r+b") as f:
+        f.seek(4)
+        f.write(np.int32(1).tobytes())
+    with pytest.raises(cuda.UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
+        read_optimizer_state(path, Owned(shares, 0, *np.zeros((2, shares.size), np.float32)))
 
 
 def test_llm_c_s_ranks_without_zero_have_all(tmp_path):
