@@ -244,13 +244,15 @@ class Owned(NamedTuple):
         """Raise UserError for values that are not finite, or a v, a mean of squares, that is negative."""
         for kind, array in (("AdamW's m", self.m), ("AdamW's v", self.v), ("the float32 weights", self.exact)):
             for piece in self.shares.pieces(self.rank) if array is not None else ():
-                values = array[piece.local : piece.local + piece.size]
-                for part in chunks(values):
-                    if not np.isfinite(part).all():
-                        raise UserError(f"{where}: {kind}: tensor {piece.segment.name} holds NaN or infinite values;"
-                                        f" {mend}")
-                    if array is self.v and (part < 0).any():
-                        raise UserError(f"{where}: {kind}: tensor {piece.segment.name} holds negative values; {mend}")
+                at = piece.begin
+                for part in chunks(array[piece.local : piece.local + piece.size]):
+                    wrong, what = ~np.isfinite(part), "NaN or infinite"
+                    if array is self.v and not wrong.any():
+                        wrong, what = part < 0, "negative"
+                    if wrong.any():
+                        tensor = self.shares.tensor_at(at + int(wrong.argmax()))
+                        raise UserError(f"{where}: {kind}: tensor {tensor} holds {what} values; {mend}")
+                    at += part.size
 
 
 def owned_by_one(m, v, exact=None):

@@ -83,6 +83,11 @@ class Shares:
         self.layers = 1 + max((segment.layer for segment in self.segments if segment.name), default=-1)
         self.first_matrix = next((segment.name for segment in self.segments if segment.layer == 0), None)
 
+    def tensor_at(self, place):
+        """The name of the tensor that has this element of the flat buffer."""
+        ends = itertools.accumulate(row.size for row in self.table.values())
+        return next(name for name, end in zip(self.table, ends) if place < end)
+
     def pieces(self, rank):
         """The Pieces of a rank, in the flat buffer's order."""
         pieces, local, received = [], 0, 0
