@@ -1256,6 +1256,11 @@ class Trainer:
         with self.device.stream:
             return views(table, to_float32(array).view(np.uint8))
 
+    def params_now(self):
+        """A copy of the weights on the host, as they are: bfloat16 bits in a bfloat16 run."""
+        with self.device.stream:
+            return views(self.params.table, self.params.buffer.get())
+
     def set_params(self, params):
         """Take over weights from the host, float32 Tensors; bfloat16 ones are rounded from them."""
         if not self.precision.bf16:
@@ -1643,7 +1648,7 @@ def save(trainer, done, train_loader, random):
     batch = (settings.B, settings.T, settings.spread)
     progress = Progress(done, random.state, train_loader.position, batch)
     trainer.complete_weights()
-    params = trainer.to_host(trainer.params) if ranks.is_first else None
+    params = trainer.params_now() if ranks.is_first else None
     notes = {**trainer.matmul.notes(), "precision": describe_precision(settings), **notes_on(trainer.recent_values())}
     save_checkpoint(settings.output_dir, trainer.config, params, trainer.owned_now(), progress, notes,
                     version=5 if settings.precision.bf16 else 3, ranks=ranks)

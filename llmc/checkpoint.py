@@ -115,8 +115,8 @@ def read_model(path, parameter_table, mend=EXPORT):
 
 
 def write_model(path, config, params, version=3):
-    """Write a model checkpoint; version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even). Returns the file's
-    CRC-32."""
+    """Write a model checkpoint; version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even, if params are not
+    bfloat16 already). Returns the file's CRC-32."""
     fields = (config.maxT, config.V, config.L, config.NH, config.C, 0 if version == 1 else config.Vp)
     header = make_header(MODEL_MAGIC, version, *fields)
     crc = zlib.crc32(header)
@@ -124,7 +124,7 @@ def write_model(path, config, params, version=3):
         f.write(header)
         for tensor in unpadded(params, config.V if version == 1 else config.Vp):
             for piece in chunks(tensor):
-                piece = bf16_bits(piece) if version == 5 else piece
+                piece = bf16_bits(piece) if version == 5 and piece.dtype == np.float32 else piece
                 f.write(piece)
                 crc = zlib.crc32(piece, crc)
     return crc

@@ -107,9 +107,12 @@ def bf16_to_float32(bits):
 
 
 def check_finite(where, tensors, mend):
-    """Raise UserError that names the first tensor with a NaN or an infinity."""
+    """Raise UserError that names the first tensor, float32 or bfloat16, with a NaN or an infinity."""
+    def is_finite(piece):
+        return np.isfinite(piece) if piece.dtype == np.float32 else piece & 0x7F80 != 0x7F80
+
     for name in tensors.table:
-        if not all(np.isfinite(piece).all() for piece in chunks(getattr(tensors, name).reshape(-1))):
+        if not all(is_finite(piece).all() for piece in chunks(getattr(tensors, name).reshape(-1))):
             raise UserError(f"{where}: tensor {name} holds NaN or infinite values; {mend}")
 
 

@@ -15,7 +15,8 @@ from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header, replacing
 from llmc.sampler import Random, sample_multinomial
 from llmc.shuffle import Position
-from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, layer, table_bytes, table_elements
+from llmc.tensors import (allocate, bf16_bits, bf16_to_float32, check_finite, flat, layer, table_bytes,
+                          table_elements)
 from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
 from train_gpt2 import activation_table, parameter_table
 
@@ -67,6 +68,14 @@ def test_model_round_trip(tmp_path, version):
     assert not header[8:].any()
     assert fingerprint(config, read) == fingerprint(SMALL, params), "one model, whatever the version"
     write_model(tmp_path / "again.bin", config, read, version)
+    if version == 5:  # also of bfloat16 bits, in which a NaN is found
+        bits = allocate(parameter_table(config, "bfloat16"))
+        flat(bits)[:] = bf16_bits(flat(read))
+        write_model(tmp_path / "again.bin", config, bits, version)
+        check_finite("here", bits, "")
+        bits.qkvb[1, 5] = 0x7FC0
+        with pytest.raises(UserError, match="here: tensor qkvb holds NaN"):
+            check_finite("here", bits, "")
     assert (tmp_path / "again.bin").read_bytes() == path.read_bytes()
 
 

@@ -168,7 +168,7 @@ def train(ranks, settings, params, steps, resume=None, save=None):
             reports.append(trainer.end_step(number)[:2])
     trainer.complete_weights()
     if save:
-        save_checkpoint(directory, SMALL_HEADS, trainer.to_host(trainer.params), trainer.owned_now(),
+        save_checkpoint(directory, SMALL_HEADS, trainer.params_now(), trainer.owned_now(),
                         Progress(first + steps, 1, Position(), (2, 8, 0)), ranks=ranks,
                         version=5 if settings.precision.bf16 else 3)
     return reports, np.array(flat(trainer.params)), trainer.owned_now()
