@@ -33,6 +33,7 @@ import math
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
@@ -1642,18 +1643,57 @@ def resume(trainer, step, train_loader, random):
               file=sys.stderr)
 
 
-def save(trainer, done, train_loader, random):
-    """Write the checkpoint after `done` updates."""
-    settings, ranks = trainer.settings, trainer.ranks
-    batch = (settings.B, settings.T, settings.spread)
-    progress = Progress(done, random.state, train_loader.position, batch)
-    trainer.complete_weights()
-    params = trainer.params_now() if ranks.is_first else None
-    notes = {**trainer.matmul.notes(), "precision": describe_precision(settings), **notes_on(trainer.recent_values())}
-    save_checkpoint(settings.output_dir, trainer.config, params, trainer.owned_now(), progress, notes,
-                    version=5 if settings.precision.bf16 else 3, ranks=ranks)
-    if ranks.is_first:
-        delete_old_checkpoints(settings)
+class Saver:
+    """Writes checkpoints: of one GPU while the next steps run, of several before, because ranks wait for each other."""
+
+    def __init__(self, trainer, train_loader, random, interruption):
+        self.trainer, self.train_loader, self.random, self.interruption = trainer, train_loader, random, interruption
+        self.pool, self.writing = ThreadPoolExecutor(1), None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.pool.shutdown()
+        if kind is None:
+            self.wait()
+
+    def save(self, done):
+        """Copy what there is after `done` updates to the host, and begin to write it."""
+        self.wait()
+        trainer, settings, ranks = self.trainer, self.trainer.settings, self.trainer.ranks
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.interruption.saving())
+            batch = (settings.B, settings.T, settings.spread)
+            progress = Progress(done, self.random.state, self.train_loader.position, batch)
+            trainer.complete_weights()
+            params = trainer.params_now() if ranks.is_first else None
+            owned, notes = trainer.owned_now(), {**trainer.matmul.notes(), "precision": describe_precision(settings),
+                                                 **notes_on(trainer.recent_values())}
+            saving = stack.pop_all()  # until all is written
+
+        def write():
+            with saving:
+                save_checkpoint(settings.output_dir, trainer.config, params, owned, progress, notes,
+                                version=5 if settings.precision.bf16 else 3, ranks=ranks)
+                if ranks.is_first:
+                    delete_old_checkpoints(settings)
+
+        if ranks.size > 1:
+            write()
+        else:
+            self.writing = self.pool.submit(write)
+
+    def wait(self):
+        """Until the last checkpoint is on the disk; raises what went wrong."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
+
+    def check(self):
+        """Raise what went wrong, once it is known."""
+        if self.writing and self.writing.done():
+            self.wait()
 
 
 def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step, loading, console):
@@ -1690,59 +1730,62 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
     def stop_after(done, signal):
         return stopped(settings, done, signal) if ranks.is_first else 128 + signal
 
-    for step in range(first_step, settings.steps + 1):
-        last = step == settings.steps
-        final = last and settings.final_reports
-        validation = settings.val_every and (step % settings.val_every == 0 or final)
-        sample = settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final)
-        if validation or sample or last:
+    with Saver(trainer, train_loader, random, interruption) as saver:
+        for step in range(first_step, settings.steps + 1):
+            saver.check()
+            last = step == settings.steps
+            final = last and settings.final_reports
+            validation = settings.val_every and (step % settings.val_every == 0 or final)
+            sample = settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final)
+            if validation or sample or last:
+                finish()
+                trainer.complete_weights()
+            before = random.state
+            try:
+                if validation:
+                    console.wait_for("validating")
+                    loss = validate(trainer.forward, val_loader, settings.val_batches, step, in_turns)
+                    console.validation(step, loss)
+                    log.validation(step, loss)
+                    if examples:
+                        console.wait_for("HellaSwag")
+                        correct = count_correct(trainer.losses, examples, settings.B, settings.T, in_turns)
+                        console.hellaswag(step, correct, len(examples))
+                        log.evaluation(step, correct / len(examples))
+                if sample:
+                    console.wait_for(None)
+                    begin = np.array([[end_of_text(tokenizer, V)]], np.int32)
+                    if ranks.is_first:
+                        steps = trainer.decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
+                        print_sample(interruption.watching(steps), tokenizer)
+                    else:
+                        for _ in interruption.watching(range(settings.sample_tokens - 1)):
+                            random.u32()  # as the first rank draws
+            except Interrupted:  # the resumed run validates and samples at this step again
+                random.state = before
+                saver.wait()
+                if directory and step > first_step and ranks.gather(newest_checkpoint(directory))[0] != step:
+                    saver.save(step)
+                    saver.wait()
+                return stop_after(step or None, interruption.signal)
+            if last:
+                break
+            batches = [train_loader.next_batch() for _ in range(trainer.micro_steps)]
+            begun = step, trainer.begin_step(batches, learning_rate_at(settings, step))
             finish()
-            trainer.complete_weights()
-        before = random.state
-        try:
-            if validation:
-                console.wait_for("validating")
-                loss = validate(trainer.forward, val_loader, settings.val_batches, step, in_turns)
-                console.validation(step, loss)
-                log.validation(step, loss)
-                if examples:
-                    console.wait_for("HellaSwag")
-                    correct = count_correct(trainer.losses, examples, settings.B, settings.T, in_turns)
-                    console.hellaswag(step, correct, len(examples))
-                    log.evaluation(step, correct / len(examples))
-            if sample:
-                console.wait_for(None)
-                begin = np.array([[end_of_text(tokenizer, V)]], np.int32)
-                if ranks.is_first:
-                    steps = trainer.decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
-                    print_sample(interruption.watching(steps), tokenizer)
-                else:
-                    for _ in interruption.watching(range(settings.sample_tokens - 1)):
-                        random.u32()  # as the first rank draws
-        except Interrupted:  # the resumed run validates and samples at this step again
-            random.state = before
-            if directory and step > first_step and ranks.gather(newest_checkpoint(directory))[0] != step:
-                with interruption.saving():
-                    save(trainer, step, train_loader, random)
-            return stop_after(step or None, interruption.signal)
-        if last:
-            break
-        batches = [train_loader.next_batch() for _ in range(trainer.micro_steps)]
-        begun = step, trainer.begin_step(batches, learning_rate_at(settings, step))
-        finish()
-        running = begun
+            running = begun
 
-        done = step + 1
-        due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
-        stop = interruption.agreed()
-        if stop or (directory and due):
-            finish()
-        if directory and (due or stop):
-            console.wait_for("saving")
-            with interruption.saving():
-                save(trainer, done, train_loader, random)
-        if stop:
-            return stop_after(done, stop)
+            done = step + 1
+            due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
+            stop = interruption.agreed()
+            if stop or (directory and due):
+                finish()
+            if directory and (due or stop):
+                console.wait_for("saving")
+                saver.save(done)
+            if stop:
+                saver.wait()
+                return stop_after(done, stop)
     console.end(f"total average iteration time: {sum(times) / len(times):f} ms" if times else None)
     return 0
 

@@ -160,6 +160,34 @@ def test_a_run_on_a_fake_gpu(workplace, fake_gpu, run_here, dtype, recompute):
     assert newest_checkpoint("run") == 4
 
 
+def test_steps_go_on_while_a_checkpoint_is_written(workplace, fake_gpu, run_here, monkeypatch):
+    """And what fails is a line, with the checkpoint before whole."""
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    flags, second = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event()
+    begin_step, save_checkpoint = cuda.Trainer.begin_step, cuda.save_checkpoint
+
+    def begin(*arguments):
+        number = begin_step(*arguments)
+        if number == 1:
+            second.set()
+        return number
+
+    def save(*arguments, **options):
+        assert second.wait(10), "no second step has begun"
+        save_checkpoint(*arguments, **options)
+
+    def fail(*arguments, **options):
+        raise UserError("run/state: no space left on device")
+
+    monkeypatch.setattr(cuda.Trainer, "begin_step", begin)
+    monkeypatch.setattr(cuda, "save_checkpoint", save)
+    run_here(cuda, *flags, "-x", 3)
+    assert newest_checkpoint("run") == 3
+    monkeypatch.setattr(cuda, "save_checkpoint", fail)
+    assert_one_line_error(run_here(cuda, *flags, "-x", 9, "-y", 1, check=False), "run/state: no space left on device")
+    assert newest_checkpoint("run") == 3
+
+
 def test_lines(workplace, fake_gpu, run_here, monkeypatch):
     """Nine lines before the first step, which are the CPU trainer's and the GPU's kernels and matmuls; --verbose has
     the box and the memory; utilization is of a known GPU's peak, at 1 ms a step."""
