@@ -620,7 +620,9 @@ def test_ctrl_c_while_a_checkpoint_is_saved(workplace, fake_gpu, run_here, monke
     monkeypatch.setattr(llmc.checkpoint, "write_optimizer_state", interrupted)
     done = run_here(trainer, *FAST, "-x", 50, "-v", 0, "-s", 0, "-n", 2, "-o", "run", check=False)
     assert done.returncode == 130 and "saving a checkpoint first" in done.stderr and "-y 1" in done.stderr
-    assert sorted(os.listdir("run")) == sorted(["main.csv", "main.log", "tokenizer.bin", *(name for step in (2, 3)
+    steps = [int(name[5:]) for name in sorted(os.listdir("run")) if name.startswith("DONE_")]
+    assert steps == [2, 3] or trainer is train_gpt2_cuda and steps[0] == 2 < steps[-1] < 50  # where a thread saves
+    assert sorted(os.listdir("run")) == sorted(["main.csv", "main.log", "tokenizer.bin", *(name for step in steps
                                                                                for name in checkpoint_paths("", step))])
 
 
