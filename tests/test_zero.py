@@ -212,6 +212,17 @@ def test_the_same_bits_on_any_number_of_gpus(computing_gpu, tmp_path, changes):
                 assert ours is None or np.array_equal(ours, shares.take(np.array(theirs), rank))
 
 
+def test_shares_of_different_sizes(computing_gpu, tmp_path, monkeypatch):
+    """Of three ranks, which no tensor divides: the weights are those of one, and what arrives has its place."""
+    monkeypatch.setitem(globals(), "SMALL_HEADS", Config(maxT=64, V=257, L=3, NH=5, C=80, Vp=384))
+    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=48, sample_every=0, output=str(tmp_path),
+                                             graph=0), "sm_90a")
+    params = random_params(SMALL_HEADS)
+    one, three = (on_ranks(size, lambda ranks: train(ranks, cuda.dataclasses.replace(settings, gpus=size), params, 3))
+                  for size in (1, 3))
+    assert len({rank[2].m.size for rank in three}) > 1 and all(np.array_equal(rank[1], one[0][1]) for rank in three)
+
+
 def test_messages_have_a_stream_of_their_own(computing_gpu, tmp_path, monkeypatch):
     """NCCL does what one communicator is asked for in one order, the same on all ranks: that of this stream."""
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
