@@ -34,9 +34,13 @@ import zlib
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
-import pytest
 import torch
 from torch.nn.functional import cross_entropy
+
+try:
+    import pytest
+except ImportError:
+    sys.exit("test_gpt2.py: error: the Python package pytest cannot be imported: pip install -r requirements-test.txt")
 
 import train_gpt2
 import train_gpt2_cuda as cuda

@@ -1175,7 +1175,7 @@ class Trainer:
         """self.all_sums = the sum over the ranks of self.own_sums; returns an event. On the stream of all other
         messages: NCCL then has one order for them."""
         with self.device.on_comm_stream() as done:
-            self.messages.add_up(self.all_sums, self.own_sums, self.device.stream)
+            self.peers.add_up(self.all_sums, self.own_sums, self.device.stream)
         return done
 
     def close(self):
@@ -1696,11 +1696,35 @@ class Saver:
             self.wait()
 
 
+def evaluate(trainer, val_loader, examples, step, in_turns, console, log):
+    """Report the validation loss and, if there are examples, HellaSwag."""
+    settings = trainer.settings
+    console.wait_for("validating")
+    loss = validate(trainer.forward, val_loader, settings.val_batches, step, in_turns)
+    console.validation(step, loss)
+    log.validation(step, loss)
+    if examples:
+        console.wait_for("HellaSwag")
+        correct = count_correct(trainer.losses, examples, settings.B, settings.T, in_turns)
+        console.hellaswag(step, correct, len(examples))
+        log.evaluation(step, correct / len(examples))
+
+
+def sample(trainer, tokenizer, random, interruption):
+    """Print a sample, which the first rank draws; the others' `random` goes on as its does."""
+    count = trainer.settings.sample_tokens - 1
+    if trainer.ranks.is_first:
+        begin = np.array([[end_of_text(tokenizer, trainer.config.V)]], np.int32)
+        print_sample(interruption.watching(trainer.decoder.draw(begin, count, [random], Choice())), tokenizer)
+    else:
+        for _ in interruption.watching(range(count)):
+            random.u32()
+
+
 def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step, loading, console):
     """The training loop; returns the exit status. A step is: validate, sample, update, save; its line is printed while
     the next one runs, unless something else is due in between."""
-    settings, V, ranks = trainer.settings, trainer.config.V, trainer.ranks
-    directory = settings.output_dir
+    settings, ranks, directory = trainer.settings, trainer.ranks, trainer.settings.output_dir
     log = Log(settings if ranks.is_first else dataclasses.replace(settings, output=""), first_step)
     interruption = Interruption(ranks.any, speaks=ranks.is_first)
     in_turns = functools.partial(ranks.starmap, check=interruption.check)
@@ -1736,31 +1760,17 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
             last = step == settings.steps
             final = last and settings.final_reports
             validation = settings.val_every and (step % settings.val_every == 0 or final)
-            sample = settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final)
-            if validation or sample or last:
+            sampling = settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final)
+            if validation or sampling or last:
                 finish()
                 trainer.complete_weights()
             before = random.state
             try:
                 if validation:
-                    console.wait_for("validating")
-                    loss = validate(trainer.forward, val_loader, settings.val_batches, step, in_turns)
-                    console.validation(step, loss)
-                    log.validation(step, loss)
-                    if examples:
-                        console.wait_for("HellaSwag")
-                        correct = count_correct(trainer.losses, examples, settings.B, settings.T, in_turns)
-                        console.hellaswag(step, correct, len(examples))
-                        log.evaluation(step, correct / len(examples))
-                if sample:
+                    evaluate(trainer, val_loader, examples, step, in_turns, console, log)
+                if sampling:
                     console.wait_for(None)
-                    begin = np.array([[end_of_text(tokenizer, V)]], np.int32)
-                    if ranks.is_first:
-                        steps = trainer.decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
-                        print_sample(interruption.watching(steps), tokenizer)
-                    else:
-                        for _ in interruption.watching(range(settings.sample_tokens - 1)):
-                            random.u32()  # as the first rank draws
+                    sample(trainer, tokenizer, random, interruption)
             except Interrupted:  # the resumed run validates and samples at this step again
                 random.state = before
                 saver.wait()

@@ -78,7 +78,10 @@ def run_ours(settings):
     """Our losses: read, or of a run that this starts."""
     if settings.run:
         log = os.path.join(settings.run, "main.log") if os.path.isdir(settings.run) else settings.run
-        return read_log(log)["trl"][1]
+        curves = read_log(log)
+        if "trl" not in curves:
+            raise UserError(f"{log}: no training loss in it yet")
+        return curves["trl"][1]
     flags = ["-v", "0", "-s", "0", "--final_reports", "0", "--lines", "llmc"]
     for field in dataclasses.fields(CudaSettings):
         value = getattr(settings, field.name)

@@ -9,11 +9,11 @@ Debug state, llm.c's: header [2] B [3] T, then x, y int32 (B, T); logits float32
     This project's trailer follows: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32 [n] the losses
     of n training steps on that batch. The header says so: [8] trailer version (0: none), [9] n, [10] CRC-32 of the
     weights.
-Optimizer state, llm.c's, a file for each rank: header [1] version, of several ranks 2, which have other shares than
-    llm.c's [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10] step, u64 at [20] sampler state, at [30]
-    shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1
+Optimizer state, llm.c's, a file for each rank: header [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10]
+    step, u64 at [20] sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1
     if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (zero.py) of m, v, and the master
-    weights if any, float32; then the order of shuffled data, shuffle.py's.
+    weights if any, float32; then the order of shuffled data, shuffle.py's. Version 2: of several ranks of this
+    project's, whose shares are others than llm.c's.
 """
 
 import contextlib

@@ -249,7 +249,7 @@ class Nccl:
                                         stream.ptr)
 
     def add_up(self, total, addend, stream):
-        """total (n,) = the sum over the ranks of addend (n,), float32."""
+        """total (n,) = the sum over the ranks of addend (n,), float32: exact, where one rank alone has other than 0."""
         with self.errors_as_lines():
             self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, self.nccl.NCCL_FLOAT32,
                                         self.nccl.NCCL_SUM, stream.ptr)
@@ -265,7 +265,6 @@ class Messages:
 
     def __init__(self, peers, shares, rank, params, grads, received):
         """peers: Nccl; params, grads (parameters,), received (received_size,) on the GPU."""
-        self.peers = peers
         # (name, layer) or REST -> functions of a stream; layer, or None for the rest -> the same
         self.gradient_sends, self.weight_sends = collections.defaultdict(list), collections.defaultdict(list)
         owned = {piece.segment: piece for piece in shares.pieces(rank)}
@@ -304,7 +303,3 @@ class Messages:
         """This rank's; and receive the others' into params. layer: whose matrices; None: the rest."""
         for send in self.weight_sends[layer]:
             send(stream)
-
-    def add_up(self, total, addend, stream):
-        """total (n,) = the sum over all ranks of addend (n,): exact, where one rank alone has other than 0."""
-        self.peers.add_up(total, addend, stream)
