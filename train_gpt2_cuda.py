@@ -761,15 +761,15 @@ def decode_layernorm(device, x, count, N):
 def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
     """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
     arguments = query, keys, values, *x, weight, bias, control, keys.shape[2], T
-    decode_matmul(device, "decode_qkv", arguments, B * T, 3 * C)
+    decode_matmul(device, "decode_qkv", arguments, B * T, 3 * C, normalizes=x.normed is None)
 
 
 def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, C, NH):
     """atty (B,T,C) = attention of query (B,T,C) to all positions so far. parts, arrived: scratch, the latter 0."""
     splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
-    threads = WARP * device.geometry.DECODE_WARPS
-    device.launch("decode_attention", (NH, splits, B * T), (threads,), atty, parts, arrived, query, keys, values,
-                  control, keys.shape[2], T, early=True)
+    many = B * T > 32
+    device.launch("decode_attention" + "_many" * many, (NH, splits, B * T), (WARP * device.geometry.DECODE_WARPS,), atty,
+                  parts, arrived, query, keys, values, control, keys.shape[2], T, early=True)
 
 
 def decode_project(device, branches, inp, weight, B, T, C, IC):
@@ -779,24 +779,32 @@ def decode_project(device, branches, inp, weight, B, T, C, IC):
 
 def decode_fc(device, fch_gelu, x, weight, bias, B, T, C):
     """fch_gelu (B,T,4C) = GELU(x @ weight (4C,C)^T + bias)."""
-    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), B * T, 4 * C)
+    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), B * T, 4 * C, normalizes=x.normed is None)
 
 
 def decode_logits(device, logits, tiles, x, wte, control, B, Vp):
     """logits (B,Vp) = x @ wte (Vp,C)^T; tiles (B,Vp/16,3) =, for decode_sample."""
-    decode_matmul(device, "decode_logits", (logits, tiles, *x, wte, control), B, Vp)
+    g = device.geometry
+    if B <= 16 or not g.DECODE_MANY_STAGES:
+        arguments = logits, tiles, *x, wte, control
+        return decode_matmul(device, "decode_logits", arguments, B, Vp, normalizes=x.normed is None)
+    grid = min(device.sm_count, Vp // 64), blocks(B, 16 * g.DECODE_MANY_TILES)
+    device.launch("decode_logits_many", grid, (WARP * g.DECODE_WARPS,), logits, tiles, x.normed, wte, control, B,
+                  shared=g.DECODE_MANY_SHARED, early=True)
 
 
-def decode_matmul(device, name, arguments, N, OC, parts=1):
-    """Launch a matmul of N rows with a weight (OC, parts * C)."""
-    g, few = device.geometry, N <= 16
-    group = 1 if few else g.DECODE_TILES
-    groups, tiles, most = blocks(N, 16 * group), OC // g.DECODE_ROWS, g.DECODE_FEW_BLOCKS if few else g.DECODE_BLOCKS
-    resident, resident_of_2 = (min(most, g.DECODE_SHARED // decode_shared(g, few, stages)) for stages in (1, 2))
-    each = blocks(tiles * groups * parts, device.sm_count * resident)  # tiles of a block
-    stages = 2 if each > 1 and resident_of_2 == resident else 1
-    device.launch(name + "_few" * few, (blocks(tiles, each), groups, parts), (WARP * g.DECODE_WARPS,), *arguments, N,
-                  stages, shared=decode_shared(g, few, stages), early=True)
+def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
+    """Launch a matmul of N rows with a weight (OC, parts * C). normalizes: it does the layernorm, too."""
+    g = device.geometry
+    shared = {stages: decode_shared(g, stages, N if normalizes else 0) for stages in (1, 2, 3, 4)}
+    resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages, size in shared.items()}
+    tiles, groups = OC // g.DECODE_ROWS, blocks(N, 16)
+    grid = min(tiles, max(1, device.sm_count * resident[1] // (groups * parts)))
+    if groups > 1:
+        grid = blocks(tiles, blocks(tiles, grid))  # equally many tiles each: fewer blocks, which read x less often
+    stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
+    device.launch(name, (groups, grid, parts), (WARP * g.DECODE_WARPS,), *arguments, N, stages, shared=shared[stages],
+                  early=True)
 
 
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, tiles, B):

@@ -77,11 +77,11 @@ __device__ inline void merge_parts(const Read& read, int count, float& largest, 
     }
 }
 
-// Block (THREADS); grid (NH, up to maxT / SPLIT, N). parts (N,NH,maxT / SPLIT rounded up,PART); arrived
-// (N,NH) is 0 before and after.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-decode_attention(element* atty, float* parts, int* arrived, const element* query, const element* keys,
-                 const element* values, const Control* control, int maxT, int T) {
+// What both kernels below do. MANY: values pass through shared memory, values_here, COUNT of each thread, which leaves
+// registers for more blocks on a multiprocessor.
+template <bool MANY>
+__device__ inline void attend(element* atty, float* parts, int* arrived, const element* query, const element* keys,
+                              const element* values, const Control* control, int maxT, int T, uint4* values_here) {
     __shared__ float warp_parts[WARPS * PART];
     __shared__ bool is_last;
     const int h = blockIdx.x, n = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = n * NH + h;
@@ -97,6 +97,7 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
     Floats q = {};
     for (int s = blockIdx.y; s < splits; s += blocks) {
         uint4 k[COUNT] = {}, v[COUNT] = {};
+        uint4* const mine = values_here + threadIdx.x;
         const auto position = [&](int i) {
             return s * SPLIT + (i * WARPS + warp) * ROWS_AT_ONCE + lane / ROW_LANES;
         };
@@ -104,8 +105,10 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
                 if (!has_channels || position(i) < from || position(i) >= to) continue;
-                k[i] = load_bits(keys + start + int64(position(i)) * HS);
-                v[i] = load_bits(values + start + int64(position(i)) * HS);
+                const int64 at = start + int64(position(i)) * HS;
+                k[i] = load_bits(keys + at);
+                if (!MANY) v[i] = load_bits(values + at);
+                else copy_async(mine + i * THREADS, reinterpret_cast<const uint4*>(values + at), true);
             }
         };
         load_positions(0, before);
@@ -114,6 +117,7 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
             if (has_channels) q = load(query + int64(n) * C + h * HS + c);
         }
         load_positions(before, count);
+        copies_commit();
         float scores[COUNT], largest = -INFINITE;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -132,10 +136,14 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
         const float finite = largest == -INFINITE ? 0.0f : largest;  // a warp without positions
         Floats o = {};
         float total = 0.0f;
+        copies_wait<0>();
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const float p = expf(scores[i] - finite);
-            const Floats value = unpack(v[i]);
+            uint4 bits = {};
+            if (!MANY) bits = v[i];
+            else if (has_channels && position(i) < count) bits = mine[i * THREADS];
+            const Floats value = unpack(bits);
             total += p;
 #pragma unroll
             for (int e = 0; e < PACK; e++) o.x[e] += p * value.x[e];
@@ -146,12 +154,12 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
 #pragma unroll
             for (int e = 0; e < PACK; e++) o.x[e] += __shfl_xor_sync(0xffffffff, o.x[e], distance);
         }
-        float* const mine = warp_parts + warp * PART;
+        float* const part = warp_parts + warp * PART;
         if (lane < ROW_LANES && has_channels) {
 #pragma unroll
-            for (int e = 0; e < PACK; e++) mine[2 + c + e] = o.x[e];
+            for (int e = 0; e < PACK; e++) part[2 + c + e] = o.x[e];
         }
-        if (lane == 0) mine[0] = largest, mine[1] = total;
+        if (lane == 0) part[0] = largest, part[1] = total;
         __syncthreads();
         if (channel < HS) {
             float sum, out, *const part = head_parts + s * PART;
@@ -175,6 +183,21 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
         merge_parts([&](int i) { return __ldcg(head_parts + i); }, splits, largest, sum, out);
         from_float(atty[int64(n) * C + h * HS + channel], out / sum);
     }
+}
+
+// Block (THREADS); grid (NH, up to maxT / SPLIT, N). parts (N,NH,maxT / SPLIT rounded up,PART); arrived
+// (N,NH) is 0 before and after.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+decode_attention(element* atty, float* parts, int* arrived, const element* query, const element* keys,
+                 const element* values, const Control* control, int maxT, int T) {
+    attend<false>(atty, parts, arrived, query, keys, values, control, maxT, T, nullptr);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+decode_attention_many(element* atty, float* parts, int* arrived, const element* query, const element* keys,
+                      const element* values, const Control* control, int maxT, int T) {
+    __shared__ uint4 values_here[COUNT * THREADS];
+    attend<true>(atty, parts, arrived, query, keys, values, control, maxT, T, values_here);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

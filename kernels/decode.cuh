@@ -5,7 +5,7 @@
 #include "common.cuh"
 
 constexpr int WARPS = DECODE_WARPS, THREADS = 32 * WARPS;
-constexpr int ROWS = DECODE_ROWS;  // of a weight, in a tile of a matmul: 16 or, where there is little room, 8
+constexpr int ROWS = DECODE_ROWS;  // of a weight, in a tile of a matmul: 16 or 8
 
 typedef unsigned long long uint64;
 

@@ -35,9 +35,11 @@ KERNELS = {  # layer -> its kernels
     "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
                "round_weights", "hold", "fill_random"),
 }
-# Text generation, which not every run needs; there are two of each of its matmuls.
-DECODE = "decode_embed", "decode_layernorm", "decode_attention", "decode_sample"
-DECODE_MATMULS = "decode_qkv", "decode_project", "decode_fc", "decode_logits"
+DECODE = {  # text generation, which not every run needs
+    "decode": ("decode_embed", "decode_layernorm", "decode_attention", "decode_attention_many", "decode_sample"),
+    "decode_matmul": ("decode_qkv", "decode_project", "decode_fc"),
+    "decode_logits": ("decode_logits", "decode_logits_many"),
+}
 MATMUL_NARROW = ("matmul_forward_narrow", "matmul_backward_inp_narrow", "matmul_backward_weight_narrow")  # Hopper only
 
 
@@ -78,12 +80,12 @@ def decode_files(config, precision, geometry):
     """The KernelFiles of text generation; geometry: launch_geometry's."""
     model = model_constants(config, precision)
     model |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
-    files = [KernelFile("decode", DECODE, model)]
-    kinds = (1, 1, geometry.DECODE_FEW_BLOCKS), (0, geometry.DECODE_TILES, geometry.DECODE_BLOCKS)
-    for few, tiles, resident in kinds:
-        names = tuple(name + "_few" * few for name in DECODE_MATMULS)
-        constants = {**model, "DECODE_TILES": tiles, "DECODE_FEW_ROWS": few, "DECODE_BLOCKS": resident}
-        files.append(KernelFile("decode_matmul", names, constants, dict.fromkeys(names, geometry.DECODE_SHARED)))
+    files = []
+    for name, kernels in DECODE.items():
+        if not geometry.DECODE_MANY_STAGES:
+            kernels = tuple(kernel for kernel in kernels if kernel != "decode_logits_many")
+        shared = {} if name == "decode" else dict.fromkeys(kernels, geometry.DECODE_SHARED)
+        files.append(KernelFile(name, kernels, model, shared))
     return files
 
 
@@ -235,35 +237,37 @@ def classifier_geometry(config, precision, arch):
 
 
 def decode_geometry(config, precision, shared):
-    """ROWS: of a weight, in a tile of a matmul; TILE_BYTES: of C of their elements. TILES: of 16 rows of the other
-    operand, for a block that has more than 16; ROW_BYTES: of one in shared memory. FEW: rows for which a matmul does
-    the layernorm itself. FEW_BLOCKS: of a matmul of up to 16 rows, that registers have room for. ROW_LANES: that read a
-    head's row, 16 bytes each; SPLIT: positions that a block of attention has at a time, 8 for each of these groups of
-    lanes. SHARED: bytes that a block can have."""
+    """ROWS: of a weight, in a tile of a matmul. FEW: rows of the other operand for which a matmul does the layernorm
+    itself; ROW_BYTES: of one in shared memory. BLOCKS: of a matmul on a multiprocessor, that registers have room for.
+    MANY_TILES: of 16 rows of the other operand, in a block of decode_logits_many; MANY_STAGES: of its ring, 0 where
+    there is no room. ROW_LANES: that read a head's row, 16 bytes each; SPLIT: positions that a block of attention has
+    at a time, 8 for each of these groups of lanes. SHARED: bytes that a block can have."""
     warps, bf16 = 8, precision.bf16
     row = config.C * (2 if bf16 else 4)
     lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
-    geometry = {
-        "DECODE_TILES": max(1, min(4 if bf16 else 2, 8 // blocks(row, 64 * warps))),  # what registers have room for
-        "DECODE_ROW_BYTES": 64 * (blocks(row, 64) | 1),  # odd: a quarter of a warp reads all banks
-        "DECODE_WARPS": warps, "DECODE_FEW": 4 if bf16 else 1,
-        "DECODE_FEW_BLOCKS": 3 if bf16 and row <= 2048 else 2,
-        "DECODE_BLOCKS": 2,
-        "DECODE_ROW_LANES": lanes, "DECODE_SPLIT": 8 * warps * WARP // lanes,
-        "DECODE_SAMPLE_THREADS": 1024,
-        "DECODE_SHARED": shared - 2048,  # beside what kernels declare, and the driver keeps
-    }
-    for rows in (16, 8):
-        geometry |= {"DECODE_ROWS": rows, "DECODE_TILE_BYTES": 64 * rows * blocks(row, 64)}
-        if max(decode_shared(SimpleNamespace(**geometry), few, 1) for few in (0, 1)) <= geometry["DECODE_SHARED"]:
-            return geometry
-    raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a block"
-                    " of this GPU can have: pass -s 0 to train without samples")
+    geometry = SimpleNamespace(
+        DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter of a warp reads all banks
+        DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
+        DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
+        DECODE_SHARED=shared - 2048)  # beside what kernels declare, and the driver keeps
+    for geometry.DECODE_ROWS in (16, 8):
+        if decode_shared(geometry, 1, geometry.DECODE_FEW) <= geometry.DECODE_SHARED:
+            break
+    else:
+        raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a"
+                        " block of this GPU can have: pass -s 0 to train without samples")
+    stage = 2 * 64 * 64 * blocks(row, 64 * warps)  # of 64 rows, what two of the warps of a matmul have
+    for geometry.DECODE_MANY_TILES in (4, 2):
+        rows = 16 * geometry.DECODE_MANY_TILES * geometry.DECODE_ROW_BYTES
+        geometry.DECODE_MANY_STAGES = max(0, min(4, (geometry.DECODE_SHARED - rows) // stage))
+        geometry.DECODE_MANY_SHARED = rows + geometry.DECODE_MANY_STAGES * stage
+        if geometry.DECODE_MANY_STAGES >= 2:
+            return vars(geometry)
+    return {**vars(geometry), "DECODE_MANY_STAGES": 0}
 
 
-def decode_shared(geometry, few, stages):
-    """Bytes of shared memory of a block of a matmul, of few rows or more: those that it normalizes, sums of its warps,
-    weights."""
-    g, tiles = geometry, 1 if few else geometry.DECODE_TILES
-    sums = 4 * g.DECODE_WARPS * 16 * tiles * (g.DECODE_ROWS + 1)
-    return (few and g.DECODE_FEW) * g.DECODE_ROW_BYTES + sums + stages * g.DECODE_TILE_BYTES
+def decode_shared(geometry, stages, normalized):
+    """Bytes of shared memory of a block of a matmul: tiles of a weight, sums of its warps, rows that it normalizes."""
+    g = geometry
+    sums = min(stages, 2) * 4 * g.DECODE_WARPS * 16 * g.DECODE_ROWS
+    return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalized * g.DECODE_ROW_BYTES

@@ -17,7 +17,7 @@ from conftest import random_params
 from llmc.checkpoint import Config, write_model
 from llmc.compiler import Cache, compile_kernels
 from llmc.device import cp, to_float32
-from llmc.kernels import decode_files, decode_shared, launch_geometry
+from llmc.kernels import DECODE, decode_files, decode_shared, launch_geometry
 from llmc.sampler import Choice, Random
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
 from test_kernels import PRECISIONS, accepts, signatures
@@ -51,7 +51,8 @@ def test_matmuls_fit_into_the_shared_memory_of_every_gpu():
     for arch, precision, C in itertools.product(SHARED, PRECISIONS.values(), (64, 768, 1024, 1280, 1600)):
         config = Config(1024, 131, 1, C // 64, C, 256)
         geometry = launch_geometry(config, precision, arch, SHARED[arch])
-        assert max(decode_shared(geometry, few, 1) for few in (0, 1)) <= SHARED[arch] - 2048
+        assert decode_shared(geometry, 1, geometry.DECODE_FEW) <= SHARED[arch] - 2048
+        assert not geometry.DECODE_MANY_STAGES or geometry.DECODE_MANY_SHARED <= SHARED[arch] - 2048
 
 
 @pytest.mark.parametrize("arch, precision", (("sm_75", "float32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
@@ -63,15 +64,16 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, monkeypat
     gpu = fake_gpu.gpu._replace(arch=arch, shared=SHARED[arch])
     decoder = cuda.open_decoder(gpu, config, random_params(config), B, 300, precision.dtype)
     list(decoder.draw(np.ones((1, 150), np.int32), 5, [Random() for _ in range(B)], Choice()))
-    parameters = signatures("decode") | signatures("decode_matmul")
-    launched = {launch.name for launch in fake_gpu.launches}
-    assert {name.removesuffix("_few") for name in launched} - {"round_weights"} == set(parameters)
+    parameters = {name: kinds for file in DECODE for name, kinds in signatures(file).items()}
+    launched, there = ({name.removesuffix("_many") for name in names} for names in (
+        (launch.name for launch in fake_gpu.launches), parameters))
+    assert launched - {"round_weights"} == there
     for launch in fake_gpu.launches:
         if launch.name == "round_weights":
             continue
         assert 1 <= np.prod(launch.block) <= 1024 and launch.shared <= gpu.shared
         assert all(type(n) is int and n >= 1 for n in launch.grid) and max((*launch.grid[1:], 1)) < 2**16
-        expected = parameters[launch.name.removesuffix("_few")]
+        expected = parameters[launch.name]
         assert len(launch.arguments) == len(expected), launch.name
         for (kind, name), argument in zip(expected, launch.arguments):
             assert accepts(precision, kind, argument), f"{launch.name}: {kind} {name} is given {type(argument)}"
@@ -112,7 +114,8 @@ def fill(tensors, names, value):
 
 
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
-                                            (2, 17, 0.5), (20, 2, 0.02), (1, 40, 0)))
+                                            (2, 17, 0.5), (20, 2, 0.02), (1, 40, 0), (1, 40, 0.24), (23, 1, 0.97),
+                                            (61, 1, 0.4), (70, 1, 0.7)))
 @pytest.mark.parametrize("config, dtype", CASES, ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
 def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
     """Every tensor that it writes, NaN before. position: of those before the last one that fits."""
@@ -153,6 +156,36 @@ def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
                            config.Vp)
         close("logits", ours.acts.logits[:, : config.V], logits)
         check_tiles(ours.acts.tiles.get(), ours.acts.logits.get(), config.V)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("position", (0, 160, 255, 256, 1023))
+def test_attention_does_not_depend_on_the_batch(decoders, dtype, position):
+    """To the bit, whether a head has one block or several."""
+    config, B = MODELS[0], 70
+    rng = np.random.default_rng((position, os.getpid()))
+
+    def attention(decoder, B, query, keys, values):
+        acts, cache = decoder.acts, layer(decoder.cache, 0)
+        with decoder.device.stream:
+            for mine, theirs in ((acts.query[:B], query), (cache.keys, keys), (cache.values, values)):
+                mine.set(bf16_bits(theirs) if dtype == "bfloat16" else theirs)
+            decoder.set(position=position)
+            fill(acts, ("atty", "parts"), 0xFF)
+            cuda.decode_attention(decoder.device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys,
+                                  cache.values, acts.control, B, 1, config.C, config.NH)
+            assert not acts.arrived.get().any()
+            return acts.atty[:B].get().view(np.uint8)
+
+    many, one = (decoders(config, dtype, n)[0] for n in (B, 1))
+    query = rng.standard_normal((B, config.C), dtype=np.float32)
+    shape = B, config.NH, config.maxT, config.C // config.NH
+    keys, values = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
+    keys[:, :, position + 1 :] = values[:, :, position + 1 :] = np.nan
+    together = attention(many, B, query, keys, values)
+    for b in (0, 23, 69):
+        alone = attention(one, 1, *(x[b : b + 1] for x in (query, keys, values)))
+        assert np.array_equal(together[b : b + 1], alone)
 
 
 def check_tiles(tiles, logits, V):
@@ -231,7 +264,7 @@ def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, prompt, co
     config, same, alone = MODELS[1], 0, {}
     prompt = np.random.default_rng(1).integers(0, config.V, (1, prompt), dtype=np.int32)
     for choice in CHOICES:
-        for B in (1, 3, 20):
+        for B in (1, 3, 20, 70):
             ours, cpu = decoders(config, "float32", B)
             texts = []
             for decoder in (ours, cpu, ours):
@@ -240,7 +273,7 @@ def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, prompt, co
             assert np.array_equal(texts[0], texts[2]), "the same again"
             assert np.array_equal(texts[0][:1], alone.setdefault(choice, texts[0][:1]))
             same += (texts[0] == texts[1]).all(-1).sum()
-    assert same >= 70, f"{same} of 72 texts are the CPU's"
+    assert same >= 275, f"{same} of 282 texts are the CPU's"
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))

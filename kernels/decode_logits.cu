@@ -1,0 +1,180 @@
+// The classifier of text generation (see decode.cu): logits (N,Vp) = x @ wte^T, and what decode_sample needs of each
+// tile of ROWS of them. Up to 16 rows of x as the matmuls of a layer; of more, each weight is read once for up to 64.
+
+#include "decode_matmul.cuh"
+
+// exp((x - largest) / temperature); x is -INFINITE for what is no token.
+__device__ inline float exponential(float x, float largest, float temperature) {
+    const float difference = x - (largest == -INFINITE ? 0.0f : largest);
+    return expf(temperature == 1.0f ? difference : difference / temperature);
+}
+
+MATMUL decode_logits(float* logits, Tile* tiles, float* residual, const float* inp, const float* branches,
+                     const element* branch_bias, const element* normed, const element* ln_weight,
+                     const element* ln_bias, const element* wte, const Control* control, int N, int stages) {
+    const Group rows(N);
+    const float temperature = control->temperature;
+    normalized_matmul<4>({residual, inp, branches, branch_bias}, normed, ln_weight, ln_bias, wte, nullptr, Vp, rows, N,
+                         stages, [&](int row, int i, float x) {
+        const float counted = row < V ? x : -INFINITE;
+        float largest = counted;
+#pragma unroll
+        for (int distance = 1; distance < ROWS; distance *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+        }
+        const auto sum_over_tile = [&](float temperature) {
+            float y = exponential(counted, largest, temperature);
+#pragma unroll
+            for (int distance = 1; distance < ROWS; distance *= 2) y += __shfl_xor_sync(0xffffffff, y, distance);
+            return y;
+        };
+        const float plain_sum = sum_over_tile(1.0f);
+        float sum = plain_sum;  // for a temperature of 0, nobody reads it
+        if (temperature != 1.0f && temperature != 0.0f) sum = sum_over_tile(temperature);
+        if (i >= rows.N) return;
+        const int64 n = rows.begin + i;
+        logits[n * Vp + row] = x;
+        if (row % ROWS == 0) tiles[(n * Vp + row) / ROWS] = {largest, sum, plain_sum};
+    });
+}
+
+#if DECODE_MANY_STAGES
+
+constexpr int MANY_ROWS = 64;                                     // of wte, at a time
+constexpr int PIECES = WARPS / 2;                                 // of the inner dimension: what two warps have above
+constexpr int X_TILES = DECODE_MANY_TILES, X_EACH = X_TILES / 2;  // of 16 rows of x: of a block, of a warp
+constexpr int PIECE = 2 * STEPS * MANY_ROWS * 4;                  // 16 bytes each, of a stage
+
+static_assert(WARPS == 8, "two warps along x, four along wte, and each requests 8 rows of that");
+
+// One or two tiles of 16 rows of x by 16 rows of wte: sums in the order of matmul_rows.
+typedef FragmentD ManySums[X_EACH][2];
+
+// A stage of the ring has, of MANY_ROWS rows of wte, the chunks of two of matmul_rows's warps.
+__device__ inline void request_piece(uint4* to, const element* rows, int piece) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const element* const from = rows + (8 * warp + lane / 4) * C;
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; i++) {
+        const int w = 2 * piece + i / STEPS, step = i % STEPS;
+        if (!exists(step, w)) continue;
+        copy_async(to + (i * MANY_ROWS / 8 + warp) * 32 + lane,
+                   reinterpret_cast<const uint4*>(from + begin_of(step, w)), true);
+    }
+}
+
+__device__ inline void multiply_piece(ManySums& sums, const element* x, const uint4* weights, int piece) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int w = 2 * piece + half;
+        Sums d[X_EACH][2] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const bool there = exists(step, w);
+            uint4 weight[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                weight[k] = there ? weights[((half * STEPS + step) * MANY_ROWS / 8 + k) * 32 + lane] : uint4{};
+            }
+#pragma unroll
+            for (int n = 0; n < X_EACH; n++) {
+                const element* const row = x + (16 * n + lane / 4) * STRIDE + begin_of(step, w);
+                Inputs inputs = {};
+                if (there) inputs = {load_bits(row), load_bits(row + 8 * STRIDE)};
+#pragma unroll
+                for (int k = 0; k < 2; k++) multiply(d[n][k], inputs, weight[k]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < X_EACH; n++) {
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[n][k][e] += d[n][k][0][e] + d[n][k][1][e];
+            }
+        }
+    }
+}
+
+// What decode_logits does with its sums, for four lanes that have a row of x: n. row: of wte, the first one of a lane's.
+__device__ inline void finish_tiles(float* logits, Tile* tiles, const float (&x)[2][2], int64 n, int row, bool write,
+                                    float temperature) {
+    constexpr int PER_TILE = ROWS / 8;
+#pragma unroll
+    for (int first = 0; first < 2; first += PER_TILE) {
+        float counted[PER_TILE][2], largest = -INFINITE;
+#pragma unroll
+        for (int k = 0; k < PER_TILE; k++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                counted[k][e] = row + 8 * (first + k) + e < V ? x[first + k][e] : -INFINITE;
+                largest = fmaxf(largest, counted[k][e]);
+            }
+        }
+        largest = quad_max(largest);
+        const auto sum_over_tile = [&](float temperature) {  // in decode_logits's order
+            const auto sum = [&](int k) {
+                return quad_sum(exponential(counted[k][0], largest, temperature) +
+                                exponential(counted[k][1], largest, temperature));
+            };
+            return PER_TILE == 2 ? sum(0) + sum(PER_TILE - 1) : sum(0);
+        };
+        const float plain_sum = sum_over_tile(1.0f);
+        float sum = plain_sum;
+        if (temperature != 1.0f && temperature != 0.0f) sum = sum_over_tile(temperature);
+        if (write && threadIdx.x % 4 == 0) tiles[(n * Vp + row + 8 * first) / ROWS] = {largest, sum, plain_sum};
+    }
+#pragma unroll
+    for (int k = 0; write && k < 2; k++) {
+        *reinterpret_cast<float2*>(logits + n * Vp + row + 8 * k) = {x[k][0], x[k][1]};
+    }
+}
+
+// Block (THREADS); grid (up to Vp / 64, N / (16 * X_TILES) rounded up). Shared memory: DECODE_MANY_STAGES pieces of
+// weights, rows of x.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+decode_logits_many(float* logits, Tile* tiles, const element* normed, const element* wte, const Control* control,
+                   int N) {
+    constexpr int STAGES = DECODE_MANY_STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int begin = blockIdx.y * 16 * X_TILES, rows = min(16 * X_TILES, N - begin);
+    const int count = (Vp / MANY_ROWS - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);  // of MANY_ROWS
+    const auto row_of = [&](int i) { return int(blockIdx.x + i * gridDim.x) * MANY_ROWS; };
+    const auto weights = [](int k) { return shared + k % STAGES * PIECE; };
+    const auto request = [&](int k) {
+        if (k < count * PIECES) request_piece(weights(k), wte + int64(row_of(k / PIECES)) * C, k % PIECES);
+        copies_commit();
+    };
+    let_next_begin();
+    for (int k = 0; k < STAGES - 1; k++) request(k);
+    const float temperature = control->temperature;
+    element* const x = reinterpret_cast<element*>(shared + STAGES * PIECE);
+    wait_for_inputs();
+#pragma unroll 8
+    for (int i = threadIdx.x; i < 16 * X_TILES * C / PACK; i += THREADS) {
+        const int n = i / (C / PACK), c = i % (C / PACK) * PACK;
+        *reinterpret_cast<uint4*>(x + n * STRIDE + c) =
+            n < rows ? load_bits(normed + int64(begin + n) * C + c) : uint4{};
+    }
+    const int first = warp / 4 * 16 * X_EACH, column = warp % 4 * 16;  // this warp's, of rows of x and of wte
+    for (int i = 0, k = 0; i < count; i++) {
+        ManySums sums = {};
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES; piece++, k++) {
+            copies_wait<STAGES - 2>();
+            __syncthreads();  // this stage is there, and all have read the one before it
+            request(k + STAGES - 1);
+            multiply_piece(sums, x + first * STRIDE, weights(k) + column * 4, piece);
+        }
+#pragma unroll
+        for (int n = 0; n < 2 * X_EACH; n++) {
+            const FragmentD(&both)[2] = sums[n / 2];
+            const int h = n % 2 * 2, at = first + 8 * n + lane / 4;
+            finish_tiles(logits, tiles, {{both[0][h], both[0][h + 1]}, {both[1][h], both[1][h + 1]}}, begin + at,
+                         row_of(i) + column + lane % 4 * 2, at < rows, temperature);
+        }
+    }
+}
+
+#endif
