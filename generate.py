@@ -27,8 +27,7 @@ from llmc.checkpoint import checkpoint_paths, newest_checkpoint, read_model
 from llmc.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, run_main
 from llmc.sampler import Choice, Random, Writer, end_of_text
-from llmc.tokenizer import Tokenizer, read_tokenizer
-from prepro import load_encoding
+from llmc.tokenizer import EOT, Tokenizer, read_tokenizer
 from train_gpt2 import Decoder, parameter_table
 from train_gpt2_cuda import open_decoder
 
@@ -67,34 +66,42 @@ def make_decoder(config, params, args):
 
 
 def load_vocabulary(model, V, path=None):
-    """The Tokenizer of a model with V tokens: of the file `path`; else of tokenizer.bin beside the model; else, by V,
-    GPT-2's or bytes; else None."""
-    beside = os.path.join(model if os.path.isdir(model) else os.path.dirname(model), "tokenizer.bin")
-    path = beside if path is None and os.path.lexists(beside) else path
+    """The Tokenizer of a model with V tokens: of the file `path`; else of tokenizer.bin beside the model, a run's, or
+    of gpt2_tokenizer.bin, export_weights.py's, if V is GPT-2's; else, by V, GPT-2's or bytes; else None."""
+    directory = model if os.path.isdir(model) else os.path.dirname(model)
+    beside = [os.path.join(directory, name) for name in ("tokenizer.bin", "gpt2_tokenizer.bin")]
+    if path is None:
+        path = next(filter(os.path.lexists, beside if V == GPT2_V else beside[:1]), None)
     if path is not None:
         tokenizer = read_tokenizer(path)
         if len(tokenizer.tokens) != V:
             raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={V}: pass"
                             " --tokenizer FILE")
         return tokenizer
-    if V in KNOWN:
+    if V == 257:
+        return Tokenizer([*(bytes([byte]) for byte in range(256)), EOT.encode()], 256)
+    if V == GPT2_V:
+        from prepro import load_encoding  # here: tiktoken is slow to import, which a file saves
+
         try:
-            encoding = load_encoding(KNOWN[V])
+            encoding = load_encoding("gpt2")
             return Tokenizer([encoding.decode_single_token_bytes(id) for id in range(V)], encoding.eot_token)
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
-    print(f"warning: {beside}: no such file: what tokens stand for is not known; name one with --tokenizer FILE",
+    print(f"warning: {beside[0]}: no such file: what tokens stand for is not known; name one with --tokenizer FILE",
           file=sys.stderr)
     return None
 
 
-KNOWN = {50257: "gpt2", 257: "bytes"}
+GPT2_V = 50257
 
 
 def encode(text, tokenizer):
     """The ids of a text: by tiktoken in GPT-2's vocabulary, else letter by letter, or a letter's bytes."""
     text = text.encode(errors="surrogateescape").decode(errors="replace")  # as a command line has what is not UTF-8
-    if len(tokenizer.tokens) == 50257:
+    if len(tokenizer.tokens) == GPT2_V:
+        from prepro import load_encoding  # here: tiktoken is slow to import
+
         ids = load_encoding("gpt2").encode_ordinary(text)
         if b"".join(tokenizer.tokens[id] for id in ids) != text.encode():
             raise UserError("--prompt: the tokenizer file is not GPT-2's vocabulary: pass --prompt_ids")

@@ -119,12 +119,12 @@ def compile_kernels(name, arch, constants):
             source = f.read()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    from cuda.core import Program, ProgramOptions  # here: open_gpu says in a line what is not installed
-
-    options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
-                             define_macro=[(key, str(value)) for key, value in constants.items()],
-                             split_compile=0)  # a file's kernels on all cores
     try:
+        from cuda.core import Program, ProgramOptions  # here: slow to import, with no use where the cache has all
+
+        options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
+                                 define_macro=[(key, str(value)) for key, value in constants.items()],
+                                 split_compile=0)  # a file's kernels on all cores
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except Exception as error:  # cuda.core has a class of its own for each way to fail
         lines = str(error).splitlines()

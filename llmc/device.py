@@ -4,6 +4,7 @@ Nothing here knows a layer: whoever loads kernels says which files, with which c
 """
 
 import contextlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -23,15 +24,15 @@ os.environ.setdefault("CUPY_CACHE_DIR", tempfile.gettempdir())
 
 try:
     import cupy as cp
-    import cuda.core  # noqa: F401  (the compiler's front end)
     from cuda.bindings import driver
-    from nvmath.bindings import cublasLt
 
-    MISSING = None
-    GPU_ERRORS = cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError, cublasLt.cuBLASLtError
+    for package in ("cuda.core", "nvmath"):  # slow to import: compiler.py and matmul.py do it at need
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
+    MISSING, GPU_ERRORS = None, {cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError}
 except ImportError as error:
-    MISSING, GPU_ERRORS = error, ()
-    cp = driver = cublasLt = None
+    MISSING, GPU_ERRORS = error, set()
+    cp = driver = None
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the GPU at hand
@@ -118,7 +119,7 @@ def gpu_errors_as_lines():
     """For a program's main(): what CUDA or one of its libraries reports is a line, too."""
     try:
         yield
-    except GPU_ERRORS as error:
+    except tuple(GPU_ERRORS) as error:
         raise UserError(f"the GPU or one of CUDA's libraries failed ({str(error).splitlines()[0]}): if for want of"
                         " memory, or as it could not be initialized, another process may hold the GPU's memory: see"
                         " nvidia-smi") from None

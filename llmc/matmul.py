@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from llmc.compiler import kernel_key
-from llmc.device import cp, cublasLt, measure
+from llmc.device import GPU_ERRORS, cp, measure
 from llmc.errors import UserError
 from llmc.kernels import LONGEST_CHAIN, blocks
 
@@ -119,8 +119,8 @@ class Matmul:
         if recorded.get("on") != self.identity:
             return False
         for value in recorded["algorithms"].values():
-            if not isinstance(value, str):
-                np.array([(value,)], cublasLt.matmul_algo_dtype)
+            if not isinstance(value, str) and np.array(value, np.uint64).shape != (8,):
+                raise ValueError("no cublasLtMatmulAlgo_t")
         self.recorded = recorded["algorithms"]
         self.known = {**self.known, **self.recorded}
         return True
@@ -238,17 +238,23 @@ CANDIDATES = 32  # algorithms that a search times
 # the chains are added to each other in float32: dev/matmul.md. (A bfloat16 result hides it.)
 FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
 
+cublasLt = None  # nvmath's bindings, from the first CublasLt on
+
 
 class CublasLt:
     """Matmuls by the algorithms that cuBLASLt proposes, of which the fastest is searched."""
 
     def __init__(self, matmul):
+        global cublasLt
         self.matmul, self.device, self.precision = matmul, matmul.device, matmul.precision
         try:
+            from nvmath.bindings import cublasLt  # here: it takes 0.3 s, and text generation has no use for it
+
+            GPU_ERRORS.add(cublasLt.cuBLASLtError)
             self.handle, self.version = cublasLt.create(), cublasLt.get_version()
-        except RuntimeError as error:
+        except (ImportError, RuntimeError) as error:
             raise UserError(f"cuBLASLt cannot be loaded ({str(error).splitlines()[0]}): pip install"
-                            " nvidia-cublas") from None
+                            " -r requirements-gpu.txt nvidia-cublas") from None
         self.plans = {}
 
     def multiply(self, out, a, b, bias=None, accumulate=False, scale=1.0):

@@ -403,10 +403,11 @@ def fake_gpu(monkeypatch, tmp_path):
     """A FakeGPU, which the modules of the GPU use until the test is over; kernels are not compiled."""
     fake = FakeGPU()
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
-    for module, names in ((llmc.device, ("cp", "driver", "cublasLt")), (llmc.matmul, ("cp", "cublasLt")),
-                          (train_gpt2_cuda, ("cp",))):
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(fake, name), raising=False)
+    for module in (llmc.device, llmc.matmul, train_gpt2_cuda):
+        monkeypatch.setattr(module, "cp", fake.cp)
+    monkeypatch.setattr(llmc.device, "driver", fake.driver)
+    monkeypatch.setitem(sys.modules, "nvmath.bindings", fake)
+    monkeypatch.setattr(llmc.matmul, "cublasLt", None)
     monkeypatch.setattr(llmc.device, "MISSING", None)
     monkeypatch.setattr(llmc.device, "launch_early", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(llmc.device, "prepare_kernels", lambda cache, arch, files: ([file.name for file in files], 0))

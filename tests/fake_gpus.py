@@ -203,11 +203,10 @@ def main():
             chosen.append(self.index)
 
     fake.cp.cuda.Device = Device
-    for module, names in ((llmc.device, ("cp", "driver", "cublasLt")), (llmc.matmul, ("cp", "cublasLt")),
-                          (cuda, ("cp",))):
-        for name in names:
-            setattr(module, name, getattr(fake, name))
-    llmc.device.MISSING, llmc.device.GPU_ERRORS = None, ()
+    for module in (llmc.device, llmc.matmul, cuda):
+        module.cp = fake.cp
+    llmc.device.driver, llmc.device.MISSING = fake.driver, None
+    sys.modules["nvmath.bindings"] = fake
     llmc.device.launch_early = lambda function, *arguments: function(*arguments)
     llmc.device.prepare_kernels = lambda cache, arch, files: ([file.name for file in files], 0)
     cuda.Nccl = Messages

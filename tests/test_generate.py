@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -177,6 +178,18 @@ def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here):
     assert text_of("--prompt", "αβ", "--tokens", 2) == "αβ" + 2 * chr(0x3B1 + 33) + "\n"
     assert_one_line_error(run_here(generate, MODEL, "--prompt", "abc", check=False), "--prompt", "'a'")
     assert text_of("--tokenizer", "gpt2_tokenizer.bin", "--prompt", "a", "--tokens", 1) == "a!\n"
+
+
+def test_what_it_does_not_need_is_not_imported(workplace):
+    """With the vocabulary that export_weights.py writes beside the model, ids become text without tiktoken."""
+    config = SMALL.__class__(**{**vars(SMALL), "V": 50257, "Vp": 50304})
+    write_model(MODEL, config, random_params(config))
+    write_tokenizer("gpt2_tokenizer.bin", [b"!"] * 50257, 50256)
+    code = ("import sys, generate; generate.main();"
+            "assert not sys.modules.keys() & {'torch', 'tiktoken', 'requests', 'nvmath', 'cuda.core'}")
+    command = [sys.executable, "-c", code, MODEL, "--prompt_ids", "1", "2", "--tokens", "3", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout == "!!!!!\n"
 
 
 def test_the_newest_model_of_a_run(workplace, run_here):

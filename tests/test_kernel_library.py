@@ -259,7 +259,7 @@ def test_a_file_is_compiled_once(fake_cupy, monkeypatch, tmp_path):
 
 
 def test_a_call_that_the_gpu_refuses_is_named(fake_cupy, monkeypatch):
-    monkeypatch.setattr(llmc.device, "GPU_ERRORS", OSError)
+    monkeypatch.setattr(llmc.device, "GPU_ERRORS", {OSError})
 
     def run(layer, fake, a, block):
         raise OSError("CUDA_ERROR_ILLEGAL_ADDRESS")

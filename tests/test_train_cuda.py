@@ -104,6 +104,30 @@ def test_with_a_package_missing_it_names_it(tmp_path):
         assert_one_line_error(done, what, "pip install -r requirements-gpu.txt", "python train_gpt2.py")
 
 
+@pytest.mark.parametrize("package", ("cuda.core", "nvmath"))
+def test_with_a_package_missing_that_is_imported_later(package):
+    pytest.importorskip("cupy")
+    code = (f"import sys; sys.modules['{package}'] = None; import train_gpt2_cuda;"
+            "train_gpt2_cuda.run_main(train_gpt2_cuda.main)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert_one_line_error(done, f"the Python package {package} cannot be imported", "pip install -r")
+
+
+def test_cublaslt_s_bindings_that_cannot_be_loaded(workplace, fake_gpu, run_here, monkeypatch):
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
+    assert_one_line_error(run_here(cuda, *FAST, check=False), "cuBLASLt cannot be loaded", "pip install -r")
+
+
+def test_an_error_of_cublaslt_is_one_line(workplace, fake_gpu, run_here, monkeypatch):
+    def fails(*_):
+        raise fake_gpu.cublasLt.cuBLASLtError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    monkeypatch.setattr(fake_gpu.cublasLt, "matmul_algo_get_heuristic", fails)
+    assert_one_line_error(run_here(cuda, *FAST, check=False), "failed (CUBLAS_STATUS_ALLOC_FAILED)", "nvidia-smi")
+
+
 @pytest.mark.parametrize("package, message", (("nvidia-cuda-nvrtc", "Failure finding \"libnvrtc.so\""),
                                               ("nvidia-cuda-runtime", "cannot open source file \"cuda_bf16.h\"")))
 def test_without_a_compiler_or_its_headers_it_names_the_package(package, message, monkeypatch):

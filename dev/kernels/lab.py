@@ -279,7 +279,7 @@ def run_version(layer, lab, arrays, found, block):
     try:
         found.run(layer, lab, SimpleNamespace(**arrays), block)
         lab.stream.synchronize()
-    except llmc.device.GPU_ERRORS as error:
+    except tuple(llmc.device.GPU_ERRORS) as error:
         raise UserError(f"{layer.name} {found.name}, block {block}, {layer.describe()}: {error}") from None
 
 
