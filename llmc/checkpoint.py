@@ -104,7 +104,7 @@ def read_model(path, parameter_table, mend=EXPORT):
                 if version == 5:
                     bits = np.empty(piece.size, np.uint16)
                     read_into(f, bits)
-                    piece[:] = bf16_to_float32(bits)
+                    bf16_to_float32(bits, out=piece)
                 else:
                     read_into(f, piece)
     check_finite(path, params, mend)
