@@ -1375,7 +1375,8 @@ STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels decla
 def open_trainer(gpu, config, params, settings, ranks=ALONE):
     """A Trainer of this model on this GPU; `settings` are settled. The first rank draws the samples."""
     text = settings.sample_every > 0 and ranks.is_first
-    device, matmul = open_device(gpu, config, settings.precision, Cache(), settings.matmul, text)
+    cache = Cache(speaks=ranks.is_first)
+    device, matmul = open_device(gpu, config, settings.precision, cache, settings.matmul, text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(GPT2, config, settings, matmul, params, ranks)
 

@@ -31,9 +31,11 @@ class Cache:
     When the directory cannot be written to, what would go there goes to a temporary one, with one warning.
     """
 
-    def __init__(self, path=None):
+    def __init__(self, path=None, speaks=True):
+        """speaks: whether this process is the one to say what is going on; of several ranks, the first."""
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.path = path or os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
+        self.speaks = speaks
         self.temporary, self.lock = None, threading.Lock()  # kernels are compiled, and kept, by several threads
 
     def find(self, key, suffix):
@@ -44,7 +46,7 @@ class Cache:
                     content = f.read()
                     if path.endswith(f"-{digest(content)}{suffix}"):
                         return path, content
-                print(f"warning: {path}: is damaged, and made again", file=sys.stderr)
+                self.say(f"warning: {path}: is damaged, and made again")
                 with contextlib.suppress(OSError):
                     os.unlink(path)
         return None
@@ -60,9 +62,8 @@ class Cache:
                 except (OSError, UserError) as error:
                     self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
                     reason = getattr(error, "strerror", None) or error
-                    print(f"warning: {self.path}: cannot be written ({reason}); the next start compiles and searches"
-                          " again, and may round differently. TRAIN_GPT2_CACHE=DIR names another directory",
-                          file=sys.stderr)
+                    self.say(f"warning: {self.path}: cannot be written ({reason}); the next start compiles and searches"
+                             " again, and may round differently. TRAIN_GPT2_CACHE=DIR names another directory")
             return self.write(os.path.join(self.temporary.name, name), content)
 
     def write(self, path, content):
@@ -87,9 +88,14 @@ class Cache:
                     try:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     except BlockingIOError:
-                        print(notice, end="", file=sys.stderr, flush=True)
+                        if notice:
+                            self.say(notice)
                         fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    def say(self, text):
+        if self.speaks:
+            print(text, file=sys.stderr, flush=True)
 
 
 def digest(content):

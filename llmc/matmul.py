@@ -89,7 +89,7 @@ class Matmul:
         """While this lasts, ways that neither the cache nor a checkpoint knows are timed; then, the cache knows them.
         One process after the other: two at a time would disturb each other, and choose differently. Not `alone`: for
         a process that has another rank's choices."""
-        notice = "another process searches for the fastest matmuls: this one waits for it\n"
+        notice = "another process searches for the fastest matmuls: this one waits for it"
         with self.cache.exclusive("searching", notice) if alone else contextlib.nullcontext():
             found = self.cache.find(self.cache_key(), ".json")
             cached = json.loads(found[1]) if found else {}

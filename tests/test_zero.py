@@ -486,6 +486,13 @@ def test_what_all_ranks_find_is_said_once(heads, flags, words):
     assert_one_line_error(fake_run(*flags, check=False), *words)
 
 
+def test_a_cache_that_cannot_be_written_is_said_once(heads):
+    (heads / "file").write_text("")
+    flags = ("--gpus", 2, "-d", 32, *MANY, "-x", 1)
+    done = run_program("tests/fake_gpus.py", *flags, TRAIN_GPT2_CACHE=str(heads / "file" / "cache"))
+    assert len(re.findall("warning: .*file/cache: cannot be written", done.stderr)) == 1
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # speed
 
