@@ -420,28 +420,35 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
     Every rank writes its state; the first one the model, whose `params` it alone needs, and, after all, the marker.
 
     notes: what else the run needs to go on as before, as a dict for JSON. version: 3 for float32 weights, 5 for
-    bfloat16 ones. Raises UserError, and leaves none of this rank's files, when weights or moments are not finite or the
-    disk is full.
+    bfloat16 ones. Raises UserError on all ranks, and leaves no file of this step, when weights or moments are not
+    finite or one rank's disk is full.
     """
-    kept = f"the last checkpoint, if any, is kept: {DIVERGED}"
-    if ranks.is_first:
-        check_finite(f"after {progress.step} steps", params, kept)
-    owned.check(f"after {progress.step} steps", kept)
     model, state, done = checkpoint_paths(directory, progress.step)
     state = rank_path(state, ranks.rank)
     paths = (model, state, done) if ranks.is_first else (state,)
-    try:
-        crc = ranks.gather(write_model(model, config, params, version) if ranks.is_first else None)[0]
-        write_optimizer_state(state, owned, progress._replace(model_crc=crc))
-        ranks.gather(None)  # all states are there
+
+    def check():
+        kept = f"the last checkpoint, if any, is kept: {DIVERGED}"
         if ranks.is_first:
-            with replacing(done) as f:
-                if notes:
-                    f.write(json.dumps(notes, indent=1).encode() + b"\n")
-    except BaseException:
+            check_finite(f"after {progress.step} steps", params, kept)
+        owned.check(f"after {progress.step} steps", kept)
+
+    def write_marker():
+        with replacing(done) as f:
+            if notes:
+                f.write(json.dumps(notes, indent=1).encode() + b"\n")
+
+    ranks.attempt(check)
+    try:
+        crc = ranks.attempt(lambda: write_model(model, config, params, version) if ranks.is_first else None)[0]
+        ranks.attempt(lambda: write_optimizer_state(state, owned, progress._replace(model_crc=crc)))
+        ranks.attempt(lambda: write_marker() if ranks.is_first else None)
+    except BaseException as error:
         for path in reversed(paths):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        if isinstance(error, UserError):  # which all ranks raise: the first to go on would end the others
+            ranks.gather(None)
         raise
 
 

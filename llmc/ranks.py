@@ -131,6 +131,20 @@ class Ranks:
             peer.send("values", values)
         return values
 
+    def attempt(self, function):
+        """What function() gives on each rank, in their order, on every rank. Where it raises UserError on one, all
+        do."""
+        value, error = None, None
+        try:
+            value = function()
+        except UserError as raised:
+            error = str(raised)
+        results = self.gather([value, error])
+        for rank, (_, error) in enumerate(results):
+            if error is not None:
+                raise UserError(f"rank {rank}: {error}" if rank else error)
+        return [value for value, _ in results]
+
     def any(self, number):
         """The largest of all ranks' numbers, where None counts as 0; None where all are None."""
         numbers = self.gather(number)

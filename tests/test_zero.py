@@ -28,6 +28,7 @@ from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_che
                              write_optimizer_state)
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
+from llmc.ranks import Ranks
 from llmc.settings import parse_settings
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
@@ -97,6 +98,8 @@ class ThreadRanks(Collectives):
         values = list(self.shared.values)
         self.shared.barrier.wait()
         return values
+
+    attempt = Ranks.attempt
 
     def exchange(self, sends, receives, stream):
         stream.launched += 1
@@ -484,6 +487,29 @@ def test_a_signal_stops_all_at_one_step(heads, number):
 ))
 def test_what_all_ranks_find_is_said_once(heads, flags, words):
     assert_one_line_error(fake_run(*flags, check=False), *words)
+
+
+@pytest.mark.parametrize("name", ("model_00000002.bin", "state_00000002_00000.bin", "state_00000002_00001.bin",
+                                  "DONE_00000002"))
+def test_a_checkpoint_that_one_rank_cannot_write(heads, name):
+    """None of its files is left, on any rank; the one before stays."""
+    os.makedirs(heads / "run" / f"{name}.tmp")
+    done = fake_run("--gpus", 2, "-n", 1, "-d", 32, *MANY, "-x", 3, check=False)
+    assert_one_line_error(done, f"run/{name}: cannot be written")
+    assert [path for path in os.listdir("run") if "00000002" in path] == [f"{name}.tmp"]
+    fake_run("--gpus", 2, "-d", 32, *MANY, "-x", 1, "-y", 1)
+
+
+def test_moments_of_one_rank_that_are_not_finite(tmp_path):
+    def work(ranks):
+        params, shares = random_params(SMALL_HEADS), Shares(TABLES["small"], 2)
+        moments = np.full((2, shares.share_size(ranks.rank)), np.nan if ranks.rank else 0, np.float32)
+        with pytest.raises(cuda.UserError, match="^rank 1: after 3 steps: .*AdamW's m"):
+            save_checkpoint(str(tmp_path), SMALL_HEADS, params, Owned(shares, ranks.rank, *moments),
+                            Progress(3, 1, Position(), (2, 8, 0)), ranks=ranks)
+
+    on_ranks(2, work)
+    assert not os.listdir(tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_said_once(heads):
