@@ -212,17 +212,19 @@ def parse_arguments():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--prompt", help="the text to go on from; -: what standard input has", default=argparse.SUPPRESS)
-    group.add_argument("--prompt_ids", type=int, nargs="+", metavar="ID", help="the same as token ids",
+    group.add_argument("--prompt", default=argparse.SUPPRESS,
+                       help="the text to go on from; -: read it from standard input (default: begin a text)")
+    group.add_argument("--prompt_ids", type=int, nargs="+", metavar="ID", help="the prompt, as token ids",
                        default=argparse.SUPPRESS)
-    group.add_argument("--interactive", action="store_true", help="a prompt from each line of standard input")
-    parser.add_argument("--tokens", type=int, default=100, help="tokens of a sample, at most")
-    parser.add_argument("--samples", type=int, default=1, help="how many")
-    parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits; 0: the likeliest token")
-    parser.add_argument("--top_k", type=int, default=0, help="draw among so many of the likeliest (0: all)")
-    parser.add_argument("--top_p", type=float, default=1.0,
-                        help="draw among the likeliest, as few as have this probability together")
-    parser.add_argument("--seed", type=int, default=1337, help="the same seed, the same text")
+    group.add_argument("--interactive", action="store_true", help="each line of standard input is a prompt")
+    parser.add_argument("--tokens", type=int, metavar="N", default=100, help="tokens of a sample, at most")
+    parser.add_argument("--samples", type=int, metavar="N", default=1, help="texts to write")
+    parser.add_argument("--temperature", type=float, metavar="X", default=1.0,
+                        help="divides the logits; 0: the likeliest token")
+    parser.add_argument("--top_k", type=int, metavar="N", default=0, help="draw among the N likeliest tokens (0: all)")
+    parser.add_argument("--top_p", type=float, metavar="X", default=1.0,
+                        help="draw among the likeliest tokens, as few as have probability X together")
+    parser.add_argument("--seed", type=int, metavar="N", default=1337, help="the same seed, the same text")
     parser.add_argument("--ignore_eot", action="store_true", help="do not stop at end of text")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
                         help="auto: the GPU if there is one")

@@ -34,13 +34,13 @@ class Settings:
                        help="token files: a prefix to _train.bin and _val.bin, or the path or quoted glob of training"
                        " shards")
     val_data: str = option("", "-j", group="files",
-                           help="validation tokens, path or quoted glob (made from -i if not given)")
+                           help="validation tokens, path or quoted glob (default: made from -i)")
     tokenizer: str = option("", group="files",
-                            help="vocabulary, which prints the samples (if not given: PREFIX_tokenizer.bin beside the"
-                            " data, or gpt2_tokenizer.bin)")
+                            help="vocabulary, which prints the samples (default: PREFIX_tokenizer.bin beside the data,"
+                            " or gpt2_tokenizer.bin)")
     output: str = option("", "-o", group="files",
                          help="log file when it ends in .log, else a directory for main.log, checkpoints and the last"
-                         " model")
+                         " model (default: nothing is saved)")
 
     B: int = option(4, "-b", "--batch_size", group="batch", help="sequences in a batch, B")
     T: int = option(64, "-t", "--sequence_length", group="batch", help="tokens in a sequence, T")
@@ -54,8 +54,8 @@ class Settings:
                          help="1: each row of a training batch reads in its own part of a shard: in small batches, rows"
                          " that follow one another are too alike")
     seed: int = option(42, group="batch",
-                       help="of the random weights of -e dN, and of the order of --shuffle 1 (with -y 1, as the run"
-                       " began)")
+                       help="random seed, of the weights of -e dN and of the order of --shuffle 1 (with -y 1, as the"
+                       " run began)")
     steps: int = option(41, "-x", group="batch", help="number of updates")
 
     learning_rate: float = option(1e-4, "-l", group="optimizer", help="peak learning rate")
@@ -71,32 +71,32 @@ class Settings:
     decay: str = option("matrices", group="optimizer", help="what weight decay applies to", choices=("matrices", "all"))
     grad_clip: float = option(0.0, group="optimizer", help="largest global gradient norm (0: no clipping)")
     skip_loss_zscore: float = option(0.0, "-sl", group="optimizer",
-                                     help="skip an update whose loss is an outlier: more than that many standard"
+                                     help="skip an update whose loss is an outlier: more than X standard"
                                      " deviations above the mean of the last 128 (0: never)")
     skip_norm_zscore: float = option(0.0, "-sg", group="optimizer",
-                                     help="skip an update whose gradient norm is an outlier (0: never)")
+                                     help="the same for the gradient norm (0: never)")
 
-    val_every: int = option(10, "-v", group="reports", help="validate every that many steps (0: never)")
+    val_every: int = option(10, "-v", group="reports", help="validate every N steps (0: never)")
     val_batches: int = option(5, "-m", group="reports", help="validation batches, at most")
     hellaswag: int = option(0, group="reports",
                             help="HellaSwag (data/hellaswag_val.bin) at each validation: 1: all of it, N: its first N"
                             " examples (0: never)")
-    sample_every: int = option(20, "-s", group="reports", help="generate text every that many steps (0: never)")
+    sample_every: int = option(20, "-s", group="reports", help="generate text every N steps (0: never)")
     sample_tokens: int = option(64, "-g", group="reports",
                                 help="tokens in a sample, the first (end of text) included; the model sees the last T")
     final_reports: int = option(0, group="reports", choices=(0, 1),
                                 help="1: validate and sample after the last update, whatever -v and -s say")
-    print_every: int = option(1, group="reports", help="print a line every that many steps (a log has all of them)")
+    print_every: int = option(1, group="reports", help="print a line every N steps (a log has all of them)")
     lines: str = option("short", group="reports", choices=("short", "llmc"),
                         help="llmc: print the lines of llm.c of April 2024, to the byte")
     verbose: bool = option(False, group="reports", help="begin with all settings and the memory that each part takes")
 
     checkpoint_every: int = option(0, "-n", group="checkpoints",
-                                   help="save every that many updates, and after the last (0: only after the last)")
+                                   help="save every N updates, and after the last (0: only after the last)")
     checkpoints_keep: int = option(0, "-nk", group="checkpoints",
                                    help="checkpoints to keep, the newest; older ones are deleted (0: keep all)")
     major_checkpoint_every: int = option(0, "-nm", group="checkpoints",
-                                         help="with -nk: keep those of every that many steps for ever (0: none)")
+                                         help="with -nk: keep those of every Nth step for ever (0: none)")
     resume: int = option(0, "-y", group="checkpoints", choices=(0, 1),
                          help="1: continue from the newest complete checkpoint in -o")
 
@@ -176,7 +176,8 @@ def parse_settings(settings_class, description, argv=None):
         else:
             extra["type"] = field.type
             extra.setdefault("metavar", None if "choices" in extra else {int: "N", float: "X", str: "NAME"}[field.type])
-        groups[group].add_argument(*field_flags(field), dest=field.name, default=field.default, **extra)
+        default = argparse.SUPPRESS if field.default == "" else field.default  # whose help says what "" does
+        groups[group].add_argument(*field_flags(field), dest=field.name, default=default, **extra)
     settings = settings_class(**vars(parser.parse_args(argv)))
     settings.check()
     return settings
