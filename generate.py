@@ -81,10 +81,8 @@ def load_vocabulary(model, V, path=None):
     if V == 257:
         return Tokenizer([*(bytes([byte]) for byte in range(256)), EOT.encode()], 256)
     if V == GPT2_V:
-        from prepro import load_encoding  # here: tiktoken is slow to import, which a file saves
-
         try:
-            encoding = load_encoding("gpt2")
+            encoding = gpt2_encoding()
             return Tokenizer([encoding.decode_single_token_bytes(id) for id in range(V)], encoding.eot_token)
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
@@ -96,13 +94,21 @@ def load_vocabulary(model, V, path=None):
 GPT2_V = 50257
 
 
+def gpt2_encoding():
+    """tiktoken's. Raises UserError when it cannot be had."""
+    try:
+        from prepro import load_encoding  # here: it is slow to import, which a vocabulary's file saves
+    except ImportError as error:
+        raise UserError(f"the Python package {error.name} cannot be imported: pip install -r requirements.txt, or pass"
+                        " --tokenizer FILE and --prompt_ids") from None
+    return load_encoding("gpt2")
+
+
 def encode(text, tokenizer):
     """The ids of a text: by tiktoken in GPT-2's vocabulary, else letter by letter, or a letter's bytes."""
     text = text.encode(errors="surrogateescape").decode(errors="replace")  # as a command line has what is not UTF-8
     if len(tokenizer.tokens) == GPT2_V:
-        from prepro import load_encoding  # here: tiktoken is slow to import
-
-        ids = load_encoding("gpt2").encode_ordinary(text)
+        ids = gpt2_encoding().encode_ordinary(text)
         if b"".join(tokenizer.tokens[id] for id in ids) != text.encode():
             raise UserError("--prompt: the tokenizer file is not GPT-2's vocabulary: pass --prompt_ids")
         return ids

@@ -767,9 +767,9 @@ def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
 def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, C, NH):
     """atty (B,T,C) = attention of query (B,T,C) to all positions so far. parts, arrived: scratch, the latter 0."""
     splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
-    many = B * T > 32
-    device.launch("decode_attention" + "_many" * many, (NH, splits, B * T), (WARP * device.geometry.DECODE_WARPS,), atty,
-                  parts, arrived, query, keys, values, control, keys.shape[2], T, early=True)
+    name = "decode_attention" + "_many" * (B * T > 32)  # H200, 12 heads: at 32 rows, both take as long
+    device.launch(name, (NH, splits, B * T), (WARP * device.geometry.DECODE_WARPS,), atty, parts, arrived, query, keys,
+                  values, control, keys.shape[2], T, early=True)
 
 
 def decode_project(device, branches, inp, weight, B, T, C, IC):
@@ -783,12 +783,12 @@ def decode_fc(device, fch_gelu, x, weight, bias, B, T, C):
 
 
 def decode_logits(device, logits, tiles, x, wte, control, B, Vp):
-    """logits (B,Vp) = x @ wte (Vp,C)^T; tiles (B,Vp/16,3) =, for decode_sample."""
+    """logits (B,Vp) = x @ wte (Vp,C)^T; tiles (B,Vp/DECODE_ROWS,3) =, for decode_sample."""
     g = device.geometry
-    if B <= 16 or not g.DECODE_MANY_STAGES:
+    if B <= g.DECODE_X_ROWS or not g.DECODE_MANY_STAGES:
         arguments = logits, tiles, *x, wte, control
         return decode_matmul(device, "decode_logits", arguments, B, Vp, normalizes=x.normed is None)
-    grid = min(device.sm_count, Vp // 64), blocks(B, 16 * g.DECODE_MANY_TILES)
+    grid = min(device.sm_count, Vp // g.DECODE_MANY_ROWS), blocks(B, 16 * g.DECODE_MANY_TILES)
     device.launch("decode_logits_many", grid, (WARP * g.DECODE_WARPS,), logits, tiles, x.normed, wte, control, B,
                   shared=g.DECODE_MANY_SHARED, early=True)
 
@@ -798,7 +798,7 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
     g = device.geometry
     shared = {stages: decode_shared(g, stages, N if normalizes else 0) for stages in (1, 2, 3, 4)}
     resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages, size in shared.items()}
-    tiles, groups = OC // g.DECODE_ROWS, blocks(N, 16)
+    tiles, groups = OC // g.DECODE_ROWS, blocks(N, g.DECODE_X_ROWS)
     grid = min(tiles, max(1, device.sm_count * resident[1] // (groups * parts)))
     if groups > 1:
         grid = blocks(tiles, blocks(tiles, grid))  # equally many tiles each: fewer blocks, which read x less often
@@ -1375,7 +1375,7 @@ STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels decla
 def open_trainer(gpu, config, params, settings, ranks=ALONE):
     """A Trainer of this model on this GPU; `settings` are settled. The first rank draws the samples."""
     text = settings.sample_every > 0 and ranks.is_first
-    cache = Cache(speaks=ranks.is_first)
+    cache = Cache(speaks=ranks.local_rank == 0)
     device, matmul = open_device(gpu, config, settings.precision, cache, settings.matmul, text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(GPT2, config, settings, matmul, params, ranks)

@@ -5,16 +5,17 @@ The losses of train_gpt2_cuda.py beside PyTorch's, from the same weights over th
     python dev/compare_losses.py -e gpt2_d12.bin -b 32 -t 256 -x 500    # longer
     python dev/compare_losses.py -e gpt2_d12.bin --dtype float32        # TF32 matmuls; --tf32 0: float32 ones
     python dev/compare_losses.py -e d12 -i "data/corpus/corpus_train_*.bin" -b 64 -d 524288 -x 1500 -l 6e-4 -u 50 \\
-        -k cosine -c 0.1 --grad_clip 1 --run runs/long --updates 500 --fast 1   # with the first losses of a run that
-                                                                                # was made
+        -k cosine -c 0.1 --grad_clip 1 --run runs/long --updates 500 --fast 1     # a run's first losses
+
 The flags are those of train_gpt2_cuda.py, and three more. PyTorch runs twice. Against bfloat16: in float32, and in
-bfloat16 under autocast; with --fast 1 both compiled, and float32 with TF32 matmuls, for long runs. Against float32: both times with matmuls like ours, TF32 or float32, the second time by other
-kernels: one sequence of the batch after the other, so that cuBLAS has other shapes to choose for,
-F.scaled_dot_product_attention, fused AdamW, and the model's channels in another order, which changes nothing but the
-rounding of every sum. The gap between the two runs is what rounding alone does. Our error is the difference from the
-nearer of the two. Exit status 0 when it is, at most and on average (the root of the mean square over the steps), no
-larger than the gap (and the last printed digit), and in bfloat16 the mean of our last ten losses within 0.02 of that of
-float32.
+bfloat16 under autocast; with --fast 1, for long runs, both compiled, and float32 with TF32 matmuls. Against float32:
+both times with matmuls like ours, TF32 or float32, the second time by other kernels: one sequence of the batch after
+the other, so that cuBLAS has other shapes to choose for, F.scaled_dot_product_attention, fused AdamW, and the channels
+of the model in another order, which changes nothing but the rounding of every sum.
+
+The gap between the two runs is what rounding alone does. Our error is the difference from the nearer of the two. Exit
+status 0 when it is, at most and on average (the root of the mean square over the steps), no larger than the gap (and
+the last printed digit), and in bfloat16 the mean of our last ten losses within 0.02 of that of PyTorch in float32.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class Comparison(CudaSettings):
     run: str = option("", group="comparison", help="the directory or log of our run with these flags, if it was made")
     updates: int = option(0, group="comparison", help="compare so many updates (0: all)")
     fast: int = option(0, group="comparison", choices=(0, 1),
-                       help="1: PyTorch compiled, and TF32 for float32's matmuls, against bfloat16")
+                       help="1: compile PyTorch, and let its float32 run use TF32 matmuls (bfloat16 only)")
 
     AT_LEAST: ClassVar = {**CudaSettings.AT_LEAST, "updates": 0}
 
@@ -152,6 +153,8 @@ def main():
     if not torch.cuda.is_available():
         raise UserError("PyTorch sees no GPU, and this comparison needs one")
     settings.dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    if settings.fast and settings.dtype != "bfloat16":
+        raise UserError("--fast 1: this compares float32 runs: pass --fast 0")
     ours = np.array(run_ours(settings))
     settings.steps = settings.steps or len(ours)
     ours = ours[: settings.updates or len(ours)]

@@ -13,8 +13,8 @@
 // train_gpt2.py's Decoder is the specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows.
 // residual (N,C) and logits (B,Vp) are float32; query and atty (N,C), fch_gelu (N,4C), keys and values (B,NH,maxT,HS)
 // are elements. The position is in GPU memory, so that one graph is every step. `residual` above: what decode_project
-// left in `branches`, a part for each C of its inner dimension, is added to the residual stream. For many rows there are
-// decode_attention_many and decode_logits_many; a row's bits do not depend on who else is there.
+// left in `branches`, a part for each C of its inner dimension, is added to the residual stream. Attention and logits
+// have a kernel for many rows, too; a row's bits do not depend on who else is there.
 //
 // A step reads all weights once: that is its floor; what it waits for otherwise is one kernel after the other. So each
 // begins as early as there is room, requests its weights, and only then waits for its inputs (programmatic dependent
@@ -79,8 +79,8 @@ __device__ inline void merge_parts(const Read& read, int count, float& largest, 
     }
 }
 
-// What both kernels below do. MANY: values pass through shared memory, values_here, COUNT of each thread, which leaves
-// registers for more blocks on a multiprocessor.
+// What both kernels below do. MANY: values are copied to shared memory, COUNT times 16 bytes for each thread, rather
+// than held in registers, so that a multiprocessor has room for three blocks.
 template <bool MANY>
 __device__ inline void attend(element* atty, float* parts, int* arrived, const element* query, const element* keys,
                               const element* values, const Control* control, int maxT, int T, uint4* values_here) {

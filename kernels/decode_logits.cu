@@ -1,5 +1,6 @@
 // The classifier of text generation (see decode.cu): logits (N,Vp) = x @ wte^T, and what decode_sample needs of each
-// tile of ROWS of them. Up to 16 rows of x as the matmuls of a layer; of more, each weight is read once for up to 64.
+// tile of ROWS of them. Up to 16 rows of x as the matmuls of a layer; of more, where shared memory has room for them,
+// each weight is read once for up to 64.
 
 #include "decode_matmul.cuh"
 
@@ -40,17 +41,20 @@ MATMUL decode_logits(float* logits, Tile* tiles, float* residual, const float* i
 
 #if DECODE_MANY_STAGES
 
-constexpr int MANY_ROWS = 64;                                     // of wte, at a time
-constexpr int PIECES = WARPS / 2;                                 // of the inner dimension: what two warps have above
-constexpr int X_TILES = DECODE_MANY_TILES, X_EACH = X_TILES / 2;  // of 16 rows of x: of a block, of a warp
-constexpr int PIECE = 2 * STEPS * MANY_ROWS * 4;                  // 16 bytes each, of a stage
+constexpr int MANY_ROWS = DECODE_MANY_ROWS;       // of wte, at a time
+constexpr int PIECES = WARPS / 2;                 // of a row of wte: each the chunks of two warps of matmul_rows
+constexpr int STAGES = DECODE_MANY_STAGES;        // of a ring of pieces of MANY_ROWS rows
+constexpr int STAGE = 2 * STEPS * MANY_ROWS * 4;  // 16 bytes each
+constexpr int X_TILES = DECODE_MANY_TILES;        // of 16 rows of x, in a block
+constexpr int X_EACH = X_TILES / 2;               // in a warp
 
-static_assert(WARPS == 8, "two warps along x, four along wte, and each requests 8 rows of that");
+static_assert(WARPS == 8 && MANY_ROWS == 64, "two warps along x, four along wte, and each requests 8 rows of that");
+static_assert(ROWS == 16, "a warp has the logits of whole tiles");
+static_assert(16 * (STAGES * STAGE + X_TILES * DECODE_ROW_BYTES) <= DECODE_MANY_SHARED, "the launch makes room");
 
 // One or two tiles of 16 rows of x by 16 rows of wte: sums in the order of matmul_rows.
 typedef FragmentD ManySums[X_EACH][2];
 
-// A stage of the ring has, of MANY_ROWS rows of wte, the chunks of two of matmul_rows's warps.
 __device__ inline void request_piece(uint4* to, const element* rows, int piece) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const element* const from = rows + (8 * warp + lane / 4) * C;
@@ -97,51 +101,47 @@ __device__ inline void multiply_piece(ManySums& sums, const element* x, const ui
     }
 }
 
-// What decode_logits does with its sums, for four lanes that have a row of x: n. row: of wte, the first one of a lane's.
+// What decode_logits does with its sums, of a tile, for four lanes with a row of x: n. row: of wte, a lane's first one.
 __device__ inline void finish_tiles(float* logits, Tile* tiles, const float (&x)[2][2], int64 n, int row, bool write,
                                     float temperature) {
-    constexpr int PER_TILE = ROWS / 8;
+    float counted[2][2], largest = -INFINITE;
 #pragma unroll
-    for (int first = 0; first < 2; first += PER_TILE) {
-        float counted[PER_TILE][2], largest = -INFINITE;
+    for (int k = 0; k < 2; k++) {
 #pragma unroll
-        for (int k = 0; k < PER_TILE; k++) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                counted[k][e] = row + 8 * (first + k) + e < V ? x[first + k][e] : -INFINITE;
-                largest = fmaxf(largest, counted[k][e]);
-            }
+        for (int e = 0; e < 2; e++) {
+            counted[k][e] = row + 8 * k + e < V ? x[k][e] : -INFINITE;
+            largest = fmaxf(largest, counted[k][e]);
         }
-        largest = quad_max(largest);
-        const auto sum_over_tile = [&](float temperature) {  // in decode_logits's order
-            const auto sum = [&](int k) {
-                return quad_sum(exponential(counted[k][0], largest, temperature) +
-                                exponential(counted[k][1], largest, temperature));
-            };
-            return PER_TILE == 2 ? sum(0) + sum(PER_TILE - 1) : sum(0);
-        };
-        const float plain_sum = sum_over_tile(1.0f);
-        float sum = plain_sum;
-        if (temperature != 1.0f && temperature != 0.0f) sum = sum_over_tile(temperature);
-        if (write && threadIdx.x % 4 == 0) tiles[(n * Vp + row + 8 * first) / ROWS] = {largest, sum, plain_sum};
     }
+    largest = quad_max(largest);
+    const auto sum_over_tile = [&](float temperature) {  // in decode_logits's order
+        float sums[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            sums[k] = quad_sum(exponential(counted[k][0], largest, temperature) +
+                               exponential(counted[k][1], largest, temperature));
+        }
+        return sums[0] + sums[1];
+    };
+    const float plain_sum = sum_over_tile(1.0f);
+    float sum = plain_sum;
+    if (temperature != 1.0f && temperature != 0.0f) sum = sum_over_tile(temperature);
+    if (write && threadIdx.x % 4 == 0) tiles[(n * Vp + row) / ROWS] = {largest, sum, plain_sum};
 #pragma unroll
     for (int k = 0; write && k < 2; k++) {
         *reinterpret_cast<float2*>(logits + n * Vp + row + 8 * k) = {x[k][0], x[k][1]};
     }
 }
 
-// Block (THREADS); grid (up to Vp / 64, N / (16 * X_TILES) rounded up). Shared memory: DECODE_MANY_STAGES pieces of
-// weights, rows of x.
+// Block (THREADS); grid (up to Vp / MANY_ROWS, N / (16 * X_TILES) rounded up). Shared memory: the ring, rows of x.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 decode_logits_many(float* logits, Tile* tiles, const element* normed, const element* wte, const Control* control,
                    int N) {
-    constexpr int STAGES = DECODE_MANY_STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int begin = blockIdx.y * 16 * X_TILES, rows = min(16 * X_TILES, N - begin);
     const int count = (Vp / MANY_ROWS - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);  // of MANY_ROWS
     const auto row_of = [&](int i) { return int(blockIdx.x + i * gridDim.x) * MANY_ROWS; };
-    const auto weights = [](int k) { return shared + k % STAGES * PIECE; };
+    const auto weights = [](int k) { return shared + k % STAGES * STAGE; };
     const auto request = [&](int k) {
         if (k < count * PIECES) request_piece(weights(k), wte + int64(row_of(k / PIECES)) * C, k % PIECES);
         copies_commit();
@@ -149,7 +149,7 @@ decode_logits_many(float* logits, Tile* tiles, const element* normed, const elem
     let_next_begin();
     for (int k = 0; k < STAGES - 1; k++) request(k);
     const float temperature = control->temperature;
-    element* const x = reinterpret_cast<element*>(shared + STAGES * PIECE);
+    element* const x = reinterpret_cast<element*>(shared + STAGES * STAGE);
     wait_for_inputs();
 #pragma unroll 8
     for (int i = threadIdx.x; i < 16 * X_TILES * C / PACK; i += THREADS) {

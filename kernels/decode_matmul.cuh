@@ -10,7 +10,7 @@
 
 constexpr int CHUNK = 4 * PACK;  // of the inner dimension, for a warp at a time: 64 bytes
 constexpr int CHUNKS = (C + CHUNK - 1) / CHUNK, STEPS = (CHUNKS + WARPS - 1) / WARPS;  // of a tile; of a warp
-constexpr int X_ROWS = 16;  // of x, in a block
+constexpr int X_ROWS = DECODE_X_ROWS;  // of x, in a block
 constexpr bool KEEP = STEPS <= (BFLOAT16 ? 8 : 4);  // x in registers, while this block has tiles
 
 // Block (THREADS); grid (N / X_ROWS rounded up, up to OC / ROWS, inner dimension / C). OC is a multiple of ROWS. Shared
@@ -24,7 +24,7 @@ constexpr int TILE = CHUNKS * 4 * ROWS;  // 16 bytes each
 constexpr int SUMS = WARPS * X_ROWS * ROWS;  // floats
 constexpr int STRIDE = DECODE_ROW_BYTES / sizeof(element);
 
-static_assert(ROWS == 16 || ROWS == 8, "a fragment has 8 rows of the weight");
+static_assert(X_ROWS == 16 && (ROWS == 16 || ROWS == 8), "a fragment has 16 rows of x, or 8 of the weight");
 static_assert(STRIDE >= C, "the launch makes room for whole rows");
 
 __device__ inline uint4* shared_weights(int stage) { return shared + stage * TILE; }

@@ -32,7 +32,7 @@ class Cache:
     """
 
     def __init__(self, path=None, speaks=True):
-        """speaks: whether this process is the one to say what is going on; of several ranks, the first."""
+        """speaks: whether to print warnings; of several ranks, the first on its machine does."""
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.path = path or os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
         self.speaks = speaks
@@ -132,6 +132,9 @@ def compile_kernels(name, arch, constants):
                                  define_macro=[(key, str(value)) for key, value in constants.items()],
                                  split_compile=0)  # a file's kernels on all cores
         return bytes(Program(source, "c++", options).compile("cubin").code)
+    except ImportError as error:
+        raise UserError(f"the Python package cuda.core cannot be imported ({error}): pip install -r"
+                        " requirements-gpu.txt; or train on the CPU: python train_gpt2.py") from None
     except Exception as error:  # cuda.core has a class of its own for each way to fail
         lines = str(error).splitlines()
         for package, sign in (("nvidia-cuda-nvrtc", "libnvrtc"), ("nvidia-cuda-runtime", 'open source file "cuda_')):

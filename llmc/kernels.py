@@ -237,26 +237,26 @@ def classifier_geometry(config, precision, arch):
 
 
 def decode_geometry(config, precision, shared):
-    """ROWS: of a weight, in a tile of a matmul. FEW: rows of the other operand for which a matmul does the layernorm
-    itself; ROW_BYTES: of one in shared memory. BLOCKS: of a matmul on a multiprocessor, that registers have room for.
-    MANY_TILES: of 16 rows of the other operand, in a block of decode_logits_many; MANY_STAGES: of its ring, 0 where
-    there is no room. ROW_LANES: that read a head's row, 16 bytes each; SPLIT: positions that a block of attention has
-    at a time, 8 for each of these groups of lanes. SHARED: bytes that a block can have."""
+    """A matmul has tiles of ROWS rows of the weight and X_ROWS of the other operand, x, and as many BLOCKS on a
+    multiprocessor as registers have room for. FEW: rows of x for which it does the layernorm itself; ROW_BYTES of one
+    in shared memory. decode_logits_many has MANY_ROWS rows of the weight, MANY_TILES times 16 of x, and a ring of
+    MANY_STAGES stages, 0 where there is no room for it. ROW_LANES read a head's row in attention, 16 bytes each; a
+    block has SPLIT positions at a time, 8 for each of these groups of lanes. SHARED: bytes that a block can have."""
     warps, bf16 = 8, precision.bf16
     row = config.C * (2 if bf16 else 4)
     lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
     geometry = SimpleNamespace(
-        DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter of a warp reads all banks
+        DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter of a warp reads all banks
         DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_SHARED=shared - 2048)  # beside what kernels declare, and the driver keeps
+        DECODE_MANY_ROWS=64, DECODE_SHARED=shared - 2048)  # beside what kernels declare, and the driver keeps
     for geometry.DECODE_ROWS in (16, 8):
         if decode_shared(geometry, 1, geometry.DECODE_FEW) <= geometry.DECODE_SHARED:
             break
     else:
         raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a"
                         " block of this GPU can have: pass -s 0 to train without samples")
-    stage = 2 * 64 * 64 * blocks(row, 64 * warps)  # of 64 rows, what two of the warps of a matmul have
+    stage = 2 * 64 * geometry.DECODE_MANY_ROWS * blocks(row, 64 * warps)  # what two warps of a matmul have of them
     for geometry.DECODE_MANY_TILES in (4, 2):
         rows = 16 * geometry.DECODE_MANY_TILES * geometry.DECODE_ROW_BYTES
         geometry.DECODE_MANY_STAGES = max(0, min(4, (geometry.DECODE_SHARED - rows) // stage))
@@ -269,5 +269,5 @@ def decode_geometry(config, precision, shared):
 def decode_shared(geometry, stages, normalized):
     """Bytes of shared memory of a block of a matmul: tiles of a weight, sums of its warps, rows that it normalizes."""
     g = geometry
-    sums = min(stages, 2) * 4 * g.DECODE_WARPS * 16 * g.DECODE_ROWS
+    sums = min(stages, 2) * 4 * g.DECODE_WARPS * g.DECODE_X_ROWS * g.DECODE_ROWS
     return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalized * g.DECODE_ROW_BYTES

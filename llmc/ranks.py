@@ -140,9 +140,9 @@ class Ranks:
         except UserError as raised:
             error = str(raised)
         results = self.gather([value, error])
-        for rank, (_, error) in enumerate(results):
-            if error is not None:
-                raise UserError(f"rank {rank}: {error}" if rank else error)
+        for rank, (_, failed) in enumerate(results):
+            if failed is not None:
+                raise UserError(f"rank {rank}: {failed}" if rank else failed)
         return [value for value, _ in results]
 
     def any(self, number):

@@ -113,6 +113,12 @@ def test_with_a_package_missing_that_is_imported_later(package):
     assert_one_line_error(done, f"the Python package {package} cannot be imported", "pip install -r")
 
 
+def test_a_compiler_that_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(UserError, match="cuda.core cannot be imported .*pip install -r requirements-gpu.txt"):
+        compile_kernels("gelu", "sm_80", {})
+
+
 def test_cublaslt_s_bindings_that_cannot_be_loaded(workplace, fake_gpu, run_here, monkeypatch):
     write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
     monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
