@@ -90,7 +90,8 @@ class ThreadRanks(Collectives):
     """Of ranks.py's Ranks, and of zero.py's Nccl, what a trainer uses."""
 
     def __init__(self, rank, size, shared):
-        self.rank, self.size, self.is_first, self.shared = rank, size, rank == 0, shared
+        self.rank = self.local_rank = rank
+        self.size, self.is_first, self.shared = size, rank == 0, shared
 
     def gather(self, value):
         self.shared.values[self.rank] = value
