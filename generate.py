@@ -27,7 +27,7 @@ from llmc.checkpoint import checkpoint_paths, newest_checkpoint, read_model
 from llmc.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, run_main
 from llmc.sampler import Choice, Random, Writer, end_of_text
-from llmc.tokenizer import EOT, Tokenizer, read_tokenizer
+from llmc.tokenizer import Tokenizer, read_tokenizer
 from train_gpt2 import Decoder, parameter_table
 from train_gpt2_cuda import open_decoder
 
@@ -71,18 +71,16 @@ def load_vocabulary(model, V, path=None):
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     beside = [os.path.join(directory, name) for name in ("tokenizer.bin", "gpt2_tokenizer.bin")]
     if path is None:
-        path = next(filter(os.path.lexists, beside if V == GPT2_V else beside[:1]), None)
+        path = next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:1]), None)
     if path is not None:
         tokenizer = read_tokenizer(path)
         if len(tokenizer.tokens) != V:
             raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={V}: pass"
                             " --tokenizer FILE")
         return tokenizer
-    if V == 257:
-        return Tokenizer([*(bytes([byte]) for byte in range(256)), EOT.encode()], 256)
-    if V == GPT2_V:
+    if V in KNOWN:
         try:
-            encoding = gpt2_encoding()
+            encoding = known_encoding(V)
             return Tokenizer([encoding.decode_single_token_bytes(id) for id in range(V)], encoding.eot_token)
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
@@ -91,24 +89,25 @@ def load_vocabulary(model, V, path=None):
     return None
 
 
-GPT2_V = 50257
+KNOWN = {50257: "gpt2", 257: "bytes"}
 
 
-def gpt2_encoding():
-    """tiktoken's. Raises UserError when it cannot be had."""
+def known_encoding(V):
+    """tiktoken's, for this V of KNOWN. Raises UserError when it cannot be had."""
     try:
         from prepro import load_encoding  # here: it is slow to import, which a vocabulary's file saves
     except ImportError as error:
         raise UserError(f"the Python package {error.name} cannot be imported: pip install -r requirements.txt, or pass"
                         " --tokenizer FILE and --prompt_ids") from None
-    return load_encoding("gpt2")
+    return load_encoding(KNOWN[V])
 
 
 def encode(text, tokenizer):
     """The ids of a text: by tiktoken in GPT-2's vocabulary, else letter by letter, or a letter's bytes."""
     text = text.encode(errors="surrogateescape").decode(errors="replace")  # as a command line has what is not UTF-8
-    if len(tokenizer.tokens) == GPT2_V:
-        ids = gpt2_encoding().encode_ordinary(text)
+    V = len(tokenizer.tokens)
+    if KNOWN.get(V) == "gpt2":
+        ids = known_encoding(V).encode_ordinary(text)
         if b"".join(tokenizer.tokens[id] for id in ids) != text.encode():
             raise UserError("--prompt: the tokenizer file is not GPT-2's vocabulary: pass --prompt_ids")
         return ids
@@ -117,8 +116,7 @@ def encode(text, tokenizer):
     for letter in text:
         pieces = [letter.encode()] if letter.encode() in known else [bytes([byte]) for byte in letter.encode()]
         if not all(piece in known for piece in pieces):
-            raise UserError(f"--prompt: the letter {letter!r} is not in the model's vocabulary, which has"
-                            f" {len(tokenizer.tokens)} tokens")
+            raise UserError(f"--prompt: the letter {letter!r} is not in the model's vocabulary, which has {V} tokens")
         ids += [known[piece] for piece in pieces]
     return ids
 

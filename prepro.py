@@ -23,9 +23,10 @@ from tqdm import tqdm
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import check_is_file, chunks, make_directory, replacing, together
-from llmc.tokenizer import EOT, write_tokenizer
+from llmc.tokenizer import write_tokenizer
 
 TIMEOUT_SECONDS = 30  # without a byte from the server
+EOT = "<|endoftext|>"
 
 
 def load_encoding(vocabulary, characters=""):

@@ -102,8 +102,8 @@ __device__ inline void multiply_piece(ManySums& sums, const element* x, const ui
 }
 
 // What decode_logits does with its sums, of a tile, for four lanes with a row of x: n. row: of wte, a lane's first one.
-__device__ inline void finish_tiles(float* logits, Tile* tiles, const float (&x)[2][2], int64 n, int row, bool write,
-                                    float temperature) {
+__device__ inline void finish_tile(float* logits, Tile* tiles, const float (&x)[2][2], int64 n, int row, bool write,
+                                   float temperature) {
     float counted[2][2], largest = -INFINITE;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
@@ -171,8 +171,8 @@ decode_logits_many(float* logits, Tile* tiles, const element* normed, const elem
         for (int n = 0; n < 2 * X_EACH; n++) {
             const FragmentD(&both)[2] = sums[n / 2];
             const int h = n % 2 * 2, at = first + 8 * n + lane / 4;
-            finish_tiles(logits, tiles, {{both[0][h], both[0][h + 1]}, {both[1][h], both[1][h + 1]}}, begin + at,
-                         row_of(i) + column + lane % 4 * 2, at < rows, temperature);
+            finish_tile(logits, tiles, {{both[0][h], both[0][h + 1]}, {both[1][h], both[1][h + 1]}}, begin + at,
+                        row_of(i) + column + lane % 4 * 2, at < rows, temperature);
         }
     }
 }

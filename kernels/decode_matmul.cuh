@@ -10,7 +10,7 @@
 
 constexpr int CHUNK = 4 * PACK;  // of the inner dimension, for a warp at a time: 64 bytes
 constexpr int CHUNKS = (C + CHUNK - 1) / CHUNK, STEPS = (CHUNKS + WARPS - 1) / WARPS;  // of a tile; of a warp
-constexpr int X_ROWS = DECODE_X_ROWS;  // of x, in a block
+constexpr int X_ROWS = DECODE_X_ROWS;               // of x, in a block
 constexpr bool KEEP = STEPS <= (BFLOAT16 ? 8 : 4);  // x in registers, while this block has tiles
 
 // Block (THREADS); grid (N / X_ROWS rounded up, up to OC / ROWS, inner dimension / C). OC is a multiple of ROWS. Shared
@@ -20,7 +20,7 @@ constexpr bool KEEP = STEPS <= (BFLOAT16 ? 8 : 4);  // x in registers, while thi
 
 extern __shared__ uint4 shared[];
 
-constexpr int TILE = CHUNKS * 4 * ROWS;  // 16 bytes each
+constexpr int TILE = CHUNKS * 4 * ROWS;      // 16 bytes each
 constexpr int SUMS = WARPS * X_ROWS * ROWS;  // floats
 constexpr int STRIDE = DECODE_ROW_BYTES / sizeof(element);
 

@@ -10,7 +10,6 @@ from llmc.dataloader import tokenizer_beside
 from llmc.errors import UserError
 from llmc.files import TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
-EOT = "<|endoftext|>"
 EXPORT = "make it with: python export_weights.py"
 
 
