@@ -99,6 +99,8 @@ def main():
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="samples at a time")
     parser.add_argument("--no_transformers", action="store_true", help="ours alone")
     args = parser.parse_args()
+    if min(args.batches) < 1:
+        raise UserError(f"--batches {min(args.batches)}: expected at least 1 sample at a time")
     config, params = random_model(args.model, V)
     try:
         gpu = open_gpu()
