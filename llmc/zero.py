@@ -27,7 +27,7 @@ from llmc.tensors import decay_spans
 PARTS = 16  # of a segment: numbers of ranks that divide it cut segments at the same places
 CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
-                   ("index", "i4"), ("decay", "f4")])  # struct Chunk of update.cu
+                   ("index", "i4"), ("decay", "f4"), ("at_random", "i4")], align=True)  # struct Chunk of update.cu
 LARGE = 1 << 22  # elements
 REST = None, None  # embeddings, biases, layernorms: in place of a matrix's name and layer
 
@@ -67,10 +67,12 @@ class Shares:
     def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
         """llmc: as llm.c divides them, which cuts each layer's part of any tensor."""
         self.table, self.ranks, self.cut, self.segments, begin = table, ranks, cut_evenly if llmc else cut, [], 0
-        self.decays = decay_spans(table, weight_decay, decay_all)
+        self.decays, self.layernorms = decay_spans(table, weight_decay, decay_all), set()
         for name, row in table.items():
             is_matrix = row.stacked and row.decays
             count = row.shape[0] if is_matrix or (row.stacked and llmc) else 1
+            if name.startswith("ln"):
+                self.layernorms.add((begin, begin + row.size))
             for l in range(count):
                 key, size = (name, l) if is_matrix else REST, row.size // count
                 if self.segments and key == REST == self.segments[-1][:2] and not llmc:
@@ -134,16 +136,18 @@ class Shares:
         for _, layer, begin, size in self.segments:
             chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
             edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
-            edges |= {start for start, _, _ in self.decays if begin < start < begin + size}
+            starts = itertools.chain((start for start, _, _ in self.decays), *self.layernorms)
+            edges |= {start for start in starts if begin < start < begin + size}
             piece = owned.get(begin)
             for edge, end in itertools.pairwise(sorted(edges)):
                 decay = next(decay for start, stop, decay in self.decays if start <= edge < stop)
+                at_random = any(start <= edge < stop for start, stop in self.layernorms)
                 for flat in range(edge, end, CHUNK):
                     count = min(CHUNK, end - flat)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
                         within = flat - piece.begin
                         chunks.append((piece.local + within, flat, piece.received + within, piece.size, count, index,
-                                       decay))
+                                       decay, at_random))
                     index += 1
         ends = np.cumsum([len(chunks) for chunks in groups]).tolist()
         return np.array([chunk for chunks in groups for chunk in chunks], CHUNKS), ends, index

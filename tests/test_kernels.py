@@ -694,12 +694,12 @@ def test_update_helpers(gpu, tmp_path_factory, precision):
     assert np.unique(numbers).size > (200 if e == "bfloat16" else 0.99 * count)
 
 
-def chunks_of(count, decay=0.0, decayed=0):
+def chunks_of(count, decay=0.0, decayed=0, at_random=0):
     """CHUNKS, on the GPU, of `count` parameters of one GPU, of which the first `decayed` decay."""
     chunks = np.zeros(blocks(count, CHUNK), CHUNKS)
     chunks["local"] = chunks["flat"] = chunks["received"] = CHUNK * np.arange(chunks.size)
     chunks["count"], chunks["index"] = np.minimum(CHUNK, count - chunks["flat"]), np.arange(chunks.size)
-    chunks["decay"] = np.where(chunks["flat"] < decayed, decay, 0.0)
+    chunks["decay"], chunks["at_random"] = np.where(chunks["flat"] < decayed, decay, 0.0), at_random
     return on_gpu(chunks.view(np.uint8))
 
 
@@ -822,12 +822,13 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
     numbers = np.full(count, 1.0 + 0.3 * 2.0**-7, np.float32)  # three tenths of the way from one neighbour to the next
     numbers[count // 2 :] *= -1
     control = cp.zeros(5, np.int64)  # learning rate 0: the weights stay what they are, but for the rounding
-    chunks, zeros = chunks_of(count), cp.zeros(count, np.uint16)
+    zeros = cp.zeros(count, np.uint16)
 
-    def rounded(seed, step):
+    def rounded(seed, step, at_random=0):
         params, master = unwritten(count, dtype="bfloat16"), on_gpu(numbers)
         m, v = cp.zeros(count, np.float32), cp.ones(count, np.float32)
         control[0] = step
+        chunks = chunks_of(count, at_random=at_random)
         cuda.adamw_update(device, params, master, m, v, None, zeros, chunks, 1, control, 0.5, 0.5, seed)
         assert np.array_equal(master.get(), numbers, equal_nan=True)
         return to_float32(params)
@@ -840,6 +841,7 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
     for other in (rounded(8, 1), rounded(7, 2)):
         assert abs(np.mean(first == other) - 0.58) < 0.02, "other seeds and steps choose independently"
     assert np.array_equal(rounded(0, 1), bf16_to_float32(bf16_bits(numbers))), "seed 0: to nearest"
+    assert abs(np.mean(np.abs(rounded(0, 1, at_random=1)) > 1.0) - 0.3) < 0.01, "but for layernorms"
     numbers[:] = np.resize(np.float32([np.nan, np.inf, -np.inf]), count)
     assert np.array_equal(rounded(7, 1), numbers, equal_nan=True), "what is not finite stays so"
 

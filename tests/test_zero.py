@@ -78,7 +78,7 @@ def test_every_element_has_one_owner(table):
         assert (owners == 1).all() and sorted(indices) == list(range(total))
         if PARTS % ranks == 0:
             same = np.sort(np.concatenate([shares.chunks(rank)[0] for rank in range(ranks)]), order="flat")
-            fields = ["flat", "count", "index", "decay"]
+            fields = ["flat", "count", "index", "decay", "at_random"]
             assert same[fields].tolist() == np.sort(alone.chunks(0)[0], order="flat")[fields].tolist()
 
 
