@@ -49,8 +49,8 @@ from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, 
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import count_correct, load_hellaswag
 from llmc.files import chunks, locked
-from llmc.kernels import (ATTENTION_ROWS, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files, decode_shared,
-                          hopper_matmul, kernel_files, launch_geometry)
+from llmc.kernels import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files,
+                          decode_shared, hopper_matmul, kernel_files, launch_geometry)
 from llmc.launchers import find_launch, start_ranks
 from llmc.logger import Log
 from llmc.matmul import WORKSPACE, Matmul
@@ -247,6 +247,7 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
             "ln2_partials": Row((L, rows.layernorm, 3 * C), stacked=True),
             "attention_partials": Row((L, rows.attention, 3 * C), stacked=True),
             "ln1_partials": Row((L, rows.layernorm, 3 * C), stacked=True),
+            "wte_partials": Row((rows.wte, C)),  # within encoder_backward, a row for each piece: see sort_tokens
         },
     }
 
@@ -257,6 +258,7 @@ def partial_rows(config, B, T, sm_count, geometry):
         layernorm=min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS)),
         gelu=blocks(B * T, MATMUL_ROWS),
         attention=B * blocks(T, ATTENTION_ROWS),
+        wte=blocks(2 * B * T, ENCODER_PIECE),  # most where tokens have ENCODER_PIECE + 1 positions: two pieces each
     )
 
 
@@ -279,8 +281,8 @@ def batch_table(B, T, micro_steps):
         "inputs": Row((micro_steps, B, T), "int32"),
         "targets": Row((micro_steps, B, T), "int32"),
         "order": Row((micro_steps, N), "int32"),  # these three: see sort_tokens
-        "run_begins": Row((micro_steps, N + 1), "int32"),
-        "run_tokens": Row((micro_steps, N), "int32"),
+        "piece_begins": Row((micro_steps, N + 1), "int32"),
+        "piece_tokens": Row((micro_steps, N), "int32"),
     }
 
 
@@ -295,15 +297,18 @@ def encoder_forward(device, out, inp, wte, wpe, B, T, C):
     device.launch("encoder_forward", encoder_grid(device, B * T), (threads,), out, inp, wte, wpe, B * T, T)
 
 
-def encoder_backward(device, dwte, dwpe, dout, order, run_begins, run_tokens, B, T, C):
-    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch. order, run_begins,
-    run_tokens: see sort_tokens."""
+def encoder_backward(device, dwte, dwpe, partials, dout, order, piece_begins, piece_tokens, B, T, C):
+    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch. order, piece_begins,
+    piece_tokens: see sort_tokens. partials (rows, C) float32: scratch."""
     threads = device.geometry.ENCODER_THREADS
     grid = (blocks(dwpe.size, threads * pack(dout)),)
     device.launch("encoder_backward_wpe", grid, (threads,), dwpe, dout, B, T, dwpe.shape[0])
     rows, spans = encoder_grid(device, B * T)
     grid = min(rows, 6 * device.sm_count), spans  # H200, B=64: 60 us, with a block for every 8 rows 68
-    device.launch("encoder_backward_wte", grid, (threads,), dwte, dout, order, run_begins, run_tokens, B * T)
+    device.launch("encoder_backward_wte", grid, (threads,), dwte, partials, dout, order, piece_begins, piece_tokens,
+                  B * T)
+    grid = min(len(partials), 2 * device.sm_count), blocks(C, WARP * pack(dout))
+    device.launch("encoder_backward_wte_pieces", grid, (threads,), dwte, partials, piece_tokens, B * T)
 
 
 def encoder_grid(device, N):
@@ -316,18 +321,24 @@ def pack(array):
     return 16 // array.itemsize
 
 
-def sort_tokens(order, run_begins, run_tokens, inp):
+def sort_tokens(order, piece_begins, piece_tokens, inp):
     """What encoder_backward needs to add up each token's rows in a fixed order; on the host.
 
-    inp (B,T) -> order (N,): the positions b*T+t, sorted by token, earlier ones first; run_begins (N+1,): where each
-    token's run of positions begins, N after the last one; run_tokens (N,): of each run, 0 after the last. All int32.
+    inp (B,T) -> order (N,): the positions b*T+t, sorted by token, earlier ones first, in pieces. A token at more than
+    ENCODER_PIECE positions is cut into pieces of so many, and comes before the tokens that are one piece. piece_begins
+    (N+1,): where in `order` each piece begins, N after the last one; piece_tokens (N,): the token of each piece, ~token
+    where it is cut, 0 after the last one. All int32.
     """
     inp = inp.reshape(-1)
-    order[:] = np.argsort(inp.astype(np.uint16) if inp.max() < 65536 else inp, kind="stable")  # radix sort for 16 bits
+    whole = np.bincount(inp)[inp] <= ENCODER_PIECE  # of each position: whether its token is one piece
+    order[:] = np.lexsort((inp.astype(np.uint16) if inp.max() < 65536 else inp, whole))  # radix sort for 16 bits
     ordered = inp[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-    run_begins[: starts.size], run_begins[starts.size :] = starts, inp.size
-    run_tokens[: starts.size], run_tokens[starts.size :] = ordered[starts], 0
+    number = np.arange(inp.size) - np.repeat(starts, np.diff(starts, append=inp.size))  # of a position, in its token's
+    begins = np.flatnonzero(number % ENCODER_PIECE == 0)
+    tokens = ordered[begins]
+    piece_begins[: begins.size], piece_begins[begins.size :] = begins, inp.size
+    piece_tokens[: begins.size], piece_tokens[begins.size :] = np.where(whole[order[begins]], tokens, ~tokens), 0
 
 
 def layernorm_forward(device, out, mean, rstd, inp, weight, bias, B, T, C):
@@ -626,11 +637,11 @@ class GPT2:
             loss_mean(self.device, loss, acts.losses, scale, N)
         return loss_done
 
-    def backward(self, acts, order, run_begins, run_tokens, scale, weight_done=None):
+    def backward(self, acts, order, piece_begins, piece_tokens, scale, weight_done=None):
         """self.grads = the gradients of the last batch's loss, whose dlogits are in place of the logits. order,
-        run_begins, run_tokens: see sort_tokens; scale: as `classify` had it. weight_done(name, l, event): called once
-        the matmul is launched that makes the gradient of a layer's matrix, which is there after the event; from the
-        last layer to the first, and in each from the table's last matrix to its first."""
+        piece_begins, piece_tokens: see sort_tokens; scale: as `classify` had it. weight_done(name, l, event): called
+        once the matmul is launched that makes the gradient of a layer's matrix, which is there after the event; from
+        the last layer to the first, and in each from the table's last matrix to its first."""
         device, matmul, params, grads, config = self.device, self.matmul, self.params, self.grads, self.config
         B, T, C, Vp, NH = acts.B, acts.T, config.C, config.Vp, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
@@ -690,7 +701,8 @@ class GPT2:
                                True, B, T, C)
             partials.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
         column_sums(device, partials)
-        encoder_backward(device, grads.wte, grads.wpe, dresidual, order, run_begins, run_tokens, B, T, C)
+        encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, order, piece_begins, piece_tokens,
+                         B, T, C)
         device.wait(dqkv_read)  # the last work of the side stream: all of it is done
 
 
@@ -1090,7 +1102,7 @@ class Trainer:
         staged.learning_rate[0] = learning_rate
         for i, (inputs, targets) in enumerate(batches):
             staged.inputs[i], staged.targets[i] = inputs, targets
-            sort_tokens(staged.order[i], staged.run_begins[i], staged.run_tokens[i], inputs)
+            sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i], inputs)
 
     def launch_step(self):
         """All that the GPU does for one update."""
@@ -1128,7 +1140,8 @@ class Trainer:
         if i > 0:
             self.add_gradients(i - 1)
         with self.device.span(f"backward {i}"):
-            self.model.backward(acts, batch.order[i], batch.run_begins[i], batch.run_tokens[i], scale, weight_done)
+            self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale,
+                                weight_done)
 
     def weight_done(self, i, name, l, computed):
         """The gradient of layer l's matrix `name` is `computed`, in micro-batch i."""

@@ -174,7 +174,7 @@ def run_on_gpu(trainer, inputs, targets):
         recorder.watch({("logits", None): acts.logits})
         model.classify(acts, batch.targets[0], trainer.loss, 1 / N, train=1)
         recorder.watch(rows_of(trainer.grads, trainer.grads.table, "d"))
-        model.backward(acts, batch.order[0], batch.run_begins[0], batch.run_tokens[0], 1 / N)
+        model.backward(acts, batch.order[0], batch.piece_begins[0], batch.piece_tokens[0], 1 / N)
         device.observer = None
         rows = {name: to_float32(getattr(acts, name)) for name in kept}
     rows["logits"] = recorder.logits[..., : config.V]

@@ -12,12 +12,15 @@
 //
 // The gradient of wte sums up the rows of dout by token. With atomic additions, its bits would change from run to run.
 // Instead, the host sorts the positions by token while the GPU works on the previous step, and a warp adds up one
-// token's rows (its "run") in that order. At B=64 that takes 74 us with a block for each token, 66 with a warp for each
-// token, and 60 with persistent blocks that prefetch where the next token's rows are. Four rows at once instead of two,
-// or a third of a row for each warp, take just as long: the limit is reading rows in random order. (NVRTC serializes
-// loads to save registers, unless __launch_bounds__ tells it how few blocks a multiprocessor gets.) Text has tokens
-// with thousands of positions, which one block adds up, at 0.045 us each: 1.2 ms where 8 neighbouring tokens of the
-// vocabulary have 27500 of 65536 positions.
+// token's rows in that order. At B=64 that takes 74 us with a block for each token, 66 with a warp for each token, and
+// 60 with persistent blocks that prefetch where the next token's rows are. Four rows at once instead of two, or a third
+// of a row for each warp, take just as long: the limit is reading rows in random order. (NVRTC serializes loads to save
+// registers, unless __launch_bounds__ tells it how few blocks a multiprocessor gets.)
+//
+// In text, a space or a comma may be at thousands of positions. A whole block needs 0.045 us for each, 0.6 ms for 13000
+// of 65536, long after the other blocks are done. So a token at more than ENCODER_PIECE positions is cut into pieces
+// (sort_tokens of train_gpt2_cuda.py), the sums of which a second kernel adds up. Neither the pieces nor the order of
+// the additions depend on the grid: the bits are the same on every GPU.
 
 #include "common.cuh"
 
@@ -91,64 +94,78 @@ __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end
     }
 }
 
-constexpr int LONG_RUN = 16;  // positions: a block's warps share a longer run
-
-// order (N): the positions b*T+t, sorted by token, earlier ones first. A token's positions are a run: run_begins (N +
-// 1) says where in `order` each run begins, and is N after the last one; run_tokens (N) says which token it is. A warp
-// adds up one run after another, one part of the rows' channels, and meanwhile loads where the next run begins. Block
-// (ENCODER_THREADS); grid (any number of blocks, SPANS).
+// order (N): the positions b*T+t, sorted by token, in pieces of one token each. piece_begins (N + 1) says where in
+// `order` each piece begins, and is N after the last one; piece_tokens (N) says which token it is. With ~token instead
+// of the token, which has several pieces, the sum of piece i goes to row i of partials (rows, C), otherwise to dwte. A
+// warp adds up one piece after another, one part of the rows' channels, and meanwhile loads where the next one begins.
+// Block (ENCODER_THREADS); grid (any number of blocks, SPANS).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, PACKS > 3 || SPANS > 1 ? 2 : 3)
-encoder_backward_wte(gradient* dwte, const element* dout, const int* order, const int* run_begins,
-                     const int* run_tokens, int N) {
-    __shared__ Floats warp_sums[WARPS][PACKS][32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = first_channel(), step = gridDim.x * WARPS;
-    const auto begin_of = [&](int run) { return run_begins[min(run + min(lane, WARPS), N)]; };
-    const auto token_of = [&](int run) { return run_tokens[min(run + min(lane, WARPS), N - 1)]; };
-    const auto row = [&](int i) { return dout + int64(order[i]) * C + c; };
+encoder_backward_wte(gradient* dwte, float* partials, const element* dout, const int* order, const int* piece_begins,
+                     const int* piece_tokens, int N) {
+    struct Piece {
+        int begin, end, token;
+    };
+    const int c = first_channel(), step = gridDim.x * WARPS;
+    const auto row = [&](int position) { return dout + int64(order[position]) * C + c; };
+    const auto piece_at = [&](int i) {
+        return Piece{piece_begins[min(i, N)], piece_begins[min(i + 1, N)], piece_tokens[min(i, N - 1)]};
+    };
 
-    int run = blockIdx.x * WARPS, next_begins = begin_of(run), next_tokens = token_of(run);
-    for (; run < N; run += step) {
-        // In lane i: where the i-th of the block's WARPS runs begins, how many rows it has (0 from lane WARPS on) and
-        // its token.
-        const int begins = next_begins, tokens = next_tokens;
-        const int lengths = __shfl_down_sync(0xffffffff, begins, 1) - begins;
-        if (__shfl_sync(0xffffffff, begins, 0) == N) return;  // no more runs
-        next_begins = begin_of(run + step), next_tokens = token_of(run + step);
-
-        const int begin = __shfl_sync(0xffffffff, begins, warp), length = __shfl_sync(0xffffffff, lengths, warp);
-        if (0 < length && length <= LONG_RUN) {
-            gradient* const out = dwte + int64(__shfl_sync(0xffffffff, tokens, warp)) * C + c;
-            Floats before[PACKS], sums[PACKS] = {};
+    int i = blockIdx.x * WARPS + threadIdx.x / 32;
+    for (Piece piece = piece_at(i), next; piece.begin < N; piece = next, i += step) {
+        next = piece_at(i + step);
+        Floats sums[PACKS] = {};
+        if (piece.token < 0) {
+            float* const out = partials + int64(i) * C + c;
+            add_rows<2>(sums, c, piece.begin, piece.end, row);
+#pragma unroll
+            for (int p = 0; p < PACKS; p++) {
+                if (has_pack(c, p)) store(out + p * WARP_ELEMENTS, sums[p]);
+            }
+        } else {
+            gradient* const out = dwte + int64(piece.token) * C + c;
+            Floats before[PACKS];
 #pragma unroll
             for (int p = 0; p < PACKS; p++) {
                 if (has_pack(c, p)) before[p] = load(out + p * WARP_ELEMENTS);
             }
-            add_rows<2>(sums, c, begin, begin + length, row);
+            add_rows<2>(sums, c, piece.begin, piece.end, row);
 #pragma unroll
             for (int p = 0; p < PACKS; p++) {
                 if (has_pack(c, p)) store(out + p * WARP_ELEMENTS, sum_of(sums[p], before[p]));
             }
         }
-        for (uint32 left = __ballot_sync(0xffffffff, lengths > LONG_RUN); left; left &= left - 1) {
-            const int i = __ffs(left) - 1;
-            const int begin = __shfl_sync(0xffffffff, begins, i), length = __shfl_sync(0xffffffff, lengths, i);
-            const int rows_per_warp = (length + WARPS - 1) / WARPS;
-            // In the end, warp p adds up everybody's pack p.
-            gradient* const out = dwte + int64(__shfl_sync(0xffffffff, tokens, i)) * C + c + warp * WARP_ELEMENTS;
-            Floats sums[PACKS] = {};
-            const int warp_begin = min(warp * rows_per_warp, length);
-            const int warp_end = min((warp + 1) * rows_per_warp, length);
-            add_rows<2>(sums, c, begin + warp_begin, begin + warp_end, row);
-#pragma unroll
-            for (int p = 0; p < PACKS; p++) warp_sums[warp][p][lane] = sums[p];
-            __syncthreads();
-            if (warp < PACKS && has_pack(c, warp)) {
-                const Floats before = load(out);
-                Floats sum = warp_sums[0][warp][lane];
-                for (int w = 1; w < WARPS; w++) sum = sum_of(sum, warp_sums[w][warp][lane]);
-                store(out, sum_of(sum, before));
-            }
-            __syncthreads();  // all have read warp_sums, which the next run overwrites
+    }
+}
+
+// dwte += the sums in partials, of each token that has several pieces; those are the first of all pieces. A block takes
+// the tokens whose first piece is number blockIdx.x, blockIdx.x + gridDim.x, ... and of their rows WARP_ELEMENTS
+// channels, each warp every WARPS-th row. Block (ENCODER_THREADS); grid (any number, C / WARP_ELEMENTS rounded up).
+extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, 2)
+encoder_backward_wte_pieces(gradient* dwte, const float* partials, const int* piece_tokens, int N) {
+    __shared__ Floats warp_sums[WARPS][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = blockIdx.y * WARP_ELEMENTS + lane * PACK;
+    for (int begin = blockIdx.x; begin < N && piece_tokens[begin] < 0; begin += gridDim.x) {
+        const int cut_token = piece_tokens[begin];
+        if (begin > 0 && piece_tokens[begin - 1] == cut_token) continue;  // another block's
+        int end = begin, found;
+        do {
+            const int i = end + threadIdx.x;
+            found = __syncthreads_count(i < N && piece_tokens[i] == cut_token);  // and warp 0 is done with warp_sums
+            end += found;
+        } while (found == ENCODER_THREADS);
+
+        Floats sum = {};
+        if (c < C) {
+#pragma unroll 8
+            for (int i = begin + warp; i < end; i += WARPS) sum = sum_of(sum, load(partials + int64(i) * C + c));
+        }
+        warp_sums[warp][lane] = sum;
+        __syncthreads();
+        if (warp == 0 && c < C) {
+            for (int w = 1; w < WARPS; w++) sum = sum_of(sum, warp_sums[w][lane]);
+            gradient* const out = dwte + int64(~cut_token) * C + c;
+            store(out, sum_of(sum, load(out)));
         }
     }
 }

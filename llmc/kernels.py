@@ -19,11 +19,12 @@ def blocks(n, block):
 WARP, WARPGROUP = 32, 128  # threads
 THREADS = 256  # of a block whose kernel takes any number
 MATMUL_ROWS = 128  # of a tile of a matmul's result, which leaves a row of column sums
+ENCODER_PIECE = 32  # positions of one token that a warp adds up; of a token with more, each piece leaves a row of sums
 ATTENTION_ROWS = 64  # of the attention's gradient, which leave a row of column sums
 LONGEST_CHAIN = 6400  # TF32 products in one sum: see llmc/matmul.py
 
 KERNELS = {  # layer -> its kernels
-    "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wpe"),
+    "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_pieces", "encoder_backward_wpe"),
     "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
     "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
     "gelu": ("gelu_forward", "gelu_backward"),

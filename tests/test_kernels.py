@@ -23,7 +23,7 @@ from llmc.checkpoint import Config, padded
 from llmc.compiler import Cache, compile_kernels
 from llmc.device import cp, measure, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
-from llmc.kernels import KERNELS, blocks, hopper_matmul, kernel_files
+from llmc.kernels import ENCODER_PIECE, KERNELS, blocks, hopper_matmul, kernel_files
 from llmc.matmul import Matmul
 from llmc.outliers import RECENT, z_score
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor
@@ -218,18 +218,33 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, capsys):
     assert capsys.readouterr().err.count("cannot be written") == 1, "one warning is enough"
 
 
-def test_sort_tokens():
-    rng = np.random.default_rng(0)
-    for V in (3, 257, 70000):
-        inputs = rng.integers(0, V, (3, 97), dtype=np.int32)
-        order, first, tokens = (np.full(size, -1, np.int32) for size in (291, 292, 291))
-        cuda.sort_tokens(order, first, tokens, inputs)
-        runs = np.unique(inputs).size
-        assert sorted(order.tolist()) == list(range(291)) and np.all(first[runs:] == 291) and np.all(tokens[runs:] == 0)
-        assert np.array_equal(tokens[:runs], np.unique(inputs))
-        for r in range(runs):
-            positions = order[first[r] : first[r + 1]]
-            assert np.all(np.diff(positions) > 0) and np.array_equal(positions, np.flatnonzero(inputs == tokens[r]))
+def skewed(V, shape, seed=0):
+    """Tokens as in text: a fifth of the positions have one of them, some have another."""
+    rng = np.random.default_rng(seed)
+    tokens, choice = rng.integers(0, V, shape, dtype=np.int32), rng.random(shape)
+    tokens[choice < 0.2], tokens[choice > 0.9] = V // 2, V - 1
+    return tokens
+
+
+@pytest.mark.parametrize("tokens", (
+    *(np.random.default_rng(0).integers(0, V, (3, 97), dtype=np.int32) for V in (3, 257, 70000)),
+    skewed(257, (4, 1024)), np.arange(1000, dtype=np.int32)[None] // (ENCODER_PIECE + 1),
+    *(np.full((1, n), 5, np.int32) for n in (1, ENCODER_PIECE, ENCODER_PIECE + 1, 1000)),
+), ids=("V3", "V257", "V70000", "skewed", "all-cut", "one", "a-piece", "a-piece-and-one", "all-equal"))
+def test_sort_tokens(tokens):
+    N = tokens.size
+    order, begins, piece_tokens = (np.full(size, -99, np.int32) for size in (N, N + 1, N))
+    cuda.sort_tokens(order, begins, piece_tokens, tokens)
+    positions = {token: np.flatnonzero(tokens == token).tolist() for token in np.unique(tokens).tolist()}
+    cut = [token for token in positions if len(positions[token]) > ENCODER_PIECE]
+    expected = [(~token if token in cut else token, positions[token][i : i + ENCODER_PIECE])
+                for token in (*cut, *(token for token in positions if token not in cut))
+                for i in range(0, len(positions[token]), ENCODER_PIECE)]
+    pieces = len(expected)
+    got = zip(piece_tokens[:pieces].tolist(), np.split(order, begins[1:pieces]))
+    assert [(token, piece.tolist()) for token, piece in got] == expected
+    assert begins[0] == 0 and np.all(begins[pieces:] == N) and np.all(piece_tokens[pieces:] == 0)
+    assert np.count_nonzero(piece_tokens < 0) <= blocks(2 * N, ENCODER_PIECE), "rows of wte_partials"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -321,11 +336,10 @@ def test_a_measurement_leaves_launching_out(gpu, tmp_path_factory):
     assert measure(get_device(gpu, MODELS[1], PRECISIONS["tf32"], tmp_path_factory), slow) < 2.5e-5
 
 
-@pytest.mark.parametrize("B, T", SHAPES)
+@pytest.mark.parametrize("B, T", [*SHAPES, (16, 1024)])
 def test_encoder(device, B, T):
     maxT, V, C, Vp = device.config.maxT, device.config.V, device.config.C, device.config.Vp
-    inp = np.random.default_rng(T).integers(0, V, (B, T), dtype=np.int32)
-    inp[:, 1::3] = V - 1  # one long run
+    inp = skewed(V, (B, T), seed=T)
     e, g = device.precision.dtype, device.precision.grads
     wte, wpe, dout = random(Vp, C, seed=1, dtype=e), random(maxT, C, seed=2, dtype=e), random(B, T, C, seed=3, dtype=e)
     dwte, out = random(Vp, C, seed=4, dtype=g), unwritten(B, T, C, dtype=device.precision.residual)
@@ -334,10 +348,12 @@ def test_encoder(device, B, T):
     train_gpt2.encoder_forward(expected, inp, *wide(wte, wpe), B, T, C)
     assert_close(EXACT, out=(out, expected))
 
-    order_first_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
-    cuda.sort_tokens(*order_first_tokens, inp)
+    order_begins_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
+    cuda.sort_tokens(*order_begins_tokens, inp)
     got_wte, got_wpe = on_gpu(dwte, dtype=g), unwritten(maxT, C, dtype=g)
-    cuda.encoder_backward(device, got_wte, got_wpe, on_gpu(dout, dtype=e), *on_gpu(*order_first_tokens), B, T, C)
+    partials = unwritten(partial_rows(device, B, T).wte, C)
+    cuda.encoder_backward(device, got_wte, got_wpe, partials, on_gpu(dout, dtype=e), *on_gpu(*order_begins_tokens),
+                          B, T, C)
     expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C))
     train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
     assert_close(SUMS, dwte=(got_wte, expected_wte), dwpe=(got_wpe, expected_wpe))

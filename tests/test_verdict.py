@@ -274,7 +274,7 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "position embedding one on": ("cuda", "encoder.cu", "int64(row % T) * C", "int64((row + 1) % T) * C", "logits"),
     "wpe's last position lost": ("cuda", "encoder.cu", "if (t < T) add_rows", "if (t < T - 1) add_rows", "dwpe"),
     "wte: one position of a token lost": (
-        "cuda", "encoder.cu", "begin, begin + length, row", "begin, begin + max(1, length - 1), row", "dwte"),
+        "cuda", "encoder.cu", "piece_begins[min(i + 1, N)], p", "piece_begins[min(i + 1, N)] - 1, p", "dwte"),
     "softmax with a padded column": ("cuda", "classifier.cu", "v + k >= V) from_float", "v + k > V) from_float",
                                      "losses"),
     "the one-hot off by 1e-4": ("cuda", "classifier.cu", "-= dloss;", "-= 1.0001f * dloss;", "dlnfb"),

@@ -68,11 +68,12 @@ class EncoderBackward(Layer):
 
     def tensors(self):
         B, T, C, N, maxT = self.B, self.T, self.C, self.N, self.config.maxT
-        inp, order, first, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
-        cuda.sort_tokens(order, first, tokens, inp)
+        inp, order, begins, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
+        cuda.sort_tokens(order, begins, tokens, inp)
         self.different = np.unique(inp).size
         return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.unwritten(maxT, C, dtype="float32"),
-                "dout": self.random(B, T, C), "inp": inp, "order": order, "first": first, "tokens": tokens}
+                "partials": self.unwritten(self.sum_rows().wte, C, dtype="float32"), "dout": self.random(B, T, C),
+                "inp": inp, "order": order, "begins": begins, "tokens": tokens}
 
     def oracle(self, t):
         train_gpt2.encoder_backward(t.dwte, t.dwpe, t.dout, t.inp, self.B, self.T, self.C)
@@ -104,7 +105,8 @@ class EncoderBackward(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.encoder_backward(lab.device, a.dwte, a.dwpe, a.dout, a.order, a.first, a.tokens, self.B, self.T, self.C)
+        cuda.encoder_backward(lab.device, a.dwte, a.dwpe, a.partials, a.dout, a.order, a.begins, a.tokens, self.B,
+                              self.T, self.C)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
