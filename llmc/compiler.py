@@ -117,6 +117,9 @@ class KernelFile(NamedTuple):
     shared: dict = {}  # kernel -> bytes of a block's dynamic shared memory
 
 
+IMPORTING = threading.Lock()  # a second thread that imports cuda.core meanwhile can find it half made
+
+
 def compile_kernels(name, arch, constants):
     """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the first error."""
     path = os.path.join(KERNEL_DIRECTORY, f"{name}.cu")
@@ -126,8 +129,8 @@ def compile_kernels(name, arch, constants):
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        from cuda.core import Program, ProgramOptions  # here: slow to import, with no use where the cache has all
-
+        with IMPORTING:  # here: slow to import, with no use where the cache has all
+            from cuda.core import Program, ProgramOptions
         options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
                                  define_macro=[(key, str(value)) for key, value in constants.items()],
                                  split_compile=0)  # a file's kernels on all cores
