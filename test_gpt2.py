@@ -54,6 +54,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import chunks
 from llmc.settings import Settings
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
+from llmc.trainer import Trainer
 from train_gpt2 import GPT2, parameter_table, random_model
 
 FACTOR = 6.0
@@ -408,7 +409,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
         cp.get_default_memory_pool().free_all_blocks()  # of the model before
         try:
             settings = cuda.settle(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul), gpu.arch)
-            trainer = cuda.Trainer(cuda.GPT2, config, settings, matmuls, params)
+            trainer = Trainer(cuda.GPT2, config, settings, matmuls, params)
         except UserError as error:
             pytest.skip(str(error))
         trainer.stage(0, [(np.tile(tokens[:-1], (rows, 1)), np.tile(tokens[1:], (rows, 1)))], 0.0)

@@ -139,12 +139,13 @@ def bench_ours(job):
 def largest_batch(gpu, config, settings):
     """The largest B that fits, a multiple of 4."""
     import train_gpt2_cuda as cuda
+    from llmc.memory import free_memory, memory_plan
 
     geometry = launch_geometry(config, settings.precision, gpu.arch)
-    device, free = SimpleNamespace(sm_count=gpu.sm_count, geometry=geometry), cuda.free_memory()
+    device, free = SimpleNamespace(sm_count=gpu.sm_count, geometry=geometry), free_memory()
 
     def too_large(B):
-        plan = cuda.memory_plan(cuda.GPT2, config, dataclasses.replace(settings, B=B), device)
+        plan = memory_plan(cuda.GPT2, config, dataclasses.replace(settings, B=B), device)
         return sum(size for size, _ in plan) > free
 
     B = 4 * bisect.bisect_left(range(4, 1025, 4), True, key=too_large)

@@ -19,7 +19,7 @@
 //
 // In text, a space or a comma may be at thousands of positions. A whole block needs 0.045 us for each, 0.6 ms for 13000
 // of 65536, long after the other blocks are done. So a token at more than ENCODER_PIECE positions is cut into pieces
-// (sort_tokens of train_gpt2_cuda.py), the sums of which a second kernel adds up. Neither the pieces nor the order of
+// (sort_tokens of llmc/batch.py), the sums of which a second kernel adds up. Neither the pieces nor the order of
 // the additions depend on the grid: the bits are the same on every GPU.
 
 #include "common.cuh"

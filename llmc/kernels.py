@@ -16,6 +16,11 @@ def blocks(n, block):
     return -(-n // block)
 
 
+def pack(array):
+    """Elements in 16 bytes, which a thread works on."""
+    return 16 // array.itemsize
+
+
 WARP, WARPGROUP = 32, 128  # threads
 THREADS = 256  # of a block whose kernel takes any number
 MATMUL_ROWS = 128  # of a tile of a matmul's result, which leaves a row of column sums

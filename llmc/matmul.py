@@ -17,6 +17,7 @@ from llmc.device import GPU_ERRORS, cp, measure
 from llmc.errors import UserError
 from llmc.kernels import LONGEST_CHAIN, blocks
 
+ALIGN = 256  # bytes, of tensors; cuBLASLt's fastest algorithms ask for it
 WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
 
 

@@ -19,6 +19,8 @@ import numpy as np
 
 import llmc.device
 import llmc.matmul
+import llmc.memory
+import llmc.trainer
 import train_gpt2_cuda as cuda
 from conftest import FakeGPU
 from llmc.errors import run_main
@@ -203,20 +205,20 @@ def main():
             chosen.append(self.index)
 
     fake.cp.cuda.Device = Device
-    for module in (llmc.device, llmc.matmul, cuda):
+    for module in (llmc.device, llmc.matmul, llmc.memory, llmc.trainer, cuda):
         module.cp = fake.cp
     llmc.device.driver, llmc.device.MISSING = fake.driver, None
     sys.modules["nvmath.bindings"] = fake
     llmc.device.launch_early = lambda function, *arguments: function(*arguments)
     llmc.device.prepare_kernels = lambda cache, arch, files: ([file.name for file in files], 0)
-    cuda.Nccl = Messages
-    make = cuda.Trainer.__init__
+    llmc.trainer.Nccl = Messages
+    make = llmc.trainer.Trainer.__init__
 
     def init(self, *arguments):
         here.trainer = self
         make(self, *arguments)
 
-    cuda.Trainer.__init__ = init
+    llmc.trainer.Trainer.__init__ = init
     run_main(cuda.main)
 
 

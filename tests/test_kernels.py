@@ -19,6 +19,7 @@ import llmc.compiler
 import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import ROOT, Array, random_params
+from llmc.batch import sort_tokens
 from llmc.checkpoint import Config, padded
 from llmc.compiler import Cache, compile_kernels
 from llmc.device import cp, measure, open_gpu, pinned_array, pointer, to_float32
@@ -27,6 +28,7 @@ from llmc.kernels import ENCODER_PIECE, KERNELS, blocks, hopper_matmul, kernel_f
 from llmc.matmul import Matmul
 from llmc.outliers import RECENT, z_score
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor
+from llmc.trainer import Trainer, adamw_update, add_gradients, global_norm
 from llmc.zero import CHUNK, CHUNKS, Shares
 from train_gpt2_cuda import Precision
 
@@ -162,7 +164,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, pre
     settings = cuda.CudaSettings(B=3, T=32, total_batch_size=192, dtype=precision.dtype, tf32=precision.tf32,
                                  float32_grads=precision.float32_grads, grad_clip=1.0, recompute=recompute, graph=0)
     _, matmul = cuda.open_device(gpu, config, precision, Cache(str(tmp_path)), library)
-    trainer = cuda.Trainer(cuda.GPT2, config, settings, matmul, random_params(config))
+    trainer = Trainer(cuda.GPT2, config, settings, matmul, random_params(config))
     trainer.prepare()
     fake_gpu.launches.clear()
     batch = np.ones((2, 3, 32), np.int32)
@@ -234,7 +236,7 @@ def skewed(V, shape, seed=0):
 def test_sort_tokens(tokens):
     N = tokens.size
     order, begins, piece_tokens = (np.full(size, -99, np.int32) for size in (N, N + 1, N))
-    cuda.sort_tokens(order, begins, piece_tokens, tokens)
+    sort_tokens(order, begins, piece_tokens, tokens)
     positions = {token: np.flatnonzero(tokens == token).tolist() for token in np.unique(tokens).tolist()}
     cut = [token for token in positions if len(positions[token]) > ENCODER_PIECE]
     expected = [(~token if token in cut else token, positions[token][i : i + ENCODER_PIECE])
@@ -349,7 +351,7 @@ def test_encoder(device, B, T):
     assert_close(EXACT, out=(out, expected))
 
     order_begins_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
-    cuda.sort_tokens(*order_begins_tokens, inp)
+    sort_tokens(*order_begins_tokens, inp)
     got_wte, got_wpe = on_gpu(dwte, dtype=g), unwritten(maxT, C, dtype=g)
     partials = unwritten(partial_rows(device, B, T).wte, C)
     cuda.encoder_backward(device, got_wte, got_wpe, partials, on_gpu(dout, dtype=e), *on_gpu(*order_begins_tokens),
@@ -741,13 +743,13 @@ def test_add_gradients(gpu, tmp_path_factory, ranks, precision):
                 received[piece.received : piece.received + arrived.size] = arrived.reshape(-1)
             received = on_gpu(received, dtype=precision.grads)
             if batch < 2:
-                cuda.add_gradients(device, sums, received, chunks, ranks, batch == 0)
+                add_gradients(device, sums, received, chunks, ranks, batch == 0)
                 expected = functools.reduce(np.add, grads[: batch + 1].reshape(-1, shares.size))
                 assert np.array_equal(sums.get(), shares.take(expected, rank))
-        cuda.global_norm(device, parts, sums, received, chunks, ranks)
+        global_norm(device, parts, sums, received, chunks, ranks)
         expected = functools.reduce(np.add, grads.reshape(-1, shares.size))
         params = on_gpu(random(shares.size), dtype=precision.dtype)
-        cuda.adamw_update(device, params, None, m, v, sums, received, chunks, ranks, control, 0.0, 0.5, 0)
+        adamw_update(device, params, None, m, v, sums, received, chunks, ranks, control, 0.0, 0.5, 0)
         assert np.array_equal(m.get()[: sums.size], shares.take(expected, rank)), "beta1 is 0"
         assert not partials[np.flatnonzero(parts.get())].any(), "a chunk has one owner"
         partials += parts.get()
@@ -779,11 +781,11 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
         cuda.loss_mean(device, loss, on_gpu(losses), 1.0 / losses.size, losses.size)
         if step == 4:
             loss.fill(np.nan)  # the weights must stay as they are
-        cuda.global_norm(device, partials, None, on_gpu(grads, dtype=g), chunks, 1)
+        global_norm(device, partials, None, on_gpu(grads, dtype=g), chunks, 1)
         device.launch("prepare_update", (1,), (256,), control, pointer(reports), loss, partials, rate,
                       np.float64(beta1), np.float64(beta2), np.float64(eps), grad_clip, 1, partials.size, None, 0.0,
                       0.0)
-        cuda.adamw_update(device, params, on[0] if has_master else None, on[1], on[2], None, on_gpu(grads, dtype=g),
+        adamw_update(device, params, on[0] if has_master else None, on[1], on[2], None, on_gpu(grads, dtype=g),
                           chunks, 1, control, beta1, beta2, 0)
         device.stream.synchronize()
         reported = reports[(step - 1) % 2]
@@ -819,7 +821,7 @@ def test_outliers_are_skipped(gpu, tmp_path_factory):
         device.launch("prepare_update", (1,), (256,), control, pointer(on_host), on_gpu(np.float32([loss])),
                       on_gpu(np.float32([norm]) ** 2), rate, np.float64(0.9), np.float64(0.95), np.float64(1e-8), 0.0,
                       1, 1, recent, 5.0, 7.0)
-        cuda.adamw_update(device, params, None, m, v, None, grads, chunks, 1, control, 0.9, 0.95, 0)
+        adamw_update(device, params, None, m, v, None, grads, chunks, 1, control, 0.9, 0.95, 0)
         device.stream.synchronize()
         report = on_host[step % 2]
         z_scores = [z_score(row, x) for row, x in zip(expected, report[:2])]
@@ -845,7 +847,7 @@ def test_stochastic_rounding(gpu, tmp_path_factory):
         m, v = cp.zeros(count, np.float32), cp.ones(count, np.float32)
         control[0] = step
         chunks = chunks_of(count, at_random=at_random)
-        cuda.adamw_update(device, params, master, m, v, None, zeros, chunks, 1, control, 0.5, 0.5, seed)
+        adamw_update(device, params, master, m, v, None, zeros, chunks, 1, control, 0.5, 0.5, seed)
         assert np.array_equal(master.get(), numbers, equal_nan=True)
         return to_float32(params)
 

@@ -25,6 +25,7 @@ from llmc.compiler import Cache, compile_kernels
 from llmc.device import cp
 from llmc.errors import UserError
 from llmc.kernels import check_sizes, launch_geometry
+from llmc.memory import RESERVE, check_memory, memory_plan
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -373,7 +374,7 @@ def memory_of(settings):
     """{what for: bytes} that GPT-2 124M takes on an H100."""
     geometry = launch_geometry(GPT2_124M, settings.precision, "sm_90a")
     device = SimpleNamespace(sm_count=132, geometry=geometry)
-    return {what: size for size, what in cuda.memory_plan(cuda.GPT2, GPT2_124M, settings, device)}
+    return {what: size for size, what in memory_plan(cuda.GPT2, GPT2_124M, settings, device)}
 
 
 def test_phases_of_the_memory_plan():
@@ -620,9 +621,9 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
     device = SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
 
     def check(free, words, **changed):
-        fake_gpu.free = free + cuda.RESERVE
+        fake_gpu.free = free + RESERVE
         with pytest.raises(UserError, match=f"{words}$"):
-            cuda.check_memory(cuda.GPT2, GPT2_124M, dataclasses.replace(settings, **changed), device)
+            check_memory(cuda.GPT2, GPT2_124M, dataclasses.replace(settings, **changed), device)
 
     both = "the largest batch that fits is -b 3, or pass --recompute 2"
     accumulated = dataclasses.replace(settings, total_batch_size=512 * 1024)  # a larger batch, and sums of gradients

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import bench_scale
+import llmc.trainer
 import timeline
 import train_gpt2
 import train_gpt2_cuda as cuda
@@ -150,7 +151,7 @@ def on_ranks(size, work):
 def computing_gpu(fake_gpu, monkeypatch):
     """A fake GPU on which a training step has results."""
     monkeypatch.setattr(cuda.cp, "RawModule", compute_on(fake_gpu))
-    monkeypatch.setattr(cuda, "Nccl", lambda ranks: ranks)
+    monkeypatch.setattr(llmc.trainer, "Nccl", lambda ranks: ranks)
     return fake_gpu
 
 

@@ -6,7 +6,9 @@ for what a layer is; the kernels are in the .cu files beside this one, where eac
 import math
 
 from lab import EXACT, SUMS, SWEEP, Layer, blocks, cuda, np, size_of, torch, train_gpt2, version
+from llmc.batch import sort_tokens
 from llmc.tensors import bf16_bits
+from llmc.trainer import adamw_update, global_norm
 from llmc.zero import CHUNK, CHUNKS
 
 F = torch.nn.functional
@@ -69,7 +71,7 @@ class EncoderBackward(Layer):
     def tensors(self):
         B, T, C, N, maxT = self.B, self.T, self.C, self.N, self.config.maxT
         inp, order, begins, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
-        cuda.sort_tokens(order, begins, tokens, inp)
+        sort_tokens(order, begins, tokens, inp)
         self.different = np.unique(inp).size
         return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.unwritten(maxT, C, dtype="float32"),
                 "partials": self.unwritten(self.sum_rows().wte, C, dtype="float32"), "dout": self.random(B, T, C),
@@ -727,7 +729,7 @@ class AdamWUpdate(Layer):
     @version(256)
     def live(self, lab, a, block):
         *updated, grads = self.updated(a)
-        cuda.adamw_update(lab.device, *updated, None, grads, a.chunks, 1, a.control, self.beta1, self.beta2, 0)
+        adamw_update(lab.device, *updated, None, grads, a.chunks, 1, a.control, self.beta1, self.beta2, 0)
 
 
 class GlobalNorm(Layer):
@@ -771,5 +773,5 @@ class GlobalNorm(Layer):
 
     @version(256)
     def live(self, lab, a, block):
-        cuda.global_norm(lab.device, a.partials, None, a.grads, a.chunks, 1)
+        global_norm(lab.device, a.partials, None, a.grads, a.chunks, 1)
         lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, blocks(a.grads.size, CHUNK))

@@ -1,0 +1,84 @@
+"""What a trainer allocates on the GPU, and whether that fits."""
+
+import bisect
+import dataclasses
+
+from llmc.batch import batch_table
+from llmc.device import cp
+from llmc.errors import UserError
+from llmc.matmul import ALIGN, WORKSPACE
+from llmc.progress import print_memory
+from llmc.tensors import table_bytes
+from llmc.zero import Shares
+
+RESERVE = 256 << 20  # bytes beside the plan: for cuBLASLt's kernels, the graph, small tables and rounding up
+GRID_LAYERS = 65535  # of a CUDA grid: attention has one for each sequence, transpose one for each 64 positions
+
+
+def largest(group):
+    """Bytes of the largest of the tables that share a buffer."""
+    return max(table_bytes(table, ALIGN) for table in group.values())
+
+
+def memory_plan(architecture, config, settings, device):
+    """What the trainer allocates: [(bytes, what for)]."""
+    B, T, precision, ranks = settings.B, settings.T, settings.precision, settings.gpus
+    shares = Shares(architecture.parameter_table(config), ranks)
+    share = 4 * shares.share_size(ranks - 1)
+    tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
+    return [
+        (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
+        *([(share, "float32 master weights")] if settings.master else []),
+        (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
+        *([(share, "sums of gradients")] if settings.micro_steps > ranks else []),
+        *([(shares.received_size() * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
+        (2 * share, "AdamW's moments"),
+        *((largest(group), what) for what, group in tables.items()),
+        *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),
+        (2 * WORKSPACE, "matmul workspaces"),
+        (table_bytes(batch_table(B, T, settings.micro_steps // ranks)) + (64 << 10), "the batch"),
+    ]
+
+
+def makes_text(device):
+    """Whether it was opened with a Decoder's kernels."""
+    return hasattr(device.geometry, "DECODE_SPLIT")
+
+
+def text_bytes(architecture, config, settings, device):
+    """What a decoder for samples allocates."""
+    tables = architecture.Decoder.tables(config, settings.precision, 1, settings.T, device.geometry)
+    return sum(table_bytes(table, ALIGN) for table in tables)
+
+
+def check_memory(architecture, config, settings, device):
+    """Print what will be allocated; raise UserError that says how much is needed, how much is free, what would fit."""
+
+    def needed(**changed):
+        plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device)
+        return sum(size for size, _ in plan)
+
+    free = free_memory()
+    if needed() > free:
+        batches = range(1, settings.B + 1)
+        fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
+        mend = f"the largest batch that fits is -b {min(fits, GRID_LAYERS)}"
+        if not fits:
+            mend = "not even -b 1 fits: take a smaller -t or model"
+        if needed(recompute=2) <= free:
+            mend += ", or pass --recompute 2"
+        raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
+                        f" {free + RESERVE >> 20} MiB are free; {mend}")
+    if settings.B > GRID_LAYERS:
+        raise UserError(f"-b {settings.B}: expected at most {GRID_LAYERS}, the layers of a CUDA grid: accumulate more"
+                        " with -d")
+    if settings.B * settings.T > 64 * GRID_LAYERS:
+        raise UserError(f"-b {settings.B} -t {settings.T}: {settings.B * settings.T} tokens, expected at most"
+                        f" {64 * GRID_LAYERS}, 64 for each layer of a CUDA grid: take a smaller -b, and accumulate more"
+                        " with -d")
+    print_memory(memory_plan(architecture, config, settings, device), settings.verbose or settings.lines == "llmc")
+
+
+def free_memory():
+    """Bytes that the plan may use."""
+    return cp.cuda.runtime.memGetInfo()[0] - RESERVE

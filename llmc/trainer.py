@@ -1,0 +1,448 @@
+"""
+A model in training on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
+
+It knows no architecture. One, like GPT2 of train_gpt2_cuda.py, has parameter_table and tables, which say what to
+allocate, activations, trunk, classify and backward, which compute, and a Decoder for text.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+
+from llmc.batch import batch_table, sort_tokens
+from llmc.checkpoint import Owned
+from llmc.device import copy_to_gpu, cp, pinned_array, pointer, to_float32
+from llmc.errors import UserError
+from llmc.kernels import THREADS, blocks, pack
+from llmc.memory import check_memory, largest, makes_text
+from llmc.outliers import RECENT, reason_to_skip
+from llmc.ranks import ALONE
+from llmc.tensors import Tensors, allocate, flat, table_bytes, views
+from llmc.zero import CHUNKS, REST, Messages, Nccl, Shares
+
+# ----------------------------------------------------------------------------------------------------------------------
+# kernels/update.cu
+
+
+def round_weights(device, out, exact):
+    """out (N,) bfloat16 = exact (N,) float32, rounded to nearest."""
+    threads = device.geometry.UPDATE_THREADS
+    device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
+
+
+def add_gradients(device, sums, gradients, chunks, ranks, first):
+    """sums (elements of the chunks,) = (+= if not first) the gradients of a micro-batch of each of `ranks` ranks, in
+    their order. gradients, chunks: all that arrived, and CHUNKS of llmc/zero.py, as bytes, which say what is where."""
+    device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums,
+                  gradients, chunks, ranks, int(first))
+
+
+def global_norm(device, partials, sums, gradients, chunks, ranks):
+    """partials (chunks of all ranks,) [their index] = the sums of squares of sums, if not None, + gradients."""
+    device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, sums,
+                  gradients, chunks, ranks)
+
+
+def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1, beta2, seed):
+    """params (parameters,), and of the chunks' elements master, if not None, m, v: one step of AdamW, by sums, if not
+    None, + gradients."""
+    g = device.geometry
+    grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
+    device.launch("adamw_update", grid, (g.UPDATE_THREADS,), params, master, m, v, sums, gradients, chunks, ranks,
+                  control, beta2, 1.0 - beta1, 1.0 - beta2, seed)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the trainer
+
+
+class Trainer:
+    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once.
+
+    On several GPUs, each rank computes the gradients of micro-batches of its own, and updates its share of the weights.
+    """
+
+    def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE):
+        """architecture: GPT2, say; params: float32 Tensors on the host; ranks: those of the run. Raises UserError when
+        it does not all fit into the GPU's free memory."""
+        self.config, self.settings, self.precision = config, settings, settings.precision
+        self.device, self.matmul, self.ranks = matmul.device, matmul, ranks
+        self.micro_steps = settings.micro_steps // ranks.size  # of this rank
+        self.want_norm = bool(settings.grad_clip or settings.output_dir or settings.skips_outliers)
+        B, T, device = settings.B, settings.T, self.device
+        self.messages = self.peers = None
+        if ranks.size > 1:  # what NCCL takes is no longer free
+            self.peers = Nccl(ranks)
+            with device.stream:
+                self.peers.connect(device.stream)
+        check_memory(architecture, config, settings, device)
+        with device.stream:
+            table = architecture.parameter_table(config)
+            self.params, self.grads = (self.allocate_shared(architecture.parameter_table(config, dtype))
+                                       for dtype in (self.precision.dtype, self.precision.grads))
+            self.shares = Shares(table, ranks.size, settings.weight_decay, settings.decay == "all")
+            share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
+            self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
+            self.master = cp.zeros(share, np.float32) if settings.master else None
+            self.sums = cp.zeros(share, np.float32) if self.micro_steps > 1 else None
+            self.received = flat(self.grads)  # gradients of all ranks
+            chunks = cp.asarray(chunks.view(np.uint8))
+            first, rest, end = (CHUNKS.itemsize * end for end in ends)
+            self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:end],
+                           "all": chunks}
+            self.set_params(params)
+            tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
+            buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
+            matmul.allocate()
+            self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
+            self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
+            self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
+            self.loss = cp.zeros(1, np.float32)  # of an evaluation
+            # Losses of micro-batches, then sums of squares of chunks: this rank's, with 0 for the others', and all.
+            self.own_sums = cp.zeros(settings.micro_steps + (count if self.want_norm else 0), np.float32)
+            self.all_sums = self.own_sums
+            if ranks.size > 1:
+                self.all_sums = cp.zeros(self.own_sums.size, np.float32)
+                self.received = self.peers.allocate(self.shares.received_size() * self.precision.grad_bytes)
+                self.received = self.received.view(flat(self.grads).dtype)
+                self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
+                                         self.received)
+        self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
+        if makes_text(device):
+            self.decoder = architecture.Decoder(device, config, self.params, self.precision, 1, T)
+
+        # Two halves of pinned memory: the host fills one while the GPU works on the step of the other.
+        table = batch_table(B, T, self.micro_steps)
+        self.pinned = pinned_array(2 * table_bytes(table))
+        self.staged = [views(table, half) for half in self.pinned.reshape(2, -1)]
+        self.reports = pinned_array(32).view(np.float32).reshape(2, 4)  # struct Report of update.cu
+        self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
+        self.steps_begun, self.graph = 0, None
+        self.gradients_arrived, self.weights_arrived = {}, {}  # events
+        self.weights_behind = False  # of those that other ranks have updated
+
+    def allocate_shared(self, table):
+        """Tensors that travel between GPUs, if there are several."""
+        return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
+
+    # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
+
+    def prepare(self):
+        """Choose the matmuls' algorithms on a batch of random tokens, and capture the step as a graph. Changes no
+        weight."""
+        settings, rng = self.settings, np.random.default_rng(0)
+        with self.device.stream:
+            batch = rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
+            self.stage(0, [batch] * self.micro_steps, 0.0)
+            copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
+            self.choose_algorithms()
+            if self.messages:  # each once before the capture, as two ranks connect at the first message between them
+                for key in self.messages.gradient_sends:
+                    self.send_gradients(key)
+                self.send_all_weights()
+                self.add_up_sums()
+            self.device.synchronize()
+            if settings.graph:
+                self.device.stream.begin_capture()
+                self.launch_step()
+                self.graph = self.device.stream.end_capture()
+                self.graph.upload(self.device.stream)
+
+    def choose_algorithms(self):
+        """Search for the matmuls' fastest ways, on the batch that is there. The first rank chooses for all."""
+        if not self.ranks.is_first:
+            choices = self.ranks.gather(None)[0]
+            if not self.matmul.recall(choices):
+                raise UserError(f"matmuls here are by {self.matmul.identity}, on rank 0 by {choices['products']['on']}:"
+                                " install the same packages on all machines")
+        with self.matmul.search(alone=self.ranks.is_first):
+            self.compute(0)
+        if self.ranks.is_first:
+            self.ranks.gather(self.matmul.choices())
+
+    def begin_step(self, batches, learning_rate):
+        """Start one update with micro_steps batches (inputs, targets), and return its number; the GPU may still be at
+        the one before."""
+        half = self.steps_begun % 2
+        self.finished[half].synchronize()  # the update before the last one, which read this half
+        self.stage(half, batches, learning_rate)
+        with self.device.stream as stream:
+            self.started[half].record(stream)
+            if self.graph:
+                self.graph.launch(stream)
+            else:
+                self.launch_step()
+            self.finished[half].record(stream)
+        self.steps_begun += 1
+        self.weights_behind = self.messages is not None
+        return self.steps_begun - 1
+
+    def end_step(self, number):
+        """Wait for an update of begin_step's, one of the last two: (loss, gradient norm or None, milliseconds, why it
+        was skipped or None)."""
+        half = number % 2
+        self.finished[half].synchronize()
+        loss, norm, *z_scores = self.reports[half].tolist()
+        milliseconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half])
+        return loss, norm if self.want_norm else None, milliseconds, reason_to_skip(self.settings, *z_scores)
+
+    def stage(self, half, batches, learning_rate):
+        """Lay micro_steps batches into a half of the pinned memory."""
+        staged = self.staged[half]
+        staged.learning_rate[0] = learning_rate
+        for i, (inputs, targets) in enumerate(batches):
+            staged.inputs[i], staged.targets[i] = inputs, targets
+            sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i], inputs)
+
+    def launch_step(self):
+        """All that the GPU does for one update."""
+        words, first_words = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # learning rate and inputs
+        self.copy_batch(0, first_words)
+        with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
+            self.copy_batch(first_words, words)
+        for i in range(self.micro_steps):
+            if self.messages:
+                weight_done = functools.partial(self.weight_done, i)
+                self.compute(i, batch_copied, weight_done, self.fetch_weights if i == 0 else None)
+                self.send_gradients(REST)
+            else:
+                self.compute(i, batch_copied)
+        self.update()
+
+    def copy_batch(self, begin, end):
+        """Copy words begin .. end - 1 from the half of the pinned memory whose turn it is: a kernel's work, because a
+        copy that is part of a graph has one source."""
+        words = self.batch.buffer.nbytes // 4
+        self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
+                           pointer(self.pinned), self.control, words, begin, end)
+
+    def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
+        """Forward and backward of batch i of self.batch; between them, the gradients of the batch before, which the
+        backward pass overwrites, are added up. batch_copied: an event, for its targets and sorted tokens; weight_done,
+        layer_begins: see GPT2."""
+        batch, N = self.batch, self.settings.B * self.settings.T
+        number = i * self.ranks.size + self.ranks.rank  # in the update
+        acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
+        with self.device.span(f"forward {i}"):
+            self.model.trunk(acts, batch.inputs[i], layer_begins)
+            self.device.wait(batch_copied)
+            self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
+        if i > 0:
+            self.add_gradients(i - 1)
+        with self.device.span(f"backward {i}"):
+            self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale,
+                                weight_done)
+
+    def weight_done(self, i, name, l, computed):
+        """The gradient of layer l's matrix `name` is `computed`, in micro-batch i."""
+        self.send_gradients((name, l), computed)
+        if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.shares.layers > 1:
+            self.device.wait(self.gradients_arrived[name, 1])
+            self.global_norm("other layers")
+
+    def send_gradients(self, key, computed=None):
+        """Once they are `computed`, send a matrix's gradients to the ranks that own them, and receive all ranks' of
+        this rank's part. key: its name and layer, or REST."""
+        with self.device.on_comm_stream() as self.gradients_arrived[key]:
+            self.device.wait(computed)
+            with self.device.span("gradients" if key == REST else f"gradients {key[1]} {key[0]}"):
+                self.messages.send_gradients(key, self.device.stream)
+
+    def send_weights(self, l):
+        """Send the weights that this rank has updated of layer l's matrices, or (None) of the rest, and receive the
+        others'."""
+        with self.device.on_comm_stream() as self.weights_arrived[l]:
+            with self.device.span("weights" if l is None else f"weights {l}"):
+                self.messages.send_weights(l, self.device.stream)
+
+    def fetch_weights(self, l):
+        """As layer l begins: have its matrices, and those of the next two layers on their way. (The first layer's
+        arrived in the step before.)"""
+        if l > 0:
+            self.device.wait(self.weights_arrived[l])
+        for ahead in (1, 2) if l == 0 else (l + 2,):
+            if ahead < self.shares.layers:
+                self.send_weights(ahead)
+
+    def add_gradients(self, i):
+        """Add the gradients of micro-batch i to self.sums."""
+        self.device.wait(self.gradients_arrived.get(REST))
+        with self.device.span(f"add {i}"):
+            add_gradients(self.device, self.sums, self.received, self.groups["all"], self.ranks.size, i == 0)
+
+    def complete_weights(self):
+        """Between two updates, make self.params whole on every rank, all of which have to call this."""
+        if self.weights_behind:
+            with self.device.stream:
+                self.send_all_weights()
+        self.weights_behind = False
+
+    def send_all_weights(self):
+        for l in (*range(self.shares.layers), None):
+            self.send_weights(l)
+        self.device.wait(self.weights_arrived[None])
+
+    def add_up_sums(self):
+        """self.all_sums = the sum over the ranks of self.own_sums; returns an event. On the stream of all other
+        messages: NCCL then has one order for them."""
+        with self.device.on_comm_stream() as done:
+            self.peers.add_up(self.all_sums, self.own_sums, self.device.stream)
+        return done
+
+    def close(self):
+        """After the last update."""
+        self.device.synchronize()
+        self.graph = None  # before what it has captured goes
+        self.ranks.gather(None)  # nobody reads another's memory any more
+        if self.peers:
+            self.peers.close()
+
+    def update(self):
+        """AdamW over this rank's share, and the report to the host. On several GPUs, the first layer and the rest,
+        which come last in the backward pass and first in the next forward pass, are updated first, and travel while the
+        other layers are updated."""
+        device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
+        threads, sums = device.geometry.UPDATE_THREADS, self.all_sums
+        if self.messages:
+            device.wait(self.gradients_arrived[REST])
+            self.global_norm("first layer")
+            self.global_norm("rest")
+            device.wait(self.add_up_sums())
+        else:
+            self.global_norm()
+        device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), sums, sums[micro_steps:],
+                      self.batch.learning_rate, np.float64(settings.beta1), np.float64(settings.beta2),
+                      np.float64(settings.eps), settings.grad_clip, micro_steps, sums.size - micro_steps, self.recent,
+                      settings.skip_loss_zscore, settings.skip_norm_zscore)
+        if not self.messages:
+            self.adamw()
+            return
+        self.adamw("first layer")
+        self.send_weights(0)
+        self.adamw("rest")
+        self.send_weights(None)
+        self.adamw("other layers")
+        device.wait(self.weights_arrived[None])
+
+    def global_norm(self, group="all"):
+        chunks = self.groups[group]
+        if self.want_norm and chunks.size:
+            with self.device.span(f"norm {group}"):
+                global_norm(self.device, self.own_sums[self.settings.micro_steps :], self.sums, self.received, chunks,
+                            self.ranks.size)
+
+    def adamw(self, group="all"):
+        settings, chunks = self.settings, self.groups[group]
+        if not chunks.size:
+            return
+        with self.device.span(f"adamw {group}"):
+            adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.sums, self.received, chunks,
+                         self.ranks.size, self.control, settings.beta1, settings.beta2, settings.stochastic_rounding)
+
+    # -- what reports need
+
+    def forward(self, inputs, targets):
+        """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
+        B, T = inputs.shape
+        with self.device.stream:
+            acts = self.model.activations(B, T)
+            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
+                               for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
+            self.model.trunk(acts, inputs)
+            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
+            return float(self.loss.get()[0])
+
+    def losses(self, inputs, targets):
+        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T), float32."""
+        self.forward(inputs, targets)
+        with self.device.stream:
+            return self.model.activations(*inputs.shape).losses.get()
+
+    # -- state: between the GPU and the host's checkpoints
+
+    def to_host(self, tensors):
+        """A float32 copy on the host, as Tensors, of params or grads; or, on one GPU, of m, v or master, which are
+        arrays."""
+        table = {name: row._replace(dtype="float32") for name, row in self.params.table.items()}
+        array = flat(tensors) if isinstance(tensors, Tensors) else tensors
+        with self.device.stream:
+            return views(table, to_float32(array).view(np.uint8))
+
+    def params_now(self):
+        """A copy of the weights on the host, as they are: bfloat16 bits in a bfloat16 run."""
+        with self.device.stream:
+            return views(self.params.table, self.params.buffer.get())
+
+    def set_params(self, params):
+        """Take over weights from the host, float32 Tensors; bfloat16 ones are rounded from them."""
+        if not self.precision.bf16:
+            copy_to_gpu(self.params.buffer, params.buffer)
+            return
+        exact, rounded, size = flat(params), flat(self.params), self.m.size // 8 * 8
+        for begin in range(0, exact.size, size):  # m has room for a share, and is 0 again afterwards
+            part = slice(begin, begin + size)
+            round_weights(self.device, rounded[part], copy_to_gpu(self.m[: exact[part].size], exact[part]))
+        self.m.fill(0)
+        if self.master is not None:
+            copy_to_gpu(self.master, self.shares.take(exact, self.ranks.rank))
+
+    def owned(self, with_exact):
+        """Room on the host for this rank's share of the optimizer's state."""
+        share = self.m.size
+        return Owned(self.shares, self.ranks.rank, np.empty(share, np.float32), np.empty(share, np.float32),
+                     np.empty(share, np.float32) if with_exact else None)
+
+    def owned_now(self):
+        """This rank's share of the optimizer's state, copied to the host."""
+        with self.device.stream:
+            return Owned(self.shares, self.ranks.rank, self.m.get(), self.v.get(),
+                         None if self.master is None else self.master.get())
+
+    def set_state(self, owned, step, recent):
+        """Go on from a checkpoint: this rank's share, its float32 weights where they are not None; recent: (2,) RECENT.
+        A bfloat16 model keeps the weights that it was made with, which need not be those rounded to nearest."""
+        with self.device.stream:
+            copy_to_gpu(self.m, owned.m)
+            copy_to_gpu(self.v, owned.v)
+            if owned.exact is not None and self.precision.bf16:
+                copy_to_gpu(self.master, owned.exact)
+            elif owned.exact is not None:
+                for piece in self.shares.pieces(self.ranks.rank):
+                    copy_to_gpu(flat(self.params)[piece.begin : piece.begin + piece.size],
+                                owned.exact[piece.local : piece.local + piece.size])
+                if self.messages:
+                    self.send_all_weights()
+            copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
+            if self.recent is not None:
+                copy_to_gpu(self.recent, recent)
+
+    def recent_values(self):
+        """(2,) RECENT: losses and norms of the last updates, where outliers are skipped."""
+        with self.device.stream:
+            return np.zeros(2, RECENT) if self.recent is None else self.recent.get().view(RECENT)
+
+
+class Evaluator:
+    """A model on the GPU for forward passes alone: weights and activations, no gradients, no optimizer."""
+
+    def __init__(self, architecture, config, settings, matmul, params):
+        """As a Trainer's, in float32; B and T are those of allocate_activations."""
+        self.architecture, self.config, self.settings = architecture, config, settings
+        self.device, self.matmul = matmul.device, matmul
+        with self.device.stream:
+            self.params = allocate(architecture.parameter_table(config), cp)
+            copy_to_gpu(self.params.buffer, params.buffer)
+            self.loss = cp.zeros(1, np.float32)
+            matmul.allocate()
+
+    def allocate_activations(self, B, T):
+        """Make room for forward passes over (B, T) tokens, or fewer."""
+        self.model = self.batch = None  # what they had goes back first
+        tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
+        with self.device.stream:
+            buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
+            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
+        self.model = self.architecture(self.config, self.settings, self.matmul, self.params, None, buffers)
+
+    forward, losses = Trainer.forward, Trainer.losses
