@@ -234,20 +234,18 @@ class DataLoader:
                     next(self.checks[upcoming], None)
 
     def whole_set(self):
-        """Batches from the start, each position once: llm.c's num_batches, then what is left of each file, a smaller
-        batch of whole rows. Where nothing but one last target is missing, llm.c's last batch is another first one, and
-        so it is here: losses of a run can be held against llm.c's."""
+        """Batches from the start, each position once; what is left of each file, a smaller batch of whole rows, comes
+        last. (Where that lacks one last target alone, llm.c reads the first batch again.)"""
         return read_ahead(self.read_whole_set(), self.ahead)
 
     def read_whole_set(self):
         B, T = self.B, self.T
-        whole = sum(shard.size // (B * T) for shard, count in zip(self.shards, self.counts) if count)
         with contextlib.closing(ShardReader(self)) as reader:
-            for _, number, index in itertools.islice(samples_from(Position(), self.counts), whole):
+            for _, number, index in itertools.islice(samples_from(Position(), self.counts), sum(self.counts)):
                 yield reader.read(number, range(index * B, (index + 1) * B))
             for number, (shard, count) in enumerate(zip(self.shards, self.counts)):
                 rows = range(count * B, (shard.size - 1) // T)
-                if rows and (not count or shard.size % (B * T)):
+                if rows:
                     yield reader.read(number, rows)
 
 
