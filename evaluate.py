@@ -12,12 +12,12 @@ MODEL is the directory of a run, a .bin file or a Hugging Face folder. It runs o
 with TF32 matmuls, else on the CPU in NumPy. --context is best the sequence length that the model was trained with; of
 a model that began with random weights here, it is never more.
 
-Validation loss: the mean over rows of --context tokens, one after the other, as the trainers validate with a large -m
-(but for data that ends with the last row: they then take the first batch once more instead, as llm.c). Perplexity: of
-windows of --context tokens, each --stride further than the one before, in which the tokens that are new count, so that
-all but the first ones are predicted from at least context - stride others: transformers' "Perplexity of fixed-length
-models". Bits per byte: the losses of the same windows over the bytes of the text, which, unlike perplexity, can be
-compared between vocabularies; end-of-text tokens, which are no text, are left out. HellaSwag: acc_norm as llm.c has it.
+Validation loss: the mean over rows of --context tokens, one after the other, as the trainers validate with a large -m.
+Perplexity: of windows of --context tokens, each --stride further than the one before, in which the tokens that are new
+count, so that all but the first ones are predicted from at least context - stride others: transformers' "Perplexity of
+fixed-length models". Bits per byte: the losses of the same windows over the bytes of the text, which, unlike
+perplexity, can be compared between vocabularies; end-of-text tokens, which are no text, are left out. HellaSwag:
+acc_norm as llm.c has it.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)

@@ -177,7 +177,7 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     """Print samples that go on after one prompt, a text, a list of ids or None."""
     eot = end_of_text(tokenizer, V)
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
-    if ids.shape[1] + args.tokens > decoder.T:
+    if ids.shape[1] + args.tokens > decoder.T + 1:  # the last one is not read
         print(f"note: {ids.shape[1] + args.tokens} tokens, the model sees {decoder.T} at a time: from there on, the"
               f" last {decoder.T // 2} and what follows", file=sys.stderr)
     stop = None if args.ignore_eot else eot

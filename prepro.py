@@ -203,7 +203,7 @@ def val_fraction(args):
 def val_tokens(count, most, args):
     """How many of `count` tokens validate: --val_fraction of them, or else a tenth, at most `most`."""
     fraction = val_fraction(args)
-    val = min(count // 10, most) if fraction is None else int(count * fraction)
+    val = min(count // 10, most) if fraction is None else int(count * fraction + 1e-6)
     if not 0 < val < count:
         raise UserError(f"{count} tokens of text, of which {val} would validate, expected at least one to validate and"
                         " one to train: give more text, or another --val_fraction")

@@ -62,19 +62,19 @@ def parameter_table(config, dtype="float32"):
     return {
         "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),  # token embedding, and the classifier's weight
         "wpe": Row((maxT, C), dtype, decays=True),  # position embedding
-        "ln1w": Row((L, C), dtype, stacked=True),
+        "ln1w": Row((L, C), dtype, stacked=True, ones=True),
         "ln1b": Row((L, C), dtype, stacked=True),
         "qkvw": Row((L, 3 * C, C), dtype, stacked=True, decays=True),
         "qkvb": Row((L, 3 * C), dtype, stacked=True),
         "attprojw": Row((L, C, C), dtype, stacked=True, decays=True),
         "attprojb": Row((L, C), dtype, stacked=True),
-        "ln2w": Row((L, C), dtype, stacked=True),
+        "ln2w": Row((L, C), dtype, stacked=True, ones=True),
         "ln2b": Row((L, C), dtype, stacked=True),
         "fcw": Row((L, 4 * C, C), dtype, stacked=True, decays=True),
         "fcb": Row((L, 4 * C), dtype, stacked=True),
         "fcprojw": Row((L, C, 4 * C), dtype, stacked=True, decays=True),
         "fcprojb": Row((L, C), dtype, stacked=True),
-        "lnfw": Row((C,), dtype),
+        "lnfw": Row((C,), dtype, ones=True),
         "lnfb": Row((C,), dtype),
     }
 
@@ -111,7 +111,7 @@ def random_model(name, V, seed=42, maxT=1024):
             std = np.float32(0.02 / math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 0.02)
             parallel_blocks(block, tensor.size)
         else:
-            tensor.fill(1.0 if name in ("ln1w", "ln2w", "lnfw") else 0.0)
+            tensor.fill(1.0 if params.table[name].ones else 0.0)
     return config, params
 
 

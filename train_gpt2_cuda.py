@@ -18,8 +18,8 @@ host prints a step's loss while the next one runs. Results are bit-identical fro
 sum has a fixed order, there are no atomic additions of floats, and the matmuls' algorithms, once searched, are kept in
 a cache and recorded in checkpoints. So they are on any number of GPUs: llmc/zero.py says how.
 
-What is GPT-2 is here. llmc/trainer.py has what it has in common with other models: buffers, the captured step, AdamW,
-several GPUs.
+GPT-2's tables, launches and passes are here, and the program around them. llmc/trainer.py has the step: buffers, the
+captured graph, AdamW, several GPUs.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -35,6 +35,7 @@ import math
 import os
 import socket
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -126,7 +127,7 @@ class CudaSettings(Settings):
                                  help="bfloat16: 1: AdamW works on a float32 copy of the weights")
     stochastic_rounding: int = option(0, group="gpu", metavar="SEED",
                                       help="bfloat16: round new weights up or down at random, from this seed (0: to"
-                                      " nearest)")
+                                      " nearest, but for layernorms')")
     float32_grads: int = option(0, group="gpu", choices=(0, 1),
                                 help="bfloat16: 1: gradients of weights are float32 (what is accumulated, is in any"
                                 " case)")
@@ -229,7 +230,7 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     L, NH, C, Vp, dtype = config.L, config.NH, config.C, config.Vp, precision.dtype
     recomputed = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
     recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
-    rows = partial_rows(config, B, T, sm_count, geometry)
+    rows = partial_rows(B, T, sm_count, geometry)
     return {
         "forward": {
             "branch": Row((B, T, C), dtype),  # attproj or fcproj, until a layernorm adds it to the residual stream
@@ -252,7 +253,7 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     }
 
 
-def partial_rows(config, B, T, sm_count, geometry):
+def partial_rows(B, T, sm_count, geometry):
     """How many rows of partial sums each kernel leaves."""
     return SimpleNamespace(
         layernorm=min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS)),
@@ -295,7 +296,7 @@ def encoder_backward(device, dwte, dwpe, partials, dout, order, piece_begins, pi
     device.launch("encoder_backward_wte", grid, (threads,), dwte, partials, dout, order, piece_begins, piece_tokens,
                   B * T)
     grid = min(len(partials), 2 * device.sm_count), blocks(C, WARP * pack(dout))
-    device.launch("encoder_backward_wte_pieces", grid, (threads,), dwte, partials, piece_tokens, B * T)
+    device.launch("encoder_backward_wte_cut", grid, (threads,), dwte, partials, piece_tokens, B * T)
 
 
 def encoder_grid(device, N):
@@ -970,7 +971,7 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("learning rate", f"{settings.learning_rate:e}"),
         ("updates", settings.steps),
         ("validate every", settings.val_every),
-        ("validation batches", min(settings.val_batches, val_loader.num_batches)),
+        ("validation batches", min(settings.val_batches, val_loader.whole_batches)),
         ("sample every", settings.sample_every),
         ("tokens in a sample", settings.sample_tokens),
     ]
@@ -1061,6 +1062,7 @@ def run(settings, ranks):
     loading = time.perf_counter()
     config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     loading = time.perf_counter() - loading
+    check_same_model(ranks, config, params)
     train_loader, val_loader = open_data(settings, config.V, ranks.rank, ranks.size)
     examples = load_hellaswag(settings, config.V)
     if ranks.is_first:
@@ -1099,9 +1101,10 @@ def check_alike(ranks, gpu, settings):
     if ranks.size == 1:
         return
     names = [field.name for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
-    given = ranks.gather([getattr(settings, name) for name in names])
+    output = "no directory" if settings.output_dir is None else "a directory"
+    given = ranks.gather([output, *(getattr(settings, name) for name in names)])
     for rank, values in enumerate(given):
-        for name, value, first in zip(names, values, given[0]):
+        for name, value, first in zip(("output", *names), values, given[0]):
             if value != first:
                 raise UserError(f"{flag_of(settings, name)}: rank {rank} has {value}, rank 0 {first}: pass the same"
                                 " flags to all")
@@ -1113,6 +1116,16 @@ def check_alike(ranks, gpu, settings):
                             " process for each GPU")
         if other != found[0][2]:
             raise UserError(f"rank {rank} has a {other[0]}, rank 0 a {found[0][2][0]}: expected GPUs of one kind")
+
+
+def check_same_model(ranks, config, params):
+    """Raise UserError where a rank has read another model than the first one."""
+    weights = flat(params)
+    sample = np.ascontiguousarray(weights[:: 1 + (weights.size >> 20)])  # the whole takes seconds
+    for rank, found in enumerate(models := ranks.gather([config.describe(), zlib.crc32(sample)])):
+        if found != models[0]:
+            raise UserError(f"rank {rank} has another model than rank 0, or other weights: {found[0]} beside"
+                            f" {models[0][0]}: pass the same file to all")
 
 
 def resume(trainer, step, train_loader, random):
@@ -1238,7 +1251,7 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
             console.print(f"first step finished {seconds:.2f} s after the start, not counting {loading:.2f} s of"
                           " reading the model")
         times.append(ms)
-        log.training(step, loss, learning_rate_at(settings, step), norm or 0.0, ms / 1000)
+        log.training(step, loss, learning_rate_at(settings, step), norm, ms / 1000)
         if outlier:
             console.skip(step, outlier)
 

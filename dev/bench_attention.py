@@ -42,7 +42,7 @@ class Ours:
         self.device, self.sizes = device, (B, T, C, config.NH)
         self.out, self.dqkv = torch.empty_like(dout), torch.empty_like(qkv)
         lse, D = (torch.empty((B, config.NH, T), device="cuda") for _ in range(2))
-        rows = cuda.partial_rows(config, B, T, device.sm_count, device.geometry).attention
+        rows = cuda.partial_rows(B, T, device.sm_count, device.geometry).attention
         sums = torch.empty((rows, 3 * C), device="cuda")
         out, dqkv, lse, D, sums, dout, qkv = map(view, (self.out, self.dqkv, lse, D, sums, dout, qkv))
         self.for_forward, self.for_backward = (out, lse, qkv), (dqkv, D, sums, dout, qkv, out, lse)

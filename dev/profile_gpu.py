@@ -85,7 +85,7 @@ BYTES = {
     "encoder_backward_wpe": lambda dwpe, dout, *_: size_of(dwpe, dout),
     "encoder_backward_wte": lambda dwte, partials, dout, order, begins, tokens, N: (  # a row of dwte for each piece
         size_of(dout, order) + 2 * size_of(dwte[0]) * np.count_nonzero(begins.get() < N)),
-    "encoder_backward_wte_pieces": lambda dwte, partials, tokens, N: (
+    "encoder_backward_wte_cut": lambda dwte, partials, tokens, N: (
         size_of(partials[0]) * np.count_nonzero(tokens.get() < 0)),
     "residual_layernorm_forward": lambda residual, out, mean, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
     "layernorm_backward": lambda dinp, sums, dout, inp, weight, mean, rstd, add_residual, N: (

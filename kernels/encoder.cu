@@ -4,7 +4,7 @@
 //     backward  dwte[token] += the sum of dout over the positions of the token             dwte +=
 //               dwpe[t] = the sum of dout over b, 0 for t >= T                             dwpe =
 //
-// out, dout (B,T,C), out of the residual stream's type; inp (B,T) int32; wte, dwte (Vp,C); wpe, dwpe (maxT,C).
+// out (B,T,C), of the residual stream's type; dout (B,T,C); inp (B,T) int32; wte, dwte (Vp,C); wpe, dwpe (maxT,C).
 //
 // Bound by bytes: B*T*C elements read and written, and each row of dwte whose token occurs read and written. H200 (a
 // copy: 4235 GB/s), T=1024, bfloat16, random tokens, in a step at B=64: forward 4030 GB/s, wte 3650, wpe 3880, 0.13 ms
@@ -94,11 +94,11 @@ __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end
     }
 }
 
-// order (N): the positions b*T+t, sorted by token, in pieces of one token each. piece_begins (N + 1) says where in
-// `order` each piece begins, and is N after the last one; piece_tokens (N) says which token it is. With ~token instead
-// of the token, which has several pieces, the sum of piece i goes to row i of partials (rows, C), otherwise to dwte. A
-// warp adds up one piece after another, one part of the rows' channels, and meanwhile loads where the next one begins.
-// Block (ENCODER_THREADS); grid (any number of blocks, SPANS).
+// order (N): the positions b*T+t, in pieces of one token each. piece_begins (N + 1): where in `order` each piece begins,
+// N after the last one; piece_tokens (N): the token of each, or ~token if the token has several pieces: their sums go to
+// partials (rows, C), piece i's to row i. A token's only piece is added to dwte. A warp adds up one piece after another,
+// of its span of the channels, and meanwhile loads where its next piece begins. Block (ENCODER_THREADS); grid (any
+// number of blocks, SPANS).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, PACKS > 3 || SPANS > 1 ? 2 : 3)
 encoder_backward_wte(gradient* dwte, float* partials, const element* dout, const int* order, const int* piece_begins,
                      const int* piece_tokens, int N) {
@@ -142,7 +142,7 @@ encoder_backward_wte(gradient* dwte, float* partials, const element* dout, const
 // the tokens whose first piece is number blockIdx.x, blockIdx.x + gridDim.x, ... and of their rows WARP_ELEMENTS
 // channels, each warp every WARPS-th row. Block (ENCODER_THREADS); grid (any number, C / WARP_ELEMENTS rounded up).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, 2)
-encoder_backward_wte_pieces(gradient* dwte, const float* partials, const int* piece_tokens, int N) {
+encoder_backward_wte_cut(gradient* dwte, const float* partials, const int* piece_tokens, int N) {
     __shared__ Floats warp_sums[WARPS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = blockIdx.y * WARP_ELEMENTS + lane * PACK;
     for (int begin = blockIdx.x; begin < N && piece_tokens[begin] < 0; begin += gridDim.x) {

@@ -9,6 +9,7 @@
 //     adamw_update    m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2
 //                     params *= 1 - learning_rate * decay
 //                     params -= rate * m / (sqrt(v) + eps)                                 params, master, m, v =
+//     round_weights   params = float32 weights, rounded to nearest                         params =
 //
 // AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are part of rate and eps,
 // as in train_gpt2.py. Whatever changes from step to step is in the GPU's memory, so that one captured CUDA graph
@@ -58,7 +59,7 @@ struct Chunk {       // CHUNKS of llmc/zero.py
     int count;       // elements, at most UPDATE_CHUNK
     int index;       // in the flat buffer's order
     float decay;
-    int at_random;   // 1: rounded stochastically in any case (layernorms)
+    int at_random;   // 1: rounded stochastically in any case (weights of layernorms)
 };
 
 // Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread works on at once. Even in a bfloat16 run, six of
@@ -97,8 +98,8 @@ __device__ inline float block_sum(float x) {
     return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
 }
 
-// The words from `begin` to `end` - 1. batch: the learning rate's bits, then the words of encoder and classifier.
-// pinned: two halves of `words` words.
+// The words from `begin` to `end` - 1. batch: laid out as batch_table of llmc/batch.py; pinned: two halves of `words`
+// words.
 extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Control* control, int words, int begin,
                                       int end) {
     const int i = begin + blockIdx.x * blockDim.x + threadIdx.x;
@@ -236,12 +237,12 @@ __device__ inline void round_stochastically(Quad& values, uint32 i, uint32 step,
 #endif
 }
 
-// A thread updates four parameters; block (THREADS); grid (UPDATE_CHUNK / THREADS / 4 for each chunk). params
+// A thread updates NUMBERS parameters; block (THREADS); grid (UPDATE_CHUNK / THREADS / NUMBERS for each chunk). params
 // (parameters); master, m, v (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of
-// which params are a rounded copy, or null. seed: for stochastic rounding, or 0. Weights of layernorms are rounded so in
-// any case: all begin at 1, where bfloat16's steps are 1/256 and 1/128, so that rounding to nearest would hold them all
-// there for the first updates. (The loss of the first 30 updates of GPT-2 124M was 0.0019 from PyTorch's autocast, whose
-// layernorms are float32 and which is 0.0001 from its own float32.)
+// which params are a rounded copy, or null. seed: for stochastic rounding, or 0. Weights of layernorms are rounded so
+// even then: they begin at 1, where bfloat16's steps are 1/256 and 1/128, and to nearest they would stay there for the
+// first updates. (GPT-2 124M, updates 11 to 30: so, the losses were 0.0019 from those of PyTorch's autocast, whose
+// layernorms are float32: doc/long_run.md.)
 extern "C" __global__ void __launch_bounds__(THREADS)
 adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
              const Chunk* chunks, int ranks, const Control* control, float beta2, float one_minus_beta1,

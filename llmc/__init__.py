@@ -16,15 +16,16 @@
     device      the GPU: open, load, launch, streams
     matmul      matrix multiplication on the GPU: cuBLASLt or our kernels, and the search for the fastest
     trainer     a model in training on a GPU: buffers, the captured step, AdamW
-    batch, memory   what a batch is there; what all takes, and whether it fits
+    batch       a micro-batch as the GPU takes it: tokens, and their positions sorted
+    memory      what the trainer allocates on the GPU, and whether that fits
     outliers    updates to skip
     launchers   several GPUs: torchrun, mpirun, srun, --gpus
     ranks       their processes: how they meet, what they tell each other, how they end together
     zero        who owns which parameters; gradients and weights on their way, by NCCL
 
 Nothing here knows an architecture: whoever reads a model passes the function that makes its table of parameters.
-compiler, device, matmul, memory and trainer need CuPy and its companions; all others NumPy and the standard library
-alone.
+compiler, device, matmul, memory, trainer and zero's Nccl need CuPy and its companions; all others NumPy and the
+standard library alone.
 """
 
 from llmc.errors import quiet_imports

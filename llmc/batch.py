@@ -22,17 +22,18 @@ def batch_table(B, T, micro_steps):
 def sort_tokens(order, piece_begins, piece_tokens, inp):
     """What encoder_backward needs to add up each token's rows in a fixed order; on the host.
 
-    inp (B,T) -> order (N,): the positions b*T+t, sorted by token, earlier ones first, in pieces. A token at more than
-    ENCODER_PIECE positions is cut into pieces of so many, and comes before the tokens that are one piece. piece_begins
-    (N+1,): where in `order` each piece begins, N after the last one; piece_tokens (N,): the token of each piece, ~token
-    where it is cut, 0 after the last one. All int32.
+    inp (B,T) -> order (N,): the positions b*T+t, each token's side by side, earlier ones first; first the tokens at
+    more than ENCODER_PIECE positions, which are cut into pieces of so many, the last one shorter; then the others, each
+    of which is one piece. piece_begins (N+1,): where in `order` each piece begins, N after the last one; piece_tokens
+    (N,): the token of each piece, ~token where it is cut, 0 after the last one. All int32.
     """
     inp = inp.reshape(-1)
     whole = np.bincount(inp)[inp] <= ENCODER_PIECE  # of each position: whether its token is one piece
     order[:] = np.lexsort((inp.astype(np.uint16) if inp.max() < 65536 else inp, whole))  # radix sort for 16 bits
     ordered = inp[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-    number = np.arange(inp.size) - np.repeat(starts, np.diff(starts, append=inp.size))  # of a position, in its token's
+    counts = np.diff(starts, append=inp.size)
+    number = np.arange(inp.size) - np.repeat(starts, counts)  # of each position, among its token's
     begins = np.flatnonzero(number % ENCODER_PIECE == 0)
     tokens = ordered[begins]
     piece_begins[: begins.size], piece_begins[begins.size :] = begins, inp.size

@@ -184,7 +184,8 @@ class DataLoader:
     open at a time.
 
     position: after the last batch taken, and those that the other ranks take at the same time.
-    num_batches: llm.c's count, of B*T tokens; batches_per_epoch: those whose last target is there, too.
+    num_batches: llm.c's count, of B*T tokens; batches_per_epoch: those whose last target is there, too; whole_batches:
+    those of whole_set.
     """
 
     def __init__(self, paths, V, B, T, shuffle=False, spread=False, ahead=2, rank=0, ranks=1, seed=SEED,
@@ -195,6 +196,8 @@ class DataLoader:
         self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples, the last target included
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
         self.batches_per_epoch = sum(self.counts)
+        self.whole_batches = sum(count + ((shard.size - 1) // T > count * B)
+                                 for shard, count in zip(self.shards, self.counts))
         self.batches = None
         self.seek(first_position(self.counts, shuffle, seed))
 

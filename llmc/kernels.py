@@ -29,7 +29,7 @@ ATTENTION_ROWS = 64  # of the attention's gradient, which leave a row of column 
 LONGEST_CHAIN = 6400  # TF32 products in one sum: see llmc/matmul.py
 
 KERNELS = {  # layer -> its kernels
-    "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_pieces", "encoder_backward_wpe"),
+    "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut", "encoder_backward_wpe"),
     "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
     "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
     "gelu": ("gelu_forward", "gelu_backward"),

@@ -39,8 +39,8 @@ class Log:
             self.write("" if self.file.read() == b"\n" else "\n", end="")
             self.write(time.strftime("--- %Y-%m-%d %H:%M:%S ---"))
         if self.detailed:
-            self.open_table(os.path.join(settings.output, "main.csv"), first_step)
             self.tokens = settings.B * settings.T * settings.micro_steps  # of a step
+            self.open_table(os.path.join(settings.output, "main.csv"), first_step)
 
     def open_table(self, path, first_step):
         if not first_step and os.path.lexists(path):
@@ -49,10 +49,12 @@ class Log:
                 os.rename(path, numbered(path, number))
         self.table = opened(path, first_step, kept_rows, f"rows of {','.join(COLUMNS)}")
         self.table.seek(0)
-        rows = self.table.read().decode().splitlines()
-        if not rows:
+        head, *rows = [line.split(",") for line in self.table.read().decode().splitlines()] or [None]
+        if not head:
             self.write(",".join(COLUMNS), file=self.table)
-        self.began = time.perf_counter() - (float(rows[-1].split(",")[2]) if len(rows) > 1 else 0.0)
+        self.began = time.perf_counter() - (float(rows[-1][2]) if rows else 0.0)
+        tokens = max(int(row[1]) for row in rows) if rows else first_step * self.tokens  # a step may have had others
+        self.tokens_before = tokens - first_step * self.tokens
 
     def write(self, line, end="\n", file=None):
         file = file or self.file
@@ -63,7 +65,7 @@ class Log:
     def write_row(self, step, done, train="", val="", learning_rate="", norm="", rate="", hellaswag=""):
         if self.table:
             seconds = f"{time.perf_counter() - self.began:.3f}"
-            row = (step, done * self.tokens, seconds, train, val, learning_rate, norm, rate, hellaswag)
+            row = (step, self.tokens_before + done * self.tokens, seconds, train, val, learning_rate, norm, rate, hellaswag)
             self.write(",".join(map(str, row)), file=self.table)
 
     def validation(self, step, loss):

@@ -12,7 +12,7 @@ from llmc.tensors import table_bytes
 from llmc.zero import Shares
 
 RESERVE = 256 << 20  # bytes beside the plan: for cuBLASLt's kernels, the graph, small tables and rounding up
-GRID_LAYERS = 65535  # of a CUDA grid: attention has one for each sequence, transpose one for each 64 positions
+MOST_BLOCKS = 65535  # in y and z of a CUDA grid: attention's z is the sequence, transpose's y is 64 positions
 
 
 def largest(group):
@@ -41,7 +41,7 @@ def memory_plan(architecture, config, settings, device):
 
 
 def makes_text(device):
-    """Whether it was opened with a Decoder's kernels."""
+    """Whether the device was opened with a Decoder's kernels."""
     return hasattr(device.geometry, "DECODE_SPLIT")
 
 
@@ -60,22 +60,26 @@ def check_memory(architecture, config, settings, device):
 
     free = free_memory()
     if needed() > free:
-        batches = range(1, settings.B + 1)
+        batches = [B for B in range(1, min(settings.B, MOST_BLOCKS + 1))  # smaller ones that -d allows
+                   if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
         fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
-        mend = f"the largest batch that fits is -b {min(fits, GRID_LAYERS)}"
+        mend = f"the largest batch that fits is -b {batches[fits - 1]}"
         if not fits:
-            mend = "not even -b 1 fits: take a smaller -t or model"
+            mend = f"not even -b {batches[0] if batches else settings.B} fits: take a smaller -t or model"
         if needed(recompute=2) <= free:
             mend += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
                         f" {free + RESERVE >> 20} MiB are free; {mend}")
-    if settings.B > GRID_LAYERS:
-        raise UserError(f"-b {settings.B}: expected at most {GRID_LAYERS}, the layers of a CUDA grid: accumulate more"
-                        " with -d")
-    if settings.B * settings.T > 64 * GRID_LAYERS:
+    if settings.B > MOST_BLOCKS:
+        raise UserError(f"-b {settings.B}: expected at most {MOST_BLOCKS}, the blocks of a CUDA grid in z: accumulate"
+                        " more with -d")
+    if settings.B * settings.T > 64 * MOST_BLOCKS:
         raise UserError(f"-b {settings.B} -t {settings.T}: {settings.B * settings.T} tokens, expected at most"
-                        f" {64 * GRID_LAYERS}, 64 for each layer of a CUDA grid: take a smaller -b, and accumulate more"
-                        " with -d")
+                        f" {64 * MOST_BLOCKS}, 64 for each block of a CUDA grid in y: take a smaller -b, and accumulate"
+                        " more with -d")
+    if table_bytes(batch_table(settings.B, settings.T, settings.micro_steps // settings.gpus)) // 4 >= 2**31:
+        raise UserError(f"-d {settings.total_batch_size}: too many tokens for an update, whose tables would have 2^31"
+                        " numbers or more: take a smaller -d")
     print_memory(memory_plan(architecture, config, settings, device), settings.verbose or settings.lines == "llmc")
 
 

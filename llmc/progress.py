@@ -14,12 +14,12 @@ def print_start(settings, config, parameters, model, train_loader, val_loader, d
     """What a run is, in a few lines; with --verbose, all settings, too. parameters: their number; model, device: what
     to call them."""
     B, T, micro_steps = settings.B, settings.T, settings.micro_steps
-    epochs = settings.steps * micro_steps / train_loader.num_batches
+    epochs = settings.steps * micro_steps / train_loader.batches_per_epoch
     rows = [
         ("model", f"{model}: L={config.L} NH={config.NH} C={config.C} maxT={config.maxT} V={config.V},"
                   f" {parameters:,} parameters"),
-        ("data", f"{settings.data}: {train_loader.num_batches} batches of {B} x {T} tokens, {val_loader.num_batches}"
-                 " to validate"),
+        ("data", f"{settings.data}: {train_loader.batches_per_epoch} batches of {B} x {T} tokens,"
+                 f" {val_loader.whole_batches} to validate"),
         ("run", f"{settings.steps} steps of {B * T * micro_steps} tokens: {epochs:.2f} epochs"),
         ("device", device),
         ("output", settings.output or "none; with -o DIR, the model is saved there"),

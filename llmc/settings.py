@@ -46,7 +46,7 @@ class Settings:
     T: int = option(64, "-t", "--sequence_length", group="batch", help="tokens in a sequence, T")
     total_batch_size: int = option(0, "-d", group="batch",
                                    help="tokens in an update, a multiple of B*T: averages several batches' gradients"
-                                   " (0: B*T)")
+                                   " (0: B*T, on each GPU)")
     shuffle: int = option(-1, group="batch", choices=(-1, 0, 1),
                           help="1: read shards, and the batches of each, in llm.c's random order (0: in order; -1: 1"
                           " where there are several shards; with -y 1, as the run began)")
@@ -83,7 +83,8 @@ class Settings:
                             " examples (0: never)")
     sample_every: int = option(20, "-s", group="reports", help="generate text every N steps (0: never)")
     sample_tokens: int = option(64, "-g", group="reports",
-                                help="tokens in a sample, the first (end of text) included; the model sees the last T")
+                                help="tokens in a sample, the first (end of text) included; beyond T the model sees the"
+                                " last T/2 to T")
     final_reports: int = option(0, group="reports", choices=(0, 1),
                                 help="1: validate and sample after the last update, whatever -v and -s say")
     print_every: int = option(1, group="reports", help="print a line every N steps (a log has all of them)")

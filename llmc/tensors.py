@@ -19,6 +19,7 @@ class Row(NamedTuple):
     stacked: bool = False  # the first axis is the layer
     vocabulary: bool = False  # the first axis is the token, V rows padded to Vp
     decays: bool = False  # weight decay applies
+    ones: bool = False  # begins as ones; in bfloat16 always rounded stochastically: see kernels/update.cu
 
     @property
     def stored_as(self):

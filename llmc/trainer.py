@@ -2,7 +2,7 @@
 A model in training on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
 
 It knows no architecture. One, like GPT2 of train_gpt2_cuda.py, has parameter_table and tables, which say what to
-allocate, activations, trunk, classify and backward, which compute, and a Decoder for text.
+allocate, and a Decoder for text; its instances have activations, trunk, classify and backward.
 """
 
 import functools
@@ -22,7 +22,11 @@ from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 from llmc.zero import CHUNKS, REST, Messages, Nccl, Shares
 
 # ----------------------------------------------------------------------------------------------------------------------
-# kernels/update.cu
+# launches of kernels/update.cu, and its structs
+
+CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
+                    ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
+REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
 
 
 def round_weights(device, out, exact):
@@ -39,14 +43,15 @@ def add_gradients(device, sums, gradients, chunks, ranks, first):
 
 
 def global_norm(device, partials, sums, gradients, chunks, ranks):
-    """partials (chunks of all ranks,) [their index] = the sums of squares of sums, if not None, + gradients."""
+    """partials[a chunk's index] = the sum of squares of its gradients: sums (None: 0) + those of all ranks. partials
+    (chunks of all ranks,)."""
     device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, sums,
                   gradients, chunks, ranks)
 
 
 def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1, beta2, seed):
-    """params (parameters,), and of the chunks' elements master, if not None, m, v: one step of AdamW, by sums, if not
-    None, + gradients."""
+    """One step of AdamW for the chunks' elements: of params (parameters,), and all of master (may be None), m, v. Their
+    gradients: sums (None: 0) + those of all ranks."""
     g = device.geometry
     grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
     device.launch("adamw_update", grid, (g.UPDATE_THREADS,), params, master, m, v, sums, gradients, chunks, ranks,
@@ -85,7 +90,7 @@ class Trainer:
             share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
             self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
             self.master = cp.zeros(share, np.float32) if settings.master else None
-            self.sums = cp.zeros(share, np.float32) if self.micro_steps > 1 else None
+            self.gradient_sums = cp.zeros(share, np.float32) if self.micro_steps > 1 else None
             self.received = flat(self.grads)  # gradients of all ranks
             chunks = cp.asarray(chunks.view(np.uint8))
             first, rest, end = (CHUNKS.itemsize * end for end in ends)
@@ -96,7 +101,7 @@ class Trainer:
             buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
             matmul.allocate()
             self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
-            self.control = cp.zeros(5, np.int64)  # struct Control of update.cu; [0] is the number of updates done
+            self.control = cp.zeros(CONTROL.itemsize, np.uint8)
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
             # Losses of micro-batches, then sums of squares of chunks: this rank's, with 0 for the others', and all.
@@ -113,18 +118,32 @@ class Trainer:
             self.decoder = architecture.Decoder(device, config, self.params, self.precision, 1, T)
 
         # Two halves of pinned memory: the host fills one while the GPU works on the step of the other.
-        table = batch_table(B, T, self.micro_steps)
+        table = self.batch.table
         self.pinned = pinned_array(2 * table_bytes(table))
         self.staged = [views(table, half) for half in self.pinned.reshape(2, -1)]
-        self.reports = pinned_array(32).view(np.float32).reshape(2, 4)  # struct Report of update.cu
+        self.reports = pinned_array(2 * REPORT.itemsize).view(REPORT)
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
         self.gradients_arrived, self.weights_arrived = {}, {}  # events
-        self.weights_behind = False  # of those that other ranks have updated
+        self.weights_behind = False  # other ranks have updated weights that have not arrived here
 
     def allocate_shared(self, table):
         """Tensors that travel between GPUs, if there are several."""
         return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
+
+    def set_params(self, params):
+        """Part of __init__: the weights from the host, float32 Tensors; bfloat16 ones are rounded from them, a share's
+        size at a time, with m as the room."""
+        if not self.precision.bf16:
+            copy_to_gpu(self.params.buffer, params.buffer)
+            return
+        exact, rounded, size = flat(params), flat(self.params), self.m.size // 8 * 8  # whole packs
+        for begin in range(0, exact.size, size):
+            part = slice(begin, begin + size)
+            round_weights(self.device, rounded[part], copy_to_gpu(self.m[: exact[part].size], exact[part]))
+        self.m.fill(0)
+        if self.master is not None:
+            copy_to_gpu(self.master, self.shares.take(exact, self.ranks.rank))
 
     # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
 
@@ -179,11 +198,11 @@ class Trainer:
         return self.steps_begun - 1
 
     def end_step(self, number):
-        """Wait for an update of begin_step's, one of the last two: (loss, gradient norm or None, milliseconds, why it
-        was skipped or None)."""
+        """Wait for update `number`, one of the last two; returns (loss, gradient norm or None, milliseconds, why it was
+        skipped or None)."""
         half = number % 2
         self.finished[half].synchronize()
-        loss, norm, *z_scores = self.reports[half].tolist()
+        loss, norm, *z_scores = self.reports[half].item()
         milliseconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half])
         return loss, norm if self.want_norm else None, milliseconds, reason_to_skip(self.settings, *z_scores)
 
@@ -220,7 +239,7 @@ class Trainer:
     def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
         """Forward and backward of batch i of self.batch; between them, the gradients of the batch before, which the
         backward pass overwrites, are added up. batch_copied: an event, for its targets and sorted tokens; weight_done,
-        layer_begins: see GPT2."""
+        layer_begins: see GPT2.backward, GPT2.trunk."""
         batch, N = self.batch, self.settings.B * self.settings.T
         number = i * self.ranks.size + self.ranks.rank  # in the update
         acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
@@ -235,7 +254,9 @@ class Trainer:
                                 weight_done)
 
     def weight_done(self, i, name, l, computed):
-        """The gradient of layer l's matrix `name` is `computed`, in micro-batch i."""
+        """Send the gradient of layer l's matrix `name`, once it is `computed` (an event), in micro-batch i. The first
+        layer's first matrix is the last of the backward pass: while it travels, the other layers' gradients, all of
+        which have arrived, go into the norm."""
         self.send_gradients((name, l), computed)
         if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.shares.layers > 1:
             self.device.wait(self.gradients_arrived[name, 1])
@@ -266,10 +287,10 @@ class Trainer:
                 self.send_weights(ahead)
 
     def add_gradients(self, i):
-        """Add the gradients of micro-batch i to self.sums."""
+        """Add the gradients of micro-batch i to self.gradient_sums."""
         self.device.wait(self.gradients_arrived.get(REST))
         with self.device.span(f"add {i}"):
-            add_gradients(self.device, self.sums, self.received, self.groups["all"], self.ranks.size, i == 0)
+            add_gradients(self.device, self.gradient_sums, self.received, self.groups["all"], self.ranks.size, i == 0)
 
     def complete_weights(self):
         """Between two updates, make self.params whole on every rank, all of which have to call this."""
@@ -329,16 +350,17 @@ class Trainer:
         chunks = self.groups[group]
         if self.want_norm and chunks.size:
             with self.device.span(f"norm {group}"):
-                global_norm(self.device, self.own_sums[self.settings.micro_steps :], self.sums, self.received, chunks,
-                            self.ranks.size)
+                global_norm(self.device, self.own_sums[self.settings.micro_steps :], self.gradient_sums, self.received,
+                            chunks, self.ranks.size)
 
     def adamw(self, group="all"):
         settings, chunks = self.settings, self.groups[group]
         if not chunks.size:
             return
         with self.device.span(f"adamw {group}"):
-            adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.sums, self.received, chunks,
-                         self.ranks.size, self.control, settings.beta1, settings.beta2, settings.stochastic_rounding)
+            adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.gradient_sums, self.received,
+                         chunks, self.ranks.size, self.control, settings.beta1, settings.beta2,
+                         settings.stochastic_rounding)
 
     # -- what reports need
 
@@ -374,19 +396,6 @@ class Trainer:
         with self.device.stream:
             return views(self.params.table, self.params.buffer.get())
 
-    def set_params(self, params):
-        """Take over weights from the host, float32 Tensors; bfloat16 ones are rounded from them."""
-        if not self.precision.bf16:
-            copy_to_gpu(self.params.buffer, params.buffer)
-            return
-        exact, rounded, size = flat(params), flat(self.params), self.m.size // 8 * 8
-        for begin in range(0, exact.size, size):  # m has room for a share, and is 0 again afterwards
-            part = slice(begin, begin + size)
-            round_weights(self.device, rounded[part], copy_to_gpu(self.m[: exact[part].size], exact[part]))
-        self.m.fill(0)
-        if self.master is not None:
-            copy_to_gpu(self.master, self.shares.take(exact, self.ranks.rank))
-
     def owned(self, with_exact):
         """Room on the host for this rank's share of the optimizer's state."""
         share = self.m.size
@@ -413,7 +422,7 @@ class Trainer:
                                 owned.exact[piece.local : piece.local + piece.size])
                 if self.messages:
                     self.send_all_weights()
-            copy_to_gpu(self.control[:1], np.array([step], self.control.dtype))
+            copy_to_gpu(self.control[:8], np.array([step], np.int64).view(np.uint8))  # its first field
             if self.recent is not None:
                 copy_to_gpu(self.recent, recent)
 

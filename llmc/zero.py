@@ -67,12 +67,12 @@ class Shares:
     def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
         """llmc: as llm.c divides them, which cuts each layer's part of any tensor."""
         self.table, self.ranks, self.cut, self.segments, begin = table, ranks, cut_evenly if llmc else cut, [], 0
-        self.decays, self.layernorms = decay_spans(table, weight_decay, decay_all), set()
+        self.decays, self.at_random = decay_spans(table, weight_decay, decay_all), []
         for name, row in table.items():
             is_matrix = row.stacked and row.decays
             count = row.shape[0] if is_matrix or (row.stacked and llmc) else 1
-            if name.startswith("ln"):
-                self.layernorms.add((begin, begin + row.size))
+            if row.ones:
+                self.at_random.append((begin, begin + row.size))
             for l in range(count):
                 key, size = (name, l) if is_matrix else REST, row.size // count
                 if self.segments and key == REST == self.segments[-1][:2] and not llmc:
@@ -136,12 +136,12 @@ class Shares:
         for _, layer, begin, size in self.segments:
             chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
             edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
-            starts = itertools.chain((start for start, _, _ in self.decays), *self.layernorms)
+            starts = itertools.chain((start for start, _, _ in self.decays), *self.at_random)
             edges |= {start for start in starts if begin < start < begin + size}
             piece = owned.get(begin)
             for edge, end in itertools.pairwise(sorted(edges)):
                 decay = next(decay for start, stop, decay in self.decays if start <= edge < stop)
-                at_random = any(start <= edge < stop for start, stop in self.layernorms)
+                at_random = any(start <= edge < stop for start, stop in self.at_random)
                 for flat in range(edge, end, CHUNK):
                     count = min(CHUNK, end - flat)
                     if piece and piece.begin <= flat < piece.begin + piece.size:

@@ -25,10 +25,9 @@ import train_gpt2_cuda as cuda
 from conftest import FakeGPU
 from llmc.errors import run_main
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
+from llmc.trainer import CONTROL
 from llmc.zero import CHUNKS
 
-CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
-                    ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
 here = threading.local()  # .trainer: of this thread
 
 

@@ -128,7 +128,7 @@ def test_the_launch_that_makes_a_row(fake, tmp_path, monkeypatch):
     assert launches_of(recorder, "qkv", 1) == ["matmul qkv"] and launches_of(recorder, "logits") == ["matmul logits"]
     assert launches_of(recorder, "losses") == launches_of(recorder, "dlogits") == ["classifier"]
     assert launches_of(recorder, "dwte") == ["matmul logits dweight", "encoder_backward_wte",
-                                             "encoder_backward_wte_pieces"]
+                                             "encoder_backward_wte_cut"]
     assert launches_of(recorder, "dfcb", 0) == ["matmul fcproj dinp", "column_sums"]
     assert launches_of(recorder, "dqkvb", 1) == ["attention_backward_dkv", "column_sums"]
     order = [row for row, _ in sorted(recorder.place.items(), key=lambda item: item[1])]
@@ -142,7 +142,7 @@ def test_the_launch_that_makes_a_row(fake, tmp_path, monkeypatch):
     ({"layernorm_backward": (2, 1.0)}, "first wrong: dattprojb of layer 1, from matmul fc dinp or layernorm_backward"
                                        " or column_sums"),
     ({"encoder_backward_wte": (1, 1.0)}, "first wrong: dwte, from encoder_backward_wte or"
-                                         " encoder_backward_wte_pieces or matmul logits dweight"),
+                                         " encoder_backward_wte_cut or matmul logits dweight"),
     ({"matmul_backward_weight": (3, 1.0)}, "first wrong: dfcw of layer 1, from matmul fc dweight"),
 ))
 def test_what_went_wrong_first(fake, tmp_path, monkeypatch, capsys, fault, line):
@@ -238,7 +238,7 @@ def test_the_work_of_every_kernel_of_a_step_is_known(fake, tmp_path, monkeypatch
         trainer = open_trainer(fake, tmp_path, monkeypatch, grad_clip=1.0, **settings)
         for name, arguments in observed_step(trainer):
             moved, computed = profile_gpu.work(name, arguments)
-            idle = name in ("prepare_update", "encoder_backward_wte_pieces")  # the latter here, where no token is cut
+            idle = name in ("prepare_update", "encoder_backward_wte_cut")  # the latter here, where no token is cut
             assert (moved > 0) + (computed > 0) == (not idle), name
             launched.add(name.removesuffix("_narrow"))
     assert launched | {"transpose"} == known  # which is one of the ways to do a weight gradient in float32

@@ -172,6 +172,7 @@ def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_
     val, train = (int(line.split()[1]) for line in split().stdout.splitlines()[:2])
     assert val == (val + train) // 10
     assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
+    assert prepro.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
     assert_one_line_error(split("--val_fraction", 1, check=False), "--val_fraction 1.0")
     assert_one_line_error(split("--val_fraction", 1e-9, check=False), "0 would validate", "--val_fraction")
 

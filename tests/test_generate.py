@@ -207,6 +207,7 @@ def test_the_newest_model_of_a_run(workplace, run_here):
 def test_beyond_the_longest_sequence_is_said_once(workplace, run_here):
     done = run_here(generate, MODEL, "--prompt", "a", "--tokens", 99, "--ignore_eot")
     assert len(done.stderr.splitlines()) == 1 and re.match("note: 100 tokens, the model sees 32 at a time", done.stderr)
+    assert run_here(generate, MODEL, "--prompt", "a", "--tokens", 32, "--ignore_eot").stderr == ""
 
 
 @pytest.mark.parametrize("flags, words", (

@@ -321,7 +321,7 @@ def assert_close(tolerance, **pairs):
 
 
 def partial_rows(device, B, T):
-    return cuda.partial_rows(device.config, B, T, device.sm_count, device.geometry)
+    return cuda.partial_rows(B, T, device.sm_count, device.geometry)
 
 
 def wide(*arrays):

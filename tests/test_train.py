@@ -94,7 +94,7 @@ def test_lines(workplace, run_here):
     assert [line.split()[0] for line in lines[:7]] == names
     parameters = 257 * 24 + 64 * 24 + 2 * (12 * 24**2 + 13 * 24) + 2 * 24
     assert lines[1] == f"model     gpt2_124M.bin: L=2 NH=3 C=24 maxT=64 V=257, {parameters:,} parameters"
-    assert lines[2:4] == ["data      data/tiny_shakespeare: 15 batches of 4 x 64 tokens, 2 to validate",
+    assert lines[2:4] == ["data      data/tiny_shakespeare: 15 batches of 4 x 64 tokens, 3 to validate",
                           "run       41 steps of 256 tokens: 2.73 epochs"]
     sample = lines.index("generating:")
     end = lines.index("---", sample + 2)
@@ -350,6 +350,8 @@ def test_table(workplace, train):
     more = list(csv.DictReader(open("run/main.csv", newline="")))
     assert more[:6] == rows[:6] and len(more) == 7 and more[6]["step"] == "4"
     assert seconds[5] < float(more[6]["seconds"]) < seconds[5] + 60
+    train("-x", 6, "-v", 0, "-s", 0, "-d", 64, "-o", "run", "-y", 1)  # updates of twice as many tokens
+    assert [row["tokens"] for row in read_table("run/main.csv")][-2:] == ["160", "224"]
 
 
 def test_a_new_run_keeps_the_table_of_another(workplace, train):

@@ -578,9 +578,12 @@ def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
 
 
 @pytest.mark.parametrize("name, value, words", (("-b", "4", "-b/--batch_size: rank 1 has 2, rank 0 4"),
-                                                ("-l", "0.5", "-l/--learning_rate: rank 1 has 0.0001, rank 0 0.5")))
+                                                ("-l", "0.5", "-l/--learning_rate: rank 1 has 0.0001, rank 0 0.5"),
+                                                ("-o", "run", "-o/--output: rank 1 has no directory, rank 0 a direct"),
+                                                ("-e", "other.bin", "rank 1 has another model than rank 0, or other")))
 def test_flags_of_ranks_are_compared(heads, name, value, words):
-    """Of those that somebody starts by hand."""
+    """Of those that somebody starts by hand; and models."""
+    write_model("other.bin", SMALL_HEADS, random_params(SMALL_HEADS, seed=9))
     place = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29731")
     flags = ("-b", "2", "-t", "8", "-d", "64", "-v", "0", "-s", "0", "-x", "1")
     ranks = [subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", *flags, *more],

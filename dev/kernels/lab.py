@@ -139,7 +139,7 @@ class Layer:
 
     def sum_rows(self):
         """How many rows of partial sums the live kernels leave."""
-        return cuda.partial_rows(self.config, self.B, self.T, self.gpu.sm_count, self.geometry)
+        return cuda.partial_rows(self.B, self.T, self.gpu.sm_count, self.geometry)
 
     # -- versions
 
