@@ -204,7 +204,7 @@ class Console:
         if steps and self.short:
             rate = f"{self.tokens * steps / self.seconds:.0f} tok/s"
             where = f"; the model is in {self.settings.output_dir}" if self.settings.output_dir else ""
-            print(f"{steps} steps in {duration(time.perf_counter() - self.began)}, {rate}{where}")
+            print(f"{steps} steps in {duration(time.perf_counter() - self.began)}, {rate} while training{where}")
         elif steps and llmc:
             print(llmc)
 

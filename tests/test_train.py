@@ -101,7 +101,7 @@ def test_lines(workplace, run_here):
     steps = [line for line in lines[7:-1] if line.startswith("step")]
     assert lines[sample - 1].startswith("step 40/41 | val loss ") and steps == lines[7:sample] + lines[end + 1 : -1]
     assert all(re.fullmatch(STEP, line) or re.fullmatch(r"step +\d+/41 \| val loss \d\.\d{4}", line) for line in steps)
-    assert re.fullmatch(r"41 steps in \d+ s, \d+ tok/s; the model is in run", lines[-1])
+    assert re.fullmatch(r"41 steps in \d+ s, \d+ tok/s while training; the model is in run", lines[-1])
     events = re.findall(r"^step +(\d+)/41 \| (train|val)", "\n".join(steps), re.MULTILINE)
     assert events == [(str(step + (what == "train")), what) for step in range(41)
                       for what in (("val", "train") if step % 10 == 0 else ("train",))]
