@@ -36,7 +36,7 @@ import warnings
 import numpy as np
 
 from llmc.checkpoint import (Config, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints,
-                             find_checkpoint, newest_checkpoint, notes_of, owned_by_one, padded, read_start,
+                             find_checkpoint, notes_of, owned_by_one, padded, read_start,
                              restore, save_checkpoint, stopped)
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
@@ -86,7 +86,7 @@ SIZES = {  # name of a model with random weights -> layers L, heads NH, channels
 
 
 def random_model(name, V, seed=42, maxT=1024):
-    """(config, params) of SIZES[name] before any training; None for what is no such name. Raises UserError for a dN
+    """(config, params) of SIZES[name] before any training; None if `name` is not in SIZES. Raises UserError for a dN
     that is neither a size nor a file.
 
     Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
@@ -726,7 +726,7 @@ def print_header(config, params, train_loader, val_loader):
     print(f"channels: {config.C}")
     print(f"num_parameters: {count_parameters(config, params)}")
     print(f"train dataset num_batches: {train_loader.num_batches}")
-    print(f"val dataset num_batches: {val_loader.num_batches}")
+    print(f"val dataset num_batches: {val_loader.num_batches if val_loader else 0}")
 
 
 def main():
@@ -742,7 +742,7 @@ def run(settings):
     tokenizer = load_tokenizer(settings)
     config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     train_loader, val_loader = open_data(settings, config.V)
-    examples = load_hellaswag(settings, config.V)
+    examples = load_hellaswag(settings, config)
     keep_tokenizer(settings, tokenizer)
     random = Random()
 
@@ -779,14 +779,18 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
     console.start(interruption)
     counted_from = 0 if settings.lines == "llmc" else 1  # the first step's number
 
+    saved = first_step
+
     def save(done):
+        nonlocal saved
         console.wait_for("saving")
         batch = (settings.B, settings.T, settings.spread)
         progress = Progress(done, random.state, train_loader.position, batch)
         with interruption.saving():
             save_checkpoint(directory, config, model.params, owned_by_one(model.m, model.v), progress,
                             notes_on(recent))
-            delete_old_checkpoints(settings)
+            delete_old_checkpoints(settings, done)
+        saved = done
 
     for step in range(first_step, settings.steps + 1):
         last = step == settings.steps
@@ -810,7 +814,7 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
                 print_sample(interruption.watching(steps), tokenizer)
         except Interrupted:  # the resumed run validates and samples at this step again
             random.state = before
-            if directory and step > first_step and newest_checkpoint(directory) != step:
+            if directory and step != saved:
                 save(step)
             return stopped(settings, step - 1 + counted_from if step else None, interruption.signal)
         if last:
@@ -821,7 +825,7 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
         console.training(step, loss, seconds, f"step {step}: train loss {loss:f} (took {seconds * 1000:f} ms)")
         log.training(step, loss, learning_rate, norm, seconds)
         if outlier:
-            console.skip(step, outlier)
+            console.skip(step + counted_from, outlier)
 
         done = step + 1
         due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0

@@ -44,7 +44,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from llmc.checkpoint import (Progress, checkpoint_paths, count_parameters, delete_old_checkpoints, find_checkpoint,
-                             newest_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped)
+                             notes_of, read_start, restore, save_checkpoint, stopped)
 from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer
@@ -971,7 +971,7 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("learning rate", f"{settings.learning_rate:e}"),
         ("updates", settings.steps),
         ("validate every", settings.val_every),
-        ("validation batches", min(settings.val_batches, val_loader.whole_batches)),
+        ("validation batches", min(settings.val_batches, val_loader.whole_batches) if val_loader else 0),
         ("sample every", settings.sample_every),
         ("tokens in a sample", settings.sample_tokens),
     ]
@@ -989,7 +989,8 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("channels", config.C),
         ("num_parameters", count_parameters(config, params)),
     ]
-    return run, device, model, [("train batches", train_loader.num_batches), ("val batches", val_loader.num_batches)]
+    return run, device, model, [("train batches", train_loader.num_batches),
+                                ("val batches", val_loader.num_batches if val_loader else 0)]
 
 
 def describe_gpu(gpu, count=1):
@@ -1064,7 +1065,7 @@ def run(settings, ranks):
     loading = time.perf_counter() - loading
     check_same_model(ranks, config, params)
     train_loader, val_loader = open_data(settings, config.V, ranks.rank, ranks.size)
-    examples = load_hellaswag(settings, config.V)
+    examples = load_hellaswag(settings, config)
     if ranks.is_first:
         keep_tokenizer(settings, tokenizer)
     random = Random()
@@ -1152,7 +1153,7 @@ class Saver:
 
     def __init__(self, trainer, train_loader, random, interruption):
         self.trainer, self.train_loader, self.random, self.interruption = trainer, train_loader, random, interruption
-        self.pool, self.writing = ThreadPoolExecutor(1), None
+        self.pool, self.writing, self.saved = ThreadPoolExecutor(1), None, None  # the step that was saved last
 
     def __enter__(self):
         return self
@@ -1165,6 +1166,7 @@ class Saver:
     def save(self, done):
         """Copy what there is after `done` updates to the host, and begin to write it."""
         self.wait()
+        self.saved = done
         trainer, settings, ranks = self.trainer, self.trainer.settings, self.trainer.ranks
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.interruption.saving())
@@ -1181,7 +1183,7 @@ class Saver:
                 save_checkpoint(settings.output_dir, trainer.config, params, owned, progress, notes,
                                 version=5 if settings.precision.bf16 else 3, ranks=ranks)
                 if ranks.is_first:
-                    delete_old_checkpoints(settings)
+                    delete_old_checkpoints(settings, done)
 
         if ranks.size > 1:
             write()
@@ -1253,7 +1255,7 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
         times.append(ms)
         log.training(step, loss, learning_rate_at(settings, step), norm, ms / 1000)
         if outlier:
-            console.skip(step, outlier)
+            console.skip(step + 1, outlier)
 
     def stop_after(done, signal):
         return stopped(settings, done, signal) if ranks.is_first else 128 + signal
@@ -1278,7 +1280,7 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
             except Interrupted:  # the resumed run validates and samples at this step again
                 random.state = before
                 saver.wait()
-                if directory and step > first_step and ranks.gather(newest_checkpoint(directory))[0] != step:
+                if directory and step not in (first_step, saver.saved):
                     saver.save(step)
                     saver.wait()
                 return stop_after(step or None, interruption.signal)

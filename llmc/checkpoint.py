@@ -107,10 +107,10 @@ def read_model(path, parameter_table, mend=EXPORT):
                     bf16_to_float32(bits, out=piece)
                 else:
                     read_into(f, piece)
-    check_finite(path, params, mend)
     for name, row in params.table.items():
         if row.vocabulary:
             getattr(params, name)[config.V :] = 0.0  # padding rows never take part, whatever a file holds there
+    check_finite(path, params, mend)
     return config, params
 
 
@@ -310,6 +310,8 @@ def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
             return end
 
         f, header = open_state(path)
+        if header[3] != 0:
+            raise UserError(f"{path}: is rank {header[3]}'s, expected the first one's; {mend}")
         ranks, ours = int(header[2]), header[40] > 0
         if ranks > 1 and not ours and is_whole(f, header, owned.shares.size):
             ranks = 1  # llm.c's without ZeRO: each rank has all
@@ -317,7 +319,7 @@ def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
         files = [(f, header)]
         for rank in range(1, ranks):
             files.append(open_state(rank_path(path, rank)))
-            different = [slot for slot in (2, 4, 5, 10) if files[-1][1][slot] != header[slot]]
+            different = [slot for slot in (2, 4, 5, 10, 43, 44) if files[-1][1][slot] != header[slot]]
             if different or files[-1][1][3] != rank:
                 raise UserError(f"{files[-1][0].name}: does not belong to {path}; {mend}")
         ends = [check_sizes(*file, sources.share_size(rank)) for rank, file in enumerate(files)]
@@ -452,9 +454,10 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
         raise
 
 
-def delete_old_checkpoints(settings):
-    """Keep the newest -nk checkpoints, and those of every -nm'th step for ever."""
-    steps = complete_checkpoints(settings.output_dir)
+def delete_old_checkpoints(settings, done):
+    """Keep the newest -nk checkpoints up to step `done`, which was just saved, and those of every -nm'th step for ever.
+    (Later ones are of a run before, which could not go on from there.)"""
+    steps = [step for step in complete_checkpoints(settings.output_dir) if step <= done]
     for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else []:
         if not (settings.major_checkpoint_every and step % settings.major_checkpoint_every == 0):
             model, state, marker = checkpoint_paths(settings.output_dir, step)

@@ -142,34 +142,35 @@ def tokenizer_beside(data):
 
 
 def data_paths(settings):
-    """(training shards, validation shards) that -i and -j name; raises UserError when a pattern matches nothing."""
+    """(training shards, validation shards) that -i and -j name, of the latter none with -v 0; raises UserError when a
+    pattern matches nothing."""
     data = settings.data
     if names_shards(data):
         val = settings.val_data or re.sub(r"train(?!.*train)", "val", data)
-        if val == data:
+        if val == data and settings.val_every:
             raise UserError(f"-i {data}: there is no 'train' in it to make the validation files' name from: pass -j"
                             " FILES too")
         train = data
     else:
         train, val = f"{data}_train.bin", settings.val_data or f"{data}_val.bin"
     paths = []
-    for flag, pattern in (("-i", train), ("-j", val)):
-        paths.append(find_files(pattern))
-        if not paths[-1]:
+    for flag, pattern, needed in (("-i", train, True), ("-j", val, settings.val_every)):
+        paths.append(find_files(pattern) if needed else [])
+        if needed and not paths[-1]:
             raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_MEND}")
     return paths
 
 
 def open_data(settings, V, rank=0, ranks=1):
     """The loaders of the training data, whose batches the ranks share, and of the validation data, of which one
-    sequence will do, or less if none is read."""
+    sequence will do; None with -v 0."""
     train_paths, val_paths = data_paths(settings)
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
-    least = (settings.T + 1, " for one sequence (T+1); take a smaller -t, or more text") if settings.val_every else (1,)
     ahead = 2 * settings.micro_steps // ranks
     return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, ahead, rank, ranks,
                        seed=settings.seed),
-            DataLoader(val_paths, V, settings.B, settings.T, least=least[0], why="".join(least[1:])))
+            DataLoader(val_paths, V, settings.B, settings.T, least=settings.T + 1,
+                       why=" for one sequence (T+1); take a smaller -t, or more text") if val_paths else None)
 
 
 class DataLoader:
@@ -183,7 +184,7 @@ class DataLoader:
     one before it is in use, by the thread that reads up to `ahead` batches before they are asked for. Two files are
     open at a time.
 
-    position: after the last batch taken, and those that the other ranks take at the same time.
+    position: behind the last batch taken and those that the other ranks took with it.
     num_batches: llm.c's count, of B*T tokens; batches_per_epoch: those whose last target is there, too; whole_batches:
     those of whole_set.
     """

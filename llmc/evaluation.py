@@ -95,23 +95,26 @@ def parse_record(record, index):
     return Example(parts[0], parts[1:], int(record[3])) if position == len(record) else None
 
 
-def load_hellaswag(settings, V):
+def load_hellaswag(settings, config):
     """The Examples that --hellaswag asks for, all of which fit into T; [] for --hellaswag 0."""
     if not settings.hellaswag:
         return []
-    examples = read_examples(HELLASWAG, V)
+    examples = read_examples(HELLASWAG, config.V)
     examples = examples if settings.hellaswag == 1 else examples[: settings.hellaswag]
-    check_fits(HELLASWAG, examples, settings.T, "pass -t")
+    check_fits(HELLASWAG, examples, settings.T, "pass -t", config.maxT)
     return examples
 
 
-def check_fits(path, examples, T, mend):
+def check_fits(path, examples, T, mend, most=None):
     """Raise UserError where the model does not see an example as a whole. (llm.c refuses such a file, too; to cut
     examples would be another benchmark.)"""
     longest = max(example.longest for example in examples)
     if longest > T + 1:  # the last token is a target alone
+        mend = f"{mend} {longest - 1} or more"
+        if most and longest > most + 1:
+            mend = f"the model sees {most} at most: leave out --hellaswag"
         raise UserError(f"{path}: its longest example has {longest} tokens, expected at most {T + 1}, for a"
-                        f" sequence of {T}: {mend} {longest - 1} or more")
+                        f" sequence of {T}: {mend}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -126,7 +129,8 @@ def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
     starmap: of several GPUs, which share the batches.
     """
     rows = [(example.context, ending) for example in examples for ending in example.endings]
-    order = np.argsort([len(context) + len(ending) for context, ending in rows], kind="stable")  # little to fill up
+    lengths = [len(context) + len(ending) for context, ending in rows]
+    order = np.argsort(lengths, kind="stable")  # rows of like length together: little padding
 
     def means_of(*batch):
         """The mean loss of each ending of up to B rows."""

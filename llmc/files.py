@@ -119,7 +119,7 @@ def locked(output, directory, flag="-o"):
     if not output:
         yield
         return
-    path = os.path.join(output, ".lock") if directory else f"{output}.lock"
+    path = f"{os.path.join(output, 'main.log') if directory else output}.lock"  # -o DIR/main.log is the same file
     made = os.path.dirname(path) if not os.path.isdir(os.path.dirname(path) or ".") else None
     make_directory(os.path.dirname(path))
     file = open_lock(path, output, flag)

@@ -64,8 +64,8 @@ class Log:
 
     def write_row(self, step, done, train="", val="", learning_rate="", norm="", rate="", hellaswag=""):
         if self.table:
-            seconds = f"{time.perf_counter() - self.began:.3f}"
-            row = (step, self.tokens_before + done * self.tokens, seconds, train, val, learning_rate, norm, rate, hellaswag)
+            seconds, tokens = f"{time.perf_counter() - self.began:.3f}", self.tokens_before + done * self.tokens
+            row = (step, tokens, seconds, train, val, learning_rate, norm, rate, hellaswag)
             self.write(",".join(map(str, row)), file=self.table)
 
     def validation(self, step, loss):
@@ -77,7 +77,8 @@ class Log:
         self.write_row(step, step, hellaswag=f"{accuracy:.6f}")
 
     def training(self, step, loss, learning_rate, norm, seconds):
-        """Update number `step`, from 0, which took so long; norm: of the gradient, None where there is no table."""
+        """Update number `step`, from 0, which took so long; norm: the gradient's; it may be None for a plain .log
+        file."""
         self.write(f"s:{step} trl:{loss:.4f}" + (f" lr:{learning_rate:.6f} norm:{norm:.2f}" if self.detailed else ""))
         if self.table:
             self.write_row(step, step + 1, f"{loss:.6f}", "", f"{learning_rate:.6g}", f"{norm:.4f}",

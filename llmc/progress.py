@@ -19,7 +19,7 @@ def print_start(settings, config, parameters, model, train_loader, val_loader, d
         ("model", f"{model}: L={config.L} NH={config.NH} C={config.C} maxT={config.maxT} V={config.V},"
                   f" {parameters:,} parameters"),
         ("data", f"{settings.data}: {train_loader.batches_per_epoch} batches of {B} x {T} tokens,"
-                 f" {val_loader.whole_batches} to validate"),
+                 f" {min(settings.val_batches, val_loader.whole_batches) if val_loader else 0} to validate"),
         ("run", f"{settings.steps} steps of {B * T * micro_steps} tokens: {epochs:.2f} epochs"),
         ("device", device),
         ("output", settings.output or "none; with -o DIR, the model is saved there"),
@@ -191,9 +191,9 @@ class Console:
         self.print(" | ".join(words))
 
     def skip(self, step, reason):
-        """Update number `step` was skipped."""
+        """The update that is number `step` in this run's lines was skipped."""
         self.skipped += 1
-        self.print(f"{self.step_of(step + 1)} | update skipped: {reason}")
+        self.print(f"{self.step_of(step)} | update skipped: {reason}")
 
     def end(self, llmc=None):
         """The run is complete. llmc: llm.c's line for that."""

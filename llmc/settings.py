@@ -86,7 +86,7 @@ class Settings:
                                 help="tokens in a sample, the first (end of text) included; beyond T the model sees the"
                                 " last T/2 to T")
     final_reports: int = option(0, group="reports", choices=(0, 1),
-                                help="1: validate and sample after the last update, whatever -v and -s say")
+                                help="1: validate and sample after the last update, too, unless -v or -s is 0")
     print_every: int = option(1, group="reports", help="print a line every N steps (a log has all of them)")
     lines: str = option("short", group="reports", choices=("short", "llmc"),
                         help="llmc: print the lines of llm.c of April 2024, to the byte")
@@ -127,7 +127,8 @@ class Settings:
         for name, least in self.AT_LEAST.items():
             value = getattr(self, name)
             if not least <= value < 2**31 and not (isinstance(value, float) and least <= value < math.inf):
-                raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}, and below 2^31")
+                raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}, and"
+                                f" {'finite' if isinstance(value, float) else 'below 2^31'}")
         for name in ("model", "data"):
             if not getattr(self, name):
                 raise UserError(f"{flag_of(self, name)}: is empty, expected the name of a file")

@@ -21,15 +21,11 @@ class Tokenizer:
     eot: int
     path: str = ""  # the file that it was read from
 
-    def __post_init__(self):
-        """A vocabulary of bytes writes letters beyond ASCII as several tokens of one byte each."""
-        self.of_bytes = all(len(token) == 1 for id, token in enumerate(self.tokens) if id != self.eot)
-
     def printable(self, id):
-        """The bytes to print for an id: a single byte only when it is printable ASCII, white space, or part of a letter
-        in a vocabulary of bytes."""
+        """The bytes to print for an id: a single byte of ASCII only when it is printable or white space; others are
+        parts of letters. (llm.c drops these, too, and with them GPT-2's typographic quotes.)"""
         token = self.tokens[id]
-        if len(token) == 1 and not (32 <= token[0] < 127 or token.isspace() or self.of_bytes and token[0] > 127):
+        if len(token) == 1 and not (32 <= token[0] < 127 or token.isspace() or token[0] > 127):
             return b""
         return token
 

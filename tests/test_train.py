@@ -4,6 +4,7 @@ schedules, plots."""
 import csv
 import dataclasses
 import fcntl
+import functools
 import os
 import pty
 import random
@@ -25,8 +26,8 @@ import llmc.progress
 import train_gpt2
 import train_gpt2_cuda
 from conftest import GPT2_124M, ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program
-from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, owned_by_one, read_model,
-                             read_optimizer_state, stopped, write_model)
+from llmc.checkpoint import (Config, checkpoint_paths, complete_checkpoints, newest_checkpoint, owned_by_one,
+                             read_model, read_optimizer_state, stopped, write_model)
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import Interruption, UserError
 from llmc.sampler import Random, sample_multinomial
@@ -659,6 +660,17 @@ def test_the_command_that_goes_on(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags])
         assert stopped(Settings(output="a b", resume=resume), 3, signal.SIGTERM) == 128 + signal.SIGTERM
         assert "after step 3; go on with: python train_gpt2.py -o 'a b' -y 1\n" in capsys.readouterr().err
+
+
+def test_old_checkpoints_go_but_not_for_one_that_is_incomplete(workplace, train, run_here):
+    """A later one, of which a file is lost, is no reason to delete what the run goes on from."""
+    flags = ("-v", 0, "-s", 0, "-o", "run")
+    train("-x", 6, "-n", 2, *flags)
+    os.unlink("run/state_00000006_00000.bin")
+    resume = functools.partial(run_here, train_gpt2, "-b", 2, "-t", 8, "-y", 1, *flags)
+    assert "going on from step 4" in resume("-x", 5, "-n", 1, "-nk", 1).stderr and complete_checkpoints("run") == [5, 6]
+    assert "going on from step 5" in resume("-x", 8).stderr
+    assert newest_checkpoint("run") == 8
 
 
 def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):

@@ -230,7 +230,8 @@ def test_lines(workplace, fake_gpu, run_here, monkeypatch):
     assert lines[4] == "device    a fake GPU, sm_90a, CUDA 13.0, bfloat16, float32 master weights"
     assert lines[9:13] == ["step 0/3 | val loss 0.0000"] + [
         f"step {step}/3 | train loss 0.0000 | 1.00 ms | 48000 tok/s" + " | 0 s left" * (step < 3) for step in (1, 2, 3)]
-    assert lines[13] == "step 3/3 | val loss 0.0000" and re.fullmatch(r"3 steps in \d s, 48000 tok/s while training", lines[14])
+    assert lines[13] == "step 3/3 | val loss 0.0000"
+    assert re.fullmatch(r"3 steps in \d s, 48000 tok/s while training", lines[14])
     fake_gpu.gpu = fake_gpu.gpu._replace(name="NVIDIA H200")
     output = run_here(cuda, *flags, "--verbose").stdout
     parameters = 257 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # less wpe
