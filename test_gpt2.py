@@ -1,6 +1,5 @@
 """
-Parity with PyTorch, tensor by tensor: is the hand-written backward pass right, to the last digits that its precision
-holds?
+Parity with PyTorch, tensor by tensor: is the hand-written backward pass right to the last digits?
 
     python test_gpt2.py                       # gpt2_124M.bin and its debug state
     pytest test_gpt2.py                       # random small models, made on the spot

@@ -4,10 +4,10 @@ Text generation beside transformers: tokens a second, and the time to the first 
     python dev/bench_generate.py                # GPT-2 124M, random weights, 256 tokens after end-of-text
     python dev/bench_generate.py --model d48 --batches 1
 
-On a GPU in bfloat16, else in float32 on the CPU. A row is the best of 3 whole runs, after one to warm up, with --top_k
-50 for some; "of the floor" is the time to read all weights once at the rate at which the GPU copies, as a share of a
-step. transformers is generate() with its own cache, eager, sampling from all tokens. The time to the first token is
-that of `python generate.py`, from the start of the process, the second time.
+On a GPU in bfloat16, else in float32 on the CPU. A row is the best of 3 whole runs (transformers: one), after one to
+warm up, with --top_k 50 for some; "of the floor" is the time to read all weights once at the rate at which the GPU
+copies, as a share of a step. transformers is generate() with its own cache, eager, sampling from all tokens. The time
+to the first token is that of `python generate.py`, from the start of the process, the second time.
 """
 
 import argparse

@@ -72,7 +72,7 @@ def draw_overview(curves, machine, ms, output):
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     draw_losses(left, {"training": curves})
     left.set_ylabel("loss, nats a byte")
-    left.set_title("make train: 3.2 million parameters, two minutes on two CPU cores", fontsize=9)
+    left.set_title("make train: 3.2 million parameters, three minutes on two CPU cores", fontsize=9)
 
     width = 0.8 / len(ms)
     for index, (program, row) in enumerate(ms.items()):

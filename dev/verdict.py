@@ -1,6 +1,7 @@
 """
-Is the verdict of test_gpt2.py ever wrong? Draws models, weights and batches, and runs the ladder on each: a trainer
-that is right must never be red.
+Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and batches.
+
+A trainer that is right must never be red.
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 124M from random weights, on one epoch of FineWeb's 10 billion tokens, with llm.c's settings.
 #
-# Needs:   one GPU, 27 GiB of its memory (-b 32: 15). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
+# Needs:   one GPU, 28 GiB of its memory (-b 32: 16). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
 #          21 GB of disk for the data, 7 GB for checkpoints of 1.7 GB (the newest three, and one being written)
 # Takes:   4.2 hours on an H200, at 674,000 tokens/s; validation, HellaSwag and checkpoints come on top
 # Reaches: validation loss 6.17 at step 250, 4.32 at 1000, 3.55 at 5000, 3.39 at 10000, 3.27 at 19560

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 1558M from random weights, on 33.6 billion tokens of FineWeb-Edu, with llm.c's settings.
 #
-# Needs:   one GPU, 63 GiB of its memory (-b 4: 34). An update is 64 batches of 16 x 1024 tokens, accumulated (-d).
+# Needs:   one GPU, 70 GiB of its memory (-b 4: 41). An update is 64 batches of 16 x 1024 tokens, accumulated (-d).
 #          68 GB of disk for the data, 65 GB for checkpoints of 22 GB (the newest two, and one being written),
 #          and 25 GB of the host's memory while one is written
 # Takes:   6.8 days on an H200, at 56,800 tokens/s; validation, HellaSwag and checkpoints come on top

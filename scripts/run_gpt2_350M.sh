@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 350M from random weights, on 31.5 billion tokens of FineWeb, with llm.c's settings.
 #
-# Needs:   one GPU, 60 GiB of its memory (-b 32: 33). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
+# Needs:   one GPU, 63 GiB of its memory (-b 32: 35). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
 #          64 GB of disk for the data, 20 GB for checkpoints of 5 GB (the newest three, and one being written)
 # Takes:   35 hours on an H200, at 250,000 tokens/s; validation, HellaSwag and checkpoints come on top
 # Reaches: to compare, OpenAI's GPT-2 350M: validation loss 3.0831, HellaSwag 0.3752

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 774M from random weights, on 150 billion tokens of FineWeb (one and a half epochs), with llm.c's settings.
 #
-# Needs:   one GPU, 60 GiB of its memory (-b 16: 36). An update is 16 batches of 32 x 1024 tokens, accumulated (-d).
+# Needs:   one GPU, 64 GiB of its memory (-b 16: 40). An update is 16 batches of 32 x 1024 tokens, accumulated (-d).
 #          200 GB of disk for the data, 44 GB for checkpoints of 11 GB (the newest three, and one being written),
 #          and 13 GB of the host's memory while one is written
 # Takes:   15 days on an H200, at 117,000 tokens/s; validation, HellaSwag and checkpoints come on top
