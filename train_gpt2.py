@@ -602,25 +602,32 @@ class GPT2:
                          settings.eps, decay, grad_scale, step, stop - start)
 
 
+def positions_at_once(B, T):
+    """Of each of B sequences, in a Decoder's pass: longer prompts, of up to T positions, take several."""
+    return max(1, min(256, T) // B)
+
+
 class Decoder:
     """GPT-2 for text: the forward pass over a few more positions of B sequences, of which keys and values are kept."""
 
     def __init__(self, config, params, B, T):
         """Make room for B sequences of at most T positions."""
         self.config, self.params, self.T = config, params, T
-        self.cache = allocate(cache_table(config, B, T))
-        tables = (decode_table(config, rows, self.chunk(rows), T) for rows in (1, B))
-        self.buffer = np.zeros(max(map(table_bytes, tables)), np.uint8)
+        cache, acts = self.tables(config, B, T)
+        self.cache, self.buffer = allocate(cache), np.zeros(table_bytes(acts), np.uint8)
 
-    def chunk(self, B):
-        """Positions of a forward pass: longer prompts take several."""
-        return max(1, min(256, self.T) // B)
+    @staticmethod
+    def tables(config, B, T):
+        """What is allocated: keys and values; and the larger of the passes over 1 and over B sequences."""
+        passes = (decode_table(config, rows, positions_at_once(rows, T), T) for rows in (1, B))
+        return cache_table(config, B, T), max(passes, key=table_bytes)
 
     def logits(self, tokens, position):
         """tokens (B, T) at the positions from `position` on -> logits (B, V) of the token that follows them."""
         B, T = tokens.shape
-        for begin in range(0, T, self.chunk(B)):
-            logits = self.forward(tokens[:, begin : begin + self.chunk(B)], position + begin)
+        step = positions_at_once(B, self.T)
+        for begin in range(0, T, step):
+            logits = self.forward(tokens[:, begin : begin + step], position + begin)
         return logits
 
     def forward(self, tokens, position):
@@ -712,7 +719,7 @@ def memory_plan(config, settings):
         (2 * parameters, "AdamW's moments"),
         (table_bytes(activation_table(config, B, T)), "activations"),
         (table_bytes(scratch_table(config, B, T)), "gradients of activations"),
-        *([(table_bytes(cache_table(config, 1, T)), "keys and values of a sample")] if settings.sample_every else []),
+        *([(sum(map(table_bytes, Decoder.tables(config, 1, T))), "text")] if settings.sample_every else []),
     ]
 
 

@@ -398,22 +398,23 @@ def newest_checkpoint(directory):
     return max(complete_checkpoints(directory), default=None)
 
 
-def newest_with_all_states(directory):
-    """The step of the newest checkpoint for which no rank's state is missing; raises UserError where there is none."""
+def newest_whole_checkpoint(directory):
+    """The step of the newest checkpoint of which neither the model nor a rank's state is missing; raises UserError where
+    there is none."""
     incomplete = []
     for step in reversed(complete_checkpoints(directory)):
-        _, state, marker = checkpoint_paths(directory, step)
+        model, state, marker = checkpoint_paths(directory, step)
         ranks = 1
         if os.path.exists(state):
             with open_input(state, go_back(marker)) as f:
                 ranks = int(read_header(f, OPTIMIZER_MAGIC, go_back(marker))[2])
-        paths = (rank_path(state, rank) for rank in range(ranks))
+        paths = (model, *(rank_path(state, rank) for rank in range(ranks)))
         missing = next((path for path in paths if not os.path.exists(path)), None)
         if missing is None:
             for message in incomplete:
                 print(f"warning: {message}: going on from step {step}", file=sys.stderr)
             return step
-        incomplete.append(f"{missing}: no such file, one of {ranks} of the checkpoint of step {step}")
+        incomplete.append(f"{missing}: no such file, a part of the checkpoint of step {step}")
     raise UserError(f"{incomplete[0]}; there is no checkpoint before it: start again with another -o")
 
 
@@ -471,12 +472,22 @@ def states_of_ranks(path):
     return sorted(glob.glob(f"{glob.escape(path[:-9])}[0-9][0-9][0-9][0-9][0-9].bin"))
 
 
+def remove_half_written(directory):
+    """Remove what a run left that was killed while it saved."""
+    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        if re.fullmatch(r"(model_[0-9]{8}|state_[0-9]{8}_[0-9]{5})\.bin\.tmp", name):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(directory, name))
+
+
 def find_checkpoint(settings):
     """The step to resume from, None for a fresh start; raises UserError rather than mix two runs in one directory."""
     directory = settings.output_dir
     step = newest_checkpoint(directory) if directory else None
+    if settings.resume and directory:
+        remove_half_written(directory)
     if settings.resume and step is not None:
-        step = newest_with_all_states(directory)
+        step = newest_whole_checkpoint(directory)
     if settings.resume and step is None:
         print(f"no complete checkpoint in {directory}: starting at step 0")
     if step is not None and not settings.resume:
