@@ -299,8 +299,7 @@ def our_tokenizer_files(config, path):
     ids = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
     letters = {token: token.decode(errors="replace") for token in ids}
     byte_level, decoder = None, {"type": "Fuse"}
-    of_bytes = all(len(token) == 1 for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot)
-    if of_bytes and len(ids) == 256:
+    if len(ids) == 256 and all(len(token) == 1 for token in ids):
         byte_level = decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
                                 "use_regex": False}
         letters = {bytes([byte]): letter for byte, letter in bytes_to_letters().items()}

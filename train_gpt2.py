@@ -36,8 +36,8 @@ import warnings
 import numpy as np
 
 from llmc.checkpoint import (Config, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints,
-                             find_checkpoint, notes_of, owned_by_one, padded, read_start,
-                             restore, save_checkpoint, stopped)
+                             find_checkpoint, notes_of, owned_by_one, padded, read_start, restore, save_checkpoint,
+                             stopped)
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import count_correct, load_hellaswag
@@ -785,7 +785,6 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
     interruption = Interruption()
     console.start(interruption)
     counted_from = 0 if settings.lines == "llmc" else 1  # the first step's number
-
     saved = first_step
 
     def save(done):

@@ -127,7 +127,7 @@ class CudaSettings(Settings):
                                  help="bfloat16: 1: AdamW works on a float32 copy of the weights")
     stochastic_rounding: int = option(0, group="gpu", metavar="SEED",
                                       help="bfloat16: round new weights up or down at random, from this seed (0: to"
-                                      " nearest, but for layernorms')")
+                                      " nearest, but for layernorms)")
     float32_grads: int = option(0, group="gpu", choices=(0, 1),
                                 help="bfloat16: 1: gradients of weights are float32 (what is accumulated, is in any"
                                 " case)")

@@ -19,8 +19,9 @@
 //
 // In text, a space or a comma may be at thousands of positions. A whole block needs 0.045 us for each, 0.6 ms for 13000
 // of 65536, long after the other blocks are done. So a token at more than ENCODER_PIECE positions is cut into pieces
-// (sort_tokens of llmc/batch.py), the sums of which a second kernel adds up. Neither the pieces nor the order of
-// the additions depend on the grid: the bits are the same on every GPU.
+// (sort_tokens of llmc/batch.py), the sums of which a second kernel adds up. Neither the pieces nor the order of the
+// additions depend on the grid: the bits are the same on every GPU. Each by itself, with its launch, at B=64: of text
+// 77 and 31 us, of random tokens, of which none is cut, 86 and 23. (Figures above are of the kernel before.)
 
 #include "common.cuh"
 
@@ -94,11 +95,11 @@ __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end
     }
 }
 
-// order (N): the positions b*T+t, in pieces of one token each. piece_begins (N + 1): where in `order` each piece begins,
-// N after the last one; piece_tokens (N): the token of each, or ~token if the token has several pieces: their sums go to
-// partials (rows, C), piece i's to row i. A token's only piece is added to dwte. A warp adds up one piece after another,
-// of its span of the channels, and meanwhile loads where its next piece begins. Block (ENCODER_THREADS); grid (any
-// number of blocks, SPANS).
+// order (N): the positions b*T+t, in pieces of one token each. piece_begins (N + 1): where in `order` each begins, N
+// after the last one; piece_tokens (N): the token of each, or ~token if the token has several pieces: their sums go to
+// partials (rows, C), piece i's to row i. A token's only piece is added to dwte. A warp adds up one piece after
+// another, of its span of the channels, and meanwhile loads where its next piece begins. Block (ENCODER_THREADS); grid
+// (any number of blocks, SPANS).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, PACKS > 3 || SPANS > 1 ? 2 : 3)
 encoder_backward_wte(gradient* dwte, float* partials, const element* dout, const int* order, const int* piece_begins,
                      const int* piece_tokens, int N) {

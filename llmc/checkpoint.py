@@ -399,8 +399,8 @@ def newest_checkpoint(directory):
 
 
 def newest_whole_checkpoint(directory):
-    """The step of the newest checkpoint of which neither the model nor a rank's state is missing; raises UserError where
-    there is none."""
+    """The step of the newest checkpoint of which neither the model nor a rank's state is missing; raises UserError
+    where there is none."""
     incomplete = []
     for step in reversed(complete_checkpoints(directory)):
         model, state, marker = checkpoint_paths(directory, step)

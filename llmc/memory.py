@@ -63,9 +63,10 @@ def check_memory(architecture, config, settings, device):
         batches = [B for B in range(1, min(settings.B, MOST_BLOCKS + 1))  # smaller ones that -d allows
                    if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
         fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
-        mend = f"the largest batch that fits is -b {batches[fits - 1]}"
-        if not fits:
-            mend = f"not even -b {batches[0] if batches else settings.B} fits: take a smaller -t or model"
+        if fits:
+            mend = f"the largest batch that fits is -b {batches[fits - 1]}"
+        else:
+            mend = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
         if needed(recompute=2) <= free:
             mend += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"

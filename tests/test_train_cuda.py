@@ -632,7 +632,8 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
     check(needed[0] - 1, both)
     check(needed[1] - 1, "the largest batch that fits is -b 2")
     check(needed[1] - 1, "-b 3", recompute=2)
-    check(1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model")
+    for B in (4, 1):
+        check(1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", B=B)
 
 
 def test_an_update_of_too_many_tokens(fake_gpu):
