@@ -34,7 +34,7 @@ from generate import load_model, load_vocabulary
 from llmc.dataloader import find_files, names_shards, open_tokens
 from llmc.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, run_main
-from llmc.evaluation import check_fits, count_correct, read_examples
+from llmc.evaluation import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.progress import print_table
 from train_gpt2 import GPT2
 from train_gpt2_cuda import open_evaluator
@@ -182,7 +182,7 @@ def parse_arguments():
     parser.add_argument("--stride", type=int, metavar="N", default=0, help="tokens from one window to the next, at most"
                         " the context (0: half of it)")
     parser.add_argument("--hellaswag", metavar="FILE", default=argparse.SUPPRESS,
-                        help="HellaSwag, of prepro_hellaswag.py: data/hellaswag_val.bin")
+                        help=f"HellaSwag, of prepro_hellaswag.py: {HELLASWAG}")
     parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of HellaSwag (0: all)")
     parser.add_argument("--batch_size", type=int, metavar="B", default=0,
                         help="windows at a time (0: 1 on a CPU, 4 on a GPU)")

@@ -43,8 +43,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import (Progress, checkpoint_paths, count_parameters, delete_old_checkpoints, find_checkpoint,
-                             notes_of, read_start, restore, save_checkpoint, stopped)
+from llmc.checkpoint import (Progress, check_steps, checkpoint_paths, count_parameters, delete_old_checkpoints,
+                             find_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped)
 from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer
@@ -1019,9 +1019,7 @@ def resolve_steps(settings, train_loader, first_step):
     """-x 0 means one epoch; raises UserError when a checkpoint is beyond the last step."""
     if settings.steps == 0:
         settings.steps = max(1, train_loader.batches_per_epoch // settings.micro_steps)
-    if first_step is not None and first_step > settings.steps:
-        raise UserError(f"{settings.output}: its checkpoint is of step {first_step}, beyond -x {settings.steps}: pass a"
-                        " larger -x")
+    check_steps(settings, first_step)
 
 
 def main():

@@ -31,14 +31,13 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import DIVERGED, UserError
-from llmc.files import (HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, file_crc,
+from llmc.files import (EXPORT, HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, file_crc,
                         make_header, open_input, read_header, read_into, replacing)
 from llmc.ranks import ALONE
 from llmc.shuffle import Position, read_shuffle, write_shuffle
-from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, unpadded
+from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
 from llmc.zero import Shares
 
-EXPORT = "make it with: python export_weights.py"
 EXPORT_STATE = f"{EXPORT} --debug_state 1"
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ def read_model(path, parameter_table, mend=EXPORT):
     """
     with open_input(path, mend) as f:
         version, config = read_config(f, mend)
-        rows, elements = config.Vp, sum(row.size for row in parameter_table(config).values())
+        rows, elements = config.Vp, table_elements(parameter_table(config))
         size = HEADER_BYTES + elements * (2 if version == 5 else 4)
         check_size(f, size, f"version {version}, {config.describe()}", mend)
         config = dataclasses.replace(config, Vp=padded(rows))
@@ -376,8 +375,8 @@ def llmc_position(position, ranks):
 
 
 def rank_path(path, rank):
-    """state_00000500_00000.bin -> that of another rank."""
-    return f"{path[:-9]}{rank:05d}.bin"
+    """state_00000500_00000.bin -> that of another rank, or, with a pattern for its five digits, of any."""
+    return f"{path[:-9]}{rank:0>5}.bin"
 
 
 def checkpoint_paths(directory, step):
@@ -469,7 +468,7 @@ def delete_old_checkpoints(settings, done):
 
 def states_of_ranks(path):
     """The files of all ranks that there are, given the first one's."""
-    return sorted(glob.glob(f"{glob.escape(path[:-9])}[0-9][0-9][0-9][0-9][0-9].bin"))
+    return sorted(glob.glob(rank_path(glob.escape(path), "[0-9]" * 5)))
 
 
 def remove_half_written(directory):
@@ -493,9 +492,15 @@ def find_checkpoint(settings):
     if step is not None and not settings.resume:
         raise UserError(f"{directory}: holds a checkpoint of step {step}: go on from it with -y 1, or choose another"
                         " -o")
-    if step is not None and 0 < settings.steps < step:
-        raise UserError(f"{directory}: its checkpoint is of step {step}, beyond -x {settings.steps}: pass a larger -x")
+    check_steps(settings, step)
     return step
+
+
+def check_steps(settings, first_step):
+    """Raise UserError for a checkpoint (None: there is none) beyond the last step, once that is known."""
+    if first_step is not None and 0 < settings.steps < first_step:
+        raise UserError(f"{settings.output}: its checkpoint is of step {first_step}, beyond -x {settings.steps}: pass a"
+                        " larger -x")
 
 
 def read_start(settings, first_step, tokenizer, parameter_table, random_model):

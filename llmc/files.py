@@ -27,6 +27,7 @@ KINDS = {
     OPTIMIZER_MAGIC: "optimizer state",
 }
 HEADER_BYTES = 1024
+EXPORT = "make it with: python export_weights.py"  # a model, a tokenizer
 
 
 def open_input(path, mend):

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from llmc.errors import UserError
+from llmc.evaluation import HELLASWAG
 
 
 def option(default, *flags, group, help, **argparse_options):
@@ -79,8 +80,8 @@ class Settings:
     val_every: int = option(10, "-v", group="reports", help="validate every N steps (0: never)")
     val_batches: int = option(5, "-m", group="reports", help="validation batches, at most")
     hellaswag: int = option(0, group="reports",
-                            help="HellaSwag (data/hellaswag_val.bin) at each validation: 1: all of it, N: its first N"
-                            " examples (0: never)")
+                            help=f"HellaSwag ({HELLASWAG}) at each validation: 1: all of it, N: its first N examples"
+                            " (0: never)")
     sample_every: int = option(20, "-s", group="reports", help="generate text every N steps (0: never)")
     sample_tokens: int = option(64, "-g", group="reports",
                                 help="tokens in a sample, the first (end of text) included; beyond T the model sees the"

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from llmc.dataloader import tokenizer_beside
 from llmc.errors import UserError
-from llmc.files import TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
-
-EXPORT = "make it with: python export_weights.py"
+from llmc.files import EXPORT, TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
 
 @dataclass
