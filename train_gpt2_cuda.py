@@ -1140,7 +1140,7 @@ def resume(trainer, step, train_loader, random):
         print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run to"
               " repeat it", file=sys.stderr)
     if not same and ranks.is_first:
-        found = notes.get("products", {}).get("on")
+        found = matmul.identity_in(notes)
         found = f"is from {found}" if found else "names no GPU, as train_gpt2.py's and llm.c's do not"
         print(f"note: the checkpoint {found}, this is {matmul.identity}: what follows agrees up to rounding",
               file=sys.stderr)
@@ -1230,7 +1230,7 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
     the next one runs, unless something else is due in between."""
     settings, ranks, directory = trainer.settings, trainer.ranks, trainer.settings.output_dir
     log = Log(settings if ranks.is_first else dataclasses.replace(settings, output=""), first_step)
-    interruption = Interruption(ranks.any, speaks=ranks.is_first)
+    interruption = Interruption(ranks.largest, speaks=ranks.is_first)
     in_turns = functools.partial(ranks.starmap, check=interruption.check)
     console.start(interruption)
     running, times = None, []  # (step, number of begin_step) of the update whose line is still to be printed

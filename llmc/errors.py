@@ -103,7 +103,7 @@ class Interruption:
 
     def __init__(self, agree=None, speaks=True):
         """For a rank of a run on several GPUs, agree: function that makes of this process's signal that of all, as
-        Ranks.any does; speaks: whether this is the one to say what is going on."""
+        Ranks.largest does; speaks: whether this is the one to say what is going on."""
         self.signal, self.is_saving, self.say = None, False, sys.stderr.write
         self.agree, self.speaks, self.heard = agree or (lambda number: number), speaks, False
         for name in ("stdout", "stderr"):

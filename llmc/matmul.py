@@ -113,16 +113,21 @@ class Matmul:
         """What was found so far, for `recall` of another rank."""
         return {"products": {"on": self.identity, "algorithms": self.chosen}}
 
+    @staticmethod
+    def identity_in(notes):
+        """The `identity` of whoever made these notes; None where they have no choices."""
+        return notes.get("products", {}).get("on")
+
     def recall(self, notes):
         """Use what a checkpoint records; returns False when it is of another GPU or library. Raises ValueError for
         notes that are damaged."""
-        recorded = notes.get("products", {})
-        if recorded.get("on") != self.identity:
+        if self.identity_in(notes) != self.identity:
             return False
-        for value in recorded["algorithms"].values():
+        recorded = notes["products"]["algorithms"]
+        for value in recorded.values():
             if not isinstance(value, str) and np.array(value, np.uint64).shape != (8,):
                 raise ValueError("no cublasLtMatmulAlgo_t")
-        self.recorded = recorded["algorithms"]
+        self.recorded = recorded
         self.known = {**self.known, **self.recorded}
         return True
 

@@ -125,11 +125,11 @@ class Console:
     block ends.
     """
 
-    def __init__(self, settings, first_step, flops_per_token=None, peak=None):
-        """flops_per_token, peak: for the utilization, which is left out where one is None."""
+    def __init__(self, settings, first_step, token_flops=None, peak=None):
+        """token_flops, peak: for the utilization, which is left out where one is None."""
         self.settings, self.first_step, self.done = settings, first_step, first_step
         self.tokens = settings.B * settings.T * settings.micro_steps  # of a step
-        self.flops, self.peak = flops_per_token and flops_per_token * self.tokens, peak
+        self.flops, self.peak = token_flops and token_flops * self.tokens, peak
         self.short = settings.lines == "short"
         self.seconds, self.skipped = 0.0, 0  # of all steps so far
         self.doing, self.val_loss = "", None

@@ -145,7 +145,7 @@ class Ranks:
                 raise UserError(f"rank {rank}: {failed}" if rank else failed)
         return [value for value, _ in results]
 
-    def any(self, number):
+    def largest(self, number):
         """The largest of all ranks' numbers, where None counts as 0; None where all are None."""
         numbers = self.gather(number)
         return None if all(number is None for number in numbers) else max(number or 0 for number in numbers)

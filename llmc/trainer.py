@@ -105,10 +105,10 @@ class Trainer:
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
             # Losses of micro-batches, then sums of squares of chunks: this rank's, with 0 for the others', and all.
-            self.own_sums = cp.zeros(settings.micro_steps + (count if self.want_norm else 0), np.float32)
-            self.all_sums = self.own_sums
+            self.own_parts = cp.zeros(settings.micro_steps + (count if self.want_norm else 0), np.float32)
+            self.all_parts = self.own_parts
             if ranks.size > 1:
-                self.all_sums = cp.zeros(self.own_sums.size, np.float32)
+                self.all_parts = cp.zeros(self.own_parts.size, np.float32)
                 self.received = self.peers.allocate(self.shares.received_size() * self.precision.grad_bytes)
                 self.received = self.received.view(flat(self.grads).dtype)
                 self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
@@ -160,7 +160,7 @@ class Trainer:
                 for key in self.messages.gradient_sends:
                     self.send_gradients(key)
                 self.send_all_weights()
-                self.add_up_sums()
+                self.add_up_parts()
             self.device.synchronize()
             if settings.graph:
                 self.device.stream.begin_capture()
@@ -173,8 +173,8 @@ class Trainer:
         if not self.ranks.is_first:
             choices = self.ranks.gather(None)[0]
             if not self.matmul.recall(choices):
-                raise UserError(f"matmuls here are by {self.matmul.identity}, on rank 0 by {choices['products']['on']}:"
-                                " install the same packages on all machines")
+                raise UserError(f"matmuls here are by {self.matmul.identity}, on rank 0 by"
+                                f" {self.matmul.identity_in(choices)}: install the same packages on all machines")
         with self.matmul.search(alone=self.ranks.is_first):
             self.compute(0)
         if self.ranks.is_first:
@@ -246,7 +246,7 @@ class Trainer:
         with self.device.span(f"forward {i}"):
             self.model.trunk(acts, batch.inputs[i], layer_begins)
             self.device.wait(batch_copied)
-            self.model.classify(acts, batch.targets[i], self.own_sums[number : number + 1], scale, train=True)
+            self.model.classify(acts, batch.targets[i], self.own_parts[number : number + 1], scale, train=True)
         if i > 0:
             self.add_gradients(i - 1)
         with self.device.span(f"backward {i}"):
@@ -304,11 +304,11 @@ class Trainer:
             self.send_weights(l)
         self.device.wait(self.weights_arrived[None])
 
-    def add_up_sums(self):
-        """self.all_sums = the sum over the ranks of self.own_sums; returns an event. On the stream of all other
+    def add_up_parts(self):
+        """self.all_parts = the sum over the ranks of self.own_parts; returns an event. On the stream of all other
         messages: NCCL then has one order for them."""
         with self.device.on_comm_stream() as done:
-            self.peers.add_up(self.all_sums, self.own_sums, self.device.stream)
+            self.peers.add_up(self.all_parts, self.own_parts, self.device.stream)
         return done
 
     def close(self):
@@ -324,18 +324,18 @@ class Trainer:
         which come last in the backward pass and first in the next forward pass, are updated first, and travel while the
         other layers are updated."""
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
-        threads, sums = device.geometry.UPDATE_THREADS, self.all_sums
+        threads, parts = device.geometry.UPDATE_THREADS, self.all_parts
         if self.messages:
             device.wait(self.gradients_arrived[REST])
             self.global_norm("first layer")
             self.global_norm("rest")
-            device.wait(self.add_up_sums())
+            device.wait(self.add_up_parts())
         else:
             self.global_norm()
-        device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), sums, sums[micro_steps:],
-                      self.batch.learning_rate, np.float64(settings.beta1), np.float64(settings.beta2),
-                      np.float64(settings.eps), settings.grad_clip, micro_steps, sums.size - micro_steps, self.recent,
-                      settings.skip_loss_zscore, settings.skip_norm_zscore)
+        device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), parts,
+                      parts[micro_steps:], self.batch.learning_rate, np.float64(settings.beta1),
+                      np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, micro_steps,
+                      parts.size - micro_steps, self.recent, settings.skip_loss_zscore, settings.skip_norm_zscore)
         if not self.messages:
             self.adamw()
             return
@@ -350,7 +350,7 @@ class Trainer:
         chunks = self.groups[group]
         if self.want_norm and chunks.size:
             with self.device.span(f"norm {group}"):
-                global_norm(self.device, self.own_sums[self.settings.micro_steps :], self.gradient_sums, self.received,
+                global_norm(self.device, self.own_parts[self.settings.micro_steps :], self.gradient_sums, self.received,
                             chunks, self.ranks.size)
 
     def adamw(self, group="all"):

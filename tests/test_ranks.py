@@ -119,7 +119,8 @@ def test_gather(program, names, size):
     numbers = [0.1, 1e-320, -0.0, 1 / 3, float("inf")]
     run = program(f"""
         values = ranks.gather([ranks.rank, ranks.local_rank, "\u00f8", None, {numbers[:-1]} + [float("inf")]])
-        print(json.dumps([values, ranks.any(None), ranks.any(ranks.rank), ranks.any(None if ranks.rank else 0)]))
+        largest = [ranks.largest(None), ranks.largest(ranks.rank), ranks.largest(None if ranks.rank else 0)]
+        print(json.dumps([values, *largest]))
         sys.stderr.write(f"on stderr:")
         sys.stderr.write(f" {{ranks.size}}\\n\\nmore\\n")
     """)
@@ -144,7 +145,7 @@ def test_local_ranks_by_host(program):
 def test_alone():
     with join({}) as ranks:
         assert (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.is_first) == (0, 1, 0, 1, True)
-        assert ranks.gather("x") == ["x"] and ranks.any(None) is None and ranks.any(2) == 2
+        assert ranks.gather("x") == ["x"] and ranks.largest(None) is None and ranks.largest(2) == 2
 
 
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "17"}
@@ -465,7 +466,7 @@ def test_end_of_one(program, rank, words):
 # signals
 
 STEPS = """
-    interruption = Interruption(ranks.any, speaks=ranks.is_first)
+    interruption = Interruption(ranks.largest, speaks=ranks.is_first)
     ranks.gather(0)
     print("a warning", file=sys.stderr)
     print("ready", flush=True)
