@@ -51,6 +51,7 @@ from llmc.compiler import Cache
 from llmc.device import copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, to_float32
 from llmc.errors import UserError, run_main
 from llmc.files import chunks
+from llmc.precision import Precision
 from llmc.settings import Settings
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
 from llmc.trainer import Trainer
@@ -401,7 +402,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
     need("cuda")
     T, (config, params), gpu = 1024, random_model("d12", VOCABULARIES["gpt2"]), open_gpu()
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
-    precision = cuda.Precision(dtype)
+    precision = Precision(dtype)
     (device, matmuls), results = cuda.open_device(gpu, config, precision, Cache(), matmul), []
     for rows in (B, 1):
         gc.collect()

@@ -32,36 +32,32 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import socket
 import sys
-import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import (Progress, check_steps, checkpoint_paths, count_parameters, delete_old_checkpoints,
-                             find_checkpoint, notes_of, read_start, restore, save_checkpoint, stopped)
+from llmc.checkpoint import check_steps, checkpoint_paths, count_parameters, find_checkpoint, read_start, stopped
 from llmc.compiler import Cache
 from llmc.dataloader import open_data
-from llmc.device import Device, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, pinned_array, pointer
+from llmc.device import Device, copy_to_gpu, cp, open_gpu, pinned_array, pointer
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import count_correct, load_hellaswag
 from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files,
                           decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
-from llmc.launchers import find_launch, start_ranks
 from llmc.logger import Log
 from llmc.matmul import ALIGN, Matmul
-from llmc.outliers import notes_on, read_recent
+from llmc.precision import Precision, describe_precision
 from llmc.progress import Console, flops_per_token, peak_flops, print_start, print_table
-from llmc.ranks import ALONE, join
+from llmc.ranks import ALONE
 from llmc.sampler import Choice, Random, end_of_text, print_sample
+from llmc.saver import Saver, resume
 from llmc.schedulers import learning_rate_at
-from llmc.settings import Settings, flag_of, option, parse_settings, print_changed_settings, with_default
+from llmc.settings import Settings, flag_of, option, print_changed_settings, with_default
+from llmc.start import check_alike, check_same_model, on_ranks
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
 from llmc.trainer import Evaluator, Trainer, round_weights
@@ -69,44 +65,6 @@ from train_gpt2 import cache_table, parameter_table, random_model, validate
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
-
-
-class Precision(NamedTuple):
-    """What a run computes in. Parameters and activations have `dtype`, but for the residual stream; statistics, losses
-    and AdamW's state are float32."""
-
-    dtype: str = "float32"
-    tf32: int = 1  # matmuls round float32 operands to TF32
-    float32_grads: int = 0  # the gradients of the weights are float32 in a bfloat16 run, too
-
-    @property
-    def bf16(self):
-        return self.dtype == "bfloat16"
-
-    @property
-    def residual(self):
-        """dtype of the residual stream. Each layer adds to it twice, and the rounding of each sum stays: half precision
-        has 3 bits more than bfloat16 in as many bytes. Its range, up to 65504, is wide enough, and saturates."""
-        return "float16" if self.bf16 else self.dtype
-
-    @property
-    def grads(self):
-        """dtype of the gradients of the weights."""
-        return "float32" if self.float32_grads else self.dtype
-
-    @property
-    def grad_bytes(self):
-        return 2 if self.grads == "bfloat16" else 4
-
-    @property
-    def pack(self):
-        """Elements in 16 bytes, which a thread works on."""
-        return 8 if self.bf16 else 4
-
-    @property
-    def matmul(self):
-        """What matmuls multiply; they accumulate in float32."""
-        return "bf16" if self.bf16 else "tf32" if self.tf32 else "float32"
 
 
 @dataclass
@@ -998,18 +956,6 @@ def describe_gpu(gpu, count=1):
     return f"{f'{count} x ' if count > 1 else ''}{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
-def describe_precision(settings):
-    """What a run computes in, as printed and as checkpoints record it."""
-    if not settings.precision.bf16:
-        return f"float32, {'TF32' if settings.tf32 else 'float32'} products"
-    parts = ["bfloat16", f"{'float32' if settings.master else 'no'} master weights"]
-    if settings.float32_grads:
-        parts.append("float32 gradients")
-    if settings.stochastic_rounding:
-        parts.append(f"stochastic rounding from seed {settings.stochastic_rounding}")
-    return ", ".join(parts)
-
-
 def is_bfloat16(params):
     """Whether rounding to bfloat16 changes no weight."""
     return not any((piece.view(np.uint32) & 0xFFFF).any() for piece in chunks(flat(params)))
@@ -1023,24 +969,7 @@ def resolve_steps(settings, train_loader, first_step):
 
 
 def main():
-    return on_ranks("Train GPT-2 on GPUs, with CuPy and CUDA kernels.", run_locked)
-
-
-def on_ranks(description, work):
-    """Of a program that takes CudaSettings: work(settings, ranks) on each rank, which a launcher or --gpus starts;
-    returns the exit status."""
-    parse = functools.partial(parse_settings, CudaSettings, description)
-    if find_launch(os.environ).launcher is None and (gpus := parse().gpus) > 1:
-        return start_ranks(gpus)
-    with join() as ranks, gpu_errors_as_lines():
-        with ranks.said_once():
-            settings = parse()
-        if settings.gpus not in (1, ranks.local_size):
-            raise UserError(f"--gpus {settings.gpus}: {ranks.local_size} processes were started on this machine, one"
-                            " for each of its GPUs: leave the flag out")
-        settings = dataclasses.replace(settings, gpus=ranks.size)
-        settings.check()
-        return work(settings, ranks)
+    return on_ranks(CudaSettings, "Train GPT-2 on GPUs, with CuPy and CUDA kernels.", run_locked)
 
 
 def run_locked(settings, ranks):
@@ -1092,112 +1021,6 @@ def run(settings, ranks):
                        console)
     trainer.close()
     return status
-
-
-def check_alike(ranks, gpu, settings):
-    """Raise UserError for two ranks on one GPU, on GPUs of different kinds, or with different flags. (Files may have
-    another name on another machine.)"""
-    if ranks.size == 1:
-        return
-    names = [field.name for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
-    output = "no directory" if settings.output_dir is None else "a directory"
-    given = ranks.gather([output, *(getattr(settings, name) for name in names)])
-    for rank, values in enumerate(given):
-        for name, value, first in zip(("output", *names), values, given[0]):
-            if value != first:
-                raise UserError(f"{flag_of(settings, name)}: rank {rank} has {value}, rank 0 {first}: pass the same"
-                                " flags to all")
-    found = ranks.gather([socket.gethostname(), cp.cuda.Device().pci_bus_id, list(gpu)])
-    for rank, (host, bus, other) in enumerate(found):
-        first = [place[:2] for place in found].index([host, bus])
-        if first != rank:
-            raise UserError(f"ranks {first} and {rank} have the same GPU ({other[0]} at {bus} of {host}): start one"
-                            " process for each GPU")
-        if other != found[0][2]:
-            raise UserError(f"rank {rank} has a {other[0]}, rank 0 a {found[0][2][0]}: expected GPUs of one kind")
-
-
-def check_same_model(ranks, config, params):
-    """Raise UserError where a rank has read another model than the first one."""
-    weights = flat(params)
-    sample = np.ascontiguousarray(weights[:: 1 + (weights.size >> 20)])  # the whole takes seconds
-    for rank, found in enumerate(models := ranks.gather([config.describe(), zlib.crc32(sample)])):
-        if found != models[0]:
-            raise UserError(f"rank {rank} has another model than rank 0, or other weights: {found[0]} beside"
-                            f" {models[0][0]}: pass the same file to all")
-
-
-def resume(trainer, step, train_loader, random):
-    """Read the optimizer's state and the matmuls' algorithms of a checkpoint."""
-    settings, matmul, ranks = trainer.settings, trainer.matmul, trainer.ranks
-    owned = trainer.owned(with_exact=trainer.master is not None or not trainer.precision.bf16)
-    has_exact = restore(settings, owned, step, train_loader, random)
-    with notes_of(settings, step) as notes:
-        same, recent = matmul.recall(notes), read_recent(notes)
-    trainer.set_state(owned if has_exact else owned._replace(exact=None), step, recent)
-    before, now = notes.get("precision"), describe_precision(settings)
-    if before not in (None, now) and ranks.is_first:
-        print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run to"
-              " repeat it", file=sys.stderr)
-    if not same and ranks.is_first:
-        found = matmul.identity_in(notes)
-        found = f"is from {found}" if found else "names no GPU, as train_gpt2.py's and llm.c's do not"
-        print(f"note: the checkpoint {found}, this is {matmul.identity}: what follows agrees up to rounding",
-              file=sys.stderr)
-
-
-class Saver:
-    """Writes checkpoints: of one GPU while the next steps run, of several before, because ranks wait for each other."""
-
-    def __init__(self, trainer, train_loader, random, interruption):
-        self.trainer, self.train_loader, self.random, self.interruption = trainer, train_loader, random, interruption
-        self.pool, self.writing, self.saved = ThreadPoolExecutor(1), None, None  # the step that was saved last
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        self.pool.shutdown()
-        if kind is None:
-            self.wait()
-
-    def save(self, done):
-        """Copy what there is after `done` updates to the host, and begin to write it."""
-        self.wait()
-        self.saved = done
-        trainer, settings, ranks = self.trainer, self.trainer.settings, self.trainer.ranks
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.interruption.saving())
-            batch = (settings.B, settings.T, settings.spread)
-            progress = Progress(done, self.random.state, self.train_loader.position, batch)
-            trainer.complete_weights()
-            params = trainer.params_now() if ranks.is_first else None
-            owned, notes = trainer.owned_now(), {**trainer.matmul.notes(), "precision": describe_precision(settings),
-                                                 **notes_on(trainer.recent_values())}
-            saving = stack.pop_all()  # until all is written
-
-        def write():
-            with saving:
-                save_checkpoint(settings.output_dir, trainer.config, params, owned, progress, notes,
-                                version=5 if settings.precision.bf16 else 3, ranks=ranks)
-                if ranks.is_first:
-                    delete_old_checkpoints(settings, done)
-
-        if ranks.size > 1:
-            write()
-        else:
-            self.writing = self.pool.submit(write)
-
-    def wait(self):
-        """Until the last checkpoint is on the disk; raises what went wrong."""
-        writing, self.writing = self.writing, None
-        if writing:
-            writing.result()
-
-    def check(self):
-        """Raise what went wrong, once it is known."""
-        if self.writing and self.writing.done():
-            self.wait()
 
 
 def evaluate(trainer, val_loader, examples, step, in_turns, console, log):

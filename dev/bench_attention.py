@@ -31,6 +31,7 @@ from llmc.compiler import Cache
 from llmc.device import cp, gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.kernels import check_sizes
+from llmc.precision import Precision
 from profile_gpu import attention_flops
 
 BATCHES, LENGTHS = (1, 4, 16, 64), (256, 1024, 4096)
@@ -128,7 +129,7 @@ def main():
     config = Config(max(args.t), 257, 1, args.heads, args.C, 384)
     check_sizes(config)
     gpus = {"ours": open_gpu(), "ours, sm_80": open_gpu("sm_80")}
-    devices = {name: cuda.open_device(gpu, config, cuda.Precision("bfloat16"), Cache())[0] for name,
+    devices = {name: cuda.open_device(gpu, config, Precision("bfloat16"), Cache())[0] for name,
                gpu in gpus.items()}
     backends = {"PyTorch flash": SDPBackend.FLASH_ATTENTION, "PyTorch cuDNN": SDPBackend.CUDNN_ATTENTION}
     flush, okay = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), True

@@ -30,10 +30,11 @@ from llmc.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.kernels import blocks
 from llmc.matmul import is_transposed
+from llmc.precision import describe_precision
 from llmc.settings import parse_settings
 from llmc.tensors import Row
 from train_gpt2 import parameter_table, random_model
-from train_gpt2_cuda import JOB, CudaSettings, describe_precision, matmul_forward, open_trainer, settle
+from train_gpt2_cuda import JOB, CudaSettings, matmul_forward, open_trainer, settle
 
 STEPS = 10
 

@@ -25,6 +25,7 @@ import train_gpt2_cuda as cuda
 from llmc.checkpoint import read_start
 from llmc.device import cp, open_gpu
 from llmc.errors import run_main
+from llmc.start import check_alike, on_ranks
 from plot_log import picture
 from train_gpt2 import parameter_table, random_model
 
@@ -71,7 +72,7 @@ def draw(spans, title):
 
 def work(settings, ranks):
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    cuda.check_alike(ranks, gpu, settings)
+    check_alike(ranks, gpu, settings)
     cuda.settle(settings, gpu.arch)
     settings.sample_every = 0
     config, params = read_start(settings, None, None, parameter_table, random_model)
@@ -91,7 +92,7 @@ def work(settings, ranks):
 
 
 def main():
-    return cuda.on_ranks("Draw when the parts of a training step run.", work)
+    return on_ranks(cuda.CudaSettings, "Draw when the parts of a training step run.", work)
 
 
 if __name__ == "__main__":

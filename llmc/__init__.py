@@ -10,21 +10,24 @@
     evaluation  HellaSwag: examples, accuracy
     logger      main.log, main.csv
     progress    what a run prints: start, step lines, a terminal's bar
+    precision   what a run on a GPU computes in
     threads     OpenBLAS's settings, and threads for what NumPy does on one core
     kernels     the files of kernels/ and their launch geometry
     compiler    kernels compiled, and kept in a cache
     device      the GPU: open, load, launch, streams
     matmul      matrix multiplication on the GPU: cuBLASLt or our kernels, and the search for the fastest
     trainer     a model in training on a GPU: buffers, the captured step, AdamW
+    saver       its checkpoints, written while it goes on
     batch       a micro-batch as the GPU takes it: tokens, and their positions sorted
     memory      what the trainer allocates on the GPU, and whether that fits
     outliers    updates to skip
     launchers   several GPUs: torchrun, mpirun, srun, --gpus
     ranks       their processes: how they meet, what they tell each other, how they end together
+    start       a program for GPUs: a process for each, with the same flags and model
     zero        who owns which parameters; gradients and weights on their way, by NCCL
 
 Nothing here knows an architecture: whoever reads a model passes the function that makes its table of parameters.
-compiler, device, matmul, memory, trainer and zero's Nccl need CuPy and its companions; all others NumPy and the
+compiler, device, matmul, memory, start, trainer and zero's Nccl need CuPy and its companions; all others NumPy and the
 standard library alone.
 """
 

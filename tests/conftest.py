@@ -27,6 +27,7 @@ import pytest
 import llmc.device
 import llmc.matmul
 import llmc.memory
+import llmc.start
 import llmc.trainer
 import train_gpt2
 import train_gpt2_cuda
@@ -406,7 +407,7 @@ def fake_gpu(monkeypatch, tmp_path):
     """A FakeGPU, which the modules of the GPU use until the test is over; kernels are not compiled."""
     fake = FakeGPU()
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
-    for module in (llmc.device, llmc.matmul, llmc.memory, llmc.trainer, train_gpt2_cuda):
+    for module in (llmc.device, llmc.matmul, llmc.memory, llmc.start, llmc.trainer, train_gpt2_cuda):
         monkeypatch.setattr(module, "cp", fake.cp)
     monkeypatch.setattr(llmc.device, "driver", fake.driver)
     monkeypatch.setitem(sys.modules, "nvmath.bindings", fake)

@@ -20,6 +20,7 @@ import numpy as np
 import llmc.device
 import llmc.matmul
 import llmc.memory
+import llmc.start
 import llmc.trainer
 import train_gpt2_cuda as cuda
 from conftest import FakeGPU
@@ -204,7 +205,7 @@ def main():
             chosen.append(self.index)
 
     fake.cp.cuda.Device = Device
-    for module in (llmc.device, llmc.matmul, llmc.memory, llmc.trainer, cuda):
+    for module in (llmc.device, llmc.matmul, llmc.memory, llmc.start, llmc.trainer, cuda):
         module.cp = fake.cp
     llmc.device.driver, llmc.device.MISSING = fake.driver, None
     sys.modules["nvmath.bindings"] = fake

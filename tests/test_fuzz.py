@@ -44,6 +44,7 @@ from llmc.errors import run_main
 from llmc.files import KINDS
 from llmc.logger import COLUMNS
 from llmc.matmul import Matmul
+from llmc.saver import resume
 from llmc.settings import field_flags, parse_settings
 from llmc.ranks import ALONE
 from llmc.shuffle import first_position
@@ -127,7 +128,7 @@ def resume_on_gpu():
                               precision=settings.precision, owned=lambda with_exact: owned, ranks=ALONE)
     loader = SimpleNamespace(seek=lambda *_: None)
     with contextlib.redirect_stderr(io.StringIO()):  # notes
-        train_gpt2_cuda.resume(trainer, 1, loader, SimpleNamespace())
+        resume(trainer, 1, loader, SimpleNamespace())
 
 
 FILES = {  # file -> who reads it

@@ -27,8 +27,8 @@ from llmc.checkpoint import Config
 from llmc.compiler import Cache, compile_kernels
 from llmc.errors import UserError, run_main
 from llmc.kernels import blocks, kernel_files
+from llmc.precision import Precision
 from llmc.tensors import Row, bf16_bits
-from train_gpt2_cuda import Precision
 
 FILES = sorted({file for layer in LAYERS.values() for file in (layer.file, *layer.uses)})
 GPU = llmc.device.GPU("a GPU", "sm_90a", 132, 227 << 10)

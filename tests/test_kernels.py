@@ -27,10 +27,10 @@ from llmc.errors import UserError
 from llmc.kernels import ENCODER_PIECE, KERNELS, blocks, hopper_matmul, kernel_files
 from llmc.matmul import Matmul
 from llmc.outliers import RECENT, z_score
+from llmc.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor
 from llmc.trainer import Trainer, adamw_update, add_gradients, global_norm
 from llmc.zero import CHUNK, CHUNKS, Shares
-from train_gpt2_cuda import Precision
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU

@@ -17,6 +17,7 @@ import pytest
 
 import llmc.device
 import llmc.matmul
+import llmc.saver
 import train_gpt2_cuda as cuda
 from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, run_program
 from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, owned_by_one, read_config, read_model,
@@ -26,6 +27,7 @@ from llmc.device import cp
 from llmc.errors import UserError
 from llmc.kernels import check_sizes, launch_geometry
 from llmc.memory import RESERVE, check_memory, memory_plan
+from llmc.precision import Precision
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -195,7 +197,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(workplace, fake_gpu, run_here
     """And what fails is a line, with the checkpoint before whole."""
     write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
     flags, second = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event()
-    begin_step, save_checkpoint = cuda.Trainer.begin_step, cuda.save_checkpoint
+    begin_step, save_checkpoint = cuda.Trainer.begin_step, llmc.saver.save_checkpoint
 
     def begin(*arguments):
         number = begin_step(*arguments)
@@ -211,10 +213,10 @@ def test_steps_go_on_while_a_checkpoint_is_written(workplace, fake_gpu, run_here
         raise UserError("run/state: no space left on device")
 
     monkeypatch.setattr(cuda.Trainer, "begin_step", begin)
-    monkeypatch.setattr(cuda, "save_checkpoint", save)
+    monkeypatch.setattr(llmc.saver, "save_checkpoint", save)
     run_here(cuda, *flags, "-x", 3)
     assert newest_checkpoint("run") == 3
-    monkeypatch.setattr(cuda, "save_checkpoint", fail)
+    monkeypatch.setattr(llmc.saver, "save_checkpoint", fail)
     assert_one_line_error(run_here(cuda, *flags, "-x", 9, "-y", 1, check=False), "run/state: no space left on device")
     assert newest_checkpoint("run") == 3
 
@@ -366,7 +368,7 @@ def test_what_is_left_to_the_gpu():
     ("sm_90a", "bfloat16", "auto", True, True), ("sm_90a", "float32", "auto", False, True),
     ("sm_80", "bfloat16", "auto", False, True), ("sm_80", "bfloat16", "kernels", True, False)))
 def test_who_multiplies(fake_gpu, tmp_path, arch, dtype, given, kernels, cublaslt):
-    gpu, precision = fake_gpu.gpu._replace(arch=arch), cuda.Precision(dtype)
+    gpu, precision = fake_gpu.gpu._replace(arch=arch), Precision(dtype)
     _, matmul = cuda.open_device(gpu, SMALL_HEADS, precision, Cache(str(tmp_path)), given)
     assert (bool(matmul.kernels), bool(matmul.cublaslt)) == (kernels, cublaslt)
 

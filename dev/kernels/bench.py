@@ -48,9 +48,9 @@ from llmc.device import gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.kernels import check_sizes
+from llmc.precision import Precision
 from profile_gpu import measure_copy, measure_matmul
 from readme import read_text
-from train_gpt2_cuda import Precision
 
 RESULTS = os.path.join(lab.HERE, "RESULTS.md")
 PICTURE = "kernels.png"

@@ -39,6 +39,7 @@ from llmc.device import gpu_errors_as_lines, open_gpu, pinned_array
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.kernels import blocks
+from llmc.precision import Precision
 from llmc.tensors import check_tensor
 
 T, C = 1024, 768
@@ -292,7 +293,7 @@ def main():
     if need > 0.9 * free:
         raise UserError(f"-b {largest} needs {need >> 20} MiB of GPU memory, {free >> 20} MiB are free: pass smaller"
                         " ones, like -b 8 32")
-    device = lab.Lab(gpu, Config(T, 50257, 1, 12, C, 50304), cuda.Precision("float32"), Cache())
+    device = lab.Lab(gpu, Config(T, 50257, 1, 12, C, 50304), Precision("float32"), Cache())
     device.load("layernorm_forward")
     try:
         work = Work(device, largest)

@@ -1,0 +1,53 @@
+"""What a run on a GPU computes in: the dtypes of its tensors and matmuls, and how a run's lines name them."""
+
+from typing import NamedTuple
+
+
+class Precision(NamedTuple):
+    """What a run computes in. Parameters and activations have `dtype`, but for the residual stream; statistics, losses
+    and AdamW's state are float32."""
+
+    dtype: str = "float32"
+    tf32: int = 1  # matmuls round float32 operands to TF32
+    float32_grads: int = 0  # the gradients of the weights are float32 in a bfloat16 run, too
+
+    @property
+    def bf16(self):
+        return self.dtype == "bfloat16"
+
+    @property
+    def residual(self):
+        """dtype of the residual stream. Each layer adds to it twice, and the rounding of each sum stays: half precision
+        has 3 bits more than bfloat16 in as many bytes. Its range, up to 65504, is wide enough, and saturates."""
+        return "float16" if self.bf16 else self.dtype
+
+    @property
+    def grads(self):
+        """dtype of the gradients of the weights."""
+        return "float32" if self.float32_grads else self.dtype
+
+    @property
+    def grad_bytes(self):
+        return 2 if self.grads == "bfloat16" else 4
+
+    @property
+    def pack(self):
+        """Elements in 16 bytes, which a thread works on."""
+        return 8 if self.bf16 else 4
+
+    @property
+    def matmul(self):
+        """What matmuls multiply; they accumulate in float32."""
+        return "bf16" if self.bf16 else "tf32" if self.tf32 else "float32"
+
+
+def describe_precision(settings):
+    """What a run computes in, as printed and as checkpoints record it."""
+    if not settings.precision.bf16:
+        return f"float32, {'TF32' if settings.tf32 else 'float32'} products"
+    parts = ["bfloat16", f"{'float32' if settings.master else 'no'} master weights"]
+    if settings.float32_grads:
+        parts.append("float32 gradients")
+    if settings.stochastic_rounding:
+        parts.append(f"stochastic rounding from seed {settings.stochastic_rounding}")
+    return ", ".join(parts)

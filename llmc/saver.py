@@ -1,0 +1,82 @@
+"""A Trainer's checkpoints: written while it goes on, and read to resume from."""
+
+import contextlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from llmc.checkpoint import Progress, delete_old_checkpoints, notes_of, restore, save_checkpoint
+from llmc.outliers import notes_on, read_recent
+from llmc.precision import describe_precision
+
+
+class Saver:
+    """Writes checkpoints: of one GPU while the next steps run, of several before, because ranks wait for each other."""
+
+    def __init__(self, trainer, train_loader, random, interruption):
+        self.trainer, self.train_loader, self.random, self.interruption = trainer, train_loader, random, interruption
+        self.pool, self.writing, self.saved = ThreadPoolExecutor(1), None, None  # the step that was saved last
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.pool.shutdown()
+        if kind is None:
+            self.wait()
+
+    def save(self, done):
+        """Copy what there is after `done` updates to the host, and begin to write it."""
+        self.wait()
+        self.saved = done
+        trainer, settings, ranks = self.trainer, self.trainer.settings, self.trainer.ranks
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.interruption.saving())
+            batch = (settings.B, settings.T, settings.spread)
+            progress = Progress(done, self.random.state, self.train_loader.position, batch)
+            trainer.complete_weights()
+            params = trainer.params_now() if ranks.is_first else None
+            owned, notes = trainer.owned_now(), {**trainer.matmul.notes(), "precision": describe_precision(settings),
+                                                 **notes_on(trainer.recent_values())}
+            saving = stack.pop_all()  # until all is written
+
+        def write():
+            with saving:
+                save_checkpoint(settings.output_dir, trainer.config, params, owned, progress, notes,
+                                version=5 if settings.precision.bf16 else 3, ranks=ranks)
+                if ranks.is_first:
+                    delete_old_checkpoints(settings, done)
+
+        if ranks.size > 1:
+            write()
+        else:
+            self.writing = self.pool.submit(write)
+
+    def wait(self):
+        """Until the last checkpoint is on the disk; raises what went wrong."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
+
+    def check(self):
+        """Raise what went wrong, once it is known."""
+        if self.writing and self.writing.done():
+            self.wait()
+
+
+def resume(trainer, step, train_loader, random):
+    """Read the optimizer's state and the matmuls' algorithms of a checkpoint."""
+    settings, matmul, ranks = trainer.settings, trainer.matmul, trainer.ranks
+    owned = trainer.owned(with_exact=trainer.master is not None or not trainer.precision.bf16)
+    has_exact = restore(settings, owned, step, train_loader, random)
+    with notes_of(settings, step) as notes:
+        same, recent = matmul.recall(notes), read_recent(notes)
+    trainer.set_state(owned if has_exact else owned._replace(exact=None), step, recent)
+    before, now = notes.get("precision"), describe_precision(settings)
+    if before not in (None, now) and ranks.is_first:
+        print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run to"
+              " repeat it", file=sys.stderr)
+    if not same and ranks.is_first:
+        found = matmul.identity_in(notes)
+        found = f"is from {found}" if found else "names no GPU, as train_gpt2.py's and llm.c's do not"
+        print(f"note: the checkpoint {found}, this is {matmul.identity}: what follows agrees up to rounding",
+              file=sys.stderr)

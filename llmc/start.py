@@ -1,0 +1,66 @@
+"""How a program for GPUs starts: a process for each, with the same flags and model, on GPUs of one kind."""
+
+import dataclasses
+import functools
+import os
+import socket
+import zlib
+
+import numpy as np
+
+from llmc.device import cp, gpu_errors_as_lines
+from llmc.errors import UserError
+from llmc.launchers import find_launch, start_ranks
+from llmc.ranks import join
+from llmc.settings import flag_of, parse_settings
+from llmc.tensors import flat
+
+
+def on_ranks(settings_class, description, work):
+    """Of a program whose settings have `gpus`: work(settings, ranks) on each rank, which a launcher or --gpus starts;
+    returns the exit status."""
+    parse = functools.partial(parse_settings, settings_class, description)
+    if find_launch(os.environ).launcher is None and (gpus := parse().gpus) > 1:
+        return start_ranks(gpus)
+    with join() as ranks, gpu_errors_as_lines():
+        with ranks.said_once():
+            settings = parse()
+        if settings.gpus not in (1, ranks.local_size):
+            raise UserError(f"--gpus {settings.gpus}: {ranks.local_size} processes were started on this machine, one"
+                            " for each of its GPUs: leave the flag out")
+        settings = dataclasses.replace(settings, gpus=ranks.size)
+        settings.check()
+        return work(settings, ranks)
+
+
+def check_alike(ranks, gpu, settings):
+    """Raise UserError for two ranks on one GPU, on GPUs of different kinds, or with different flags. (Files may have
+    another name on another machine.)"""
+    if ranks.size == 1:
+        return
+    names = [field.name for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
+    output = "no directory" if settings.output_dir is None else "a directory"
+    given = ranks.gather([output, *(getattr(settings, name) for name in names)])
+    for rank, values in enumerate(given):
+        for name, value, first in zip(("output", *names), values, given[0]):
+            if value != first:
+                raise UserError(f"{flag_of(settings, name)}: rank {rank} has {value}, rank 0 {first}: pass the same"
+                                " flags to all")
+    found = ranks.gather([socket.gethostname(), cp.cuda.Device().pci_bus_id, list(gpu)])
+    for rank, (host, bus, other) in enumerate(found):
+        first = [place[:2] for place in found].index([host, bus])
+        if first != rank:
+            raise UserError(f"ranks {first} and {rank} have the same GPU ({other[0]} at {bus} of {host}): start one"
+                            " process for each GPU")
+        if other != found[0][2]:
+            raise UserError(f"rank {rank} has a {other[0]}, rank 0 a {found[0][2][0]}: expected GPUs of one kind")
+
+
+def check_same_model(ranks, config, params):
+    """Raise UserError where a rank has read another model than the first one."""
+    weights = flat(params)
+    sample = np.ascontiguousarray(weights[:: 1 + (weights.size >> 20)])  # the whole takes seconds
+    for rank, found in enumerate(models := ranks.gather([config.describe(), zlib.crc32(sample)])):
+        if found != models[0]:
+            raise UserError(f"rank {rank} has another model than rank 0, or other weights: {found[0]} beside"
+                            f" {models[0][0]}: pass the same file to all")
