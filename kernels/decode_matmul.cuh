@@ -110,7 +110,10 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
     };
     let_next_begin();
     for (int tile = 0; tile < stages; tile++) request(tile);
-    float tile_bias = bias ? to_float(bias[row_of(0) + threadIdx.x % ROWS]) : 0.0f;
+    const auto bias_of = [&](int tile) {
+        return bias && tile < tiles ? to_float(bias[row_of(tile) + threadIdx.x % ROWS]) : 0.0f;
+    };
+    float tile_bias = bias_of(0);
     const element* const x = begin();
     Inputs kept[KEEP ? STEPS : 1];
 #pragma unroll
@@ -118,6 +121,7 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
     for (int tile = 0; tile < tiles; tile++) {
         const uint4* const weights = shared_weights(tile % stages);
         float* const sums = shared_sums(stages, tile);
+        const float next_bias = bias_of(tile + 1);  // requested before it is needed
         Sums d[ROWS / 8] = {};
         // Each lane waits for what it requested itself.
         if (stages == 1) copies_wait<0>();
@@ -146,7 +150,6 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
             }
         }
         __syncthreads();
-        if (tile > 0 && bias) tile_bias = to_float(bias[row_of(tile) + threadIdx.x % ROWS]);
         for (int first = warp * 32; first < N * ROWS; first += THREADS) {
             const int i = first + lane, at = sum_at(min(i / ROWS, N - 1), i % ROWS);
             float sum = tile_bias;
@@ -154,6 +157,7 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
             for (int w = 0; w < WARPS; w++) sum += sums[w * X_ROWS * ROWS + at];
             finish(row_of(tile) + i % ROWS, i / ROWS, sum);
         }
+        tile_bias = next_bias;
         if (stages == 1) __syncthreads();  // all have read the sums; otherwise the next tile has others
     }
 }
