@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 
@@ -21,6 +22,7 @@ def run_main(main):
     program = os.path.basename(sys.argv[0])
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as quiet_imports left it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = interrupt_again
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed
             setattr(sys, name, open(os.devnull, "w"))
@@ -36,6 +38,7 @@ def run_main(main):
         text, _ = describe(error)
         sys.exit(f"{program}: {text}")
     except (KeyboardInterrupt, OSError) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
         text, status = describe(error)
         begin = "\n" if isinstance(error, KeyboardInterrupt) else ""  # after the terminal's ^C
         if text:
@@ -46,6 +49,14 @@ def run_main(main):
     except OSError:  # what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
+
+
+def interrupt_again(lost):
+    """Ctrl-C while a destructor runs, whose exceptions Python only prints: let it come again, a moment later."""
+    if lost.exc_type is KeyboardInterrupt:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def describe(error):

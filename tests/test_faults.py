@@ -513,6 +513,23 @@ time.sleep(10)""")
     assert process.returncode == -signal.SIGINT and process.stderr == b""
 
 
+def test_an_interruption_of_a_destructor_counts():
+    program = """if True:
+        import signal, sys, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.path.insert(0, sys.argv[1])
+        from llmc.errors import run_main
+        class Interrupted:
+            def __del__(self):
+                raise KeyboardInterrupt
+        def main():
+            Interrupted()
+            time.sleep(60)
+        run_main(main)"""
+    done = subprocess.run([sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr.strip()) == (130, "-c: interrupted")
+
+
 def test_a_closed_pipe_is_quiet(workplace):
     command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000"
     done = subprocess.run(f"{command} | head -n 3", shell=True, capture_output=True, text=True, timeout=60)

@@ -533,7 +533,12 @@ def test_a_bfloat16_checkpoint(gpu_workplace):
     moments, master = [allocate(params.table) for _ in range(2)], views(params.table, params.buffer.copy())
     assert read_optimizer_state(state, owned_by_one(*moments, master))[1]
     assert not np.array_equal(flat(master), flat(params))
-    assert np.array_equal(bf16_bits(flat(master)), bf16_bits(flat(params)))
+    for name, row in params.table.items():
+        rounded, exact = (getattr(tensors, name) for tensors in (params, master))
+        if row.ones:  # rounded stochastically: to one of the two numbers beside it
+            assert np.all(np.abs(rounded - exact) < 2.0**-7 * np.abs(exact))
+        else:
+            assert np.array_equal(bf16_bits(rounded), bf16_bits(exact)), name
     for name in os.listdir("run"):
         if "00000009" in name:
             os.unlink(os.path.join("run", name))
