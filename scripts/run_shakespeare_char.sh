@@ -2,8 +2,8 @@
 # nanoGPT's shakespeare_char: a GPT-2 of 11 million parameters writes Shakespeare, character by character.
 #
 # Needs:   a GPU, or a CPU with 5 GB of memory; 0.5 GB of disk
-# Takes:   75 minutes on two cores of an AMD EPYC, at 7.5 s a step; not yet timed on a GPU
-# Reaches: to compare, nanoGPT with dropout, which there is none of here, in 5,000 steps: validation loss 1.47
+# Takes:   12 s on an H200, from the first line to the last; 75 minutes on two cores of an AMD EPYC
+# Reaches: validation loss 1.62; nanoGPT, with dropout, which there is none of here, in 5,000 steps: 1.47
 #
 # Started again, it goes on from the newest checkpoint. More flags go to the trainer: -x 50, say
 set -euo pipefail
