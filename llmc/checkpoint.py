@@ -413,7 +413,8 @@ def newest_whole_checkpoint(directory):
             for message in incomplete:
                 print(f"warning: {message}: going on from step {step}", file=sys.stderr)
             return step
-        incomplete.append(f"{missing}: no such file, a part of the checkpoint of step {step}")
+        why = f", which {ranks} processes saved, says {state}" if ranks > 1 else ""
+        incomplete.append(f"{missing}: no such file, a part of the checkpoint of step {step}{why}")
     raise UserError(f"{incomplete[0]}; there is no checkpoint before it: start again with another -o")
 
 
