@@ -684,6 +684,19 @@ def validate(forward, loader, batches, step, starmap=itertools.starmap):
     return loss
 
 
+def evaluate(forward, losses, settings, loader, examples, step, console, log, starmap=itertools.starmap):
+    """Report the validation loss and, if there are examples, HellaSwag. forward, losses: of the model."""
+    console.wait_for("validating")
+    loss = validate(forward, loader, settings.val_batches, step, starmap)
+    console.validation(step, loss)
+    log.validation(step, loss)
+    if examples:
+        console.wait_for("HellaSwag")
+        correct = count_correct(losses, examples, settings.B, settings.T, starmap)
+        console.hellaswag(step, correct, len(examples))
+        log.evaluation(step, correct / len(examples))
+
+
 def train_step(model, loader, settings, step, want_norm, recent=None):
     """One update from micro_steps batches; returns (loss, learning rate, gradient norm or None, why the update was
     skipped or None). recent: (2,) RECENT of outliers.py, where the settings say that outliers are skipped.
@@ -804,15 +817,8 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
         before = random.state
         try:
             if settings.val_every and (step % settings.val_every == 0 or final):
-                console.wait_for("validating")
-                loss = validate(interruption.watched(model.forward), val_loader, settings.val_batches, step)
-                console.validation(step, loss)
-                log.validation(step, loss)
-                if examples:
-                    console.wait_for("HellaSwag")
-                    correct = count_correct(interruption.watched(model.losses), examples, settings.B, settings.T)
-                    console.hellaswag(step, correct, len(examples))
-                    log.evaluation(step, correct / len(examples))
+                forward, losses = map(interruption.watched, (model.forward, model.losses))
+                evaluate(forward, losses, settings, val_loader, examples, step, console, log)
             if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
                 console.wait_for(None)
                 begin = np.array([[end_of_text(tokenizer, config.V)]], np.int32)

@@ -16,7 +16,7 @@ packages, no CUDA toolkit.
 A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the
 host prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every
 sum has a fixed order, there are no atomic additions of floats, and the matmuls' algorithms, once searched, are kept in
-a cache and recorded in checkpoints. So they are on any number of GPUs: llmc/zero.py says how.
+a cache and recorded in checkpoints. So they are on 1, 2, 4, 8 and 16 GPUs: llmc/zero.py says how.
 
 GPT-2's tables, launches and passes are here, and the program around them. llmc/trainer.py has the step: buffers, the
 captured graph, AdamW, several GPUs.
@@ -44,7 +44,7 @@ from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, open_gpu, pinned_array, pointer
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
-from llmc.evaluation import count_correct, load_hellaswag
+from llmc.evaluation import load_hellaswag
 from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files,
                           decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
@@ -57,11 +57,11 @@ from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.saver import Saver, resume
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, print_changed_settings, with_default
-from llmc.start import check_alike, check_same_model, on_ranks
+from llmc.start import check_alike, check_same_files, check_same_output, on_ranks
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
 from llmc.trainer import Evaluator, Trainer, round_weights
-from train_gpt2 import cache_table, parameter_table, random_model, validate
+from train_gpt2 import cache_table, evaluate, parameter_table, random_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
@@ -117,6 +117,11 @@ class CudaSettings(Settings):
                             f" {self.B} * {self.T} * {self.gpus} = {self.B * self.T * self.gpus}")
 
     @property
+    def own_micro_steps(self):
+        """Those of one GPU."""
+        return self.micro_steps // self.gpus
+
+    @property
     def precision(self):
         return Precision(self.dtype, self.tf32, self.float32_grads)
 
@@ -127,8 +132,9 @@ class CudaSettings(Settings):
 
 
 def settle(settings, arch):
-    """Replace what is left to the GPU in settings; raises UserError for a dtype that it lacks and for flags that would
+    """The settings with what is left to the GPU; raises UserError for a dtype that it lacks and for flags that would
     have no effect."""
+    settings = dataclasses.replace(settings)
     has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
     if settings.arch != "native" and not has_bfloat16:
         raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
@@ -234,7 +240,7 @@ def gradient_table(config, B, T, precision):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layers, in network order. Where one does what a function of train_gpt2.py does, it has its name and arguments, after
-# the device or, for matmuls, the choice of the fastest way.
+# the Device or, of matmuls, the Matmul, which picks the fastest way.
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
@@ -918,7 +924,7 @@ def open_decoder(gpu, config, params, B, T, dtype="auto"):
 
 
 def describe(settings, config, params, gpu, train_loader, val_loader, model_path):
-    """The table that a run begins with, with --verbose or llm.c's lines: groups of (name, value)."""
+    """The table that a run with --lines llmc begins with: groups of (name, value)."""
     rounded = settings.precision.bf16 and not is_bfloat16(params)
     run = [
         ("training data", settings.data),
@@ -983,16 +989,16 @@ def run(settings, ranks):
     first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
     gpu = open_gpu(settings.arch, ranks.local_rank)
     check_alike(ranks, gpu, settings)
+    check_same_output(ranks, settings)
     with ranks.said_once():
         tokenizer = load_tokenizer(settings)
-    given = dataclasses.replace(settings)
-    settle(settings, gpu.arch)
+    given, settings = settings, settle(settings, gpu.arch)
     loading = time.perf_counter()
     config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     loading = time.perf_counter() - loading
-    check_same_model(ranks, config, params)
     train_loader, val_loader = open_data(settings, config.V, ranks.rank, ranks.size)
     examples = load_hellaswag(settings, config)
+    check_same_files(ranks, config, params, train_loader, val_loader, examples)
     if ranks.is_first:
         keep_tokenizer(settings, tokenizer)
     random = Random()
@@ -1001,7 +1007,7 @@ def run(settings, ranks):
     resolve_steps(settings, train_loader, first_step)
     model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
     parameters = count_parameters(config, params)
-    if settings.verbose or settings.lines == "llmc":
+    if settings.lines == "llmc":
         print_table(describe(settings, config, params, gpu, train_loader, val_loader, model_path))
     else:
         print_start(settings, config, parameters, model_path, train_loader, val_loader,
@@ -1021,20 +1027,6 @@ def run(settings, ranks):
                        console)
     trainer.close()
     return status
-
-
-def evaluate(trainer, val_loader, examples, step, in_turns, console, log):
-    """Report the validation loss and, if there are examples, HellaSwag."""
-    settings = trainer.settings
-    console.wait_for("validating")
-    loss = validate(trainer.forward, val_loader, settings.val_batches, step, in_turns)
-    console.validation(step, loss)
-    log.validation(step, loss)
-    if examples:
-        console.wait_for("HellaSwag")
-        correct = count_correct(trainer.losses, examples, settings.B, settings.T, in_turns)
-        console.hellaswag(step, correct, len(examples))
-        log.evaluation(step, correct / len(examples))
 
 
 def sample(trainer, tokenizer, random, interruption):
@@ -1094,7 +1086,8 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
             before = random.state
             try:
                 if validation:
-                    evaluate(trainer, val_loader, examples, step, in_turns, console, log)
+                    evaluate(trainer.forward, trainer.losses, settings, val_loader, examples, step, console, log,
+                             in_turns)
                 if sampling:
                     console.wait_for(None)
                     sample(trainer, tokenizer, random, interruption)
@@ -1107,7 +1100,7 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
                 return stop_after(step or None, interruption.signal)
             if last:
                 break
-            batches = [train_loader.next_batch() for _ in range(trainer.micro_steps)]
+            batches = [train_loader.next_batch() for _ in range(trainer.settings.own_micro_steps)]
             begun = step, trainer.begin_step(batches, learning_rate_at(settings, step))
             finish()
             running = begun

@@ -109,7 +109,7 @@ def bench_ours(job):
     dtype = "bfloat16" if job.precision == "bfloat16" else "float32"
     settings = cuda.CudaSettings(B=job.B or 4, T=T, dtype=dtype, tf32=int(job.precision != "float32"),
                                  recompute=job.recompute)
-    cuda.settle(settings, gpu.arch)
+    settings = cuda.settle(settings, gpu.arch)
     if job.B == 0:
         settings.B = largest_batch(gpu, config, settings)
     trainer = cuda.open_trainer(gpu, config, params, settings)

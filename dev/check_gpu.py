@@ -220,7 +220,7 @@ def check(gpu, config, params, settings):
 def main():
     settings = parse_settings(CheckSettings, "Compare one batch with train_gpt2.py, tensor by tensor.")
     settings.graph = settings.total_batch_size = 0  # one batch, launch by launch
-    return 0 if check(*open_model(settings), settings) else 1
+    return 0 if check(*open_model(settings)) else 1
 
 
 if __name__ == "__main__":

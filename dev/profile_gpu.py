@@ -177,7 +177,7 @@ def time_launches(trainer, steps):
         batch = rng.integers(0, trainer.config.V, (2, settings.B, settings.T), dtype=np.int32)
         device.functions["hold"]((1,), (1,), (np.int32(1e6 * launching),), stream=device.stream)
         begin = time.perf_counter()
-        number = trainer.begin_step([batch] * trainer.micro_steps, 0.0)
+        number = trainer.begin_step([batch] * trainer.settings.own_micro_steps, 0.0)
         if step == 3:
             launching = time.perf_counter() - begin
         trainer.end_step(number)
@@ -224,21 +224,21 @@ def print_profile(rows, bandwidth, peak):
 
 
 def open_model(settings):
-    """(GPU, config, params) that the trainer would begin with; settles what is left to the GPU in settings."""
+    """(GPU, config, params, settled settings) that the trainer would begin with."""
     if settings.gpus > 1:
         raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
     gpu = open_gpu(settings.arch)
-    settle(settings, gpu.arch)
+    settings = settle(settings, gpu.arch)
     config, params = read_start(settings, None, None, parameter_table, random_model)
     print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
-    return gpu, config, params
+    return gpu, config, params, settings
 
 
 @gpu_errors_as_lines()
 def main():
     settings = parse_settings(CudaSettings, "Time a training step kernel by kernel.")
     settings.verbose = True  # the memory of each part, too
-    trainer = open_trainer(*open_model(settings), settings)
+    trainer = open_trainer(*open_model(settings))
     trainer.prepare()
     peaks = measure_copy(trainer.device), measure_matmul(trainer.matmul)
     print_profile(time_launches(trainer, settings.steps or STEPS), *peaks)

@@ -37,12 +37,12 @@ COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C6", "adamw":
 
 def time_spans(trainer, steps):
     """{(name, stream): (begin, end)} of a step, in ms since the first one began."""
-    device, rng = trainer.device, np.random.default_rng(0)
+    device, settings, rng = trainer.device, trainer.settings, np.random.default_rng(0)
     found = {}
     for step in range(3 + steps):
         device.spans = [] if trainer.graph is None else device.spans
-        batches = rng.integers(0, trainer.config.V, (trainer.micro_steps, 2, trainer.settings.B, trainer.settings.T),
-                               dtype=np.int32)
+        shape = settings.own_micro_steps, 2, settings.B, settings.T
+        batches = rng.integers(0, trainer.config.V, shape, dtype=np.int32)
         trainer.end_step(trainer.begin_step(batches, 0.0))
         if step >= 3:
             first = next(before for name, _, before, _ in device.spans if name == "forward 0")
@@ -73,7 +73,7 @@ def draw(spans, title):
 def work(settings, ranks):
     gpu = open_gpu(settings.arch, ranks.local_rank)
     check_alike(ranks, gpu, settings)
-    cuda.settle(settings, gpu.arch)
+    settings = cuda.settle(settings, gpu.arch)
     settings.sample_every = 0
     config, params = read_start(settings, None, None, parameter_table, random_model)
     trainer = cuda.open_trainer(gpu, config, params, settings, ranks)

@@ -1,4 +1,4 @@
-"""What the programs share, a file an idea, named as llm.c names it.
+"""What the programs share, a file an idea, named as llm.c names it where llm.c has it.
 
     errors      one line and an exit status for whatever a user can cause; Ctrl-C, SIGTERM and SIGHUP
     files       headers, sizes, files written beside their place and renamed
@@ -26,7 +26,8 @@
     start       a program for GPUs: a process for each, with the same flags and model
     zero        who owns which parameters; gradients and weights on their way, by NCCL
 
-Nothing here knows an architecture: whoever reads a model passes the function that makes its table of parameters.
+Nothing here knows a model's passes, and whoever reads one passes the function that makes its table of parameters;
+kernels and batch have what GPT-2's layers need, checkpoint's Config its sizes.
 compiler, device, matmul, memory, start, trainer and zero's Nccl need CuPy and its companions; all others NumPy and the
 standard library alone.
 """

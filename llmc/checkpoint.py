@@ -19,6 +19,7 @@ Optimizer state, llm.c's, a file for each rank: header [2] ranks [3] rank [4] ma
 import contextlib
 import dataclasses
 import glob
+import itertools
 import json
 import os
 import re
@@ -407,7 +408,7 @@ def newest_whole_checkpoint(directory):
         if os.path.exists(state):
             with open_input(state, go_back(marker)) as f:
                 ranks = int(read_header(f, OPTIMIZER_MAGIC, go_back(marker))[2])
-        paths = (model, *(rank_path(state, rank) for rank in range(ranks)))
+        paths = itertools.chain([model], (rank_path(state, rank) for rank in range(ranks)))
         missing = next((path for path in paths if not os.path.exists(path)), None)
         if missing is None:
             for message in incomplete:

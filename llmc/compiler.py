@@ -176,14 +176,17 @@ def kernel_key(name, arch, constants):
 
 def prepare_kernels(cache, arch, files):
     """Compile the files that the cache does not have, several at once: paths of cubins, and how many were compiled."""
+    keys = [kernel_key(file.name, arch, file.constants) for file in files]
 
-    def prepare(file):
-        key = kernel_key(file.name, arch, file.constants)
+    def prepare(file, key):
         found = cache.find(key, ".cubin")
         if found:
             return found[0], False
         return cache.keep(key, ".cubin", compile_kernels(file.name, arch, file.constants)), True
 
-    with ThreadPoolExecutor(len(files)) as pool:
-        results = list(pool.map(prepare, files))
+    missing = not all(cache.find(key, ".cubin") for key in keys)
+    notice = "another process compiles the kernels: this one waits for it"
+    with cache.exclusive("compiling", notice) if missing else contextlib.nullcontext():
+        with ThreadPoolExecutor(len(files)) as pool:
+            results = list(pool.map(prepare, files, keys))
     return [path for path, _ in results], sum(compiled for _, compiled in results)

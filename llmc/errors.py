@@ -64,7 +64,7 @@ def describe(error):
     if isinstance(error, UserError):
         return "error: " + str(error).replace("\n", "\\n"), 1  # of a name
     if isinstance(error, MemoryError):
-        return f"error: out of memory ({error or 'no details'}); try a smaller -b, -t or model", 1
+        return f"error: out of memory ({error or 'no details'}); try a smaller batch or model", 1
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130
     if isinstance(error, BrokenPipeError):  # `... | head`, which nobody needs to hear about

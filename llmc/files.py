@@ -120,7 +120,7 @@ def locked(output, directory, flag="-o"):
     if not output:
         yield
         return
-    path = f"{os.path.join(output, 'main.log') if directory else output}.lock"  # -o DIR/main.log is the same file
+    path = lock_path(output, directory)
     made = os.path.dirname(path) if not os.path.isdir(os.path.dirname(path) or ".") else None
     make_directory(os.path.dirname(path))
     file = open_lock(path, output, flag)
@@ -138,6 +138,16 @@ def locked(output, directory, flag="-o"):
                 os.unlink(path)
                 if made:
                     os.rmdir(made)  # if nothing came into it
+
+
+def lock_path(output, directory):
+    return f"{os.path.join(output, 'main.log') if directory else output}.lock"  # -o DIR/main.log is the same file
+
+
+def lock_holder(output, directory):
+    """What the lock says of the run that has it: a process id; None where there is no lock."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(lock_path(output, directory)) as f:
+        return f.read()
 
 
 def open_lock(path, output, flag):

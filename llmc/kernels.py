@@ -59,7 +59,7 @@ def check_sizes(config):
 
 def hopper_attention(config, precision, arch):
     """Whether attention runs on Hopper's own tensor core instructions, or on those of every GPU from sm_80 on."""
-    return arch == "sm_90a" and config.C // config.NH == 64 and bool(precision.tf32 or precision.bf16)
+    return arch == "sm_90a" and config.C // config.NH == 64 and precision.matmul != "float32"
 
 
 def hopper_matmul(precision, arch):

@@ -46,7 +46,7 @@ class Matmul:
         self.used = set()  # keys of what has been called since the search
 
     def allocate(self):
-        """Make the workspaces, one for each of the device's streams."""
+        """Make the workspaces, one for the main stream, one for the side stream."""
         self.workspace = cp.empty((2, WORKSPACE), np.uint8)
 
     def stream_workspace(self):
@@ -306,7 +306,7 @@ class CublasLt:
         key += f" {'bias ' if bias is not None else ''}{self.precision.matmul}"
         key += " to float32" if bf16 and to == FLOAT32 else ""
         if key not in self.plans:
-            compute = COMPUTE_TF32 if self.precision.tf32 and not bf16 else COMPUTE_FLOAT32
+            compute = COMPUTE_TF32 if self.precision.matmul == "tf32" else COMPUTE_FLOAT32
             description = cublasLt.matmul_desc_create(compute, FLOAT32)
             set_attribute(description, cublasLt.MatmulDescAttribute.TRANSA, first)
             set_attribute(description, cublasLt.MatmulDescAttribute.TRANSB, second)

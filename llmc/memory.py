@@ -15,7 +15,7 @@ RESERVE = 256 << 20  # bytes beside the plan: for cuBLASLt's kernels, the graph,
 MOST_BLOCKS = 65535  # in y and z of a CUDA grid: attention's z is the sequence, transpose's y is 64 positions
 
 
-def largest(group):
+def group_bytes(group):
     """Bytes of the largest of the tables that share a buffer."""
     return max(table_bytes(table, ALIGN) for table in group.values())
 
@@ -33,10 +33,10 @@ def memory_plan(architecture, config, settings, device):
         *([(share, "sums of gradients")] if settings.micro_steps > ranks else []),
         *([(shares.received_size() * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
-        *((largest(group), what) for what, group in tables.items()),
+        *((group_bytes(group), what) for what, group in tables.items()),
         *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),
         (2 * WORKSPACE, "matmul workspaces"),
-        (table_bytes(batch_table(B, T, settings.micro_steps // ranks)) + (64 << 10), "the batch"),
+        (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
     ]
 
 
@@ -78,7 +78,7 @@ def check_memory(architecture, config, settings, device):
         raise UserError(f"-b {settings.B} -t {settings.T}: {settings.B * settings.T} tokens, expected at most"
                         f" {64 * MOST_BLOCKS}, 64 for each block of a CUDA grid in y: take a smaller -b, and accumulate"
                         " more with -d")
-    if table_bytes(batch_table(settings.B, settings.T, settings.micro_steps // settings.gpus)) // 4 >= 2**31:
+    if table_bytes(batch_table(settings.B, settings.T, settings.own_micro_steps)) // 4 >= 2**31:
         raise UserError(f"-d {settings.total_batch_size}: too many tokens for an update, whose tables would have 2^31"
                         " numbers or more: take a smaller -d")
     print_memory(memory_plan(architecture, config, settings, device), settings.verbose or settings.lines == "llmc")

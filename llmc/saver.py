@@ -23,6 +23,8 @@ class Saver:
         self.pool.shutdown()
         if kind is None:
             self.wait()
+        elif self.writing and (error := self.writing.exception()):
+            print(f"note: the last checkpoint was not saved: {error}", file=sys.stderr)
 
     def save(self, done):
         """Copy what there is after `done` updates to the host, and begin to write it."""
@@ -35,7 +37,7 @@ class Saver:
             progress = Progress(done, self.random.state, self.train_loader.position, batch)
             trainer.complete_weights()
             params = trainer.params_now() if ranks.is_first else None
-            owned, notes = trainer.owned_now(), {**trainer.matmul.notes(), "precision": describe_precision(settings),
+            owned, notes = trainer.state_now(), {**trainer.matmul.notes(), "precision": describe_precision(settings),
                                                  **notes_on(trainer.recent_values())}
             saving = stack.pop_all()  # until all is written
 
@@ -64,9 +66,9 @@ class Saver:
 
 
 def resume(trainer, step, train_loader, random):
-    """Read the optimizer's state and the matmuls' algorithms of a checkpoint."""
+    """Put trainer, loader and sampler where a checkpoint has them; say where the run will differ from the first one."""
     settings, matmul, ranks = trainer.settings, trainer.matmul, trainer.ranks
-    owned = trainer.owned(with_exact=trainer.master is not None or not trainer.precision.bf16)
+    owned = trainer.state_room(with_exact=trainer.master is not None or not trainer.precision.bf16)
     has_exact = restore(settings, owned, step, train_loader, random)
     with notes_of(settings, step) as notes:
         same, recent = matmul.recall(notes), read_recent(notes)

@@ -10,6 +10,7 @@ import numpy as np
 
 from llmc.device import cp, gpu_errors_as_lines
 from llmc.errors import UserError
+from llmc.files import lock_holder
 from llmc.launchers import find_launch, start_ranks
 from llmc.ranks import join
 from llmc.settings import flag_of, parse_settings
@@ -17,11 +18,11 @@ from llmc.tensors import flat
 
 
 def on_ranks(settings_class, description, work):
-    """Of a program whose settings have `gpus`: work(settings, ranks) on each rank, which a launcher or --gpus starts;
-    returns the exit status."""
+    """Run work(settings, ranks) on each rank, which a launcher has started or, with --gpus, this starts; returns the
+    exit status. The settings have `gpus`."""
     parse = functools.partial(parse_settings, settings_class, description)
     if find_launch(os.environ).launcher is None and (gpus := parse().gpus) > 1:
-        return start_ranks(gpus)
+        return start_ranks(gpus)  # which come here, too, with a launcher
     with join() as ranks, gpu_errors_as_lines():
         with ranks.said_once():
             settings = parse()
@@ -56,11 +57,35 @@ def check_alike(ranks, gpu, settings):
             raise UserError(f"rank {rank} has a {other[0]}, rank 0 a {found[0][2][0]}: expected GPUs of one kind")
 
 
-def check_same_model(ranks, config, params):
-    """Raise UserError where a rank has read another model than the first one."""
+def check_same_files(ranks, config, params, train_loader, val_loader, examples):
+    """Raise UserError where a rank has read another model or other data than the first one."""
+    if ranks.size == 1:
+        return
     weights = flat(params)
     sample = np.ascontiguousarray(weights[:: 1 + (weights.size >> 20)])  # the whole takes seconds
-    for rank, found in enumerate(models := ranks.gather([config.describe(), zlib.crc32(sample)])):
-        if found != models[0]:
-            raise UserError(f"rank {rank} has another model than rank 0, or other weights: {found[0]} beside"
-                            f" {models[0][0]}: pass the same file to all")
+    read = {"model": [config.describe(), zlib.crc32(sample)]}
+    for what, loader in (("training data", train_loader), ("validation data", val_loader)):
+        if loader:
+            first = loader.shards[0]
+            with first.open() as f:
+                tokens = first.read(f, 0, min(first.size, 1 << 20))
+            read[what] = [f"{sum(shard.size for shard in loader.shards)} tokens in {len(loader.shards)} files",
+                          zlib.crc32(tokens)]
+    if examples:
+        read["HellaSwag"] = [f"{len(examples)} examples", sum(example.longest for example in examples)]
+    for rank, found in enumerate(reads := ranks.gather(read)):
+        for what, first in reads[0].items():
+            if found[what] != first:
+                raise UserError(f"rank {rank} has another {what} than rank 0, or other contents: {found[what][0]}"
+                                f" beside {first[0]}: pass the same files to all")
+
+
+def check_same_output(ranks, settings):
+    """Raise UserError where a rank does not find the first one's lock in its -o DIR, to which each writes its part of a
+    checkpoint."""
+    if ranks.size == 1 or settings.output_dir is None:
+        return
+    for rank, found in enumerate(holders := ranks.gather(lock_holder(settings.output, settings.output_dir))):
+        if found != holders[0]:
+            raise UserError(f"-o {settings.output}: rank {rank} does not see there what rank 0 writes: expected one"
+                            " directory, on a file system of all machines")

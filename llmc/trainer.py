@@ -2,7 +2,8 @@
 A model in training on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
 
 It knows no architecture. One, like GPT2 of train_gpt2_cuda.py, has parameter_table and tables, which say what to
-allocate, and a Decoder for text; its instances have activations, trunk, classify and backward.
+allocate, and a Decoder for text; its instances have activations, whose `losses` are a number a position, trunk,
+classify, and backward, which waits for what these left on the side stream.
 """
 
 import functools
@@ -15,7 +16,7 @@ from llmc.checkpoint import Owned
 from llmc.device import copy_to_gpu, cp, pinned_array, pointer, to_float32
 from llmc.errors import UserError
 from llmc.kernels import THREADS, blocks, pack
-from llmc.memory import check_memory, largest, makes_text
+from llmc.memory import check_memory, group_bytes, makes_text
 from llmc.outliers import RECENT, reason_to_skip
 from llmc.ranks import ALONE
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
@@ -73,7 +74,6 @@ class Trainer:
         it does not all fit into the GPU's free memory."""
         self.config, self.settings, self.precision = config, settings, settings.precision
         self.device, self.matmul, self.ranks = matmul.device, matmul, ranks
-        self.micro_steps = settings.micro_steps // ranks.size  # of this rank
         self.want_norm = bool(settings.grad_clip or settings.output_dir or settings.skips_outliers)
         B, T, device = settings.B, settings.T, self.device
         self.messages = self.peers = None
@@ -90,7 +90,7 @@ class Trainer:
             share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
             self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
             self.master = cp.zeros(share, np.float32) if settings.master else None
-            self.gradient_sums = cp.zeros(share, np.float32) if self.micro_steps > 1 else None
+            self.gradient_sums = cp.zeros(share, np.float32) if self.settings.own_micro_steps > 1 else None
             self.received = flat(self.grads)  # gradients of all ranks
             chunks = cp.asarray(chunks.view(np.uint8))
             first, rest, end = (CHUNKS.itemsize * end for end in ends)
@@ -98,9 +98,9 @@ class Trainer:
                            "all": chunks}
             self.set_params(params)
             tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
-            buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
+            buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
             matmul.allocate()
-            self.batch = allocate(batch_table(B, T, self.micro_steps), cp)
+            self.batch = allocate(batch_table(B, T, self.settings.own_micro_steps), cp)
             self.control = cp.zeros(CONTROL.itemsize, np.uint8)
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
@@ -153,7 +153,7 @@ class Trainer:
         settings, rng = self.settings, np.random.default_rng(0)
         with self.device.stream:
             batch = rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
-            self.stage(0, [batch] * self.micro_steps, 0.0)
+            self.stage(0, [batch] * self.settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.choose_algorithms()
             if self.messages:  # each once before the capture, as two ranks connect at the first message between them
@@ -220,7 +220,7 @@ class Trainer:
         self.copy_batch(0, first_words)
         with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
             self.copy_batch(first_words, words)
-        for i in range(self.micro_steps):
+        for i in range(self.settings.own_micro_steps):
             if self.messages:
                 weight_done = functools.partial(self.weight_done, i)
                 self.compute(i, batch_copied, weight_done, self.fetch_weights if i == 0 else None)
@@ -258,7 +258,8 @@ class Trainer:
         layer's first matrix is the last of the backward pass: while it travels, the other layers' gradients, all of
         which have arrived, go into the norm."""
         self.send_gradients((name, l), computed)
-        if l == 0 and name == self.shares.first_matrix and i == self.micro_steps - 1 and self.shares.layers > 1:
+        last = i == self.settings.own_micro_steps - 1
+        if last and l == 0 and name == self.shares.first_matrix and self.shares.layers > 1:
             self.device.wait(self.gradients_arrived[name, 1])
             self.global_norm("other layers")
 
@@ -396,13 +397,13 @@ class Trainer:
         with self.device.stream:
             return views(self.params.table, self.params.buffer.get())
 
-    def owned(self, with_exact):
+    def state_room(self, with_exact):
         """Room on the host for this rank's share of the optimizer's state."""
         share = self.m.size
         return Owned(self.shares, self.ranks.rank, np.empty(share, np.float32), np.empty(share, np.float32),
                      np.empty(share, np.float32) if with_exact else None)
 
-    def owned_now(self):
+    def state_now(self):
         """This rank's share of the optimizer's state, copied to the host."""
         with self.device.stream:
             return Owned(self.shares, self.ranks.rank, self.m.get(), self.v.get(),
@@ -450,7 +451,7 @@ class Evaluator:
         self.model = self.batch = None  # what they had goes back first
         tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
         with self.device.stream:
-            buffers = {what: cp.empty(largest(group), np.uint8) for what, group in tables.items()}
+            buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
         self.model = self.architecture(self.config, self.settings, self.matmul, self.params, None, buffers)
 

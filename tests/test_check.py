@@ -223,7 +223,7 @@ def observed_step(trainer):
 
     trainer.device.observer, trainer.graph, step = observer, None, []
     batch = np.zeros((2, B, T), np.int32)
-    trainer.end_step(trainer.begin_step([batch] * trainer.micro_steps, 0.0))
+    trainer.end_step(trainer.begin_step([batch] * trainer.settings.own_micro_steps, 0.0))
     return step
 
 

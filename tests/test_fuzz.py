@@ -125,7 +125,7 @@ def resume_on_gpu():
     settings = train_gpt2_cuda.CudaSettings(B=2, T=8, output="run")
     owned = owned_by_one(*(random_params(SMALL) for _ in range(3)))
     trainer = SimpleNamespace(settings=settings, matmul=matmul, config=SMALL, set_state=lambda *_: None, master=None,
-                              precision=settings.precision, owned=lambda with_exact: owned, ranks=ALONE)
+                              precision=settings.precision, state_room=lambda with_exact: owned, ranks=ALONE)
     loader = SimpleNamespace(seek=lambda *_: None)
     with contextlib.redirect_stderr(io.StringIO()):  # notes
         resume(trainer, 1, loader, SimpleNamespace())
@@ -286,6 +286,7 @@ def fuzz_flags(count, seed):
         ending = run(functools.partial(parse_cuda if cuda else train, flag, *arguments))
         refused += ending[0] != 0
         names = [flag, *field_flags(field), *filter(None, [value.replace("\n", "\\n").rstrip("/")])]
+        names += sorted(set(os.listdir()) if value == "*" else ())  # the files that it stands for
         problem = fault(ending, *names, "-b", "-d", "-o", "-i", "-j", "-t")
         if problem:
             failed.append(f"seed {seed}, {'train_gpt2_cuda.py' if cuda else 'train_gpt2.py'} {flag} {value[:50]!r}:"

@@ -239,7 +239,7 @@ def test_lines(workplace, fake_gpu, run_here, monkeypatch):
     parameters = 257 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # less wpe
     used = (6 * parameters + 6 * 2 * 32 * 24) * 48000 / 989.4e12
     assert output.count(f" | 48000 tok/s | {used:.1%} MFU") == 3
-    assert "\n| num_parameters        |" in output and "\nallocated 1 MiB for parameters\n" in output
+    assert "\n| beta2 " in output and "\nallocated 1 MiB for parameters\n" in output
     assert output.count("first step finished") == 1
     theirs = run_here(cuda, *FAST, "-s", 0, "-x", 3).stdout
     assert re.findall("^step .*", theirs, re.MULTILINE) == [

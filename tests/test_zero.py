@@ -27,6 +27,7 @@ from fake_gpus import Collectives, compute_on, here, stored
 from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_checkpoint, newest_checkpoint,
                              owned_by_one, rank_path, read_optimizer_state, save_checkpoint, write_model,
                              write_optimizer_state)
+from llmc.dataloader import write_tokens
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
 from llmc.ranks import Ranks
@@ -161,7 +162,7 @@ def train(ranks, settings, params, steps, resume=None, save=None):
     trainer = here.trainer = cuda.open_trainer(FakeGPU().gpu, SMALL_HEADS, params, settings, ranks)
     first, reports = 0, []
     if resume:
-        owned = trainer.owned(with_exact=trainer.master is not None or not trainer.precision.bf16)
+        owned = trainer.state_room(with_exact=trainer.master is not None or not trainer.precision.bf16)
         progress, has_exact = read_optimizer_state(checkpoint_paths(directory, resume)[1], owned)
         trainer.set_state(owned if has_exact else owned._replace(exact=None), progress.step, np.zeros(2, RECENT))
         first = progress.step
@@ -173,10 +174,10 @@ def train(ranks, settings, params, steps, resume=None, save=None):
             reports.append(trainer.end_step(number)[:2])
     trainer.complete_weights()
     if save:
-        save_checkpoint(directory, SMALL_HEADS, trainer.params_now(), trainer.owned_now(),
+        save_checkpoint(directory, SMALL_HEADS, trainer.params_now(), trainer.state_now(),
                         Progress(first + steps, 1, Position(), (2, 8, 0)), ranks=ranks,
                         version=5 if settings.precision.bf16 else 3)
-    return reports, np.array(flat(trainer.params)), trainer.owned_now()
+    return reports, np.array(flat(trainer.params)), trainer.state_now()
 
 
 @pytest.mark.parametrize("changes", (
@@ -185,7 +186,6 @@ def train(ranks, settings, params, steps, resume=None, save=None):
 def test_the_same_bits_on_any_number_of_gpus(computing_gpu, tmp_path, changes):
     """Losses, norms, weights, moments of 1, 2 and 4 ranks; also where each number goes on from what another one wrote.
     """
-    os.environ["LLMC_CACHE"] = str(tmp_path / "cache")
     settings = cuda.CudaSettings(B=2, T=8, total_batch_size=64, sample_every=0, output=str(tmp_path / "run"), graph=0,
                                  **changes)
     settings = cuda.settle(settings, "sm_90a")
@@ -230,7 +230,6 @@ def test_shares_of_different_sizes(computing_gpu, tmp_path, monkeypatch):
 
 def test_messages_have_a_stream_of_their_own(computing_gpu, tmp_path, monkeypatch):
     """NCCL does what one communicator is asked for in one order, the same on all ranks: that of this stream."""
-    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
     streams, exchange, add_up = [], ThreadRanks.exchange, ThreadRanks.add_up
 
     def noted(function):
@@ -250,7 +249,6 @@ def test_messages_have_a_stream_of_their_own(computing_gpu, tmp_path, monkeypatc
 @pytest.mark.parametrize("micro_steps", (1, 2))
 def test_a_step_of_two_ranks_is_captured(computing_gpu, tmp_path, monkeypatch, micro_steps):
     """As CUDA wants it: all streams of a graph are joined at its end, and wait for no event from before."""
-    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
     settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32 * micro_steps, gpus=2), "sm_90a")
 
     def work(ranks):
@@ -292,7 +290,6 @@ def test_nccl_s_errors_are_lines(monkeypatch):
 
 def test_ranks_of_different_libraries(computing_gpu, tmp_path, monkeypatch):
     """Would choose different algorithms, and have other bits."""
-    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
     settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32, sample_every=0, gpus=2, graph=0), "sm_90a")
 
     def work(ranks):
@@ -583,17 +580,21 @@ def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
         assert (heads / "timeline.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("name, value, words", (("-b", "4", "-b/--batch_size: rank 1 has 2, rank 0 4"),
-                                                ("-l", "0.5", "-l/--learning_rate: rank 1 has 0.0001, rank 0 0.5"),
-                                                ("-o", "run", "-o/--output: rank 1 has no directory, rank 0 a direct"),
-                                                ("-e", "other.bin", "rank 1 has another model than rank 0, or other")))
-def test_flags_of_ranks_are_compared(heads, name, value, words):
-    """Of those that somebody starts by hand; and models."""
+@pytest.mark.parametrize("first, second, words", (
+    ("-b 4", "", "-b/--batch_size: rank 1 has 2, rank 0 4"),
+    ("-l 0.5", "", "-l/--learning_rate: rank 1 has 0.0001, rank 0 0.5"),
+    ("-o run", "", "-o/--output: rank 1 has no directory, rank 0 a direct"),
+    ("-o one", "-o two", "-o one: rank 1 does not see there what rank 0 writes"),
+    ("-e other.bin", "", "rank 1 has another model than rank 0, or other"),
+    ("-i other", "", "rank 1 has another training data than rank 0, or other")))
+def test_flags_of_ranks_are_compared(heads, first, second, words):
+    """Of those that somebody starts by hand; and what is in their files."""
     write_model("other.bin", SMALL_HEADS, random_params(SMALL_HEADS, seed=9))
+    write_tokens("other_train.bin", [np.arange(10_000) % SMALL_HEADS.V], 10_000)
     place = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29731")
     flags = ("-b", "2", "-t", "8", "-d", "64", "-v", "0", "-s", "0", "-x", "1")
-    ranks = [subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", *flags, *more],
+    ranks = [subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", *flags, *more.split()],
                               env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True) for rank, more in enumerate(((name, value), ()))]
+                              stderr=subprocess.PIPE, text=True) for rank, more in enumerate((first, second))]
     ends = [rank.communicate(timeout=60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1] and words in ends[0][1] and ends[1][1] == ""
