@@ -21,7 +21,7 @@ import train_gpt2_cuda as cuda
 from conftest import ROOT, Array, random_params
 from llmc.batch import sort_tokens
 from llmc.checkpoint import Config, padded
-from llmc.compiler import Cache, compile_kernels
+from llmc.compiler import Cache, KernelFile, compile_kernels, prepare_kernels
 from llmc.device import cp, measure, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
 from llmc.kernels import ENCODER_PIECE, KERNELS, blocks, hopper_matmul, kernel_files
@@ -209,6 +209,25 @@ def test_the_cache_returns_what_it_was_given_and_nothing_damaged(tmp_path, capsy
     found.write_bytes(b"newe")
     assert cache.find("a key", ".cubin") is None and "is damaged" in capsys.readouterr().err
     assert not found.exists()
+
+
+def test_one_process_compiles_for_all(tmp_path, monkeypatch, capsys):
+    """Two that begin with an empty cache: the second takes what the first has made."""
+    pytest.importorskip("fcntl")
+    compiled, files = [], [KernelFile("gelu", (), {}), KernelFile("softmax", (), {})]
+
+    def compile_slowly(name, arch, constants):
+        time.sleep(0.2)
+        compiled.append(name)
+        return b"a cubin"
+
+    monkeypatch.setattr(llmc.compiler, "kernel_key", lambda name, arch, constants: name)
+    monkeypatch.setattr(llmc.compiler, "compile_kernels", compile_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        caches = [Cache(str(tmp_path)) for _ in range(2)]
+        results = list(pool.map(lambda cache: prepare_kernels(cache, "sm_90a", files), caches))
+    assert sorted(compiled) == ["gelu", "softmax"] and sorted(made for _, made in results) == [0, 2]
+    assert results[0][0] == results[1][0] and "another process compiles" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, capsys):

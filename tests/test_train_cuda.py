@@ -268,6 +268,16 @@ def matmul(fake_gpu, tmp_path):
     return lambda: cuda.open_device(fake_gpu.gpu, SMALL_HEADS, settings.precision, Cache(str(tmp_path)))[1]
 
 
+def test_a_checkpoint_that_failed_is_said_beside_another_error(capsys):
+    def write():
+        raise UserError("no space")
+
+    with pytest.raises(UserError, match="the loss is nan"), llmc.saver.Saver(None, None, None, None) as saver:
+        saver.writing = saver.pool.submit(write)
+        raise UserError("the loss is nan")
+    assert capsys.readouterr().err == "note: the last checkpoint was not saved: no space\n"
+
+
 def test_a_checkpoint_s_algorithms_win_over_the_cache_s(matmul, monkeypatch):
     """Of matmuls that the cache and a checkpoint know, the checkpoint's way is taken, and nothing is timed."""
     matmul, taken = matmul(), []
