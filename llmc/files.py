@@ -131,6 +131,7 @@ def locked(output, directory, flag="-o"):
         with contextlib.suppress(OSError):  # a full disk
             os.truncate(file.fileno(), 0)
             os.write(file.fileno(), b"%d" % os.getpid())
+            os.fsync(file.fileno())  # for other machines, too
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import socket
+import time
 import zlib
 
 import numpy as np
@@ -85,7 +86,11 @@ def check_same_output(ranks, settings):
     checkpoint."""
     if ranks.size == 1 or settings.output_dir is None:
         return
-    for rank, found in enumerate(holders := ranks.gather(lock_holder(settings.output, settings.output_dir))):
-        if found != holders[0]:
+    holder = functools.partial(lock_holder, settings.output, settings.output_dir)
+    first, deadline = ranks.gather(holder())[0], time.monotonic() + 5  # other machines may see it a moment later
+    while holder() != first and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for rank, sees_it in enumerate(ranks.gather(holder() == first)):
+        if not sees_it:
             raise UserError(f"-o {settings.output}: rank {rank} does not see there what rank 0 writes: expected one"
                             " directory, on a file system of all machines")
