@@ -1008,6 +1008,8 @@ def run(settings, ranks):
     model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
     parameters = count_parameters(config, params)
     if settings.lines == "llmc":
+        if settings.verbose:
+            print_table([list(vars(settings).items())])
         print_table(describe(settings, config, params, gpu, train_loader, val_loader, model_path))
     else:
         print_start(settings, config, parameters, model_path, train_loader, val_loader,

@@ -38,7 +38,7 @@ def run_main(main):
         text, _ = describe(error)
         sys.exit(f"{program}: {text}")
     except (KeyboardInterrupt, OSError) as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # it ends already: the next one, at once
         text, status = describe(error)
         begin = "\n" if isinstance(error, KeyboardInterrupt) else ""  # after the terminal's ^C
         if text:
@@ -54,7 +54,8 @@ def run_main(main):
 def interrupt_again(lost):
     """Ctrl-C while a destructor runs, whose exceptions Python only prints: let it come again, a moment later."""
     if lost.exc_type is KeyboardInterrupt:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if not sys.is_finalizing():  # when it ends already, and no thread begins any more
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(lost)
 

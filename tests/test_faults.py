@@ -513,8 +513,11 @@ time.sleep(10)""")
     assert process.returncode == -signal.SIGINT and process.stderr == b""
 
 
-def test_an_interruption_of_a_destructor_counts():
-    program = """if True:
+@pytest.mark.parametrize("when, status, words", (("Interrupted()\n            time.sleep(60)", 130, "-c: interrupted"),
+                                                 ("sys.kept = Interrupted()", 0, "")))
+def test_an_interruption_of_a_destructor_counts(when, status, words):
+    """While the program runs, and at its end, which goes on."""
+    program = f"""if True:
         import signal, sys, time
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.path.insert(0, sys.argv[1])
@@ -523,11 +526,10 @@ def test_an_interruption_of_a_destructor_counts():
             def __del__(self):
                 raise KeyboardInterrupt
         def main():
-            Interrupted()
-            time.sleep(60)
+            {when}
         run_main(main)"""
     done = subprocess.run([sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr.strip()) == (130, "-c: interrupted")
+    assert (done.returncode, done.stderr.strip()) == (status, words)
 
 
 def test_a_closed_pipe_is_quiet(workplace):
