@@ -73,7 +73,8 @@ def check_same_files(ranks, config, params, train_loader, val_loader, examples):
             read[what] = [f"{sum(shard.size for shard in loader.shards)} tokens in {len(loader.shards)} files",
                           zlib.crc32(tokens)]
     if examples:
-        read["HellaSwag"] = [f"{len(examples)} examples", sum(example.longest for example in examples)]
+        tokens = np.concatenate([part for example in examples for part in (example.context, *example.endings)])
+        read["HellaSwag"] = [f"{len(examples)} examples", zlib.crc32(tokens)]
     for rank, found in enumerate(reads := ranks.gather(read)):
         for what, first in reads[0].items():
             if found[what] != first:
