@@ -206,14 +206,14 @@ def report(machine, bus, rows, picture):
     lines = [f"""\
 # Copies that hide behind each other
 
-Layernorm forward of (B,T,C) float32 that lies in pinned memory of the host, and whose result goes back there: whole
-copies, one after the other, against the batch split into at most {PARTS} parts on {STREAMS} streams. Made by `python
+Layernorm forward of (B,T,C) float32 whose input and result are in the host's pinned memory: whole copies, one after the
+other, against the batch split into at most {PARTS} parts on {STREAMS} streams. Written by `python
 dev/kernels/overlap.py`.
 
-{machine}, T={T}, C={C}. Medians over CUDA events. GB/s are the bytes of input and result by the time.
+{machine}, T={T}, C={C}. Medians of times by CUDA events. GB/s count input and result.
 
-The bus alone: {rates[0]} GB/s to the GPU, {rates[1]} back, {rates[2]} with copies both ways at once. This allows
-{whole / split:.2f} times the speed of whole copies. The bound is the time of both ways at once, and nothing else.
+The bus alone: {rates[0]} GB/s to the GPU, {rates[1]} back, {rates[2]} with copies both ways at once. The bound,
+the time to copy both ways at once and nothing else, is {whole / split:.2f} times as fast as whole copies.
 
 | B | MB each way | kernel, block | kernel alone ms | whole ms | GB/s | split ms | GB/s | times as fast | of the bound |
 |---|---|---|---|---|---|---|---|---|---|"""]
@@ -226,9 +226,9 @@ The bus alone: {rates[0]} GB/s to the GPU, {rates[1]} back, {rates[2]} with copi
     lines.append(f"""
 ![The two timelines]({os.path.basename(picture)})
 
-The block size matters to the kernel and not to the whole, whose time is the bus's. Of n parts, the first one's way in
-and the last one's way out hide behind nothing: they add an n-th to the bound, and with B=8 there are only 8 parts. (The
-kernel alone finds the smallest batch in the cache from the run before.)
+The block size matters to the kernel alone; the whole is bound by the bus. Of n parts, the first one's copy in and the
+last one's copy out overlap with nothing: they add 1/n to the bound, and B=8 has only 8 parts. (Timed alone, the kernel
+finds the smallest batch in the cache.)
 """)
     return "\n".join(lines)
 
