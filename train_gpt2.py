@@ -79,19 +79,19 @@ def parameter_table(config, dtype="float32"):
     }
 
 
-SIZES = {  # name of a model with random weights -> layers L, heads NH, channels C; from d12 on, GPT-2's
+SIZES = {  # model name -> layers L, heads NH, channels C; d12 and larger are GPT-2's sizes
     "d2": (2, 2, 128), "d4": (4, 4, 256), "d6": (6, 6, 384), "d12": (12, 12, 768), "d24": (24, 16, 1024),
     "d36": (36, 20, 1280), "d48": (48, 25, 1600),
 }  # fmt: skip
 
 
 def random_model(name, V, seed=42, maxT=1024):
-    """(config, params) of SIZES[name] before any training; None if `name` is not in SIZES. Raises UserError for a dN
-    that is neither a size nor a file.
+    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. Raises UserError for a
+    dN that is neither a size nor a file.
 
     Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
-    Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has random numbers
-    of its own, so that the weights do not depend on the number of threads, nor those of a position on maxT.
+    Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has its own random
+    generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT.
     """
     if name not in SIZES:
         if re.fullmatch(r"d\d+", name) and not os.path.exists(name):
@@ -116,7 +116,7 @@ def random_model(name, V, seed=42, maxT=1024):
 
 
 def activation_table(config, B, T):
-    """name -> Row for what a forward pass over (B, T) tokens leaves behind for the backward pass."""
+    """name -> Row for what a forward pass over (B, T) tokens saves for the backward pass."""
     L, NH, C, V = config.L, config.NH, config.C, config.V
     return {
         "encoded": Row((B, T, C)),
@@ -160,13 +160,13 @@ def scratch_table(config, B, T):
 
 
 def cache_table(config, B, T, dtype="float32"):
-    """name -> Row for what text generation keeps: keys and values of B sequences of up to T positions."""
+    """name -> Row for the KV cache: keys and values of B sequences of up to T positions."""
     shape = config.L, B, config.NH, T, config.C // config.NH
     return {"keys": Row(shape, dtype, stacked=True), "values": Row(shape, dtype, stacked=True)}
 
 
 def decode_table(config, B, T, context):
-    """name -> Row for a forward pass over T more positions, `context` with those before; all layers reuse the rows."""
+    """name -> Row for a forward pass over T new positions, `context` with those before; all layers share the rows."""
     C = config.C
     return {
         "residual": Row((B, T, C)),
@@ -222,7 +222,7 @@ def layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C):
 
 
 def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T, C):
-    """dinp (B,T,C) +=; dweight, dbias (C,) =. 128 rows at a time stay in the cache, and keep the sums accurate."""
+    """dinp (B,T,C) +=; dweight, dbias (C,) =. Blocks of 128 rows stay in the cache and keep sums accurate."""
     N, rows = B * T, 128
     dinp, dout, inp = dinp.reshape(N, C), dout.reshape(N, C), inp.reshape(N, C)
     mean, rstd = mean.reshape(N, 1), rstd.reshape(N, 1)
@@ -253,9 +253,9 @@ def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
     if B * T > 16:
         np.matmul(inp, weight.T, out=out)
-    elif B * T > 4:  # of so few rows OpenBLAS makes the transposed matrix faster
+    elif B * T > 4:  # for so few rows, OpenBLAS is faster at the transposed matmul
         out[...] = np.matmul(weight, inp.T).T
-    else:  # and NumPy alone reads the weight faster
+    else:  # for fewer still, NumPy's own loop reads the weight faster
         parallel_blocks(lambda start, stop: np.vecdot(weight[start:stop, None], inp, out=out.T[start:stop]), OC,
                         max(1, 4 * BLOCK // C))
     if bias is not None:
@@ -303,15 +303,14 @@ def attention_forward(out, preatt, att, inp, B, T, C, NH):
 
 
 def attention_block(B, T, HS):
-    """Sequences for one thread: OpenBLAS takes all threads for a matmul of more than 64^3, and then can't be shared."""
+    """Sequences per thread; all B where OpenBLAS itself runs each matmul on all threads, as it does above 64^3."""
     return 1 if T * T * HS <= 64**3 else B
 
 
 def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
-    """Causal attention of T more positions, from `position` on: out (B,T,C) =; att (B,NH,T,position+T) =, as above.
+    """Causal attention of T new positions, from `position` on: out (B,T,C) =; att (B,NH,T,position+T) =, as above.
 
-    keys, values (B,NH,maxT,HS) hold those of the positions before; inp (B,T,3C) brings the next ones, which are written
-    to them.
+    keys, values (B,NH,maxT,HS) are the cache, to which the keys and values in inp (B,T,3C) are added first.
     """
     HS, context = C // NH, position + T
     query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))
@@ -501,11 +500,11 @@ class GPT2:
         self.grads = self.m = self.v = None
 
     def allocate_activations(self, B, T):
-        """Make room for the activations of forward passes over (B, T) tokens, or fewer."""
+        """Allocate the activations of forward passes over (B, T) tokens, or fewer."""
         self.activations_buffer = allocate(activation_table(self.config, B, T)).buffer
 
     def allocate_training(self, B, T, micro_steps=1):
-        """Make room for a backward pass over (B, T) and for AdamW; two gradient buffers when gradients accumulate."""
+        """Allocate what a backward pass over (B, T) and AdamW need; two gradient buffers when gradients accumulate."""
         table = self.params.table
         self.grads, self.m, self.v = allocate(table), allocate(table), allocate(table)
         self.micro_grads = allocate(table) if micro_steps > 1 else None
@@ -603,22 +602,22 @@ class GPT2:
 
 
 def positions_at_once(B, T):
-    """Of each of B sequences, in a Decoder's pass: longer prompts, of up to T positions, take several."""
+    """How many positions of each of B sequences a Decoder's pass takes; longer prompts take several passes."""
     return max(1, min(256, T) // B)
 
 
 class Decoder:
-    """GPT-2 for text: the forward pass over a few more positions of B sequences, of which keys and values are kept."""
+    """GPT-2 for text generation: forward passes over the next positions of B sequences, with a KV cache."""
 
     def __init__(self, config, params, B, T):
-        """Make room for B sequences of at most T positions."""
+        """Allocate for B sequences of at most T positions."""
         self.config, self.params, self.T = config, params, T
         cache, acts = self.tables(config, B, T)
         self.cache, self.buffer = allocate(cache), np.zeros(table_bytes(acts), np.uint8)
 
     @staticmethod
     def tables(config, B, T):
-        """What is allocated: keys and values; and the larger of the passes over 1 and over B sequences."""
+        """What is allocated: the KV cache; the larger of two passes' activations, over 1 and over B sequences."""
         passes = (decode_table(config, rows, positions_at_once(rows, T), T) for rows in (1, B))
         return cache_table(config, B, T), max(passes, key=table_bytes)
 
@@ -656,7 +655,7 @@ class Decoder:
         return draw(self, prompt, count, randoms, choice, want_logprobs)
 
     def share_first(self, B):
-        """Sequences 1 to B - 1 go on from what the first has seen."""
+        """Copy the first sequence's cache to sequences 1 to B - 1, which continue the same prompt."""
         for tensor in (self.cache.keys, self.cache.values):
             tensor[:, 1:B] = tensor[:, :1]
 
@@ -666,8 +665,8 @@ class Decoder:
 
 
 def validate(forward, loader, batches, step, starmap=itertools.starmap):
-    """Mean of the losses forward(inputs, targets) over the first `batches` batches of the validation data, or what
-    there is; raises UserError when it is not finite. starmap: of several GPUs, which share the batches."""
+    """The mean loss of the first `batches` batches of the validation data, or of all if there are fewer; raises
+    UserError when it is not finite. forward(inputs, targets) -> a batch's loss; starmap: shares batches among GPUs."""
     weights = []
 
     def taken():
@@ -685,7 +684,7 @@ def validate(forward, loader, batches, step, starmap=itertools.starmap):
 
 
 def evaluate(forward, losses, settings, loader, examples, step, console, log, starmap=itertools.starmap):
-    """Report the validation loss and, if there are examples, HellaSwag. forward, losses: of the model."""
+    """Report the validation loss and, if there are examples, HellaSwag's accuracy. forward, losses: the model's."""
     console.wait_for("validating")
     loss = validate(forward, loader, settings.val_batches, step, starmap)
     console.validation(step, loss)
@@ -699,7 +698,7 @@ def evaluate(forward, losses, settings, loader, examples, step, console, log, st
 
 def train_step(model, loader, settings, step, want_norm, recent=None):
     """One update from micro_steps batches; returns (loss, learning rate, gradient norm or None, why the update was
-    skipped or None). recent: (2,) RECENT of outliers.py, where the settings say that outliers are skipped.
+    skipped or None). recent: (2,) RECENT of outliers.py, where the settings skip outliers.
 
     Raises UserError, before the weights change, when the loss is not finite.
     """
@@ -737,7 +736,7 @@ def memory_plan(config, settings):
 
 
 def print_header(config, params, train_loader, val_loader):
-    """llm.c's lines."""
+    """The lines that llm.c begins with."""
     print("[GPT-2]")
     print(f"max_seq_len: {config.maxT}")
     print(f"vocab_size: {config.V}")

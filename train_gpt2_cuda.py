@@ -16,10 +16,10 @@ packages, no CUDA toolkit.
 A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the
 host prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every
 sum has a fixed order, there are no atomic additions of floats, and the matmuls' algorithms, once searched, are kept in
-a cache and recorded in checkpoints. So they are on 1, 2, 4, 8 and 16 GPUs: llmc/zero.py says how.
+a cache and recorded in checkpoints. The same holds on 1, 2, 4, 8 and 16 GPUs: llmc/zero.py says how.
 
-GPT-2's tables, launches and passes are here, and the program around them. llmc/trainer.py has the step: buffers, the
-captured graph, AdamW, several GPUs.
+GPT-2's tables, launches and passes are here, and the main program. llmc/trainer.py has the step: buffers, the captured
+graph, AdamW, several GPUs.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -107,7 +107,7 @@ class CudaSettings(Settings):
 
     @property
     def micro_steps(self):
-        """Micro-batches whose gradients are averaged for one update, those of all GPUs."""
+        """Micro-batches of an update, on all GPUs together; their gradients are averaged."""
         return max(self.gpus, self.total_batch_size // (self.B * self.T))
 
     def check(self):
@@ -118,7 +118,7 @@ class CudaSettings(Settings):
 
     @property
     def own_micro_steps(self):
-        """Those of one GPU."""
+        """Micro-batches of an update on each GPU."""
         return self.micro_steps // self.gpus
 
     @property
@@ -132,8 +132,8 @@ class CudaSettings(Settings):
 
 
 def settle(settings, arch):
-    """The settings with what is left to the GPU; raises UserError for a dtype that it lacks and for flags that would
-    have no effect."""
+    """A copy of the settings with what depends on the GPU filled in; raises UserError for a dtype that it lacks and for
+    flags that would have no effect."""
     settings = dataclasses.replace(settings)
     has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
     if settings.arch != "native" and not has_bfloat16:
@@ -159,11 +159,11 @@ def settle(settings, arch):
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that have room for one layer alone
+RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that hold one layer at a time
 
 
 def activation_table(config, B, T, precision, recompute):
-    """name -> Row for what the forward pass leaves behind for the backward pass."""
+    """name -> Row for what the forward pass saves for the backward pass."""
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
     table = {
         "encoded": Row((B, T, C), precision.residual),
@@ -189,8 +189,8 @@ def activation_table(config, B, T, precision, recompute):
 
 
 def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
-    """phase -> table of what lives in that phase alone. The three share their memory: each phase overwrites what the
-    one before left there. The logits are the largest, unless vocabulary or batch are small beside the layers."""
+    """phase -> table of what lives in that phase alone. The three share their memory, whose size is mostly that of the
+    logits: each phase overwrites what the one before left there."""
     L, NH, C, Vp, dtype = config.L, config.NH, config.C, config.Vp, precision.dtype
     recomputed = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
     recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
@@ -239,8 +239,8 @@ def gradient_table(config, B, T, precision):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# layers, in network order. Where one does what a function of train_gpt2.py does, it has its name and arguments, after
-# the Device or, of matmuls, the Matmul, which picks the fastest way.
+# layers, in network order. Those that train_gpt2.py has, too, have the same name and arguments here, after the Device
+# or, for matmuls, the Matmul, which picks the fastest implementation.
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
@@ -264,7 +264,7 @@ def encoder_backward(device, dwte, dwpe, partials, dout, order, piece_begins, pi
 
 
 def encoder_grid(device, N):
-    """A warp for each of N rows and of the equal spans of C channels."""
+    """The grid that has a warp for each of N rows and each of the equal spans of its C channels."""
     return blocks(N, device.geometry.ENCODER_THREADS // WARP), device.geometry.ENCODER_SPANS
 
 
@@ -284,7 +284,8 @@ def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, we
 
 def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, add_residual, B, T, C):
     """dinp (B,T,C) = or, with add_residual, += (it holds the gradient of the residual stream); partials (blocks, 3C) =,
-    for column_sums: of dweight, of dbias and of the new dinp over its rows; inp has the residual stream's dtype."""
+    for column_sums: each block's part of dweight, of dbias and of the column sums of the new dinp. inp has the residual
+    stream's dtype."""
     grid, threads = (partials.shape[0],), (device.geometry.LAYERNORM_THREADS,)
     device.launch("layernorm_backward", grid, threads, dinp, partials, dout, inp, weight, mean, rstd, int(add_residual),
                   B * T)
@@ -385,9 +386,10 @@ def attention_backward(device, dinp, D, partials, dout, inp, out, lse, B, T, C, 
 
 
 def launch_attention(device, name, arguments, reads, write, B, T, C, NH):
-    """One block for each tile of rows of each head. On Hopper in bfloat16, TMA copies `reads` and `write`, and as many
-    blocks as the GPU has multiprocessors take one tile after the other; backward, where there are few tiles, one block
-    each is faster (0.079 ms, not 0.105, at B=4, T=1024 on an H200), forward it is not (0.029 ms, not 0.026)."""
+    """One block for each tile of rows of each head. On Hopper in bfloat16, TMA copies `reads` and `write`, and the
+    kernel is persistent: one block for each multiprocessor, which takes one tile after the other. For few tiles, in the
+    backward pass, one block a tile is faster (0.079 ms, not 0.105, at B=4, T=1024 on an H200); in the forward pass it
+    is not (0.029 ms, not 0.026)."""
     g, forward, extra = device.geometry, name == "attention_forward", ()
     grid = NH, blocks(T, g.ATTENTION_FORWARD_ROWS if forward else g.ATTENTION_BACKWARD_ROWS), B
     if hasattr(g, "ATTENTION_READ_ROWS"):
@@ -527,7 +529,7 @@ class GPT2:
                                    params.lnfw, params.lnfb, B, T, C)
 
     def classify(self, acts, targets, loss, scale, train):
-        """loss (1,) = the sum of acts.losses times scale; with `train`, the logits' gradient takes their place.
+        """loss (1,) = the sum of acts.losses times scale; with `train`, the logits are overwritten with their gradient.
         Returns an event for the loss, which the side stream adds up."""
         N, C, Vp = acts.B * acts.T, self.config.C, self.config.Vp
         matmul_forward(self.matmul, acts.logits, acts.lnf, self.params.wte, None, N, C, Vp)
@@ -537,10 +539,11 @@ class GPT2:
         return loss_done
 
     def backward(self, acts, order, piece_begins, piece_tokens, scale, weight_done=None):
-        """self.grads = the gradients of the last batch's loss, whose dlogits are in place of the logits. order,
-        piece_begins, piece_tokens: see sort_tokens; scale: as `classify` had it. weight_done(name, l, event): called
-        once the matmul is launched that makes the gradient of a layer's matrix, which is there after the event; from
-        the last layer to the first, and in each from the table's last matrix to its first."""
+        """self.grads = the gradients of the last batch's loss; `classify` left dlogits in place of the logits. order,
+        piece_begins, piece_tokens: see sort_tokens; scale: the one that `classify` was given. weight_done(name, l,
+        event): called after the launch of the matmul that computes layer l's gradient of matrix `name`, which is
+        complete at the event; from the last layer to the first, within a layer from the table's last matrix to its
+        first."""
         device, matmul, params, grads, config = self.device, self.matmul, self.params, self.grads, self.config
         B, T, C, Vp, NH = acts.B, acts.T, config.C, config.Vp, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
@@ -548,7 +551,7 @@ class GPT2:
         partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and layernorms
 
         def weight_gradient(name, l, dout, inp, OC, C):
-            """On the side stream; returns the event that whoever overwrites dout or inp waits for."""
+            """On the side stream; returns an event, after which dout and inp may be overwritten."""
             with device.on_side_stream() as done:
                 matmul_backward_weight(matmul, getattr(grads, name)[l], dout, inp, transposed, N, C, OC)
             if weight_done:
@@ -564,7 +567,7 @@ class GPT2:
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
         # dresidual is the gradient of fcproj's output, too: its column sums are the gradient of fcprojb
         partials.append((acts.lnf_partials, (grads.lnfw, grads.lnfb, self.grad_layers[-1].fcprojb)))
-        # Events: what a weight gradient on the side stream reads may be overwritten. dfch_read: dfch, a recomputed ln2;
+        # Events after which what a weight gradient has read may be overwritten: dfch_read: dfch, a recomputed ln2;
         # dresidual_read: dresidual, a recomputed fch_gelu; dqkv_read: dqkv, a recomputed ln1.
         dfch_read = dqkv_read = None
         for l in reversed(range(config.L)):
@@ -606,13 +609,13 @@ class GPT2:
 
 
 def nearest_power_of_2(x):
-    """What dlogits carry instead of a scale x. About -x is the element of every target: rounded to the run's dtype, it
-    would be off by the same amount in each row (1/51 by 0.2 percent in bfloat16)."""
+    """The scale that dlogits carry instead of x. In each row, the target's element is about -x: rounded to the run's
+    dtype, it would be off by the same amount in all rows (1/51 by 0.2 percent in bfloat16)."""
     return 2.0 ** round(math.log2(x))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# text: forward passes over T more positions of each of B sequences, whose keys and values are kept
+# text: forward passes over T new positions of each of B sequences, with a KV cache
 
 CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
                     ("top_p", "f4")])  # struct Control of decode.cuh
@@ -620,7 +623,7 @@ PROMPT_ROWS = 64  # tokens of prompts in one pass
 
 
 def decode_table(config, B, T, dtype, geometry):
-    """name -> Row for the passes over B sequences of up to T positions, beside the cache."""
+    """name -> Row for what passes over B sequences of up to T positions need beside the cache."""
     N, C, NH, g = max(B, PROMPT_ROWS), config.C, config.NH, geometry
     return {
         "residual": Row((2, N, C)),  # one is made from the other and `branches`
@@ -641,14 +644,14 @@ def decode_table(config, B, T, dtype, geometry):
 
 
 class Normed(NamedTuple):
-    """The input of a matmul: the layernorm of inp + branch_bias + parts of branches (.,N,C), the new residual stream.
-    In this order, it is what kernels take."""
+    """A matmul's input: the layernorm of the new residual stream, inp + branch_bias + parts of branches (.,N,C).
+    Kernels take the fields as arguments, in this order."""
 
     residual: object
     inp: object
     branches: object
     branch_bias: object
-    normed: object  # the result, where decode_layernorm made it, else None: the matmul does it
+    normed: object  # made by decode_layernorm; None: the matmul does it
     weight: object
     bias: object
 
@@ -661,7 +664,7 @@ def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T, C)
 
 def decode_layernorm(device, x, count, N):
     """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + `count` parts of x.branches (.,N,C), x.normed (N,C) = its
-    layernorm. Returns the Normed for the matmul that follows, which where N is small is left to do the same."""
+    layernorm. Returns the Normed for the matmul that follows, which does all this itself where N is small."""
     if N <= device.geometry.DECODE_FEW:
         return x._replace(normed=None)
     device.launch("decode_layernorm", (N,), (WARP * device.geometry.DECODE_WARPS,), x.normed, x.residual, x.inp,
@@ -676,7 +679,7 @@ def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
 
 
 def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, C, NH):
-    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. parts, arrived: scratch, the latter 0."""
+    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. arrived: 0 before and after."""
     splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
     name = "decode_attention" + "_many" * (B * T > 32)  # H200, 12 heads: at 32 rows, both take as long
     device.launch(name, (NH, splits, B * T), (WARP * device.geometry.DECODE_WARPS,), atty, parts, arrived, query, keys,
@@ -719,8 +722,8 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
 
 
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, tiles, B):
-    """tokens (B,) = the next ones, by randoms (B,) and control's Choice; also in the row of drawn and logprobs (ring,B)
-    whose turn it is, on the host. control: one position, and one step, on."""
+    """tokens (B,) = the next ones, drawn with randoms (B,) and control's Choice; they also go, with their
+    log-probabilities, to the host: the step's row of drawn and logprobs (ring,B). control: position and step += 1."""
     device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms, control,
                   pointer(drawn), pointer(logprobs), logits, tiles, len(drawn), early=True)
 
@@ -729,13 +732,13 @@ class Decoder:
     """GPT-2 for text on the GPU, as train_gpt2.py's in NumPy. A step, from a token to the next one, is one CUDA graph;
     the host reads its tokens while the next steps run."""
 
-    AHEAD = 3  # steps that are underway while the host waits for one
+    AHEAD = 3  # steps in flight while the host waits for one
 
     def __init__(self, device, config, params, precision, B, T):
-        """Make room for B sequences of at most T positions. params: on the GPU. device: has decode_files'."""
+        """Allocate for B sequences of at most T positions. params: on the GPU; device: with decode_files' kernels."""
         self.device, self.config, self.params, self.B, self.T = device, config, params, B, T
         for name, function in device.functions.items():
-            if name.startswith("decode"):  # all alike: kernels that want more or less L1 cannot share a multiprocessor
+            if name.startswith("decode"):  # the same for all: otherwise two kernels cannot share a multiprocessor
                 function.preferred_shared_memory_carveout = 100
         with device.stream:
             self.cache, self.acts = (views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
@@ -749,18 +752,18 @@ class Decoder:
 
     @staticmethod
     def tables(config, precision, B, T, geometry):
-        """What is allocated: keys and values, and the passes' tensors."""
+        """What is allocated: the KV cache, and what the passes need."""
         return cache_table(config, B, T, precision.dtype), decode_table(config, B, T, precision.dtype, geometry)
 
     def draw(self, prompt, count, randoms, choice, want_logprobs=True):
-        """What llmc/sampler.py's draw does, on the GPU; log-probabilities are there in any case."""
+        """llmc/sampler.py's draw, on the GPU; the log-probabilities come in any case."""
         first, end = prompt.shape[1], prompt.shape[1] + count
         tokens = np.empty((self.B, end), np.int32)
         tokens[:, :first] = prompt
         self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature, top_p=choice.top_p)
         with self.device.stream:
             copy_to_gpu(self.acts.randoms, np.array([random.state for random in randoms], np.uint64))
-        begin, begun = 0, first  # of the window; how many tokens are there or underway
+        begin, begun = 0, first  # where the window begins; tokens drawn, or in flight
         for t in range(first, end):
             while begun < end and begun <= t + self.AHEAD and (begun == t or begun - begin <= self.T):
                 if begun - begin > self.T:
@@ -778,7 +781,7 @@ class Decoder:
             yield tokens[:, t], self.logprobs[turn].copy()
 
     def set(self, **values):
-        """Fields of `control`."""
+        """Set fields of `control`."""
         control = np.zeros(1, CONTROL)
         with self.device.stream:
             for name, value in values.items():
@@ -787,8 +790,8 @@ class Decoder:
                 copy_to_gpu(self.acts.control[at : at + kind.itemsize], control[name])
 
     def read(self, tokens):
-        """Make all sequences go on from tokens (B, P) or, if they have the same ones, (1, P). The last one is left for
-        the next step."""
+        """Prefill: all sequences continue from tokens (B, P), or (1, P) where they have the same ones. The last token
+        is left for the next step."""
         B, last = len(tokens), tokens.shape[1] - 1
         each = max(1, PROMPT_ROWS // B)
         for begin in range(0, last, each):
@@ -805,7 +808,7 @@ class Decoder:
             copy_to_gpu(self.acts.tokens[: self.B], np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
 
     def step(self, turn):
-        """Begin to draw each sequence's next token; `turn`: its row for the host."""
+        """Launch the step that draws each sequence's next token, for the host in row `turn`."""
         stream = self.device.stream
         if self.graph:
             self.graph.launch(stream)
@@ -1032,7 +1035,7 @@ def run(settings, ranks):
 
 
 def sample(trainer, tokenizer, random, interruption):
-    """Print a sample, which the first rank draws; the others' `random` goes on as its does."""
+    """Print a sample that the first rank draws; the others advance `random` as it does."""
     count = trainer.settings.sample_tokens - 1
     if trainer.ranks.is_first:
         begin = np.array([[end_of_text(tokenizer, trainer.config.V)]], np.int32)

@@ -7,7 +7,7 @@ from llmc.tensors import Row
 
 
 def batch_table(B, T, micro_steps):
-    """name -> Row for what the host sends for one update: four bytes an entry."""
+    """name -> Row for what the host sends to the GPU for one update; every element has 4 bytes."""
     N = B * T
     return {
         "learning_rate": Row((1,)),
@@ -20,20 +20,20 @@ def batch_table(B, T, micro_steps):
 
 
 def sort_tokens(order, piece_begins, piece_tokens, inp):
-    """What encoder_backward needs to add up each token's rows in a fixed order; on the host.
+    """Sort the positions of inp (B,T) by token, on the host, so that encoder_backward adds rows in a fixed order.
 
-    inp (B,T) -> order (N,): the positions b*T+t, each token's side by side, earlier ones first; first the tokens at
-    more than ENCODER_PIECE positions, which are cut into pieces of so many, the last one shorter; then the others, each
-    of which is one piece. piece_begins (N+1,): where in `order` each piece begins, N after the last one; piece_tokens
-    (N,): the token of each piece, ~token where it is cut, 0 after the last one. All int32.
+    order (N,) = the positions b*T+t, grouped by token, ascending in each group. Tokens with more than ENCODER_PIECE
+    positions come first: their groups are cut into pieces of ENCODER_PIECE, the last one shorter. Every other group is
+    one piece. piece_begins (N+1,) = where in `order` each piece begins, then N up to the end. piece_tokens (N,) = the
+    token of each piece, or ~token if its group is cut, then 0 up to the end. All int32.
     """
     inp = inp.reshape(-1)
-    whole = np.bincount(inp)[inp] <= ENCODER_PIECE  # of each position: whether its token is one piece
-    order[:] = np.lexsort((inp.astype(np.uint16) if inp.max() < 65536 else inp, whole))  # radix sort for 16 bits
+    whole = np.bincount(inp)[inp] <= ENCODER_PIECE  # for each position: whether its token's group is one piece
+    order[:] = np.lexsort((inp.astype(np.uint16) if inp.max() < 65536 else inp, whole))  # 16 bits: a radix sort
     ordered = inp[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
     counts = np.diff(starts, append=inp.size)
-    number = np.arange(inp.size) - np.repeat(starts, counts)  # of each position, among its token's
+    number = np.arange(inp.size) - np.repeat(starts, counts)  # each position's index in its token's group
     begins = np.flatnonzero(number % ENCODER_PIECE == 0)
     tokens = ordered[begins]
     piece_begins[: begins.size], piece_begins[begins.size :] = begins, inp.size

@@ -1,19 +1,19 @@
-"""Model checkpoints, debug states and optimizer states, the one reader and writer of each; a run's checkpoints.
+"""Model checkpoints, debug states and optimizer states, with one reader and writer for each; a run's checkpoints.
 
-Who reads a model passes `parameter_table`, the architecture's function config -> table.
+Functions that read a model take `parameter_table`, the architecture's function config -> table.
 
-Model, llm.c's: header [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, then the tensors of the table.
+Model, in llm.c's format: header [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, then the tensors of the table.
     Version 1: float32, V rows in the vocabulary's tensors. Version 3: float32, Vp rows. Version 5: bfloat16, Vp rows.
-Debug state, llm.c's: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the gradients of the
-    parameters, with V rows in version 1 and Vp in version 2: what a PyTorch run saw and computed, for the parity test.
-    This project's trailer follows: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32 [n] the losses
-    of n training steps on that batch. The header says so: [8] trailer version (0: none), [9] n, [10] CRC-32 of the
-    weights.
-Optimizer state, llm.c's, a file for each rank: header [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1 [10]
-    step, u64 at [20] sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread, [43] 1
-    if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (zero.py) of m, v, and the master
-    weights if any, float32; then the order of shuffled data, shuffle.py's. Version 2: of several ranks of this
-    project's, whose shares are others than llm.c's.
+Debug state, in llm.c's format: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the
+    gradients of the parameters, with V rows in version 1 and Vp in version 2: what a PyTorch run saw and computed, for
+    the parity test. This project adds a trailer: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32
+    [n] the losses of n training steps on that batch; and in the header [8] trailer version (0: none), [9] n, [10]
+    CRC-32 of the weights.
+Optimizer state, in llm.c's format, one file per rank: header [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1
+    [10] step, u64 at [20] sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread,
+    [43] 1 if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (zero.py) of m, v, and any
+    master weights, float32; then, for shuffled data, its order (shuffle.py). Version 2: from several ranks of this
+    project, which divides the parameters differently from llm.c.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def padded(V):
 
 
 def read_config(f, mend):
-    """Version and Config from the header of an open model checkpoint, every field checked."""
+    """Return (version, Config) from the header of an open model checkpoint; raises UserError for an invalid field."""
     header = read_header(f, MODEL_MAGIC, mend)
     version, maxT, V, L, NH, C, Vp = (int(x) for x in header[1:8])
     if version in (2, 4):
@@ -109,14 +109,14 @@ def read_model(path, parameter_table, mend=EXPORT):
                     read_into(f, piece)
     for name, row in params.table.items():
         if row.vocabulary:
-            getattr(params, name)[config.V :] = 0.0  # padding rows never take part, whatever a file holds there
+            getattr(params, name)[config.V :] = 0.0  # padding rows are never used, whatever a file holds there
     check_finite(path, params, mend)
     return config, params
 
 
 def write_model(path, config, params, version=3):
-    """Write a model checkpoint; version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even, if params are not
-    bfloat16 already). Returns the file's CRC-32."""
+    """Write a model checkpoint, version 1, 3 (float32) or 5 (bfloat16; float32 params are rounded to nearest even).
+    Returns the file's CRC-32."""
     fields = (config.maxT, config.V, config.L, config.NH, config.C, 0 if version == 1 else config.Vp)
     header = make_header(MODEL_MAGIC, version, *fields)
     crc = zlib.crc32(header)
@@ -131,7 +131,7 @@ def write_model(path, config, params, version=3):
 
 
 def fingerprint(config, params):
-    """CRC-32 of the weights in bfloat16, padding left out: the same for versions 1, 3 and 5 of one model."""
+    """CRC-32 of the weights in bfloat16, without padding: the same for versions 1, 3 and 5 of one model."""
     crc = 0
     for tensor in unpadded(params, config.V):
         for piece in chunks(tensor):
@@ -140,7 +140,7 @@ def fingerprint(config, params):
 
 
 def count_parameters(config, params):
-    """The number of parameters, padding left out: 124439808 for GPT-2 124M."""
+    """The number of parameters, without padding: 124439808 for GPT-2 124M."""
     return sum(tensor.size for tensor in unpadded(params, config.V))
 
 
@@ -152,7 +152,7 @@ TRAILER_VERSION = 1  # of this project's addition
 
 @dataclass
 class DebugState:
-    """One batch, what PyTorch made of it, and (from export_weights.py) how its training went on from there."""
+    """One batch, what PyTorch computed from it, and (from export_weights.py) the losses of more steps on it."""
 
     x: np.ndarray  # (B, T) int32
     y: np.ndarray  # (B, T) int32
@@ -176,7 +176,7 @@ def write_debug_state(path, config, state, version=2):
 
 
 def read_debug_state(path, config, params):
-    """Read a debug state, version 1 or 2, that belongs to this model; raises UserError when it does not."""
+    """Read a debug state, version 1 or 2, of this model; raises UserError if it is damaged or another model's."""
     with open_input(path, EXPORT_STATE) as f:
         header = read_header(f, STATE_MAGIC, EXPORT_STATE)
         version, B, T = (int(x) for x in header[1:4])
@@ -218,30 +218,30 @@ def read_debug_state(path, config, params):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# optimizer states: a file for each rank, with its share
+# optimizer states: one file per rank, with its share
 
 
 class Progress(NamedTuple):
-    """Where a run stands, beside its weights and moments."""
+    """Where a run stands, apart from its weights and moments."""
 
     step: int  # updates done
     rng_state: int
     position: Position  # in the training data
-    batch: tuple  # (B, T, spread), which the position depends on; (0, 0, 0) in a file of llm.c's
-    model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None in a file of llm.c's
+    batch: tuple  # (B, T, spread), which the position depends on; (0, 0, 0) from llm.c
+    model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None from llm.c
 
 
 class Owned(NamedTuple):
-    """What a rank owns of the optimizer, on the host: float32 arrays of its share's elements."""
+    """A rank's share of the optimizer state, on the host: float32 arrays."""
 
     shares: Shares
     rank: int
     m: np.ndarray
     v: np.ndarray
-    exact: np.ndarray | None = None  # float32 weights, where those of the model are rounded, or to be read
+    exact: np.ndarray | None = None  # float32 weights, if the model's are rounded; or room to read them
 
     def check(self, where, mend):
-        """Raise UserError for values that are not finite, or a v, a mean of squares, that is negative."""
+        """Raise UserError for values that are not finite, or for a negative v, which is a mean of squares."""
         for kind, array in (("AdamW's m", self.m), ("AdamW's v", self.v), ("the float32 weights", self.exact)):
             for piece in self.shares.pieces(self.rank) if array is not None else ():
                 at = piece.begin
@@ -256,13 +256,13 @@ class Owned(NamedTuple):
 
 
 def owned_by_one(m, v, exact=None):
-    """Owned, of a run on one device: Tensors."""
+    """The Owned of a run on one device; m, v and exact are Tensors."""
     return Owned(Shares(m.table, 1), 0, flat(m), flat(v), exact and flat(exact))
 
 
 def write_optimizer_state(path, owned, progress):
-    """Write a rank's share, and where the run stands. Several ranks' is version 2, which llm.c refuses: its shares of
-    biases and layernorms are others."""
+    """Write a rank's share, and where the run stands. Several ranks write version 2, which llm.c refuses, because it
+    divides biases and layernorms differently."""
     (shard, sample, shuffle), ranks = progress.position, owned.shares.ranks
     header = make_header(OPTIMIZER_MAGIC, 1 if ranks == 1 else 2, ranks, owned.rank, int(owned.exact is not None),
                          int(shuffle is not None))
@@ -285,11 +285,11 @@ TRAIN_AGAIN = "train again with: python train_gpt2.py ... -o DIR -n STEPS"
 
 
 def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
-    """Fill `owned` from the files of all ranks that wrote them, of which `path` is the first's; its `exact` where they
-    have float32 weights.
+    """Fill `owned` from the files of all ranks that wrote a state; `path` is rank 0's.
 
-    Returns (Progress, whether they have). Raises UserError, before anything is filled, for a state of another model or
-    with a file missing, and for values that no run can have.
+    Returns (Progress, whether the files have float32 weights; without them, owned.exact is not filled). Raises
+    UserError for another model's state or a missing file, before anything is filled, and for values that no run can
+    have.
     """
     with contextlib.ExitStack() as stack:
         def open_state(path):
@@ -303,7 +303,7 @@ def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
             return f, header
 
         def check_sizes(f, header, elements):
-            """Returns where the order of the data begins, in a file of shuffled ones."""
+            """Check the size of a file, and return the offset after its arrays, where the data order begins."""
             end = HEADER_BYTES + 4 * elements * (2 + int(header[4]))
             if not header[5] or os.fstat(f.fileno()).st_size < end:
                 check_size(f, end, f"the optimizer of a model with {owned.shares.size} parameters", mend)
@@ -314,7 +314,7 @@ def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
             raise UserError(f"{path}: is rank {header[3]}'s, expected the first one's; {mend}")
         ranks, ours = int(header[2]), header[40] > 0
         if ranks > 1 and not ours and is_whole(f, header, owned.shares.size):
-            ranks = 1  # llm.c's without ZeRO: each rank has all
+            ranks = 1  # llm.c without ZeRO: each rank's file has all
         sources = Shares(owned.shares.table, ranks, llmc=not ours)
         files = [(f, header)]
         for rank in range(1, ranks):
@@ -342,12 +342,12 @@ def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
 
 
 def is_whole(f, header, parameters):
-    """Whether a state of several ranks has all parameters."""
+    """Whether one file of a state of several ranks has all parameters."""
     return os.fstat(f.fileno()).st_size >= HEADER_BYTES + 4 * parameters * (2 + int(header[4]))
 
 
 def read_share(f, start, sources, rank, array, owned):
-    """Of an array of a rank's share, which begins at byte `start` of a file, read what `owned` has of it."""
+    """Read what owned's `array` needs from one rank's file f, in which the rank's array begins at byte `start`."""
     targets = iter(owned.shares.pieces(owned.rank))
     target = next(targets, None)
     for source in sources.pieces(rank):
@@ -357,13 +357,13 @@ def read_share(f, start, sources, rank, array, owned):
                 f.seek(start + 4 * (source.local + first - source.begin))
                 read_into(f, array[target.local + first - target.begin : target.local + end - target.begin])
             if target.begin + target.size > source.begin + source.size:
-                break  # the rest is another rank's
+                break  # the rest is in another rank's file
             target = next(targets, None)
 
 
 def llmc_position(position, ranks):
-    """Where llm.c's ranks stand in the data, as one sequence of batches. Each of its ranks shuffles in an order of its
-    own: of that, nothing can be continued."""
+    """Convert the position of llm.c's ranks to one sequence of batches. None for shuffled data: each of llm.c's ranks
+    shuffles in its own order, which cannot be continued."""
     if position.shuffle is None:
         return position._replace(sample=position.sample * ranks)
     print("note: the data order of several ranks of llm.c's, shuffled, cannot be continued: it begins anew",
@@ -376,13 +376,13 @@ def llmc_position(position, ranks):
 
 
 def rank_path(path, rank):
-    """state_00000500_00000.bin -> that of another rank, or, with a pattern for its five digits, of any."""
+    """state_00000500_00000.bin -> the path of another rank's file. rank may also be a pattern for the five digits."""
     return f"{path[:-9]}{rank:0>5}.bin"
 
 
 def checkpoint_paths(directory, step):
-    """(model, optimizer state of the first rank, DONE marker) of one step's checkpoint, which is complete once the
-    marker is there."""
+    """The paths (model, rank 0's optimizer state, DONE marker) of one step's checkpoint, complete once the marker is
+    there."""
     return [os.path.join(directory, name) for name in
             (f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}")]
 
@@ -399,8 +399,8 @@ def newest_checkpoint(directory):
 
 
 def newest_whole_checkpoint(directory):
-    """The step of the newest checkpoint of which neither the model nor a rank's state is missing; raises UserError
-    where there is none."""
+    """The step of the newest checkpoint with the model and all ranks' states, with a warning for each newer one; raises
+    UserError if there is none."""
     incomplete = []
     for step in reversed(complete_checkpoints(directory)):
         model, state, marker = checkpoint_paths(directory, step)
@@ -421,11 +421,11 @@ def newest_whole_checkpoint(directory):
 
 def save_checkpoint(directory, config, params, owned, progress, notes=None, version=3, ranks=ALONE):
     """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole.
-    Every rank writes its state; the first one the model, whose `params` it alone needs, and, after all, the marker.
+    Every rank writes its state; rank 0 also the model (only it needs `params`) and, last of all, the marker.
 
-    notes: what else the run needs to go on as before, as a dict for JSON. version: 3 for float32 weights, 5 for
-    bfloat16 ones. Raises UserError on all ranks, and leaves no file of this step, when weights or moments are not
-    finite or one rank's disk is full.
+    notes: what else the run needs to continue as before, a dict for JSON. version: 3 for float32 weights, 5 for
+    bfloat16. Raises UserError on all ranks, and leaves no file of this step, when weights or moments are not finite or
+    a rank's disk is full.
     """
     model, state, done = checkpoint_paths(directory, progress.step)
     state = rank_path(state, ranks.rank)
@@ -451,14 +451,14 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
         for path in reversed(paths):
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        if isinstance(error, UserError):  # which all ranks raise: the first to go on would end the others
+        if isinstance(error, UserError):  # raised on all ranks: wait, as the first to go on would end the others
             ranks.gather(None)
         raise
 
 
 def delete_old_checkpoints(settings, done):
-    """Keep the newest -nk checkpoints up to step `done`, which was just saved, and those of every -nm'th step for ever.
-    (Later ones are of a run before, which could not go on from there.)"""
+    """Delete checkpoints up to step `done`, just saved, except the newest -nk and those of every -nm'th step. (Later
+    ones are from an earlier run, and could not be resumed from.)"""
     steps = [step for step in complete_checkpoints(settings.output_dir) if step <= done]
     for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else []:
         if not (settings.major_checkpoint_every and step % settings.major_checkpoint_every == 0):
@@ -469,12 +469,12 @@ def delete_old_checkpoints(settings, done):
 
 
 def states_of_ranks(path):
-    """The files of all ranks that there are, given the first one's."""
+    """The existing state files of all ranks, given the path of rank 0's."""
     return sorted(glob.glob(rank_path(glob.escape(path), "[0-9]" * 5)))
 
 
 def remove_half_written(directory):
-    """Remove what a run left that was killed while it saved."""
+    """Remove the temporary files of a run that was killed while it saved."""
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
         if re.fullmatch(r"(model_[0-9]{8}|state_[0-9]{8}_[0-9]{5})\.bin\.tmp", name):
             with contextlib.suppress(OSError):
@@ -482,7 +482,7 @@ def remove_half_written(directory):
 
 
 def find_checkpoint(settings):
-    """The step to resume from, None for a fresh start; raises UserError rather than mix two runs in one directory."""
+    """The step to resume from, None for a new run; raises UserError rather than mix two runs in one directory."""
     directory = settings.output_dir
     step = newest_checkpoint(directory) if directory else None
     if settings.resume and directory:
@@ -499,17 +499,18 @@ def find_checkpoint(settings):
 
 
 def check_steps(settings, first_step):
-    """Raise UserError for a checkpoint (None: there is none) beyond the last step, once that is known."""
+    """Raise UserError if the checkpoint's step (None: no checkpoint) is beyond the last step, once that is known."""
     if first_step is not None and 0 < settings.steps < first_step:
         raise UserError(f"{settings.output}: its checkpoint is of step {first_step}, beyond -x {settings.steps}: pass a"
                         " larger -x")
 
 
 def read_start(settings, first_step, tokenizer, parameter_table, random_model):
-    """(config, params) that a run begins with: those of -e, or of the checkpoint of step first_step, if not None.
+    """Return the (config, params) that a run begins with: those of -e or, if first_step is not None, of its checkpoint.
 
-    random_model(name, V, seed, maxT) makes those that -e calls by a name, with the tokenizer's vocabulary or, if None,
-    GPT-2's. Their longest sequence is the run's: positions beyond it would never be trained.
+    random_model(name, V, seed, maxT) makes a model that -e names, like d12, with the vocabulary size of the tokenizer
+    or, if that is None, of GPT-2. maxT is the run's T: positions beyond it would never be trained. Raises UserError if
+    T or the tokenizer does not fit the model.
     """
     V = len(tokenizer.tokens) if tokenizer else 50257
     if first_step is None:
@@ -528,7 +529,7 @@ def read_start(settings, first_step, tokenizer, parameter_table, random_model):
 
 @contextlib.contextmanager
 def notes_of(settings, step):
-    """The notes of a checkpoint, a dict. Raises UserError, also for what the `with` block finds wrong with them."""
+    """Context manager: yields a checkpoint's notes, a dict. Raises UserError for damage, also if the block finds it."""
     *_, marker = checkpoint_paths(settings.output_dir, step)
     try:
         with open(marker) as f:
@@ -538,8 +539,8 @@ def notes_of(settings, step):
 
 
 def restore(settings, owned, step, loader, random):
-    """Read a rank's share of the optimizer's state of a checkpoint; put loader and sampler where they were. Returns
-    whether there are float32 weights."""
+    """Read a rank's share of a checkpoint's optimizer state into `owned`, and restore loader and sampler. Returns
+    whether the state has float32 weights; raises UserError for damaged files, and for flags unlike the first run's."""
     model, state, marker = checkpoint_paths(settings.output_dir, step)
     progress, has_exact = read_optimizer_state(state, owned, mend=go_back(marker))
     if progress.model_crc not in (None, file_crc(model)):
@@ -560,13 +561,12 @@ def restore(settings, owned, step, loader, random):
 
 
 def go_back(marker):
-    """What mends a damaged checkpoint."""
+    """The part of an error message that says what to do about a damaged checkpoint."""
     return f"remove {marker} to go on from the checkpoint before it"
 
 
 def stopped(settings, step, signal):
-    """Say how to go on after a signal stopped the run, whose last printed step, if any, is `step`; returns the exit
-    status."""
+    """Print how to resume a run that a signal stopped; returns the exit status. step: the last printed one, or None."""
     command = shlex.join(["python", *sys.argv, *([] if settings.resume else ["-y", "1"])])
     how = f"go on with: {command}" if settings.output_dir else "nothing was saved: there is no -o DIR"
     print(f"stopped {'before the first step' if step is None else f'after step {step}'}; {how}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Kernels compiled for the GPU at hand, which needs no GPU, and the cache that keeps them from start to start."""
+"""Compiling kernels for a GPU, which itself needs no GPU, and the cache that keeps them from one start to the next."""
 
 import contextlib
 import glob
@@ -28,7 +28,7 @@ from llmc.files import replacing
 class Cache:
     """A directory of files that can be made again, each with its digest in its name; a damaged one counts as absent.
 
-    When the directory cannot be written to, what would go there goes to a temporary one, with one warning.
+    If the directory is not writable, files go to a temporary one, with one warning.
     """
 
     def __init__(self, path=None, speaks=True):
@@ -39,7 +39,7 @@ class Cache:
         self.temporary, self.lock = None, threading.Lock()  # kernels are compiled, and kept, by several threads
 
     def find(self, key, suffix):
-        """(path, content) of the file that `key` (a text) stands for, or None."""
+        """(path, content) of the file kept for `key`, a text; None if there is none."""
         for directory in filter(None, (self.path, self.temporary and self.temporary.name)):
             for path in glob.glob(os.path.join(glob.escape(directory), f"{digest(key.encode())}-*{suffix}")):
                 with contextlib.suppress(OSError), open(path, "rb") as f:
@@ -52,7 +52,7 @@ class Cache:
         return None
 
     def keep(self, key, suffix, content):
-        """Write `content` and return its path."""
+        """Write `content` as the file for `key`, and return its path."""
         name = f"{digest(key.encode())}-{digest(content)}{suffix}"
         with self.lock, self.exclusive("writing"):
             if self.temporary is None:
@@ -69,7 +69,7 @@ class Cache:
     def write(self, path, content):
         with replacing(path) as f:
             f.write(content)
-        prefix = os.path.basename(path)[:33]  # the key's digest: files of the same key are out of date
+        prefix = os.path.basename(path)[:33]  # the key's digest: other files of this key are out of date
         for other in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), prefix + "*")):
             if other != path:
                 with contextlib.suppress(OSError):
@@ -78,8 +78,8 @@ class Cache:
 
     @contextlib.contextmanager
     def exclusive(self, work, notice=""):
-        """While this lasts, no other process does this work on the same directory; who has to wait prints `notice`.
-        Without a lock where the system has none, or the directory cannot be written to."""
+        """Context manager: inside it, no other process does `work` on the same directory. A process that has to wait
+        prints `notice`. There is no lock if the system has none, or the directory is not writable."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 os.makedirs(self.path, exist_ok=True)
@@ -113,11 +113,11 @@ class KernelFile(NamedTuple):
 
     name: str  # kernels/<name>.cu
     kernels: tuple  # their names
-    constants: dict  # what it is compiled with as -D
+    constants: dict  # -D name=value
     shared: dict = {}  # kernel -> bytes of a block's dynamic shared memory
 
 
-IMPORTING = threading.Lock()  # a second thread that imports cuda.core meanwhile can find it half made
+IMPORTING = threading.Lock()  # without it, a second thread can find cuda.core half imported
 
 
 def compile_kernels(name, arch, constants):
@@ -129,7 +129,7 @@ def compile_kernels(name, arch, constants):
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        with IMPORTING:  # here: slow to import, with no use where the cache has all
+        with IMPORTING:  # here: slow to import, and not needed if the cache has all
             from cuda.core import Program, ProgramOptions
         options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
                                  define_macro=[(key, str(value)) for key, value in constants.items()],
@@ -138,7 +138,7 @@ def compile_kernels(name, arch, constants):
     except ImportError as error:
         raise UserError(f"the Python package cuda.core cannot be imported ({error}): pip install -r"
                         " requirements-gpu.txt; or train on the CPU: python train_gpt2.py") from None
-    except Exception as error:  # cuda.core has a class of its own for each way to fail
+    except Exception as error:  # cuda.core has an exception class for each way to fail
         lines = str(error).splitlines()
         for package, sign in (("nvidia-cuda-nvrtc", "libnvrtc"), ("nvidia-cuda-runtime", 'open source file "cuda_')):
             if sign in str(error):
@@ -150,7 +150,7 @@ def compile_kernels(name, arch, constants):
 
 
 def cuda_include():
-    """The directory of CUDA's headers in the package nvidia-cuda-runtime."""
+    """A list with the directory of CUDA's headers in the package nvidia-cuda-runtime; empty if it is missing."""
     spec = importlib.util.find_spec("nvidia")
     roots = spec.submodule_search_locations if spec else []
     found = [path for root in roots for path in glob.glob(os.path.join(root, "*", "include"))]
@@ -175,7 +175,7 @@ def kernel_key(name, arch, constants):
 
 
 def prepare_kernels(cache, arch, files):
-    """Compile the files that the cache does not have, several at once: paths of cubins, and how many were compiled."""
+    """Compile the files that the cache lacks, several at once; return the cubins' paths, and how many were compiled."""
     keys = [kernel_key(file.name, arch, file.constants) for file in files]
 
     def prepare(file, key):

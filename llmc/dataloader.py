@@ -1,7 +1,7 @@
 """Token files and the loader that reads batches from them.
 
-A token file is raw int32 (llm.c of April 2024), or a header [2] count and uint16 (llm.c of today; the count is 64 bits
-here, of which llm.c reads the lower half); readers tell the two apart by the magic.
+A token file is raw int32 (llm.c of April 2024), or a header with [2] the count, then uint16 (llm.c of today). The count
+has 64 bits here; llm.c reads the lower half. Readers tell the two formats apart by the magic.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from llmc.shuffle import SEED, Position, first_position, samples_from
 from llmc.threads import read_ahead
 
 TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
-CHECK_AHEAD = 1 << 27  # tokens of a file that are checked before it is used, a second's work; others when they are read
+CHECK_AHEAD = 1 << 27  # tokens of a file that are checked before its use, in about a second; the others when read
 
 
 def write_tokens(path, pieces, count, format="int32"):
-    """Write `count` tokens that arrive as an iterable of integer arrays; format 'int32' or 'uint16'."""
+    """Write `count` tokens from an iterable of integer arrays, as 'int32' or 'uint16'; ValueError for another count."""
     written = 0
     with replacing(path) as f:
         if format == "uint16":
@@ -38,10 +38,10 @@ def write_tokens(path, pieces, count, format="int32"):
 
 
 class TokenFile:
-    """Where the tokens of a file are: dtype, offset in bytes, and size, their number, as header and size of the file
-    say. The tokens are still to be checked.
+    """Where a file's tokens are: dtype, offset in bytes, and size, the number of tokens, by its header and byte size.
+    The tokens themselves are checked later.
 
-    Raises UserError when it has fewer than `least` tokens (`why` ends the message), or a size that cannot be.
+    Raises UserError for fewer than `least` tokens (`why` ends the message), or an impossible size.
     """
 
     def __init__(self, path, V, least=1, why=""):
@@ -70,7 +70,7 @@ class TokenFile:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
     def open(self):
-        """The file, open to be read; raises UserError when it is another one by now."""
+        """Open the file for reading; raises UserError if its size has changed."""
         f = open_input(self.path, TOKENS_MEND)
         if os.fstat(f.fileno()).st_size != self.bytes:
             with f:
@@ -78,8 +78,8 @@ class TokenFile:
         return f
 
     def read(self, f, start, count):
-        """Tokens start .. start + count - 1 from the open file; raises UserError for an id that is not below V. They
-        are read, not mapped, so that a file that shrinks meanwhile is a line."""
+        """Read tokens start .. start + count - 1 from the open file; raises UserError for an id outside 0 .. V - 1, or
+        if the file has shrunk (which would kill the process if it were mapped)."""
         tokens = np.empty(count, self.dtype)
         f.seek(self.offset + start * self.dtype.itemsize)
         read_into(f, tokens)
@@ -87,7 +87,7 @@ class TokenFile:
         return tokens
 
     def check(self, count):
-        """Read the first `count` tokens, or what there is, in pieces: one more each time that the iterator advances."""
+        """Check the first `count` tokens, or all if there are fewer: one piece each time the generator advances."""
         with self.open() as f:
             for start in range(0, min(count, self.size), CHUNK):
                 self.read(f, start, min(CHUNK, self.size - start))
@@ -102,7 +102,7 @@ def check_ids(path, tokens, V):
 
 
 def open_tokens(path, V, least=1, why=""):
-    """Map a token file, every token checked, into memory, as a 1-D integer array on disk."""
+    """Check every token of a file, and map it into memory, as a 1-D integer array."""
     file = TokenFile(path, V, least, why)
     exhaust(file.check(file.size))
     return np.memmap(path, file.dtype, "r", file.offset, (file.size,))
@@ -114,12 +114,12 @@ def exhaust(iterator):
 
 
 def is_pattern(name):
-    """Whether a name is a glob: one that no file has."""
+    """Whether a name is a glob, and not the name of a file."""
     return glob.has_magic(name) and not os.path.exists(name)
 
 
 def find_files(pattern):
-    """The files of a name or a glob, sorted; a directory that exists is meant as it is written, brackets and all."""
+    """Return the files of a name or a glob, sorted. An existing directory is taken literally, brackets and all."""
     if not is_pattern(pattern):
         return [pattern]
     directory, name = os.path.split(pattern)
@@ -127,13 +127,13 @@ def find_files(pattern):
 
 
 def names_shards(data):
-    """Whether -i is the name or the glob of training shards, not a prefix."""
+    """Whether -i names training shards, by path or glob, rather than a prefix."""
     return data.endswith(".bin") or is_pattern(data) and not os.path.exists(f"{data}_train.bin")
 
 
 def tokenizer_beside(data):
-    """PREFIX_tokenizer.bin, where a prepro script writes the vocabulary of PREFIX_train.bin; "" for shards that are not
-    named so."""
+    """Return PREFIX_tokenizer.bin, where a prepro script writes the vocabulary of PREFIX_train.bin; "" if shards are
+    not named like this."""
     if not names_shards(data):
         return f"{data}_tokenizer.bin"
     directory, name = os.path.split(data)
@@ -142,8 +142,8 @@ def tokenizer_beside(data):
 
 
 def data_paths(settings):
-    """(training shards, validation shards) that -i and -j name, of the latter none with -v 0; raises UserError when a
-    pattern matches nothing."""
+    """Return (training shards, validation shards) that -i and -j name; with -v 0, no validation shards. Raises
+    UserError when a pattern matches nothing."""
     data = settings.data
     if names_shards(data):
         val = settings.val_data or re.sub(r"train(?!.*train)", "val", data)
@@ -162,8 +162,8 @@ def data_paths(settings):
 
 
 def open_data(settings, V, rank=0, ranks=1):
-    """The loaders of the training data, whose batches the ranks share, and of the validation data, of which one
-    sequence will do; None with -v 0."""
+    """Return the loaders of the training data, whose batches the ranks share, and of the validation data, which may be
+    a single sequence; with -v 0, the second is None."""
     train_paths, val_paths = data_paths(settings)
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
     ahead = 2 * settings.micro_steps // ranks
@@ -176,17 +176,17 @@ def open_data(settings, V, rank=0, ranks=1):
 class DataLoader:
     """Reads (B, T) batches from one or more token files, in order or shuffled, and starts over when all are used up.
 
-    A batch is a sample of shuffle.py's: its rows follow one another, and the targets are the inputs, one token on. With
-    `spread`, row b of sample i is the i-th row of the b-th of B equal parts of the shard instead. Of `ranks` GPUs,
-    number `rank` takes every ranks-th sample: together they see the batches that one would see.
+    A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
+    With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. With several GPUs, rank
+    `rank` of `ranks` takes every ranks-th sample, so that together they see the batches that one GPU would see.
 
-    The start reads the headers of all files and checks the first shard's tokens; each other shard is checked while the
-    one before it is in use, by the thread that reads up to `ahead` batches before they are asked for. Two files are
-    open at a time.
+    The constructor reads the headers of all files and checks the first shard's tokens. Each other shard is checked
+    while the one before it is in use, by the thread that reads up to `ahead` batches before they are asked for. Two
+    files are open at a time.
 
-    position: behind the last batch taken and those that the other ranks took with it.
-    num_batches: llm.c's count, of B*T tokens; batches_per_epoch: those whose last target is there, too; whole_batches:
-    those of whole_set.
+    position: after the last batch taken and those that the other ranks took with it.
+    num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: only those whose last target is there, too.
+    whole_batches: those of whole_set.
     """
 
     def __init__(self, paths, V, B, T, shuffle=False, spread=False, ahead=2, rank=0, ranks=1, seed=SEED,
@@ -194,7 +194,7 @@ class DataLoader:
         self.B, self.T, self.spread, self.ahead, self.rank, self.ranks = B, T, spread, ahead, rank, ranks
         self.shards = [TokenFile(path, V, least or B * T + 1, why) for path in paths]
         self.checks = [shard.check(CHECK_AHEAD) for shard in self.shards]
-        self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples, the last target included
+        self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples with all their targets
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
         self.batches_per_epoch = sum(self.counts)
         self.whole_batches = sum(count + ((shard.size - 1) // T > count * B)
@@ -203,7 +203,7 @@ class DataLoader:
         self.seek(first_position(self.counts, shuffle, seed))
 
     def seek(self, position, found_in="the checkpoint"):
-        """Continue at a position; raises UserError for one that these files do not have."""
+        """Continue at a position; raises UserError, which names `found_in`, if these files do not have it."""
         shards, shuffle = len(self.shards), position.shuffle
         if not (position.shard < shards and (shuffle is None or len(shuffle.shards) == shards)
                 and position.sample <= self.counts[position.number()]
@@ -218,13 +218,13 @@ class DataLoader:
         self.batches = read_ahead(self.read_from(position), self.ahead)
 
     def next_batch(self):
-        """inputs (B, T) and targets (B, T), int32. What is left at the end of a file, fewer than B*T targets, is not
-        trained on, as in llm.c."""
+        """Return inputs (B, T) and targets (B, T), int32. The end of a file, with fewer than B*T targets, is skipped,
+        as in llm.c."""
         inputs, targets, self.position = next(self.batches)
         return inputs, targets
 
     def read_from(self, position):
-        """The batches of this rank from a position on, without end: inputs, targets, Position after."""
+        """Yield this rank's batches from a position on, without end: (inputs, targets, Position after them)."""
         samples = samples_from(position, self.counts)
         with contextlib.closing(ShardReader(self)) as reader:
             for group in zip(*[samples] * self.ranks):  # one for each rank
@@ -238,8 +238,8 @@ class DataLoader:
                     next(self.checks[upcoming], None)
 
     def whole_set(self):
-        """Batches from the start, each position once; what is left of each file, a smaller batch of whole rows, comes
-        last. (Where that lacks one last target alone, llm.c reads the first batch again.)"""
+        """Return batches that cover each file once, from the start. The ends of the files come last, each a smaller
+        batch of whole rows. (If one lacks only the last target of a full batch, llm.c reads the first batch again.)"""
         return read_ahead(self.read_whole_set(), self.ahead)
 
     def read_whole_set(self):
@@ -254,13 +254,13 @@ class DataLoader:
 
 
 class ShardReader:
-    """The token files of a loader, of which one is open."""
+    """Reads rows from a loader's token files; keeps one of them open."""
 
     def __init__(self, loader):
         self.loader, self.number, self.file = loader, None, None
 
     def read(self, number, rows):
-        """inputs and targets (rows, T), int32, of a range of rows; row i is the T+1 tokens from number i*T on."""
+        """Return inputs and targets (rows, T), int32, of rows of shard `number`; row i is T+1 tokens from i*T on."""
         shard, T = self.loader.shards[number], self.loader.T
         if number != self.number:
             self.close()

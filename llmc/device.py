@@ -1,6 +1,6 @@
-"""The GPU: what it is, kernels loaded and launched, streams, TMA's maps, copies, timing.
+"""The GPU: opening it, loading and launching kernels, streams, TMA's tensor maps, copies, timing.
 
-Nothing here knows a layer: whoever loads kernels says which files, with which constants, and launches them by name.
+Nothing here knows a layer: the caller says which files to compile with which constants, and launches kernels by name.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from llmc.compiler import prepare_kernels
 from llmc.errors import UserError, run_main
 from llmc.tensors import bf16_to_float32
 
-# While it is imported, CuPy makes a directory in $HOME, which need not be writable, for kernels of its own, of which
-# training uses none.
+# When imported, CuPy makes a directory for its own kernels in $HOME, which may not be writable. Training uses none of
+# these kernels.
 os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")
 os.environ.setdefault("CUPY_CACHE_DIR", tempfile.gettempdir())
 
@@ -26,7 +26,7 @@ try:
     import cupy as cp
     from cuda.bindings import driver
 
-    for package in ("cuda.core", "nvmath"):  # slow to import: compiler.py and matmul.py do it at need
+    for package in ("cuda.core", "nvmath"):  # slow to import: left to compiler.py and matmul.py
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
     MISSING, GPU_ERRORS = None, {cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError}
@@ -39,7 +39,7 @@ except ImportError as error:
 
 
 class GPU(NamedTuple):
-    """What kernels are compiled for and launches depend on."""
+    """What compilation and launches need to know about a GPU."""
 
     name: str
     arch: str  # as the compiler calls it, like sm_90a
@@ -51,7 +51,7 @@ INSTEAD = "with no GPU, train with: python train_gpt2.py"
 
 
 def count_gpus():
-    """How many GPUs CUDA sees, at least one; raises UserError that says what is missing. Takes no memory on them."""
+    """Return how many GPUs CUDA sees, or raise UserError that says what is missing. Takes no memory on them."""
     if MISSING is not None:
         reason = next((line.strip() for line in str(MISSING).splitlines() if line.strip(" =-")), repr(MISSING))
         what = f"the Python package {MISSING.name} cannot"
@@ -70,10 +70,12 @@ def count_gpus():
 
 
 def open_gpu(arch="native", local_rank=0):
-    """The GPU of the process with this number on its machine, from here on the current one; raises UserError that says
-    what is missing. arch "sm_80": as if it had nothing that only its own generation has."""
+    """Return the GPU for process number local_rank of this machine, and make it the current one.
+
+    arch "sm_80": without the instructions that only its own generation has. Raises UserError that says what is missing.
+    """
     count = count_gpus()
-    if local_rank and count > 1:  # of one GPU, the launcher gave it to this process
+    if local_rank and count > 1:  # if one GPU is visible, the launcher chose it for this process
         if local_rank >= count:
             raise UserError(f"{local_rank + 1} processes or more on this machine, which has {count} GPUs: start one for"
                             f" each GPU: --gpus {count}")
@@ -84,7 +86,7 @@ def open_gpu(arch="native", local_rank=0):
         raise UserError(f"{name} has compute capability {capability[0]}.{capability[1]}, expected 7.5 or newer;"
                         f" {INSTEAD}")
     try:
-        cp.cuda.runtime.memGetInfo()  # makes the context
+        cp.cuda.runtime.memGetInfo()  # creates the context
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi;"
                         f" {INSTEAD}") from None
@@ -94,8 +96,8 @@ def open_gpu(arch="native", local_rank=0):
 
 
 def try_gpu(device, open_on):
-    """open_on(gpu), for a program's --device auto, cpu or gpu; None where the CPU is to do it: for cpu; for auto if
-    there is no GPU or, which is said, open_on raises UserError."""
+    """Return open_on(gpu), or None to run on the CPU. device: "gpu"; "cpu"; or "auto", the CPU if there is no GPU or,
+    with a note, if open_on raises UserError."""
     gpu = None
     if device != "cpu":
         try:
@@ -110,13 +112,13 @@ def try_gpu(device, open_on):
 
 
 def arch_name(major, minor):
-    """The compiler's name for a GPU; with a, the instructions that this one generation has (wgmma, on Hopper)."""
+    """The compiler's name for a GPU; the suffix "a" enables instructions of this generation only (wgmma on Hopper)."""
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 @contextlib.contextmanager
 def gpu_errors_as_lines():
-    """For a program's main(): what CUDA or one of its libraries reports is a line, too."""
+    """Context manager for a program's main(): turns errors of CUDA and its libraries into UserError."""
     try:
         yield
     except tuple(GPU_ERRORS) as error:
@@ -131,25 +133,25 @@ def gpu_errors_as_lines():
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What TMA needs to copy boxes of an array: a kernel's argument."""
+    """What TMA needs to copy boxes of an array; passed to kernels as an argument."""
 
     array: object
     opaque: object
 
 
 class Device:
-    """Kernels by name, and three streams: the main one; a side stream for work that may run beside it; another for
+    """Kernels by name, and three streams: the main stream, a side stream for work that may overlap with it, and one for
     messages between GPUs."""
 
     def __init__(self, gpu, cache, files, geometry):
-        """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches go by, as attributes."""
+        """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches need, as attributes."""
         self.gpu, self.sm_count, self.geometry = gpu, gpu.sm_count, geometry
         self.main, self.side, self.comm = (cp.cuda.Stream(non_blocking=True) for _ in range(3))
         self.stream = self.main  # where launches go
-        self.observer = None  # called with each launch's name and arguments, it returns a context for the launch
+        self.observer = None  # observer(name, arguments) returns a context manager for each launch
         self.launches_early = int(gpu.arch[3:].rstrip("a")) >= 90
         self.one_stream = False  # True: work for other streams stays on the main one, to be timed alone
-        self.spans = None  # a list: of (name, stream's name, event before, event after), see `span`
+        self.spans = None  # or a list of (name, stream's name, event before, event after): see `span`
         self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
         paths, self.compiled = prepare_kernels(cache, gpu.arch, files)
         self.cached = len(files) - self.compiled
@@ -161,9 +163,10 @@ class Device:
             self.functions[name].max_dynamic_shared_size_bytes = size
 
     def launch(self, name, grid, block, *arguments, shared=None, early=False):
-        """Run a kernel on the current stream. Python ints go as int, floats as float, arrays as pointers, None as a
-        null pointer. shared: bytes of dynamic shared memory, if not what its file says. early: it may begin before the
-        kernel before it has ended, for whose results it waits itself (programmatic dependent launch, from sm_90 on)."""
+        """Launch a kernel on the current stream. Python ints are passed as int, floats as float, arrays as pointers,
+        None as a null pointer. shared: bytes of dynamic shared memory, if not those of its KernelFile. early: it may
+        begin before the previous kernel ends, and itself waits for the results of that one (programmatic dependent
+        launch, from sm_90 on)."""
         shared = self.shared.get(name, 0) if shared is None else shared
         with self.observe(name, arguments):
             converted = tuple(convert(argument) for argument in arguments)
@@ -173,12 +176,12 @@ class Device:
                 self.functions[name](grid, block, converted, shared_mem=shared, stream=self.stream)
 
     def observe(self, name, arguments):
-        """A context for a launch, in which the observer, if there is one, sees to it."""
+        """The observer's context manager for a launch; without an observer, an empty one."""
         return self.observer(name, arguments) if self.observer else contextlib.nullcontext()
 
     def on_side_stream(self):
-        """A context: what is launched in it runs beside what the main stream does from here on. It gives an event for
-        `wait`."""
+        """Context manager: what is launched inside it overlaps with what the main stream does from here on. Yields an
+        event for `wait`."""
         return self.beside(self.side)
 
     def on_comm_stream(self):
@@ -200,8 +203,8 @@ class Device:
 
     @contextlib.contextmanager
     def span(self, name):
-        """Where spans are asked for, note when what is launched in here begins and ends, in each replay of a graph,
-        too."""
+        """Context manager: if self.spans is a list, record when what is launched inside begins and ends, in each replay
+        of a graph, too."""
         if self.spans is None:
             yield
             return
@@ -211,27 +214,27 @@ class Device:
         self.spans.append((name, stream, before, record_event(self.stream)))
 
     def wait(self, event):
-        """Make the current stream wait for an event of another one's; None: there is nothing to wait for."""
+        """Make the current stream wait for another stream's event; None: nothing to wait for."""
         if event is not None:
             self.stream.wait_event(event)
 
     def synchronize(self):
-        """Wait for all that was launched."""
+        """Wait for everything launched so far."""
         for stream in (self.main, self.side, self.comm):
             stream.synchronize()
 
     def upload(self, array):
-        """A small host array on the GPU, copied once: what a launch reads and a graph replays."""
+        """Return a copy of a small host array on the GPU, made once and kept: a graph's replays read it, too."""
         key = array.tobytes()
         if key not in self.uploads:
             self.uploads[key] = cp.asarray(array.view(np.uint8))
         return self.uploads[key]
 
     def tensor_map(self, array, rows, columns):
-        """A TensorMap for boxes of (rows, columns) of a bfloat16 or float32 array (B,T,C) or (T,C).
+        """Return a TensorMap for boxes of (rows, columns) of a bfloat16 or float32 array (B,T,C) or (T,C).
 
-        A row of a box is 64 or 128 bytes, whose 16-byte units are permuted ("swizzled"), so that those of a column lie
-        in different banks of shared memory.
+        A row of a box is 64 or 128 bytes. Its 16-byte units are permuted ("swizzled"), so that those of a column lie in
+        different banks of shared memory.
         """
         key = array.data.ptr, array.shape, array.dtype, rows, columns
         if key not in self.maps:
@@ -240,7 +243,7 @@ class Device:
 
 
 def record_event(stream):
-    """An event, recorded; if the stream is being captured, in each replay."""
+    """Record an event on a stream, and return it; if the stream is being captured, each replay records it."""
     event = cp.cuda.Event()
     if not stream.is_capturing():
         event.record(stream)
@@ -281,8 +284,8 @@ def convert(argument):
 
 
 def launch_early(function, grid, block, arguments, shared, stream):
-    """Programmatic dependent launch, which CuPy does not offer."""
-    slots = np.zeros((len(arguments), 8), np.uint8)  # an argument's bytes each
+    """Launch a kernel by programmatic dependent launch, which CuPy does not offer."""
+    slots = np.zeros((len(arguments), 8), np.uint8)  # the bytes of each argument
     for slot, argument in zip(slots, arguments):
         value = np.asarray(np.uint64(argument.data.ptr) if isinstance(argument, cp.ndarray) else argument).reshape(1)
         slot[: value.nbytes] = value.view(np.uint8)
@@ -304,7 +307,7 @@ def launch_early(function, grid, block, arguments, shared, stream):
 
 
 def to_float32(array):
-    """An array of the GPU's on the host; bfloat16 bits and halves as float32."""
+    """Copy an array from the GPU to the host; bfloat16 bits and float16 become float32."""
     array = array.get()
     if array.dtype == np.float16:
         return array.astype(np.float32)
@@ -312,13 +315,13 @@ def to_float32(array):
 
 
 def copy_to_gpu(target, source):
-    """Copy a host array into an array on the GPU of the same size; returns the latter."""
+    """Copy a host array into `target`, an array of the same size on the GPU; returns `target`."""
     target.view(np.uint8).reshape(-1).set(source.view(np.uint8).reshape(-1))
     return target
 
 
 def pinned_array(size):
-    """Bytes of host memory that the GPU reads and writes over the bus, at the same address."""
+    """Allocate `size` bytes of host memory that the GPU reads and writes over the bus, at the same address."""
     return np.frombuffer(cp.cuda.alloc_pinned_memory(size), np.uint8, size)
 
 
@@ -334,7 +337,7 @@ HOLD = 100  # microseconds for which the kernel `hold` keeps the GPU busy, while
 
 
 def measure(device, call, repeats=5):
-    """Median seconds of call() on the GPU, after one call to warm up; time to launch counts only beyond HOLD."""
+    """Median seconds of call() on the GPU, after one warm-up call; launch time counts only beyond HOLD."""
     times = []
     for _ in range(repeats + 1):
         start, end = cp.cuda.Event(), cp.cuda.Event()

@@ -1,4 +1,4 @@
-"""Errors and interruptions: what a user can cause ends as one line on stderr and an exit status, never a traceback."""
+"""Errors and interruptions: an error that a user can cause is one line on stderr and an exit status, no traceback."""
 
 import contextlib
 import io
@@ -10,35 +10,35 @@ import threading
 import time
 import traceback
 
-DIVERGED = "try a lower -l, a warm-up (-u) or --grad_clip 1"  # what mends a loss that is not finite
+DIVERGED = "try a lower -l, a warm-up (-u) or --grad_clip 1"  # what to do about a loss that is not finite
 
 
 class UserError(Exception):
-    """Something that the user can mend. The message is one line: what, found, expected, and the mending command."""
+    """An error that the user can fix. The message is one line: what, found, expected, and the command that fixes it."""
 
 
 def run_main(main):
-    """Run `main()` and exit with its status: 0 or what it returns, 1 for what a user can cause, 130 after Ctrl-C."""
+    """Run `main()` and exit with the status that it returns, 1 for an error that a user can cause, 130 for Ctrl-C."""
     program = os.path.basename(sys.argv[0])
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as quiet_imports left it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.unraisablehook = interrupt_again
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # started with it closed
+        if getattr(sys, name) is None:  # the program was started with it closed
             setattr(sys, name, open(os.devnull, "w"))
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # no terminal knows every letter of a name
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a file name may not be printable
     try:
         try:
             status = main()
-        except SystemExit as done:  # argparse's, after --help, say
+        except SystemExit as done:  # from argparse, after --help for example
             status = done.code
-        sys.stdout.flush()  # not at the interpreter's end, where a fault is not ours to report: `--help | true`
+        sys.stdout.flush()  # here, because at exit Python itself would report the closed pipe of `--help | true`
         sys.exit(status)
     except (UserError, MemoryError) as error:
         text, _ = describe(error)
         sys.exit(f"{program}: {text}")
     except (KeyboardInterrupt, OSError) as error:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # it ends already: the next one, at once
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the next one ends it at once
         text, status = describe(error)
         begin = "\n" if isinstance(error, KeyboardInterrupt) else ""  # after the terminal's ^C
         if text:
@@ -46,29 +46,29 @@ def run_main(main):
                 print(f"{begin}{program}: {text}", file=sys.stderr)
     try:
         sys.stdout.flush()
-    except OSError:  # what is still buffered has nowhere to go
+    except OSError:  # nobody reads what is still buffered
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
 
 
 def interrupt_again(lost):
-    """Ctrl-C while a destructor runs, whose exceptions Python only prints: let it come again, a moment later."""
+    """sys.unraisablehook: repeat a Ctrl-C that came in a destructor, where Python only prints exceptions."""
     if lost.exc_type is KeyboardInterrupt:
-        if not sys.is_finalizing():  # when it ends already, and no thread begins any more
+        if not sys.is_finalizing():  # at exit, no thread can start
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(lost)
 
 
 def describe(error):
-    """(what to say of it, or None; exit status) of an exception that ends a program."""
+    """Return (message or None, exit status) for an exception that ends a program."""
     if isinstance(error, UserError):
-        return "error: " + str(error).replace("\n", "\\n"), 1  # of a name
+        return "error: " + str(error).replace("\n", "\\n"), 1  # from a file name
     if isinstance(error, MemoryError):
         return f"error: out of memory ({error or 'no details'}); try a smaller batch or model", 1
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130
-    if isinstance(error, BrokenPipeError):  # `... | head`, which nobody needs to hear about
+    if isinstance(error, BrokenPipeError):  # `... | head`: nobody needs a message
         return None, 1
     if isinstance(error, OSError):
         where = error.filename or stdout_fails() and "standard output"
@@ -79,7 +79,7 @@ def describe(error):
 
 
 def stdout_fails():
-    """Whether nothing can be written to it, not even nothing."""
+    """Whether every write to stdout fails, even one of 0 bytes."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")
@@ -89,10 +89,9 @@ def stdout_fails():
 
 
 def quiet_imports():
-    """Let Ctrl-C end our programs without a traceback until run_main takes over. (Others, pytest say, are left alone.)
-    """
+    """Let Ctrl-C end our programs without a traceback until run_main takes over; leave others, like pytest, alone."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    main = sys.modules.get("__mp_main__", sys.modules["__main__"])  # the former in a process that a program started
+    main = sys.modules.get("__mp_main__", sys.modules["__main__"])  # the former in a multiprocessing child
     program = os.path.abspath(getattr(main, "__file__", None) or root)
     ours = [os.path.join(root, *names) for names in ((), ("dev",), ("dev", "kernels"))]
     if os.path.dirname(program) in ours and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
@@ -107,26 +106,26 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Remembers Ctrl-C, SIGTERM and SIGHUP (unless nohup has it ignored), so that a run can save and stop at the next
-    safe point. A second Ctrl-C stops at once, except while a checkpoint is being saved.
+    """Remembers Ctrl-C, SIGTERM and SIGHUP (unless nohup ignores it), so that a run can save and stop at the next safe
+    point. A second Ctrl-C stops at once, except while a checkpoint is being saved.
 
-    stdout and stderr may then have lost their readers: in `python train_gpt2.py 2>&1 | tee log`, Ctrl-C ends tee too.
+    By then, stdout and stderr may have no reader: in `python train_gpt2.py 2>&1 | tee log`, Ctrl-C ends tee too.
     """
 
     def __init__(self, agree=None, speaks=True):
-        """For a rank of a run on several GPUs, agree: function that makes of this process's signal that of all, as
-        Ranks.largest does; speaks: whether this is the one to say what is going on."""
+        """agree(number): turns this rank's signal, or None, into one for all ranks, as Ranks.largest does. speaks:
+        whether this process prints messages; of several ranks, one does."""
         self.signal, self.is_saving, self.say = None, False, sys.stderr.write
         self.agree, self.speaks, self.heard = agree or (lambda number: number), speaks, False
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             stream.flush()
-            with contextlib.suppress(io.UnsupportedOperation):  # a notebook's is no file
+            with contextlib.suppress(io.UnsupportedOperation):  # a notebook's stream is no file
                 raw = LosableOutput(stream, self)
                 wrapper = type(stream) if isinstance(stream, io.TextIOWrapper) else io.TextIOWrapper
                 setattr(sys, name, wrapper(io.BufferedWriter(raw), stream.encoding, stream.errors,
                                            line_buffering=True))
-                if name == "stderr":  # past the buffer, which what a signal interrupts may be about to fill
+                if name == "stderr":  # unbuffered: the signal may have interrupted a buffered write
                     self.say = lambda text: raw.write(text.encode())
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has no SIGHUP
@@ -148,7 +147,7 @@ class Interruption:
             self.say(f"\n{text}\n")
 
     def agreed(self):
-        """The signal by which to stop, None as long as there is none. All ranks of a run ask equally often, and get the
+        """Return the signal to stop on, None while there is none. All ranks must call this equally often, and get the
         same answer."""
         number = self.agree(self.signal)
         if number is not None and self.signal is None:
@@ -162,7 +161,7 @@ class Interruption:
             raise Interrupted
 
     def watched(self, function):
-        """`function`, which once a signal has come raises Interrupted instead of being called."""
+        """Wrap `function` so that, once a signal has come, it is not called and Interrupted is raised instead."""
         def call(*arguments):
             self.check()
             return function(*arguments)
@@ -170,14 +169,14 @@ class Interruption:
         return call
 
     def watching(self, steps):
-        """The same steps, until a signal has come: then it raises Interrupted."""
+        """Yield the same steps; raise Interrupted once a signal has come."""
         for step in steps:
             yield step
             self.check()
 
     @contextlib.contextmanager
     def saving(self):
-        """While this lasts, no Ctrl-C stops the run."""
+        """Context manager: inside it, no Ctrl-C stops the run."""
         self.is_saving = True
         try:
             yield
@@ -190,16 +189,16 @@ class LosableOutput(io.FileIO):
 
     def __init__(self, stream, interruption):
         super().__init__(stream.fileno(), "w", closefd=False)
-        self.stream, self.interruption = stream, interruption  # the stream would close the file if it were collected
+        self.stream, self.interruption = stream, interruption  # or the stream would be collected, and close the file
 
     def write(self, data):
         try:
-            while os.name == "posix" and not select.select([], [self], [], 0.2)[1]:  # a full pipe: write() would wait
+            while os.name == "posix" and not select.select([], [self], [], 0.2)[1]:  # full pipe: write() would block
                 if self.interruption.signal is not None:
                     return len(data)
-            return super().write(data[:4096])  # what a pipe takes at once
+            return super().write(data[:4096])  # a writable pipe takes this much without blocking
         except OSError:
-            for _ in range(20):  # the signal that ended the reader is perhaps on its way to us
+            for _ in range(20):  # the signal that ended the reader may still reach us
                 if self.interruption.signal is not None:
                     return len(data)
                 time.sleep(0.05)

@@ -1,9 +1,9 @@
-"""HellaSwag: examples of a context with four endings, of which a model should find the right one the likeliest.
+"""HellaSwag: each example is a context with four endings; a model should find the right one the likeliest.
 
 HellaSwag: Can a Machine Really Finish Your Sentence?, Zellers et al. 2019, https://arxiv.org/abs/1905.07830
 
-File, llm.c's: header [2] examples [3] bytes of the longest record, then a record for each, all uint16: 65535, bytes of
-the record, index, label, 4, n, context (n tokens), and for each of the four endings n, tokens.
+File, in llm.c's format: header [2] examples [3] bytes of the longest record, then a record for each example, all
+uint16: 65535, bytes of the record, index, label, 4; n and the n tokens of the context; the same for each ending.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from llmc.files import EXAMPLES_MAGIC, make_header, open_input, read_header, rep
 HELLASWAG = "data/hellaswag_val.bin"
 HELLASWAG_MEND = "make it with: python prepro_hellaswag.py"
 ENDINGS = 4
-BEGIN = 65535  # of a record; no token of a uint16 vocabulary
-MOST = (1 << 16) - 1  # what a uint16 can say
+BEGIN = 65535  # of a record; never a token id
+MOST = (1 << 16) - 1  # the largest uint16
 
 
 class Example(NamedTuple):
@@ -40,7 +40,7 @@ class Example(NamedTuple):
 
 
 def write_examples(path, examples):
-    """Write a list of Examples. Raises UserError for what the format cannot say."""
+    """Write a list of Examples. Raises UserError for what the format cannot hold."""
     if not 0 < len(examples) <= MOST:
         raise UserError(f"{path}: {len(examples)} examples, expected 1 to {MOST}")
     records = []
@@ -82,7 +82,7 @@ def read_examples(path, V):
 
 
 def parse_record(record, index):
-    """The Example of a whole record, a uint16 array; None where it is none."""
+    """Parse a whole record, a uint16 array, into an Example; None if it is damaged."""
     if len(record) < 6 or (record[0], record[2], record[4]) != (BEGIN, index, ENDINGS) or record[3] >= ENDINGS:
         return None
     parts, position = [], 5
@@ -96,7 +96,7 @@ def parse_record(record, index):
 
 
 def load_hellaswag(settings, config):
-    """The Examples that --hellaswag asks for, all of which fit into T; [] for --hellaswag 0."""
+    """Read the Examples that --hellaswag asks for, [] for 0; raises UserError if one does not fit into T."""
     if not settings.hellaswag:
         return []
     examples = read_examples(HELLASWAG, config.V)
@@ -106,10 +106,10 @@ def load_hellaswag(settings, config):
 
 
 def check_fits(path, examples, T, mend, most=None):
-    """Raise UserError where the model does not see an example as a whole. (llm.c refuses such a file, too; to cut
-    examples would be another benchmark.)"""
+    """Raise UserError if an example is too long for a sequence of T. (llm.c refuses such a file, too: with cut examples
+    it would be another benchmark.)"""
     longest = max(example.longest for example in examples)
-    if longest > T + 1:  # the last token is a target alone
+    if longest > T + 1:  # the last token is only a target
         mend = f"{mend} {longest - 1} or more"
         if most and longest > most + 1:
             mend = f"the model sees {most} at most: leave out --hellaswag"
@@ -122,20 +122,20 @@ def check_fits(path, examples, T, mend, most=None):
 
 
 def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
-    """How many of the examples a model gets right. Divided by their number, it is llm.c's acc_norm: the ending with the
-    smallest mean loss of its tokens wins, the first of equals.
+    """Count the examples that a model gets right: the ending with the smallest mean loss per token wins, the first of
+    equals. Divided by the number of examples, this is llm.c's acc_norm.
 
-    losses_of: inputs, targets (B, T) int32, or fewer rows and positions -> the losses (B, T) of the targets.
-    starmap: of several GPUs, which share the batches.
+    losses_of(inputs, targets): (B, T) int32, or fewer rows and positions -> the losses (B, T) of the targets.
+    starmap: like itertools.starmap; Ranks.starmap shares the batches between GPUs.
     """
     rows = [(example.context, ending) for example in examples for ending in example.endings]
     lengths = [len(context) + len(ending) for context, ending in rows]
-    order = np.argsort(lengths, kind="stable")  # rows of like length together: little padding
+    order = np.argsort(lengths, kind="stable")  # rows of similar length together: little padding
 
     def means_of(*batch):
-        """The mean loss of each ending of up to B rows."""
+        """The mean losses of the endings in a batch of up to B rows."""
         longest = max(len(context) + len(ending) for context, ending in batch) - 1
-        width = min(T, -(-longest // 64) * 64)  # of few different shapes
+        width = min(T, -(-longest // 64) * 64)  # few different shapes
         inputs, targets = np.zeros((2, len(batch), width), np.int32)
         for b, row in enumerate(batch):
             tokens = np.concatenate(row)

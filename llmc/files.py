@@ -1,5 +1,5 @@
-"""What all file formats have in common: a header of 256 little-endian int32, sizes that are checked before anything is
-allocated, and files that are written beside their place and renamed, so that there is never half a file."""
+"""What all file formats share: a header of 256 little-endian int32, size checks before anything is allocated, and
+writes to a temporary file that is renamed when complete, so that no file is ever half-written."""
 
 import contextlib
 import errno
@@ -27,11 +27,11 @@ KINDS = {
     OPTIMIZER_MAGIC: "optimizer state",
 }
 HEADER_BYTES = 1024
-EXPORT = "make it with: python export_weights.py"  # a model, a tokenizer
+EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
 
 
 def open_input(path, mend):
-    """Open a file for reading, or raise UserError that ends in `mend`: how to come by such a file."""
+    """Open a file for reading, or raise UserError; its message ends in `mend`, which says how to get such a file."""
     try:
         check_is_file(path, mend)
         return open(path, "rb")
@@ -44,7 +44,7 @@ def open_input(path, mend):
 
 
 def check_is_file(path, mend):
-    """Raise UserError for what open() may wait for, or what never ends; what is not there is left to open()."""
+    """Raise UserError for a FIFO, socket or device, which may block or never end; open() reports a missing file."""
     with contextlib.suppress(OSError):
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -53,10 +53,10 @@ def check_is_file(path, mend):
 
 @contextlib.contextmanager
 def replacing(path):
-    """Write a file beside its place and rename it there when it is complete and on the disk.
+    """Context manager: yields a temporary file to write, and renames it to `path` once it is complete and on the disk.
 
-    Within together(), at its end. Raises UserError when it cannot be written (no permission, disk full); what was at
-    `path` before is then untouched.
+    Inside together(), it is renamed when that ends. Raises UserError when it cannot be written (no permission, disk
+    full); an old file at `path` is then untouched.
     """
     temporary, waits = f"{path}.tmp", False
     try:
@@ -79,12 +79,12 @@ def replacing(path):
                 os.unlink(temporary)
 
 
-WAITING = []  # of each together() at work: [(temporary, path)]
+WAITING = []  # for each active together(): [(temporary, path)]
 
 
 @contextlib.contextmanager
 def together():
-    """Files that `replacing` writes while this lasts are renamed into place at its end, or not at all."""
+    """Context manager: files that `replacing` writes inside it are renamed at its end, or not at all after an error."""
     files = []
     WAITING.append(files)
     try:
@@ -105,17 +105,16 @@ def errors_of_writing(path):
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # not the disk's: the errors of requests are OSErrors too
+        if error.errno is None:  # not from the disk: the errors of the package requests are OSErrors too
             raise
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 @contextlib.contextmanager
 def locked(output, directory, flag="-o"):
-    """While this lasts, no other run has the lock of this -o, a directory or a file; raises UserError, which names
-    `flag`, when one has.
+    """Context manager: locks -o, a directory or a file. Raises UserError, which names `flag`, if another run has it.
 
-    The system gives it back when the process ends, however that happens. Where there are no locks, nothing is refused.
+    The system releases the lock however the process ends. Where there are no locks, nothing is refused.
     """
     if not output:
         yield
@@ -125,20 +124,20 @@ def locked(output, directory, flag="-o"):
     make_directory(os.path.dirname(path))
     file = open_lock(path, output, flag)
     while not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
-        file.close()  # the run before removed it after we had opened it
+        file.close()  # the previous run removed it after we had opened it
         file = open_lock(path, output, flag)
     with file:
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # the disk may be full
             os.truncate(file.fileno(), 0)
             os.write(file.fileno(), b"%d" % os.getpid())
-            os.fsync(file.fileno())  # for other machines, too
+            os.fsync(file.fileno())  # so that other machines see it
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
                 if made:
-                    os.rmdir(made)  # if nothing came into it
+                    os.rmdir(made)  # if it is still empty
 
 
 def lock_path(output, directory):
@@ -146,13 +145,13 @@ def lock_path(output, directory):
 
 
 def lock_holder(output, directory):
-    """What the lock says of the run that has it: a process id; None where there is no lock."""
+    """The process id, as text, of the run that holds the lock; None if nobody does."""
     with contextlib.suppress(OSError, UnicodeDecodeError), open(lock_path(output, directory)) as f:
         return f.read()
 
 
 def open_lock(path, output, flag):
-    """The open file, which has the lock until it is closed."""
+    """Open the lock file and lock it, until it is closed; raises UserError when another run holds it."""
     try:
         file = open(path, "a+b", buffering=0)
     except OSError as error:
@@ -196,7 +195,7 @@ def make_header(magic, version, *fields):
 
 
 def read_header(f, magic, mend):
-    """The header as a (256,) int32 array; raises UserError if the file at hand is of another kind."""
+    """Read the header, (256,) int32; raises UserError if the file is of another kind."""
     data = f.read(HEADER_BYTES)
     kind = KINDS[magic]
     if len(data) < HEADER_BYTES:
@@ -219,7 +218,7 @@ def file_crc(path):
 
 
 def check_size(f, expected, what, mend):
-    """Raise UserError unless the open file has exactly that many bytes: nothing is allocated for a damaged file."""
+    """Raise UserError unless the open file has `expected` bytes, so that nothing is allocated for a damaged file."""
     found = os.fstat(f.fileno()).st_size
     if found != expected:
         state = "cut short" if found < expected else "too long"
@@ -227,7 +226,7 @@ def check_size(f, expected, what, mend):
 
 
 def read_into(f, array):
-    """Fill a contiguous array from the file, whose size was checked before."""
+    """Fill a contiguous array from the file; raises UserError if it ends early, although its size was checked."""
     if f.readinto(memoryview(array).cast("B")) != array.nbytes:
         raise UserError(f"{f.name}: ended early: did another program write to it just now?")
 
@@ -236,5 +235,5 @@ CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 
 
 def chunks(array):
-    """A flat array in consecutive pieces of at most CHUNK elements."""
+    """Yield a flat array in consecutive pieces of at most CHUNK elements."""
     return (array[i : i + CHUNK] for i in range(0, array.size, CHUNK))

@@ -1,7 +1,7 @@
-"""The files of kernels/ that a run compiles, and their launch geometry: what a kernel and its launch have to agree on.
+"""The files of kernels/ that a run compiles, and their launch geometry: what a kernel and its launch must agree on.
 
-It is plain data. A layer's numbers go to the compiler with -D for its .cu file alone, which repeats none of them, and
-the launches read the same numbers.
+All of it is plain data. A layer's numbers go to the compiler as -D constants of its .cu file, which repeats none of
+them, and the launches read the same numbers.
 """
 
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from llmc.zero import CHUNK
 
 
 def blocks(n, block):
-    """How many blocks of that size n takes."""
+    """How many blocks of size `block` cover n."""
     return -(-n // block)
 
 
@@ -22,10 +22,10 @@ def pack(array):
 
 
 WARP, WARPGROUP = 32, 128  # threads
-THREADS = 256  # of a block whose kernel takes any number
-MATMUL_ROWS = 128  # of a tile of a matmul's result, which leaves a row of column sums
-ENCODER_PIECE = 32  # positions of one token that a warp adds up; of a token with more, each piece leaves a row of sums
-ATTENTION_ROWS = 64  # of the attention's gradient, which leave a row of column sums
+THREADS = 256  # per block, for kernels that take any number
+MATMUL_ROWS = 128  # of an output tile of a matmul, which writes one row of column sums
+ENCODER_PIECE = 32  # positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
+ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column sums is written
 LONGEST_CHAIN = 6400  # TF32 products in one sum: see llmc/matmul.py
 
 KERNELS = {  # layer -> its kernels
@@ -50,7 +50,7 @@ MATMUL_NARROW = ("matmul_forward_narrow", "matmul_backward_inp_narrow", "matmul_
 
 
 def check_sizes(config):
-    """Raise UserError for a model that the kernels are not written for."""
+    """Raise UserError for a model that the kernels do not support."""
     HS = config.C // config.NH
     if HS % 16 or HS > 128 or config.C > 8192:
         raise UserError(f"C={config.C} with NH={config.NH} heads: the GPU kernels expect C up to 8192 and heads of"
@@ -58,12 +58,12 @@ def check_sizes(config):
 
 
 def hopper_attention(config, precision, arch):
-    """Whether attention runs on Hopper's own tensor core instructions, or on those of every GPU from sm_80 on."""
+    """Whether attention uses Hopper's own tensor core instructions, not those of every GPU from sm_80 on."""
     return arch == "sm_90a" and config.C // config.NH == 64 and precision.matmul != "float32"
 
 
 def hopper_matmul(precision, arch):
-    """Whether our matmuls run on Hopper's own tensor core instructions."""
+    """Whether our matmuls use Hopper's own tensor core instructions."""
     return arch == "sm_90a" and precision.bf16
 
 
@@ -96,13 +96,13 @@ def decode_files(config, precision, geometry):
 
 
 def model_constants(config, precision):
-    """What every file is compiled with."""
+    """The -D constants of every file."""
     return {"MODEL_C": config.C, "MODEL_NH": config.NH, "MODEL_V": config.V, "MODEL_VP": config.Vp,
             "BFLOAT16": int(precision.bf16), "FLOAT32_GRADS": int(precision.grads == "float32"), "TF32": precision.tf32}
 
 
 def shared_memory(layer, kernels, geometry):
-    """kernel -> bytes of dynamic shared memory of a block, where it has any."""
+    """kernel -> bytes of dynamic shared memory of a block, for kernels that use it."""
     if layer == "attention":
         parts = "FORWARD", "DQUERY", "DKV"
         return {kernel: geometry[f"ATTENTION_{part}_SHARED"] for kernel, part in zip(kernels, parts)}
@@ -116,8 +116,8 @@ def shared_memory(layer, kernels, geometry):
 
 
 def launch_geometry(config, precision, arch, shared=None):
-    """All of layer_geometry's numbers as attributes, for the launches; and with the bytes of shared memory that a block
-    can have, decode_geometry's."""
+    """All of layer_geometry's numbers as attributes, for the launches. With `shared`, the bytes of shared memory that a
+    block can have, also decode_geometry's."""
     layers = list(layer_geometry(config, precision, arch).values())
     layers += [decode_geometry(config, precision, shared)] if shared else []
     return SimpleNamespace(**{name: value for numbers in layers for name, value in numbers.items()})
@@ -140,9 +140,10 @@ def layer_geometry(config, precision, arch):
 
 
 def layernorm_geometry(config, precision, arch):
-    """ROW_WARPS: that share a row of C elements. ROWS: that a block works on at once. BLOCKS: on a multiprocessor, in
-    the backward pass. AHEAD: there, the next row of dout, inp and dinp is copied to shared memory while this one is
-    worked on, on GPUs with room for two blocks of that; float32 rows do not fit every GPU's."""
+    """ROW_WARPS: warps that share a row of C elements. ROWS: rows that a block works on at once. BLOCKS: blocks on a
+    multiprocessor in the backward pass. AHEAD: that pass copies the next row of dout, inp and dinp to shared memory
+    while it works on the current one, on GPUs with room for two such blocks; not in float32, too large for some GPUs.
+    """
     C, number = config.C, int(arch[3:].rstrip("a"))
     row_warps = 1 if C <= 768 else 2 if C <= 1536 else 4 if C <= 3072 else 8
     rows, ahead = THREADS // WARP // row_warps, precision.bf16 and number not in (86, 89) and number < 120
@@ -152,16 +153,16 @@ def layernorm_geometry(config, precision, arch):
 
 
 def attention_geometry(config, precision, arch):
-    """FORWARD_ROWS, BACKWARD_ROWS: of a block. PASSING: rows of a tile that passes by. SHARED: bytes for a block's
-    tiles, and what is beside them."""
+    """FORWARD_ROWS, BACKWARD_ROWS: resident rows of a block. PASSING: rows of the tiles that stream by. SHARED: bytes
+    of a block's tiles, and of what it keeps beside them."""
     HS = config.C // config.NH
     if hopper_attention(config, precision, arch):
         return attention_hopper_bf16_geometry(HS) if precision.bf16 else attention_hopper_geometry(HS)
     small, size = HS <= 64, 2 if precision.bf16 else 4
-    row = 4 * size * (HS + 8 if precision.bf16 else blocks(HS, 32) * 32)  # bytes of two pairs of tiles, padded: mma.cuh
+    row = 4 * size * (HS + 8 if precision.bf16 else blocks(HS, 32) * 32)  # bytes for two pairs of padded tiles: mma.cuh
     passing = 64 if precision.bf16 or small and arch != "sm_75" else 32  # sm_75 has 64 KB of shared memory
     dkv_passing = 32 if precision.bf16 and not small else passing
-    two_tiles = small and (precision.bf16 or precision.tf32)  # of 16 rows, for each warp, as registers allow
+    two_tiles = small and (precision.bf16 or precision.tf32)  # of 16 rows, for each warp, if registers allow
     return {
         "ATTENTION_THREADS": 128,
         "ATTENTION_FORWARD_ROWS": 128 if two_tiles else 64,
@@ -170,12 +171,13 @@ def attention_geometry(config, precision, arch):
         "ATTENTION_DKV_PASSING": dkv_passing,
         "ATTENTION_FORWARD_SHARED": passing * row,
         "ATTENTION_DQUERY_SHARED": passing * row,
-        "ATTENTION_DKV_SHARED": dkv_passing * (row + 4 * 4),  # and lse and D, twice
+        "ATTENTION_DKV_SHARED": dkv_passing * (row + 4 * 4),  # and lse and D, double-buffered
     }
 
 
 def attention_hopper_geometry(HS):
-    """A stage is a set of tiles of 64 rows: key and value, the one or the other or both also transposed."""
+    """A stage is a set of tiles of 64 rows: forward key and transposed value; dquery key, also transposed, and value;
+    dkv query and dout, both also transposed."""
     groups, stages, dkv_stages, tile = 2, 3, 2, 64 * HS * 4
     return {
         "ATTENTION_GROUPS": groups,  # that compute, beside one that loads
@@ -191,8 +193,8 @@ def attention_hopper_geometry(HS):
 
 
 def attention_hopper_bf16_geometry(HS):
-    """TMA reads boxes of 64 rows of a head and writes boxes of 16, a warp's. A stage is a pair of tiles, key and value
-    or query and dout, of FORWARD_BOXES boxes each or of one."""
+    """TMA reads boxes of 64 rows of a head, and writes boxes of a warp's 16 rows. A stage is a pair of tiles, key and
+    value or, in dkv, query and dout: of FORWARD_BOXES boxes each in the forward pass, else of one."""
     groups, box, forward_boxes, forward_stages, dquery_stages, dkv_stages = 2, 64 * HS * 2, 2, 4, 8, 8
     return {
         "ATTENTION_GROUPS": groups,  # that compute, beside one that loads
@@ -212,8 +214,8 @@ def attention_hopper_bf16_geometry(HS):
 
 
 def matmul_geometry(precision, arch):
-    """BM, BN: rows and columns of a tile of the result; BK: a step of the inner dimension, 64 bytes, or 128 on Hopper.
-    There, tiles may be NARROW_BN columns wide, of which 1280 and 1600 are multiples, but not of 192; STRIP: columns
+    """BM, BN: rows and columns of an output tile. BK: a step along the inner dimension, 64 bytes, or 128 on Hopper.
+    There, tiles may also be NARROW_BN columns wide: 1280 and 1600 are multiples of 160, but not of 192. STRIP: columns
     that TMA writes at once."""
     if hopper_matmul(precision, arch):
         stages, BM, BN, BK, strip = 4, MATMUL_ROWS, 192, 64, 64
@@ -234,8 +236,7 @@ def matmul_geometry(precision, arch):
 
 
 def classifier_geometry(config, precision, arch):
-    """ROWS_ON_CHIP: rows of logits that fit into a multiprocessor's shared memory, one for each of its blocks there; 0:
-    none."""
+    """ROWS_ON_CHIP: rows of logits in a multiprocessor's shared memory, one for each of its blocks; 0 if not used."""
     row = config.Vp * (2 if precision.bf16 else 4)
     rows = 0 if arch != "sm_90a" or row > 220 << 10 else 2 if row <= 110 << 10 else 1
     return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": row if rows else 0,
@@ -243,26 +244,29 @@ def classifier_geometry(config, precision, arch):
 
 
 def decode_geometry(config, precision, shared):
-    """A matmul has tiles of ROWS rows of the weight and X_ROWS of the other operand, x, and as many BLOCKS on a
-    multiprocessor as registers have room for. FEW: rows of x for which it does the layernorm itself; ROW_BYTES of one
-    in shared memory. decode_logits_many has MANY_ROWS rows of the weight, MANY_TILES times 16 of x, and a ring of
-    MANY_STAGES stages, 0 where there is no room for it. ROW_LANES read a head's row in attention, 16 bytes each; a
-    block has SPLIT positions at a time, 8 for each of these groups of lanes. SHARED: bytes that a block can have."""
+    """Constants of text generation; raises UserError if `shared`, the bytes that a block can have, is too small.
+
+    A matmul has tiles of ROWS rows of the weight and X_ROWS of the other operand, x, and as many BLOCKS on a
+    multiprocessor as registers allow. FEW: up to this many rows of x, it does the layernorm itself. ROW_BYTES: of a row
+    in shared memory. decode_logits_many has MANY_ROWS rows of the weight, MANY_TILES * 16 rows of x, and a ring of
+    MANY_STAGES stages, 0 if there is no room for it. In attention, ROW_LANES lanes read a head's row, 16 bytes each; a
+    block works on SPLIT positions at a time, 8 for each group of lanes. SHARED: bytes that a block may use.
+    """
     warps, bf16 = 8, precision.bf16
     row = config.C * (2 if bf16 else 4)
     lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
     geometry = SimpleNamespace(
-        DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter of a warp reads all banks
+        DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
         DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_MANY_ROWS=64, DECODE_SHARED=shared - 2048)  # beside what kernels declare, and the driver keeps
+        DECODE_MANY_ROWS=64, DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
     for geometry.DECODE_ROWS in (16, 8):
         if decode_shared(geometry, 1, geometry.DECODE_FEW) <= geometry.DECODE_SHARED:
             break
     else:
         raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a"
                         " block of this GPU can have: pass -s 0 to train without samples")
-    stage = 2 * 64 * geometry.DECODE_MANY_ROWS * blocks(row, 64 * warps)  # what two warps of a matmul have of them
+    stage = 2 * 64 * geometry.DECODE_MANY_ROWS * blocks(row, 64 * warps)  # bytes of MANY_ROWS rows that two warps read
     for geometry.DECODE_MANY_TILES in (4, 2):
         rows = 16 * geometry.DECODE_MANY_TILES * geometry.DECODE_ROW_BYTES
         geometry.DECODE_MANY_STAGES = max(0, min(4, (geometry.DECODE_SHARED - rows) // stage))
@@ -273,7 +277,7 @@ def decode_geometry(config, precision, shared):
 
 
 def decode_shared(geometry, stages, normalized):
-    """Bytes of shared memory of a block of a matmul: tiles of a weight, sums of its warps, rows that it normalizes."""
+    """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums, rows that it normalizes."""
     g = geometry
     sums = min(stages, 2) * 4 * g.DECODE_WARPS * g.DECODE_X_ROWS * g.DECODE_ROWS
     return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalized * g.DECODE_ROW_BYTES

@@ -1,4 +1,4 @@
-"""Who starts the processes of a run on several GPUs, and what it says to each: its rank, and where they meet.
+"""Launchers, which start the processes of a run on several GPUs: how each process learns its rank and where to meet.
 
     torchrun --nproc-per-node 4 train_gpt2_cuda.py
     mpirun -np 4 python train_gpt2_cuda.py         (or mpiexec, of Open MPI, MPICH or Intel)
@@ -6,7 +6,7 @@
     RANK=0 WORLD_SIZE=4 python train_gpt2_cuda.py  (and 1, 2, 3, by hand)
     python train_gpt2_cuda.py --gpus 4             (on this machine: start_ranks)
 
-Each sets variables of its own. Where rank 0 is, MASTER_ADDR and MASTER_PORT say, if they are set.
+Each launcher sets its own environment variables. MASTER_ADDR and MASTER_PORT, if set, say where rank 0 is.
 """
 
 import os
@@ -27,12 +27,14 @@ from llmc.errors import UserError
 
 
 class Launcher(NamedTuple):
+    """The environment variables that a launcher sets."""
+
     name: str
     rank: str
-    size: tuple  # of these, as of the next two, the first that is set
+    size: tuple  # the first of them that is set counts; so for the next two
     local_rank: tuple
     local_size: tuple
-    run: tuple  # those that are set, together, tell this run from others
+    run: tuple  # all that are set, together, tell this run from others
 
 
 LAUNCHERS = (
@@ -46,11 +48,11 @@ LAUNCHERS = (
              ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )  # fmt: skip
 MENDING = "start the program with torchrun, mpirun, srun or --gpus, which set it"
-SPECIAL_STEPS = 0xFFFFFFF0  # Slurm's numbers of batch scripts and interactive shells, which are no `srun -n`
+SPECIAL_STEPS = 0xFFFFFFF0  # from here on, Slurm's step ids are batch scripts and interactive shells, not `srun -n`
 
 
 class Launch(NamedTuple):
-    """What a launcher says of this process; local_rank, local_size: None where it does not."""
+    """What a launcher says about this process; local_rank, local_size: None if it does not say."""
 
     rank: int = 0
     size: int = 1
@@ -60,7 +62,7 @@ class Launch(NamedTuple):
 
 
 def find_launch(environ):
-    """The Launch of this process: one of one where no launcher set anything. Raises UserError for what is no number."""
+    """The Launch of this process: rank 0 of 1 if no launcher started it. Raises UserError for an invalid variable."""
     launcher = next((launcher for launcher in LAUNCHERS if has_started_this(launcher, environ)), None)
     if launcher is None:
         return Launch()
@@ -94,12 +96,12 @@ def has_started_this(launcher, environ):
 # ----------------------------------------------------------------------------------------------------------------------
 # where they meet
 
-PORT = 29500  # PyTorch's, too
-PORTS = 16  # tried one after the other: other runs, and torchrun, listen as well
+PORT = 29500  # as in PyTorch
+PORTS = 16  # tried one after the other: other runs, or torchrun, may listen on some
 
 
 class Place(NamedTuple):
-    """Where rank 0 listens: the first of the ports that is free. The others try them until one answers for `run`."""
+    """Where rank 0 listens: on the first free port of `ports`. The others try them until one answers for `run`."""
 
     host: str
     ports: tuple
@@ -107,13 +109,13 @@ class Place(NamedTuple):
 
 
 def meeting_place(launch, environ):
-    """The Place. MASTER_ADDR and MASTER_PORT come first; raises UserError where nothing tells the host of rank 0."""
+    """The Place where ranks meet: MASTER_ADDR and MASTER_PORT, if set; raises UserError if rank 0's host is unknown."""
     run = ".".join(environ[name] for name in launch.launcher.run if name in environ)
     port = environ.get("MASTER_PORT", str(PORT + zlib.crc32(run.encode()) % 1000 if run else PORT))
     if not re.fullmatch("[0-9]{1,5}", port) or not 1024 <= int(port) < 1 << 16:
         raise UserError(f"MASTER_PORT={port}: expected a port from 1024 to 65535")
     first = int(port)
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens on MASTER_PORT; those after it
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens on MASTER_PORT; the next ports
         first += PORTS  # are for torchrun's other runs
     ports = tuple((first + i - 1024) % ((1 << 16) - 1024) + 1024 for i in range(PORTS))
     return Place(environ.get("MASTER_ADDR") or host_of_rank_0(launch, environ), ports, f"{run}:{port}")
@@ -142,15 +144,15 @@ def first_host(nodelist):
 # ----------------------------------------------------------------------------------------------------------------------
 # --gpus: a launcher of our own, for one machine
 
-PARENT = "RANKS_PARENT"  # a pipe that ends when start_ranks does
-FOLLOW_SECONDS = 15  # for the others to end after one that has failed
+PARENT = "RANKS_PARENT"  # variable: descriptor of a pipe that closes when start_ranks' process ends
+FOLLOW_SECONDS = 15  # for the others to end after one has failed
 
 
 def start_ranks(count, argv=sys.argv):
     """Run the program as `count` ranks on this machine; returns the exit status of the first that failed, or 0.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on. The ranks have a session of their own, so that a terminal's Ctrl-C reaches
-    them once. Should this process be killed, they save and stop, as after SIGTERM.
+    Passes on Ctrl-C, SIGTERM and SIGHUP. Each rank has its own session, so that a terminal's Ctrl-C reaches it only
+    once. If this process is killed, the ranks save and stop, as after SIGTERM.
     """
     pipe, kept_open = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -160,7 +162,7 @@ def start_ranks(count, argv=sys.argv):
     children, signals = [], []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # nohup's
+        if handler != signal.SIG_IGN:  # by nohup
             signal.signal(number, lambda number, frame: signals.append(number))
     try:
         for rank in range(count):
@@ -169,7 +171,7 @@ def start_ranks(count, argv=sys.argv):
         return wait_for(children, signals)
     finally:
         for child in children:
-            child.kill()  # none runs any more, unless another could not be started
+            child.kill()  # none still runs, unless another could not be started
             child.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -178,9 +180,11 @@ def start_ranks(count, argv=sys.argv):
 
 
 def wait_for(children, signals):
-    """Wait until all have ended, and pass on to them what a handler appends to `signals`. Once one has failed, those
-    that do not end, too, are killed: they wait for it to meet them, say. Returns the exit status, 128 + n after signal
-    n."""
+    """Wait for all children to end; returns the exit status of the first that failed (128 + n after signal n), or 0.
+
+    Passes on the signals that a handler appends to `signals`. Children that still run FOLLOW_SECONDS after one has
+    failed are killed: they may be waiting for that one to connect.
+    """
     failed, deadline = None, float("inf")
     while True:
         running = [child for child in children if child.poll() is None]

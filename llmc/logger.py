@@ -1,4 +1,4 @@
-"""What a run writes down, an event a line: main.log, llm.c's form, and main.csv beside it, for tables and plots."""
+"""A run's logs, one event a line: main.log in llm.c's format, and main.csv beside it, for tables and plots."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import time
 from llmc.errors import UserError
 from llmc.files import errors_of_writing, make_directory, replacing
 
-RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # before a run's lines in a file that held others
+RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # separates a run's lines from those of earlier runs
 COLUMNS = ("step", "tokens", "seconds", "train_loss", "val_loss", "learning_rate", "norm", "tokens_per_second",
            "hellaswag")
 
@@ -21,10 +21,10 @@ class Log:
     """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training),
     `s:0 eval:0.2955` (HellaSwag).
 
-    In a run directory (main.log) training lines go on with the learning rate and the gradient norm, and main.csv has
-    the same events as rows of COLUMNS: tokens trained on so far, seconds since the run's first start less its
-    pauses. A new run keeps what is there already: it goes on in the log after a rule with the date, and renames the
-    table, main.1.csv. A resumed run drops what an interrupted one wrote beyond its checkpoint.
+    In a run directory (main.log), training lines also have the learning rate and the gradient norm, and main.csv has
+    the same events as rows of COLUMNS: `tokens` trained on so far, `seconds` since the run's first start without its
+    pauses. A new run keeps earlier ones: it appends to the log after a rule with the date, and renames the old table to
+    main.1.csv. A resumed run drops what the interrupted one wrote after its checkpoint.
     """
 
     def __init__(self, settings, first_step=0):
@@ -53,7 +53,7 @@ class Log:
         if not head:
             self.write(",".join(COLUMNS), file=self.table)
         self.began = time.perf_counter() - (float(rows[-1][2]) if rows else 0.0)
-        tokens = max(int(row[1]) for row in rows) if rows else first_step * self.tokens  # a step may have had others
+        tokens = max(int(row[1]) for row in rows) if rows else first_step * self.tokens  # -d may have changed
         self.tokens_before = tokens - first_step * self.tokens
 
     def write(self, line, end="\n", file=None):
@@ -77,7 +77,7 @@ class Log:
         self.write_row(step, step, hellaswag=f"{accuracy:.6f}")
 
     def training(self, step, loss, learning_rate, norm, seconds):
-        """Update number `step`, from 0, which took so long; norm: the gradient's; it may be None for a plain .log
+        """Log update number `step`, from 0, which took `seconds`. norm: the gradient norm; may be None for a plain .log
         file."""
         self.write(f"s:{step} trl:{loss:.4f}" + (f" lr:{learning_rate:.6f} norm:{norm:.2f}" if self.detailed else ""))
         if self.table:
@@ -86,7 +86,7 @@ class Log:
 
 
 def opened(path, first_step, kept, form):
-    """A log opened to append to, less what kept(its lines, first_step) drops when a run resumes."""
+    """Open a log to append to; when a run resumes, keep only the lines that kept(lines, first_step) returns."""
     with errors_of_writing(path):
         if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"{path}: is not a file; choose another -o")
@@ -103,13 +103,13 @@ def opened(path, first_step, kept, form):
 
 
 def kept_lines(lines, first_step):
-    """Of main.log's lines, those before the last run, and of that the steps before first_step."""
+    """Return main.log's lines before the last run, and of the last run those of steps before first_step."""
     first = last_run(lines)
     return lines[:first] + [line for line in lines[first:] if int(re.match(r"s:([0-9]{1,10}) ", line)[1]) < first_step]
 
 
 def kept_rows(lines, first_step):
-    """Of main.csv's lines, the head and the steps before first_step."""
+    """Return main.csv's head and its rows before first_step; raises ValueError or TypeError for any other file."""
     if lines and lines[0] != ",".join(COLUMNS) + "\n":
         raise ValueError
     rows = [re.fullmatch(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+(,[0-9a-z.+-]*){6}\n", line) for line in lines[1:]]

@@ -1,7 +1,7 @@
 """Matrix multiplication on the GPU: by cuBLASLt or by our kernels, and the search for the fastest way at each shape.
 
-A caller gives all ways to do one matmul, by name; `Matmul.run` picks one. Names that begin with "kernels" are ways of
-our kernels, the others cuBLASLt's. What was picked goes to the cache, for the next start, and to checkpoints, because
+The caller passes all ways to do a matmul, by name; `Matmul.run` picks one. Names that begin with "kernels" stand for
+our kernels, the others for cuBLASLt. The choice goes to the cache, for the next start, and to checkpoints, because
 another way adds up in another order.
 """
 
@@ -22,10 +22,10 @@ WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
 
 
 class Matmul:
-    """The fastest way for each matmul of a run; `kernels` and `cublaslt`, which have the ways, are None where not used.
+    """Picks the fastest way to do each matmul of a run, out of those of `kernels` and `cublaslt` (None: not used).
 
-    Ways are timed at the first call of a shape while `searching`, on the data at hand. Shapes that come later, those of
-    sampling, take the first way.
+    While `searching`, the first call of each shape times its ways, on the data at hand. Shapes that first come later,
+    in sampling, take the first way.
     """
 
     def __init__(self, device, cache, precision, libraries):
@@ -40,13 +40,13 @@ class Matmul:
         self.identity = f"{device.gpu.name}, {device.gpu.arch}, {' and '.join(names)}"
         self.searching = False
         self.searched = 0  # shapes that had to be timed
-        self.recorded = {}  # key -> choice, as a checkpoint recorded them
-        self.known = {}  # key -> choice, as the cache or a checkpoint recorded them
+        self.recorded = {}  # key -> choice, from a checkpoint
+        self.known = {}  # key -> choice, from the cache or a checkpoint
         self.chosen = {}  # key -> choice of this run
-        self.used = set()  # keys of what has been called since the search
+        self.used = set()  # keys called since the search
 
     def allocate(self):
-        """Make the workspaces, one for the main stream, one for the side stream."""
+        """Allocate the workspaces, one for the main stream, one for the side stream."""
         self.workspace = cp.empty((2, WORKSPACE), np.uint8)
 
     def stream_workspace(self):
@@ -54,7 +54,7 @@ class Matmul:
         return self.workspace[int(self.device.stream is self.device.side)]
 
     def run(self, key, ways, to=""):
-        """Do a matmul by the fastest of `ways`, {name: call}, at the shape that `key` stands for."""
+        """Do a matmul by the fastest of `ways`, {name: call}, for the shape that `key` names."""
         ways = {name: call for name, call in ways.items() if self.has(name)}
         name = next(iter(ways))
         if len(ways) > 1:
@@ -78,7 +78,7 @@ class Matmul:
     # -- what earlier starts and checkpoints know
 
     def cache_key(self):
-        """What the choices of earlier starts depended on: GPU, library, the kernels, and how they were timed."""
+        """What cached choices depend on, as text: GPU, libraries, kernels, and how they were timed."""
         files = ("matmul_hopper_bf16", "matmul", "gelu", "transpose")
         numbers = {name: n for name, n in vars(self.device.geometry).items()
                    if name.startswith(("MATMUL", "GELU", "TRANSPOSE"))}
@@ -87,9 +87,9 @@ class Matmul:
 
     @contextlib.contextmanager
     def search(self, alone=True):
-        """While this lasts, ways that neither the cache nor a checkpoint knows are timed; then, the cache knows them.
-        One process after the other: two at a time would disturb each other, and choose differently. Not `alone`: for
-        a process that has another rank's choices."""
+        """Context manager: inside it, matmuls that neither the cache nor a checkpoint knows are timed; then they go to
+        the cache. Processes take turns, because two at a time would disturb each other and choose differently.
+        alone=False, without waiting, is for a process that has another rank's choices."""
         notice = "another process searches for the fastest matmuls: this one waits for it"
         with self.cache.exclusive("searching", notice) if alone else contextlib.nullcontext():
             found = self.cache.find(self.cache_key(), ".json")
@@ -105,22 +105,22 @@ class Matmul:
                 self.cache.keep(self.cache_key(), ".json", json.dumps(together, indent=1).encode())
 
     def notes(self):
-        """What a checkpoint records: the same after a start that had to search as after one that knew."""
+        """What a checkpoint records: the same whether this start searched or read the cache."""
         keys = sorted(self.used & self.chosen.keys())
         return {"products": {"on": self.identity, "algorithms": {key: self.chosen[key] for key in keys}}}
 
     def choices(self):
-        """What was found so far, for `recall` of another rank."""
+        """All choices so far, for another rank to `recall`."""
         return {"products": {"on": self.identity, "algorithms": self.chosen}}
 
     @staticmethod
     def identity_in(notes):
-        """The `identity` of whoever made these notes; None where they have no choices."""
+        """The `identity` of the run that made these notes; None if they have no choices."""
         return notes.get("products", {}).get("on")
 
     def recall(self, notes):
-        """Use what a checkpoint records; returns False when it is of another GPU or library. Raises ValueError for
-        notes that are damaged."""
+        """Use the choices in `notes`; returns False if they are of another GPU or library. Raises ValueError for
+        damaged notes."""
         if self.identity_in(notes) != self.identity:
             return False
         recorded = notes["products"]["algorithms"]
@@ -132,18 +132,18 @@ class Matmul:
         return True
 
     def repeats(self):
-        """Whether each matmul that a checkpoint recorded is done as it says, as far as it occurs in this run."""
+        """Whether every recorded matmul that occurs in this run is done as the checkpoint says."""
         return all(self.chosen.get(key, value) == value for key, value in self.recorded.items())
 
 
-RESOLUTION = 0.5e-6  # seconds: that of CUDA's events
-IN_FRONT = 1.15  # times the least time: what took longer at first is not timed again
+RESOLUTION = 0.5e-6  # seconds, of CUDA's events
+IN_FRONT = 1.15  # times the least time: ways that took longer at first are not timed again
 
 
 def fastest(device, calls):
-    """The index of the call that takes the least time; 0, if no other is faster by more than can be told.
+    """Return the index of the fastest call; 0 if no other is measurably faster.
 
-    Those in front are timed again, in turns: as the GPU gets warm its clock falls, and matmuls with it, by up to 15
+    Those in front are timed again, in turns: as the GPU warms up, its clock falls and matmuls slow down, by up to 15
     percent.
     """
     times = [measure(device, call, 1) for call in calls]
@@ -167,7 +167,7 @@ class MatmulKernels:
         self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry
         self.hopper = hasattr(self.geometry, "MATMUL_NARROW_BN")
         tiles = WORKSPACE // (4 * self.geometry.MATMUL_BM * self.geometry.MATMUL_BN)  # whose sums the workspace holds
-        self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile that are added up; 0 when all are
+        self.done = cp.zeros((2, tiles), np.int32)  # for each stream: parts of a tile added up so far; 0 after the last
 
     def forward(self, out, inp, weight, bias, narrow=False):
         """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC,) (None: no bias). narrow: in tiles of fewer columns."""
@@ -189,14 +189,14 @@ class MatmulKernels:
                     self.operand(weight, g.MATMUL_BK), float(scale))
 
     def gelu_backward_inp(self, dinp, partials, dout, weight, inp):
-        """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp); partials (tiles, C): dinp's sums over tiles' rows."""
+        """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp); partials (tiles, C) = dinp's sums over tiles' rows."""
         g = self.geometry
         self.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], self.result(dinp), partials,
                     self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), self.result(inp))
 
     def backward_weight_ways(self, dweight, dout, inp, scale):
-        """Ways for dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C): with the inner dimension in so many parts,
-        where there are few tiles for many multiprocessors, and on Hopper in narrow tiles, too."""
+        """Return the ways to do dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C): if there are few tiles for the
+        multiprocessors, with the inner dimension split into parts (split-K); on Hopper, in narrow tiles, too."""
         g, (OC, C), N = self.geometry, dweight.shape, inp.shape[0]
 
         def call(name, splits):
@@ -215,11 +215,11 @@ class MatmulKernels:
         return ways
 
     def operand(self, array, rows, columns=None):
-        """An operand as the kernels take it; rows, columns (BK if None): what TMA copies at once."""
+        """An operand as the kernels take it. rows, columns (None: BK): of the box that TMA copies at once."""
         return self.device.tensor_map(array, rows, columns or self.geometry.MATMUL_BK) if self.hopper else array
 
     def result(self, array, narrow=False):
-        """A result, or what has its shape, in the strips of a tile that TMA copies at once."""
+        """A result, or an operand of its shape, as the kernels take it: TMA copies a strip of a tile at once."""
         g = self.geometry
         columns = (g.MATMUL_NARROW_STRIP if narrow else g.MATMUL_STRIP) if self.hopper else None
         return self.operand(array, g.MATMUL_BM, columns)
@@ -228,7 +228,7 @@ class MatmulKernels:
         g = self.geometry
         columns = g.MATMUL_NARROW_BN if name.endswith("_narrow") else g.MATMUL_BN
         tiles = blocks(M, g.MATMUL_BM) * blocks(N, columns)
-        band = 32 if blocks(N, columns) > 64 else 8  # rows of tiles done together: what they share is in the L2 cache
+        band = 32 if blocks(N, columns) > 64 else 8  # rows of tiles done together, to share operands in L2
         grid = min(tiles * splits, self.device.sm_count) if self.hopper else tiles * splits
         threads = g.MATMUL_GELU_THREADS if name == "matmul_forward_gelu" else g.MATMUL_THREADS
         sizes = (M, N, K, band, splits) if "weight" in name else (M, N, K, band)
@@ -239,22 +239,22 @@ class MatmulKernels:
 # cuBLASLt
 
 CANDIDATES = 32  # algorithms that a search times
-# Tensor cores truncate what they add to the last bit of the sum: with 50304 TF32 products in one chain, as in the
-# gradient of lnf, the losses show it. A chain has LONGEST_CHAIN at most, where K can be halved that often;
-# the chains are added to each other in float32: dev/matmul.md. (A bfloat16 result hides it.)
+# Tensor cores truncate each addend to the last bit of the sum. With 50304 TF32 products in one chain, as in the
+# gradient of lnf, the losses show it. So a chain has at most LONGEST_CHAIN products, if K can be halved that often, and
+# chains are added up in float32: dev/matmul.md. (A bfloat16 result hides the error.)
 FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
 
-cublasLt = None  # nvmath's bindings, from the first CublasLt on
+cublasLt = None  # nvmath's bindings, imported by the first CublasLt
 
 
 class CublasLt:
-    """Matmuls by the algorithms that cuBLASLt proposes, of which the fastest is searched."""
+    """Matmuls by the fastest of the algorithms that cuBLASLt proposes."""
 
     def __init__(self, matmul):
         global cublasLt
         self.matmul, self.device, self.precision = matmul, matmul.device, matmul.precision
         try:
-            from nvmath.bindings import cublasLt  # here: it takes 0.3 s, and text generation has no use for it
+            from nvmath.bindings import cublasLt  # here: it takes 0.3 s, and text generation does not need it
 
             GPU_ERRORS.add(cublasLt.cuBLASLtError)
             self.handle, self.version = cublasLt.create(), cublasLt.get_version()
@@ -264,7 +264,7 @@ class CublasLt:
         self.plans = {}
 
     def multiply(self, out, a, b, bias=None, accumulate=False, scale=1.0):
-        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,). Arrays are row-major, a and b perhaps transposed."""
+        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,). Arrays are row-major; a and b may be transposed."""
         plan = self.plan(out, a, b, bias)
         scale, beta = np.full(1, scale, np.float32), np.full(1, accumulate, np.float32)
 
@@ -283,10 +283,10 @@ class CublasLt:
             run(plan.algorithm)
 
     def multiply_in_chains(self, out, a, b, scale=1.0):
-        """out (M,N) = scale * a (M,K) @ b (K,N), no sum longer than LONGEST_CHAIN in TF32."""
+        """out (M,N) = scale * a (M,K) @ b (K,N), with at most LONGEST_CHAIN TF32 products in one sum."""
         K, parts = b.shape[0], 1
         limited = self.precision.matmul == "tf32"
-        while limited and K > parts * LONGEST_CHAIN and K % (8 * parts) == 0:  # rows of 16 bytes in each part
+        while limited and K > parts * LONGEST_CHAIN and K % (8 * parts) == 0:  # rows of a part: multiples of 16 bytes
             parts *= 2
         length = K // parts
         for begin in range(0, K, length):
@@ -294,8 +294,8 @@ class CublasLt:
             self.multiply(out, a[:, part], b[part], accumulate=begin > 0, scale=scale)
 
     def plan(self, out, a, b, bias):
-        """A matmul's description for cuBLASLt, made once for its shape. cuBLASLt is column-major: our (M,N) array is
-        its (N,M) matrix, so that our b is its first operand (m,k), our a its second (k,n)."""
+        """A matmul's description for cuBLASLt, made once for each shape. cuBLASLt is column-major: our (M,N) array is
+        its (N,M) matrix, so our b is its first operand (m,k) and our a its second (k,n)."""
         (n, k), m = a.shape, b.shape[1]
         first, second = is_transposed(b), is_transposed(a)  # whether cuBLASLt has to transpose its operand
         stride = (a.T if second else a).strides[0] // a.itemsize  # from one column of the second operand to the next
@@ -322,8 +322,8 @@ class CublasLt:
         return self.plans[key]
 
     def choose(self, plan, run):
-        """The recorded algorithm for this shape, or the fastest of cuBLASLt's candidates; while not searching, its
-        first."""
+        """Return the recorded algorithm for this shape, else the fastest of cuBLASLt's candidates; when not searching,
+        always its first."""
         matmul, key = self.matmul, plan.key
 
         def works(algorithm):
@@ -349,12 +349,12 @@ class CublasLt:
         return found
 
     def propose(self, plan):
-        """cuBLASLt's candidates, most promising first, each as a (1,) array; while not searching, one.
+        """Return cuBLASLt's candidates, most promising first, each as a (1,) array; when not searching, at most one.
 
-        For the shapes of sampling, only algorithms that add up each sum as a whole: others split the sums of the last
-        tiles, so that equal rows of the operands give different rows of the result.
+        When not searching, for the shapes of sampling, only algorithms that do not split sums: others split those of
+        the last tiles, so that equal rows of the operands give different rows of the result.
         """
-        whole, in_float32, in_any = 0, 2, 7  # cublasLtReductionScheme_t: what the parts of a sum are added up in
+        whole, in_float32, in_any = 0, 2, 7  # cublasLtReductionScheme_t: no split; or the dtype that adds up the parts
         searching = self.matmul.searching
         schemes = whole if not searching else in_float32 if self.precision.bf16 else in_any
         preference = cublasLt.matmul_preference_create()

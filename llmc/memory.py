@@ -1,4 +1,4 @@
-"""What a trainer allocates on the GPU, and whether that fits."""
+"""What a trainer allocates on the GPU, and whether it fits."""
 
 import bisect
 import dataclasses
@@ -11,7 +11,7 @@ from llmc.progress import print_memory
 from llmc.tensors import table_bytes
 from llmc.zero import Shares
 
-RESERVE = 256 << 20  # bytes beside the plan: for cuBLASLt's kernels, the graph, small tables and rounding up
+RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, the graph, small tables and rounding up
 MOST_BLOCKS = 65535  # in y and z of a CUDA grid: attention's z is the sequence, transpose's y is 64 positions
 
 
@@ -46,13 +46,13 @@ def makes_text(device):
 
 
 def text_bytes(architecture, config, settings, device):
-    """What a decoder for samples allocates."""
+    """Bytes that a decoder for samples allocates."""
     tables = architecture.Decoder.tables(config, settings.precision, 1, settings.T, device.geometry)
     return sum(table_bytes(table, ALIGN) for table in tables)
 
 
 def check_memory(architecture, config, settings, device):
-    """Print what will be allocated; raise UserError that says how much is needed, how much is free, what would fit."""
+    """Print what will be allocated. If it does not fit, raise UserError: memory needed, memory free, what would fit."""
 
     def needed(**changed):
         plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device)
@@ -85,5 +85,5 @@ def check_memory(architecture, config, settings, device):
 
 
 def free_memory():
-    """Bytes that the plan may use."""
+    """Bytes of GPU memory that the plan may use."""
     return cp.cuda.runtime.memGetInfo()[0] - RESERVE

@@ -1,4 +1,4 @@
-"""Updates that are outliers, as a batch of damaged text makes them: --skip_loss_zscore, --skip_norm_zscore."""
+"""Skipping outlier updates, which a batch of damaged text can cause: --skip_loss_zscore, --skip_norm_zscore."""
 
 import math
 
@@ -6,12 +6,12 @@ import numpy as np
 
 WINDOW = 128  # updates
 RECENT = np.dtype([("count", "i4"), ("values", "f4", WINDOW)])  # struct Recent of update.cu; value n is at n % WINDOW
-LOSS, NORM = 0, 1  # of a run: (2,) RECENT
+LOSS, NORM = 0, 1  # indices into a run's (2,) RECENT
 
 
 def z_score(recent, x):
-    """How many standard deviations x lies above the mean of the last WINDOW values, x included, as in llm.c; 0 until
-    there are as many, inf if x is not finite. Adds a finite x to `recent`, a RECENT."""
+    """How many standard deviations x lies above the mean of the last WINDOW values, x included, as in llm.c. 0 until
+    there are WINDOW values; inf if x is not finite. Adds a finite x to `recent`, a RECENT."""
     if not math.isfinite(x):
         return math.inf
     recent["values"][recent["count"] % WINDOW] = x
@@ -24,21 +24,21 @@ def z_score(recent, x):
 
 
 def reason_to_skip(settings, loss_z, norm_z):
-    """What makes an update an outlier, in words; None if it is none."""
+    """Say in words why an update is an outlier; None if it is not."""
     for what, z, limit in (("loss", loss_z, settings.skip_loss_zscore), ("norm", norm_z, settings.skip_norm_zscore)):
-        if limit and np.float32(z) > np.float32(limit):  # as on a GPU
+        if limit and np.float32(z) > np.float32(limit):  # in float32, as on a GPU
             return f"{what} z-score {z:.2f}, above {limit:g}"
     return None
 
 
 def notes_on(recent):
-    """A checkpoint's notes that have these losses and norms; none where there are none."""
+    """A checkpoint's notes, a dict, with these losses and norms; empty if there are none."""
     rows = [{"count": int(row["count"]), "values": row["values"].tolist()} for row in recent]
     return {"recent": rows} if recent["count"].any() else {}
 
 
 def read_recent(notes):
-    """The losses and norms, (2,) RECENT, of a checkpoint's notes; raises ValueError, KeyError or TypeError for notes
+    """Read losses and norms, (2,) RECENT, from a checkpoint's notes; raises ValueError, KeyError or TypeError for notes
     that notes_on did not make."""
     recent = np.zeros(2, RECENT)
     for row, found in zip(recent, notes.get("recent", [{"count": 0, "values": 0.0}] * 2), strict=True):

@@ -1,11 +1,11 @@
-"""What a run on a GPU computes in: the dtypes of its tensors and matmuls, and how a run's lines name them."""
+"""The precision of a run on a GPU: the dtypes of its tensors and matmuls, and how the output names them."""
 
 from typing import NamedTuple
 
 
 class Precision(NamedTuple):
-    """What a run computes in. Parameters and activations have `dtype`, but for the residual stream; statistics, losses
-    and AdamW's state are float32."""
+    """The dtypes of a run. Parameters and activations have `dtype`, except the residual stream; statistics, losses and
+    AdamW's state are float32."""
 
     dtype: str = "float32"
     tf32: int = 1  # matmuls round float32 operands to TF32
@@ -17,8 +17,8 @@ class Precision(NamedTuple):
 
     @property
     def residual(self):
-        """dtype of the residual stream. Each layer adds to it twice, and the rounding of each sum stays: half precision
-        has 3 bits more than bfloat16 in as many bytes. Its range, up to 65504, is wide enough, and saturates."""
+        """dtype of the residual stream. Each layer adds to it twice, and the rounding errors accumulate: float16 has 3
+        bits more than bfloat16 in as many bytes. Its range, up to 65504, is wide enough; larger values saturate."""
         return "float16" if self.bf16 else self.dtype
 
     @property
@@ -37,12 +37,12 @@ class Precision(NamedTuple):
 
     @property
     def matmul(self):
-        """What matmuls multiply; they accumulate in float32."""
+        """What matmuls round their operands to; they accumulate in float32."""
         return "bf16" if self.bf16 else "tf32" if self.tf32 else "float32"
 
 
 def describe_precision(settings):
-    """What a run computes in, as printed and as checkpoints record it."""
+    """Describe a run's precision, as printed and as recorded in checkpoints."""
     if not settings.precision.bf16:
         return f"float32, {'TF32' if settings.tf32 else 'float32'} products"
     parts = ["bfloat16", f"{'float32' if settings.master else 'no'} master weights"]

@@ -1,4 +1,4 @@
-"""What a run prints: how it begins, a line a step, the time that is left, and on a terminal a bar below the lines."""
+"""What a run prints: a header, a line per step with the time left, and on a terminal a progress bar below the lines."""
 
 import os
 import re
@@ -7,12 +7,12 @@ import sys
 import time
 
 # ----------------------------------------------------------------------------------------------------------------------
-# how a run begins
+# the header
 
 
 def print_start(settings, config, parameters, model, train_loader, val_loader, device):
-    """What a run is, in a few lines; with --verbose, all settings, too. parameters: their number; model, device: what
-    to call them."""
+    """Print what a run is, in a few lines; with --verbose, all settings, too. parameters: their number; model, device:
+    how to name them."""
     B, T, micro_steps = settings.B, settings.T, settings.micro_steps
     epochs = settings.steps * micro_steps / train_loader.batches_per_epoch
     rows = [
@@ -32,7 +32,7 @@ def print_start(settings, config, parameters, model, train_loader, val_loader, d
 
 
 def print_memory(plan, each):
-    """plan: [(bytes, what for)]; each: print a line for each of them, instead of one for all."""
+    """Print a plan, [(bytes, what for)]: in one line or, with `each`, a line per entry."""
     if not each:
         size = sum(size for size, _ in plan)
         print(f"memory    {f'{size / 2**30:.1f} GiB' if size >> 30 else f'{size / 2**20:.0f} MiB'}")
@@ -42,7 +42,7 @@ def print_memory(plan, each):
 
 
 def print_table(groups):
-    """A box around groups of (name, value)."""
+    """Print groups of (name, value) in a box."""
     groups = [[(name, str(value)) for name, value in rows] for rows in groups]
     names, width = (max(least, *(len(row[i]) for rows in groups for row in rows)) for i, least in enumerate((21, 50)))
     line = f"+-{'-' * names}-+-{'-' * width}-+"
@@ -74,17 +74,17 @@ def duration(seconds):
 
 
 def flops_per_token(parameters, config, T):
-    """Floating-point operations that training takes for a token, as llm.c counts them: 6 N + 6 L C T.
+    """Floating-point operations per token of training, as llm.c counts them: 6 N + 6 L C T.
 
-    N: parameters: a multiplication and an addition each, three times, for the output and for the gradients of input and
-    weight (wpe, which is only looked up, is 0.6 percent of GPT-2 124M). 6 L C T: the two matmuls of causal attention,
-    which see T / 2 positions on average. Scaling Laws for Neural Language Models, Kaplan et al. 2020,
+    6 N: a multiplication and an addition for each of N parameters, in three matmuls: the output and the gradients of
+    input and weight (wpe, which is only looked up, is 0.6 percent of GPT-2 124M). 6 L C T: the two matmuls of causal
+    attention, over T / 2 positions on average. Scaling Laws for Neural Language Models, Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361
     """
     return 6 * parameters + 6 * config.L * config.C * T
 
 
-PEAKS = {  # name as CUDA has it -> dense TFLOP/s with float32 sums, (bf16, TF32): NVIDIA's data sheets, whitepapers
+PEAKS = {  # CUDA's name -> dense TFLOP/s with float32 accumulation, (bf16, TF32): NVIDIA's data sheets, whitepapers
     r"B200": (2250, 1125),
     r"H[12]00 NVL": (835.5, 417.5),
     r"G?H200.*|H100 .*HBM3": (989.4, 494.7),
@@ -104,7 +104,7 @@ PEAKS = {  # name as CUDA has it -> dense TFLOP/s with float32 sums, (bf16, TF32
 
 
 def peak_flops(name, kind):
-    """FLOP/s of a GPU for matmuls of kind bf16 or tf32; None where it is not known (of a part of a GPU, say)."""
+    """Peak FLOP/s of a GPU for matmuls of kind bf16 or tf32; None if it is not known (for a MIG slice, say)."""
     name = re.sub(r"^(NVIDIA )?(GeForce )?", "", name)
     found = [peaks for pattern, peaks in PEAKS.items() if re.fullmatch(pattern, name) and " MIG " not in name]
     return dict(zip(("bf16", "tf32"), found[0])).get(kind, 0) * 1e12 or None if found else None
@@ -120,20 +120,20 @@ class Console:
         step  20/500 | val loss 4.1234
         step  21/500 | train loss 4.0517 | 0.64 s | 402 tok/s | 5 min left
 
-    On a GPU whose peak is known, with its model FLOPs utilization; with `--lines llmc`, llm.c's lines instead. On a
-    terminal a bar of tqdm's, where that is installed, stays below the short lines, until a signal comes or the `with`
-    block ends.
+    On a GPU whose peak is known, train lines also show MFU, the model FLOPs utilization. `--lines llmc` prints llm.c's
+    lines instead. On a terminal, if tqdm is installed, its bar stays below the short lines until a signal comes or the
+    `with` block ends.
     """
 
     def __init__(self, settings, first_step, token_flops=None, peak=None):
-        """token_flops, peak: for the utilization, which is left out where one is None."""
+        """token_flops (per token), peak (FLOP/s): for MFU, which is left out if either is None."""
         self.settings, self.first_step, self.done = settings, first_step, first_step
         self.tokens = settings.B * settings.T * settings.micro_steps  # of a step
         self.flops, self.peak = token_flops and token_flops * self.tokens, peak
         self.short = settings.lines == "short"
         self.seconds, self.skipped = 0.0, 0  # of all steps so far
         self.doing, self.val_loss = "", None
-        self.format_meter = None  # tqdm's, where there is a bar
+        self.format_meter = None  # tqdm's, if there is a bar
         self.bar, self.drawn = "", 0.0  # what the terminal shows, and since when
         self.writing, self.pending = False, ""
 
@@ -144,19 +144,19 @@ class Console:
         self.erase()
 
     def start(self, interruption):
-        """The steps begin. The interruption's messages take the bar's place."""
+        """Call this before the first step. The interruption's messages will take the bar's place."""
         self.began = self.timed_from = time.perf_counter()
         if not (self.short and sys.stdout.isatty()) or os.environ.get("TQDM_DISABLE", "0") not in ("", "0"):
             return
         try:
             from tqdm import tqdm
-        except ImportError:  # which training does not need
+        except ImportError:  # training does not need it
             return
         self.format_meter, self.interruption = tqdm.format_meter, interruption
         self.say, interruption.say = interruption.say, self.say_instead
 
     def wait_for(self, what):
-        """Name in the bar what takes its time now; with None, hide it until the next line."""
+        """Show in the bar what the run is doing now; None hides the bar until the next line."""
         self.doing = what
         if what is None:
             self.erase()
@@ -173,7 +173,7 @@ class Console:
         self.print(f"{self.step_of(step)} | {accuracy}" if self.short else accuracy)
 
     def training(self, step, loss, seconds, llmc):
-        """After update number `step`, counted from 0, which took so long. llmc: llm.c's line for it."""
+        """Print the line of update number `step`, counted from 0, which took `seconds`. llmc: llm.c's line for it."""
         self.done, self.seconds, self.doing = step + 1, self.seconds + seconds, "training"
         left = self.time_left(seconds)
         if self.done % self.settings.print_every and self.done not in (self.first_step + 1, self.settings.steps):
@@ -191,12 +191,12 @@ class Console:
         self.print(" | ".join(words))
 
     def skip(self, step, reason):
-        """The update that is number `step` in this run's lines was skipped."""
+        """Print that an update was skipped. step: its number in this run's lines."""
         self.skipped += 1
         self.print(f"{self.step_of(step)} | update skipped: {reason}")
 
     def end(self, llmc=None):
-        """The run is complete. llmc: llm.c's line for that."""
+        """Print the last lines of a complete run. llmc: llm.c's line for that."""
         self.erase()
         if self.skipped:
             print(f"updates skipped: {self.skipped}")
@@ -213,14 +213,14 @@ class Console:
         return f"step {done:>{len(total)}}/{total}"
 
     def time_left(self, seconds):
-        """From the pace so far with all that is not training; the first step, which warms up, does not count."""
+        """Seconds left at the pace so far. Validation and the like count; the first step, a warm-up, does not."""
         now, before = time.perf_counter(), self.done - self.first_step - 1  # steps since the first one
         if before == 0:
             self.timed_from = now
         pace = (now - self.timed_from) / before if before else seconds
         return pace * (self.settings.steps - self.done)
 
-    # -- the bar: one line at the bottom, which what is printed overwrites
+    # -- the bar: one line at the bottom, overwritten by the next line that is printed
 
     def has_bar(self):
         return self.format_meter and self.interruption.signal is None
@@ -233,11 +233,11 @@ class Console:
         self.draw()
 
     def draw(self, at_once=False):
-        """Show the bar where it is not shown; renew it at once, or ten times a second at most."""
+        """Show the bar if it is hidden; else redraw it, at most ten times a second unless at_once."""
         now = time.perf_counter()
         if not self.has_bar() or self.bar and not at_once and now < self.drawn + 0.1:
             return
-        columns = shutil.get_terminal_size().columns - 3  # Ctrl-C is echoed behind it
+        columns = shutil.get_terminal_size().columns - 3  # room for the echo of Ctrl-C
         postfix = f"val loss {self.val_loss:.4f}" if self.val_loss is not None else None
         encoding = (sys.stdout.encoding or "").lower()
         bar = self.format_meter(self.done, self.settings.steps, now - self.began, columns, self.doing,
@@ -253,7 +253,7 @@ class Console:
             self.write(blank(self.bar))
 
     def write(self, text, bar=""):
-        """Write a text after which the terminal's last line is `bar`; a signal's message waits until it is there."""
+        """Write a text that leaves `bar` as the terminal's last line. A signal's message waits until it is written."""
         self.writing = True
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -262,7 +262,7 @@ class Console:
             self.say_instead(self.pending)
 
     def say_instead(self, text):
-        """The interruption's message, in the bar's place; this is called within a signal handler."""
+        """Print the interruption's message in the bar's place. Called from a signal handler."""
         if self.writing:
             self.pending = text
             return
@@ -271,5 +271,5 @@ class Console:
 
 
 def blank(bar):
-    """What leaves an empty line in its place; two columns more, for the terminal's echo of Ctrl-C."""
+    """Text that blanks the bar, and two columns more, for the terminal's echo of Ctrl-C."""
     return "\r" + " " * (len(bar) + 2) + "\r"

@@ -1,9 +1,9 @@
-"""The ranks of a run on several GPUs, a process each: how they meet, what they tell each other, how they end together.
+"""The ranks of a run on several GPUs, one process each: how they meet, exchange small values, and end together.
 
-Each keeps one TCP connection to rank 0, for small values in JSON: NCCL's id, then whatever all have to agree on.
-Tensors go over NCCL. A connection also tells at once that a process has died, for which the others may wait on GPUs.
+Each rank keeps one TCP connection to rank 0, for small values in JSON: NCCL's id, then whatever all must agree on.
+Tensors go over NCCL. A broken connection also shows at once that a process has died, while other GPUs may wait for it.
 
-Rank 0 alone prints: of the others, stdout goes nowhere, and each line on stderr begins with the rank.
+Only rank 0 prints: the other ranks' stdout is discarded, and each of their lines on stderr begins with the rank.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from llmc.errors import UserError, describe
 from llmc.launchers import PARENT, Launch, find_launch, meeting_place, names_of
 from llmc.threads import leave_signals_alone
 
-MEETING_SECONDS = 300  # for all ranks to come
-FIRST_NOTE_SECONDS = 5  # then rank 0 says whom it waits for
-ANSWER_SECONDS = 3  # for rank 0 to answer whoever calls it; others may listen on its ports
-GRACE_SECONDS = 2  # for rank 0 to end with the error that another rank has ended with
-END_SECONDS = 10  # for rank 0's last words, when another rank is about to end
+MEETING_SECONDS = 300  # for all ranks to connect
+FIRST_NOTE_SECONDS = 5  # after which rank 0 prints which ranks it is waiting for
+ANSWER_SECONDS = 3  # for rank 0 to answer a connection; other programs may listen on its ports
+GRACE_SECONDS = 2  # for rank 0 to end with an error of its own, after another rank has reported one
+END_SECONDS = 10  # for rank 0 to exit first, after it has told the other ranks to end
 
 # ----------------------------------------------------------------------------------------------------------------------
-# frames: a list in JSON, its first item the kind, after a magic and the length
+# frames: magic, length, and a list in JSON whose first item is the frame's kind
 
 HEADER = struct.Struct(">4sI")
 MAGIC = b"rank"
@@ -43,7 +43,7 @@ def send_frame(connection, *frame):
 
 
 def receive_frame(connection):
-    """The next frame, None at the end; raises ValueError for what is none, OSError where the connection breaks."""
+    """The next frame, None at the end; raises ValueError for a malformed frame, OSError if the connection breaks."""
     header = receive_bytes(connection, HEADER.size)
     if not header:
         return None
@@ -60,7 +60,7 @@ def receive_frame(connection):
 
 
 def receive_bytes(connection, count):
-    """So many bytes, or none; raises ValueError where the connection ends between."""
+    """Receive `count` bytes, or none at the end; raises ValueError if the connection ends in between."""
     data = bytearray()
     while len(data) < count:
         more = connection.recv(min(count - len(data), 1 << 16))
@@ -77,50 +77,49 @@ def receive_bytes(connection, count):
 
 
 class Peer:
-    """The other end of a connection: any rank for rank 0, rank 0 for the others."""
+    """The other end of a connection: on rank 0, another rank; on the others, rank 0."""
 
     def __init__(self, connection, rank, host, pid, size=None):
         self.connection, self.rank, self.host, self.pid, self.size = connection, rank, host, pid, size
-        self.frames = queue.SimpleQueue()  # that its reader thread received
+        self.frames = queue.SimpleQueue()  # received by its reader thread
         self.sending = threading.Lock()
         self.over = False  # it has said goodbye
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that has lost power says nothing
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that loses power sends nothing
         for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):  # 30 s
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30000)  # ms, with something on its way
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30000)  # ms, for sent data
 
     def __str__(self):
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
     def send(self, *frame, seconds=-1):
-        """seconds: how long to wait for another thread that is sending."""
+        """Send a frame, unless another thread is still sending after `seconds` (-1: wait for it however long)."""
         if self.sending.acquire(timeout=seconds):
-            with contextlib.suppress(OSError):  # a broken connection is its reader's to tell
+            with contextlib.suppress(OSError):  # its reader thread reports a broken connection
                 send_frame(self.connection, *frame)
             self.sending.release()
 
 
 class Ranks:
-    """The processes of a run, one of which this is: rank, size, local_rank and local_size (on this machine), is_first.
+    """The processes of a run, seen from one: its rank, size, local_rank and local_size (on this machine), is_first.
 
-    To be used in a `with` block, the outermost of the program, which all ranks leave together: when one ends in an
-    error, all processes end, with its exit status, and one line on stderr. Ranks() is a process alone, for which there
-    is nothing to do.
+    Use it as the outermost `with` block of the program. All ranks leave it together: when one fails, all processes end
+    with its exit status and one line on stderr. Ranks() is a single process; its methods return at once.
     """
 
     def __init__(self, launch=Launch()):
         self.rank, self.size = launch.rank, launch.size
         self.local_rank, self.local_size = launch.local_rank or 0, 1
         self.is_first = self.rank == 0
-        self.peers = []  # of rank 0 all others in order, of the others rank 0
-        self.arrivals = queue.SimpleQueue()  # rank 0: those that have come
-        self.ended = threading.Event()  # rank 0's block has ended in an error
-        self.last_words = threading.Lock()  # of whoever has the last words; never released
+        self.peers = []  # on rank 0 all other ranks, in order; on the others rank 0
+        self.arrivals = queue.SimpleQueue()  # on rank 0: Peers that have just connected
+        self.ended = threading.Event()  # on rank 0: its block has ended with an error
+        self.last_words = threading.Lock()  # held by the thread that ends the process; never released
 
     def gather(self, value):
-        """The values of all ranks, in their order, on every rank: what JSON knows, floats to the bit."""
+        """Return the values of all ranks, in order, on every rank. JSON carries them; floats keep every bit."""
         if self.size == 1:
             return [value]
         if not self.is_first:
@@ -132,8 +131,8 @@ class Ranks:
         return values
 
     def attempt(self, function):
-        """What function() gives on each rank, in their order, on every rank. Where it raises UserError on one, all
-        do."""
+        """Call function() on each rank, and return all results, in order, on every rank. If it raises UserError on
+        one rank, all ranks raise it."""
         value, error = None, None
         try:
             value = function()
@@ -146,13 +145,13 @@ class Ranks:
         return [value for value, _ in results]
 
     def largest(self, number):
-        """The largest of all ranks' numbers, where None counts as 0; None where all are None."""
+        """Return the largest of all ranks' numbers, with None as 0; None if all are None."""
         numbers = self.gather(number)
         return None if all(number is None for number in numbers) else max(number or 0 for number in numbers)
 
     def starmap(self, function, items, check=lambda: None):
-        """[function(*item) for item in items], on every rank, of which each computes every size'th. All ranks call
-        `check` before each round of them."""
+        """Return [function(*item) for item in items] on every rank; each rank computes every size'th item. All ranks
+        call `check` before each round of `size` items."""
         mine, count = [], 0
         for count, item in enumerate(items, 1):
             if (count - 1) % self.size == 0:
@@ -164,8 +163,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def said_once(self):
-        """For what all ranks say alike: within this block rank 0 alone prints. If another ends here, as argparse does
-        after a bad flag, its last line goes to rank 0, as any error."""
+        """Context manager for messages that are the same on all ranks: only rank 0 prints them. If another rank exits
+        inside it, as argparse does after a bad flag, the last line it wrote goes to rank 0, like any error."""
         if self.is_first:
             yield
             return
@@ -186,7 +185,7 @@ class Ranks:
     # -- the meeting
 
     def lead(self, place, seconds):
-        """Rank 0's part."""
+        """Rank 0: wait for all others, then tell them the host names of all ranks, in order, and return these."""
         began, noted = time.monotonic(), False
         with listen(place) as listener:
             where = f"{place.host}:{listener.getsockname()[1]}"
@@ -220,7 +219,7 @@ class Ranks:
             raise UserError(f"{peer} has come after {who}: start one process for each rank of 0 to {self.size - 1}")
 
     def follow(self, place, seconds):
-        """The other ranks' part."""
+        """Other ranks: connect to rank 0, and return the host names of all ranks, in order."""
         deadline, trouble = time.monotonic() + seconds, "no answer"
         host, pid = socket.gethostname(), os.getpid()
         while not self.peers:
@@ -245,10 +244,10 @@ class Ranks:
         start_thread(self.read, self.peers[0])
         return self.next_frame(self.peers[0], "welcome")[0]
 
-    # -- threads, one a connection
+    # -- threads, one for each connection
 
     def serve(self, connection, place):
-        """Rank 0: a thread for whoever connects. Strangers are dropped; a rank of this run is read until it ends."""
+        """Rank 0's thread for one connection: drop a stranger; read the frames of a rank of this run until it ends."""
         try:
             connection.settimeout(10)
             kind, run, rank, size, host, pid = receive_frame(connection) or [None] * 6
@@ -263,7 +262,7 @@ class Ranks:
         self.read(peer)
 
     def read(self, peer):
-        """Hand the frames of a connection to the main thread; act at once on those that end the run."""
+        """Pass a connection's frames to the main thread; act at once on those that end the run."""
         while True:
             try:
                 frame = receive_frame(peer.connection)
@@ -278,7 +277,7 @@ class Ranks:
                 text, status = frame[1:]
                 if not self.ended.wait(GRACE_SECONDS):
                     self.fail("\n".join(f"rank {peer.rank}: {line}" for line in text.splitlines()), status)
-            elif frame[0] == "end":  # rank 0 has the last words: launchers end the others when one has ended
+            elif frame[0] == "end":  # wait for rank 0 to exit: launchers kill the other ranks once one has
                 peer.connection.settimeout(END_SECONDS)
                 with contextlib.suppress(OSError, ValueError):
                     while receive_frame(peer.connection):
@@ -289,10 +288,10 @@ class Ranks:
                 peer.frames.put(frame)
 
     def fail(self, text, status=1):
-        """End this process and, on rank 0, all; the main thread may wait on its GPU for a rank that is gone."""
+        """End this process and, on rank 0, all: a main thread may be waiting on its GPU for a rank that is gone."""
         if not self.last_words.acquire(blocking=False):
             return
-        begin = "\n" if sys.stderr.isatty() else ""  # there may be a bar, or ^C
+        begin = "\n" if sys.stderr.isatty() else ""  # after a progress bar or ^C
         if text:
             with contextlib.suppress(OSError):
                 print(f"{begin}{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
@@ -316,17 +315,17 @@ class Ranks:
                 return self.part()
             except BaseException as error:
                 text, status = describe(error)
-        if self.is_first:  # not through the interpreter's end: the GPU may wait for a rank that is gone
+        if self.is_first:  # no normal exit: the GPU may be waiting for a rank that is gone
             self.ended.set()
             self.fail(text, status)
-            time.sleep(END_SECONDS)  # another thread is in fail()
+            time.sleep(END_SECONDS)  # another thread is in fail(), and ends the process
         elif self.peers:
             self.peers[0].send("error", text or f"exit status {status}", status)
-            time.sleep(GRACE_SECONDS + END_SECONDS)  # rank 0 ends this process
+            time.sleep(GRACE_SECONDS + END_SECONDS)  # meanwhile, rank 0 normally ends this process
             leave_process(status)
 
     def part(self):
-        """Say goodbye, when all have come to it."""
+        """Exchange goodbyes, which waits until all ranks have come to the end."""
         if not self.is_first:
             self.peers[0].send("goodbye")
             self.next_frame(self.peers[0], "goodbye")
@@ -341,10 +340,10 @@ ALONE = Ranks()
 
 
 def join(environ=os.environ, seconds=MEETING_SECONDS):
-    """The Ranks of this run, once all have met; a process that no launcher started is alone.
+    """Return the Ranks of this run, once all have met; a process that no launcher started is alone.
 
-    seconds: how long to wait for the others. Raises UserError, on rank 0 if it can, where one does not come, one comes
-    twice, sizes differ, or a launcher's variable is no such number.
+    seconds: how long to wait for the others. Raises UserError, on rank 0 if possible, when a rank does not come or
+    comes twice, when sizes differ, or when a launcher's variable is invalid.
     """
     launch = find_launch(environ)
     ranks = Ranks(launch)
@@ -368,7 +367,7 @@ def join(environ=os.environ, seconds=MEETING_SECONDS):
 
 
 def listen(place):
-    """A socket on the first port that is free; open to this machine alone if all ranks are here."""
+    """Listen on the first free port, for this machine only if all ranks are on it; raises UserError if none is free."""
     here = place.host in ("127.0.0.1", "localhost")
     for port in place.ports:
         try:
@@ -390,14 +389,14 @@ def start_thread(function, *arguments):
 
 
 def stop_without(pipe):
-    """Stop as after SIGTERM when the process that holds the other end of the pipe has gone."""
+    """Send SIGTERM to this process when the process that holds the other end of the pipe is gone."""
     with contextlib.suppress(OSError):
         if not os.read(pipe, 1):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def leave_process(status):
-    """Exit although the main thread is busy. What stdout and stderr still hold is written, if their readers take it."""
+    """Exit even if the main thread is busy. Flushes stdout and stderr, if that takes less than a second."""
     def flush():
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -414,7 +413,7 @@ def leave_process(status):
 
 
 class RankOutput(io.TextIOWrapper):
-    """stderr of a rank that is not the first: each line begins with it."""
+    """stderr of a rank other than 0: each line begins with the rank."""
 
     prefix, begins = "", True
 
@@ -426,7 +425,7 @@ class RankOutput(io.TextIOWrapper):
         return len(text)
 
     def isatty(self):
-        return False  # bars are for the first
+        return False  # only rank 0 draws a progress bar
 
 
 def speak_as(rank):

@@ -1,4 +1,4 @@
-"""Sampling: llm.c's random numbers, and text from a model."""
+"""Sampling: llm.c's random number generator, and text generation."""
 
 import codecs
 import sys
@@ -42,13 +42,13 @@ class Choice(NamedTuple):
     """How the next token is drawn. top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751"""
 
     temperature: float = 1.0  # divides the logits; 0: the likeliest token
-    top_k: int = 0  # only among so many of the likeliest (0: all)
-    top_p: float = 1.0  # only among the likeliest, as few as have this probability together
+    top_k: int = 0  # only among this many of the likeliest tokens (0: all)
+    top_p: float = 1.0  # only among the fewest of the likeliest tokens that together have this probability
 
     def draw(self, logits, coin):
-        """The id drawn from logits (V,) float32 with a coin in [0, 1). Of equally likely tokens, the lower id counts as
+        """Draw an id from logits (V,) float32 with a coin in [0, 1). Of equally likely tokens, the lower id counts as
         the likelier."""
-        with np.errstate(over="ignore"):  # inf, and logits that become -inf, are right
+        with np.errstate(over="ignore"):  # overflow to inf, and to logits of -inf, is right
             temperature = np.float32(self.temperature)
             if temperature == 0.0:
                 return int(np.argmax(logits))
@@ -66,10 +66,10 @@ class Choice(NamedTuple):
 
 
 class Context:
-    """Feeds a decoder what it has not seen. Beyond T positions, the window moves on by half of itself."""
+    """Feeds a decoder the tokens that it has not seen. Beyond T positions, it starts over from the last T/2 tokens."""
 
     def __init__(self, decode, T):
-        """decode: tokens (B, t) at positions from `position` on, position -> logits (B, V) of the next token."""
+        """decode(tokens (B, t), position of the first) -> logits (B, V) of the next token."""
         self.decode, self.T, self.begin, self.seen = decode, T, 0, 0
 
     def logits(self, tokens):
@@ -83,8 +83,8 @@ class Context:
 
 
 class Writer:
-    """Prints ids as text, each at once, or as numbers when there is no tokenizer. Where a letter is several tokens,
-    their bytes wait for each other. Control characters, which a terminal would obey, are left out."""
+    """Prints each id at once, as text or, without a tokenizer, as a number. A character that spans several tokens is
+    printed when it is complete. Control characters, which a terminal would obey, are left out."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
@@ -102,8 +102,8 @@ class Writer:
 
 
 def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
-    """Draw `count` tokens after prompt (1, T) int32 in a sequence for each of `randoms`. Yields, for each position, the
-    ids (B,) int32 and their log-probabilities (B,) under the model, or None."""
+    """Draw `count` tokens after prompt (1, T) int32, in one sequence for each of `randoms`. Yields, for each position,
+    the ids (B,) int32, and their log-probabilities (B,) under the model or None."""
     B, T = len(randoms), prompt.shape[1]
     tokens = np.empty((B, T + count), np.int32)
     tokens[:, :T] = prompt
@@ -118,18 +118,18 @@ def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
 
 
 def log_probabilities(logits, ids):
-    """Those of ids (B,) in logits (B, V): float64 (B,)."""
+    """Log-probabilities (B,) float64 of ids (B,) under logits (B, V)."""
     x = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     return x[np.arange(len(ids)), ids] - np.log(np.exp(x).sum(-1))
 
 
 def end_of_text(tokenizer, V):
-    """Its id: each vocabulary ends with it."""
+    """The id of the end-of-text token; without a tokenizer V - 1, because it comes last in each vocabulary."""
     return tokenizer.eot if tokenizer else V - 1
 
 
 def print_sample(steps, tokenizer):
-    """Print the trainers' sample: steps are a decoder's draw, of one sequence."""
+    """Print a trainer's sample. steps: what a decoder's draw yields for one sequence."""
     print("generating:\n---", flush=True)
     writer = Writer(tokenizer)
     for ids, _ in steps:

@@ -1,4 +1,4 @@
-"""A Trainer's checkpoints: written while it goes on, and read to resume from."""
+"""Checkpoints of a Trainer: written while training goes on, and read to resume it."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ from llmc.precision import describe_precision
 
 
 class Saver:
-    """Writes checkpoints: of one GPU while the next steps run, of several before, because ranks wait for each other."""
+    """Writes checkpoints: on one GPU while the next steps run; on several before, because ranks wait for each other."""
 
     def __init__(self, trainer, train_loader, random, interruption):
         self.trainer, self.train_loader, self.random, self.interruption = trainer, train_loader, random, interruption
@@ -27,7 +27,7 @@ class Saver:
             print(f"note: the last checkpoint was not saved: {error}", file=sys.stderr)
 
     def save(self, done):
-        """Copy what there is after `done` updates to the host, and begin to write it."""
+        """Copy weights and state after `done` updates to the host, and start to write them."""
         self.wait()
         self.saved = done
         trainer, settings, ranks = self.trainer, self.trainer.settings, self.trainer.ranks
@@ -39,7 +39,7 @@ class Saver:
             params = trainer.params_now() if ranks.is_first else None
             owned, notes = trainer.state_now(), {**trainer.matmul.notes(), "precision": describe_precision(settings),
                                                  **notes_on(trainer.recent_values())}
-            saving = stack.pop_all()  # until all is written
+            saving = stack.pop_all()  # exited once all is written
 
         def write():
             with saving:
@@ -54,19 +54,19 @@ class Saver:
             self.writing = self.pool.submit(write)
 
     def wait(self):
-        """Until the last checkpoint is on the disk; raises what went wrong."""
+        """Wait until the last checkpoint is on the disk; if writing it failed, raise its error."""
         writing, self.writing = self.writing, None
         if writing:
             writing.result()
 
     def check(self):
-        """Raise what went wrong, once it is known."""
+        """Without waiting, raise the error of a checkpoint that could not be written."""
         if self.writing and self.writing.done():
             self.wait()
 
 
 def resume(trainer, step, train_loader, random):
-    """Put trainer, loader and sampler where a checkpoint has them; say where the run will differ from the first one."""
+    """Restore trainer, loader and sampler from a checkpoint; print how the run will differ from the first one."""
     settings, matmul, ranks = trainer.settings, trainer.matmul, trainer.ranks
     owned = trainer.state_room(with_exact=trainer.master is not None or not trainer.precision.bf16)
     has_exact = restore(settings, owned, step, train_loader, random)

@@ -19,7 +19,7 @@ def option(default, *flags, group, help, **argparse_options):
 
 
 def with_default(settings_class, name, default, help=None):
-    """A field of a settings class with another default, and perhaps another help text."""
+    """Copy a field of a settings class, with another default and perhaps another help text."""
     metadata = settings_class.__dataclass_fields__[name].metadata
     return dataclasses.field(default=default, metadata={**metadata, "help": help or metadata["help"]})
 
@@ -137,7 +137,7 @@ class Settings:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected 0 <= {name} < 1")
         largest = float(np.finfo(np.float32).max)
-        if not (self.eps <= largest and np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0):  # 0: 0/0 would be
+        if not (self.eps <= largest and np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0):  # else 0/0
             raise UserError(f"{flag_of(self, 'eps')} {self.eps}: expected more than 0, and finite, in float32 (the"
                             " default is 1e-8)")
         if not 0.0 <= self.final_fraction <= 1.0:
@@ -165,7 +165,7 @@ def field_flags(field):
 
 
 def parse_settings(settings_class, description, argv=None):
-    """The dataclass as a command line: its filled-in, checked instance. argparse exits with 2 on a bad flag."""
+    """Parse the command line into a checked settings_class. argparse exits with 2 on a bad flag."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     groups = {}
     for field in dataclasses.fields(settings_class):
@@ -179,7 +179,7 @@ def parse_settings(settings_class, description, argv=None):
         else:
             extra["type"] = field.type
             extra.setdefault("metavar", None if "choices" in extra else {int: "N", float: "X", str: "NAME"}[field.type])
-        default = argparse.SUPPRESS if field.default == "" else field.default  # whose help says what "" does
+        default = argparse.SUPPRESS if field.default == "" else field.default  # the help says what "" means
         groups[group].add_argument(*field_flags(field), dest=field.name, default=default, **extra)
     settings = settings_class(**vars(parser.parse_args(argv)))
     settings.check()
@@ -187,7 +187,7 @@ def parse_settings(settings_class, description, argv=None):
 
 
 def print_changed_settings(settings):
-    """One line with the settings that differ from the defaults; none when all are defaults."""
+    """Print one line with the settings that differ from their defaults, or nothing if none does."""
     changed = [f"{f.name}={getattr(settings, f.name)}" for f in dataclasses.fields(settings)
                if getattr(settings, f.name) != f.default]
     if changed:

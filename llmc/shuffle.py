@@ -1,8 +1,8 @@
-"""The order in which a run reads its data, llm.c's.
+"""The order in which a run reads its data, the same as llm.c's.
 
-Sample i of a shard is the B*T+1 tokens from number i*B*T on, the batch of one micro-step; an epoch reads each sample of
-each shard once. In order, or shuffled: an epoch permutes the shards, and each shard that it opens permutes its samples.
-Positions count the micro-steps of all GPUs together, so that they mean the same on any number of them.
+Sample i of a shard is its B*T+1 tokens from token i*B*T on, the batch of one micro-step. An epoch reads each sample of
+each shard once: in order, or shuffled, with the shards permuted for each epoch and the samples for each shard.
+Positions count the micro-steps of all GPUs together, so that they mean the same on any number of GPUs.
 """
 
 import os
@@ -17,44 +17,43 @@ SEED = 42  # llm.c's
 
 
 class Shuffle(NamedTuple):
-    """The permutations at work, and the random numbers that the next ones come from."""
+    """The current permutations, and the random state that the next ones are drawn from."""
 
-    shards: np.ndarray  # (shards,) int32, the epoch's
-    samples: np.ndarray  # (samples,) int32, of the shard at hand
+    shards: np.ndarray  # (shards,) int32, of this epoch
+    samples: np.ndarray  # (samples,) int32, of the current shard
     key: np.ndarray  # (624,) uint32, the state of mt19937 after both were drawn
     index: int  # how many words of the state are used up, 1 to 624
-    seed: int = SEED  # where the state came from
+    seed: int = SEED  # that the run began with
 
 
 class Position(NamedTuple):
     """Where a run is in its data."""
 
-    shard: int = 0  # shards of this epoch before the one at hand
-    sample: int = 0  # samples taken from it
+    shard: int = 0  # shards of this epoch before the current one
+    sample: int = 0  # samples taken from the current one
     shuffle: Shuffle | None = None  # None: in order
 
     def number(self):
-        """The shard at hand, as an index of the sorted files."""
+        """The current shard, as an index into the sorted files."""
         return self.shard if self.shuffle is None else int(self.shuffle.shards[self.shard])
 
     def next_number(self, shards):
-        """The shard that comes after it; None where the next epoch has still to be shuffled."""
+        """The next shard, as such an index; None if it belongs to an epoch that is yet to be shuffled."""
         if self.shard + 1 < shards:
             return self._replace(shard=self.shard + 1).number()
         return 0 if self.shuffle is None else None
 
 
 def first_position(counts, shuffle, seed=SEED):
-    """Where a run begins in shards of `counts` samples. seed: of the shuffled order, 0 to 2^32 - 1."""
+    """The Position where a run begins, in shards of `counts` samples. seed: for shuffling, 0 to 2^32 - 1."""
     if not shuffle:
         return Position()
-    _, key, index, *_ = np.random.RandomState(seed).get_state()  # init_genrand's, as PyTorch's and llm.c's are
+    _, key, index, *_ = np.random.RandomState(seed).get_state()  # by init_genrand, as in PyTorch and llm.c
     return Position(0, 0, next_shuffle(Shuffle(np.arange(len(counts)), np.arange(0), key, index, seed), 0, counts))
 
 
 def next_shuffle(before, shard, counts):
-    """The Shuffle for the epoch's shard `shard`, of which 0 begins an epoch: it permutes the order of the one before.
-    """
+    """The Shuffle for an epoch's shard number `shard`. Number 0 also permutes the shards, from their previous order."""
     random = np.random.RandomState()
     random.set_state(("MT19937", before.key, before.index))
     shards = permuted(before.shards, random) if shard == 0 else before.shards
@@ -64,7 +63,7 @@ def next_shuffle(before, shard, counts):
 
 
 def permuted(items, random):
-    """Fisher and Yates, from the last item down: item i changes places with item j, j the next 32 bits modulo i + 1."""
+    """Fisher-Yates shuffle, from the last item down: swap item i with item j = the next 32 random bits modulo i + 1."""
     i = np.arange(len(items) - 1, 0, -1)
     j = random.randint(0, 1 << 32, len(i), np.uint32) % (i + 1)
     items = items.tolist()
@@ -74,7 +73,7 @@ def permuted(items, random):
 
 
 def samples_from(position, counts):
-    """The samples from a position on, without end: (Position after it, shard's number, sample's number)."""
+    """Yield the samples from a position on, without end: (Position after it, shard number, sample number)."""
     shard, sample, shuffle = position
     while True:
         number = Position(shard, sample, shuffle).number()
@@ -90,7 +89,7 @@ def samples_from(position, counts):
 # ----------------------------------------------------------------------------------------------------------------------
 # in a state file: u64 number of shards, int32 each; u64 number of samples, int32 each; the generator, llm.c's struct
 
-# `left` counts what is left of the state's words down to 1, at which the next draw makes the next state.
+# `left` is the number of unused words of the state plus 1: at 1, the next draw generates a new state.
 MT19937 = np.dtype([("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)])
 MATRIX = (0, 0x9908B0DF)
 
@@ -103,7 +102,7 @@ def write_shuffle(f, shuffle):
 
 
 def read_shuffle(f, start, mend):
-    """The Shuffle at the end of an open state file, from byte `start` on; raises UserError when it cannot be one."""
+    """Read the Shuffle at the end of an open state file, from byte `start` on; raises UserError if it is damaged."""
     f.seek(start)
     permutations = []
     for what in ("shards", "samples"):
@@ -120,7 +119,7 @@ def read_shuffle(f, start, mend):
     generator = np.empty(1, MT19937)
     read_into(f, generator)
     seed, left, index, key, matrix = generator[0]
-    index = 624 if left == 1 else int(index)  # before its first draw, llm.c's is at 0, with no word left either
+    index = 624 if left == 1 else int(index)  # llm.c has 0 before the first draw: no word is left then either
     if not (0 < index <= 624 and left == 625 - index and tuple(matrix) == MATRIX
             and all(np.array_equal(np.sort(order), np.arange(len(order))) for order in permutations)):
         raise UserError(f"{f.name}: its data order is damaged; {mend}")

@@ -1,4 +1,4 @@
-"""How a program for GPUs starts: a process for each, with the same flags and model, on GPUs of one kind."""
+"""How a GPU program starts: one process per GPU, all with the same flags and model, on GPUs of one kind."""
 
 import dataclasses
 import functools
@@ -19,11 +19,11 @@ from llmc.tensors import flat
 
 
 def on_ranks(settings_class, description, work):
-    """Run work(settings, ranks) on each rank, which a launcher has started or, with --gpus, this starts; returns the
-    exit status. The settings have `gpus`."""
+    """Run work(settings, ranks) on each rank, and return the exit status. If no launcher started the ranks, --gpus
+    starts them here. settings_class has a field `gpus`."""
     parse = functools.partial(parse_settings, settings_class, description)
     if find_launch(os.environ).launcher is None and (gpus := parse().gpus) > 1:
-        return start_ranks(gpus)  # which come here, too, with a launcher
+        return start_ranks(gpus)  # each of them comes here, too, but with a launcher
     with join() as ranks, gpu_errors_as_lines():
         with ranks.said_once():
             settings = parse()
@@ -36,8 +36,8 @@ def on_ranks(settings_class, description, work):
 
 
 def check_alike(ranks, gpu, settings):
-    """Raise UserError for two ranks on one GPU, on GPUs of different kinds, or with different flags. (Files may have
-    another name on another machine.)"""
+    """Raise UserError if two ranks share a GPU, or have different kinds of GPU or different flags. (File names may
+    differ between machines.)"""
     if ranks.size == 1:
         return
     names = [field.name for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
@@ -59,11 +59,11 @@ def check_alike(ranks, gpu, settings):
 
 
 def check_same_files(ranks, config, params, train_loader, val_loader, examples):
-    """Raise UserError where a rank has read another model or other data than the first one."""
+    """Raise UserError if a rank has read another model or other data than rank 0."""
     if ranks.size == 1:
         return
     weights = flat(params)
-    sample = np.ascontiguousarray(weights[:: 1 + (weights.size >> 20)])  # the whole takes seconds
+    sample = np.ascontiguousarray(weights[:: 1 + (weights.size >> 20)])  # all of them would take seconds
     read = {"model": [config.describe(), zlib.crc32(sample)]}
     for what, loader in (("training data", train_loader), ("validation data", val_loader)):
         if loader:
@@ -83,8 +83,7 @@ def check_same_files(ranks, config, params, train_loader, val_loader, examples):
 
 
 def check_same_output(ranks, settings):
-    """Raise UserError where a rank does not find the first one's lock in its -o DIR, to which each writes its part of a
-    checkpoint."""
+    """Raise UserError if a rank does not see rank 0's lock in -o DIR, to which each writes its part of a checkpoint."""
     if ranks.size == 1 or settings.output_dir is None:
         return
     holder = functools.partial(lock_holder, settings.output, settings.output_dir)

@@ -19,11 +19,11 @@ class Row(NamedTuple):
     stacked: bool = False  # the first axis is the layer
     vocabulary: bool = False  # the first axis is the token, V rows padded to Vp
     decays: bool = False  # weight decay applies
-    ones: bool = False  # begins as ones; in bfloat16 always rounded stochastically: see kernels/update.cu
+    ones: bool = False  # initialized to ones; in bfloat16 always rounded stochastically: see kernels/update.cu
 
     @property
     def stored_as(self):
-        """NumPy has no bfloat16: such a tensor is an array of its bits."""
+        """The NumPy dtype. NumPy has no bfloat16: such a tensor is an array of its bits, uint16."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
@@ -45,12 +45,12 @@ def table_bytes(table, align=1):
 
 
 class Tensors(SimpleNamespace):
-    """Named views of one buffer, in the table's order with no gaps: `params.qkvw[l]` is (3C, C); `table`, `buffer`."""
+    """Named views of one buffer, in the table's order: `params.qkvw[l]` is (3C, C). Also has `table` and `buffer`."""
 
 
 def views(table, buffer, align=1):
-    """Lay a table's tensors over the start of a byte buffer (NumPy's or CuPy's), each at a multiple of `align` bytes
-    from there; nothing is allocated."""
+    """Lay a table's tensors over the start of a byte buffer (NumPy or CuPy), each at a multiple of `align` bytes from
+    it; allocates nothing."""
     tensors, offset = {}, 0
     for name, row in table.items():
         tensors[name] = buffer[offset : offset + row_bytes(row)].view(row.stored_as).reshape(row.shape)
@@ -59,15 +59,15 @@ def views(table, buffer, align=1):
 
 
 def allocate(table, xp=np):
-    """One zeroed buffer for a whole table, in NumPy or CuPy (`xp`), aligned for vector loads; returns its views."""
+    """Allocate one zeroed buffer for a table, in NumPy or CuPy (`xp`), aligned for vector loads; returns its views."""
     size = table_bytes(table)
     buffer = xp.zeros(size + 64, np.uint8)
-    start = -buffer.ctypes.data % 64 if xp is np else 0  # CuPy's own allocations are aligned to 512
+    start = -buffer.ctypes.data % 64 if xp is np else 0  # CuPy aligns to 512 bytes
     return views(table, buffer[start : start + size])
 
 
 def flat(tensors):
-    """The whole buffer of a table with one dtype as one vector: what the optimizer and the files work on."""
+    """View the buffer of a table with a single dtype as one vector, for the optimizer and the files."""
     return tensors.buffer.view(next(iter(tensors.table.values())).stored_as)
 
 
@@ -77,14 +77,14 @@ def layer(tensors, l):
 
 
 def unpadded(tensors, V):
-    """Each tensor as a flat vector, in the table's order, of a vocabulary's rows the first V."""
+    """Yield each tensor as a flat vector, in the table's order, without the vocabulary's rows from V on."""
     for name, row in tensors.table.items():
         tensor = getattr(tensors, name)
         yield (tensor[:V] if row.vocabulary else tensor).reshape(-1)
 
 
 def decay_spans(table, weight_decay, decay_all):
-    """(start, stop, weight decay) for the fewest consecutive spans of the flat parameter buffer with one decay each."""
+    """Cut the flat parameter buffer into as few spans of one weight decay as possible: [(start, stop, decay)]."""
     spans, offset = [], 0
     for row in table.values():
         decay = weight_decay if decay_all or row.decays else 0.0
@@ -103,12 +103,12 @@ def bf16_bits(x):
 
 
 def bf16_to_float32(bits, out=None):
-    """uint16 array of bfloat16 bits -> float32 array; `out`, where it is given."""
+    """uint16 array of bfloat16 bits -> float32 array, which is `out` if given."""
     return np.left_shift(bits, 16, out=None if out is None else out.view(np.uint32), dtype=np.uint32).view(np.float32)
 
 
 def check_finite(where, tensors, mend):
-    """Raise UserError that names the first tensor, float32 or bfloat16, with a NaN or an infinity."""
+    """Raise UserError that names the first tensor, float32 or bfloat16, with a NaN or infinity, if there is one."""
     def is_finite(piece):
         return np.isfinite(piece) if piece.dtype == np.float32 else piece & 0x7F80 != 0x7F80
 
@@ -118,8 +118,8 @@ def check_finite(where, tensors, mend):
 
 
 def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_row=True):
-    """True when shapes agree, every |got - expected| <= tolerance, and their 2-norm <= norm_tolerance, which NaN never
-    is. tolerance: a number, or an array of that shape. Prints one row."""
+    """Print one row; return whether shapes agree, every |got - expected| <= tolerance, and their 2-norm <=
+    norm_tolerance. NaN fails. tolerance: a number, or an array of the same shape."""
     if np.shape(got) != np.shape(expected):
         print(f"{name:<12} shape {np.shape(got)}, expected {np.shape(expected)}  FAIL")
         return False

@@ -1,5 +1,5 @@
-"""Threads on the CPU. Matmuls run on OpenBLAS's own; the large element-wise loops share the work by blocks of rows or
-elements. The blocks do not depend on the number of threads, so neither do the results. Another thread reads ahead."""
+"""CPU threads. Matmuls run on OpenBLAS's; large element-wise loops are split into blocks of rows or elements. The
+blocks do not depend on the number of threads, so neither do the results. One more thread reads data ahead."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 
 def configure_openblas():
-    """Two settings that OpenBLAS reads when NumPy loads it, each left alone when the user has made it.
+    """Set two environment variables that OpenBLAS reads when NumPy loads it, unless the user has set them.
 
     OpenBLAS's threads spin for 26 ms after a matmul before they sleep; here they would take the cores from the
     element-wise loops that follow. 2^12 cycles is enough to catch the next matmul of a series.
@@ -28,14 +28,14 @@ def configure_openblas():
 
 def count_threads():
     """OMP_NUM_THREADS if set (OpenBLAS reads it too), else the cores that this process may use."""
-    number = re.match(r"\s*0*([1-9][0-9]{0,3})(?![0-9])", os.environ.get("OMP_NUM_THREADS", ""))  # as C's atoi
+    number = re.match(r"\s*0*([1-9][0-9]{0,3})(?![0-9])", os.environ.get("OMP_NUM_THREADS", ""))  # like C's atoi
     if number:
         return int(number[1])
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def leave_signals_alone():
-    """For a thread: a signal that the system hands to it would reach the main thread, which acts on it, late."""
+    """Block signals in this thread: one delivered here would reach the main thread, which handles it, late."""
     if hasattr(signal, "pthread_sigmask"):  # Windows has none
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
@@ -64,8 +64,8 @@ END = object()
 
 
 def read_ahead(items, ahead):
-    """Yield the items of a generator, which a thread makes up to `ahead` of them before they are asked for. What the
-    generator raises, it raises when its turn comes."""
+    """Yield the items of a generator; a thread computes up to `ahead` of them before they are asked for. An exception
+    of the generator is raised when its turn comes."""
     waiting = deque(READER.submit(next, items, END) for _ in range(ahead))
     try:
         while (item := waiting.popleft().result()) is not END:

@@ -1,6 +1,6 @@
-"""Tokenizer files, llm.c's: header [2] V [3] id of the end-of-text token (version 2), then for each id a length byte
-and the token's bytes. They turn ids into text; the prepro scripts, which turn text into ids, use tiktoken, and write
-such a file beside the tokens."""
+"""Tokenizer files, in llm.c's format: header [2] V [3] id of the end-of-text token (version 2), then for each id a
+length byte and the token's bytes. They turn ids into text. The prepro scripts turn text into ids with tiktoken, and
+write such a file beside the tokens."""
 
 import os
 import sys
@@ -20,8 +20,8 @@ class Tokenizer:
     path: str = ""  # the file that it was read from
 
     def printable(self, id):
-        """The bytes to print for an id: a single byte of ASCII only when it is printable or white space; others are
-        parts of letters. (llm.c drops these, too, and with them GPT-2's typographic quotes.)"""
+        """Return the bytes to print for an id, none for an unprintable ASCII character other than white space. Single
+        bytes above 127 are parts of characters. (llm.c drops these, too, and with them GPT-2's typographic quotes.)"""
         token = self.tokens[id]
         if len(token) == 1 and not (32 <= token[0] < 127 or token.isspace() or token[0] > 127):
             return b""
@@ -65,8 +65,8 @@ def write_tokenizer(path, tokens, eot, version=2):
 
 
 def load_tokenizer(settings):
-    """The Tokenizer of --tokenizer; where that is not given of the file beside the data, which settings.tokenizer then
-    names, or else of gpt2_tokenizer.bin; None, with a warning, when there is no such file."""
+    """Read the tokenizer file: --tokenizer, else the one beside the data, to which it sets settings.tokenizer, else
+    gpt2_tokenizer.bin. Returns None, with a warning, if there is no such file."""
     beside = tokenizer_beside(settings.data)
     if not settings.tokenizer and os.path.lexists(beside):
         settings.tokenizer = beside
@@ -78,6 +78,6 @@ def load_tokenizer(settings):
 
 
 def keep_tokenizer(settings, tokenizer):
-    """Write the vocabulary into the run's directory, if there is one, for whoever uses the run's models."""
+    """Write the vocabulary into the run's directory, if there is one, for programs that use the run's models."""
     if tokenizer and settings.output_dir:
         write_tokenizer(os.path.join(settings.output_dir, "tokenizer.bin"), tokenizer.tokens, tokenizer.eot)

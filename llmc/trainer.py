@@ -1,9 +1,9 @@
 """
-A model in training on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
+Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
 
-It knows no architecture. One, like GPT2 of train_gpt2_cuda.py, has parameter_table and tables, which say what to
-allocate, and a Decoder for text; its instances have activations, whose `losses` are a number a position, trunk,
-classify, and backward, which waits for what these left on the side stream.
+Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py. It has parameter_table
+and tables, which say what to allocate, and a Decoder for text. Its instances have activations (among them `losses`,
+(B, T)), trunk, classify, and backward, which waits for what the other two left on the side stream.
 """
 
 import functools
@@ -37,22 +37,22 @@ def round_weights(device, out, exact):
 
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
-    """sums (elements of the chunks,) = (+= if not first) the gradients of a micro-batch of each of `ranks` ranks, in
-    their order. gradients, chunks: all that arrived, and CHUNKS of llmc/zero.py, as bytes, which say what is where."""
+    """sums (elements of the chunks,) = (+= if not first) the gradients of one micro-batch of each rank, added in the
+    order of ranks. gradients: the receive buffer; chunks: CHUNKS of llmc/zero.py as bytes, which say what is where."""
     device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums,
                   gradients, chunks, ranks, int(first))
 
 
 def global_norm(device, partials, sums, gradients, chunks, ranks):
-    """partials[a chunk's index] = the sum of squares of its gradients: sums (None: 0) + those of all ranks. partials
-    (chunks of all ranks,)."""
+    """partials[a chunk's index] = the sum of squares of its gradients, which are sums (None: 0) + those of each rank's
+    last micro-batch. partials: (chunks of all ranks,)."""
     device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, sums,
                   gradients, chunks, ranks)
 
 
 def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1, beta2, seed):
-    """One step of AdamW for the chunks' elements: of params (parameters,), and all of master (may be None), m, v. Their
-    gradients: sums (None: 0) + those of all ranks."""
+    """One AdamW step for the chunks' elements of params (parameters,), and of this rank's master (may be None), m, v.
+    The gradients are sums (None: 0) + those of each rank's last micro-batch."""
     g = device.geometry
     grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
     device.launch("adamw_update", grid, (g.UPDATE_THREADS,), params, master, m, v, sums, gradients, chunks, ranks,
@@ -66,18 +66,18 @@ def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, c
 class Trainer:
     """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once.
 
-    On several GPUs, each rank computes the gradients of micro-batches of its own, and updates its share of the weights.
+    On several GPUs, each rank computes the gradients of its own micro-batches, and updates its share of the weights.
     """
 
     def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE):
-        """architecture: GPT2, say; params: float32 Tensors on the host; ranks: those of the run. Raises UserError when
-        it does not all fit into the GPU's free memory."""
+        """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks. Raises UserError if not
+        everything fits into the GPU's free memory."""
         self.config, self.settings, self.precision = config, settings, settings.precision
         self.device, self.matmul, self.ranks = matmul.device, matmul, ranks
         self.want_norm = bool(settings.grad_clip or settings.output_dir or settings.skips_outliers)
         B, T, device = settings.B, settings.T, self.device
         self.messages = self.peers = None
-        if ranks.size > 1:  # what NCCL takes is no longer free
+        if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
             self.peers = Nccl(ranks)
             with device.stream:
                 self.peers.connect(device.stream)
@@ -104,7 +104,7 @@ class Trainer:
             self.control = cp.zeros(CONTROL.itemsize, np.uint8)
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
-            # Losses of micro-batches, then sums of squares of chunks: this rank's, with 0 for the others', and all.
+            # losses of micro-batches, then sums of squares of chunks: this rank's, with 0 for the others'; then all
             self.own_parts = cp.zeros(settings.micro_steps + (count if self.want_norm else 0), np.float32)
             self.all_parts = self.own_parts
             if ranks.size > 1:
@@ -117,7 +117,7 @@ class Trainer:
         if makes_text(device):
             self.decoder = architecture.Decoder(device, config, self.params, self.precision, 1, T)
 
-        # Two halves of pinned memory: the host fills one while the GPU works on the step of the other.
+        # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
         table = self.batch.table
         self.pinned = pinned_array(2 * table_bytes(table))
         self.staged = [views(table, half) for half in self.pinned.reshape(2, -1)]
@@ -128,16 +128,16 @@ class Trainer:
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
 
     def allocate_shared(self, table):
-        """Tensors that travel between GPUs, if there are several."""
+        """Allocate Tensors that NCCL can send, if there are several GPUs."""
         return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
 
     def set_params(self, params):
-        """Part of __init__: the weights from the host, float32 Tensors; bfloat16 ones are rounded from them, a share's
-        size at a time, with m as the room."""
+        """Part of __init__: copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU,
+        a share's size at a time, with m as scratch."""
         if not self.precision.bf16:
             copy_to_gpu(self.params.buffer, params.buffer)
             return
-        exact, rounded, size = flat(params), flat(self.params), self.m.size // 8 * 8  # whole packs
+        exact, rounded, size = flat(params), flat(self.params), self.m.size // 8 * 8  # whole packs of round_weights
         for begin in range(0, exact.size, size):
             part = slice(begin, begin + size)
             round_weights(self.device, rounded[part], copy_to_gpu(self.m[: exact[part].size], exact[part]))
@@ -156,7 +156,7 @@ class Trainer:
             self.stage(0, [batch] * self.settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.choose_algorithms()
-            if self.messages:  # each once before the capture, as two ranks connect at the first message between them
+            if self.messages:  # all kinds once before the capture, because two ranks connect at their first message
                 for key in self.messages.gradient_sends:
                     self.send_gradients(key)
                 self.send_all_weights()
@@ -169,7 +169,7 @@ class Trainer:
                 self.graph.upload(self.device.stream)
 
     def choose_algorithms(self):
-        """Search for the matmuls' fastest ways, on the batch that is there. The first rank chooses for all."""
+        """Search for the fastest way to do each matmul, on the batch in self.batch. Rank 0 chooses for all."""
         if not self.ranks.is_first:
             choices = self.ranks.gather(None)[0]
             if not self.matmul.recall(choices):
@@ -181,10 +181,10 @@ class Trainer:
             self.ranks.gather(self.matmul.choices())
 
     def begin_step(self, batches, learning_rate):
-        """Start one update with micro_steps batches (inputs, targets), and return its number; the GPU may still be at
-        the one before."""
+        """Start one update with own_micro_steps batches (inputs, targets), and return its number. The GPU may still be
+        running the one before."""
         half = self.steps_begun % 2
-        self.finished[half].synchronize()  # the update before the last one, which read this half
+        self.finished[half].synchronize()  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
         with self.device.stream as stream:
             self.started[half].record(stream)
@@ -207,7 +207,7 @@ class Trainer:
         return loss, norm if self.want_norm else None, milliseconds, reason_to_skip(self.settings, *z_scores)
 
     def stage(self, half, batches, learning_rate):
-        """Lay micro_steps batches into a half of the pinned memory."""
+        """Write learning rate, own_micro_steps batches, and their sorted positions to one half of the pinned memory."""
         staged = self.staged[half]
         staged.learning_rate[0] = learning_rate
         for i, (inputs, targets) in enumerate(batches):
@@ -215,7 +215,7 @@ class Trainer:
             sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i], inputs)
 
     def launch_step(self):
-        """All that the GPU does for one update."""
+        """Launch all that the GPU does for one update."""
         words, first_words = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # learning rate and inputs
         self.copy_batch(0, first_words)
         with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
@@ -230,18 +230,18 @@ class Trainer:
         self.update()
 
     def copy_batch(self, begin, end):
-        """Copy words begin .. end - 1 from the half of the pinned memory whose turn it is: a kernel's work, because a
-        copy that is part of a graph has one source."""
+        """Copy words begin .. end - 1 from the current half of the pinned memory to self.batch. A kernel does it,
+        because a memcpy in a graph always has the same source."""
         words = self.batch.buffer.nbytes // 4
         self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
                            pointer(self.pinned), self.control, words, begin, end)
 
     def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
-        """Forward and backward of batch i of self.batch; between them, the gradients of the batch before, which the
-        backward pass overwrites, are added up. batch_copied: an event, for its targets and sorted tokens; weight_done,
-        layer_begins: see GPT2.backward, GPT2.trunk."""
+        """Run forward and backward on batch i of self.batch. In between, add up the previous batch's gradients, which
+        the backward pass overwrites. batch_copied: an event after which targets and sorted positions are there;
+        weight_done, layer_begins: see GPT2.backward, GPT2.trunk."""
         batch, N = self.batch, self.settings.B * self.settings.T
-        number = i * self.ranks.size + self.ranks.rank  # in the update
+        number = i * self.ranks.size + self.ranks.rank  # among the update's micro-batches
         acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
         with self.device.span(f"forward {i}"):
             self.model.trunk(acts, batch.inputs[i], layer_begins)
@@ -254,9 +254,11 @@ class Trainer:
                                 weight_done)
 
     def weight_done(self, i, name, l, computed):
-        """Send the gradient of layer l's matrix `name`, once it is `computed` (an event), in micro-batch i. The first
-        layer's first matrix is the last of the backward pass: while it travels, the other layers' gradients, all of
-        which have arrived, go into the norm."""
+        """Send the gradient of layer l's matrix `name` in micro-batch i, after the event `computed`.
+
+        The first layer's first matrix comes last in the backward pass. While it travels, the norm of the other layers'
+        gradients, all of which have arrived, is computed.
+        """
         self.send_gradients((name, l), computed)
         last = i == self.settings.own_micro_steps - 1
         if last and l == 0 and name == self.shares.first_matrix and self.shares.layers > 1:
@@ -264,23 +266,22 @@ class Trainer:
             self.global_norm("other layers")
 
     def send_gradients(self, key, computed=None):
-        """Once they are `computed`, send a matrix's gradients to the ranks that own them, and receive all ranks' of
-        this rank's part. key: its name and layer, or REST."""
+        """Send a matrix's gradients to the ranks that own them, and receive all ranks' gradients of this rank's part.
+        key: (name, layer) or REST; computed: an event to wait for first."""
         with self.device.on_comm_stream() as self.gradients_arrived[key]:
             self.device.wait(computed)
             with self.device.span("gradients" if key == REST else f"gradients {key[1]} {key[0]}"):
                 self.messages.send_gradients(key, self.device.stream)
 
     def send_weights(self, l):
-        """Send the weights that this rank has updated of layer l's matrices, or (None) of the rest, and receive the
-        others'."""
+        """Send the weights that this rank has updated, and receive the others'. l: whose matrices; None: the rest."""
         with self.device.on_comm_stream() as self.weights_arrived[l]:
             with self.device.span("weights" if l is None else f"weights {l}"):
                 self.messages.send_weights(l, self.device.stream)
 
     def fetch_weights(self, l):
-        """As layer l begins: have its matrices, and those of the next two layers on their way. (The first layer's
-        arrived in the step before.)"""
+        """Before layer l: wait for its matrices, and have those of the next two layers on their way. (The first layer's
+        arrived in the previous step.)"""
         if l > 0:
             self.device.wait(self.weights_arrived[l])
         for ahead in (1, 2) if l == 0 else (l + 2,):
@@ -294,7 +295,7 @@ class Trainer:
             add_gradients(self.device, self.gradient_sums, self.received, self.groups["all"], self.ranks.size, i == 0)
 
     def complete_weights(self):
-        """Between two updates, make self.params whole on every rank, all of which have to call this."""
+        """Between two updates, complete self.params on every rank. All ranks must call this."""
         if self.weights_behind:
             with self.device.stream:
                 self.send_all_weights()
@@ -306,24 +307,24 @@ class Trainer:
         self.device.wait(self.weights_arrived[None])
 
     def add_up_parts(self):
-        """self.all_parts = the sum over the ranks of self.own_parts; returns an event. On the stream of all other
-        messages: NCCL then has one order for them."""
+        """self.all_parts = the sum over the ranks of self.own_parts; returns an event. It runs on the stream of all
+        other messages, so that NCCL has one order for them."""
         with self.device.on_comm_stream() as done:
             self.peers.add_up(self.all_parts, self.own_parts, self.device.stream)
         return done
 
     def close(self):
-        """After the last update."""
+        """Free the graph and leave NCCL, after the last update."""
         self.device.synchronize()
-        self.graph = None  # before what it has captured goes
-        self.ranks.gather(None)  # nobody reads another's memory any more
+        self.graph = None  # before the communicator that it has captured
+        self.ranks.gather(None)  # from here on, no rank reads another's memory
         if self.peers:
             self.peers.close()
 
     def update(self):
-        """AdamW over this rank's share, and the report to the host. On several GPUs, the first layer and the rest,
-        which come last in the backward pass and first in the next forward pass, are updated first, and travel while the
-        other layers are updated."""
+        """Run AdamW over this rank's share, and write the report to the host. On several GPUs, the first layer and the
+        rest, which come last in the backward pass, are updated first: the next forward pass begins with them, and they
+        travel while the other layers are updated."""
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
         threads, parts = device.geometry.UPDATE_THREADS, self.all_parts
         if self.messages:
@@ -363,7 +364,7 @@ class Trainer:
                          chunks, self.ranks.size, self.control, settings.beta1, settings.beta2,
                          settings.stochastic_rounding)
 
-    # -- what reports need
+    # -- for reports
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
@@ -385,33 +386,32 @@ class Trainer:
     # -- state: between the GPU and the host's checkpoints
 
     def to_host(self, tensors):
-        """A float32 copy on the host, as Tensors, of params or grads; or, on one GPU, of m, v or master, which are
-        arrays."""
+        """Copy params or grads or, on one GPU, the array m, v or master to the host, as float32 Tensors."""
         table = {name: row._replace(dtype="float32") for name, row in self.params.table.items()}
         array = flat(tensors) if isinstance(tensors, Tensors) else tensors
         with self.device.stream:
             return views(table, to_float32(array).view(np.uint8))
 
     def params_now(self):
-        """A copy of the weights on the host, as they are: bfloat16 bits in a bfloat16 run."""
+        """Copy the weights to the host unchanged: bfloat16 bits in a bfloat16 run."""
         with self.device.stream:
             return views(self.params.table, self.params.buffer.get())
 
     def state_room(self, with_exact):
-        """Room on the host for this rank's share of the optimizer's state."""
+        """Allocate room on the host for this rank's share of the optimizer state."""
         share = self.m.size
         return Owned(self.shares, self.ranks.rank, np.empty(share, np.float32), np.empty(share, np.float32),
                      np.empty(share, np.float32) if with_exact else None)
 
     def state_now(self):
-        """This rank's share of the optimizer's state, copied to the host."""
+        """Copy this rank's share of the optimizer state to the host."""
         with self.device.stream:
             return Owned(self.shares, self.ranks.rank, self.m.get(), self.v.get(),
                          None if self.master is None else self.master.get())
 
     def set_state(self, owned, step, recent):
-        """Go on from a checkpoint: this rank's share, its float32 weights where they are not None; recent: (2,) RECENT.
-        A bfloat16 model keeps the weights that it was made with, which need not be those rounded to nearest."""
+        """Continue from a checkpoint. owned: this rank's share; owned.exact may be None; recent: (2,) RECENT. A
+        bfloat16 model keeps the weights that it was made with, which need not be owned.exact rounded to nearest."""
         with self.device.stream:
             copy_to_gpu(self.m, owned.m)
             copy_to_gpu(self.v, owned.v)
@@ -428,7 +428,7 @@ class Trainer:
                 copy_to_gpu(self.recent, recent)
 
     def recent_values(self):
-        """(2,) RECENT: losses and norms of the last updates, where outliers are skipped."""
+        """(2,) RECENT: losses and norms of the last updates, or zeros if outliers are not skipped."""
         with self.device.stream:
             return np.zeros(2, RECENT) if self.recent is None else self.recent.get().view(RECENT)
 
@@ -437,7 +437,7 @@ class Evaluator:
     """A model on the GPU for forward passes alone: weights and activations, no gradients, no optimizer."""
 
     def __init__(self, architecture, config, settings, matmul, params):
-        """As a Trainer's, in float32; B and T are those of allocate_activations."""
+        """Arguments as of Trainer. All is float32; B and T are set by allocate_activations."""
         self.architecture, self.config, self.settings = architecture, config, settings
         self.device, self.matmul = matmul.device, matmul
         with self.device.stream:
@@ -448,7 +448,7 @@ class Evaluator:
 
     def allocate_activations(self, B, T):
         """Make room for forward passes over (B, T) tokens, or fewer."""
-        self.model = self.batch = None  # what they had goes back first
+        self.model = self.batch = None  # frees the old buffers first
         tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
         with self.device.stream:
             buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}

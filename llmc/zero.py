@@ -1,13 +1,13 @@
 """Several GPUs: who owns which elements of the parameters, and how gradients and weights travel.
 
-Each rank computes the gradients of micro-batches of its own. Of the optimizer, a rank has its share alone: moments,
-float32 weights and, of several micro-batches, float32 sums of gradients (stage 2 of ZeRO; Rajbhandari et al. 2019,
+Each rank computes the gradients of its own micro-batches, and holds only its share of the optimizer state: moments,
+float32 weights and, with gradient accumulation, float32 sums of gradients (ZeRO stage 2; Rajbhandari et al. 2019,
 https://arxiv.org/abs/1910.02054). During each backward pass, every rank sends each other rank the part of its gradients
-that the other one owns: a matrix's as soon as they are computed. The owner adds them up in the order of the
-micro-batches, whoever computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves as many
-bytes as a reduce-scatter. The new weights return before the next forward pass needs them.
+that the other one owns, each matrix as soon as its gradient is computed. The owner adds them up in the order of the
+micro-batches, whichever ranks computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves
+as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them.
 
-A share is cut out of every tensor, of matrices out of each layer's, so that each transfer keeps all ranks busy.
+Every rank owns a part of each tensor, and of each layer's matrices, so that each transfer keeps all ranks busy.
 """
 
 import collections
@@ -24,16 +24,16 @@ import numpy as np
 from llmc.errors import UserError
 from llmc.tensors import decay_spans
 
-PARTS = 16  # of a segment: numbers of ranks that divide it cut segments at the same places
+PARTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
 CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
                    ("index", "i4"), ("decay", "f4"), ("at_random", "i4")], align=True)  # struct Chunk of update.cu
 LARGE = 1 << 22  # elements
-REST = None, None  # embeddings, biases, layernorms: in place of a matrix's name and layer
+REST = None, None  # instead of a matrix's (name, layer): embeddings, biases, layernorms
 
 
 class Segment(NamedTuple):
-    """A matrix of one layer, or tensors of the rest that follow one another in the flat buffer of the parameters."""
+    """One layer's matrix, or tensors of the rest that are adjacent in the flat buffer of the parameters."""
 
     name: str | None
     layer: int | None
@@ -42,22 +42,22 @@ class Segment(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a rank owns of a segment."""
+    """The part of a segment that a rank owns. Offsets and size are in elements."""
 
     begin: int  # in the flat buffer
-    local: int  # in the share's buffers
-    received: int  # of all ranks' gradients of this piece, those of the first rank; on all ranks at the same place
+    local: int  # in the buffers of the rank's share
+    received: int  # in the receive buffer, the same on all ranks: rank 0's gradients of it, then the other ranks'
     size: int
     segment: Segment
 
 
 def cut(size, part, parts):
-    """Where part number `part` of a segment begins: at a multiple of 8 elements, but for the end."""
+    """Where part number `part` of a segment begins: at a multiple of 8 elements, except for the end."""
     return size if part == parts else size // 8 * part // parts * 8
 
 
 def cut_evenly(size, part, parts):
-    """llm.c's."""
+    """The same in llm.c, at any element."""
     return size * part // parts
 
 
@@ -65,7 +65,7 @@ class Shares:
     """How `ranks` ranks divide a table of parameters."""
 
     def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
-        """llmc: as llm.c divides them, which cuts each layer's part of any tensor."""
+        """llmc: divide as llm.c does, which cuts every tensor layer by layer."""
         self.table, self.ranks, self.cut, self.segments, begin = table, ranks, cut_evenly if llmc else cut, [], 0
         self.decays, self.at_random = decay_spans(table, weight_decay, decay_all), []
         for name, row in table.items():
@@ -86,7 +86,7 @@ class Shares:
         self.first_matrix = next((segment.name for segment in self.segments if segment.layer == 0), None)
 
     def tensor_at(self, place):
-        """The name of the tensor that has this element of the flat buffer."""
+        """The name of the tensor that holds element `place` of the flat buffer."""
         ends = itertools.accumulate(row.size for row in self.table.values())
         return next(name for name, end in zip(self.table, ends) if place < end)
 
@@ -102,11 +102,11 @@ class Shares:
         return pieces
 
     def room(self, segment):
-        """Elements of all ranks' gradients of a piece, of the rank with the largest: the last one."""
+        """Elements of the receive buffer for a segment: all ranks' gradients of its largest piece, the last rank's."""
         return self.ranks * (segment.size - self.cut(segment.size, self.ranks - 1, self.ranks))
 
     def received_size(self):
-        """Elements of all gradients that a rank receives, with gaps where others receive more."""
+        """Elements of the receive buffer; it has gaps where other ranks receive more."""
         return sum(map(self.room, self.segments))
 
     def parts(self, segment):
@@ -115,21 +115,20 @@ class Shares:
         return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
 
     def goes_to_all_at_once(self, segment):
-        """Whether it has a collective of its own, which wants equal parts. A copy engine takes 20 us to begin, which
-        nothing hides at the end of a backward pass: of the rest, only large segments go this way."""
+        """Whether a segment has a collective of its own, which needs equal parts. A copy engine takes 20 us to start,
+        which nothing hides at the end of a backward pass: of the rest, only large segments go this way."""
         return segment.size % (8 * self.ranks) == 0 and (segment.name is not None or segment.size >= LARGE)
 
     def share_size(self, rank):
-        """Elements that a rank owns; the last one has most."""
+        """Elements that a rank owns; the last rank owns the most."""
         return sum(piece.size for piece in self.pieces(rank))
 
     def chunks(self, rank):
-        """The chunks of a rank's share, (n,) CHUNKS: of the first layer's matrices, of the rest, of the other layers';
-        where these three end; and how many chunks there are on all ranks.
+        """Return a rank's chunks, (n,) CHUNKS; where their three groups end; and how many chunks all ranks have.
 
-        A sum over all parameters is that of sums over chunks, in the order of their index. Chunks are the same for all
-        numbers of ranks that divide PARTS. received, stride: the place of the first rank's gradients among those that
-        arrive, and from one rank's to the next's.
+        The groups: the first layer's matrices, the rest, the other layers' matrices. A sum over all parameters adds up
+        the sums over chunks in the order of `index`. Chunks are the same for any number of ranks that divides PARTS.
+        received: where rank 0's gradients begin in the receive buffer; stride: from one rank's to the next's.
         """
         groups, index = ([], [], []), 0
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
@@ -153,7 +152,7 @@ class Shares:
         return np.array([chunk for chunks in groups for chunk in chunks], CHUNKS), ends, index
 
     def take(self, flat, rank):
-        """A rank's share of a flat array on the host."""
+        """Copy a rank's share out of a flat array on the host; on one rank, return the array itself."""
         if self.ranks == 1:
             return flat
         pieces = [flat[piece.begin : piece.begin + piece.size] for piece in self.pieces(rank)]
@@ -161,10 +160,10 @@ class Shares:
 
 
 class Nccl:
-    """The other ranks' GPUs. NCCL moves bytes, and adds up what is exact in any order.
+    """Communication between the ranks' GPUs. NCCL only moves bytes, and adds up what is exact in any order.
 
-    Where NVLink or PCI Express joins all GPUs, copy engines do the moving, and leave the multiprocessors to the
-    matmuls: NCCL 2.28's "zero-CTA" collectives, which want memory that all ranks have registered as a window.
+    Where NVLink or PCI Express connects all GPUs, copy engines move the bytes, and leave the multiprocessors to the
+    matmuls: NCCL 2.28's "zero-CTA" collectives, which need memory that all ranks have registered as a window.
     """
 
     SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
@@ -176,25 +175,25 @@ class Nccl:
     }
 
     def __init__(self, ranks):
-        """ranks: of ranks.py. Raises UserError where NCCL is missing, too old, or fails."""
+        """ranks: a Ranks. Raises UserError if NCCL is missing, too old, or fails."""
         os.environ.setdefault("NCCL_CTA_POLICY", "2")  # NCCL_CTA_POLICY_ZERO
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import cupy
-            from cupy.cuda import nccl  # a run on one GPU does not need it
+            from cupy.cuda import nccl  # imported here: a run on one GPU does not need it
         if not nccl.available or nccl.get_version() < 22800:
             version = nccl.get_version() if nccl.available else 0
             found = f"is {version // 10000}.{version // 100 % 100}" if version else "cannot be loaded"
             raise UserError(f"NCCL, for several GPUs, {found}, expected 2.28 or newer: pip install -r"
                             " requirements-gpu.txt")
         self.cupy, self.nccl, self.rank, self.ranks = cupy, nccl, ranks.rank, ranks.size
-        self.library = ctypes.CDLL("libnccl.so.2")  # which CuPy has loaded
+        self.library = ctypes.CDLL("libnccl.so.2")  # CuPy has loaded it
         with self.errors_as_lines():
             unique_id = nccl.get_unique_id().hex() if ranks.is_first else None
             self.communicator = nccl.NcclCommunicator(ranks.size, bytes.fromhex(ranks.gather(unique_id)[0]), ranks.rank)
 
     def connect(self, stream):
-        """Send the first messages, for which NCCL takes the memory that it needs."""
+        """Send the first messages, so that NCCL allocates its memory now."""
         here, there = self.cupy.zeros((2, self.ranks), self.cupy.float32)
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.exchange([(rank, here) for rank in others], [(rank, there) for rank in others], stream)
@@ -203,7 +202,7 @@ class Nccl:
         stream.synchronize()
 
     def allocate(self, size):
-        """(size,) uint8 on the GPU, 0, for collectives; all ranks allocate the same, in one order."""
+        """Allocate (size,) uint8 zeros on the GPU for collectives. All ranks must allocate the same, in one order."""
         pointer, window = ctypes.c_void_p(), ctypes.c_void_p()
         with self.errors_as_lines():
             self.call("ncclMemAlloc", ctypes.byref(pointer), size)
@@ -215,7 +214,7 @@ class Nccl:
         return array
 
     def call(self, name, *arguments):
-        """One of NOT_IN_CUPY."""
+        """Call a function of NOT_IN_CUPY."""
         function = getattr(self.library, name)
         function.argtypes = self.NOT_IN_CUPY[name]
         self.nccl.check_status(function(*arguments))
@@ -224,12 +223,12 @@ class Nccl:
     def errors_as_lines(self):
         try:
             yield
-        except self.nccl.NcclError as error:  # also at the first message between two ranks: it connects them
+        except self.nccl.NcclError as error:  # also from the first message between two ranks, which connects them
             raise UserError(f"NCCL cannot connect the GPUs ({error}): if for want of memory, take a smaller -b;"
                             " NCCL_DEBUG=INFO says more") from None
 
     def exchange(self, sends, receives, stream):
-        """sends, receives: (rank, array) each, in the same order for each pair of ranks."""
+        """Send and receive lists of (rank, array), which must be in the same order for each pair of ranks."""
         with self.errors_as_lines():
             self.nccl.groupStart()
             for peer, array in sends:
@@ -239,37 +238,37 @@ class Nccl:
             self.nccl.groupEnd()
 
     def all_to_all(self, target, source, stream):
-        """Part r of target = part `rank` of rank r's source; (n,) both, in as many equal parts as there are ranks.
-        target is at the same place of its allocation on all ranks: copy engines write there."""
+        """Part r of target (n,) = part `rank` of rank r's source (n,), each cut into `ranks` equal parts. target must
+        have the same offset in its allocation on all ranks, because copy engines write there."""
         with self.errors_as_lines():
             self.call("ncclAlltoAll", source.data.ptr, target.data.ptr, source.nbytes // self.ranks,
                       self.nccl.NCCL_INT8, self.communicator.comm, stream.ptr)
 
     def all_gather(self, array, stream):
-        """Part r of array (n,) = that of rank r, which all ranks have at the same place of an allocation."""
+        """Part r of array (n,) = part r of rank r's array, which has the same offset in its allocation on all ranks."""
         size = array.nbytes // self.ranks
         with self.errors_as_lines():
             self.communicator.allGather(array.data.ptr + self.rank * size, array.data.ptr, size, self.nccl.NCCL_INT8,
                                         stream.ptr)
 
     def add_up(self, total, addend, stream):
-        """total (n,) = the sum over the ranks of addend (n,), float32: exact, where one rank alone has other than 0."""
+        """total (n,) = the sum over the ranks of addend (n,), float32; exact where at most one rank's is not 0."""
         with self.errors_as_lines():
             self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, self.nccl.NCCL_FLOAT32,
                                         self.nccl.NCCL_SUM, stream.ptr)
 
     def close(self):
-        """Leave the others, with nothing underway. (Not `destroy`, which waits for them.)"""
+        """Leave the communicator; nothing may be in flight. (Not by `destroy`, which waits for the other ranks.)"""
         self.communicator.abort()
 
 
 class Messages:
-    """What travels between ranks: gradients to those who own them, new weights from them. Large tensors go to all ranks
-    at once; small ones as a group of messages."""
+    """What travels between ranks: gradients to their owners, new weights back. Each large tensor is sent by one
+    collective, the small ones by a group of point-to-point messages."""
 
     def __init__(self, peers, shares, rank, params, grads, received):
-        """peers: Nccl; params, grads (parameters,), received (received_size,) on the GPU."""
-        # (name, layer) or REST -> functions of a stream; layer, or None for the rest -> the same
+        """peers: an Nccl; params, grads (parameters,), received (received_size,): on the GPU."""
+        # gradient_sends: (name, layer) or REST -> [function(stream)]; weight_sends: layer, or None for the rest -> same
         self.gradient_sends, self.weight_sends = collections.defaultdict(list), collections.defaultdict(list)
         owned = {piece.segment: piece for piece in shares.pieces(rank)}
         small = collections.defaultdict(lambda: ([], [], [], []))  # gradients sent, received, weights sent, received
@@ -295,15 +294,15 @@ class Messages:
                     weights_received.append((r, params[theirs]))
         for key, (*gradients, sent, arriving) in small.items():
             self.gradient_sends[key].insert(0, functools.partial(peers.exchange, *gradients))
-            # Last, because it is a kernel, and would wait behind AdamW's blocks.
+            # last, because it is a kernel, which would wait behind AdamW's blocks
             self.weight_sends[key[1]].append(functools.partial(peers.exchange, sent, arriving))
 
     def send_gradients(self, key, stream):
-        """Of one micro-batch; and receive all ranks' into `received`. key: (name, layer) or REST."""
+        """Send a micro-batch's gradients, and receive all ranks' into `received`. key: (name, layer) or REST."""
         for send in self.gradient_sends[key]:
             send(stream)
 
     def send_weights(self, layer, stream):
-        """This rank's; and receive the others' into params. layer: whose matrices; None: the rest."""
+        """Send this rank's weights, and receive the others' into params. layer: whose matrices; None: the rest."""
         for send in self.weight_sends[layer]:
             send(stream)
