@@ -1,6 +1,6 @@
-# make train, make test: on a machine with Python 3.11 or newer and a package registry, and nothing else.
-# PYTHON=python3 uses an interpreter that has the packages already; otherwise a .venv is made and kept up to date, with
-# the GPU's packages where nvidia-smi lists one, and the tests' (requirements-test.txt) before the first test.
+# make train and make test need nothing but Python 3.11 or newer and a package registry.
+# PYTHON=python3 uses an interpreter that already has the packages. Otherwise make creates a .venv and keeps it up to
+# date, with the GPU's packages if nvidia-smi lists a GPU, and with requirements-test.txt before the first test.
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
@@ -10,8 +10,8 @@ endif
 LISTED := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 REQUIREMENTS := $(if $(LISTED),requirements-gpu.txt,requirements.txt)
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
-# Looked up when a recipe needs it, with the environment there: a GPU that the trainer cannot use is named, with the
-# reason, and left alone.
+# Evaluated when a recipe needs it, once the environment exists. If the trainer cannot use the GPU, llmc.device says
+# why, and the recipe runs on the CPU.
 GPU = $(if $(LISTED),$(shell $(PYTHON) -m llmc.device))
 TRAINER = $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
@@ -33,8 +33,8 @@ help:
 	@echo "make clean       remove what make train made (.venv stays)"
 	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
-# --spread 1, because a batch of 16 rows that follow one another would be 1,024 tokens of one place. The validation loss
-# ends at 1.72; with --spread 1 alone at 1.81, with --shuffle 1 alone at 1.90.
+# --spread 1, because 16 consecutive rows in a batch would be 1,024 tokens from one place in the text. The validation
+# loss ends at 1.72; with --spread 1 alone at 1.81, with --shuffle 1 alone at 1.90.
 train: $(ENVIRONMENT) data/pystdlib_train.bin
 	$(PYTHON) $(TRAINER) -e d4 -i data/pystdlib -b 16 -t 64 -x $(STEPS) --shuffle 1 --spread 1 \
 	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
@@ -48,13 +48,14 @@ test-124M: $(TEST_ENVIRONMENT)
 bench: $(ENVIRONMENT)
 	$(PYTHON) $(if $(GPU),dev/bench_gpu.py --readme,dev/bench_cpu.py)
 
-# On a GPU: one batch beside train_gpt2.py; where the time of a step goes. make profile MODEL=gpt2_d12.bin ARGS="-b 64"
+# On a GPU. check: one batch, compared with train_gpt2.py; profile: where the time of a step goes. Another model:
+# make profile MODEL=gpt2_d12.bin ARGS="-b 64"
 check profile: $(ENVIRONMENT)
 	$(PYTHON) dev/$@_gpu.py -e $(MODEL) $(ARGS)
 
-# NVIDIA's compute-sanitizer over the kernels' tests, at awkward shapes of each; it comes with the CUDA toolkit. (API
-# errors are not memory's: cuda.bindings asks the driver for functions that only newer ones have. Racecheck looks at
-# shared memory alone, and takes minutes for the matmuls whose parts are added up in the GPU's.)
+# Run the kernels' tests, at awkward shapes, under NVIDIA's compute-sanitizer, which comes with the CUDA toolkit.
+# memcheck ignores API errors, because cuda.bindings asks the driver for functions that only newer drivers have.
+# racecheck checks shared memory only, and skips the matmuls that add up parts in global memory: they take minutes.
 sanitize: $(TEST_ENVIRONMENT)
 	for tool in memcheck racecheck initcheck synccheck; do \
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
@@ -69,7 +70,7 @@ clean:
 data/pystdlib_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
 	$(PYTHON) prepro_pystdlib.py
 
-# Where no GPU is listed, Linux gets PyTorch's CPU build first, which the rest then finds.
+# Without a GPU, Linux first gets PyTorch's CPU build, which then satisfies the requirements.
 .venv/installed: requirements.txt $(REQUIREMENTS)
 	@python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"python3 is {sys.version.split()[0]}, \
 	expected 3.11 or newer: install one, then make PYTHON=...")'

@@ -1,23 +1,23 @@
 """
 How good a model is: validation loss, perplexity, bits per byte, HellaSwag.
 
-    python evaluate.py runs/std --data data/pystdlib      # prints, beside what it was asked for:
+    python evaluate.py runs/std --data data/pystdlib      # prints its settings, then:
         | validation loss       | 2.280989                                           |
         | perplexity            | 9.7095                                             |
         | bits per byte         | 3.2787                                             |
     python evaluate.py gpt2_124M.bin --hellaswag data/hellaswag_val.bin --examples 100
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
 
-MODEL is the directory of a run, a .bin file or a Hugging Face folder. It runs on the GPU if there is one, in float32
-with TF32 matmuls, else on the CPU in NumPy. --context is best the sequence length that the model was trained with; of
-a model that began with random weights here, it is never more.
+MODEL is a run's directory, a .bin file or a Hugging Face folder. It runs on the GPU if there is one, in float32 with
+TF32 matmuls, else on the CPU in NumPy. Set --context to the sequence length that the model was trained with. It is cut
+to the model's longest sequence, which is that length if the model was trained here from random weights.
 
-Validation loss: the mean over rows of --context tokens, one after the other, as the trainers validate with a large -m.
-Perplexity: of windows of --context tokens, each --stride further than the one before, in which the tokens that are new
-count, so that all but the first ones are predicted from at least context - stride others: transformers' "Perplexity of
-fixed-length models". Bits per byte: the losses of the same windows over the bytes of the text, which, unlike
-perplexity, can be compared between vocabularies; end-of-text tokens, which are no text, are left out. HellaSwag:
-acc_norm as llm.c has it.
+Validation loss: the mean over consecutive rows of --context tokens, as the trainers compute it with a large -m.
+Perplexity: over windows of --context tokens, --stride apart. Only a window's new tokens count, so all but the first
+window's are predicted from at least context - stride others: transformers' "Perplexity of fixed-length models".
+Bits per byte: the losses of the same windows, divided by the bytes of the text. Unlike perplexity, it can be compared
+between vocabularies. End-of-text tokens are not text and are left out.
+HellaSwag: llm.c's acc_norm.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -40,30 +40,35 @@ from train_gpt2 import GPT2
 from train_gpt2_cuda import open_evaluator
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the model: allocate_activations(B, T), then losses(inputs, targets), both (B, T) or less, -> (B, T)
+# the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns losses of their shape
 
 
 def open_model(config, params, device):
-    """(model, its device's name, rows of a batch that suit it)."""
+    """Return (model, name of its device, a batch size that suits it)."""
     found = try_gpu(device, lambda gpu: (open_evaluator(gpu, config, params), gpu.name, 4))
     return found or (GPT2(config, params), "CPU", 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# losses of a token file: of windows (begin, first, stop), which read tokens from `begin` on and score tokens `first` to
+# losses of a token file: a window (begin, first, stop) reads tokens from `begin` on and scores tokens `first` to
 # `stop` - 1
 
 
 def rows(count, T):
-    """The windows of the validation loss: T tokens, and the T that follow each of them. A last row that is shorter is
-    left out, unless it is the only one."""
+    """Return the windows of the validation loss: rows of T tokens, each predicting the next one.
+
+    A shorter last row is left out, unless it is the only one.
+    """
     if count <= T:
         return [(0, 1, count)]
     return [(begin, begin + 1, begin + T + 1) for begin in range(0, count - T, T)]
 
 
 def strided(count, T, stride):
-    """The windows of the perplexity: each token but the first is scored once, in the first window that has it."""
+    """Return the windows of the perplexity: each token is scored once, in the first window that has it.
+
+    The first token is not scored, nor, with stride = T, that of any other window.
+    """
     windows, scored = [], 1
     for begin in range(0, count, stride):
         stop = min(begin + T, count)
@@ -75,7 +80,7 @@ def strided(count, T, stride):
 
 
 def score(model, tokens, windows, B, T, what):
-    """Yield (ids, their losses) of each window's scored tokens."""
+    """Yield (ids, losses) of each window's scored tokens; the model takes B windows at a time."""
     with tqdm(total=len(windows), desc=what, unit="window") as bar:
         for i in range(0, len(windows), B):
             batch = windows[i : i + B]
@@ -91,7 +96,7 @@ def score(model, tokens, windows, B, T, what):
 
 
 class Sum:
-    """Losses and bytes of the tokens that were scored."""
+    """Sums over the scored tokens: their losses and number, and the losses and bytes of those that are text."""
 
     def __init__(self, tokenizer=None):
         self.loss, self.tokens, self.text_loss, self.bytes = 0.0, 0, 0.0, 0
@@ -112,12 +117,12 @@ class Sum:
 
     @property
     def bits_per_byte(self):
-        """None where the vocabulary is not known, or all tokens are ends of text."""
+        """None if the vocabulary is unknown, or no token is text."""
         return float(self.text_loss / math.log(2) / self.bytes) if self.bytes else None
 
 
 def evaluate_data(model, files, tokenizer, B, T, stride):
-    """Results on token arrays, as a dict."""
+    """Return the results on token arrays as a dict; raises UserError if a loss is not finite."""
     validation, perplexity = Sum(), Sum(tokenizer)
     for tokens in files:
         for scored in score(model, tokens, rows(len(tokens), T), B, T, "validation loss"):
@@ -137,7 +142,7 @@ def evaluate_data(model, files, tokenizer, B, T, stride):
 
 
 def open_files(pattern, V, most):
-    """The token arrays of --data, together at most `most` tokens (0: all)."""
+    """Return the token arrays of --data, cut to `most` tokens in all (0: no limit)."""
     paths = find_files(pattern if names_shards(pattern) else f"{pattern}_val.bin")
     if not paths:
         raise UserError(f"--data {pattern}: no file matches")
@@ -155,7 +160,7 @@ def open_files(pattern, V, most):
 
 
 def evaluate_hellaswag(model, examples, B, T):
-    """Results on HellaSwag, as a dict."""
+    """Return the results on HellaSwag as a dict."""
     with tqdm(total=4 * len(examples), desc="HellaSwag", unit="ending") as bar:
 
         def losses_of(inputs, targets):
@@ -202,7 +207,7 @@ def parse_arguments():
 
 
 def evaluate(args):
-    """What args ask for, as a dict."""
+    """Run what `args` ask for and return the results as a dict."""
     config, params = load_model(args.model)
     T = min(args.context, config.maxT)
     if T < 2:
@@ -243,7 +248,7 @@ def print_results(results):
 
 @gpu_errors_as_lines()
 def main():
-    warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: a loss that is not finite is an error
+    warnings.simplefilter("ignore", RuntimeWarning)  # of overflow: a loss that is not finite is an error anyway
     args = parse_arguments()
     results = evaluate(args)
     if args.json:

@@ -9,14 +9,14 @@ It writes
     gpt2_124M.bin                weights, float32
     gpt2_124M_bf16.bin           weights, bfloat16, which llm.c's usual build reads
     gpt2_tokenizer.bin           token id -> bytes
-in the versions that today's llm.c reads; with --llmc april2024 in those of its program of April 2024 (no bfloat16).
+in the file versions that today's llm.c reads, or with --llmc april2024 in those of April 2024 (no bfloat16).
 
 With --debug_state 1 it also reads one batch (the first tokens of the validation file), trains on it for ten steps and
 prints them, generates a sample, and writes
     gpt2_124M_debug_state.bin    that batch, its logits, loss and gradients, the losses of the ten steps
 
-The other direction: --to_hf model.bin DIR writes a trained checkpoint as a Hugging Face folder. (tokenizer.bin beside
-the model, which a run writes there, is its vocabulary.)
+In the other direction, --to_hf model.bin DIR converts a trained checkpoint to a Hugging Face folder, with the
+vocabulary of the tokenizer.bin that a run writes beside the model.
 It is a benchmark, too: --write_tensors 0 --inference_only 1 --compile 1 --dtype bfloat16 and so on.
 """
 
@@ -51,7 +51,7 @@ from llmc.tokenizer import read_tokenizer
 from prepro import EOT, load_encoding, read_input, reason, save_vocabulary
 from train_gpt2 import SIZES, parameter_table, random_model
 
-PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> in file names
+PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 VERSIONS = {  # --llmc -> the versions of the files that this llm.c reads (0: it has no such file)
     "today": SimpleNamespace(model=3, bf16_model=5, debug_state=2, tokenizer=2),
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class ReferenceGPT2(nn.Module):
-    """GPT-2 as PyTorch's autograd sees it; `flash` computes attention with F.scaled_dot_product_attention."""
+    """GPT-2 for PyTorch's autograd; with `flash`, attention is F.scaled_dot_product_attention."""
 
     def __init__(self, config, flash=False):
         super().__init__()
@@ -122,7 +122,7 @@ class ReferenceGPT2(nn.Module):
         self.ln_f = nn.LayerNorm(config.C)
 
     def forward(self, inputs, targets=None):
-        """inputs (B, T) -> (logits (B, T, V), mean loss); without targets, the last position's (B, 1, V) and None."""
+        """inputs (B, T) -> (logits (B, T, V), mean loss); without targets -> (the last position's (B, 1, V), None)."""
         x = self.wte(inputs) + self.wpe(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.h:
             x = block(x)
@@ -144,9 +144,9 @@ class ReferenceGPT2(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# weights: between the reference's modules, our 16 stacked tensors, Hugging Face, and random numbers
+# weights: conversions between our 16 stacked tensors, the reference's modules and Hugging Face's files
 
-LAYER_TENSORS = {  # ours -> the module's, within a layer
+LAYER_TENSORS = {  # our name -> the module's name within a layer
     "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
     "attprojw": "attn.c_proj.weight", "attprojb": "attn.c_proj.bias", "ln2w": "ln_2.weight", "ln2b": "ln_2.bias",
     "fcw": "mlp.c_fc.weight", "fcb": "mlp.c_fc.bias", "fcprojw": "mlp.c_proj.weight", "fcprojb": "mlp.c_proj.bias",
@@ -156,7 +156,7 @@ TRANSPOSED = ("qkvw", "attprojw", "fcw", "fcprojw")  # Hugging Face's GPT-2 keep
 
 
 def named_slices(config, tensors):
-    """(our name, module's name, NumPy view) for every parameter of the reference, the padding of wte left out."""
+    """Yield (our name, module's name, NumPy view) for every parameter of the reference, without the padding of wte."""
     for name in tensors.table:
         tensor = getattr(tensors, name)
         if name in GLOBAL_TENSORS:
@@ -167,7 +167,7 @@ def named_slices(config, tensors):
 
 
 def to_reference(config, params, flash=False, dtype=torch.float32):
-    """Our parameters -> a ReferenceGPT2 on the CPU."""
+    """Return a ReferenceGPT2 on the CPU with our parameters."""
     with torch.device("meta"):
         model = ReferenceGPT2(config, flash)
     state = {module_name: torch.from_numpy(np.array(view)).to(dtype)
@@ -177,7 +177,7 @@ def to_reference(config, params, flash=False, dtype=torch.float32):
 
 
 def collect_gradients(config, model, dtype="float32"):
-    """The reference's gradients in our layout, wte's padding zero."""
+    """Return the reference's gradients in our layout; wte's padding is 0."""
     tensors = allocate(parameter_table(config, dtype))
     parameters = dict(model.named_parameters())
     for _, module_name, view in named_slices(config, tensors):
@@ -186,7 +186,7 @@ def collect_gradients(config, model, dtype="float32"):
 
 
 def fetch_pretrained(name):
-    """Download openai-community/NAME through Hugging Face's cache (HF_ENDPOINT and HF_HUB_OFFLINE work); its folder."""
+    """Download openai-community/NAME to Hugging Face's cache (HF_ENDPOINT, HF_HUB_OFFLINE work); return the folder."""
     repository = f"openai-community/{name}"
     try:
         return snapshot_download(repository, allow_patterns=["config.json", "model.safetensors"])
@@ -203,7 +203,7 @@ HF_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise b
 
 
 def read_hf_folder(folder):
-    """(config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors (never a pickle)."""
+    """Read (config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors (never a pickle)."""
     config_path, weights_path = (os.path.join(folder, name) for name in ("config.json", "model.safetensors"))
     try:
         with open(config_path, encoding="utf-8") as f:
@@ -245,7 +245,7 @@ def read_hf_folder(folder):
                             " config.json")
         return tensor
 
-    fetch("wte.weight", (config.V, config.C))  # all sizes are seen in these three, before anything is allocated
+    fetch("wte.weight", (config.V, config.C))  # these three check all sizes before anything is allocated
     fetch("wpe.weight", (config.maxT, config.C))
     fetch(f"h.{config.L - 1}.ln_1.weight", (config.C,))
     params = allocate(parameter_table(config))
@@ -259,7 +259,7 @@ def read_hf_folder(folder):
 
 
 def write_hf_folder(model_path, folder):
-    """A checkpoint -> a folder that `transformers` and others load: config, weights, and the tokenizer."""
+    """Convert a checkpoint to a folder that `transformers` and others load: config, weights and tokenizer."""
     config, params = read_model(model_path, parameter_table)
     vocabulary = os.path.join(os.path.dirname(model_path), "tokenizer.bin")
     tokenizer_files = {}
@@ -290,8 +290,10 @@ def write_hf_folder(model_path, folder):
 
 
 def our_tokenizer_files(config, path):
-    """tokenizer.json, of Hugging Face's `tokenizers`, and tokenizer_config.json, of a vocabulary of bytes or of
-    characters: a byte-pair encoding without merges. {} for another vocabulary."""
+    """Return {name: content} of tokenizer.json, for Hugging Face's `tokenizers`, and tokenizer_config.json.
+
+    A vocabulary of bytes or characters becomes a byte-pair encoding without merges; any other gives {}.
+    """
     tokenizer = read_tokenizer(path)
     if len(tokenizer.tokens) != config.V:
         raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={config.V}: put the model's"
@@ -321,15 +323,17 @@ def our_tokenizer_files(config, path):
 
 
 def bytes_to_letters():
-    """byte -> the character that stands for it in a byte-level tokenizer: itself where it is printable in Latin-1, the
-    others in order from U+0100 on."""
+    """Return {byte: the character that stands for it in a byte-level tokenizer}.
+
+    Bytes that are printable in Latin-1 stand for themselves; the others map to U+0100 and on, in order.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
 
 
 def gpt2_tokenizer_files(config):
-    """vocab.json, merges.txt and tokenizer_config.json, from the files that tiktoken's GPT-2 encoding is made of."""
+    """Return {name: content} of vocab.json, merges.txt and tokenizer_config.json, from tiktoken's files for GPT-2."""
     load_encoding("gpt2")  # downloads both, or explains why it can't
     source = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": config.maxT, "eos_token": "<|endoftext|>",
@@ -344,7 +348,7 @@ def gpt2_tokenizer_files(config):
 
 
 def load_model(name, vocabulary):
-    """(config, params, label for file names) of --model."""
+    """Load --model: (config, params, label for file names)."""
     if name in SIZES:
         return *random_model(name, VOCABULARIES[vocabulary]), name
     if name in PRETRAINED:
@@ -362,7 +366,7 @@ def load_model(name, vocabulary):
 
 
 def first_batch(path, V, B, T):
-    """x, y (B, T) int32: the first B*T+1 tokens of a token file, cut into inputs and the tokens after them."""
+    """Return x, y (B, T) int32 from the first B*T+1 tokens of a token file; y holds the token after each in x."""
     tokens = np.array(open_tokens(path, V, B * T + 1)[: B * T + 1], np.int32)
     return tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
 
@@ -389,7 +393,7 @@ def overfit(model, x, y, iterations, settings, autocast=contextlib.nullcontext, 
         if capture and iteration == 0:
             capture(logits, loss)
         optimizer.step()
-        losses.append(loss.item())  # waits for a GPU, too
+        losses.append(loss.item())  # also waits for a GPU
         if report:
             report(iteration, losses[-1], time.perf_counter() - start)
     return losses
@@ -404,7 +408,7 @@ def run_inference(model, x, y, iterations, autocast):
 
 
 def make_debug_state(config, params, x, y, iterations, report=None):
-    """(DebugState, trained model): the float32 run on one batch, on the CPU, that the parity test replays."""
+    """Make the float32 CPU run on one batch that the parity test replays; returns (DebugState, trained model)."""
     model, state = to_reference(config, params), {}
 
     def capture(logits, loss):
@@ -422,8 +426,8 @@ def make_debug_state(config, params, x, y, iterations, report=None):
 
 
 def write_files(args, config, params, label, batch, encoding):
-    """Models, tokenizer and, of a batch that is not None, the debug state; returns the reference after its training
-    steps on that, or None."""
+    """Write the models, the tokenizer and, if `batch` is not None, the debug state; returns the model trained on the
+    batch, or None."""
     versions = VERSIONS[args.llmc]
     if encoding and versions.tokenizer == 1 and encoding.eot_token != VOCABULARIES["gpt2"] - 1:
         raise UserError(f"--llmc {args.llmc}: that program takes token 50256 for end of text, which is"
@@ -452,7 +456,7 @@ def write_files(args, config, params, label, batch, encoding):
 
 
 def check_not_read(model, path, version):
-    """Raise UserError where writing `path` would turn the file that --model reads into one of another version."""
+    """Raise UserError if writing `path` would replace the file that --model reads by one of another version."""
     if os.path.isfile(model) and os.path.exists(path) and os.path.samefile(model, path):
         found = int(np.fromfile(path, "<i4", 2)[1])
         if found != version:  # the same version would write the same weights
@@ -461,7 +465,7 @@ def check_not_read(model, path, version):
 
 
 def run_benchmark(args, config, params, x, y):
-    """The same steps with the flags of the group 'benchmark'; returns the model."""
+    """Run the same steps with the flags of the group 'benchmark'; returns the model."""
     device = choose_device(args.device)
     torch.backends.cuda.matmul.allow_tf32 = bool(args.tensorcores)
     model = to_reference(config, params, bool(args.flash)).to(device)
@@ -481,7 +485,7 @@ def print_iteration(iteration, loss, seconds):
 
 
 def vocabulary_of(config):
-    """The tiktoken.Encoding of the model's vocabulary; None, with a warning, when it cannot be had."""
+    """Return the tiktoken.Encoding for the model's V; None if there is none or, with a warning, if loading it fails."""
     try:
         return next((load_encoding(name) for name, V in VOCABULARIES.items() if V == config.V), None)
     except UserError as error:
@@ -558,7 +562,7 @@ def parse_arguments():
 
 @contextlib.contextmanager
 def torch_errors_as_lines():
-    """What PyTorch reports, as being out of memory or without a C++ compiler for --compile, is a line."""
+    """Turn PyTorch's RuntimeErrors (out of memory, no C++ compiler for --compile) into UserErrors of one line."""
     try:
         yield
     except RuntimeError as error:

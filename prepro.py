@@ -1,6 +1,6 @@
 """
-What the prepro_*.py scripts share: vocabularies, a checked download, several processes, and the files that they write:
-PREFIX_train.bin, PREFIX_val.bin, and the vocabulary, PREFIX_tokenizer.bin.
+What the prepro_*.py scripts share: vocabularies, verified downloads, worker processes, and the files that they write:
+PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin, the vocabulary.
 
 Not a program: run prepro_text.py, prepro_fineweb.py, prepro_hellaswag.py or one of the others.
 """
@@ -25,20 +25,23 @@ from llmc.errors import UserError
 from llmc.files import check_is_file, chunks, make_directory, replacing, together
 from llmc.tokenizer import write_tokenizer
 
-TIMEOUT_SECONDS = 30  # without a byte from the server
+TIMEOUT_SECONDS = 30  # of silence from the server
 EOT = "<|endoftext|>"
 
 
 def load_encoding(vocabulary, characters=""):
-    """The tiktoken.Encoding of 'gpt2' (50257 tokens, downloaded by tiktoken, once), 'bytes' (256 and end of text) or
-    'chars' (those characters in sorted order, and end of text)."""
+    """Return the tiktoken.Encoding of 'gpt2', 'bytes' or 'chars'; raises UserError when a download fails.
+
+    gpt2: 50257 tokens, which tiktoken downloads once. bytes: the 256 byte values and end of text. chars: the given
+    characters, sorted, and end of text.
+    """
     if vocabulary in ("bytes", "chars"):
         tokens = sorted(set(characters)) if vocabulary == "chars" else map(chr, range(256))
         to_bytes = "utf-8" if vocabulary == "chars" else "latin-1"
         ranks = {token.encode(to_bytes): id for id, token in enumerate(tokens)}
         return tiktoken.Encoding(
             name=vocabulary,
-            pat_str=r"(?s).",  # one character at a time, which its UTF-8 bytes then stand for
+            pat_str=r"(?s).",  # one character at a time; tiktoken then looks up its UTF-8 bytes
             mergeable_ranks=ranks,
             special_tokens={EOT: len(ranks)},
         )
@@ -49,11 +52,11 @@ def load_encoding(vocabulary, characters=""):
                         " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
 
 
-LONG_SPACE = re.compile(r"\s{262144}(?=\s)")  # of a million, tiktoken's regular expression runs out of stack
+LONG_SPACE = re.compile(r"\s{262144}(?=\s)")  # a million in a row overflow the stack of tiktoken's regular expression
 
 
 def encode(encoding, text, **options):
-    """The token ids of a text, with tiktoken's options; a very long white space is encoded piece by piece."""
+    """Return the token ids of a text. Very long whitespace is encoded in pieces; `options` are tiktoken's."""
     ends = [match.end() for match in LONG_SPACE.finditer(text)]
     pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]))
     return [id for piece in pieces for id in encoding.encode(piece, **options)]
@@ -67,13 +70,13 @@ def reason(error):
 
 
 def download(url, path, digest, algorithm="md5"):
-    """Fetch a URL into a file with a progress bar, unless the file is there with that MD5, or SHA-256, already.
+    """Download a URL to `path` with a progress bar, unless a file with that MD5 or SHA-256 is already there.
 
-    Raises UserError that names the URL, the reason and --input; nothing is left half-written, or written over.
+    Raises UserError that names the URL, the reason and --input. Never overwrites a file or leaves half of one.
     """
     kind = {"md5": "MD5", "sha256": "SHA-256"}[algorithm]
     if os.path.lexists(path):
-        read_input(path)  # raises what is wrong with it
+        read_input(path)  # raises if it cannot be read
         found = file_hash(path, algorithm)
         if found != digest:
             raise UserError(f"{path}: {kind} {found}, expected {digest}: it is not the text that is downloaded to"
@@ -104,7 +107,7 @@ def file_hash(path, algorithm):
 
 
 def read_input(path):
-    """The bytes of a text."""
+    """Return the bytes of a text file; raises UserError if it cannot be read."""
     check_is_file(path, "pass --input FILE")
     try:
         with open(path, "rb") as f:
@@ -114,20 +117,22 @@ def read_input(path):
 
 
 def output_paths(output):
-    """The files of PREFIX: validation tokens, training tokens, vocabulary."""
+    """The paths that start with PREFIX: validation tokens, training tokens, vocabulary."""
     return [f"{output}_{name}.bin" for name in ("val", "train", "tokenizer")]
 
 
 def check_not_written_over(path, output):
-    """Raise UserError where `path`, a text, is one of the files of PREFIX."""
+    """Raise UserError if `path`, the text to tokenize, is one of the output files."""
     for written in output_paths(output):
         if os.path.exists(path) and os.path.exists(written) and os.path.samefile(path, written):
             raise UserError(f"{path}: is the text itself, and would be written over: pass another --output")
 
 
 def in_processes(function, jobs, processes, prepare=None, arguments=()):
-    """Yield function(job) of each job, in order. `processes` of them work at a time, each after prepare(*arguments); no
-    more jobs are taken than keeps them busy."""
+    """Yield function(job) for each job, in order, from `processes` workers, which call prepare(*arguments) first.
+
+    Takes no more jobs than keep the workers busy. Raises UserError if one of them is killed.
+    """
     if processes == 1:
         if prepare:
             prepare(*arguments)
@@ -156,12 +161,12 @@ def save_vocabulary(path, encoding, version=2):
 
 
 def save_tokens(val, train, encoding, args):
-    """Write the files of PREFIX. val, train: lists of integer arrays."""
+    """Write PREFIX_val.bin, PREFIX_train.bin and the vocabulary. val, train: lists of integer arrays."""
     save_files(dict(zip(output_paths(args.output), (val, train))), encoding, args)
 
 
 def save_files(files, encoding, args):
-    """Write token files, {path: list of integer arrays}, and the vocabulary, all of them or none, and say so."""
+    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none, and print their sizes."""
     if args.format == "uint16" and encoding.n_vocab > 1 << 16:
         raise UserError(f"--format uint16: the vocabulary has {encoding.n_vocab} tokens, expected at most 65536: use"
                         " int32")
@@ -193,7 +198,7 @@ def add_val_fraction(parser, most):
 
 
 def val_fraction(args):
-    """--val_fraction, None where it is not given."""
+    """Return --val_fraction, or None if it is not given."""
     fraction = getattr(args, "val_fraction", None)
     if fraction is not None and not 0.0 < fraction < 1.0:
         raise UserError(f"--val_fraction {fraction}: expected more than 0 and less than 1")
@@ -201,7 +206,7 @@ def val_fraction(args):
 
 
 def val_tokens(count, most, args):
-    """How many of `count` tokens validate: --val_fraction of them, or else a tenth, at most `most`."""
+    """Return how many of `count` tokens are for validation: --val_fraction of them, or a tenth, but at most `most`."""
     fraction = val_fraction(args)
     val = min(count // 10, most) if fraction is None else int(count * fraction + 1e-6)
     if not 0 < val < count:
@@ -211,15 +216,14 @@ def val_tokens(count, most, args):
 
 
 def save_split(tokens, most, encoding, args):
-    """val_tokens of the tokens to PREFIX_val.bin, the first ones, the others to PREFIX_train.bin, the vocabulary beside
-    them."""
+    """Write the first val_tokens(...) tokens for validation, the rest for training, and the vocabulary."""
     tokens = np.asarray(tokens)
     val = val_tokens(len(tokens), most, args)
     save_tokens(list(chunks(tokens[:val])), list(chunks(tokens[val:])), encoding, args)
 
 
 def make_parser(description, output):
-    """The flags that every prepro script has: --format and --output."""
+    """Return a parser with the flags that every prepro script has: --format and --output."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--format", choices=("int32", "uint16"), default="int32",
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today")

@@ -11,10 +11,10 @@ FineWeb (https://arxiv.org/abs/2406.17557), 10 or 100 billion tokens of web text
     python prepro_fineweb.py --parquet                   # the text itself, 28 GB, tokenized here on all cores
     python prepro_fineweb.py --input "my_text/*.parquet" --output data/mine
 
-A shard has 100 million tokens, uint16; the first one validates, the others train. Each document follows an end-of-text
-token, and goes on in the next shard where one is full. The ready-made shards are on Hugging Face, made by others from
-the same text; each is compared with the SHA-256 that the hub has for it. A shard appears whole or not at all: after an
-interruption the same command goes on, and keeps what is there. --parquet needs the Python package pyarrow.
+A shard holds 100 million tokens, uint16; the first is for validation, the others for training. Each document starts
+with an end-of-text token and continues in the next shard when one is full. The ready-made shards on Hugging Face were
+made by others from the same text; each is verified against the hub's SHA-256. A shard appears whole or not at all, so
+after an interruption the same command resumes. --parquet needs the Python package pyarrow.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -55,8 +55,8 @@ READY_MADE = {  # (edu, size) -> the hub's dataset of token shards
 TEXT = {False: "HuggingFaceFW/fineweb", True: "HuggingFaceFW/fineweb-edu"}  # with folders sample/10BT, sample/100BT
 SHARD_NAME = re.compile(r"(?:.*_)?(val|train)_(\d{6})\.bin")
 SHARD_TOKENS = 10**8
-TOKEN_BYTES = 0.75  # of tokens, for each byte of FineWeb's parquet: 20.6 GB of 28
-DOCUMENTS = 256  # that a process tokenizes at a time
+TOKEN_BYTES = 0.75  # bytes of tokens per byte of FineWeb's parquet: 20.6 GB from 28 GB
+DOCUMENTS = 256  # tokenized by a process at a time
 GO_ON = "the same command goes on from here"
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -64,17 +64,17 @@ GO_ON = "the same command goes on from here"
 
 
 class Output(NamedTuple):
-    """Where shards go, and what they are called."""
+    """Where the shards go and what they are called."""
 
     directory: str
     name: str  # fineweb or edu_fineweb
 
     def path(self, number):
-        """Of shard `number`: the first one validates."""
+        """Return the path of shard `number`; shard 0 is for validation."""
         return os.path.join(self.directory, f"{self.name}_{'train' if number else 'val'}_{number:06d}.bin")
 
     def has(self, number, size):
-        """Whether shard `number` is there with all its bytes, which it never is before they are all right."""
+        """Whether shard `number` is there with `size` bytes: a shard gets its name only once it is complete."""
         path = self.path(number)
         return os.path.isfile(path) and os.path.getsize(path) == size
 
@@ -84,7 +84,7 @@ def shard_bytes(tokens):
 
 
 def check_room(what, directory, needed):
-    """Say how much will be written, and how much room there is; raise UserError where that is not enough."""
+    """Print how much will be written and how much disk is free; raises UserError if that is not enough."""
     free = shutil.disk_usage(directory).free
     print(f"{what}, about {gigabytes(needed)} to come; {directory} has room for {gigabytes(free)}")
     if needed > free:
@@ -101,7 +101,7 @@ def gigabytes(size):
 
 
 def list_files(repository, folder=None):
-    """The files of a dataset, as huggingface_hub's RepoFiles."""
+    """Return the files of a dataset as huggingface_hub's RepoFiles; raises UserError if they cannot be listed."""
     try:
         tree = HfApi().list_repo_tree(repository, folder, repo_type="dataset")
         return [file for file in tree if isinstance(file, RepoFile)]
@@ -111,8 +111,11 @@ def list_files(repository, folder=None):
 
 
 def fetch(repository, file, directory):
-    """Download a RepoFile into a directory of its own, unless it is there; returns its path. A connection that breaks
-    goes on where it was, a few times. Raises UserError, and removes the file, where its SHA-256 is not the hub's."""
+    """Download a RepoFile into `directory`, unless it is there already; returns its path.
+
+    huggingface_hub resumes a broken connection a few times. If the SHA-256 is not the hub's, the file is removed and
+    UserError raised.
+    """
     try:
         path = hf_hub_download(repository, file.path, repo_type="dataset", local_dir=directory)
     except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
@@ -127,7 +130,7 @@ def fetch(repository, file, directory):
 
 
 def fetch_shards(repository, output, most):
-    """Download what is not there of the validation shard and the first `most` training shards (None: all)."""
+    """Download the validation shard and the first `most` training shards (None: all), except those already there."""
     if os.path.exists(notes_path(output)):
         raise UserError(f"{output.directory}: its shards are made from parquet: pass another --output, or the flags of"
                         " the first run")
@@ -148,7 +151,7 @@ def fetch_shards(repository, output, most):
 
 
 def move(source, path):
-    """Rename a file to its place, all of it being on the disk."""
+    """Flush `source` to disk, then rename it to `path`."""
     with errors_of_writing(path):
         with open(source, "rb") as f:
             os.fsync(f.fileno())
@@ -161,12 +164,12 @@ def move(source, path):
 
 
 class Source(NamedTuple):
-    """A parquet file, here or on the hub."""
+    """A parquet file, local or on the hub."""
 
     name: str
     size: int
-    open: object  # () -> its path here, downloaded if need be
-    close: object  # () -> None, once its text is in shards
+    open: object  # () -> its local path, downloading it if necessary
+    close: object  # () -> None, called once its text is in shards
 
 
 def local_sources(pattern):
@@ -174,7 +177,7 @@ def local_sources(pattern):
     if not paths:
         raise UserError(f"--input {pattern}: no file matches")
     for path in paths:
-        open_parquet(path)  # or it is said now
+        open_parquet(path)  # fail now if it is not one
     return [Source(os.path.basename(path), os.path.getsize(path), lambda path=path: path, lambda: None)
             for path in paths]
 
@@ -195,7 +198,7 @@ def hub_sources(repository, folder, directory):
 
 
 def open_parquet(path):
-    """The ParquetFile; raises UserError where it is none, or has no column of text."""
+    """Open a ParquetFile; raises UserError if it is not one or has no column 'text' of strings."""
     try:
         with open_input(path, "pass parquet files with a column 'text'"):
             file = parquet.ParquetFile(path)
@@ -211,7 +214,7 @@ def open_parquet(path):
 
 
 def read_texts(path, row):
-    """Yield (row, [text]) of DOCUMENTS rows at a time, from `row` on; a row group is in memory at most."""
+    """Yield (first row, [text]) for DOCUMENTS rows at a time, from `row` on; holds at most a row group in memory."""
     file = open_parquet(path)
     first = 0
     for group in range(file.num_row_groups):
@@ -231,14 +234,14 @@ def read_texts(path, row):
 
 
 def jobs(sources, position):
-    """Yield (file, row, [text]) from a position on: (file, row, tokens of that row)."""
+    """Yield (file, row, [text]) from `position` on, which is (file, row, tokens of that row already used)."""
     for number in range(position[0], len(sources)):
         for row, texts in read_texts(sources[number].open(), position[1] if number == position[0] else 0):
             yield number, row, texts
 
 
 def tokenize(job):
-    """(file, row, [text]) -> (file, row, tokens, uint16, the end of each document in them)."""
+    """(file, row, [text]) -> (file, row, uint16 tokens, the end of each document in them)."""
     file, row, texts = job
     encoding = load_encoding("gpt2")
     tokens, ends = [], []
@@ -250,9 +253,9 @@ def tokenize(job):
 
 
 def shards_from(sources, position, size, processes, bar):
-    """Yield (tokens, the position of the next shard) of one shard after the other; the last one may be shorter."""
+    """Yield (tokens, position where the next shard begins) for each shard of `size` tokens; the last may be shorter."""
     shard, used = np.empty(size, np.uint16), 0
-    begin = position[2]  # in the first job; what is before is in a shard already
+    begin = position[2]  # in the first job's tokens; those before it are in a shard already
     for file, row, tokens, ends in in_processes(tokenize, jobs(sources, position), processes):
         while begin < len(tokens):
             count = min(len(tokens) - begin, size - used)
@@ -269,9 +272,9 @@ def shards_from(sources, position, size, processes, bar):
 
 
 def tokenize_shards(sources, output, most, args):
-    """Make what is not there of the validation shard and the first `most` training shards (None: all).
+    """Make the validation shard and the first `most` training shards (None: all), except those already there.
 
-    parquet.json beside them has, for each shard made, its tokens and the position in the text where the next begins.
+    parquet.json beside them has each shard's number of tokens and the position in the text where the next one begins.
     """
     size, path = args.shard_tokens, notes_path(output)
     notes = {"shard_tokens": size, "files": [[source.name, source.size] for source in sources], "shards": []}
@@ -286,13 +289,13 @@ def tokenize_shards(sources, output, most, args):
     text = sum(source.size for source in sources)
     tokens = min(TOKEN_BYTES / 2 * text, size * (last + 1))
     needed = 0 if finished else 2 * (tokens - sum(count for count, *_ in shards))
-    largest = 0 if args.input or finished else max(source.size for source in sources)  # one is here at a time
+    largest = 0 if args.input or finished else max(source.size for source in sources)  # one is on disk at a time
     check_room(f"{len(sources)} parquet files of {gigabytes(text)}, {number} shards of them made",
                output.directory, max(0, needed) + largest)
     if finished:
         return
-    write_notes(path, notes)  # whose shards these are, before the first is there
-    processes = min(args.processes, 1 + text // (4 << 20))  # to start one takes as long as to tokenize some megabytes
+    write_notes(path, notes)  # before the first shard, so that it is known what made them
+    processes = min(args.processes, 1 + text // (4 << 20))  # starting one takes as long as tokenizing a few megabytes
     with tqdm(total=None if args.input else int(tokens), unit="token", unit_scale=True, desc="tokenizing",
               initial=size * number) as bar:
         for tokens, after in shards_from(sources, position, size, processes, bar):
@@ -312,7 +315,7 @@ def notes_path(output):
 
 
 def read_notes(path, notes, output):
-    """Fill in the shards of notes from the file of an earlier run; raises UserError where that was of other text."""
+    """Fill in notes["shards"] from an earlier run's file; raises UserError if its text or shard size differs."""
     if not os.path.exists(path):
         if os.path.exists(output.path(0)):
             raise UserError(f"{output.path(0)}: was not made from parquet here, and would be written over: pass another"

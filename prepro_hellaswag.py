@@ -4,8 +4,8 @@ HellaSwag -> GPT-2 tokens: 10,042 contexts with four endings each, for --hellasw
     python prepro_hellaswag.py                # downloads 12 MB, prints:
         Saved 10042 examples to data/hellaswag_val.bin
 
-The validation set of https://github.com/rowanz/hellaswag, in llm.c's layout: endings are encoded with a space before
-them. --input FILE takes a hellaswag_val.jsonl that is already there, or other lines like its own.
+The validation set of https://github.com/rowanz/hellaswag in llm.c's layout: each ending is encoded with a leading
+space. --input FILE reads a hellaswag_val.jsonl that you already have, or any file in its format.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -26,7 +26,7 @@ SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 
 
 def parse_line(where, line, encoding):
-    """A line of JSON -> its Example."""
+    """Parse a line of JSON into an Example; raises UserError that begins with `where` if it is not one."""
     try:
         record = json.loads(line)
         context, endings, label = record["ctx"], record["endings"], int(record["label"])

@@ -6,8 +6,8 @@ Python's own standard library -> bytes as tokens: text to train on that is on ev
         Saved 4128768 tokens to data/pystdlib_train.bin
         Saved the vocabulary of 257 tokens to data/pystdlib_tokenizer.bin
 
-Files come in sorted order, each after an end-of-text token, up to a fixed size. The first 65536 tokens validate, the
-rest train. The vocabulary is the 256 byte values and end of text (id 256).
+Files are read in sorted order up to a fixed total size, and each starts with an end-of-text token. The first 65536
+tokens are for validation, the rest for training. The vocabulary is the 256 byte values and end of text (id 256).
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -26,7 +26,7 @@ SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "id
 
 
 def source_files(root):
-    """Paths of the .py files below root, sorted; tests, tables of data and private modules (_*.py) are left out."""
+    """Return the sorted paths of the .py files below root, without tests, data tables and private modules (_*.py)."""
     paths = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in SKIPPED]

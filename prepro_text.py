@@ -8,14 +8,14 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
         Saved the vocabulary of 50257 tokens to data/mine_tokenizer.bin
     python train_gpt2.py -e d4 -i data/mine -o runs/mine          # trains on it, from random weights
 
-A document is a file, or in .jsonl files, and .json ones of that form, what a line has in --field. Each follows an
-end-of-text token; folders are read in sorted order, and what is hidden in them, or not UTF-8 text, is left out. The
-last tenth of the tokens validates, at most 32768 tokens, or --val_fraction of them; the rest trains, in shards if there
-is --shard_tokens.
+A document is a file; in .jsonl files, and .json files of the same form, it is the --field of a line. Each document
+starts with an end-of-text token. Folders are read in sorted order, without hidden files and files that are not UTF-8
+text. The last tenth of the tokens is for validation (at most 32768 tokens; or --val_fraction), the rest for training,
+in shards if --shard_tokens is given.
 
-The vocabulary is GPT-2's; or `bytes`, the 256 byte values; or `chars`, the characters of the text: nanoGPT's
-shakespeare_char. Text is tokenized by several processes in pieces of a megabyte, which are cut where tokens end, and
-is not held in memory.
+The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
+shakespeare_char. Several processes tokenize the text in pieces of a megabyte, cut where tokens end; it need not fit in
+memory.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -39,8 +39,8 @@ from prepro import (add_processes, add_val_fraction, check_not_written_over, che
 
 MEND = "pass files of text, or folders with them"
 VAL_TOKENS = 32768
-PIECE = 1 << 20  # bytes that are read, or about as many characters that are tokenized, at a time
-TOKEN_ENDS = re.compile(r"\S[ \n]")  # between the two: no token has anything else before white space
+PIECE = 1 << 20  # bytes read at a time; also about how many characters are tokenized at a time
+TOKEN_ENDS = re.compile(r"\S[ \n]")  # a token ends between the two: inside tokens, whitespace follows only whitespace
 
 # ----------------------------------------------------------------------------------------------------------------------
 # files, documents, pieces
@@ -51,7 +51,7 @@ class NotText(UserError):
 
 
 def find_texts(names):
-    """({path: whether it was found in a folder}, number of hidden names) of files, folders and globs."""
+    """Expand files, folders and globs: ({path: whether it was found in a folder}, number of hidden names left out)."""
     paths, hidden = {}, 0
     for name in names:
         matches = find_files(name)
@@ -59,7 +59,7 @@ def find_texts(names):
             raise UserError(f"{name}: no file matches")
         for match in matches:
             if not os.path.isdir(match):
-                open_input(match, MEND).close()  # or it is said now
+                open_input(match, MEND).close()  # fail now if it cannot be read
                 paths[match] = False
                 continue
             for directory, folders, files in os.walk(match):
@@ -72,7 +72,7 @@ def find_texts(names):
 
 
 def read_text(path, bar=None):
-    """Yield the text of a file in pieces, without a byte order mark, its lines ended by \\n; raises NotText."""
+    """Yield the text of a file in pieces, without byte order mark, with \\n line ends; raises NotText if not UTF-8."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     with open_input(path, MEND) as f:
         data = None
@@ -87,7 +87,7 @@ def read_text(path, bar=None):
 
 
 def read_lines(texts):
-    """The lines of a text that comes in pieces."""
+    """Yield the lines of a text that comes in pieces."""
     rest = ""
     for text in texts:
         *lines, rest = (rest + text).split("\n")
@@ -96,7 +96,7 @@ def read_lines(texts):
 
 
 def parse_object(line):
-    """The JSON object of a line; {} if it is none."""
+    """Return the JSON object of a line, or {} if it is not one."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -105,8 +105,10 @@ def parse_object(line):
 
 
 def is_json_lines(path, field, found):
-    """Whether each line is a JSON object: of .jsonl files, and of those .json files whose first line is one. Other JSON
-    is text, as is that of a file found in a folder if its first line lacks the field."""
+    """Whether a file is read as JSON lines: .jsonl files are, and .json files whose first line is a JSON object.
+
+    A .json file found in a folder must also have the field in its first line. Other JSON is plain text.
+    """
     if path.lower().endswith(".json"):
         first = parse_object(next(read_lines(read_text(path))))
         return field in first or bool(first) and not found
@@ -114,7 +116,7 @@ def is_json_lines(path, field, found):
 
 
 def read_field(path, field, bar):
-    """Yield the document of each line."""
+    """Yield the document of each JSON line; raises UserError for a line without text in the field."""
     for number, line in enumerate(read_lines(read_text(path, bar)), 1):
         if not line.strip():
             continue
@@ -123,11 +125,11 @@ def read_field(path, field, bar):
             seen = f"text in {', '.join(key for key in record if isinstance(record[key], str)) or 'no field'}"
             raise UserError(f"{path}:{number}: expected a JSON object with text in {field!r}, found"
                             f" {seen if record else 'none'}: pass --field NAME")
-        yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # half a surrogate pair is no text
+        yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
 
 
 def documents(path, field, found, bar):
-    """Yield (whether a document begins here, text): the documents of a file, long ones in pieces."""
+    """Yield (whether a document begins here, text) for the documents of a file; long ones come in pieces."""
     if is_json_lines(path, field, found):
         yield from ((True, text) for text in read_field(path, field, bar) if text)
         return
@@ -146,7 +148,7 @@ def documents(path, field, found, bar):
 
 
 def jobs(paths, field, bar):
-    """Yield lists of documents, or of pieces of them, of about PIECE characters together."""
+    """Yield lists of what documents() yields, about PIECE characters each."""
     job, size = [], 0
     for path, found in paths.items():
         for begins, text in documents(path, field, found, bar):
@@ -163,13 +165,13 @@ def jobs(paths, field, bar):
 
 
 def prepare(*vocabulary):
-    """Make the vocabulary ready in this process."""
+    """Load the vocabulary in this process."""
     global ENCODING
     ENCODING = load_encoding(*vocabulary)
 
 
 def tokenize(job):
-    """A job's documents -> their tokens, uint16 (int32 of a vocabulary too large for it)."""
+    """Return the tokens of a job's documents, uint16, or int32 if the vocabulary is too large for that."""
     tokens = []
     for begins, text in job:
         if begins:
@@ -183,12 +185,15 @@ def token_type(encoding):
 
 
 def survey(paths, args):
-    """Read all there is once: ({path: found in a folder} of the texts, number of documents, set of characters, which is
-    empty unless they are the vocabulary); raises UserError for what is wrong with any of them."""
+    """Read everything once, so that a bad file raises UserError before any work is done.
+
+    Returns ({path: found in a folder} of the texts, number of documents, set of characters); the set is empty unless
+    the vocabulary is `chars`.
+    """
     texts, count, characters = {}, 0, set()
     with tqdm(total=total_size(paths), unit="B", unit_scale=True, desc="reading") as bar:
         for path, found in paths.items():
-            if found and not os.path.isfile(path):  # a FIFO, a link to nothing
+            if found and not os.path.isfile(path):  # a FIFO, a broken link
                 continue
             seen, begun = set(), 0
             try:
@@ -243,7 +248,7 @@ def main():
     encoding = load_encoding(*vocabulary)  # download GPT-2's once, and fail here, before the processes start
     make_directory(os.path.dirname(args.output))
     size, output = total_size(texts), f"{args.output}_train.bin"
-    processes = min(args.processes, 1 + size // (4 * PIECE))  # to start one takes as long as to tokenize some pieces
+    processes = min(args.processes, 1 + size // (4 * PIECE))  # starting one takes as long as tokenizing a few pieces
     with errors_of_writing(output):
         all_tokens = tempfile.TemporaryFile(dir=os.path.dirname(args.output) or ".")
     with all_tokens:
@@ -262,7 +267,8 @@ def main():
 
 
 def save_shards(val, train, encoding, args):
-    """PREFIX_val_000000.bin, and PREFIX_train_000000.bin and on, of equal sizes up to --shard_tokens."""
+    """Write PREFIX_val_000000.bin and the training shards, PREFIX_train_000000.bin and on, equal in size, at most
+    --shard_tokens each."""
     shards = np.array_split(train, -(-len(train) // args.shard_tokens))
     files = {f"{args.output}_train_{number:06d}.bin": list(chunks(shard)) for number, shard in enumerate(shards)}
     for path in find_files(f"{args.output}_train_*.bin"):

@@ -6,10 +6,9 @@ tiny_shakespeare -> GPT-2 tokens, for a first run that overfits in minutes.
         Saved 305260 tokens to data/tiny_shakespeare_train.bin
         Saved the vocabulary of 50257 tokens to data/tiny_shakespeare_tokenizer.bin
 
-An end-of-text token opens the text and every speech. The first 32768 tokens validate, or a tenth if that is less, or
---val_fraction of them; the rest train.
---input FILE takes a text that is already there: any UTF-8 text with blank lines between its parts. prepro_text.py is
-for other texts.
+Each speech starts with an end-of-text token. The first 32768 tokens are for validation (a tenth, if that is less; or
+--val_fraction), the rest for training.
+--input FILE reads any UTF-8 text with blank lines between its parts; for other texts there is prepro_text.py.
 """
 
 import os

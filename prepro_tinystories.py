@@ -4,9 +4,9 @@ TinyStories (https://arxiv.org/abs/2305.07759) -> GPT-2 tokens: 2.7 million shor
     python prepro_tinystories.py              # downloads a 1.5 GB archive of 50 JSON shards, then prints three lines
         Saved ... tokens to data/TinyStories_val.bin
 
-Shard 0 validates, the others train. Each story follows an end-of-text token; the stories of a shard are shuffled with
-the seed 1337 + shard, so that the same archive always gives the same files. Shards are tokenized by several processes.
---input DIR takes a directory of data*.json shards that is already there.
+Shard 0 is for validation, the others for training. Each story starts with an end-of-text token; the stories of a shard
+are shuffled with seed 1337 + shard, so the same archive always gives the same files. Several processes tokenize the
+shards. --input DIR reads a directory of data*.json shards that you already have.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -34,11 +34,11 @@ REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 
 
 def fetch_shards(directory):
-    """Download the archive through huggingface_hub's cache, check its SHA-256 with the hub's, unpack the shards."""
+    """Download the archive through huggingface_hub's cache, verify it against the hub's SHA-256, unpack the shards."""
     try:
         path = hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset")
         expected = os.path.basename(os.path.realpath(path))  # the cache names a large file by the hub's SHA-256 ...
-        if not re.fullmatch("[0-9a-f]{64}", expected):  # ... where there are symbolic links
+        if not re.fullmatch("[0-9a-f]{64}", expected):  # ... if the file system has symbolic links
             expected = HfApi().get_paths_info(REPOSITORY, ARCHIVE, repo_type="dataset")[0].lfs.sha256
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, IndexError,
             AttributeError) as error:
@@ -62,7 +62,7 @@ def fetch_shards(directory):
 
 
 def find_shards(directory):
-    """The data*.json shards of a directory, sorted; at least two, one to validate and one to train."""
+    """Return the sorted data*.json shards of a directory; raises UserError if there are fewer than two."""
     paths = sorted(glob.glob(os.path.join(glob.escape(directory), "data*.json")))
     if len(paths) < 2:
         raise UserError(f"{directory}: {len(paths)} shards named data*.json, expected at least 2 (one validates, the"
@@ -71,7 +71,7 @@ def find_shards(directory):
 
 
 def tokenize_shard(job):
-    """(shard number, path) -> its tokens, uint16: each story after an end-of-text token, in shuffled order."""
+    """(shard number, path) -> its tokens, uint16: the stories in shuffled order, each after an end-of-text token."""
     shard, path = job
     encoding = load_encoding("gpt2")
     try:

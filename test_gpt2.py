@@ -8,17 +8,17 @@ Parity with PyTorch, tensor by tensor: is the hand-written backward pass right t
 The ladder: logits, losses, the 16 gradients in the order of the backward pass, the losses of the next steps, AdamW, the
 same run twice. The first red row says where to look.
 
-What is allowed, and why:
-    logits, loss, gradients   FACTOR times the error that rounding causes in this very model and batch: dev/rounding.py
-                              measures it, with random errors in float64. The bound on the 2-norm finds what is wrong a
-                              little everywhere, that on single elements what is wrong in one place. dev/verdict.py
-                              draws models, on which a trainer that is right must never be red.
-                              Of the losses, each position's is compared: their mean would be one number, of which
-                              a few such runs tell little.
-    losses                    the same, after one update and after two. Rounding errors grow from step to step; where
-                              they make 1 percent of the loss, nothing more is to be learnt, and the row ends.
-    adamw                     a few roundings: the update is computed again in float64 from the trainer's own gradients
-                              and moments, with weight decay and clipping.
+The tolerances, and why:
+    logits, loss, gradients   FACTOR times the error that rounding alone causes with this model and batch, measured by
+                              dev/rounding.py with random errors in float64. The bound on the 2-norm catches small
+                              errors everywhere, the bound on single elements a large error in one place. dev/verdict.py
+                              checks that a correct trainer is never red, on randomly drawn models.
+                              Losses are compared position by position: a few noisy runs say little about the error of
+                              their mean, a single number.
+    losses                    the same, after one update and after two. Rounding errors grow from step to step; a step
+                              where they reach 1 percent of the loss tells nothing, and is left out with all later ones.
+    adamw                     a few roundings: the update is recomputed in float64 from the trainer's own gradients and
+                              moments, with weight decay and clipping.
 """
 
 import argparse
@@ -59,12 +59,12 @@ from train_gpt2 import GPT2, parameter_table, random_model
 
 FACTOR = 6.0
 STEPS = 3
-LARGE = 10**8  # parameters: two noisy runs average over enough elements
-CHAOS = 1e-2  # of the losses: see above
-# With the usual eps of 1e-8, the first updates are +-learning_rate, also where rounding decides the sign of a gradient
-# that is nearly 0: the losses after them would tell little.
+LARGE = 10**8  # parameters; with more, two noisy runs already average over enough elements
+CHAOS = 1e-2  # fraction of the losses: see above
+# With the usual eps of 1e-8, the first updates are +-learning_rate, even where a gradient is nearly 0 and rounding
+# decides its sign: the losses after them would tell little.
 SMOOTH = {**ADAMW, "eps": 1e-3}
-# For the row of AdamW: every branch is taken, and the decay is large enough to be seen.
+# Settings for the row adamw: they take every branch, and the decay is large enough to show.
 ADAMW_CHECK = dict(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=0.01)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -88,13 +88,13 @@ class NumpyRun:
         return self.model.acts.logits.copy()
 
     def step(self):
-        """One update; returns the mean loss before it, and the losses (B, T)."""
+        """Make one update; returns the mean loss before it and the losses (B, T)."""
         self.steps += 1
         loss = train_gpt2.train_step(self.model, self, self.settings, self.steps - 1, want_norm=False)[0]
         return loss, self.model.acts.losses.copy()
 
     def copy(self, name):
-        """params, m, v or grads, those of the last step: float32 Tensors."""
+        """Return a copy of params, m, v or the last step's grads, by name: float32 Tensors."""
         tensors = getattr(self.model, name)
         return views(tensors.table, tensors.buffer.copy())
 
@@ -107,7 +107,7 @@ class CudaRun:
         self.x, self.y = x, y
         settings = cuda.CudaSettings(B=B, T=T, steps=STEPS, dtype=dtype, tf32=tf32, matmul=matmul, **settings)
         self.settings = cuda.settle(settings, gpu.arch)
-        with contextlib.redirect_stdout(io.StringIO()):  # its report of allocations
+        with contextlib.redirect_stdout(io.StringIO()):  # hide the report of allocations
             self.trainer = cuda.open_trainer(gpu, config, params, self.settings)
             self.trainer.prepare()
 
@@ -117,13 +117,13 @@ class CudaRun:
         return to_float32(trainer.model.activations(*self.x.shape).logits[..., : trainer.config.V])
 
     def step(self):
-        """One update; returns the mean loss before it, and the losses (B, T)."""
+        """Make one update; returns the mean loss before it and the losses (B, T)."""
         trainer = self.trainer
         loss = trainer.end_step(trainer.begin_step([(self.x, self.y)], self.settings.learning_rate))[0]
         return loss, trainer.model.activations(*self.x.shape).losses.get()
 
     def copy(self, name):
-        """params (the float32 ones, if there are two), m, v or grads, those of the last step: float32 Tensors."""
+        """Return params (float32 master weights, if any), m, v or the last step's grads, by name: float32 Tensors."""
         trainer = self.trainer
         exact = name == "params" and trainer.settings.master
         return trainer.to_host(trainer.master if exact else getattr(trainer, name))
@@ -143,12 +143,12 @@ BACKENDS = {
 
 
 def precision_of(backend):
-    """A key of ROUNDOFFS."""
+    """Return the backend's key in ROUNDOFFS."""
     return next((name for name in ("numpy", "bf16", "tf32") if name in backend), "float32")
 
 
 def replay(run):
-    """{row: array} of a run from its start."""
+    """Run STEPS steps from the start and return {row: array}."""
     rows, means, losses = {"logits": run.logits()}, [], []
     for step in range(STEPS):
         mean, positions = run.step()
@@ -161,7 +161,7 @@ def replay(run):
 
 
 def run_pytorch(config, params, x, y):
-    """{row: array} of PyTorch in float64."""
+    """Do the same in PyTorch in float64 and return {row: array}."""
     model, rows, losses = to_reference(config, params, dtype=torch.float64), {}, []
     x, y = (torch.from_numpy(ids).long() for ids in (x, y))
 
@@ -184,20 +184,20 @@ def run_pytorch(config, params, x, y):
 
 
 class Yardstick:
-    """What a run on this model and batch should give, and how far it may be off."""
+    """The exact rows for this model and batch, and the error that a run may have in each."""
 
     def __init__(self, config, params, x, y, precision):
         self.exact = run_pytorch(config, params, x, y)
         self.places = places(config, params.table)
-        errors = []  # of each noisy run: {place: (largest, 2-norm)}
+        errors = []  # for each noisy run: {place: (largest error, 2-norm)}
         for seed, steps in enumerate((STEPS, 1) if flat(params).size > LARGE else [STEPS] * max(4, 32 // x.size)):
             rows = NoisyGPT2(config, params, ROUNDOFFS[precision], seed).run(x, y, SMOOTH, steps)
             errors.append({(name, l): error_of(at(rows, (name, l)), at(self.exact, (name, l)))
                            for name, l in self.places if name != "losses" or l < steps})
-            gc.collect()  # a noisy run's classes hold it in a cycle, with gigabytes of GPT-2 124M
-        self.allowed = {}  # place -> (of an element, of the 2-norm)
+            gc.collect()  # a noisy run is part of a reference cycle, and holds gigabytes for GPT-2 124M
+        self.allowed = {}  # place -> (largest error of an element, 2-norm)
         for place in self.places:
-            unit = FLOAT32 * np.abs(at(self.exact, place)).max()  # it is stored in float32, at best
+            unit = FLOAT32 * np.abs(at(self.exact, place)).max()  # results are stored in float32 at best
             largest = max(run[place][0] for run in errors if place in run)
             norm = np.sqrt(np.mean([run[place][1] ** 2 for run in errors if place in run]))
             self.allowed[place] = FACTOR * max(largest, unit), FACTOR * max(norm, unit)
@@ -208,8 +208,7 @@ class Yardstick:
         return not self.allowed["losses", step][1] < FACTOR * CHAOS * np.linalg.norm(self.exact["losses"][step])
 
     def judge(self, rows):
-        """Print one row for each tensor of `rows`, and where it went wrong first; True when all are within what is
-        allowed."""
+        """Print a row for each tensor, and the first that is wrong; return whether all are within the tolerances."""
         red = [place for place in self.places if not self.check(rows, place, print_row=False)]
         for name in dict.fromkeys(name for name, _ in self.places):
             mine = [place for place in self.places if place[0] == name]
@@ -228,17 +227,17 @@ class Yardstick:
         return check_tensor(describe(place), got, exact, *self.allowed[place], print_row=print_row)
 
     def excess(self, rows, place):
-        """A place's error as a part of what is allowed."""
+        """Return a place's error as a fraction of its tolerance."""
         errors = zip(error_of(at(rows, place), at(self.exact, place)), self.allowed[place])
         return max(error / allowed if error else 0.0 for error, allowed in errors)
 
     def worst(self, rows):
-        """(largest error as a part of what is allowed, its tensor)."""
+        """Return (largest error as a fraction of its tolerance, its tensor)."""
         return max((self.excess(rows, place), describe(place)) for place in self.places)
 
 
 def places(config, table):
-    """(row, layer or None) in the order of computation: forward, then back from the last layer to the first."""
+    """Return all places, (row, layer or step or None), in the order in which a run computes them."""
     alone = [name for name, row in reversed(table.items()) if not row.stacked]
     stacked = [name for name, row in reversed(table.items()) if row.stacked]
     layers = [(f"d{name}", l) for l in reversed(range(config.L)) for name in stacked]
@@ -258,14 +257,16 @@ def describe(place):
 
 
 def error_of(got, exact):
-    """(largest, 2-norm) of the difference."""
+    """Return (largest, 2-norm) of the difference."""
     difference = np.abs(got - exact)
     return float(difference.max()), float(np.linalg.norm(difference))
 
 
 def judge_adamw(run):
-    """Two updates of a run with ADAMW_CHECK's settings, against AdamW in float64 on its own gradients and moments; what
-    is allowed is counted in roundings. True when all is within it."""
+    """Check two updates of a run with ADAMW_CHECK against AdamW in float64, on the run's own gradients and moments.
+
+    The tolerance is a few roundings. Prints what exceeds it, and a summary; returns whether all is within it.
+    """
     s, okay, state = run.settings, True, ("params", "m", "v")
     before = [run.copy(name) for name in state]
     for step in (1, 2):
@@ -285,26 +286,26 @@ def judge_adamw(run):
 
 
 def expect_adamw(s, step, grad_scale, weight_decay, p0, m0, v0, p1, m1, v1, g):
-    """(name, found, expected, allowed) of m, v and p after an update from p0, m0, v0 to p1, m1, v1."""
+    """Yield (name, found, expected, tolerance) for m, v and p after an update from p0, m0, v0 to p1, m1, v1."""
     p0, m0, v0, g = (x.astype(np.float64) for x in (p0, m0, v0, g))
     g *= grad_scale
     m, v = s.beta1 * m0 + (1 - s.beta1) * g, s.beta2 * v0 + (1 - s.beta2) * g * g
     update = s.learning_rate * (m1 / (1 - s.beta1**step)) / (np.sqrt(v1 / (1 - s.beta2**step)) + s.eps)
     p = p0 * (1 - s.learning_rate * weight_decay) - update
     tiny = np.finfo(np.float32).tiny
-    yield "m", m1, m, 32 * FLOAT32 * (np.abs(m0) + np.abs(g)) + tiny  # of which the norm has the most
+    yield "m", m1, m, 32 * FLOAT32 * (np.abs(m0) + np.abs(g)) + tiny  # most of these roundings are the norm's
     yield "v", v1, v, 80 * FLOAT32 * v + tiny
     yield "p", p1, p, FLOAT32 * (4 * np.abs(p0) + 16 * np.abs(update)) + tiny
 
 
 def climb(model_path, state_path, backend="numpy"):
-    """Print one row a tensor; True when all are within what is allowed and a second run repeats the first."""
+    """Print one row per tensor; return whether all are within the tolerances and a second run repeats the first."""
     config, params = read_model(model_path, parameter_table)
     state = read_debug_state(state_path, config, params)
     x, y = state.x, state.y
     print(f"{model_path}: {config.describe()}, B={x.shape[0]} T={x.shape[1]}, backend {backend}")
     precision = precision_of(backend)
-    if precision == "bf16":  # both start from weights that bfloat16 has
+    if precision == "bf16":  # both start from weights rounded to bfloat16
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
     yardstick, okay = Yardstick(config, params, x, y, precision), True
     if precision == "numpy":
@@ -319,7 +320,7 @@ def climb(model_path, state_path, backend="numpy"):
 
 
 def judge_debug_state(yardstick, state):
-    """True when the debug state is what a float32 run gives; a row for each tensor that is not."""
+    """Return whether the debug state is what a float32 run gives; print a row for each tensor that is not."""
     rows = {"logits": state.logits, **{f"d{name}": getattr(state.grads, name) for name in state.grads.table}}
     errors = {place: error_of(at(rows, place), at(yardstick.exact, place))[0] for place in yardstick.places
               if place[0] != "losses"}
@@ -343,13 +344,13 @@ def write_pair(directory, depth, vocabulary, B, T, steps=STEPS):
 
 
 def require(backend):
-    """Raises UserError where this backend cannot run."""
+    """Raise UserError if this backend cannot run here."""
     if backend != "numpy":
         cuda.settle(cuda.CudaSettings(dtype="bfloat16" if "bf16" in backend else "float32"), open_gpu().arch)
 
 
 def need(backend):
-    """Skip the test where this backend cannot run."""
+    """Skip the test if this backend cannot run here."""
     try:
         require(backend)
     except UserError as error:
@@ -362,8 +363,8 @@ all_backends = pytest.mark.parametrize("backend", [
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """pair(vocabulary, B, T): paths of a model of two layers and its debug state, written once; what the model should
-    give is computed once, too."""
+    """pair(vocabulary, B, T) -> paths of a model of two layers and its debug state, written once; its Yardstick is
+    computed once, too."""
     compute, known = Yardstick, {}
 
     def compute_once(config, params, x, y, precision):
@@ -397,8 +398,8 @@ def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
 @pytest.mark.parametrize("dtype, matmul", (("float32", "auto"), ("float32", "kernels"), ("bfloat16", "auto")))
 @pytest.mark.parametrize("B", (64, 96))
 def test_indices_beyond_32_bits(B, dtype, matmul):
-    """One forward and backward pass where B*T*Vp passes 2^31 (B=64) and 2^32 (B=96): of a batch of B equal rows, every
-    row's loss is the same to the bit, and the gradients are those of one row."""
+    """One forward and backward pass with B*T*Vp beyond 2^31 (B=64) and 2^32 (B=96), on B equal rows: their losses are
+    the same bit for bit, and the gradients are those of one row."""
     need("cuda")
     T, (config, params), gpu = 1024, random_model("d12", VOCABULARIES["gpt2"]), open_gpu()
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
@@ -406,7 +407,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
     (device, matmuls), results = cuda.open_device(gpu, config, precision, Cache(), matmul), []
     for rows in (B, 1):
         gc.collect()
-        cp.get_default_memory_pool().free_all_blocks()  # of the model before
+        cp.get_default_memory_pool().free_all_blocks()  # from the previous model
         try:
             settings = cuda.settle(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul), gpu.arch)
             trainer = Trainer(cuda.GPT2, config, settings, matmuls, params)
@@ -430,7 +431,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
 
 @pytest.fixture
 def run_here(monkeypatch, capsys):
-    """run_here(paths): (exit status, output lines) of this file run as a program."""
+    """run_here(paths) -> (exit status, output lines) of this file run as a program."""
 
     def run(paths):
         monkeypatch.setattr(sys, "argv", ["test_gpt2.py", "--model", paths[0], "--state", paths[1]])
@@ -440,7 +441,7 @@ def run_here(monkeypatch, capsys):
 
 
 def test_the_program_fails_when_a_gradient_is_wrong(pair, run_here, monkeypatch):
-    """A factor of 1 + 1e-4 in GELU's backward pass turns red what lies below it, and no more; the exit status is 1."""
+    """A factor of 1 + 1e-4 in GELU's backward pass turns red the gradients after it, and only those; exit status 1."""
     right, paths = train_gpt2.gelu_backward, pair("bytes", 2, 33)
 
     def wrong(dinp, inp, dout, N):

@@ -4,12 +4,12 @@ Attention by itself: our kernels beside PyTorch's FlashAttention-2 and cuDNN, fo
     python dev/bench_attention.py                    # bfloat16, 12 heads of 64: GPT-2 124M's layer
     python dev/bench_attention.py --heads 6 -C 768   # heads of 128
 
-Causal, ms as medians over CUDA events with the L2 cache flushed before each call, and TFLOP/s that count the matmuls of
-the unmasked half once each: two forward, five backward, whatever an implementation computes twice. "ours, sm_80" are
-the portable kernels. Flushing writes 1 GiB, which takes the GPU longer than Python takes to launch what is timed, so
-that small shapes do not measure Python, which the trainer's graph does not pay either. Ours reads the packed (B,T,3C)
-and writes the packed gradient; PyTorch gets q, k, v as (B,NH,T,HS) views of that tensor. Each result is compared with
-PyTorch's plain float32 attention first; a wrong one is a non-zero exit.
+Attention is causal. Times are medians over CUDA events, with the L2 cache flushed before each call. TFLOP/s count the
+matmuls of the unmasked half once each, two forward and five backward, even if an implementation recomputes some. "ours,
+sm_80" are the portable kernels. A flush writes 1 GiB, which takes longer than Python needs to launch what is timed, so
+small shapes do not measure Python's overhead, which the trainer's CUDA graph does not have either. Ours reads the
+packed (B,T,3C) and writes the packed gradient; PyTorch gets q, k, v as (B,NH,T,HS) views of that tensor. Each result is
+first compared with PyTorch's plain float32 attention; if one is wrong, the exit status is 1.
 """
 
 import argparse
@@ -81,7 +81,7 @@ class PyTorch:
 
 
 def view(tensor):
-    """A PyTorch tensor as CuPy's array; bfloat16 as its bits."""
+    """View a PyTorch tensor as a CuPy array; bfloat16 as its bits, uint16."""
     return cp.from_dlpack(tensor.detach().view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor.detach())
 
 
@@ -99,7 +99,7 @@ def milliseconds(call, flush, repeats):
 
 
 def reference(config, qkv, dout):
-    """out and dqkv in float32 of the first and the last row of the batch: (2,T,C), (2,T,3C)."""
+    """Return out (2,T,C) and dqkv (2,T,3C) in float32, for the first and the last sequence of the batch."""
     model = PyTorch(SDPBackend.MATH, config, qkv[[0, -1]].float(), dout[[0, -1]].float())
     model.forward()
     model.backward()

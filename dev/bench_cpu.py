@@ -4,11 +4,11 @@ make bench: one training step (forward, backward, AdamW) of GPT-2 124M on the CP
     python dev/bench_cpu.py
     python dev/bench_cpu.py --readme      # also puts the table into doc/speed.md, its first rows into README.md
 
-The same model, batch and number of threads, random tokens, each contender in a process of its own. They take turns, a
-few steps each, so that a machine whose speed drifts is the same to all; the figure is the median step. "matmuls" is the
-floor: the step's matmuls alone, in NumPy, on the model's own buffers, in the same process. PyTorch runs twice as its
-users write it (export_weights.py's model, AdamW with its defaults; eager and torch.compile) and once at its best
-(torch.compile, flash attention, fused AdamW). Nothing else should run meanwhile.
+All contenders get the same model, random tokens, batch size and number of threads, each in its own process. They take
+turns, a few steps each, so that a drift in the machine's speed affects all alike; the figure is the median step.
+"matmuls" is the floor: the step's matmuls alone, in NumPy, on the model's own buffers, in the same process. PyTorch
+runs twice as its users write it (export_weights.py's model, AdamW with its defaults; eager and torch.compile) and once
+at its best (torch.compile, flash attention, fused AdamW). Nothing else should run at the same time.
 """
 
 import argparse
@@ -59,7 +59,10 @@ WARMUP, TURN = 2, 3  # steps
 
 
 def serve_turns(calls):
-    """calls: {name: function}. For each turn: {name: [seconds of each call]}, and the process's peak memory so far."""
+    """Take a turn for each line on stdin: time the calls, {name: function}.
+
+    Prints {name: [seconds of each call], "peak": the process's peak memory so far, in bytes}.
+    """
     for turn in itertools.count():
         if not sys.stdin.readline():
             return
@@ -81,7 +84,7 @@ def random_batch(B, T):
 
 
 def random_parameters(config=GPT2_124M):
-    """Weights N(0, 0.02), the same 16 million over and over."""
+    """Weights N(0, 0.02): the same 16 million numbers, repeated."""
     params = allocate(parameter_table(config))
     numbers = np.random.default_rng(0).standard_normal(2**24 - 1, dtype=np.float32) * np.float32(0.02)
     flat(params)[:] = np.resize(numbers, flat(params).size)
@@ -186,7 +189,7 @@ def describe_machine():
 
 
 def measure(turns):
-    """{(contender, B, T): {"step": median seconds, "matmuls": ..., "peak": bytes}}."""
+    """Run JOBS; return {(contender, B, T): {"step": median seconds, "matmuls": ..., "peak": bytes}}."""
     results = {}
     with tqdm(total=turns * sum(map(len, JOBS.values())), unit="turn", leave=False) as bar:
         for (B, T), names in JOBS.items():
@@ -219,7 +222,7 @@ def start_worker(name, B, T):
 
 
 def take_turn(worker):
-    """The worker's answer, or None when it has failed: no C++ compiler for torch.compile, or too little memory."""
+    """Return the worker's answer, or None if it failed: no C++ compiler for torch.compile, or too little memory."""
     try:
         print("go", file=worker.stdin, flush=True)
         return json.loads(worker.stdout.readline())
@@ -247,7 +250,7 @@ def make_table(results):
 
 
 def make_summary(results):
-    """The first shape's rows, for a reader who wants no more than how long a step takes."""
+    """The rows of the first shape, for a reader who only wants to know how long a step takes."""
     lines = ["| GPT-2 124M, float32, B=4, T=64 | seconds a step | tokens/s | peak memory |", "|---|---|---|---|"]
     for (name, B, T), r in results.items():
         if (B, T) == (4, 64) and "failed" not in r:

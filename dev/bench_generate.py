@@ -4,10 +4,10 @@ Text generation beside transformers: tokens a second, and the time to the first 
     python dev/bench_generate.py                # GPT-2 124M, random weights, 256 tokens after end-of-text
     python dev/bench_generate.py --model d48 --batches 1
 
-On a GPU in bfloat16, else in float32 on the CPU. A row is the best of 3 whole runs (transformers: one), after one to
-warm up, with --top_k 50 for some; "of the floor" is the time to read all weights once at the rate at which the GPU
-copies, as a share of a step. transformers is generate() with its own cache, eager, sampling from all tokens. The time
-to the first token is that of `python generate.py`, from the start of the process, the second time.
+It runs in bfloat16 on a GPU, else in float32 on the CPU. A row is the best of 3 whole runs (transformers: one) after a
+warm-up; some use --top_k 50. "of the floor": the time to read all weights once, at the GPU's copy bandwidth, as a
+fraction of a step. transformers is generate() with its own cache, eager, sampling from all tokens. The time to the
+first token is that of `python generate.py` from the start of the process, with kernels already cached.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TOKENS, V = 256, 50257
 
 
 def best_of(run, times=3):
-    """Seconds of the fastest of several calls, after one to warm up."""
+    """Return the seconds of the fastest of several calls, after one to warm up."""
     run()
     found = []
     for _ in range(times):
@@ -52,7 +52,7 @@ def bench_ours(decoder, B, choice):
 
 
 def bench_transformers(config, batches, device):
-    """Seconds for each batch size."""
+    """Return {batch size: seconds}."""
     import torch
     import transformers
 
@@ -70,7 +70,7 @@ def bench_transformers(config, batches, device):
 
 
 def copy_rate(gpu):
-    """Bytes a second that the GPU reads, and as many that it writes, copying a gigabyte."""
+    """Return the bandwidth of copying a gigabyte within the GPU: bytes read and written a second, added up."""
     source, target = (cp.empty(1 << 30, np.uint8) for _ in range(2))
     start, end = cp.cuda.Event(), cp.cuda.Event()
     for _ in range(3):
@@ -83,7 +83,7 @@ def copy_rate(gpu):
 
 
 def first_token(config, params):
-    """Seconds until the program has printed a token, when kernels are in the cache."""
+    """Return the seconds that generate.py takes to print one token when its kernels are cached."""
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model.bin")
         write_model(path, config, params)

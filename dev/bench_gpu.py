@@ -5,17 +5,19 @@ make bench on a GPU: one training step at T=1024 on random tokens, this trainer 
     python dev/bench_gpu.py --only bfloat16        # one of its three tables: bfloat16, models, float32
     python dev/bench_gpu.py --readme               # also puts tables and pictures into doc/speed.md and README.md
 
-The same model and batch, each contender in a process of its own, one after the other. A step is forward, backward and
-AdamW; its time is the median over CUDA events. PyTorch is export_weights.py's model with F.scaled_dot_product_attention
-and fused AdamW, its vocabulary padded like ours, in bfloat16 under autocast, in float32 with matmuls in the same
-precision as ours: as written (eager), compiled, and compiled with mode="reduce-overhead" (CUDA graphs). "first step" is
-from the start of the process to the end of its first step, less the making of the weights, "warm" where kernels and
-algorithms were kept from an earlier start. "memory" is what the trainer or PyTorch has allocated at its peak; "in use"
-is all that the GPU counts, context included. "MFU" counts 6 N + 6 L C T operations a token and the GPU's dense bfloat16
-rate, or that of one large matmul where the GPU's is not known. "roofline" is the time of all the step's matmuls,
-attention's too, at the rate of one large matmul, and of AdamW's bytes at the rate of a copy, the best of those measured
-in that precision, as a share of the step. In bfloat16, the last rows are ours with --recompute, and README.md gets a
-summary, on an H200 with what was measured beside llm.c. Nothing else should use the GPU meanwhile.
+All contenders get the same model and batch, one after the other, each in its own process. A step is forward, backward
+and AdamW; its time is the median over CUDA events. PyTorch is export_weights.py's model with fused AdamW,
+F.scaled_dot_product_attention and a vocabulary padded like ours, as written (eager), compiled, and compiled with
+mode="reduce-overhead" (CUDA graphs). It runs bfloat16 under autocast, and float32 with matmuls in the same precision as
+ours. In bfloat16, the last rows are ours with --recompute, and README.md gets a summary, which on an H200 includes what
+was measured beside llm.c. Nothing else should use the GPU at the same time.
+
+first step  from the start of the process to the end of its first step, without the time to make the weights; "warm"
+            with kernels and algorithms cached by an earlier run
+memory      the most that the trainer or PyTorch has allocated; in use: all that the GPU counts, context included
+MFU         6 N + 6 L C T operations a token, over the GPU's dense bfloat16 rate or, if unknown, that of a large matmul
+roofline    the time of the step's matmuls, attention's included, at the rate of a large matmul, plus that of AdamW's
+            bytes at the bandwidth of a copy, as a fraction of the step; peaks are the best measured in its precision
 """
 
 import argparse
@@ -72,11 +74,11 @@ BATCHES = (4, 32, 64)
 
 
 class Job(NamedTuple):
-    name: str  # of NAMES
+    name: str  # a key of NAMES
     precision: str  # bfloat16, tf32, float32
     B: int  # 0: the largest that fits
     model: str = "124M"
-    recompute: int = -1  # ours, of CudaSettings
+    recompute: int = -1  # ours only: see CudaSettings
 
 
 TABLES = {
@@ -163,11 +165,11 @@ def bench_pytorch(job):
     making = time.perf_counter()
     params = random_parameters()
     making = time.perf_counter() - making
-    padded = dataclasses.replace(GPT2_124M, V=GPT2_124M.Vp)  # as many logits as ours: matmuls like multiples of 128
+    padded = dataclasses.replace(GPT2_124M, V=GPT2_124M.Vp)  # as many logits as ours: multiples of 128 are fast
     model = to_reference(padded, params, flash=True).cuda()
     optimizer = adamw(model, ADAMW, fused=True)
 
-    def loss_of(x, y):  # the loss alone: logits that were an output, too, would be kept, and get a gradient of zeros
+    def loss_of(x, y):  # the loss alone: if logits were an output, they would be kept and get a gradient of zeros
         return model(x, y)[1]
 
     compiled = {"eager": lambda: loss_of, "compile": lambda: torch.compile(loss_of),
@@ -196,7 +198,10 @@ def bench_pytorch(job):
 
 
 def work(settings):
-    """(operations of a step's matmuls, attention's too, none twice; bytes of AdamW, 28 a parameter) of GPT-2 124M."""
+    """Return (operations of the matmuls, bytes of AdamW) of a step of GPT-2 124M.
+
+    Attention's matmuls are included, recomputation is not; AdamW moves 28 bytes a parameter.
+    """
     from profile_gpu import attention_flops
 
     C, L = GPT2_124M.C, GPT2_124M.L
@@ -206,7 +211,7 @@ def work(settings):
 
 
 def describe(matmul):
-    """GPU and versions; matmul: a Matmul that has cuBLASLt."""
+    """Return the GPU and versions as text; `matmul` must have cuBLASLt."""
     from llmc.device import cp
 
     driver, gpu = cp.cuda.runtime.driverGetVersion(), matmul.device.gpu
@@ -219,8 +224,11 @@ def describe(matmul):
 
 
 def measure(jobs):
-    """[(job, result of its worker)]; ours runs twice for 124M, with no kernels kept and then with them. Raises
-    UserError when ours fails; a rival that does is a row that says so."""
+    """Run the jobs and return [(job, result of its worker)].
+
+    Ours runs twice for 124M, with an empty kernel cache and then a warm one. Raises UserError if ours fails; a rival's
+    failure becomes its row.
+    """
     results = []
     with tempfile.TemporaryDirectory() as cache, tqdm(total=len(jobs), unit="run", leave=False) as bar:
         for job in jobs:
@@ -252,15 +260,18 @@ def run_worker(job, cache):
 
 
 def model_flops(config):
-    """Operations a token of a training step."""
+    """Return the operations of a training step per token."""
     rows = parameter_table(config).values()
     parameters = sum(row.size // config.Vp * config.V if row.vocabulary else row.size for row in rows)
     return flops_per_token(parameters, config, T)
 
 
 def roofline(result, alike):
-    """What a step's work takes at the best rates of those alike, the results in its precision, as a share of what it
-    took: the rate of a large matmul is measured right after each run, and falls while the GPU grows warm."""
+    """Return the time of a step's work at peak rates, as a fraction of the measured time.
+
+    The peaks are the best of `alike`, the results in the same precision: the rate of a large matmul is measured right
+    after each run, and drops as the GPU warms up.
+    """
     matmul, bandwidth = (max(other.get(rate, 0) for other in alike) for rate in ("matmul", "bandwidth"))
     return 1000 * (result["flops"] / matmul + result["moved"] / bandwidth) / result["ms"]
 
@@ -270,7 +281,7 @@ def title(job):
 
 
 def make_summary(results):
-    """Ours and PyTorch at its best; on an H200 also both beside llm.c, in one sitting on another."""
+    """Return a table of ours and PyTorch's best; on an H200, also of both beside llm.c, measured on another H200."""
     ms = {"train_gpt2_cuda.py": {}, "PyTorch at its best": {}}
     for job, r in results:
         if "ms" in r and job.recompute < 0:
@@ -347,7 +358,7 @@ def main():
 
 
 def save(machine, results):
-    """What plot_bench.py draws, and its pictures."""
+    """Write what plot_bench.py draws, and have it drawn."""
     rows = [{**job._asdict(), **r} for job, r in results if "failed" not in r and job.recompute < 0]
     with replacing(RESULTS) as f:
         f.write(json.dumps({"machine": machine, "T": T, "results": rows}, indent=1).encode() + b"\n")

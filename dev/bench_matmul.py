@@ -5,17 +5,17 @@ The matmuls of a training step of GPT-2 124M, each by itself: our kernels beside
     python dev/bench_matmul.py --dtype float32             # operands rounded to TF32
     python dev/bench_matmul.py --markdown dev/matmul.md    # puts the tables there, too, between its markers
 
-Biases, GELU after fc, and before fc its derivative and the bias's gradient are part of the matmuls, as in the step:
-ours do them in the epilogue, cuBLASLt the biases, and the kernels of gelu.cu after it the rest. Both sides search anew,
-on these very operands: cuBLASLt the fastest of the algorithms that it proposes, ours in how many parts a weight
-gradient's inner dimension is done, and in which tiles. Operands are as large as in training, and random, because zeros
-would be too fast.
+As in the step, the matmuls include biases, GELU after fc and, in fcproj's backward pass, GELU's derivative and the sums
+for fc's bias gradient. Ours do all that in the epilogue; cuBLASLt does the biases, and the kernels of gelu.cu the rest
+after it. Both sides search again on these operands: cuBLASLt for the fastest of the algorithms that it proposes, ours
+for the tile size and, in a weight gradient, for the number of parts of its inner dimension. Operands are as large as in
+training, and random, because zeros would be too fast.
 
-First the first and last rows of both results are compared; a wrong one is a non-zero exit. Then both are timed in
-turns, so that the heat of the GPU falls on both: microseconds as medians over CUDA events, without the launching. The
-ratio is cuBLASLt's time over ours: above 1, ours are faster. The last rows of a table are sums over all calls of a
-step, 12 for a layer's matmul and one for the logits': of what a step does, and of the matmuls alone, where fc and
-fcproj dinp stand for those with GELU or its derivative.
+The first and last rows of both results are compared first; if they disagree, the exit status is 1. Then both are timed
+in turns, so that a warmer GPU slows both alike: microseconds, medians over CUDA events, without launch overhead. The
+ratio is cuBLASLt's time over ours: above 1, ours is faster. The last rows of a table are sums over all calls of a step,
+12 for a layer's matmul and one for the logits': of what the step does, and of plain matmuls, with fc and fcproj dinp
+instead of those fused with GELU or its derivative.
 """
 
 import argparse
@@ -46,8 +46,8 @@ from readme import put_between_markers, split_at_markers
 BATCHES, T = (4, 32, 64), 1024
 ROUNDS = 21
 COMPARED = 128  # rows at either end of a result
-# The largest difference of two results, as a fraction of the largest value: each rounds what it stores, in bfloat16, or
-# its operands, to TF32.
+# The largest difference allowed between the results, as a fraction of the largest value: each side rounds what it
+# stores to bfloat16, or its operands to TF32.
 TOLERANCES = {"bfloat16": 1e-2, "float32": 4e-3}
 
 
@@ -55,11 +55,11 @@ class Shape(NamedTuple):
     """One matmul of a step."""
 
     name: str
-    operation: str  # of train_gpt2_cuda.py: the function matmul_<operation>
+    operation: str  # the function matmul_<operation> of train_gpt2_cuda.py
     C: int  # its arguments
     OC: int
     calls: int  # in a step
-    alone: bool = False  # what a step does together with something else: for the last row
+    alone: bool = False  # plain, where a step fuses it with something else: only for the last row
 
     def sizes(self, N):
         """Rows and columns of the result, and the inner dimension."""
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
 
 
 def matmuls_of(config):
-    """All matmuls of a step, the forward pass first, and alone those that it does with GELU."""
+    """Return all matmuls of a step, the forward pass first; those fused with GELU also come alone."""
     L, C = config.L, config.C
     weights = (("qkv", C, 3 * C, L), ("attproj", C, C, L), ("fc", C, 4 * C, L), ("fcproj", 4 * C, C, L),
                ("logits", C, config.Vp, 1))
@@ -84,7 +84,7 @@ def matmuls_of(config):
 
 
 class Operands:
-    """What a matmul works on: `arguments` of the function, and `results`, those that it writes."""
+    """What a matmul works on: the function's `arguments`, and `results`, {name: array} of those that it writes."""
 
     def __init__(self, device, precision, shape, N):
         self.device, self.dtype, self.made = device, Row((), precision.dtype).stored_as, 0
@@ -106,8 +106,10 @@ class Operands:
             self.arguments = *self.results.values(), random(N, OC), random(N, C), transposed, N, C, OC
 
     def random(self, *shape):
-        """An array of the run's dtype. fill_random knows one sequence of numbers: each array begins at another position
-        of it, so that no row of one is a row of another."""
+        """Return an array of random numbers in the run's dtype.
+
+        fill_random has only one sequence: each array begins at another position in it, so that no two share a row.
+        """
         skipped, count = 37 * 1024 * self.made, int(np.prod(shape, dtype=np.int64))
         array = llmc.device.cp.empty(skipped + count, self.dtype)
         self.device.launch("fill_random", (blocks(array.size, 256),), (256,), array, np.int64(array.size))
@@ -115,7 +117,7 @@ class Operands:
         return array[skipped:].reshape(shape)
 
     def results_of(self, call):
-        """{result: some of it on the host}: its first and last rows; of the column sums, the sum of all their rows."""
+        """Make the call; return {result: its first and last rows on the host}, and the column sums added up."""
         for array in self.results.values():
             array.fill(0xFFFF if array.dtype == np.uint16 else np.nan)
         call()
@@ -127,13 +129,13 @@ class Operands:
 
 
 def agree(where, ours, theirs, tolerance):
-    """Whether the results are the same but for rounding; prints a row for each that is not."""
+    """Return whether the results agree up to rounding; print a row for each that does not."""
     allowed = {name: tolerance * max(float(np.abs(expected).max()), 1e-30) for name, expected in theirs.items()}
     return all([agrees(where, name, ours[name], expected, allowed[name]) for name, expected in theirs.items()])
 
 
 def time_matmul(sides, shape, N):
-    """((seconds by our kernels, by cuBLASLt), whether their results agree); sides: the Matmul of either, searching."""
+    """Return ((seconds by our kernels, by cuBLASLt), whether their results agree); sides: what both_sides returns."""
     device, precision = sides[0].device, sides[0].precision
     operands, function = Operands(device, precision, shape, N), getattr(cuda, f"matmul_{shape.operation}")
     calls = [functools.partial(function, matmul, *operands.arguments) for matmul in sides]
@@ -146,7 +148,7 @@ def time_matmul(sides, shape, N):
 
 
 def table(B, dtype, times):
-    """The lines of a table; times: [(Shape, seconds by our kernels, by cuBLASLt)]."""
+    """Return the lines of a table; times: [(Shape, seconds by our kernels, by cuBLASLt)]."""
     lines = [f"B={B}, T={T}, {dtype}:", "",
              "| matmul | rows x columns x inner dimension | calls | ours, us | cuBLASLt, us | ratio |",
              "|---|---|---|---|---|---|"]
@@ -165,7 +167,7 @@ def total(name, times):
 
 
 def both_sides(device, cache, precision):
-    """The Matmul of our kernels and that of cuBLASLt, on one device; both search, and know of no search before."""
+    """Return the Matmul of our kernels and that of cuBLASLt, on one device; both search, without earlier results."""
     sides = [Matmul(device, cache, precision, (library,)) for library in ("kernels", "cublaslt")]
     for matmul in sides:
         matmul.searching = True

@@ -7,8 +7,8 @@ times the slowest of these GPUs, all measured alone at the same time. (They diff
     python dev/bench_scale.py --gpus 1,2 --only small,update
     python dev/bench_scale.py --same 50           # also: 50 updates on each number of GPUs, and whether logs are equal
 
-Each row is a run of train_gpt2_cuda.py on random tokens, from random weights, whose median step counts, the first third
-left out. Memory is what the trainer allocates on a GPU.
+Each row is a run of train_gpt2_cuda.py on random tokens, from random weights: its median step, without the first third
+of the steps. Memory is what the trainer allocates on a GPU.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from llmc.dataloader import write_tokens
 from llmc.device import count_gpus
 from llmc.errors import UserError, run_main
 
-RUNS = {  # name -> (model, flags); B is of a GPU, -d of all
+RUNS = {  # name -> (model, flags); B is per GPU, -d for all together
     "small": ("124M, B=4", ("-e", "d12", "-b", 4, "-x", 60)),
     "large": ("124M, B=64", ("-e", "d12", "-b", 64, "-x", 15)),
     "update": ("124M, B=64, 524,288 tokens", ("-e", "d12", "-b", 64, "-d", 524288, "-x", 9)),
@@ -43,7 +43,7 @@ SAME = ("-e", "d12", "-b", 4, "-d", 65536, "-l", 6e-4, "-u", 10, "--grad_clip", 
 
 
 def train(gpus, *flags, only=None):
-    """What the trainer prints, in llm.c's lines. only: the place of the one GPU that it sees, of all."""
+    """Run the trainer; return what it prints, in llm.c's lines. only: index of the one GPU that it sees."""
     command = [sys.executable, PROGRAM, "-i", "tokens", "-t", T, "-s", 0, "--gpus", gpus, "--lines", "llmc", *flags]
     environment = dict(os.environ)
     if only is not None:
@@ -56,7 +56,7 @@ def train(gpus, *flags, only=None):
 
 
 def measure(gpus, flags, only=None):
-    """(ms a step, tokens/s, MiB) of a run."""
+    """Return (ms a step, tokens/s, MiB) of a run."""
     output = train(gpus, "-v", 0, "--final_reports", 0, *flags, only=only)
     steps = [tuple(map(float, pair)) for pair in re.findall(r"\(([0-9.]+) ms, ([0-9]+) tok/s\)", output)]
     ms, rate = (statistics.median(values) for values in zip(*steps[len(steps) // 3 :]))
@@ -64,7 +64,7 @@ def measure(gpus, flags, only=None):
 
 
 def measure_slowest(count, flags):
-    """Tokens/s of the slowest of that many runs at the same time, each on a GPU of its own."""
+    """Return the tokens/s of the slowest of `count` runs at the same time, each on its own GPU."""
     with ThreadPoolExecutor(count) as pool:
         return min(rate for _, rate, _ in pool.map(lambda only: measure(1, flags, only), range(count)))
 

@@ -8,12 +8,12 @@ English and code from Debian's packages -> a corpus to train on: books, manuals,
     python train_gpt2_cuda.py -e d12 -i "data/corpus/corpus_train_*.bin"
 
 Needs Debian or Ubuntu, with apt's lists (apt-get update) and groff. HTML, man pages, Info and dictionaries become plain
-text; translations, pages that only list names, what is no text, and paragraphs that came before are left out. Texts
-longer than DOCUMENT characters are cut into several documents. Of a large package, LIMIT characters are taken.
+text. Left out are translations, pages that only list names, files that are not text, and repeated paragraphs. Texts
+longer than DOCUMENT characters are cut into several documents; a package gives at most LIMIT characters.
 
-corpus.jsonl has a document a line, in the order of their hashes, so that any stretch of it has some of everything;
-manifest.json has the packages, with the SHA-256 of each. The same packages give the same bytes: keep data/corpus/debs,
-and --debs data/corpus/debs makes the corpus again, without apt.
+corpus.jsonl has one document per line, sorted by hash, so that any stretch of it has some of everything; manifest.json
+lists the packages with their SHA-256. The same packages give the same bytes: keep data/corpus/debs, and --debs
+data/corpus/debs rebuilds the corpus without apt.
 """
 
 import os
@@ -50,15 +50,15 @@ from readme import put_between_markers, split_at_markers
 
 PAGE = os.path.join(ROOT, "doc", "long_run.md")
 DOCUMENT = 100_000  # characters
-LIMIT = 6_000_000  # characters of a package
-SHORT = 400  # characters: a document with fewer is left out
-REPEATED = 80  # characters: a paragraph with as many is written once
+LIMIT = 6_000_000  # characters per package, at most
+SHORT = 400  # characters: shorter documents are left out
+REPEATED = 80  # characters: paragraphs at least this long are kept only once
 
 
 class Part(NamedTuple):
     name: str
-    files: str  # which of FILES
-    packages: str  # names, a * for a version
+    files: str  # a key of FILES
+    packages: str  # names; a pattern matches the version in one
 
 
 PARTS = (
@@ -84,7 +84,7 @@ PARTS = (
          " python3-jinja2 python3-networkx python3-nltk python3-numpy python3-pygments python3-requests"
          " python3-setuptools python3-sphinx python3-sqlalchemy python3-tornado python3-twisted python3-werkzeug"),
 )
-FILES = {  # the names of a part's files
+FILES = {  # kind of part -> what the paths of its files match
     "html": re.compile(r"\.x?html?(\.gz)?$"),
     "man": re.compile(r"/man/man\d"),
     "text": re.compile(r"\.(txt|md|rst|dict\.dz)(\.gz)?$|\.info(-\d+)?\.gz$|/fortunes/[^.]+$"),
@@ -106,7 +106,7 @@ EOT = 50256  # GPT-2's end of text
 
 
 def packages_in(directory):
-    """{package: path} of the .deb files of a directory; raises UserError where there are two versions of one."""
+    """Return {package: path} of the .deb files in a directory; raises UserError if a package has two versions."""
     paths = {}
     for path in find_files(os.path.join(directory, "*.deb")):
         name = os.path.basename(path).partition("_")[0]
@@ -117,8 +117,7 @@ def packages_in(directory):
 
 
 def choose(names):
-    """Of the packages that there are those that PARTS lists, of several versions the newest: ([(part, package)], what
-    is not there)."""
+    """Choose the packages of PARTS among `names`, the newest of several versions: ([(part, package)], not found)."""
     chosen, missing = [], []
     for part in PARTS:
         for wanted in part.packages.split():
@@ -131,7 +130,7 @@ def choose(names):
 
 
 def fetch(directory):
-    """Download what PARTS lists, unless it is there, into a directory; returns the .deb files."""
+    """Download the packages of PARTS into a directory, except those already there; returns {package: .deb file}."""
     names = sorted({name for _, name in choose(output_of("apt-cache", "pkgnames").split())[0]})
     found = output_of("apt-cache", "show", "--no-all-versions", *names) if names else ""
     paths, wanted = {}, {}
@@ -151,7 +150,7 @@ def fetch(directory):
 
 
 def output_of(*command, **options):
-    """What a program prints; raises UserError where it fails, or is not there."""
+    """Return what a command prints; raises UserError if it fails or is not installed."""
     try:
         return subprocess.run(command, check=True, capture_output=True, **options).stdout.decode(errors="replace")
     except FileNotFoundError:
@@ -162,7 +161,7 @@ def output_of(*command, **options):
 
 
 def files_of(deb, names):
-    """Yield (path, bytes) of a package's files whose names match, but for those that are left out."""
+    """Yield (path, bytes) of the files in a package that match `names`, and neither SKIPPED nor TRANSLATED."""
     process = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", deb], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with process, process.stdout:
         try:
@@ -172,7 +171,7 @@ def files_of(deb, names):
                     if (file.isfile() and names.search(path) and not SKIPPED.search(path)
                             and not TRANSLATED.search(path)):
                         yield path, files.extractfile(file).read()
-            process.stdout.read()  # what pads the end
+            process.stdout.read()  # the padding at the end
             if process.wait():
                 raise tarfile.ReadError(f"dpkg-deb ended with status {process.returncode}")
         except tarfile.TarError as error:
@@ -184,16 +183,16 @@ def files_of(deb, names):
 
 
 class HTMLText(html.parser.HTMLParser):
-    """The text of a page: paragraphs on a line each, an empty line between them; what is preformatted as it is."""
+    """Extracts the text of a page: a paragraph per line, empty lines in between; preformatted text stays as it is."""
 
     ALONE = frozenset("address article blockquote body caption center div dl fieldset figure h1 h2 h3 h4 h5 h6 hr html"
                       " main ol p pre section table ul".split())
-    LINES = frozenset("br dd dt li tr".split())  # which begin a line
+    LINES = frozenset("br dd dt li tr".split())  # tags that begin a line
     STARTS = {"li": "- ", "dd": "    "}
     HIDDEN = frozenset("button footer form head nav noscript script select style svg template textarea".split())
     FRAME = frozenset("breadcrumb breadcrumbs footer header headerlink linenos nav nav-panel navbar navfooter navheader"
-                      " navigation noprint related sidebar sphinxsidebar toc".split())  # classes of what is around it
-    FRAMED = frozenset("a aside div header section span table td tr ul".split())  # whose end tags are written
+                      " navigation noprint related sidebar sphinxsidebar toc".split())  # classes around the text
+    FRAMED = frozenset("a aside div header section span table td tr ul".split())  # tags that pages always close
 
     def __init__(self):
         super().__init__()
@@ -202,7 +201,7 @@ class HTMLText(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         if tag == "body":
-            self.hidden = None  # old pages do not end their head
+            self.hidden = None  # old pages do not close their head
         if self.hidden:
             self.depth += tag == self.hidden
             return
@@ -249,24 +248,24 @@ def html_text(data):
 
 
 def man_text(data):
-    """A man page as groff prints it, each paragraph on a line, without the page's first and last lines."""
+    """Return a man page as groff prints it, a paragraph per line, without the page's first and last lines."""
     if data.startswith(".so "):
-        return ""  # another name of a page
+        return ""  # an alias of another page
     command = "groff -Kutf8 -Tascii -P-cbou -t -mandoc -rLL=9999n -rHY=0".split()
     page = subprocess.run(command, input=data.encode(), capture_output=True).stdout.decode(errors="replace")
-    page = re.sub(r"([ _=-])\1{15,}", lambda run: run[1] * 8, page)  # what fills the long lines of tables
+    page = re.sub(r"([ _=-])\1{15,}", lambda run: run[1] * 8, page)  # rules in tables fill the long lines
     return "\n".join(page.strip().split("\n")[1:-1])
 
 
 def info_text(data):
-    """The nodes of an Info file, without their headers and menus."""
+    """Return the nodes of an Info file, without headers and menus."""
     nodes = [node.split("\n", 2)[-1] for node in data.split("\x1f") if node.startswith("\nFile: ")]
     text = "\n".join(re.split(r"^\* Menu:", node, flags=re.MULTILINE)[0].strip() + "\n" for node in nodes)
-    return re.sub("\0\b\\[[^\0]*\0\b\\]", "", text)  # marks of indices and pictures
+    return re.sub("\0\b\\[[^\0]*\0\b\\]", "", text)  # markers of indices and pictures
 
 
 def decode(data):
-    """Bytes -> their text, unpacked; lines that are not UTF-8 are Windows-1252. Raises ValueError where it is none."""
+    """Decode bytes, unzipped if need be; lines that are not UTF-8 are Windows-1252. Raises ValueError if not text."""
     if data.startswith(b"\x1f\x8b"):
         data = gzip.decompress(data)
     return "\n".join(map(decode_line, data.removeprefix(codecs.BOM_UTF8).split(b"\n")))
@@ -280,7 +279,7 @@ def decode_line(line):
 
 
 def plain_text(path, data):
-    """The text of a file; raises ValueError where it holds none."""
+    """Return the plain text of a file; raises ValueError if it is not text."""
     text = decode(data)
     if FILES["html"].search(path):
         text = html_text(text)
@@ -298,7 +297,7 @@ def plain_text(path, data):
 
 
 def is_english(text):
-    """Whether a text has the words of English, or of Python, and is not mostly tables of names or numbers."""
+    """Whether a text has enough English (or Python) words and is not mostly tables of names or numbers."""
     words = re.findall(r"[^\W\d_]+", text.lower())
     letters = sum(map(len, words))
     return (letters > 0.55 * sum(map(len, text.split())) and sum(word in ENGLISH for word in words) > 0.06 * len(words)
@@ -310,7 +309,7 @@ def is_english(text):
 
 
 def cut(text):
-    """A text in pieces of about DOCUMENT characters, which end where paragraphs do."""
+    """Split a text between paragraphs, into pieces of about DOCUMENT characters."""
     pieces, piece, size = [], [], 0
     for paragraph in text.split("\n\n"):
         if size + len(paragraph) > DOCUMENT and piece:
@@ -322,13 +321,13 @@ def cut(text):
 
 
 def read_package(job):
-    """(.deb file, which of FILES) -> (the texts of its files, how many were left out and why)."""
+    """(.deb file, key of FILES) -> (the texts of its files, how many were left out for each reason)."""
     deb, files = job
     texts, left_out = [], collections.Counter()
     for path, data in files_of(deb, FILES[files]):
         try:
             text = plain_text(path, data)
-        except (ValueError, AssertionError, gzip.BadGzipFile, zlib.error, EOFError):  # the second is HTMLParser's
+        except (ValueError, AssertionError, gzip.BadGzipFile, zlib.error, EOFError):  # HTMLParser raises AssertionError
             left_out["not text"] += 1
             continue
         if len(text) < SHORT:
@@ -341,7 +340,7 @@ def read_package(job):
 
 
 def without_frames(texts):
-    """The texts of pages without the paragraphs that many of them begin or end with."""
+    """Return the texts of pages without the paragraphs that many of them begin or end with."""
     pages = [text.split("\n\n") for text in texts]
     counts = collections.Counter(paragraph for page in pages for paragraph in set(page))
     frame = {paragraph for paragraph, count in counts.items() if count > max(4, len(pages) / 20)}
@@ -354,7 +353,7 @@ def trim(page, frame):
 
 
 def without_repeats(text, seen):
-    """The text without those longer paragraphs whose hash is in `seen`, to which the others are added."""
+    """Return the text without long paragraphs whose hash is in `seen`; adds the hashes of the others to it."""
     kept = []
     for paragraph in text.split("\n\n"):
         words = " ".join(paragraph.split())
@@ -368,7 +367,7 @@ def without_repeats(text, seen):
 
 
 def documents(texts, seen, left_out):
-    """{hash: document} of a package's texts, at most LIMIT characters of them."""
+    """Return {hash: document} of a package's texts, at most LIMIT characters; counts in left_out what is not kept."""
     found, size = {}, 0
     for text in texts:
         unseen = without_repeats(text, seen)
@@ -414,7 +413,7 @@ def build(paths, output, processes):
 
 
 def system():
-    """Debian's or Ubuntu's name and version."""
+    """Return the name and version of this Debian or Ubuntu."""
     with open_input("/etc/os-release", "expected Debian or Ubuntu") as f:
         return re.search(r'^PRETTY_NAME="?([^"\n]*)', f.read().decode(), re.MULTILINE)[1]
 
@@ -429,8 +428,11 @@ def write_manifest(output, manifest):
 
 
 def count_tokens(output):
-    """Fill in the tokens of each package: the shards have the documents in corpus.jsonl's order, each of them after an
-    end-of-text token. Returns the manifest; raises UserError where the shards are of another corpus."""
+    """Return the manifest, with the number of tokens of each package.
+
+    The shards have the documents in corpus.jsonl's order, each after an end-of-text token. Raises UserError if they are
+    of another corpus.
+    """
     mend = "run python dev/build_corpus.py, then prepro_text.py"
     with open_input(os.path.join(output, "manifest.json"), mend) as f:
         manifest = json.load(f)
@@ -449,7 +451,7 @@ def count_tokens(output):
 
 
 def table(manifest):
-    """Markdown: the packages, MB and tokens of each part."""
+    """Return a Markdown table: the packages, MB and tokens of each part."""
     parts = {}
     for package in manifest["packages"]:
         if package["documents"]:

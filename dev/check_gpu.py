@@ -5,8 +5,8 @@ Is the GPU's forward and backward pass right? One random batch, tensor by tensor
     python dev/check_gpu.py -e gpt2_d12.bin -b 2 -t 128 --dtype float32 --tf32 0
 
 The flags are those of train_gpt2_cuda.py, but --recompute is 0 by default, so that every activation is kept. It prints
-one row for each activation, the logits, their gradient and the gradients of the weights, and after a red one what went
-wrong first, and in which launches. The exit status is 1 when a row is red.
+one row for each activation, the logits, their gradient and the gradients of the weights. If a row is red, it also names
+the first wrong tensor and the launches that computed it, and the exit status is 1.
 """
 
 import collections
@@ -30,8 +30,8 @@ from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
 from profile_gpu import array_of, label, open_model
 from train_gpt2_cuda import JOB, CudaSettings, activation_table, open_trainer, nearest_power_of_2
 
-# The largest error of a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4 through
-# all layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
+# The largest error allowed in a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4
+# through all layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
 TOLERANCES = {"bf16": 5e-2, "tf32": 1e-2, "float32": 1e-4}
 
 
@@ -41,28 +41,28 @@ class CheckSettings(CudaSettings):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# who wrote what
+# which launch wrote what
 
 
 class Recorder:
-    """An observer that finds which launches write each row, (name, layer or None), of those that it watches.
+    """An observer that finds which launches write each watched row, (name, layer or None).
 
-    The rows are poisoned before: after a launch, those whose first or last bytes are no longer poison are written. A
-    kernel's first argument is a result: a row that comes there again is added to. Of a row that column_sums makes, the
-    place in the order is that of the launch which left the partial sums.
+    Rows are poisoned first: a launch has written those whose first or last bytes are no longer poison. A kernel's first
+    argument is a result, so a written row that comes there again is accumulated into. A row that column_sums writes
+    takes its place in the order from the launch that left the partial sums.
     """
 
     def __init__(self, params, grads):
         self.params, self.grads = params, grads
         self.launches = []  # their labels, in order
-        self.writers = collections.defaultdict(list)  # row -> the launches that write it, as indices
-        self.place = {}  # row -> the launch whose work shows in it, as an index
+        self.writers = collections.defaultdict(list)  # row -> indices of the launches that write it
+        self.place = {}  # row -> index of the launch whose work shows in it
         self.unwritten, self.addresses = {}, {}  # row -> array, address -> row
         self.latest = {}  # address -> the latest launch that had it as an argument
         self.logits = self.dlogits = None
 
     def watch(self, rows):
-        """Rows that the launches from here on are to write; those watched before are no longer added to."""
+        """Watch the rows that the launches from here on should write; accumulation into earlier rows is not noticed."""
         self.unwritten |= rows
         self.addresses = {array.data.ptr: row for row, array in rows.items()}
 
@@ -79,7 +79,7 @@ class Recorder:
         for row in [row for row, array in self.unwritten.items() if is_written(array)]:
             del self.unwritten[row]
             self.wrote(row, i)
-        if name == "classifier":  # in place
+        if name == "classifier":  # it writes the gradient over the logits
             self.dlogits = to_float32(arguments[1])
             self.wrote(("dlogits", None), i)
         if name == "column_sums":
@@ -94,8 +94,7 @@ class Recorder:
         self.place[row] = i
 
     def first_wrong(self, is_wrong):
-        """(the first row in the order of computation that is wrong, the labels of the launches since the last row that
-        is right), or None."""
+        """Return (first wrong row in order of computation, labels of launches since the last right row), or None."""
         rows, since = collections.defaultdict(list), []
         for row, i in self.place.items():
             rows[i].append(row)
@@ -110,7 +109,7 @@ class Recorder:
 
 
 def poison(stream, *buffers):
-    """NaN of whatever type: all bits are 1."""
+    """Fill buffers with NaN of any dtype: all bits are 1."""
     for buffer in buffers:
         cp.cuda.runtime.memsetAsync(buffer.data.ptr, 0xFF, buffer.nbytes, stream.ptr)
 
@@ -122,7 +121,7 @@ def is_written(array):
 
 
 def rows_of(tensors, table, prefix=""):
-    """(name, layer or None) -> array."""
+    """Return {(name, layer or None): array}."""
     rows = {}
     for name, row in table.items():
         tensor = getattr(tensors, name)
@@ -136,11 +135,11 @@ def describe_row(name, l):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the two runs, as {row's name: array}
+# the two runs; both return {row's name: array}
 
 
 def run_on_cpu(config, params, inputs, targets):
-    """One forward and backward pass of train_gpt2.py."""
+    """Run one forward and backward pass of train_gpt2.py."""
     B, T = inputs.shape
     print(f"train_gpt2.py computes B={B} T={T} ...", file=sys.stderr)
     model = train_gpt2.GPT2(config, params)
@@ -158,7 +157,7 @@ def run_on_cpu(config, params, inputs, targets):
 
 
 def run_on_gpu(trainer, inputs, targets):
-    """(the same of the trainer, by the matmuls that training would choose; the Recorder of its launches)"""
+    """Run the same pass on the GPU, with the matmuls that training would choose; also return its Recorder."""
     device, config, settings, batch = trainer.device, trainer.config, trainer.settings, trainer.batch
     model, acts, N = trainer.model, trainer.model.activations(*inputs.shape), inputs.size
     kept = activation_table(config, *inputs.shape, trainer.precision, settings.recompute)
@@ -170,7 +169,7 @@ def run_on_gpu(trainer, inputs, targets):
         device.observer = recorder
         recorder.watch(rows_of(acts, kept))
         model.trunk(acts, batch.inputs[0])
-        poison(device.stream, acts.logits)  # in the forward pass, other rows lie there
+        poison(device.stream, acts.logits)  # the forward pass keeps other rows in this memory
         recorder.watch({("logits", None): acts.logits})
         model.classify(acts, batch.targets[0], trainer.loss, 1 / N, train=1)
         recorder.watch(rows_of(trainer.grads, trainer.grads.table, "d"))
@@ -188,7 +187,7 @@ def run_on_gpu(trainer, inputs, targets):
 
 
 def compare(got, expected, recorder, tolerance):
-    """Print a row for each tensor of `got`, and what went wrong first; True when all agree."""
+    """Print a row for each tensor of `got`, and what went wrong first; return whether all agree."""
     allowed = {name: tolerance * float(np.abs(expected[name]).max()) for name in got}
     red = [name for name in got if not check_tensor(name, got[name], expected[name], allowed[name])]
 

@@ -28,7 +28,7 @@ from llmc.files import open_input, replacing
 
 LOSSES = os.path.join(ROOT, "doc", "logs", "make_train_losses.txt")
 BESIDE_LLMC = os.path.join(ROOT, "dev", "bench_llmc.json")
-GROUPS = {  # what a bar is divided into: the beginnings of kernels' names
+GROUPS = {  # part of a bar -> how its kernels' names begin
     "matmuls": ("matmul",),
     "attention": ("attention",),
     "GELU": ("gelu",),
@@ -44,7 +44,7 @@ def group_of(kernel):
 
 
 def read_json(path, mend, *keys):
-    """The values of these keys; raises UserError, which ends in `mend`, for anything else than such a file."""
+    """Return the values of these keys in a JSON file; raises UserError, ending in `mend`, if it has no such content."""
     with open_input(path, mend) as f, damage(path, mend):
         found = json.load(f)
         return [found[key] for key in keys]
@@ -52,7 +52,7 @@ def read_json(path, mend, *keys):
 
 @contextlib.contextmanager
 def damage(path, mend):
-    """What reading and drawing of another file's JSON stumbles over, as a UserError that ends in `mend`."""
+    """Turn the errors of reading or drawing unexpected JSON into a UserError that ends in `mend`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, StopIteration, TypeError,
@@ -68,7 +68,7 @@ def save(figure, path):
 
 
 def draw_overview(curves, machine, ms, output):
-    """curves: plot_log.read_log's; ms: {program: {B: ms a step}}."""
+    """Draw README.md's picture. curves: from plot_log.read_log; ms: {program: {B: ms a step}}."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     draw_losses(left, {"training": curves})
     left.set_ylabel("loss, nats a byte")

@@ -5,8 +5,8 @@ Draw the training and validation losses of one or more runs.
     python dev/plot_log.py runs/small runs/large april.log --dark
 
 Reads both forms of the log: `s:0 trl:5.3562` and `s:0 trl:5.3562 lr:0.000100 norm:12.34`; `tel` is validation. Each
-run has a colour: the losses of training thin, their running mean over them, validation as dots, its best loss marked.
-What only the first steps reach is beyond the upper edge.
+run has a colour: a thin line for training losses, their running mean over it, dots for validation, a star for its best
+loss. The high losses of the first steps are cut off.
 """
 
 import argparse
@@ -30,8 +30,10 @@ EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
 def read_log(path):
-    """{'trl': (steps, losses), 'tel': ...} of the last run in one log; a step that was logged again after a restart
-    counts once, the last time."""
+    """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log; raises UserError for any other file.
+
+    Of a step that was logged again after a restart, the last loss counts.
+    """
     with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
         lines = f.read().decode(errors="replace").splitlines()
     curves, first = {}, last_run(lines)
@@ -47,7 +49,7 @@ def read_log(path):
 
 
 def run_names(paths):
-    """What to call the runs: their directories' names, or their logs', with as many parents as tell them apart."""
+    """Name runs after their directories or logs, with as many parent directories as it takes to tell them apart."""
     parts = []
     for path in paths:
         path = os.path.abspath(path).removesuffix(os.sep + "main.log").removesuffix(".log")
@@ -60,14 +62,14 @@ def run_names(paths):
 
 
 def running_mean(losses, width):
-    """The mean of each loss and of `width` losses on either side, or of as many as there are."""
+    """Average each loss with `width` losses on either side, or as many as there are."""
     sums, index = np.concatenate([[0.0], np.cumsum(losses, dtype=np.float64)]), np.arange(len(losses))
     begin, end = np.maximum(index - width, 0), np.minimum(index + width + 1, len(losses))
     return (sums[end] - sums[begin]) / (end - begin)
 
 
 def draw_losses(axes, logs, width=None):
-    """logs: {name: curves of read_log's}. width: of the running mean; if None, 2 percent of the steps."""
+    """Draw logs, {name: curves from read_log}. width: of the running mean; None: 2 percent of the steps."""
     low, high = [], []
     for index, (name, curves) in enumerate(logs.items()):
         color, label = f"C{index}", name
@@ -107,7 +109,7 @@ def add_legend(axes):
 
 @contextlib.contextmanager
 def picture(output, dark=False):
-    """Axes to draw in, of a picture that is written when this ends."""
+    """Yield axes to draw in, then write the picture; raises UserError for an unknown type of file."""
     with plt.style.context("dark_background" if dark else "default"):
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         yield axes

@@ -37,7 +37,7 @@ LOSSES = os.path.join(LOGS, "make_train_losses.txt")  # what dev/plot_bench.py d
 
 
 def read_text(path, mend="expected a text file of this project"):
-    """A text file as it is; raises UserError when it cannot be read or is no text."""
+    """Return the content of a text file; raises UserError if it cannot be read or is not UTF-8."""
     with open_input(path, mend) as f:
         try:
             return f.read().decode()
@@ -51,7 +51,7 @@ def write_text(path, text):
 
 
 def split_at_markers(name, path=README):
-    """The text up to and with `<!-- NAME begin -->`, and the text from `<!-- NAME end -->` on."""
+    """Return the text up to and including `<!-- NAME begin -->`, and that from `<!-- NAME end -->` on."""
     begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
     before, _, rest = read_text(path).partition(begin)
     _, found, after = rest.partition(end)
@@ -61,13 +61,13 @@ def split_at_markers(name, path=README):
 
 
 def put_between_markers(name, text, path=README):
-    """Replace what stands between the two markers."""
+    """Replace the text between the two markers."""
     before, after = split_at_markers(name, path)
     write_text(path, f"{before}\n{text}\n{after}")
 
 
 def output_of(command):
-    """What a command prints; raises UserError when it fails."""
+    """Return what a command prints; raises UserError if it fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace').strip()}")
@@ -75,7 +75,7 @@ def output_of(command):
 
 
 def shorten(text, keep=2):
-    """Of every run of lines of training steps, the first and last few."""
+    """Shorten every series of training-step lines to its first and last few."""
     lines, steps = [], []
     for line in [*text.rstrip().split("\n"), None]:
         if line is not None and re.match(r"(step(?!.*val loss)|iteration) ", line):
@@ -89,7 +89,7 @@ def shorten(text, keep=2):
 
 
 def excerpt(text):
-    """Twelve lines of what make train prints: data, size of the model, first and last steps, how a sample begins."""
+    """Return twelve lines of what make train prints: data, model size, first and last steps, the start of a sample."""
     lines = text.rstrip().split("\n")
     steps, losses = ([line for line in lines if line.startswith("step ") and what in line]
                      for what in ("train loss", "val loss"))
@@ -101,7 +101,7 @@ def excerpt(text):
 
 
 def loss_log(text):
-    """The losses among what a trainer prints, as lines of a log."""
+    """Return the losses in what a trainer prints, as lines of a log."""
     found = re.findall(r"^step +(\d+)/\d+ \| (train|val) loss (\S+)", text, re.MULTILINE)
     return "".join(f"s:{int(done) - 1} trl:{loss}\n" if kind == "train" else f"s:{done} tel:{loss}\n"
                    for done, kind, loss in found)

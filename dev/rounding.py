@@ -1,18 +1,18 @@
 """
-How far may an honest GPT-2 be off? The forward and backward pass in float64, with random errors of the size that each
-operation makes in the precision of a run: Monte Carlo arithmetic (Parker 1997, "Monte Carlo Arithmetic: exploiting
-randomness in floating-point arithmetic").
+How large an error does rounding alone cause in GPT-2? The forward and backward pass in float64, with random errors of
+the size that each operation makes in the precision of a run: Monte Carlo arithmetic (Parker 1997, "Monte Carlo
+Arithmetic: exploiting randomness in floating-point arithmetic").
 
-Not a program: test_gpt2.py takes its tolerances from here. Several such runs beside the exact one tell, for each tensor
-of this model and this batch, the error that rounding causes in whoever computes it, whatever the order of the sums. The
-error of another implementation, which rounds as often, is a like number of the same size: over thousands of elements
-its 2-norm is steady. PyTorch's own error would be a worse yardstick: it is one sample, and exact where PyTorch happens
-to be, as in a single row.
+Not a program: test_gpt2.py takes its tolerances from here. Several such runs, compared with the exact one, show for
+each tensor of this model and batch the error that rounding causes in any correct implementation, whatever its order of
+sums. An implementation that rounds as often has errors of the same size, whose 2-norm over thousands of elements hardly
+varies. PyTorch's own error would be a worse yardstick: it is one sample, and 0 where PyTorch happens to be exact, as in
+a single row.
 
-An element-wise operation on x gives x (1 + 0.42 u e), e normal: the error is even within half a unit in the last place,
-and numbers fall between powers of 2 as their logarithms do, evenly. A sum of K products a b in chains of at most n, one
-after the other, gives an error with a standard deviation of 0.42 u sqrt(min(K, n)/2 + 1) sqrt(sum of (a b)^2): the
-partial sums of a chain are rounded, and grow like a random walk.
+An element-wise operation that gives x in exact arithmetic gives x (1 + 0.42 u e), with e normal: rounding errors are
+uniform within half a unit in the last place, and the logarithms of numbers are uniform between powers of 2. A sum of K
+products a b, in sequential chains of at most n, has an error with a standard deviation of 0.42 u sqrt(min(K, n)/2 + 1)
+sqrt(sum of (a b)^2): each partial sum of a chain is rounded, and the partial sums grow like a random walk.
 """
 
 import math
@@ -27,12 +27,12 @@ from export_weights import adamw, collect_gradients, to_reference
 FLOAT32, TF32, BFLOAT16, FLOAT16 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11  # unit roundoff: half a unit in the last place
 
 
-RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))  # of a rounding error, as a part of the unit roundoff: 0.42
+RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))  # 0.42: root mean square of a rounding error over the unit roundoff
 
 
 class Roundoff(NamedTuple):
-    """Unit roundoffs of a run: of what matmuls add up, in chains of so many, of their operands, of tensors, of the
-    residual stream."""
+    """Unit roundoffs of a run: of sums, matmul operands, stored tensors and the residual stream; chain: how many terms
+    are added up one after the other."""
 
     chain: float = math.inf  # GPUs add up a tile's products one after the other
     sums: float = FLOAT32
@@ -42,7 +42,7 @@ class Roundoff(NamedTuple):
 
 
 ROUNDOFFS = {
-    "numpy": Roundoff(chain=512),  # BLAS libraries work on blocks of K: OpenBLAS of up to 384
+    "numpy": Roundoff(chain=512),  # BLAS libraries cut K into blocks; OpenBLAS's have up to 384
     "float32": Roundoff(),
     "tf32": Roundoff(operands=TF32),
     "bf16": Roundoff(tensors=BFLOAT16, residual=FLOAT16),
@@ -50,7 +50,7 @@ ROUNDOFFS = {
 
 
 class NoisyGPT2:
-    """One noisy run: `run` gives the rows that test_gpt2.py compares."""
+    """A GPT-2 with random rounding errors; `run` returns the rows that test_gpt2.py compares."""
 
     def __init__(self, config, params, roundoff, seed):
         self.config, self.u = config, roundoff
@@ -62,11 +62,11 @@ class NoisyGPT2:
         return torch.randn(x.shape, generator=self.generator)  # float32: twice as fast
 
     def rounded(self, x, u):
-        """x, rounded element by element."""
+        """Return x with a random rounding error in each element, of unit roundoff u."""
         return torch.mul(x, self.noise(x).mul_(RMS * u)).add_(x) if u else x
 
     def error(self, K):
-        """The standard deviation of a sum of K terms, as a multiple of the root of the sum of their squares."""
+        """Return the standard deviation of the error of a sum of K terms, over the root of the sum of their squares."""
         return RMS * self.u.sums * math.sqrt(min(K, self.u.chain) / 2 + 1)
 
     def column_sums(self, x):
@@ -75,7 +75,7 @@ class NoisyGPT2:
         return x.sum(0) + self.error(len(x)) * (x * x).sum(0).sqrt() * self.noise(x[0])
 
     def row_sums(self, x):
-        """The sums over the last axis, which stays."""
+        """The sums over the last axis, which is kept."""
         error = self.error(x.shape[-1]) * (x * x).sum(-1, keepdim=True).sqrt()
         return x.sum(-1, keepdim=True) + error * self.noise(error)
 
@@ -86,8 +86,8 @@ class NoisyGPT2:
         return error.mul_(self.noise(error)).add_(a @ b)
 
     def run(self, x, y, settings, steps):
-        """Train on one batch of token ids (B, T), with AdamW. Returns {"logits", "dwte", ...} of the first step, and
-        "losses" (steps, B, T), that of each position before each step's update: float64 arrays."""
+        """Train on one batch of token ids (B, T) with AdamW and return float64 arrays: {"logits", "dwte", ...} of the
+        first step, and "losses" (steps, B, T), of each position before each step's update."""
         x, y = (torch.from_numpy(ids).long() for ids in (x, y))
         master = [p.detach().clone() for p in self.model.parameters()] if self.u.tensors > FLOAT32 else None
         optimizer, all_losses = adamw(self.model, settings), []
@@ -108,9 +108,9 @@ class NoisyGPT2:
 
     @torch.no_grad()
     def update(self, optimizer, master):
-        """AdamW on the float32 weights: `master`, of which the model has a bfloat16 copy, or the model's own (None).
+        """AdamW on the float32 weights: `master`, if the model has their bfloat16 copy, else (None) the model's own.
 
-        They are truly rounded: updates of one size have errors of one sign, which are no random numbers."""
+        They are really rounded, not with random errors: equal updates have rounding errors of the same sign."""
         weights = list(self.model.parameters())
         for weight, exact in zip(weights, master or ()):
             weight.copy_(exact)
@@ -159,7 +159,7 @@ class Operations(NamedTuple):
 
 
 def operations(run):
-    """Operations with the random errors of `run`; each backward pass errs as its forward pass does."""
+    """Return Operations with the random errors of `run`, in the forward and in the backward pass."""
     u = run.u
 
     def rounding(forward_u, backward_u):
@@ -193,7 +193,7 @@ def operations(run):
         def backward(ctx, g):
             a, b = ctx.saved_tensors
             da = run.rounded(run.product(g, b.transpose(-1, -2)), u.tensors)
-            if b.dim() == 2:  # a weight's: the sum over all rows
+            if b.dim() == 2:  # a weight: its gradient sums over all rows
                 a, g = a.flatten(0, -2), g.flatten(0, -2)
             return da, run.rounded(run.product(a.transpose(-1, -2), g), u.tensors)
 
@@ -220,7 +220,7 @@ def operations(run):
         @staticmethod
         def forward(ctx, x):
             x = x - x.amax(-1, keepdim=True)
-            exponent = x.masked_fill(~torch.isfinite(x), 0.0).abs()  # an error of u |x| in x is one of u |x| in exp(x)
+            exponent = x.masked_fill(~torch.isfinite(x), 0.0).abs()  # error u |x| in x: relative error u |x| in exp(x)
             e = torch.exp(x) * (1.0 + u.sums * (RMS * exponent + 1.0) * run.noise(x))
             probs = run.rounded(e / run.row_sums(e), u.sums)
             ctx.save_for_backward(probs)

@@ -15,7 +15,7 @@ from llmc.files import open_input, replacing
 
 
 def execute(path, directory):
-    """The notebook with its outputs, run by this Python in `directory`; raises UserError that shows a cell's error."""
+    """Run a notebook with this Python in `directory`; return it with outputs. Raises UserError with a cell's error."""
     try:
         import nbclient
         import nbformat

@@ -3,17 +3,17 @@ Train a run for each combination of flags (-l 3e-4,6e-4 are two), on this machin
 
     python dev/sweep.py -o runs/sweep -l 3e-4,6e-4,1.2e-3 --seed 1,2,3 -e d4 -i data/mine -b 16 -x 500
 
-The flags are the trainer's: train_gpt2_cuda.py's where there is a GPU, else train_gpt2.py's. A value with commas is
-several values, and each combination is a run: here nine, in runs/sweep/l=0.0003_seed=1 and so on, each with what it
-printed in output.txt. Each GPU (of CUDA_VISIBLE_DEVICES, where that is set) trains one run at a time; on a CPU, one run
-has all cores, or with `--jobs N` each of N its share. Unlike the trainer, a sweep draws no samples, and validates after
-the last step, unless -s and --final_reports say otherwise.
+The flags are those of train_gpt2_cuda.py if there is a GPU, else of train_gpt2.py. Commas separate the values of a
+flag, and each combination is a run: here nine, in runs/sweep/l=0.0003_seed=1 and so on, each with its output in
+output.txt. Each GPU (of CUDA_VISIBLE_DEVICES, if set) trains one run at a time; on a CPU, one run has all cores, or
+with `--jobs N`, N runs share them. Unlike the trainer, a sweep draws no samples, and validates after the last step,
+unless -s and --final_reports say otherwise.
 
-In the end it prints a table, best validation loss first, writes it to runs/sweep/sweep.csv, and draws sweep.png: the
-last validation loss against the flag that has the most values, a line for each combination of the others, through the
-mean where there are several seeds. Ctrl-C (SIGTERM, SIGHUP) saves the runs and stops; the same command goes on, also
-after a crash, and also with other values of the same flags. A run that fails, by a learning rate too high, say, is
-named, and the others go on; the exit status is then 1.
+At the end it prints a table, best validation loss first, writes it to runs/sweep/sweep.csv, and draws sweep.png: the
+last validation loss against the flag with the most values, one line per combination of the others, through the mean of
+several seeds. Ctrl-C (SIGTERM, SIGHUP) saves the runs and stops; the same command resumes them, also after a crash, and
+also with other values of the same flags. If a run fails, say because its learning rate is too high, it is named, the
+others go on, and the exit status is 1.
 """
 
 import csv
@@ -54,16 +54,16 @@ RESULTS = ("val_loss", "best_val_loss", "train_loss", "seconds", "tokens_per_sec
 
 
 class Run(NamedTuple):
-    """One combination."""
+    """One combination of values."""
 
     name: str  # of its directory in the sweep's
-    values: dict  # of the flags that are swept: {field of the settings: value}
-    arguments: list  # of the trainer
+    values: dict  # of the swept flags: {field of the settings: value}
+    arguments: list  # for the trainer
     directory: str
 
 
 def visible_gpus():
-    """What CUDA_VISIBLE_DEVICES calls each GPU at hand, and why there are none."""
+    """Return ([the name of each GPU for CUDA_VISIBLE_DEVICES], why there are none, or None)."""
     try:
         count = count_gpus()
     except UserError as error:
@@ -73,7 +73,7 @@ def visible_gpus():
 
 
 def sweep_settings(trainer):
-    """The trainer's settings class, with what a sweep has beside it."""
+    """Return the trainer's settings class, extended by a sweep's own flags."""
     own = [
         ("sample_every", int, with_default(trainer, "sample_every", 0)),
         ("final_reports", int, with_default(trainer, "final_reports", 1)),
@@ -85,7 +85,7 @@ def sweep_settings(trainer):
 
 
 def combinations(argv):
-    """The command lines that one with commas stands for."""
+    """Return all command lines that one with commas stands for."""
     choices = []
     for argument in argv:
         flag, values = re.fullmatch(r"(--?\w+=)?(.*)", argument, re.DOTALL).groups("")
@@ -94,13 +94,13 @@ def combinations(argv):
 
 
 def plan(argv, trainer):
-    """(settings of the first run, fields that are swept, runs), every combination checked by the trainer's parser."""
+    """Return (settings of the first run, swept fields, runs); the trainer's parser checks every combination."""
     settings_class, title = sweep_settings(trainer), __doc__.strip().split("\n")[0]
     all_settings = [parse_settings(settings_class, title, line) for line in combinations(argv)]
     first = all_settings[0]
     swept = [field.name for field in dataclasses.fields(first)
              if len({getattr(settings, field.name) for settings in all_settings}) > 1]
-    swept.sort(key=lambda name: name == "seed")  # the others first
+    swept.sort(key=lambda name: name == "seed")  # the seed last
     for name in ("output", "resume", "jobs", "dark"):
         if name in swept:
             raise UserError(f"{flag_of(first, name)}: expected one value, for the whole sweep")
@@ -119,24 +119,24 @@ def plan(argv, trainer):
             raise UserError(f"{name}: two runs would have this name: give each value once")
         directory = os.path.join(first.output, name)
         settings = dataclasses.replace(settings, output=directory, resume=1)
-        settings.check()  # the name of the directory, too
+        settings.check()  # also the name of the directory
         runs[name] = Run(name, values, list(arguments(settings, trainer).values()), directory)
     return first, swept, list(runs.values())
 
 
 def short_name(settings, name):
-    """l for learning_rate, as in -l."""
+    """Return a field's flag without dashes: l for learning_rate."""
     field = settings.__dataclass_fields__[name]
     return field_flags(field)[0].lstrip("-")
 
 
 def printable(value):
-    """A value within the name of a directory."""
+    """Return a value as a part of a directory's name."""
     return re.sub(r"[^\w.+-]", "-", str(value))
 
 
 def arguments(settings, trainer):
-    """{field: argument} of the trainer's settings that are not its defaults."""
+    """Return {field: argument} for the trainer's settings that are not at their defaults."""
     found = {}
     for field in dataclasses.fields(trainer):
         value = getattr(settings, field.name)
@@ -147,22 +147,22 @@ def arguments(settings, trainer):
 
 
 def shared_arguments(settings, swept, trainer):
-    """What all runs have in common, and which flags they do not."""
+    """Return the arguments that all runs share, and the swept flags as `flag=...`."""
     shared = arguments(dataclasses.replace(settings, output="", resume=0), trainer)
     return [*(argument for name, argument in shared.items() if name not in swept),
             *(f"{field_flags(settings.__dataclass_fields__[name])[-1]}=..." for name in swept)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what is kept from one start to the next
+# what is kept between starts
 
 
 class Record:
-    """SWEEP/sweep.json: what the runs have in common, and which of them have ended well."""
+    """SWEEP/sweep.json: what the runs have in common, and which of them have finished."""
 
     def __init__(self, directory, command):
-        """command: the trainer, the flags that all runs share, and those that are swept. Raises UserError for a
-        directory of another sweep."""
+        """Read an earlier start's record; raises UserError if it is of another sweep. command: the trainer, the flags
+        that all runs share, and the swept ones."""
         self.path, self.command, self.finished = os.path.join(directory, "sweep.json"), command, []
         if not os.path.lexists(self.path):
             return
@@ -194,8 +194,10 @@ class Record:
 
 
 def train_all(runs, trainer, slots, record):
-    """Train these runs, one in each slot at a time; slots: environment variables. Returns ({name of a run that failed:
-    why}, the signal that stopped the sweep or None)."""
+    """Train the runs, one per slot at a time; a slot is the environment variables for one.
+
+    Returns ({name of a failed run: why}, the signal that stopped the sweep or None).
+    """
     queue, free, running, failed, interruption = list(runs), list(slots), {}, {}, Interruption()
     passed_on = False
     with tqdm(total=len(runs), unit="run", desc="sweep", dynamic_ncols=True) as bar:
@@ -219,7 +221,7 @@ def train_all(runs, trainer, slots, record):
                     bar.update(interruption.signal is None or process.returncode == 0)
                 bar.set_postfix_str(", ".join(position(run) for run, _ in running.values()), sys.stderr.isatty())
                 time.sleep(0.1)
-        finally:  # once more, after a second Ctrl-C
+        finally:  # after a second Ctrl-C, runs are left: stop them
             for process in running:
                 process.send_signal(signal.SIGINT)
             for process in running:
@@ -228,7 +230,7 @@ def train_all(runs, trainer, slots, record):
 
 
 def start(run, trainer, slot):
-    """A process that trains this run, on from its newest checkpoint, and gets no signal from the terminal."""
+    """Start a process that trains this run from its newest checkpoint, and gets no signals from the terminal."""
     make_directory(run.directory)
     path, program = os.path.join(run.directory, "output.txt"), os.path.normpath(os.path.join(ROOT, trainer))
     with errors_of_writing(path), open(path, "ab") as f:
@@ -237,7 +239,7 @@ def start(run, trainer, slot):
 
 
 def ending(status, run):
-    """How a run failed: its exit status or the signal that ended it, and the last line that it printed."""
+    """Describe how a run failed: its exit status or the signal that ended it, and the last line that it printed."""
     with open(os.path.join(run.directory, "output.txt"), errors="replace") as f:
         last = ([line.strip() for line in f if line.strip()] or ["it printed nothing"])[-1]
     how = f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
@@ -245,7 +247,7 @@ def ending(status, run):
 
 
 def position(run):
-    """'l=0.0003 step 120': the last row of its table."""
+    """Return how far a run is, by the last row of its table: 'l=0.0003 step 120'."""
     try:
         with open(os.path.join(run.directory, "main.csv"), "rb") as f:
             f.seek(max(0, os.fstat(f.fileno()).st_size - 500))
@@ -260,7 +262,7 @@ def position(run):
 
 
 def result(run, state):
-    """A row of the table: {column: value}, without what the run does not have yet."""
+    """Return a run's row of the table, {column: value}, without the values that it does not have yet."""
     row = {**run.values, "state": state}
     path = os.path.join(run.directory, "main.csv")
     rows = read_table(path) if os.path.exists(path) else []
@@ -276,7 +278,7 @@ def result(run, state):
 
 
 def make_table(swept, results):
-    """[[text of a cell]], the columns' names first; the finished runs before the others, lower losses before higher."""
+    """Return [[text of a cell]], column names first; finished runs before the others, lower losses before higher."""
     def order(row):
         return row["state"] != "finished", row.get("best_val_loss", row.get("train_loss", np.inf))
 
@@ -300,14 +302,14 @@ def write_csv(table, path):
 
 
 def draw(settings, swept, results, path):
-    """The picture; returns whether there is anything to see."""
+    """Draw the picture; returns whether there is anything to draw."""
     loss = "val_loss" if settings.val_every else "train_loss"
     results = [row for row in results if row["state"] == "finished" and loss in row]
     if not results:
         return False
 
     def rank(name):
-        """Of a flag: numbers, but seeds, are best; of these, those with the most values."""
+        """Rank a flag for the x axis: best are numbers other than seeds, and of these, the one with the most values."""
         values = {row[name] for row in results}
         return all(isinstance(value, (int, float)) for value in values), name != "seed", len(values)
 
@@ -331,7 +333,7 @@ def draw(settings, swept, results, path):
                   label=f"best {best[loss]:.4f}: " + ", ".join(f"{name} {best[name]}" for name in swept))
         x = sorted({row[along] for row in results})
         if rank(along)[0]:
-            if x[0] > 0 and len(x) > 2 and x[-1] - x[-2] > 1.5 * (x[1] - x[0]):  # spread by factors
+            if x[0] > 0 and len(x) > 2 and x[-1] - x[-2] > 1.5 * (x[1] - x[0]):  # values a factor apart
                 axes.set_xscale("log")
             axes.set_xticks(x, [f"{value:g}" for value in x])
             axes.minorticks_off()
@@ -368,7 +370,7 @@ def main():
 
 
 def sweep(settings, swept, runs, trainer, slots, where, record):
-    """Train what is not finished, then compare; returns the exit status."""
+    """Train the unfinished runs, then compare all; returns the exit status."""
     waiting = [run for run in runs if run.name not in record.finished]
     before = f", {len(runs) - len(waiting)} finished before" if len(waiting) < len(runs) else ""
     print(f"{len(runs)} runs of {trainer}{before}; {min(len(slots), len(runs))} at a time {where}")

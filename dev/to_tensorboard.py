@@ -4,7 +4,7 @@ A run's main.csv -> TensorBoard's event files, for those who look at their runs 
     python dev/to_tensorboard.py runs/small runs/large -o runs/tensorboard
     tensorboard --logdir runs/tensorboard
 
-Again for a run that has gone on: its earlier events are replaced.
+Run it again after a run has continued: its earlier events are replaced.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from plot_log import run_names
 
 TAGS = {"train_loss": "loss/train", "val_loss": "loss/validation", "learning_rate": "learning_rate",
         "norm": "gradient_norm", "tokens_per_second": "tokens_per_second", "hellaswag": "hellaswag"}
-SUFFIX = ".train_gpt2"  # of the files that are ours to replace
+SUFFIX = ".train_gpt2"  # of the files that we may replace
 
 
 def read_table(path):
-    """The rows of a main.csv: {column: value}, of which those that are empty are left out."""
+    """Return the rows of a main.csv, {column: value} without empty cells; raises UserError for any other file."""
     with open_input(path, "make it with: python train_gpt2.py -o DIR") as f:
         lines = f.read().decode(errors="replace").splitlines()
     if lines[:1] != [",".join(COLUMNS)]:
@@ -40,7 +40,7 @@ def read_table(path):
 
 
 def convert(path, directory, SummaryWriter):
-    """Write one run's events. Their clock is the run's, which ended when its table was last written to."""
+    """Write one run's events; return their number of rows. The run's end is taken from its table's mtime."""
     rows = read_table(path)
     names = os.listdir(directory) if os.path.isdir(directory) else []
     before = [os.path.join(directory, name) for name in names if name.endswith(SUFFIX)]

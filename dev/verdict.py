@@ -1,15 +1,15 @@
 """
 Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and batches.
 
-A trainer that is right must never be red.
+A correct trainer must never be red.
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000
     python dev/verdict.py --d12 -n 10              # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
 
-A line a draw: its sizes, the standard deviation of its weights, and the largest error as a part of what is allowed,
-with its tensor; at the end, how these are distributed. The exit status is 1 when a draw is red; its rows are then
-printed.
+It prints a line per draw: sizes, standard deviation of the weights, and the largest error as a fraction of its
+tolerance, with its tensor; at the end, quantiles of these errors. If a draw is red, its rows are printed, and the exit
+status is 1.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from train_gpt2 import parameter_table, random_model
 
 
 def draw(seed, HS_multiple=4):
-    """(config, params, x, y, standard deviation of the weights); layernorms and biases are far from 1 and 0, too."""
+    """Draw (config, params, x, y, std of the weights); layernorms and biases are far from 1 and 0, too."""
     rng = np.random.default_rng(seed)
     while True:
         HS, NH, L = HS_multiple * int(rng.integers(1, 17)), int(rng.integers(1, 9)), int(rng.integers(1, 13))
@@ -51,14 +51,13 @@ def draw(seed, HS_multiple=4):
 
 
 def draw_d12(seed):
-    """The same of GPT-2 124M as training begins, B=4, T=64."""
+    """Draw the same for GPT-2 124M as training begins, B=4, T=64."""
     config, params = random_model("d12", VOCABULARIES["gpt2"], seed)
     return config, params, *np.random.default_rng(seed).integers(0, config.V, (2, 4, 64), dtype=np.int32), 0.02
 
 
 def judge(backend, config, params, x, y, std):
-    """(sizes as text, largest error as a part of what is allowed, its tensor, what the ladder printed, whether it is
-    green)."""
+    """Return (sizes, largest error as a fraction of its tolerance, its tensor, printed rows, whether all are green)."""
     if precision_of(backend) == "bf16":
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
     yardstick = Yardstick(config, params, x, y, precision_of(backend))

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GPT-2 124M from random weights, on one epoch of FineWeb's 10 billion tokens, with llm.c's settings.
 #
-# Needs:   one GPU, 28 GiB of its memory (-b 32: 16). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
+# Needs:   one GPU with 28 GiB of memory (-b 32: 16). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
 #          21 GB of disk for the data, 7 GB for checkpoints of 1.7 GB (the newest three, and one being written)
-# Takes:   4.2 hours on an H200, at 674,000 tokens/s; validation, HellaSwag and checkpoints come on top
+# Takes:   4.2 hours on an H200, at 674,000 tokens/s; plus validation, HellaSwag and checkpoints
 # Reaches: validation loss 6.17 at step 250, 4.32 at 1000, 3.55 at 5000, 3.39 at 10000, 3.27 at 19560
 #          (OpenAI's GPT-2 124M: 3.4250, and HellaSwag 0.2945)
 #
-# Started again, it goes on from the newest checkpoint. More flags go to the trainer: scripts/run_gpt2_124M.sh -b 32
+# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_gpt2_124M.sh -b 32
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GPT-2 1558M from random weights, on 33.6 billion tokens of FineWeb-Edu, with llm.c's settings.
 #
-# Needs:   one GPU, 70 GiB of its memory (-b 4: 41). An update is 64 batches of 16 x 1024 tokens, accumulated (-d).
+# Needs:   one GPU with 70 GiB of memory (-b 4: 41). An update is 64 batches of 16 x 1024 tokens, accumulated (-d).
 #          68 GB of disk for the data, 65 GB for checkpoints of 22 GB (the newest two, and one being written),
-#          and 25 GB of the host's memory while one is written
-# Takes:   6.8 days on an H200, at 56,800 tokens/s; validation, HellaSwag and checkpoints come on top
-# Reaches: to compare, OpenAI's GPT-2 1558M: validation loss 2.8313, HellaSwag 0.4889
+#          and 25 GB of host memory while one is written
+# Takes:   6.8 days on an H200, at 56,800 tokens/s; plus validation, HellaSwag and checkpoints
+# Reaches: for comparison, OpenAI's GPT-2 1558M: validation loss 2.8313, HellaSwag 0.4889
 #
-# Started again, it goes on from the newest checkpoint. More flags go to the trainer: scripts/run_gpt2_1558M.sh -b 4
+# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_gpt2_1558M.sh -b 4
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # GPT-2 350M from random weights, on 31.5 billion tokens of FineWeb, with llm.c's settings.
 #
-# Needs:   one GPU, 63 GiB of its memory (-b 32: 35). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
+# Needs:   one GPU with 63 GiB of memory (-b 32: 35). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
 #          64 GB of disk for the data, 20 GB for checkpoints of 5 GB (the newest three, and one being written)
-# Takes:   35 hours on an H200, at 250,000 tokens/s; validation, HellaSwag and checkpoints come on top
-# Reaches: to compare, OpenAI's GPT-2 350M: validation loss 3.0831, HellaSwag 0.3752
+# Takes:   35 hours on an H200, at 250,000 tokens/s; plus validation, HellaSwag and checkpoints
+# Reaches: for comparison, OpenAI's GPT-2 350M: validation loss 3.0831, HellaSwag 0.3752
 #
-# Started again, it goes on from the newest checkpoint. More flags go to the trainer: scripts/run_gpt2_350M.sh -b 32
+# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_gpt2_350M.sh -b 32
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

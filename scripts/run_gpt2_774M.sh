@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GPT-2 774M from random weights, on 150 billion tokens of FineWeb (one and a half epochs), with llm.c's settings.
 #
-# Needs:   one GPU, 64 GiB of its memory (-b 16: 40). An update is 16 batches of 32 x 1024 tokens, accumulated (-d).
+# Needs:   one GPU with 64 GiB of memory (-b 16: 40). An update is 16 batches of 32 x 1024 tokens, accumulated (-d).
 #          200 GB of disk for the data, 44 GB for checkpoints of 11 GB (the newest three, and one being written),
-#          and 13 GB of the host's memory while one is written
-# Takes:   15 days on an H200, at 117,000 tokens/s; validation, HellaSwag and checkpoints come on top
-# Reaches: to compare, OpenAI's GPT-2 774M: validation loss 3.0006, HellaSwag 0.4320
+#          and 13 GB of host memory while one is written
+# Takes:   15 days on an H200, at 117,000 tokens/s; plus validation, HellaSwag and checkpoints
+# Reaches: for comparison, OpenAI's GPT-2 774M: validation loss 3.0006, HellaSwag 0.4320
 #
-# Started again, it goes on from the newest checkpoint. More flags go to the trainer: scripts/run_gpt2_774M.sh -b 16
+# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_gpt2_774M.sh -b 16
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -2,10 +2,10 @@
 # A GPT-2 of 11 million parameters on the source code of Python's own standard library, bytes as tokens: no download.
 #
 # Needs:   a GPU, or a CPU with 5 GB of memory; 0.5 GB of disk
-# Takes:   11 s on an H200, from the first line to the last; 2.6 hours on two cores of an AMD EPYC
-# Reaches: validation loss 0.95; `make train`, with a third of the parameters and 4 percent of the tokens, 1.72
+# Takes:   11 s on an H200, for the whole script; 2.6 hours on two cores of an AMD EPYC
+# Reaches: validation loss 0.95; `make train`, with a third of the parameters and 4 percent of the tokens, reaches 1.72
 #
-# Started again, it goes on from the newest checkpoint. More flags go to the trainer: scripts/run_pystdlib.sh -x 50
+# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_pystdlib.sh -x 50
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -1,10 +1,9 @@
 """
-Attention in the kernel library, forward and backward. See lab.py for what a layer is; the kernels are in attention.cu,
-and in attention_hopper.cu the first that uses wgmma. Two versions are live: mma_sync on all GPUs but Hopper's, wgmma on
-those.
+Attention in the kernel library, forward and backward. lab.py says what a layer is; the kernels are in attention.cu, and
+the first one that uses wgmma is in attention_hopper.cu. Two versions are live: wgmma on Hopper, mma_sync on other GPUs.
 
 The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in float32, where cuDNN has none;
-FlashAttention-2 stands beside it in dev/bench_attention.py.
+dev/bench_attention.py compares with FlashAttention-2, too.
 """
 
 import torch.nn.functional as F
@@ -15,17 +14,17 @@ from lab import (SUMS, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected
 from llmc.kernels import hopper_attention
 from profile_gpu import attention_flops
 
-# Tensor cores round float32 operands to TF32; in bfloat16, what one matmul hands to the next is rounded, too. As in
-# tests/test_kernels.py.
+# Tensor cores round float32 operands to TF32; in bfloat16, the result that one matmul passes to the next is rounded,
+# too. As in tests/test_kernels.py.
 TF32, BF16_TWICE = 2e-3, 1e-2
 
 LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-           SDPBackend.MATH]  # the first that can
+           SDPBackend.MATH]  # the first that can run is used
 TILES = {64: 8, 256: 16, 1024: 32}  # threads of a block -> rows and columns of its tile
 
 
 def attend(qkv, NH):
-    """PyTorch's attention of qkv (B,T,3C), and its three operands, each (B,NH,T,HS) and a view."""
+    """Return PyTorch's attention of qkv (B,T,3C), and its three operands, views (B,NH,T,HS)."""
     B, T, C3 = qkv.shape
     C = C3 // 3
     operands = [part.view(B, T, NH, C // NH).transpose(1, 2).requires_grad_() for part in qkv.detach().split(C, dim=2)]
@@ -34,7 +33,7 @@ def attend(qkv, NH):
 
 
 class SideBySide:
-    """The gradients of query, key and value as that of qkv; concatenated only when read, so that no timing has it."""
+    """The gradients of query, key and value as that of qkv; concatenated only when read, so that this is not timed."""
 
     def __init__(self, grads):
         self.grads = grads
@@ -52,23 +51,23 @@ class Attention(Layer):
             self.library_name = "cuDNN"
 
     def uses_wgmma(self, block):
-        """Whether the live kernels are Hopper's; elsewhere they are those of mma_sync."""
+        """Whether the live kernels are Hopper's; otherwise they are those of mma_sync."""
         return hopper_attention(self.config, self.precision, self.gpu.arch)
 
     def tile_launch(self, lab, name, columns, block, *arguments):
-        """A matmul over all heads whose result has T rows and so many columns, by tiles, a thread for each element."""
+        """Launch a tiled matmul for all heads with a result of (T, columns), a thread for each element."""
         tile = TILES[block]
         grid = blocks(columns, tile), blocks(self.T, tile), self.B * self.NH
         lab.launch(name, grid, (tile, tile), *arguments, self.T,
                    shared=2 * tile * (tile + 1) * 4)
 
     def row_launch(self, lab, name, *arguments):
-        """A warp for each row of each head."""
+        """Launch a warp for each row of each head."""
         rows = self.B * self.NH * self.T
         lab.launch(name, (blocks(rows, 8),), (256,), *arguments, rows, self.T)
 
     def scratch(self):
-        """For what is stored of the (T,T) matrices."""
+        """Memory for the versions that store a (T,T) matrix per head."""
         return self.unwritten(self.B, self.NH, self.T, self.T, dtype="float32")
 
 
@@ -153,9 +152,10 @@ class AttentionBackward(Attention):
                 "sums": self.unwritten(sums, 3 * C, dtype="float32")}
 
     def forward_pass(self):
-        """inp, out and lse of at most two different sequences, repeated: NumPy would take long for a large batch. In
-        float32, inp has as few digits as bfloat16, which TF32 keeps, so that lse is that of each version's forward
-        pass."""
+        """Return inp, out and lse of at most two different sequences, repeated: NumPy is slow for a large batch.
+
+        In float32, inp is rounded to bfloat16, which TF32 keeps, so that lse is that of each version's forward pass.
+        """
         few = AttentionForward(self.config, self.precision, self.gpu, min(self.B, 2), self.T)
         tensors = few.tensors()
         if not self.precision.bf16:

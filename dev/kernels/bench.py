@@ -9,15 +9,15 @@ The kernel library: every layer of GPT-2, from the naive kernel to the live one,
     python dev/kernels/bench.py softmax --results             # this layer's tables in that file, and no others
 
 Each version is compared with the NumPy function in float64 at every block size, at the model's sizes and at awkward
-ones, its outputs NaN before the call. One wrong element is enough: each tensor that has one is printed, nothing is
-timed, and the exit status is 1. Otherwise each version is timed at -b and -t, as the median over CUDA events with the
-L2 cache flushed before each call. There, NumPy would take minutes: at its first block size, each version has to agree
-with the first one in 16 million elements of each result, or the exit status is 1, too, and no time of any layer is
-printed, drawn or written.
+ones, its outputs NaN before the call. If one element is wrong, its tensor is printed, nothing is timed, and the exit
+status is 1. Otherwise each version is timed at -b and -t: the median over CUDA events, with the L2 cache flushed before
+each call. At that size NumPy would take minutes, so each version, at its first block size, must agree with the first
+version in 16 million elements of each result. If one does not, no time of any layer is printed, drawn or written, and
+the exit status is 1.
 
-GB/s counts what a perfect kernel would move, whatever a version moves beside that; its peak is the bandwidth of a large
-copy, that of TFLOP/s the rate of a large matmul, both measured (with --results: those of the file, to which its shares
-refer). Row 0 of a table is the library's: PyTorch's, and for matmuls cuBLASLt's.
+GB/s counts what a perfect kernel would move, even if a version moves more. Its peak is the bandwidth of a large copy,
+that of TFLOP/s the rate of a large matmul, both measured (with --results: read from the file, so that all its
+percentages refer to the same peaks). Row 0 of a table is the library's: PyTorch's, and for matmuls cuBLASLt's.
 """
 
 import argparse
@@ -84,8 +84,7 @@ def parse_arguments(argv=None):
 
 
 def refuse_without_effect(args, given, error):
-    """Call error(one line) when one of the options that are not at their defaults would have no effect, or cannot be
-    meant."""
+    """Call error(one line) if one of the given options would have no effect or cannot be meant."""
     if min(args.b, args.t) < 1:
         error("-b and -t: expected at least 1")
     if args.plot in LAYERS:
@@ -106,7 +105,7 @@ def refuse_without_effect(args, given, error):
 
 
 def find_layers(names, versions=None):
-    """The classes of these layers; raises UserError that lists what there is."""
+    """Return the classes of these layers; raises UserError with the known names for an unknown layer or version."""
     for name in names:
         if name not in LAYERS:
             raise UserError(f"there is no layer {name}, expected some of: {', '.join(LAYERS)}")
@@ -118,7 +117,7 @@ def find_layers(names, versions=None):
 
 
 def find_config(model, T):
-    """The sizes of a model of MODELS, or of C/NH; raises UserError for those that the kernels are not written for."""
+    """Return the Config of a model of MODELS, or of C/NH; raises UserError for sizes that the kernels cannot do."""
     config = MODELS.get(model)
     if config is None:
         try:
@@ -146,7 +145,7 @@ def about(layer):
 
 
 class Labs:
-    """The GPU once for each model and precision, with PyTorch beside it where that has the GPU, too."""
+    """A Lab for each model and precision on one GPU, and PyTorch to compare with if it sees the GPU."""
 
     def __init__(self):
         self.gpu, self.cache, self.made = open_gpu(), Cache(), {}
@@ -155,7 +154,7 @@ class Labs:
             print("note: PyTorch sees no GPU: there will be no row for it", file=sys.stderr)
 
     def open(self, layer, config, dtype):
-        """The Lab for a layer, its kernels loaded."""
+        """Return the Lab for a layer, with its kernels loaded."""
         key = config, Precision(dtype, float32_grads=int(layer.float32_grads and dtype == "bfloat16"))
         if key not in self.made:
             self.made[key] = Lab(self.gpu, *key, self.cache)
@@ -169,7 +168,7 @@ def make_layer(layer, bench, B, T):
 
 
 def check_all(labs, chosen, versions, config, dtype):
-    """Check each layer at all sizes; returns whether all agree, having printed what does not."""
+    """Check each layer at all sizes and print what is wrong; returns whether nothing is."""
     wrong = 0
     for layer in chosen:
         count = 0
@@ -185,7 +184,7 @@ def check_all(labs, chosen, versions, config, dtype):
 
 
 def time_all(labs, chosen, versions, config, dtype, B, T):
-    """[Timing]; raises UserError when a version is wrong at the size that is timed."""
+    """Time each layer: [Timing]; raises UserError if a version is wrong at the timed size."""
     timings = []
     for layer in chosen:
         bench = labs.open(layer, config, dtype)
@@ -200,7 +199,7 @@ def time_all(labs, chosen, versions, config, dtype, B, T):
 
 
 def measure_peaks(labs, config, dtype):
-    """What the GPU can do at best: bytes and operations a second."""
+    """Measure what the GPU can do at best: (bytes, operations) a second."""
     bench = labs.open(next(iter(LAYERS.values())), config, dtype)
     with bench.stream:
         return measure_copy(bench.device), measure_matmul(bench.matmul)
@@ -211,7 +210,7 @@ def measure_peaks(labs, config, dtype):
 
 
 def rate(timing, ms, peaks):
-    """(the rate as text, its share of the peak)"""
+    """Return (the rate as text, its fraction of the peak)."""
     copy, matmul = peaks
     if timing.flops:
         return f"{timing.flops / ms / 1e9:.1f} TFLOP/s", timing.flops / ms * 1000 / matmul
@@ -219,7 +218,7 @@ def rate(timing, ms, peaks):
 
 
 def rows_of(timing, peaks):
-    """[(version, best block size, ms, rate, share of the peak)], the libraries first."""
+    """Return [(version, best block size, ms, rate, fraction of the peak)], the libraries first."""
     of_libraries = timing.layer.library_version, timing.layer.library_name
     best = {name: min(times.values()) for name, times in timing.versions.items()}
     blocks = {name: min(times, key=times.get) for name, times in timing.versions.items() if name not in of_libraries}
@@ -238,12 +237,12 @@ def print_timing(timing, peaks):
 
 
 def own_versions(timing):
-    """{version: {block size: ms}} without the library's, whose block sizes are its own."""
+    """Return {version: {block size: ms}} without the library's, which chooses its own block size."""
     return {name: times for name, times in timing.versions.items() if name != timing.layer.library_version}
 
 
 def markdown(timing, peaks):
-    """The lines of a layer's table in RESULTS.md: a row for each version, with the ms of each block size."""
+    """Return the lines of a layer's table in RESULTS.md: a row for each version, with the ms of each block size."""
     own = own_versions(timing)
     sizes = sorted({block for times in own.values() for block in times})
     lines = [f"| version | best block | ms | rate | of peak | {' | '.join(f'ms at {block}' for block in sizes)} |",
@@ -256,21 +255,20 @@ def markdown(timing, peaks):
 
 
 def part_of_results(timing, peaks):
-    """The lines of a layer in RESULTS.md."""
+    """Return the lines of a layer in RESULTS.md: title, formula, table."""
     layer = timing.layer
     return [f"### {layer.name}", "", f"{about(layer)}. B={layer.B}, T={layer.T}.", "", *markdown(timing, peaks)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# RESULTS.md: a head that ends with the machine, a section for each dtype that begins with its peaks, in it a part for
-# each layer
+# RESULTS.md: a head whose last line is the machine, then a section for each dtype: its peaks, and a part for each layer
 
 PEAKS_LINE = "Peaks, measured: a copy {:.0f} GB/s, a large matmul {:.0f} TFLOP/s."
 PEAKS_FOUND = re.compile(r"Peaks, measured: a copy (\d+) GB/s, a large matmul (\d+) TFLOP/s\.")
 
 
 def write_results(machine, config, groups):
-    """All of the file; groups: [(dtype, peaks, [Timing])]."""
+    """Write the whole file; groups: [(dtype, peaks, [Timing])]."""
     lines = ["# What the kernels of this library measure", "",
              "`python dev/kernels/bench.py --all` writes this file, after every version has agreed with the NumPy"
              " function at every block size. Medians over CUDA events, the L2 cache flushed before each call; rates"
@@ -289,10 +287,10 @@ def write_text(text):
 
 
 class Results:
-    """The file as it is, of which some tables are replaced."""
+    """RESULTS.md as it is, to replace some of its tables."""
 
     def __init__(self, gpu_name, dtypes):
-        """Raises UserError when new times would not stand beside others of their kind."""
+        """Read the file; raises UserError if it is of another GPU, or a dtype's section or peaks are missing."""
         instead = "write the file as a whole: python dev/kernels/bench.py --all"
         name = f"--results: {os.path.relpath(RESULTS)}"
         head, *sections = re.split(r"^(?=## )", read_text(RESULTS, instead), flags=re.MULTILINE)
@@ -308,12 +306,12 @@ class Results:
                 raise UserError(f"{name} has no section {dtype} with its peaks: {instead}")
 
     def peaks(self, dtype):
-        """Those that all shares of this section refer to."""
+        """Return the peaks that all percentages of this section refer to."""
         copy, matmul = PEAKS_FOUND.search(self.sections[dtype][0]).groups()
         return int(copy) * 1e9, int(matmul) * 1e12
 
     def put(self, dtype, timing):
-        """A layer's table instead of the one that is there, or before the first one of a later layer."""
+        """Replace a layer's table, or insert it before the first one of a later layer."""
         section, text = self.sections[dtype], "\n".join(part_of_results(timing, self.peaks(dtype)))
         names, order = [part.split("\n")[0][len("### ") :] for part in section[1:]], list(LAYERS)
         if timing.layer.name in names:
@@ -328,7 +326,7 @@ class Results:
 
 
 def machine_text(bench):
-    """GPU, driver and versions, in one line."""
+    """Return GPU, driver and versions in one line."""
     driver = "unknown"
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -337,7 +335,7 @@ def machine_text(bench):
 
 
 def plot(timings, path):
-    """Time against block size, a picture for each layer, a line for each version."""
+    """Draw time against block size: a plot for each layer, a line for each version."""
     columns = min(3, len(timings))
     figure, axes = plt.subplots(-(-len(timings) // columns), columns, squeeze=False, layout="constrained",
                                 figsize=(6 * columns, 4.5 * -(-len(timings) // columns)))

@@ -1,9 +1,9 @@
 """
 What all layers of the kernel library share: what a layer is, how a version is checked, and how it is timed.
 
-A layer is a class with the tensors that its kernels work on, the NumPy function that says what they should hold
-afterwards, and its versions, from the simplest to the one in kernels/. Adding one is a class in layers.py (or in a
-module that bench.py imports) and a .cu file beside this one; see Layer.
+A layer is a class with the tensors that its kernels work on, the NumPy function that computes their expected results,
+and its versions, from the simplest to the one in kernels/. To add one, write a class in layers.py (or in a module that
+bench.py imports) and a .cu file beside this one; see Layer.
 """
 
 import contextlib
@@ -39,15 +39,15 @@ from profile_gpu import size_of  # noqa: F401
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
 
 # The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in
-# any order to some sqrt(n) of that; bfloat16 rounds what is stored to 2e-3, half precision the residual stream to
-# 2.5e-4. LIBRARY only shows that PyTorch was asked for the same function; where our own versions may have a larger
-# error, so may PyTorch.
+# any order to about sqrt(n) times that; stored bfloat16 is rounded to 2e-3, the float16 residual stream to 2.5e-4.
+# LIBRARY only shows that PyTorch was asked for the same function; if our own versions may have a larger error, so may
+# PyTorch.
 EXACT, SUMS, BF16, HALF = 1e-6, 5e-6, 4e-3, 5e-4
 LIBRARY = {"float32": 1e-4, "bfloat16": 2e-2}
 
 SHAPES = ((1, 1), (3, 97), (2, 1024))  # (B, T) of the checks
-# The sizes that checks go through beside the model's: rows that are no multiple of a warp's 16-byte accesses, V % 8 of
-# 3, few channels.
+# Sizes that are checked beside the model's: rows that are not a multiple of a warp's 16-byte accesses, V % 8 = 3, few
+# channels.
 AWKWARD = (Config(1024, 1003, 1, 25, 1600, 1024), Config(1024, 131, 1, 3, 240, 256))
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Version(NamedTuple):
 
 
 def version(*block_sizes, fits=lambda layer, block: True):
-    """Marks a method of a Layer as one of its versions: run(self, lab, a, block) launches its kernels on the tensors
+    """Mark a method of a Layer as one of its versions: run(self, lab, a, block) launches its kernels on the tensors
     `a`."""
 
     def mark(run):
@@ -78,21 +78,20 @@ class Layer:
     """A layer at one size. A subclass with a `name` is a layer of the library:
 
     - its docstring: the formula; the first line is printed;
-    - file: its kernels are in dev/kernels/<file>.cu; uses: other files of which it takes some;
+    - file: its kernels are in dev/kernels/<file>.cu; uses: other files with kernels that it launches;
     - checked: {tensor: the error allowed, as a fraction of its largest value} for all that the layer writes; partial:
-      those of them that have a row for each block of a kernel: only what the rows add up to is the same for all
-      versions, and compared;
+      those of them with a row of partial sums per block: only the sum of the rows is the same for all versions, and
+      compared;
     - tensors(): {name: data, or the Row of an output}, in the order of the kernels' arguments;
     - oracle(t): does to float64 NumPy arrays what the kernels do;
     - bytes(a) or flops(): what a perfect kernel would move, or compute;
     - library(t), if PyTorch has the layer: given its tensors, a call that returns {tensor: result}; its row is called
       library_name;
-    - versions: methods marked with @version, the simplest first. Those may differ in speed only. library_version: the
-      name of one that calls a library without PyTorch, if there is one: it is row 0 of the tables, and PyTorch's row
-      comes after it.
+    - versions: methods marked with @version, the simplest first. They may differ only in speed. library_version: the
+      one that calls a library without PyTorch, if any; it is row 0 of the tables, and PyTorch's row comes after it.
     """
 
-    shapes = SHAPES  # of the checks at the model's sizes; at AWKWARD ones it is always SHAPES
+    shapes = SHAPES  # of the checks at the model's sizes; AWKWARD sizes are always checked at SHAPES
     uses = ()
     partial = ()
     float32_grads = False  # True: gradients of weights are float32 in bfloat16 runs, too
@@ -138,27 +137,27 @@ class Layer:
         return tokens
 
     def sum_rows(self):
-        """How many rows of partial sums the live kernels leave."""
+        """Return how many rows of partial sums the live kernels leave."""
         return cuda.partial_rows(self.B, self.T, self.gpu.sm_count, self.geometry)
 
     # -- versions
 
     def runs(self, names=None):
-        """(version, block size) for all that fit here, of these versions if any are named."""
+        """Yield (version, block size) for all that fit this size; only of the named versions, if any are."""
         for found in self.versions.values():
             if not names or found.name in names:
                 yield from ((found, block) for block in found.blocks if found.fits(self, block))
 
 
 def widen(array):
-    """An array as it is stored -> float64; integers stay."""
+    """Convert an array as it is stored to float64; integers stay."""
     if array.dtype == np.uint16:
         array = bf16_to_float32(array)
     return array.astype(np.float64) if array.dtype in (np.float32, np.float16) else array.copy()
 
 
 def expected_results(layer, tensors):
-    """{name: float64} of what the layer writes."""
+    """Run the oracle and return {name: float64 array} of what the layer writes."""
     t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x) for name,
                            x in tensors.items()})
     layer.oracle(t)
@@ -166,12 +165,12 @@ def expected_results(layer, tensors):
 
 
 def together(layer, name, array):
-    """A result on the host as it is compared: of partial sums, what they add up to."""
+    """Return a result on the host as it is compared: partial sums are added up."""
     return array.sum(axis=0, dtype=np.float64) if name in layer.partial else array
 
 
 def allowed_error(layer, name, array, expected):
-    """The largest error that a result may have; `array` is it as it is stored."""
+    """Return the largest error that a result may have; `array` is the result as it is stored."""
     fraction = layer.checked[name]
     if array.dtype in (np.uint16, np.float16):
         fraction = max(fraction, BF16 if array.dtype == np.uint16 else HALF)
@@ -197,21 +196,21 @@ def read_source(path):
 
 
 def portable(arch):
-    """The architecture of the live kernels that this library includes, those for every GPU: sm_80's on newer ones."""
+    """Return the architecture of the live kernels that this library includes: the portable ones, at most sm_80's."""
     return arch if arch == "sm_75" else "sm_80"
 
 
 def constants_of(config, precision, arch):
-    """What the files of this library are compiled with: all that the live ones are, of which they include some."""
+    """Return the constants that this library is compiled with: all of the live files, some of which it includes."""
     files = kernel_files(config, precision, portable(arch)).values()
     return {name: value for live in files for name, value in live.constants.items()}
 
 
 class PortableDevice:
-    """What live launchers and MatmulKernels take for a Device, for the kernels that this library has as <name>_mma."""
+    """Stands in for a Device in live launchers and MatmulKernels, and launches this library's kernels <name>_mma."""
 
     def __init__(self, lab):
-        self.lab, self.device, self.sm_count = lab, self, lab.sm_count  # of MatmulKernels, it is the Matmul, too
+        self.lab, self.device, self.sm_count = lab, self, lab.sm_count  # for MatmulKernels, it is the Matmul, too
         run = lab.config, lab.precision, portable(lab.gpu.arch)
         self.geometry, files = launch_geometry(*run), kernel_files(*run).values()
         self.shared = {name: size for file in files for name, size in file.shared.items()}
@@ -242,7 +241,7 @@ class Lab:
             return
         name, arch = os.path.join("..", "dev", "kernels", file), self.gpu.arch
         path, constants = os.path.join(HERE, f"{file}.cu"), constants_of(self.config, self.precision, arch)
-        # A file of this library may include any of ours.
+        # a file of this library may include any of these
         included = sorted(glob.glob(os.path.join(HERE, "*.cuh")) + glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cu")))
         key = "\n".join([kernel_key(name, arch, constants), *map(read_source, included)])
         found = self.cache.find(key, ".cubin")
@@ -252,19 +251,19 @@ class Lab:
         self.loaded.add(file)
 
     def launch(self, name, grid, block, *arguments, shared=0):
-        """The same as a Device's, with so many bytes of dynamic shared memory."""
-        if shared > 48 << 10:  # what a block gets without asking
+        """Launch as a Device does, with `shared` bytes of dynamic shared memory."""
+        if shared > 48 << 10:  # more than a block gets without asking
             self.device.functions[name].max_dynamic_shared_size_bytes = shared
         self.device.shared[name] = shared
         self.device.launch(name, grid, block, *arguments)
 
     def clear(self, array):
-        """array = 0, as a part of a version."""
+        """Set an array to 0, as a part of a version."""
         llmc.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
 
 
 def upload(tensors):
-    """{name: array on the GPU}; outputs are NaN."""
+    """Return {name: array on the GPU}; outputs are NaN."""
     xp, arrays = llmc.device.cp, {}
     for name, x in tensors.items():
         if isinstance(x, Row):
@@ -275,7 +274,7 @@ def upload(tensors):
 
 
 def run_version(layer, lab, arrays, found, block):
-    """One call of a version; raises UserError when the GPU refuses it."""
+    """Call a version once; raises UserError if the GPU refuses it."""
     try:
         found.run(layer, lab, SimpleNamespace(**arrays), block)
         lab.stream.synchronize()
@@ -285,7 +284,7 @@ def run_version(layer, lab, arrays, found, block):
 
 @contextlib.contextmanager
 def torch_as(precision):
-    """PyTorch's matmuls round float32 operands to TF32 where those of this precision do."""
+    """Let PyTorch's matmuls round float32 operands to TF32 if this precision does."""
     settings = torch.backends.cuda.matmul
     before, settings.allow_tf32 = settings.allow_tf32, bool(precision.tf32)
     try:
@@ -296,20 +295,20 @@ def torch_as(precision):
 
 @contextlib.contextmanager
 def torch_beside(lab):
-    """PyTorch works on the stream of the kernels, in their precision."""
+    """Run PyTorch on the stream of the kernels, in their precision."""
     with torch_as(lab.precision), torch.cuda.stream(torch.cuda.ExternalStream(lab.stream.ptr)):
         yield
 
 
 def as_torch(array):
-    """An array of CuPy's or NumPy's as PyTorch's tensor over the same memory."""
+    """View a CuPy or NumPy array as a PyTorch tensor; uint16 is bfloat16's bits."""
     if array.dtype == np.uint16:
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
 
 
 def library_call(layer, arrays):
-    """PyTorch's call for this layer on these arrays, or None where it has none."""
+    """Return PyTorch's call for this layer on these arrays, or None if it has none."""
     return layer.library(SimpleNamespace(**{name: as_torch(array) for name,
                                             array in arrays.items()})) if layer.library else None
 
@@ -319,14 +318,13 @@ def library_call(layer, arrays):
 
 
 def agrees(where, name, got, expected, tolerance):
-    """Whether a result is what was expected; prints a row that names both when it is not."""
+    """Return whether a result is as expected; print a row that names `where` and the tensor if it is not."""
     okay = check_tensor(name, got, expected, tolerance, print_row=False)
     return okay or check_tensor(f"{where}: {name}", got, expected, tolerance)
 
 
 def check_layer(layer, lab, names, with_library):
-    """Every version at every block size against the NumPy function; returns how many tensors were wrong, each
-    printed."""
+    """Compare every version at every block size with the NumPy function; print wrong tensors, return their number."""
     tensors = layer.tensors()
     expected, fresh, wrong = expected_results(layer, tensors), upload(tensors), 0
     for found, block in layer.runs(names):
@@ -355,7 +353,7 @@ def copies(arrays):
 
 
 def sample(layer, name, array):
-    """Some 16 million elements of a result on the GPU, the first and the last among them, on the host."""
+    """Copy some 16 million elements of a result to the host, the first and the last among them."""
     if name in layer.partial:
         return together(layer, name, array.get())
     pieces = list(chunks(array.reshape(-1)))
@@ -370,7 +368,7 @@ FLUSH = 512 << 20  # bytes, several times any L2 cache; writing them also takes 
 
 
 def milliseconds(lab, flush, call):
-    """The median of several calls over CUDA events, the L2 cache flushed before each; fewer calls of what is slow."""
+    """Return the median time of several calls, the L2 cache flushed before each; what is slow is called less often."""
     cp, times, repeats = llmc.device.cp, [], 20
     while len(times) < repeats + 2:
         start, end = cp.cuda.Event(), cp.cuda.Event()
@@ -394,8 +392,7 @@ class Timing(NamedTuple):
 
 
 def time_version(layer, lab, fresh, found, first, flush):
-    """({block size: milliseconds}, {tensor: a sample of the result}, how many of these differ from the first
-    version's)"""
+    """Return ({block size: ms}, {tensor: sample of the result}, how many differ from the first version's)."""
     sizes, arrays, wrong = [block for _, block in layer.runs([found.name])], copies(fresh), 0
     run_version(layer, lab, arrays, found, sizes[0])
     results = {name: sample(layer, name, arrays[name]) for name in layer.checked}
@@ -409,8 +406,11 @@ def time_version(layer, lab, fresh, found, first, flush):
 
 
 def time_layer(layer, lab, names, with_library):
-    """A Timing of every version at every block size, or None when one was wrong: NumPy would take minutes at sizes that
-    are worth timing; here, each version has to agree with the first one, which has been checked at others."""
+    """Time every version at every block size; return a Timing, or None if a version was wrong.
+
+    NumPy would take minutes at sizes worth timing, so each version has to agree with the first one, which has been
+    checked at others.
+    """
     fresh, flush = upload(layer.tensors()), llmc.device.cp.empty(FLUSH, np.uint8)
     times, first, wrong = {}, None, 0
     for found in dict.fromkeys(found for found, _ in layer.runs(names)):

@@ -1,6 +1,6 @@
 """
-The layers of the kernel library that only move bytes, and their versions from the simplest to the live one. See lab.py
-for what a layer is; the kernels are in the .cu files beside this one, where each stands under its idea.
+The memory-bound layers of the kernel library, and their versions from the simplest to the live one. lab.py says what a
+layer is; the kernels are in the .cu files beside this one, each under a comment that says its idea.
 """
 
 import math
@@ -19,7 +19,7 @@ def warps(block):
 
 
 def waves(lab, block):
-    """Blocks of this size that fill the GPU once: 2048 threads and 32 blocks have room on a multiprocessor."""
+    """Return how many blocks of this size fill the GPU once: a multiprocessor holds 2048 threads and 32 blocks."""
     return lab.sm_count * min(32, 2048 // block)
 
 
@@ -135,11 +135,11 @@ class LayernormForward(Layer):
         return size_of(a.out, a.inp)
 
     def library(self, t):
-        names, inp = ("out", "mean", "rstd"), t.inp.to(t.weight.dtype)  # it has no layernorm for two dtypes
+        names, inp = ("out", "mean", "rstd"), t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
         return lambda: dict(zip(names, torch.native_layer_norm(inp, (self.C,), t.weight, t.bias, 1e-5)))
 
     def launch(self, lab, kernel, a, rows, block, shared=0):
-        """rows: what a block does of them."""
+        """rows: how many a block does."""
         lab.launch(kernel, (blocks(self.N, rows),), (block,), a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, self.N,
                    shared=shared)
 
@@ -204,7 +204,7 @@ class LayernormBackward(Layer):
         return size_of(a.dinp, a.dinp, a.dout, a.inp)
 
     def library(self, t):
-        inp = t.inp.to(t.weight.dtype)  # it has no layernorm for two dtypes
+        inp = t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
         _, mean, rstd = torch.native_layer_norm(inp, (self.C,), t.weight, t.weight, 1e-5)
 
         def call():
@@ -268,11 +268,11 @@ class ResidualForward(Layer):
         return size_of(a.out, a.inp1, a.inp2)
 
     def library(self, t):
-        inp1 = t.inp1.to(t.inp2.dtype)  # of two dtypes it would make a third
+        inp1 = t.inp1.to(t.inp2.dtype)  # a sum of two dtypes would have a third
         return lambda: {"out": inp1 + t.inp2}
 
     def launch(self, lab, kernel, a, block, elements):
-        """elements: what a thread does of them."""
+        """elements: how many a thread does."""
         lab.launch(kernel, (blocks(a.out.size, elements * block),), (block,), a.out, a.inp1, a.inp2,
                    np.int64(a.out.size))
 
@@ -304,7 +304,7 @@ class ResidualLayernormForward(Layer):
 
     def oracle(self, t):
         np.add(t.inp1, t.inp2, out=t.residual)
-        # the layernorm is that of what is stored
+        # the layernorm reads the sum as it is stored
         stored = t.residual.astype(np.float16).astype(np.float64) if self.precision.bf16 else t.residual
         train_gpt2.layernorm_forward(t.out, t.mean, t.rstd, stored, t.weight, t.bias, self.B, self.T, self.C)
 
@@ -312,7 +312,7 @@ class ResidualLayernormForward(Layer):
         return size_of(a.residual, a.out, a.inp1, a.inp2)
 
     def library(self, t):
-        inp1 = t.inp1.to(t.inp2.dtype)  # of two dtypes it would make a third
+        inp1 = t.inp1.to(t.inp2.dtype)  # a sum of two dtypes would have a third
 
         def call():
             residual = inp1 + t.inp2
@@ -323,7 +323,7 @@ class ResidualLayernormForward(Layer):
 
     @version(*SWEEP)
     def apart(self, lab, a, block):
-        """The best addition, then the live layernorm of what it has stored."""
+        """The best addition, then the live layernorm of the stored sum."""
         lab.launch("residual_forward_pack_a_thread", (blocks(a.out.size, self.pack * block),), (block,), a.residual,
                    a.inp1, a.inp2, np.int64(a.out.size))
         cuda.residual_layernorm_forward(lab.device, None, a.out, a.mean, a.rstd, a.residual, None, a.weight, a.bias,
@@ -435,7 +435,7 @@ class BiasGradient(Layer):
         return lambda: {"dbias": torch.sum(t.dout, (0, 1), dtype=torch.float32)}
 
     def parts(self, lab, block, columns):
-        """Parts of the rows, so that the blocks, each for so many columns, fill the GPU."""
+        """Return how many parts to split the rows into, so that blocks of that many columns fill the GPU."""
         return max(1, min(waves(lab, block) // blocks(4 * self.C, columns), blocks(self.N, warps(block))))
 
     @version(*SWEEP)
@@ -471,7 +471,7 @@ def live_block(layer, block):
 
 
 class Logits(Layer):
-    """What these layers have in common. The padding of the logits is NaN: it must have no part in anything."""
+    """What these layers share. The padding of the logits is NaN, because no result may depend on it."""
 
     shapes = ((3, 97),)
 
@@ -487,7 +487,7 @@ class Logits(Layer):
         return probs
 
     def whole_rows(self, logits):
-        """PyTorch knows no padding: it gets -infinity there."""
+        """Set the padding to -infinity for PyTorch, which knows no padding; returns the logits (N,Vp)."""
         logits[..., self.V :] = -torch.inf
         return logits.view(self.N, self.Vp)
 
@@ -632,7 +632,7 @@ class Classifier(Logits):
 
     @version(*SWEEP)
     def apart(self, lab, a, block):
-        """Softmax, loss and gradient, a kernel each, the probabilities stored in between."""
+        """Softmax, loss and gradient, a kernel each; the probabilities are stored in between."""
         lab.launch("softmax_online", (self.N,), (block,), a.probs, a.logits)
         lab.launch("crossentropy_forward_block_a_row", (self.N,), (block,), a.losses, a.logits, a.targets)
         lab.launch("crossentropy_softmax_backward_pack_a_thread", (blocks(a.probs.size, self.pack * block),), (block,),
@@ -655,7 +655,7 @@ CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps
 
 
 def chunks_of(count, decay=0.0):
-    """CHUNKS, as bytes, of `count` parameters of one GPU."""
+    """Return the CHUNKS, as bytes, of `count` parameters on one GPU."""
     chunks = np.zeros(blocks(count, CHUNK), CHUNKS)
     chunks["local"] = chunks["flat"] = chunks["received"] = CHUNK * np.arange(chunks.size)
     chunks["count"] = np.minimum(CHUNK, count - chunks["flat"])
@@ -736,7 +736,7 @@ class GlobalNorm(Layer):
     """squares = the sum of the squares of all gradients"""
 
     name, file = "global_norm", "global_norm"
-    checked = {"squares": 20 * SUMS}  # as many additions to one number as there are threads on the GPU
+    checked = {"squares": 20 * SUMS}  # atomics_a_thread adds to one number from every thread of the GPU
 
     def tensors(self):
         count = self.N * 4 * self.C

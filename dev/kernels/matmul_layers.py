@@ -1,12 +1,12 @@
 """
-Matmuls in the kernel library: the three that training needs, at the shape of fc (C -> 4C), and what it does in their
-epilogues: GELU after fc, its derivative and the bias's gradient before fc. See lab.py for what a layer is.
+Matmuls in the kernel library: the three that training needs, at the shape of fc (C -> 4C), and the two with GELU in the
+epilogue: fc, and fcproj's dinp with GELU's derivative and the sums for fc's bias gradient. lab.py says what a layer is.
 
-The kernels are in matmul.cu, and those of the forward pass that only Hopper has in matmul_hopper.cu. The last versions
-are live: mma_sync on all GPUs but Hopper's in bfloat16, `live` there. cublaslt is the library, and row 0 of the tables:
-the fastest of the algorithms that cuBLASLt proposes, searched before anything is timed, as train_gpt2_cuda.py does, and
-where GELU is asked for, with the kernel of gelu.cu after it. PyTorch's row next to it is cuBLAS's own choice. In
-float32, all but the versions without tensor cores round operands to TF32.
+The kernels are in matmul.cu, and the forward kernels for Hopper alone in matmul_hopper.cu. The last versions are live:
+`live` on Hopper in bfloat16, mma_sync otherwise. cublaslt is the library, and row 0 of the tables: the fastest of the
+algorithms that cuBLASLt proposes, searched before timing, as train_gpt2_cuda.py does, and followed by the kernel of
+gelu.cu where there is GELU. PyTorch's row after it is cuBLAS's own choice. In float32, all versions with tensor cores
+round operands to TF32.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from lab import BF16, SHAPES, SUMS, SWEEP, Layer, blocks, cuda, np, torch, train
 from llmc.kernels import hopper_matmul
 
 TF32 = 2e-3  # what rounding operands to TF32 costs, as in tests/test_kernels.py
-BAND = 8  # rows of tiles that blocks which stay take in turns
+BAND = 8  # rows of tiles that persistent blocks finish before the next rows
 TILES = {64: 8, 256: 16, 1024: 32}  # threads of a block -> rows and columns of its tile
 
 
 @contextlib.contextmanager
 def cublaslt_of(lab):
-    """A Matmul of cuBLASLt's alone, whose first call of a shape searches for the fastest algorithm."""
+    """Yield a Matmul with cuBLASLt only, whose first call for a shape searches for the fastest algorithm."""
     matmul, kernels = lab.matmul, lab.matmul.kernels
     matmul.kernels, matmul.searching = None, True
     try:
@@ -34,15 +34,15 @@ def cublaslt_of(lab):
 
 
 class Matmul(Layer):
-    """What the three matmuls share. A layer has a `result`, `operands`, the result first, and `sizes`: M and N of the
-    result, K of the inner dimension."""
+    """What the matmuls share. A layer has a `result`, `operands`, the result first, and `sizes` M, N, K: the result is
+    (M,N), K the inner dimension."""
 
     file, library_version = "matmul", "cublaslt"
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.OC = 4 * self.C
-        # The product of two bfloat16 numbers is exact
+        # the product of two bfloat16 numbers is exact
         self.checked = {self.result: SUMS if self.precision.bf16 else TF32}
 
     def flops(self):
@@ -51,7 +51,7 @@ class Matmul(Layer):
     def on_hopper(self, block):
         return hopper_matmul(self.precision, self.gpu.arch)
 
-    # Versions of every subclass, which lists them in the order of its ladder.
+    # Versions for subclasses, which list them in the order of their ladders.
 
     @version(*TILES)
     def thread_an_element(self, lab, a, block):
@@ -98,7 +98,7 @@ class MatmulForward(Matmul):
         return lambda: {"out": F.linear(t.inp, t.weight, t.bias)}
 
     def hopper_launch(self, lab, a, kernel, tall, wide, grid, block, stages, *band):
-        """A kernel of matmul_hopper.cu: tiles of so many rows and columns, and so many steps of both operands in shared
+        """Launch a kernel of matmul_hopper.cu: tiles of tall x wide, and `stages` steps of both operands in shared
         memory."""
         maps = lab.device.tensor_map(a.inp, 128, 64), lab.device.tensor_map(a.weight, wide, 64)
         lab.launch(f"matmul_forward_{kernel}", grid, (block,), a.out, *maps, a.bias, *self.sizes, *band,
@@ -173,14 +173,14 @@ class MatmulForwardGelu(Matmul):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        # Of the stored out, which was rounded once before
+        # GELU of the stored out, which is rounded already
         self.checked["gelu"] = 2 * BF16 if self.precision.bf16 else TF32
 
     def operands(self, a):
         return a.out, a.gelu, a.inp, a.weight, a.bias
 
     def tensors(self):
-        # out is where GELU is neither 0 nor its input.
+        # this spread puts out where GELU is neither 0 nor its input
         return {"out": self.unwritten(self.N, self.OC), "gelu": self.unwritten(self.N, self.OC),
                 "inp": self.random(self.N, self.C),
                 "weight": self.random(self.OC, self.C, spread=1 / math.sqrt(self.C)), "bias": self.random(self.OC)}
@@ -259,12 +259,12 @@ class MatmulBackwardInpGelu(Matmul):
     """dinp = dout @ weight * GELU'(pre), sums = the column sums of dinp, a row of them for each tile"""
 
     name, result = "matmul_backward_inp_gelu", "dinp"
-    partial = ("sums",)  # our kernels': of 128 rows each; those of gelu.cu share the rows out evenly
+    partial = ("sums",)  # our kernels sum 128 rows each, those of gelu.cu an equal share of the rows
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        # cuBLASLt's result is stored, and rounded, before GELU's derivative comes in. The errors of sums are sums of
-        # such errors, of either sign.
+        # cuBLASLt's result is stored, and so rounded, before GELU's derivative is applied. The sums add up such errors,
+        # of either sign.
         self.checked = dict.fromkeys(("dinp", "sums"), 2 * BF16 if self.precision.bf16 else TF32)
 
     def operands(self, a):
@@ -308,7 +308,7 @@ class MatmulBackwardWeight(Matmul):
     """dweight = dout^T @ inp"""
 
     name, result = "matmul_backward_weight", "dweight"
-    shapes = (*SHAPES, (3, 1024))  # the last one is long enough for 11 parts
+    shapes = (*SHAPES, (3, 1024))  # the last one has enough rows for 11 parts
 
     @property
     def sizes(self):
@@ -329,15 +329,14 @@ class MatmulBackwardWeight(Matmul):
         return lambda: {"dweight": t.dout.T @ t.inp}
 
     def way(self, kernels, a, name):
-        """Launch our kernels (a MatmulKernels) in one of their ways."""
+        """Launch our kernels (a MatmulKernels) in the way of that name."""
         kernels.backward_weight_ways(*self.operands(a), 1.0)[name]()
 
     def has_few_tiles(self, block):
         return self.on_hopper(block) and blocks(self.OC, 128) * blocks(self.C, 192) <= 2 * self.gpu.sm_count
 
     def can_split(self, block):
-        """Whether the live kernel's launcher would consider 11 parts: there are few tiles, and rows enough for each
-        part."""
+        """Whether the live kernel's launcher would consider 11 parts: few tiles, and enough rows for each part."""
         return self.has_few_tiles(block) and self.N >= 11 * 256
 
     thread_an_element = Matmul.thread_an_element

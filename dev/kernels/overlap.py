@@ -3,14 +3,14 @@ Copies that hide behind each other: layernorm forward with its input and its res
 
     python dev/kernels/overlap.py                 # dev/kernels/overlap.md and overlap.png beside it; under a minute
 
-"whole": one copy to the GPU, one kernel, one copy back, one after the other. "split": the rows of the batch are shared
-out among streams, and each stream copies a few rows to the GPU, normalizes them and copies them back, while the others
-do the same with theirs. The bus carries data in both directions at once, so while one part comes back the next one is
+"whole": one copy to the GPU, one kernel, one copy back, one after the other. "split": the sequences of the batch are
+divided among streams, and each stream copies a few to the GPU, normalizes them and copies them back, while the others
+do the same with theirs. The bus carries data in both directions at once, so one part comes back while the next one is
 on its way.
 
-Both are compared with train_gpt2.py's layernorm first, in 8192 rows of each result, evenly spread; a wrong one is a
-non-zero exit and no time. The kernels are the live one, whose blocks have 256 threads, and one of layernorm_forward.cu,
-which takes any block size. The mean and the rstd of the rows stay on the GPU.
+Both are first compared with train_gpt2.py's layernorm in 8192 evenly spread rows of each result; if one is wrong,
+nothing is timed, and the exit status is 1. The kernels are the live one, whose blocks have 256 threads, and one of
+layernorm_forward.cu, which takes any block size. The mean and the rstd of the rows stay on the GPU.
 """
 
 import argparse
@@ -45,21 +45,20 @@ from llmc.tensors import check_tensor
 T, C = 1024, 768
 BATCHES = (8, 32, 128, 512)
 STREAMS = 4
-PARTS = 64  # at most: the first part's way in and the last one's way out are not hidden
+PARTS = 64  # at most; the first part's copy to the GPU and the last one's copy back are not hidden
 TO_GPU, TO_HOST = 1, 2  # cudaMemcpyKind
 CHECKED = 8192  # rows of a result that are compared with NumPy's
 BLOCKS = (None, *lab.SWEEP)  # None: the live kernel's own
 
 
 class Work:
-    """The tensors, on the host in pinned memory and on the GPU, for up to B sequences; and the ways to do a layernorm
-    of them."""
+    """The tensors for up to B sequences, in pinned host memory and on the GPU, and the ways to normalize them."""
 
     def __init__(self, device, B):
         self.device, cp = device, llmc.device.cp
         rng = np.random.default_rng(0)
-        # Each sequence starts at its own position in these numbers: none is like another, and 2^29 random numbers would
-        # take long.
+        # Each sequence starts at its own position in these numbers, so no two are alike. 2^29 random numbers would take
+        # long.
         numbers = rng.standard_normal(8 * T * C + 4099 * B, dtype=np.float32)
         self.host_inp, self.host_out = (pinned_array(4 * B * T * C).view(np.float32).reshape(B, T, C) for _ in range(2))
         for b in range(B):
@@ -72,14 +71,14 @@ class Work:
         cp.cuda.runtime.deviceSynchronize()
 
     def copy_in(self, b, stream):
-        """Rows b (a slice) of the batch, to the GPU."""
+        """Copy sequences b (a slice) of the batch to the GPU."""
         copy(self.inp[b].data.ptr, self.host_inp[b].ctypes.data, self.inp[b].nbytes, TO_GPU, stream)
 
     def copy_out(self, b, stream):
         copy(self.host_out[b].ctypes.data, self.out[b].data.ptr, self.out[b].nbytes, TO_HOST, stream)
 
     def normalize(self, b, block, stream):
-        """The layernorm of rows b on the GPU, by the live kernel (block None) or the one for any block size."""
+        """Normalize sequences b on the GPU, by the live kernel (block None) or the one for any block size."""
         out, mean, rstd, inp = self.out[b], self.mean[b], self.rstd[b], self.inp[b]
         with stream:
             if block is None:
@@ -91,11 +90,11 @@ class Work:
                                    self.bias, len(inp) * T)
 
     def whole(self, B, block, record):
-        """All B sequences at once, on one stream. record(kind, part, stream, call) makes each call."""
+        """Do all B sequences at once, on one stream. record(kind, part, stream, call) makes each call."""
         self.part(slice(0, B), 0, block, self.streams[0], record)
 
     def split(self, B, block, record):
-        """A few sequences at a time, on one stream after the other."""
+        """Do a few sequences at a time, on each stream in turn."""
         rows = blocks(B, PARTS)
         for i, b in enumerate(range(0, B, rows)):
             self.part(slice(b, min(b + rows, B)), i, block, self.streams[i % STREAMS], record)
@@ -106,7 +105,7 @@ class Work:
         record("copy back", i, stream, lambda: self.copy_out(b, stream))
 
     def milliseconds(self, call):
-        """How long call() takes from the moment when all streams may begin to the moment when all have ended."""
+        """Time a call, in ms, from when all streams may begin until all have ended."""
         cp = llmc.device.cp
         start, ends = cp.cuda.Event(), [cp.cuda.Event() for _ in self.streams]
         start.record(self.streams[0])
@@ -126,7 +125,7 @@ class Work:
         return self.median(lambda: way(B, block, just_call))
 
     def timeline(self, way, B, block):
-        """[(kind, part, begin, end)] in ms, from events around each copy and each kernel."""
+        """Return [(kind, part, begin, end)] in ms, from events around each copy and each kernel."""
         cp, events = llmc.device.cp, []
 
         def record(kind, part, stream, call):
@@ -145,7 +144,7 @@ class Work:
         return [(kind, part, begin - zero, end - zero) for kind, part, begin, end in times]
 
     def check(self, way, B, block, rows, expected):
-        """Whether this way writes the expected rows of the result, on the host."""
+        """Return whether this way writes the expected rows of the result on the host; print the difference if not."""
         self.host_out[:B].fill(np.nan)
         self.out[:B].fill(np.nan)
         llmc.device.cp.cuda.runtime.deviceSynchronize()
@@ -157,7 +156,7 @@ class Work:
                             print_row=False) or check_tensor(name, got, expected, tolerance)
 
     def expected(self, B):
-        """The numbers of some rows, the last one among them, and train_gpt2.py's layernorm of those in float64."""
+        """Return the indices of some rows, with the last one, and train_gpt2.py's layernorm of them in float64."""
         rows = np.arange(B * T)[:: -max(1, B * T // CHECKED)]
         inp, weight, bias = (x.astype(np.float64) for x in (self.host_inp.reshape(-1, C)[rows], self.host_weight,
                                                             self.host_bias))
@@ -166,7 +165,7 @@ class Work:
         return rows, out
 
     def bus(self):
-        """Bytes a second to the GPU, back, and of both together at once: what the copies cannot pass."""
+        """Measure the bytes a second to the GPU, back, and both ways at once: the upper bounds for the copies."""
         B = min(128, len(self.host_inp))
         size = self.inp[:B].nbytes
 
@@ -182,7 +181,7 @@ class Work:
 
 
 def just_call(kind, part, stream, call):
-    """What Work.whole and Work.split do with a copy or a kernel when nobody wants to know its time."""
+    """The `record` of Work.whole and Work.split that records nothing."""
     call()
 
 
@@ -195,12 +194,12 @@ def kernel_name(block):
 
 
 def bounds(bus, size):
-    """Milliseconds for `size` bytes in and as many out, whole and split, if the bus were all there is."""
+    """Return the ms for `size` bytes in and as many out, whole and split, if only the bus took time."""
     return 1e3 * size / bus.to_gpu + 1e3 * size / bus.to_host, 1e3 * 2 * size / bus.both
 
 
 def report(machine, bus, rows, picture):
-    """The text of overlap.md. rows: (B, block, ms of the kernel alone, whole, split)."""
+    """Return the text of overlap.md. rows: (B, block, ms of the kernel alone, whole, split)."""
     whole, split = bounds(bus, 1.0)
     rates = [f"{rate / 1e9:.1f}" for rate in (bus.to_gpu, bus.to_host, bus.both)]
     lines = [f"""\
@@ -234,8 +233,8 @@ finds the smallest batch in the cache.)
 
 
 def draw(machine, B, timelines, path):
-    """timelines: {title: what Work.timeline returned}. A copy is drawn from the end of the one before it in its
-    direction on, because until then it waited for the bus."""
+    """Draw timelines, {title: what Work.timeline returned}. A copy is drawn as beginning when the previous one in its
+    direction ends, because until then it waits for the bus."""
     figure, axes = plt.subplots(len(timelines), 1, figsize=(11, 4.5), layout="constrained", sharex=True)
     for axis, (title, times) in zip(axes, timelines.items()):
         kinds = list(dict.fromkeys(kind for kind, *_ in times))
@@ -257,7 +256,7 @@ def draw(machine, B, timelines, path):
 
 
 def check_all(work, batches):
-    """Whether both ways are right at every size; prints what is not."""
+    """Return whether both ways are right at every size; print what is not."""
     okay = True
     for B in batches:
         rows, expected = work.expected(B)
@@ -267,7 +266,7 @@ def check_all(work, batches):
 
 
 def time_all(work, batches):
-    """[(B, block, ms of the kernel alone, whole, split)]"""
+    """Return [(B, block, ms of the kernel alone, whole, split)]."""
     rows = []
     for B in batches:
         for block in BLOCKS:
