@@ -6,10 +6,10 @@ Text from a model: GPT-2 goes on where a prompt ends.
     echo "Once upon a time" | python generate.py gpt2_124M.bin --prompt -
     python generate.py runs/mine --interactive        # a prompt a line
 
-It runs on the GPU if there is one, in bfloat16 if that can, else in NumPy. It prints each token as soon as it is known,
-and several samples one after the other. Without a prompt it begins a text, after the end-of-text token; without flags
-it draws as the trainer does. Keys and values of earlier positions are kept; beyond the model's longest sequence, the
-window moves on by half of itself. A sample is the same whatever others are drawn beside it.
+It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumPy. One sample is printed token by token,
+several are printed one after the other. Without a prompt, the text begins after the end-of-text token; without flags,
+sampling is the trainer's. Keys and values of earlier positions are cached; beyond the model's longest sequence, the
+window slides by half its length. A sample does not depend on how many others are drawn with it.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -23,9 +23,10 @@ import sys
 
 import numpy as np
 
-from llmc.checkpoint import checkpoint_paths, newest_checkpoint, read_model
+from llmc.checkpoint import read_model
 from llmc.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, run_main
+from llmc.resume import checkpoint_paths, newest_checkpoint
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.tokenizer import Tokenizer, read_tokenizer
 from train_gpt2 import Decoder, parameter_table
@@ -36,7 +37,7 @@ from train_gpt2_cuda import open_decoder
 
 
 def load_model(path):
-    """(config, params) of a run's directory, a .bin file or a Hugging Face folder."""
+    """Load (config, params) from a run's directory, a .bin file or a Hugging Face folder."""
     if os.path.exists(os.path.join(path, "config.json")):
         from export_weights import read_hf_folder  # here: it needs PyTorch
 
@@ -45,7 +46,7 @@ def load_model(path):
 
 
 def model_file(path):
-    """The newest model of a run's directory; else `path` itself."""
+    """Return the newest model in a run's directory, or `path` itself if it is a file."""
     if not os.path.isdir(path):
         return path
     step = newest_checkpoint(path)
@@ -56,7 +57,7 @@ def model_file(path):
 
 
 def make_decoder(config, params, args):
-    """A decoder on the GPU, when there is one that takes this model, else in NumPy."""
+    """Return a decoder on the GPU, if there is one that can run this model, else in NumPy."""
     found = try_gpu(args.device, lambda gpu: open_decoder(gpu, config, params, args.samples, config.maxT, args.dtype))
     if found:
         return found
@@ -66,8 +67,12 @@ def make_decoder(config, params, args):
 
 
 def load_vocabulary(model, V, path=None):
-    """The Tokenizer of a model with V tokens: of the file `path`; else of tokenizer.bin beside the model, a run's, or
-    of gpt2_tokenizer.bin, export_weights.py's, if V is GPT-2's; else, by V, GPT-2's or bytes; else None."""
+    """Return the Tokenizer of a model with V tokens; None, with a warning, if there is none.
+
+    It comes from the file `path`; else from beside the model: a run's tokenizer.bin or, if V is GPT-2's, the
+    gpt2_tokenizer.bin of export_weights.py; else V tells whether it is GPT-2's or bytes. Raises UserError for a file of
+    another size.
+    """
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     beside = [os.path.join(directory, name) for name in ("tokenizer.bin", "gpt2_tokenizer.bin")]
     if path is None:
@@ -93,9 +98,9 @@ KNOWN = {50257: "gpt2", 257: "bytes"}
 
 
 def known_encoding(V):
-    """tiktoken's, for this V of KNOWN. Raises UserError when it cannot be had."""
+    """Return the tiktoken.Encoding for a V of KNOWN; raises UserError if it cannot be loaded."""
     try:
-        from prepro import load_encoding  # here: it is slow to import, which a vocabulary's file saves
+        from prepro import load_encoding  # here: it is slow to import, and not needed with a tokenizer file
     except ImportError as error:
         raise UserError(f"the Python package {error.name} cannot be imported: pip install -r requirements.txt, or pass"
                         " --tokenizer FILE and --prompt_ids") from None
@@ -103,8 +108,8 @@ def known_encoding(V):
 
 
 def encode(text, tokenizer):
-    """The ids of a text: by tiktoken in GPT-2's vocabulary, else letter by letter, or a letter's bytes."""
-    text = text.encode(errors="surrogateescape").decode(errors="replace")  # as a command line has what is not UTF-8
+    """Return the ids of a text: by tiktoken for GPT-2's vocabulary, else one per character, or per byte of it."""
+    text = text.encode(errors="surrogateescape").decode(errors="replace")  # what argv could not decode as UTF-8
     V = len(tokenizer.tokens)
     if KNOWN.get(V) == "gpt2":
         ids = known_encoding(V).encode_ordinary(text)
@@ -122,7 +127,7 @@ def encode(text, tokenizer):
 
 
 def prompt_ids(prompt, tokenizer, V):
-    """The ids (1, T) int32 of a prompt: a text, or a list of ids."""
+    """Return the ids (1, T) int32 of a prompt, a text or a list of ids; raises UserError for what the model lacks."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UserError("--prompt: no tokenizer file says what its letters are: name one with --tokenizer FILE, or"
@@ -141,13 +146,13 @@ def prompt_ids(prompt, tokenizer, V):
 
 
 def streams(seed, samples):
-    """A Random for each sample; the first one is the trainer's, from the same seed."""
+    """Return a Random for each sample; the first one is the trainer's for the same seed."""
     odd = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: consecutive multiples are far from each other
     return [Random((seed + i * odd) % 2**64 or odd) for i in range(samples)]
 
 
 def until_all_stop(steps, stop):
-    """steps until all sequences have had the token `stop` (None: all of them)."""
+    """Yield steps until every sequence has produced the token `stop` (None: yield all steps)."""
     ended = False
     for ids, logprobs in steps:
         yield ids, logprobs
@@ -157,7 +162,7 @@ def until_all_stop(steps, stop):
 
 
 def until(stop, ids):
-    """ids up to and with the first `stop`."""
+    """Yield ids up to and including the first `stop`."""
     for id in ids:
         yield id
         if id == stop:
@@ -165,7 +170,7 @@ def until(stop, ids):
 
 
 def write(ids, tokenizer, stop):
-    """Print ids as text, each as it comes, but for the token `stop`."""
+    """Print ids as text, each as it comes, except the token `stop`."""
     writer = Writer(tokenizer)
     for id in ids:
         if id != stop:
@@ -174,10 +179,10 @@ def write(ids, tokenizer, stop):
 
 
 def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
-    """Print samples that go on after one prompt, a text, a list of ids or None."""
+    """Print samples that continue one prompt: a text, a list of ids, or None to begin a text."""
     eot = end_of_text(tokenizer, V)
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
-    if ids.shape[1] + args.tokens > decoder.T + 1:  # the last one is not read
+    if ids.shape[1] + args.tokens > decoder.T + 1:  # the last token is not fed back
         print(f"note: {ids.shape[1] + args.tokens} tokens, the model sees {decoder.T} at a time: from there on, the"
               f" last {decoder.T // 2} and what follows", file=sys.stderr)
     stop = None if args.ignore_eot else eot
@@ -197,7 +202,7 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
 
 
 def print_json(steps, shown, tokenizer, stop):
-    """A line a sample: the prompt's ids, the ids drawn, their text, and the log-probability of each under the model."""
+    """Print a JSON line per sample: the prompt's ids, the sampled ids, their text and the model's log-probabilities."""
     for b in range(len(steps[0][0])):
         ids = list(until(stop, (int(new[b]) for new, _ in steps)))
         logprobs = [float(of_step[b]) for _, of_step in steps[: len(ids)]]

@@ -35,9 +35,7 @@ import warnings
 
 import numpy as np
 
-from llmc.checkpoint import (Config, Progress, checkpoint_paths, count_parameters, delete_old_checkpoints,
-                             find_checkpoint, notes_of, owned_by_one, padded, read_start, restore, save_checkpoint,
-                             stopped)
+from llmc.checkpoint import Config, Progress, count_parameters, owned_by_one, padded
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import count_correct, load_hellaswag
@@ -45,6 +43,8 @@ from llmc.files import locked
 from llmc.logger import Log
 from llmc.outliers import LOSS, NORM, RECENT, notes_on, read_recent, reason_to_skip, z_score
 from llmc.progress import Console, print_memory, print_start
+from llmc.resume import (checkpoint_paths, delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore,
+                         save_checkpoint, stopped)
 from llmc.sampler import Choice, Random, draw, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings, print_changed_settings

@@ -39,7 +39,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import check_steps, checkpoint_paths, count_parameters, find_checkpoint, read_start, stopped
+from llmc.checkpoint import count_parameters
 from llmc.compiler import Cache
 from llmc.dataloader import open_data
 from llmc.device import Device, copy_to_gpu, cp, open_gpu, pinned_array, pointer
@@ -53,6 +53,7 @@ from llmc.matmul import ALIGN, Matmul
 from llmc.precision import Precision, describe_precision
 from llmc.progress import Console, flops_per_token, peak_flops, print_start, print_table
 from llmc.ranks import ALONE
+from llmc.resume import check_steps, checkpoint_paths, find_checkpoint, read_start, stopped
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.saver import Saver, resume
 from llmc.schedulers import learning_rate_at

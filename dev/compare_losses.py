@@ -7,15 +7,15 @@ The losses of train_gpt2_cuda.py beside PyTorch's, from the same weights over th
     python dev/compare_losses.py -e d12 -i "data/corpus/corpus_train_*.bin" -b 64 -d 524288 -x 1500 -l 6e-4 -u 50 \\
         -k cosine -c 0.1 --grad_clip 1 --run runs/long --updates 500 --fast 1     # a run's first losses
 
-The flags are those of train_gpt2_cuda.py, and three more. PyTorch runs twice. Against bfloat16: in float32, and in
-bfloat16 under autocast; with --fast 1, for long runs, both compiled, and float32 with TF32 matmuls. Against float32:
-both times with matmuls like ours, TF32 or float32, the second time by other kernels: one sequence of the batch after
-the other, so that cuBLAS has other shapes to choose for, F.scaled_dot_product_attention, fused AdamW, and the channels
-of the model in another order, which changes nothing but the rounding of every sum.
+The flags are those of train_gpt2_cuda.py, and three more. PyTorch runs twice. If ours is bfloat16, it runs in float32
+and in bfloat16 under autocast; with --fast 1, for long runs, both are compiled and float32 has TF32 matmuls. If ours is
+float32, both runs have matmuls like ours, TF32 or float32, but the second uses other kernels: one sequence of the batch
+at a time, so that cuBLAS chooses for other shapes, F.scaled_dot_product_attention, fused AdamW, and the channels of the
+model permuted, which changes nothing but the rounding of every sum.
 
-The gap between the two runs is what rounding alone does. Our error is the difference from the nearer of the two. Exit
-status 0 when it is, at most and on average (the root of the mean square over the steps), no larger than the gap (and
-the last printed digit), and in bfloat16 the mean of our last ten losses within 0.02 of that of PyTorch in float32.
+The gap between the two runs is the effect of rounding alone. Our error is the difference from the nearer of the two.
+The exit status is 0 if the largest error and the root mean square over the steps are no larger than the gap's (plus the
+last printed digit), and in bfloat16 the mean of our last ten losses is within 0.02 of that of PyTorch in float32.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ import torch
 from tqdm import tqdm
 
 from export_weights import to_reference
-from llmc.checkpoint import read_start
 from llmc.dataloader import open_data
 from llmc.errors import UserError, run_main
+from llmc.resume import read_start
 from llmc.schedulers import learning_rate_at
 from llmc.settings import field_flags, option, parse_settings
 from llmc.tensors import views
@@ -46,12 +46,12 @@ from plot_log import read_log
 from train_gpt2 import parameter_table, random_model
 from train_gpt2_cuda import CudaSettings
 
-SCORES = 16 << 20  # of attention, B*T*T, that PyTorch keeps at a time, where it keeps them
+SCORES = 16 << 20  # attention scores, B*T*T, that PyTorch may keep at a time, where it stores them
 
 
 @dataclass
 class Comparison(CudaSettings):
-    """A training run, and what to compare of it."""
+    """The settings of a training run, and what to compare."""
 
     run: str = option("", group="comparison", help="the directory or log of our run with these flags, if it was made")
     updates: int = option(0, group="comparison", help="compare so many updates (0: all)")
@@ -62,8 +62,7 @@ class Comparison(CudaSettings):
 
 
 def reorder_channels(config, params, seed):
-    """The same model with the C channels of the residual stream in another order: the same function, rounded
-    differently."""
+    """Permute the C channels of the residual stream: the same function, but rounded differently."""
     order = np.random.default_rng(seed).permutation(config.C)
     reordered = views(params.table, params.buffer.copy())
     for name in params.table:
@@ -76,7 +75,7 @@ def reorder_channels(config, params, seed):
 
 
 def run_ours(settings):
-    """Our losses: read, or of a run that this starts."""
+    """Return our losses: read from --run, or those of a run started here."""
     if settings.run:
         log = os.path.join(settings.run, "main.log") if os.path.isdir(settings.run) else settings.run
         curves = read_log(log)
@@ -104,7 +103,7 @@ def make_optimizer(model, settings, fused):
 
 
 def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=False, fast=False, device="cuda"):
-    """The loss of each update. others: by other kernels, and sums in another order. fast: compiled."""
+    """Return the loss of each update. others: use other kernels, and another order of sums. fast: compile."""
     config, params = read_start(settings, None, None, parameter_table, random_model)
     params = reorder_channels(config, params, seed=0) if others else params
     fused = others or autocast or fast
@@ -136,13 +135,12 @@ def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=Fals
 
 
 def largest_and_typical(differences):
-    """(largest, root mean square) of the differences of two curves, step by step."""
+    """Return (largest, root mean square) of the differences of two curves, step by step."""
     return float(np.max(differences)), float(np.sqrt(np.mean(np.square(differences))))
 
 
 def within_band(ours, one, two):
-    """(the gap between one and two, our error from the nearer of them, whether that is no larger); curves are
-    (steps,)."""
+    """Return (gap between one and two, our error from the nearer, whether it is no larger); curves are (steps,)."""
     gap, error = np.abs(one - two), np.minimum(np.abs(ours - one), np.abs(ours - two))
     allowed, found = largest_and_typical(gap), largest_and_typical(error)
     return gap, error, all(f <= a + 1e-6 for f, a in zip(found, allowed))

@@ -4,11 +4,11 @@ Where the time of a training step goes, kernel by kernel; needs a GPU.
     make profile                            # the model of make train; another: MODEL=gpt2_d12.bin ARGS="-b 64"
     python dev/profile_gpu.py -e gpt2_d12.bin -b 64 --matmul cublaslt       # with GELU as a kernel of its own
 
-The flags are those of train_gpt2_cuda.py; -x is the number of steps that are timed (10 if not given), on random tokens
-with learning rate 0. Each launch is timed alone, on one stream, by a pair of events, less the time that a pair with
-nothing in between takes. Matmuls are told apart by the weight that they work on. Rates count the operations of matmuls
-and attention; of all else the bytes of large arrays, once for each time that they must be read or written. Their peaks,
-a large matmul and a copy, are measured right before. Under Nsight Systems the same names are NVTX ranges.
+The flags are those of train_gpt2_cuda.py; -x is the number of timed steps (10 if not given), on random tokens with
+learning rate 0. Each launch is timed alone, on one stream, by a pair of events, minus the time of a pair with nothing
+in between. Matmuls are named after the weight that they work on. Rates count operations for matmuls and attention, and
+for all other kernels the bytes of large arrays, once per necessary read or write. The peaks, a large matmul and a copy,
+are measured right before. Under Nsight Systems, the same names are NVTX ranges.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-from llmc.checkpoint import read_start
 from llmc.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.kernels import blocks
 from llmc.matmul import is_transposed
 from llmc.precision import describe_precision
+from llmc.resume import read_start
 from llmc.settings import parse_settings
 from llmc.tensors import Row
 from train_gpt2 import parameter_table, random_model
@@ -47,13 +47,13 @@ def is_matmul(name):
 
 
 def array_of(argument):
-    """The array that a kernel's argument stands for, or None."""
+    """Return the array that a kernel's argument stands for, or None."""
     argument = argument.array if isinstance(argument, TensorMap) else argument
     return argument if hasattr(argument, "data") and getattr(argument, "ndim", 0) else None
 
 
 def tensor_at(tensors, array):
-    """The name of the tensor in whose memory an array begins, or None."""
+    """Return the name of the tensor in whose memory an array begins, or None."""
     for name in tensors.table:
         tensor = getattr(tensors, name)
         if 0 <= array.data.ptr - tensor.data.ptr < tensor.nbytes:
@@ -62,7 +62,7 @@ def tensor_at(tensors, array):
 
 
 def label(name, arguments, params, grads):
-    """A kernel's name; for a matmul that of its weight: "matmul qkv", "matmul qkv dinp", "matmul qkv dweight"."""
+    """Name a launch by its kernel, or a matmul by its weight: "matmul qkv", "matmul qkv dinp", "matmul qkv dweight"."""
     if not is_matmul(name):
         return name
     for array in filter(lambda array: array is not None, map(array_of, arguments)):
@@ -74,12 +74,12 @@ def label(name, arguments, params, grads):
     return name
 
 
-# The arguments that are a matmul's result and its two operands.
+# kernel -> indices of the arguments that are a matmul's result and its two operands
 MATMULS = {"cublaslt": (0, 1, 2), "matmul_forward": (0, 1, 2), "matmul_forward_gelu": (0, 2, 3),
            "matmul_backward_inp": (0, 1, 2), "matmul_backward_inp_gelu": (0, 2, 3), "matmul_backward_weight": (0, 3, 4)}
-# The argument that is (B,T,C), and how many matmuls of (T,T) a head has.
+# kernel -> (index of an argument that is (B,T,C), number of (T,T) matmuls per head)
 ATTENTION = {"attention_forward": (0, 2), "attention_backward_dquery": (3, 3), "attention_backward_dkv": (2, 4)}
-# What the other kernels read and write, as bytes; what is small, or in the cache as a rule, does not count.
+# kernel -> bytes that it reads and writes; small arrays, and those that are usually in the cache, do not count
 BYTES = {
     "copy_batch": lambda batch, pinned, control, words, begin, end: 8 * (end - begin),
     "encoder_forward": lambda out, *_: size_of(out, out),
@@ -107,17 +107,17 @@ BYTES = {
 
 
 def size_of(*arrays):
-    """The bytes of arrays, of which some may be None."""
+    """Return the total bytes of arrays, some of which may be None."""
     return sum(array.nbytes for array in arrays if array is not None)
 
 
 def attention_flops(B, T, C, matmuls):
-    """Operations of so many matmuls of (T,T) for each head; half of each is masked."""
+    """Return the operations of that many (T,T) matmuls for each head, without the masked half."""
     return matmuls * B * C * T * (T + 1)
 
 
 def work(name, arguments):
-    """(bytes that a launch has to move, operations that it has to do); the one that does not bound it counts as 0."""
+    """Return (bytes that a launch must move, operations that it must do); 0 for the one that does not bound it."""
     if is_matmul(name):
         sizes = [array_of(arguments[i]).size for i in MATMULS[name.removesuffix("_narrow")]]
         return 0, 2 * math.isqrt(math.prod(sizes))  # M*N, M*K and N*K
@@ -151,7 +151,7 @@ class Profile:
         self.launches.append((what, name, arguments, start, end))
 
     def rows(self, steps):
-        """label -> calls, ms, bytes and flops of one step, the longest first."""
+        """Return {label: calls, ms, bytes and flops per step}, the longest first."""
         rows = {}
         for what, name, arguments, start, end in self.launches:
             row = rows.setdefault(what, SimpleNamespace(calls=0, ms=0.0, bytes=0, flops=0))
@@ -164,15 +164,15 @@ class Profile:
 
 
 def time_launches(trainer, steps):
-    """Profile.rows of `steps` steps.
+    """Time `steps` steps, launch by launch; return Profile.rows.
 
-    The GPU waits until a step is launched, as far as the driver's queue goes (some 300 kernels): between the two events
-    of a kernel, it must not wait for Python.
+    A `hold` kernel keeps the GPU busy until Python has launched the step, or as much as the driver's queue takes (some
+    300 kernels), because the GPU must not wait for Python between the two events of a kernel.
     """
     device, settings, rng = trainer.device, trainer.settings, np.random.default_rng(0)
     trainer.graph, launching = None, 0.0  # seconds
     for step in range(4 + steps):
-        if step in (3, 4):  # after three to warm up, one to find out how long launching takes
+        if step in (3, 4):  # three steps warm up, one measures how long launching takes
             device.observer = Profile(trainer)
         batch = rng.integers(0, trainer.config.V, (2, settings.B, settings.T), dtype=np.int32)
         device.functions["hold"]((1,), (1,), (np.int32(1e6 * launching),), stream=device.stream)
@@ -186,7 +186,7 @@ def time_launches(trainer, steps):
 
 
 def measure_copy(device):
-    """Bytes a second, read and written, of a copy within the GPU's memory."""
+    """Return the bytes a second, read and written, of a copy within the GPU's memory."""
     size = min(1 << 30, cp.cuda.runtime.memGetInfo()[0] // 4)
     with device.stream as stream:
         source, target = cp.zeros(size, np.uint8), cp.empty(size, np.uint8)
@@ -195,7 +195,7 @@ def measure_copy(device):
 
 
 def measure_matmul(matmul):
-    """Operations a second of a large matmul of random numbers, in the run's precision."""
+    """Return the operations a second of a large matmul of random numbers, in the run's precision."""
     device, n = matmul.device, 8192 if cp.cuda.runtime.memGetInfo()[0] > 4 << 30 else 2048
     with device.stream:
         a, b, out = (cp.empty((n, n), Row((), matmul.precision.dtype).stored_as) for _ in range(3))
@@ -209,7 +209,7 @@ def measure_matmul(matmul):
 
 
 def print_profile(rows, bandwidth, peak):
-    """A line for each kernel; bandwidth in bytes, peak in operations a second."""
+    """Print a line for each kernel; bandwidth in bytes a second, peak in operations a second."""
     total = sum(row.ms for row in rows.values())
     print(f"copy {bandwidth / 1e9:.0f} GB/s, large matmul {peak / 1e12:.0f} TFLOP/s, both measured")
     print(f"{'kernel':<28} {'calls':>6} {'ms':>9} {'rate':>16} {'of peak':>8} {'share':>7}")
@@ -224,7 +224,7 @@ def print_profile(rows, bandwidth, peak):
 
 
 def open_model(settings):
-    """(GPU, config, params, settled settings) that the trainer would begin with."""
+    """Return (GPU, config, params, settled settings) as the trainer would; raises UserError for several GPUs."""
     if settings.gpus > 1:
         raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
     gpu = open_gpu(settings.arch)

@@ -1,13 +1,14 @@
 """
-When the parts of a training step run, and when gradients and weights travel between GPUs beside them.
+When the parts of a training step run, and when gradients and weights travel between GPUs at the same time.
 
     python dev/timeline.py --gpus 4 -e d12 -b 4 -t 1024        # draws timeline.png, prints milliseconds
 
-The flags are those of train_gpt2_cuda.py. Times are of the first rank, by events in the captured step, on random tokens
-with learning rate 0, the median of 20 steps. `gradients 3 fcw`, `weights 3`: of layer 3's matrices; with no number: of
-the rest: embeddings, biases, layernorms. `add`: gradients of a micro-batch that is not the last; `norm`, `adamw`: of
-some layers, or all. What is exposed shows in the main stream: as a longer forward pass than on one GPU, while it waits
-for weights, and as a gap before `norm` or `adamw`, while the last gradients travel.
+The flags are those of train_gpt2_cuda.py. Times are the first rank's, from events in the captured step, on random
+tokens with learning rate 0: medians of 20 steps. `gradients 3 fcw` and `weights 3` are transfers of layer 3's matrices;
+without a number, of the rest: embeddings, biases, layernorms. `add` accumulates the gradients of a micro-batch that is
+not the last; `norm` and `adamw` are for some layers, or all. Communication that is not hidden shows in the main stream:
+as a forward pass longer than on one GPU, because it waits for weights, or as a gap before `norm` or `adamw`, while the
+last gradients travel.
 """
 
 import os
@@ -22,21 +23,21 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 
 import train_gpt2_cuda as cuda
-from llmc.checkpoint import read_start
 from llmc.device import cp, open_gpu
 from llmc.errors import run_main
+from llmc.resume import read_start
 from llmc.start import check_alike, on_ranks
 from plot_log import picture
 from train_gpt2 import parameter_table, random_model
 
 PICTURE, STEPS = "timeline.png", 20
-STREAMS = {"main": "compute", "comm": "between GPUs"}  # name -> what to call it
+STREAMS = {"main": "compute", "comm": "between GPUs"}  # name -> its label
 COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C6", "adamw": "C2",
           "weights": "C4", "gradients": "C3"}
 
 
 def time_spans(trainer, steps):
-    """{(name, stream): (begin, end)} of a step, in ms since the first one began."""
+    """Return {(name, stream): (begin, end)}: medians in ms since the step's first forward pass began."""
     device, settings, rng = trainer.device, trainer.settings, np.random.default_rng(0)
     found = {}
     for step in range(3 + steps):
@@ -79,7 +80,7 @@ def work(settings, ranks):
     trainer = cuda.open_trainer(gpu, config, params, settings, ranks)
     trainer.device.spans = []
     trainer.prepare()
-    trainer.device.spans = list({span[:2]: span for span in trainer.device.spans}.values())  # the graph's, made last
+    trainer.device.spans = list({span[:2]: span for span in trainer.device.spans}.values())  # the graph's come last
     spans = time_spans(trainer, STEPS)
     trainer.close()
     if ranks.is_first:

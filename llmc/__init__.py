@@ -4,7 +4,8 @@
     files       headers, size checks, atomic writes: to a temporary file, then renamed
     settings    one dataclass -> command line, help
     tensors     tables: name -> shape; one buffer for each table, and views of it
-    checkpoint  model, debug state and optimizer state; resuming a run
+    checkpoint  the files of models, debug states and optimizer states
+    resume      checkpoints of a run: saving one, resuming from one
     tokenizer, sampler, schedulers
     dataloader, shuffle   token files, and the order in which they are read
     evaluation  HellaSwag: examples, accuracy

@@ -4,9 +4,10 @@ import contextlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from llmc.checkpoint import Progress, delete_old_checkpoints, notes_of, restore, save_checkpoint
+from llmc.checkpoint import Progress
 from llmc.outliers import notes_on, read_recent
 from llmc.precision import describe_precision
+from llmc.resume import delete_old_checkpoints, notes_of, restore, save_checkpoint
 
 
 class Saver:

@@ -21,9 +21,10 @@ import prepro_text
 import prepro_tinyshakespeare
 import prepro_tinystories
 from conftest import ROOT, assert_one_line_error, hub, run_program, serve
-from llmc.checkpoint import checkpoint_paths, read_config
+from llmc.checkpoint import read_config
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
+from llmc.resume import checkpoint_paths
 from llmc.tokenizer import read_tokenizer
 
 HASHES = {

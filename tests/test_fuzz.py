@@ -38,7 +38,7 @@ import prepro_text
 import train_gpt2
 import train_gpt2_cuda
 from conftest import ROOT, SMALL, make_state, random_params, run_program
-from llmc.checkpoint import (Progress, owned_by_one, read_debug_state, save_checkpoint, write_debug_state, write_model)
+from llmc.checkpoint import Progress, owned_by_one, read_debug_state, write_debug_state, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
 from llmc.files import KINDS
@@ -47,6 +47,7 @@ from llmc.matmul import Matmul
 from llmc.saver import resume
 from llmc.settings import field_flags, parse_settings
 from llmc.ranks import ALONE
+from llmc.resume import save_checkpoint
 from llmc.shuffle import first_position
 from llmc.tensors import flat
 from llmc.threads import count_threads

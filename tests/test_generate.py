@@ -14,7 +14,8 @@ import export_weights
 import generate
 import train_gpt2
 from conftest import ROOT, SMALL, assert_one_line_error, random_params
-from llmc.checkpoint import checkpoint_paths, write_model
+from llmc.checkpoint import write_model
+from llmc.resume import checkpoint_paths
 from llmc.sampler import Choice, Random
 from llmc.tokenizer import write_tokenizer
 

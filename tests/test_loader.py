@@ -21,11 +21,11 @@ import llmc.dataloader
 import train_gpt2
 import train_gpt2_cuda
 from conftest import ROOT, SMALL, assert_one_line_error
-from llmc.checkpoint import (Progress, checkpoint_paths, newest_checkpoint, owned_by_one, read_optimizer_state,
-                             write_optimizer_state)
+from llmc.checkpoint import Progress, owned_by_one, read_optimizer_state, write_optimizer_state
 from llmc.dataloader import DataLoader, TokenFile, data_paths, tokenizer_beside, write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES
+from llmc.resume import checkpoint_paths, newest_checkpoint
 from llmc.settings import Settings
 from llmc.shuffle import Position
 from llmc.tensors import allocate

@@ -14,9 +14,9 @@ import pytest
 
 import sweep
 from conftest import ROOT, assert_one_line_error
-from llmc.checkpoint import newest_checkpoint
 from llmc.errors import UserError
 from llmc.logger import COLUMNS
+from llmc.resume import newest_checkpoint
 from train_gpt2_cuda import CudaSettings
 
 FAST = ("-o", "s", "-b", 2, "-t", 8, "-m", 2, "-v", 4)

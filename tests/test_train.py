@@ -20,16 +20,16 @@ import time
 import numpy as np
 import pytest
 
-import llmc.checkpoint
+import llmc.resume
 import llmc.logger
 import llmc.progress
 import train_gpt2
 import train_gpt2_cuda
 from conftest import GPT2_124M, ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program
-from llmc.checkpoint import (Config, checkpoint_paths, complete_checkpoints, newest_checkpoint, owned_by_one,
-                             read_model, read_optimizer_state, stopped, write_model)
+from llmc.checkpoint import Config, owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import Interruption, UserError
+from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint, stopped
 from llmc.sampler import Random, sample_multinomial
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings
@@ -614,7 +614,7 @@ def test_a_signal_within_a_sample_or_a_validation(workplace, flags):
 def test_ctrl_c_while_a_checkpoint_is_saved(workplace, fake_gpu, run_here, monkeypatch, trainer):
     """Once, and twice: the checkpoint is finished, and with it the run, of which nothing half stays behind."""
     write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    real = llmc.checkpoint.write_optimizer_state
+    real = llmc.resume.write_optimizer_state
 
     def interrupted(*arguments):
         for _ in range(2):
@@ -622,7 +622,7 @@ def test_ctrl_c_while_a_checkpoint_is_saved(workplace, fake_gpu, run_here, monke
             time.sleep(0.1)  # the main thread takes note of it, where another one saves
         real(*arguments)
 
-    monkeypatch.setattr(llmc.checkpoint, "write_optimizer_state", interrupted)
+    monkeypatch.setattr(llmc.resume, "write_optimizer_state", interrupted)
     done = run_here(trainer, *FAST, "-x", 50, "-v", 0, "-s", 0, "-n", 2, "-o", "run", check=False)
     assert done.returncode == 130 and "saving a checkpoint first" in done.stderr and "-y 1" in done.stderr
     steps = [int(name[5:]) for name in sorted(os.listdir("run")) if name.startswith("DONE_")]

@@ -20,14 +20,14 @@ import llmc.matmul
 import llmc.saver
 import train_gpt2_cuda as cuda
 from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, run_program
-from llmc.checkpoint import (Config, checkpoint_paths, newest_checkpoint, owned_by_one, read_config, read_model,
-                             read_optimizer_state, write_model)
+from llmc.checkpoint import Config, owned_by_one, read_config, read_model, read_optimizer_state, write_model
 from llmc.compiler import Cache, compile_kernels
 from llmc.device import cp
 from llmc.errors import UserError
 from llmc.kernels import check_sizes, launch_geometry
 from llmc.memory import RESERVE, check_memory, memory_plan
 from llmc.precision import Precision
+from llmc.resume import checkpoint_paths, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer

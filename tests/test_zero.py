@@ -24,13 +24,13 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_params, run_program
 from fake_gpus import Collectives, compute_on, here, stored
-from llmc.checkpoint import (Config, Owned, Progress, checkpoint_paths, find_checkpoint, newest_checkpoint,
-                             owned_by_one, rank_path, read_optimizer_state, save_checkpoint, write_model,
+from llmc.checkpoint import (Config, Owned, Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
                              write_optimizer_state)
 from llmc.dataloader import write_tokens
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
 from llmc.ranks import Ranks
+from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint, save_checkpoint
 from llmc.settings import parse_settings
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
