@@ -222,24 +222,24 @@ def parse_arguments():
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--prompt", default=argparse.SUPPRESS,
-                       help="the text to go on from; -: read it from standard input (default: begin a text)")
+                       help="text to continue; -: read it from standard input (default: begin a new text)")
     group.add_argument("--prompt_ids", type=int, nargs="+", metavar="ID", help="the prompt, as token ids",
                        default=argparse.SUPPRESS)
     group.add_argument("--interactive", action="store_true", help="each line of standard input is a prompt")
-    parser.add_argument("--tokens", type=int, metavar="N", default=100, help="tokens of a sample, at most")
-    parser.add_argument("--samples", type=int, metavar="N", default=1, help="texts to write")
+    parser.add_argument("--tokens", type=int, metavar="N", default=100, help="generate at most N tokens per sample")
+    parser.add_argument("--samples", type=int, metavar="N", default=1, help="number of samples")
     parser.add_argument("--temperature", type=float, metavar="X", default=1.0,
                         help="divides the logits; 0: the likeliest token")
     parser.add_argument("--top_k", type=int, metavar="N", default=0, help="draw among the N likeliest tokens (0: all)")
     parser.add_argument("--top_p", type=float, metavar="X", default=1.0,
-                        help="draw among the likeliest tokens, as few as have probability X together")
-    parser.add_argument("--seed", type=int, metavar="N", default=1337, help="the same seed, the same text")
+                        help="draw among the fewest likeliest tokens whose probabilities add up to X")
+    parser.add_argument("--seed", type=int, metavar="N", default=1337, help="random seed")
     parser.add_argument("--ignore_eot", action="store_true", help="do not stop at end of text")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto",
                         help="auto: the GPU if there is one")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
-                        help="what a GPU computes in (auto: bfloat16 if it can)")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each sample")
+                        help="dtype on a GPU (auto: bfloat16 if it has that)")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample")
     parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
                         help="tokenizer file (default: the one beside the model)")
     args = parser.parse_args()

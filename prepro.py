@@ -194,7 +194,7 @@ def check_processes(args):
 
 def add_val_fraction(parser, most):
     parser.add_argument("--val_fraction", type=float, metavar="X", default=argparse.SUPPRESS,
-                        help=f"how much of the tokens validates (default: 0.1, at most {most} tokens)")
+                        help=f"fraction of the tokens for validation (default: 0.1, at most {most} tokens)")
 
 
 def val_fraction(args):

@@ -352,7 +352,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--edu", action="store_true", help="FineWeb-Edu")
-    parser.add_argument("--size", choices=("10B", "100B"), default="10B", help="tokens")
+    parser.add_argument("--size", choices=("10B", "100B"), default="10B", help="number of tokens of the dataset")
     parser.add_argument("--shards", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="the first N training shards, and the validation shard (default: all)")
     parser.add_argument("--parquet", action="store_true", help="tokenize the text here, instead of ready-made shards")

@@ -80,29 +80,28 @@ class CudaSettings(Settings):
     final_reports: int = with_default(Settings, "final_reports", 1)
 
     dtype: str = option("auto", group="gpu", choices=("auto", "bfloat16", "float32"),
-                        help="of parameters, activations and gradients; with bfloat16, the residual stream is in half"
-                        " precision (auto: bfloat16 where the GPU has it, sm_80 and newer)")
+                        help="dtype of parameters, activations and gradients; with bfloat16, the residual stream is"
+                        " float16 (auto: bfloat16 if the GPU has it, sm_80 and newer)")
     master_weights: int = option(1, "-w", group="gpu", choices=(0, 1),
                                  help="bfloat16: 1: AdamW works on a float32 copy of the weights")
     stochastic_rounding: int = option(0, group="gpu", metavar="SEED",
-                                      help="bfloat16: round new weights up or down at random, from this seed (0: to"
-                                      " nearest, but for layernorms)")
+                                      help="bfloat16: round new weights stochastically, with this seed (0: to nearest,"
+                                      " except layernorms)")
     float32_grads: int = option(0, group="gpu", choices=(0, 1),
-                                help="bfloat16: 1: gradients of weights are float32 (what is accumulated, is in any"
-                                " case)")
+                                help="bfloat16: 1: gradients of weights are float32 (accumulated ones always are)")
     tf32: int = option(1, group="gpu", choices=(0, 1), help="float32: 1: matmuls round their operands to TF32")
     recompute: int = option(-1, group="gpu", choices=(-1, 0, 1, 2),
                             help="what the backward pass recomputes to save memory (0: nothing, 1: GELU, 2: layernorms"
                             " too, -1: nothing in bfloat16, GELU in float32)")
     matmul: str = option("auto", group="gpu", choices=("auto", "cublaslt", "kernels"),
-                         help="matmuls by cuBLASLt or by our kernels (auto: what is faster at each shape in bfloat16 on"
-                         " sm_90, cublaslt elsewhere)")
+                         help="matmuls by cuBLASLt or by our kernels (auto: in bfloat16 on sm_90 the faster one for"
+                         " each shape, elsewhere cublaslt)")
     arch: str = option("native", group="gpu", choices=("native", "sm_80"),
-                       help="sm_80: kernels that use nothing newer than that GPU has")
+                       help="sm_80: kernels without the instructions of newer GPUs")
     graph: int = option(1, group="gpu", choices=(0, 1),
-                        help="1: a step is one CUDA graph; 0: launch by launch, the same results")
-    gpus: int = option(1, group="gpu", help="GPUs of this machine to train on, a process each; or start the processes"
-                       " with torchrun, mpirun or srun")
+                        help="1: a step is one CUDA graph; 0: single launches, with the same results")
+    gpus: int = option(1, group="gpu", help="number of GPUs of this machine to train on, with a process each; or start"
+                       " the processes with torchrun, mpirun or srun")
 
     AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "stochastic_rounding": 0, "gpus": 1}
 

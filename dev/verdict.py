@@ -72,9 +72,9 @@ def judge(backend, config, params, x, y, std):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
-    parser.add_argument("-n", type=int, default=200, help="draws")
+    parser.add_argument("-n", type=int, default=200, help="number of draws")
     parser.add_argument("--d12", action="store_true", help="draw only weights and tokens, of GPT-2 124M")
-    parser.add_argument("--seed", type=int, default=0, help="of the first draw; each has the next one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first draw; the next ones count up from it")
     args = parser.parse_args()
     if args.n < 1 or args.seed < 0:
         raise UserError(f"-n {args.n} --seed {args.seed}: expected at least 1 draw, and a seed of at least 0")

@@ -37,7 +37,7 @@ class Settings:
     val_data: str = option("", "-j", group="files",
                            help="validation tokens, path or quoted glob (default: made from -i)")
     tokenizer: str = option("", group="files",
-                            help="vocabulary, which prints the samples (default: PREFIX_tokenizer.bin beside the data,"
+                            help="tokenizer file, to print samples with (default: PREFIX_tokenizer.bin beside the data,"
                             " or gpt2_tokenizer.bin)")
     output: str = option("", "-o", group="files",
                          help="log file when it ends in .log, else a directory for main.log, checkpoints and the last"
@@ -46,23 +46,23 @@ class Settings:
     B: int = option(4, "-b", "--batch_size", group="batch", help="sequences in a batch, B")
     T: int = option(64, "-t", "--sequence_length", group="batch", help="tokens in a sequence, T")
     total_batch_size: int = option(0, "-d", group="batch",
-                                   help="tokens in an update, a multiple of B*T: averages several batches' gradients"
-                                   " (0: B*T, on each GPU)")
+                                   help="tokens in an update, a multiple of B*T: accumulates the gradients of several"
+                                   " batches (0: B*T, on each GPU)")
     shuffle: int = option(-1, group="batch", choices=(-1, 0, 1),
-                          help="1: read shards, and the batches of each, in llm.c's random order (0: in order; -1: 1"
-                          " where there are several shards; with -y 1, as the run began)")
+                          help="1: read shards, and the batches of each, in llm.c's random order; 0: in order; -1: 1"
+                          " if there are several shards (with -y 1: as the run began)")
     spread: int = option(0, group="batch", choices=(0, 1),
-                         help="1: each row of a training batch reads in its own part of a shard: in small batches, rows"
-                         " that follow one another are too alike")
+                         help="1: each row of a training batch reads from its own part of a shard, because consecutive"
+                         " rows are too alike in a small batch")
     seed: int = option(42, group="batch",
-                       help="random seed, of the weights of -e dN and of the order of --shuffle 1 (with -y 1, as the"
-                       " run began)")
+                       help="random seed for the weights of -e dN and the order of --shuffle 1 (with -y 1: as the run"
+                       " began)")
     steps: int = option(41, "-x", group="batch", help="number of updates")
 
     learning_rate: float = option(1e-4, "-l", group="optimizer", help="peak learning rate")
     warmup_steps: int = option(0, "-u", group="optimizer", help="steps of linear warm-up")
     schedule: str = option("constant", "-k", group="optimizer", choices=("constant", "cosine", "linear", "wsd"),
-                           help="learning rate after the warm-up")
+                           help="learning rate schedule after the warm-up")
     final_fraction: float = option(0.0, "-q", group="optimizer",
                                    help="learning rate at the end, as a fraction of the peak")
     beta1: float = option(0.9, group="optimizer", help="AdamW: decay of the first moment")
@@ -78,27 +78,27 @@ class Settings:
                                      help="the same for the gradient norm (0: never)")
 
     val_every: int = option(10, "-v", group="reports", help="validate every N steps (0: never)")
-    val_batches: int = option(5, "-m", group="reports", help="validation batches, at most")
+    val_batches: int = option(5, "-m", group="reports", help="validate on at most N batches")
     hellaswag: int = option(0, group="reports",
                             help=f"HellaSwag ({HELLASWAG}) at each validation: 1: all of it, N: its first N examples"
                             " (0: never)")
     sample_every: int = option(20, "-s", group="reports", help="generate text every N steps (0: never)")
     sample_tokens: int = option(64, "-g", group="reports",
-                                help="tokens in a sample, the first (end of text) included; beyond T the model sees the"
-                                " last T/2 to T")
+                                help="tokens in a sample, including the first (end of text); beyond T, the model sees"
+                                " only the last T/2 to T")
     final_reports: int = option(0, group="reports", choices=(0, 1),
-                                help="1: validate and sample after the last update, too, unless -v or -s is 0")
-    print_every: int = option(1, group="reports", help="print a line every N steps (a log has all of them)")
+                                help="1: also validate and sample after the last update, unless -v or -s is 0")
+    print_every: int = option(1, group="reports", help="print a line every N steps (the log has every step)")
     lines: str = option("short", group="reports", choices=("short", "llmc"),
                         help="llmc: print the lines of llm.c of April 2024, to the byte")
-    verbose: bool = option(False, group="reports", help="begin with all settings and the memory that each part takes")
+    verbose: bool = option(False, group="reports", help="first print all settings, and the memory for each part")
 
     checkpoint_every: int = option(0, "-n", group="checkpoints",
                                    help="save every N updates, and after the last (0: only after the last)")
     checkpoints_keep: int = option(0, "-nk", group="checkpoints",
-                                   help="checkpoints to keep, the newest; older ones are deleted (0: keep all)")
+                                   help="keep only the newest N checkpoints (0: keep all)")
     major_checkpoint_every: int = option(0, "-nm", group="checkpoints",
-                                         help="with -nk: keep those of every Nth step for ever (0: none)")
+                                         help="with -nk: also keep those of every Nth step (0: none)")
     resume: int = option(0, "-y", group="checkpoints", choices=(0, 1),
                          help="1: continue from the newest complete checkpoint in -o")
 
