@@ -7,24 +7,23 @@
 //               dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout                   dinp =, D =, partials =
 //
 // inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32.
-// partials (B * (T / 64 rounded up), 3C) float32: the column sums of dinp over each 64 rows, for the gradient of the
-// bias.
+// partials (B * (T / 64 rounded up), 3C) float32: the column sums of dinp over every 64 rows, for the bias gradient.
 //
-// For every GPU, in float32, TF32 and bfloat16; on Hopper, heads of 64 have attention_hopper.cu and
-// attention_hopper_bf16.cu.
+// For every GPU, in float32, TF32 and bfloat16. On Hopper, heads of 64 use attention_hopper.cu (TF32) and
+// attention_hopper_bf16.cu instead.
 //
-// A block has 4 warps, and 64 or 128 rows of one head: queries or, in attention_backward_dkv, keys and values. Each
-// warp keeps 16 or 32 of them in registers, as the A operand of the tensor cores. Tiles of the other tensors (keys and
-// values; queries and dout) pass through shared memory: while the block works on one, the next one is being copied. S,
-// P, dP and dS stay in registers: the result of one matmul becomes the A operand of the next (mma.cuh). The backward
-// pass is two kernels, one for dquery and one for dkey and dvalue. Together they do seven matmuls instead of five, but
-// every sum is made by one block in a fixed order: no atomic additions, and the same bits in every run.
+// A block of 4 warps has 64 or 128 rows of one head: queries or, in attention_backward_dkv, keys and values. Each warp
+// keeps 16 or 32 of them in registers, as A fragments. Tiles of the other tensors (keys and values; queries and dout)
+// stream through shared memory, double-buffered: while the block works on one, the next one is being copied. S, P, dP
+// and dS stay in registers: the result of one matmul becomes the A operand of the next (mma.cuh). The backward pass is
+// two kernels, one for dquery and one for dkey and dvalue. Together they do seven matmuls instead of five, but each sum
+// is computed by one block in a fixed order: no atomics, and the same bits in every run.
 //
-// Bound by the tensor cores, in bfloat16 as far as mma.sync keeps Hopper's busy, which is 60 percent; in TF32 just as
-// much by reading the passing tiles from shared memory: 2 cycles for each instruction where 16 rows share what is read
-// (backward), 1 where 32 do (forward). H200, T=1024: TF32, B=32, forward 109 TFLOP/s, backward 68 (five matmuls
-// counted, seven done); bfloat16, B=64, on a GPU that is not warm yet, 214 and 156. The steps from a simple kernel to
-// this one are in dev/attention.md.
+// Bound by the tensor cores, of which mma.sync can use 60 percent on Hopper in bfloat16. In TF32, reading tiles from
+// shared memory takes as long: 2 cycles per instruction where 16 rows share a B fragment (backward), 1 where 32 do
+// (forward). H200, T=1024: TFLOP/s in TF32, B=32, 109 forward, 68 backward (five matmuls counted, seven done); in
+// bfloat16, B=64, on a GPU not yet warm, 214 and 156. The steps from a simple kernel to this one are in
+// dev/attention.md.
 
 #include "mma.cuh"
 
@@ -32,9 +31,9 @@ static_assert(HS % 16 == 0, "bfloat16 tensor cores multiply 16 columns of a head
 static_assert(HS <= 128, "rows of a head stay in registers");
 
 constexpr int THREADS = ATTENTION_THREADS, WARPS = THREADS / 32;
-constexpr int FORWARD_ROWS = ATTENTION_FORWARD_ROWS, ROWS = ATTENTION_BACKWARD_ROWS;  // of a block
-constexpr int M = FORWARD_ROWS / (WARPS * 16);                                        // forward, a warp has 16 * M
-constexpr int PASSING = ATTENTION_PASSING, DKV_PASSING = ATTENTION_DKV_PASSING;       // rows of a passing tile
+constexpr int FORWARD_ROWS = ATTENTION_FORWARD_ROWS, ROWS = ATTENTION_BACKWARD_ROWS;  // per block
+constexpr int M = FORWARD_ROWS / (WARPS * 16);                                        // a warp has 16 * M, forward
+constexpr int PASSING = ATTENTION_PASSING, DKV_PASSING = ATTENTION_DKV_PASSING;       // rows of a streamed tile
 
 constexpr int ROW_BYTES = TILE_STRIDE * sizeof(element);  // of a tile
 static_assert(ROWS == WARPS * 16, "backward, a warp has 16 rows");
@@ -43,15 +42,15 @@ static_assert(ATTENTION_DQUERY_SHARED == ATTENTION_FORWARD_SHARED, "the same");
 static_assert(ATTENTION_DKV_SHARED == 4 * DKV_PASSING * (ROW_BYTES + 4),
               "two pairs of tiles, and lse and D for each row");
 
-constexpr int MIN_BLOCKS = BFLOAT16 ? 0 : 1;  // on a multiprocessor; with 1, the compiler gives a thread more registers
+constexpr int MIN_BLOCKS = BFLOAT16 ? 0 : 1;  // per multiprocessor; with 1, the compiler gives a thread more registers
 
-// 1 / sqrt(HS): the compiler makes a constant of it.
+// 1 / sqrt(HS), a constant to the compiler.
 __device__ inline float scale() { return BFLOAT16 ? rsqrtf(HS) : 1.0f / sqrtf(float(HS)); }
 
 // 2^x; in bfloat16, results below 2^-126 are 0.
 __device__ inline float exp2_of(float x) { return BFLOAT16 ? exp2_approx(x) : exp2f(x); }
 
-// Begin to copy rows [row, row + N) of one head to a tile; rows from T on become zeros.
+// Start copying rows [row, row + N) of one head to a tile; rows >= T become 0.
 template <int N>
 __device__ inline void copy_tile(element* tile, const element* head, int row, int T, int row_stride) {
     constexpr int UNITS = HS / PACK;
@@ -62,10 +61,9 @@ __device__ inline void copy_tile(element* tile, const element* head, int row, in
     }
 }
 
-// Online softmax of 16 rows: s, one more tile of scores, not yet scaled, becomes exp(s - largest). largest and sum
-// include this tile afterwards; `rescale` is the factor that the new largest asks of the output accumulated so far. In
-// float32, the scores are scaled first, and `largest` is in units of log2; in bfloat16, it is not scaled, and one
-// multiply-add scales and subtracts.
+// One tile of online softmax over 16 rows: s, the unscaled scores, becomes exp(s - largest). `largest` and `sum` are
+// updated; the output accumulated so far must be multiplied by `rescale`. In float32, the scores are scaled first, and
+// `largest` is in units of log2; in bfloat16, `largest` is unscaled, and one multiply-add scales and subtracts.
 template <int N>
 __device__ inline void online_softmax(FragmentD (&s)[N], float (&largest)[2], float (&sum)[2], float (&rescale)[2]) {
     const float to_log2 = LOG2E * scale(), unit = BFLOAT16 ? to_log2 : 1.0f;
@@ -92,12 +90,12 @@ __device__ inline void online_softmax(FragmentD (&s)[N], float (&largest)[2], fl
     }
 }
 
-// Write a warp's 16 rows of a gradient of one head, times `factor`; sums[c] = the sum of their column c.
+// Store a warp's 16 rows of one head's gradient, times `factor`; sums[c] = the sum of their column c.
 __device__ inline void store_gradient(element* head, float (&sums)[HS], const Result& d, float factor, int row, int T) {
     store_rows(head, d, row, T, 3 * C, [&](float x, int) { return x * factor; });
 #pragma unroll
     for (int j = 0; j < HS / 4; j++) {
-        const float upper = d[j / 2][j % 2], lower = d[j / 2][j % 2 + 2];  // rows from T on are zeros
+        const float upper = d[j / 2][j % 2], lower = d[j / 2][j % 2 + 2];  // rows >= T are 0
         float sum = BFLOAT16 ? (upper + lower) * factor : __fadd_rn(upper * factor, lower * factor);
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
@@ -116,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_forward(element* out, float* lse, const element* inp, int T) {
     extern __shared__ uint4 shared[];
     constexpr int TILE = PASSING * TILE_STRIDE;
-    element* const tiles = reinterpret_cast<element*>(shared);  // key, value, and the next key, value
+    element* const tiles = reinterpret_cast<element*>(shared);  // key, value, next key, next value
     const int h = blockIdx.x, b = blockIdx.z, warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int first = (gridDim.y - 1 - blockIdx.y) * FORWARD_ROWS, warp_row = first + warp * 16 * M;
     const element* query = inp + int64(b) * T * 3 * C + h * HS;
@@ -141,7 +139,7 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
 
     for (int i = 0; i < count; i++) {
         copies_wait<0>();
-        __syncthreads();  // tile i has arrived, and no warp needs the one before it, which the next one overwrites
+        __syncthreads();  // tile i has arrived, and all warps are done with tile i - 1, which tile i + 1 overwrites
         copy(i + 1);
         const int start = PASSING * i;
         if (start >= warp_row + 16 * M) continue;  // these keys come after all queries of this warp
@@ -188,7 +186,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     extern __shared__ uint4 shared[];
     __shared__ float sums[WARPS][HS];
     constexpr int TILE = PASSING * TILE_STRIDE;
-    element* const tiles = reinterpret_cast<element*>(shared);  // key, value, and the next key, value
+    element* const tiles = reinterpret_cast<element*>(shared);  // key, value, next key, next value
     const int h = blockIdx.x, b = blockIdx.z, warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int row_block = gridDim.y - 1 - blockIdx.y, first = row_block * ROWS, warp_row = first + 16 * warp;
     const element* query = inp + int64(b) * T * 3 * C + h * HS;
@@ -204,7 +202,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     };
     copy(0);
     Rows q[1], d[1];
-    // D and lse of rows g and g + 8; zeros from T on, like their dout
+    // D and lse of rows g and g + 8; 0 for rows >= T, like dout
     float D_of_rows[2] = {0.0f, 0.0f}, lse_of_rows[2] = {0.0f, 0.0f};
     load_rows(q[0], out + rows, warp_row, T, C);
     load_rows(d[0], dout + rows, warp_row, T, C);
@@ -244,16 +242,17 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     add_warps(partials + (int64(b) * gridDim.y + row_block) * 3 * C + h * HS, sums);
 }
 
-// dkey and dvalue: the block's rows are keys and values, and tiles of query and dout pass. Block (THREADS); grid (NH, T
-// / ROWS rounded up, B). Shared memory: 4 tiles of DKV_PASSING rows, and 4 times their statistics.
+// dkey and dvalue: the block's rows are keys and values; tiles of query and dout stream by. Block (THREADS); grid (NH,
+// T / ROWS rounded up, B). Shared memory: 4 tiles of DKV_PASSING rows, and a float of statistics for each of these
+// rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
                        const float* D, int T) {
     extern __shared__ uint4 shared[];
     __shared__ float sums[2][WARPS][HS];
     constexpr int N = DKV_PASSING, TILE = N * TILE_STRIDE;
-    element* const tiles = reinterpret_cast<element*>(shared);  // query, dout, and the next query, dout
-    // of the queries: lse, D, and the next lse, D
+    element* const tiles = reinterpret_cast<element*>(shared);  // query, dout, next query, next dout
+    // of the queries: lse, D, next lse, next D
     float* const statistics = reinterpret_cast<float*>(tiles + 4 * TILE);
     const int h = blockIdx.x, b = blockIdx.z, warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int first = blockIdx.y * ROWS, warp_row = first + 16 * warp;  // the first keys have the most queries
@@ -266,7 +265,7 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
             const int start = first + N * i;
             copy_tile<N>(tiles + i % 2 * 2 * TILE, query, start, T, 3 * C);
             copy_tile<N>(tiles + i % 2 * 2 * TILE + TILE, dhead, start, T, C);
-            for (int j = threadIdx.x; j < 2 * N; j += THREADS) {  // zeros from T on, like dout
+            for (int j = threadIdx.x; j < 2 * N; j += THREADS) {  // 0 for rows >= T, like dout
                 const bool exists = start + j % N < T;
                 const float* from = (j < N ? lse : D) + (exists ? head + start + j % N : 0);
                 copy_async_float(statistics + i % 2 * 2 * N + j, from, exists);

@@ -1,24 +1,24 @@
-// Causal attention as in attention.cu, with the same kernels, arguments and formulas, for Hopper (sm_90a), heads of 64,
-// TF32. The pipeline is that of attention_hopper_bf16.cu, which is the easier one to read first.
+// Causal attention for Hopper (sm_90a), heads of 64, TF32, with the same kernels, arguments and formulas as
+// attention.cu. Read attention_hopper_bf16.cu first: it has the same pipeline and is easier.
 //
 // A block has 128 rows of one head: queries or, in attention_backward_dkv, keys and values. These rows are resident:
-// they stay on the chip while tiles of 64 rows of the other tensors stream by. How a tile travels:
+// they stay on the chip while tiles of 64 rows of the other tensors stream by. Data flow of a tile:
 //
 //     a tile   --loads--> registers --round to TF32, transpose, swizzle--> shared memory --wgmma--> registers: S, P, O
 //     O        --stores--> global memory
 //
-// The producer warpgroup loads tiles into its registers, one tile ahead, and writes them to shared memory. TMA could do
-// neither the rounding nor the transposing: with TF32, wgmma wants both operands K-major, with the inner dimension
-// contiguous. For S = Q K^T that is how rows lie in memory; for O += P V it is not, so tiles for that are stored
-// transposed. The two consumer warpgroups have 64 of the resident rows each, and multiply them with the tiles. While
-// one computes its softmax, the other one's matmuls keep the tensor cores busy, and so do its own: it begins O += P V
-// of a tile together with S = Q K^T of the next tile, and waits for O after the softmax of that S.
+// The producer warpgroup loads tiles into registers, one tile ahead, and writes them to shared memory. TMA could
+// neither round nor transpose them. In TF32, wgmma needs both operands K-major: contiguous along the inner dimension.
+// For S = Q K^T, rows lie in memory that way; for O += P V they do not, so tiles for that are stored transposed. Each
+// of the two consumer warpgroups multiplies 64 of the resident rows by the tiles. While it computes a softmax, the
+// tensor cores are busy with the other consumer's matmuls and with its own: it issues O += P V of a tile together with
+// S = Q K^T of the next tile, and waits for O only after the softmax of that S.
 //
-// Of every 8 columns of P, a thread gets columns 2t and 2t + 1 from one wgmma, but the next one takes columns t and t +
-// 4 from it. The inner dimension of a matmul may be in any order that both operands share, so the transposed tiles have
-// theirs in P's order (`in_order_of_P`).
+// Of every 8 columns of P, a thread gets columns 2t and 2t + 1 from one wgmma, but the next wgmma expects columns t and
+// t + 4 from it. The inner dimension of a matmul may be in any order that both operands share, so the transposed tiles
+// are stored in P's order (`in_order_of_P`).
 //
-// The stages of the ring are guarded by named barriers, as each is filled and emptied by threads, not by TMA.
+// The stages of the ring are guarded by named barriers, because threads fill and empty them, not TMA.
 //
 // Bound by the tensor cores (TF32: 1024 multiply-adds per cycle and multiprocessor, 32 cycles for a 64x64x8 matmul).
 // Measured on an H200, B=16, T=1024, in a step: forward 131 TFLOP/s, dquery 147, dkv 164; the steps from a simple
@@ -29,7 +29,7 @@
 static_assert(sizeof(element) == 4 && TF32 && HS == 64, "elsewhere, attention.cu is used");
 
 constexpr int THREADS = ATTENTION_THREADS;
-constexpr int ROWS = ATTENTION_FORWARD_ROWS;      // of a block
+constexpr int ROWS = ATTENTION_FORWARD_ROWS;      // per block
 constexpr int STAGES = ATTENTION_STAGES;          // sets of tiles in shared memory: two in use, one being loaded
 constexpr int DKV_STAGES = ATTENTION_DKV_STAGES;  // one in use, one being loaded: no room for more
 
@@ -44,23 +44,23 @@ static_assert(ATTENTION_FORWARD_SHARED == STAGES * 2 * TILE * sizeof(element) + 
 constexpr int LOADER_REGISTERS = 120, COMPUTE_REGISTERS = 192;
 
 // Named barriers, by what they guard. The producer syncs on TILE_EMPTY + stage and arrives on TILE_FULL + stage; the
-// consumers the other way round. CONSUMER_READY + consumer is for the threads of one consumer: what they wrote to
-// shared memory, resident rows or sums, is complete.
+// consumers do the reverse. At CONSUMER_READY + consumer, the threads of one consumer wait until all of them have
+// written their resident rows, or sums, to shared memory.
 enum NamedBarrier { TILE_FULL = 1, TILE_EMPTY = TILE_FULL + STAGES, CONSUMER_READY = TILE_EMPTY + STAGES };
 
 __device__ inline float round_tf32(float x) { return __uint_as_float(tf32(x)); }
 
-// The order of the inner dimension of a transposed tile: of every 8 columns of P, the even ones come first.
+// The order of a transposed tile's inner dimension: of every 8 columns of P, the even ones come first.
 __device__ inline int in_order_of_P(int c) { return (c & ~7) | (c & 1) << 2 | (c & 7) >> 1; }
 
-// A tile in the registers of the producer, between global and shared memory. A warp reads it in 8 steps, each 4 rows
-// (every other one of 8) by 32 columns, 8 lanes to the 128 bytes of a row: in step i, i % 2 is the half of the columns,
-// i / 2 % 2 even or odd rows, i / 4 which 8 rows.
+// A tile in the producer's registers, between global and shared memory. A warp reads its 16 rows in 8 steps of 4 rows
+// (every other one of 8) by 32 columns, 8 lanes for the 128 bytes of a row. In step i, i % 2 selects the half of the
+// columns, i / 2 % 2 even or odd rows, i / 4 the group of 8 rows.
 struct Load {
     float4 x[8];
 };
 
-// Begin to load rows [row, row + 64) of one head; rows from T on are zeros.
+// Start loading rows [row, row + 64) of one head; rows >= T are 0.
 __device__ inline void fetch(Load& load, const float* head, int row, int T, int row_stride) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32;
     row += 16 * warp + lane / 8 * 2;
@@ -73,9 +73,9 @@ __device__ inline void fetch(Load& load, const float* head, int row, int T, int 
     }
 }
 
-// Write it, rounded, to `tile`, and transposed to `transposed`; either may be null. Lanes begin with different ones of
-// their four floats, so that there are no bank conflicts. From step to step, an index changes by additions and flipped
-// bits (see `swizzled`), which saves registers.
+// Write the tile, rounded, to `tile`, and transposed to `transposed`; either may be null. Against bank conflicts, lanes
+// start transposing at different ones of their four floats. From step to step, an index changes only by additions and
+// flipped bits (see `swizzled`), which saves registers.
 __device__ inline void write(float* tile, float* transposed, const Load& load) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32;
     const int r = 16 * warp + lane / 8 * 2, c = lane % 8 * 4, rotation = lane / 2 % 4;
@@ -100,7 +100,7 @@ __device__ inline void write(float* tile, float* transposed, const Load& load) {
     }
 }
 
-// A consumer warp's 16 rows of one head, from global memory to registers, as the A operands of 8 wgmmas.
+// Load a consumer warp's 16 rows of one head from global memory, as the A operands of 8 wgmmas.
 __device__ inline void load_rows(uint32 (&a)[8][4], const float* head, int row, int T, int row_stride) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -115,7 +115,7 @@ __device__ inline void load_rows(uint32 (&a)[8][4], const float* head, int row, 
 
 // Begin d (64,64) = rows (64,HS) @ tile (64,HS)^T, like S = Q K^T; rows in registers or, below, in shared memory.
 __device__ inline void begin_matmul_transposed(float (&d)[32], const uint32 (&rows)[8][4], const float* tile) {
-    const unsigned long long b = descriptor(tile);  // once per tile: made anew for each wgmma, it would delay each
+    const unsigned long long b = descriptor(tile);  // once per tile: computed for each wgmma, it would delay each
 #pragma unroll
     for (int k = 0; k < 8; k++) wgmma(d, rows[k], b + k_offset(k), k > 0);
 }
@@ -144,7 +144,7 @@ __device__ inline void as_operand(uint32 (&a)[8][4], const float (&d)[32]) {
     }
 }
 
-// The epilogue of a warp: its 16 rows of a gradient of one head, times `factor`, and their column sums.
+// A warp's epilogue: store its 16 rows of one head's gradient, times `factor`, and their column sums.
 __device__ inline void store_rows(float* head, float* sums, const float (&d)[32], float factor, int row, int T) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -153,7 +153,7 @@ __device__ inline void store_rows(float* head, float* sums, const float (&d)[32]
         const float2 lower = {d[4 * n + 2] * factor, d[4 * n + 3] * factor};
         if (row + g < T) *reinterpret_cast<float2*>(head + int64(row + g) * 3 * C + 8 * n + 2 * t) = upper;
         if (row + g + 8 < T) *reinterpret_cast<float2*>(head + int64(row + g + 8) * 3 * C + 8 * n + 2 * t) = lower;
-        float2 sum = {upper.x + lower.x, upper.y + lower.y};  // rows from T on are zeros
+        float2 sum = {upper.x + lower.x, upper.y + lower.y};  // rows >= T are 0
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {
             sum.x += __shfl_xor_sync(0xffffffff, sum.x, distance);
@@ -168,7 +168,7 @@ __device__ inline void store_rows(float* head, float* sums, const float (&d)[32]
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(float* out, float* lse, const float* inp, int T) {
     extern __shared__ float4 shared[];
-    float* tiles = tiles_of(shared);  // of each stage: keys, values transposed
+    float* tiles = tiles_of(shared);  // per stage: keys, transposed values
     const int h = blockIdx.x, b = blockIdx.z;
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
@@ -177,7 +177,7 @@ attention_forward(float* out, float* lse, const float* inp, int T) {
     // ---- producer warpgroup ----------------------------------------------------------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
-        Load key, value;  // one tile ahead; after the last tile, one that nobody uses
+        Load key, value;  // one tile ahead; the one after the last is not used
         fetch(key, query + C, 0, T, 3 * C);
         fetch(value, query + 2 * C, 0, T, 3 * C);
         for (int i = 0; i < count; i++) {
@@ -263,18 +263,18 @@ attention_forward(float* out, float* lse, const float* inp, int T) {
             }
         }
     }
-    __syncthreads();  // no thread leaves while others wait at a barrier where it has only arrived
+    __syncthreads();  // no thread may exit while others wait at a barrier where it has only arrived
 }
 
 // dquery, and D for attention_backward_dkv. Block (384); grid (NH, T / 128 rounded up, B). Shared memory: STAGES * 3 +
-// 2 tiles and 1024 bytes. The resident rows of dout do not fit into registers: they are in shared memory, a tile for
-// each consumer.
+// 2 tiles and 1024 bytes. The resident rows of dout do not fit into registers: each consumer has a tile of them in
+// shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery(float* dinp, float* D, float* partials, const float* dout, const float* inp, const float* out,
                           const float* lse, int T) {
     extern __shared__ float4 shared[];
     __shared__ float sums[2][4][HS];
-    float* tiles = tiles_of(shared);  // of each stage: keys, keys transposed, values
+    float* tiles = tiles_of(shared);  // per stage: keys, transposed keys, values
     const int h = blockIdx.x, b = blockIdx.z;
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
@@ -317,7 +317,7 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
         named_barrier_sync(CONSUMER_READY + consumer, WARPGROUP);
         uint32 q[8][4], ds[8][4];
         load_rows(q, query, warp_row, T, 3 * C);
-        float D_of_rows[2] = {0.0f, 0.0f}, lse_of_rows[2] = {0.0f, 0.0f};  // zeros from T on, as dout
+        float D_of_rows[2] = {0.0f, 0.0f}, lse_of_rows[2] = {0.0f, 0.0f};  // 0 for rows >= T, like dout
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int r = row + 8 * k;
@@ -407,20 +407,20 @@ attention_backward_dquery(float* dinp, float* D, float* partials, const float* d
             partials[partial * 3 * C + h * HS + c] = of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
         }
     }
-    __syncthreads();  // no thread leaves while others wait at a barrier where it has only arrived
+    __syncthreads();  // no thread may exit while others wait at a barrier where it has only arrived
 }
 
 // dkey and dvalue; keys and values are resident, and tiles of queries stream by. Block (384); grid (NH, T / 128 rounded
 // up, B). Shared memory: DKV_STAGES * 4 + 2 tiles and 1024 bytes. The resident keys are in shared memory, the values in
-// registers. Each tile is finished before the next one is begun.
+// registers. Each tile is finished before the next one is started.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv(float* dinp, float* partials, const float* dout, const float* inp, const float* lse,
                        const float* D, int T) {
     extern __shared__ float4 shared[];
     __shared__ float sums[2][2][4][HS], statistics[DKV_STAGES][2][64];  // of the queries: lse in units of log2, D
-    float* tiles = tiles_of(shared);  // of each stage: query, query transposed, dout, dout transposed
+    float* tiles = tiles_of(shared);  // per stage: query, transposed query, dout, transposed dout
     const int h = blockIdx.x, b = blockIdx.z;
-    const int first = blockIdx.y * ROWS;  // the most queries see the first keys
+    const int first = blockIdx.y * ROWS;  // the first keys are seen by the most queries
     const float* query = inp + int64(b) * T * 3 * C + h * HS;
     const float* dhead = dout + int64(b) * T * C + h * HS;
     const int64 head = (int64(b) * NH + h) * T;
@@ -431,7 +431,7 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
         give_registers<LOADER_REGISTERS>();
         Load q, d;
         float statistic;
-        const auto fetch_statistic = [&](int start) {  // threads 0 .. 63 lse, the others D; zeros from T on, like dout
+        const auto fetch_statistic = [&](int start) {  // threads 0 .. 63 lse, the others D; 0 for rows >= T
             const int r = start + threadIdx.x % 64;
             const float* source = threadIdx.x < 64 ? lse : D;
             statistic = r < T ? source[head + r] * (threadIdx.x < 64 ? LOG2E : 1.0f) : 0.0f;
@@ -507,7 +507,7 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
                 // dS^T = P^T * (dP^T - D)
 #pragma unroll
                 for (int j = 0; j < 32; j++) {
-                    // P^T, read back from the operand: s itself would need more registers than there are
+                    // P^T, recovered from the operand: keeping s would take more registers than there are
                     const float rounded = __uint_as_float(p[j / 4][j % 2 * 2 + j % 4 / 2] & 0xffffe000);
                     dp[j] = rounded * (dp[j] - statistics[stage][1][j / 4 * 8 + 2 * t + j % 2]);
                 }
@@ -540,5 +540,5 @@ attention_backward_dkv(float* dinp, float* partials, const float* dout, const fl
                 of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
         }
     }
-    __syncthreads();  // no thread leaves while others wait at a barrier where it has only arrived
+    __syncthreads();  // no thread may exit while others wait at a barrier where it has only arrived
 }

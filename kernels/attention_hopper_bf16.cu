@@ -1,37 +1,38 @@
-// Causal attention as in attention.cu, the same formulas, for Hopper (sm_90a), heads of 64, bfloat16. The algorithm is
-// FlashAttention-2's; the pipeline, with a producer warpgroup and two consumer warpgroups, is that of FlashAttention-3,
-// Shah et al. 2024, https://arxiv.org/abs/2407.08608
+// Causal attention for Hopper (sm_90a), heads of 64, bfloat16, with the formulas of attention.cu. The algorithm is
+// FlashAttention-2's; the pipeline of a producer warpgroup and two consumer warpgroups is FlashAttention-3's, Shah et
+// al. 2024, https://arxiv.org/abs/2407.08608
 //
 // A work item is 128 rows of one head: queries or, in attention_backward_dkv, keys and values. These rows are resident:
-// they stay on the chip while tiles of 64 or 128 rows of the other tensors stream by. Blocks are persistent: one per
-// multiprocessor takes item after item. (Where items are few, each has a block of its own.) How data travels, in the
-// forward pass:
+// they stay on the chip while tiles of 64 or 128 rows of the other tensors stream by. The kernels are persistent: one
+// block per multiprocessor takes item after item. (If there are few items, each has a block of its own.) Data flow in
+// the forward pass:
 //
 //     queries       --TMA--> shared memory --ldmatrix--> registers ---+
 //     keys, values  --TMA--> shared memory, a ring buffer of tiles ---+--wgmma--> S, P, O in registers
 //     O             --stmatrix--> shared memory --TMA--> out
 //
-// In the producer warpgroup, one thread issues TMA loads, always some tiles ahead, across the end of an item too. Each
-// consumer warpgroup has 64 of the item's rows. S, P, dP and dS live in its registers only. Keys need no transposing
-// for S = Q K^T, nor values for O += P V: wgmma reads the one K-major, the other MN-major.
+// In the producer warpgroup, one thread issues TMA loads, a few tiles ahead, across item boundaries, too. Each consumer
+// warpgroup has 64 of the item's rows. S, P, dP and dS exist only in its registers. Nothing has to be transposed: wgmma
+// reads keys K-major for S = Q K^T, and values MN-major for O += P V.
 //
-// A consumer begins a wgmma and waits for it later, so that the tensor cores have work during the softmax (P_i =
+// A consumer issues a wgmma and waits for it later, so that the tensor cores have work during the softmax (P_i =
 // softmax of S_i):
 //
 //     tensor cores   S_0 |     | S_1, O += P_0 V_0 | S_2, O += P_1 V_1 | ... | O += P_n V_n
 //     other units        | P_0 |     P_1           |     P_2           | ... |
 //                    prologue  |             steady state                    | drain, then epilogue: scale and store O
 //
-// When one consumer still leaves the tensor cores idle, the other one uses them.
+// The other consumer fills the gaps that remain.
 //
-// The TMA maps are made by llmc/device.py: of inp (B,T,3C), dout and out (B,T,C), with boxes of 64 rows by HS columns;
-// of what a kernel writes, with boxes of 16 rows. Rows from T on arrive as zeros, and are not written. Tensors that
-// have a map are used through it alone: the pointers to them (out, inp, dout, dinp) only keep attention.cu's arguments.
+// llmc/device.py makes the TMA maps: of what is read, inp (B,T,3C), dout and out (B,T,C), with boxes of 64 rows by HS
+// columns; of what is written, with boxes of 16 rows. Rows >= T arrive as zeros and are not written. Tensors that have
+// a map are accessed only through it: their pointers (out, inp, dout, dinp) are unused, kept to match attention.cu's
+// arguments.
 //
-// Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and, as much, by exp (16 per cycle: with
-// heads of 64, exp of an element of P takes as long as its part of the two matmuls). H200, B=64, T=1024: 346 TFLOP/s
-// forward, 329 backward (five matmuls counted, seven done); cuDNN 344 and 254. The steps from a simple kernel to this
-// one are in dev/attention.md.
+// Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and equally by exp (16 per cycle: with
+// heads of 64, the exp of an element of P takes as long as its part of the two matmuls). H200, B=64, T=1024: 346
+// TFLOP/s forward, 329 backward (five matmuls counted, seven done); cuDNN 344 and 254. The steps from a simple kernel
+// to this one are in dev/attention.md.
 
 #include "hopper.cuh"
 #include "mma.cuh"
@@ -40,12 +41,12 @@ static_assert(sizeof(element) == 2 && HS == 64, "elsewhere, attention.cu is used
 
 constexpr int CONSUMERS = ATTENTION_GROUPS;  // warpgroups that compute
 constexpr int THREADS = ATTENTION_THREADS;
-constexpr int ROWS = ATTENTION_FORWARD_ROWS;  // of an item
+constexpr int ROWS = ATTENTION_FORWARD_ROWS;  // per item
 constexpr int LOADER_REGISTERS = 24, COMPUTE_REGISTERS = 240;
 constexpr int BOX = ATTENTION_READ_ROWS * HS;  // elements of a box
 constexpr int BOX_BYTES = BOX * sizeof(element);
 
-// Boxes of a tile, and stages of the ring of tiles. A stage has a tile of each streamed tensor.
+// Boxes per tile, and stages of the ring of tiles. A stage has a tile of each streamed tensor.
 constexpr int FORWARD_BOXES = ATTENTION_FORWARD_BOXES, FORWARD_STAGES = ATTENTION_FORWARD_STAGES;
 constexpr int DQUERY_STAGES = ATTENTION_DQUERY_STAGES, DKV_STAGES = ATTENTION_DKV_STAGES;  // of one box each
 
@@ -57,14 +58,14 @@ static_assert(ATTENTION_FORWARD_SHARED == (2 * CONSUMERS + FORWARD_STAGES * 2 * 
                   ATTENTION_DKV_SHARED == (4 * CONSUMERS + DKV_STAGES * 2) * BOX_BYTES + 1024,
               "shared memory: an item's rows and results, and the stages, from the next multiple of 1024 bytes on");
 
-// A work item: a chunk of 128 rows of one head, from row 128 * chunk on.
+// A work item: a chunk of 128 rows of one head. Each kernel counts chunks from the end where they cost most.
 struct Item {
     int chunk, h, b;
 };
 
-// The block's item number `round`; false when there are no more. Items are numbered in order of falling cost: chunk 0
-// of all heads, then chunk 1 ... Every other round, the blocks take them in reverse order, which evens out their
-// totals.
+// Find the block's item number `round`; false if there are no more. Items are numbered in order of decreasing cost:
+// chunk 0 of all heads, then chunk 1 ... In every other round, the blocks take them in reverse order, which balances
+// their totals.
 __device__ inline bool pick(Item& item, int round, int T, const Divisor& heads) {
     const int blocks = gridDim.x, w = round * blocks + (round % 2 ? blocks - 1 - int(blockIdx.x) : int(blockIdx.x));
     const int chunk = heads.quotient(w), head = w - chunk * heads.divisor;
@@ -72,7 +73,7 @@ __device__ inline bool pick(Item& item, int round, int T, const Divisor& heads) 
     return chunk < (T + ROWS - 1) / ROWS;
 }
 
-// By all threads of the block, before they use the rings. The arrivals are those at `full`.
+// Called by all threads of the block, before they use the rings. The arrivals are those on `full`.
 template <int STAGES, int LANES>
 __device__ inline void init_rings(Ring<1, LANES>& resident, int resident_arrivals, Ring<STAGES>& streamed,
                                   int streamed_arrivals) {
@@ -84,8 +85,8 @@ __device__ inline void init_rings(Ring<1, LANES>& resident, int resident_arrival
     __syncthreads();
 }
 
-// By the producer thread: wait for the stage of tile n to be empty, and begin to load it: BOXES boxes of keys and as
-// many of values.
+// Called by the producer thread: wait for the stage of tile n to be empty, and start loading it: BOXES boxes of keys
+// and as many of values.
 template <int BOXES, int STAGES>
 __device__ inline void load_keys_and_values(Ring<STAGES>& kv_ring, int n, element* tiles, const TensorMap& map,
                                             int column, int start, int b) {
@@ -99,16 +100,16 @@ __device__ inline void load_keys_and_values(Ring<STAGES>& kv_ring, int n, elemen
     }
 }
 
-// ldmatrix: the warp's 16 rows of a box (64,HS), as the A operands of 4 wgmmas.
+// Load the warp's 16 rows of a box (64,HS) by ldmatrix, as the A operands of 4 wgmmas.
 __device__ inline void read_rows(uint32 (&a)[4][4], const element* box) {
     const int lane = threadIdx.x % 32, r = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < 4; k++) load_tiles<0>(a[k], box + r * 64 + ((2 * k + lane / 16) ^ r % 8) * 8);
 }
 
-// The epilogue of a warp: its 16 rows (16,64) of one head, times a factor for each of the thread's two rows, go to
-// `staging`, a quarter of a box, by stmatrix, and from there to the tensor by TMA. Before it overwrites the staging,
-// the warp waits until all its stores but the newest PENDING have read theirs.
+// A warp's epilogue: its 16 rows (16,64) of one head, times a factor for each of the thread's two rows, go to
+// `staging`, a quarter of a box, by stmatrix, and from there to the tensor by TMA. Before it overwrites `staging`, the
+// warp waits until TMA has read all its stores but the newest PENDING.
 template <int PENDING>
 __device__ inline void store_rows(const TensorMap& map, element* staging, const float (&d)[32], float upper,
                                   float lower, int column, int row, int b) {
@@ -146,14 +147,14 @@ __device__ inline void sum_rows(float* sums, const float (&d)[32], float factor)
 // Begin d (64,n) = rows (64,HS) @ tile (n,HS)^T, like S = Q K^T.
 template <int N>
 __device__ inline void begin_matmul_transposed(float (&d)[N], const uint32 (&rows)[4][4], const element* tile) {
-    const unsigned long long b = descriptor(tile);  // once per tile: made anew for each wgmma, it would delay each
+    const unsigned long long b = descriptor(tile);  // once per tile: computed for each wgmma, it would delay each
 #pragma unroll
     for (int k = 0; k < 4; k++) wgmma<0>(d, rows[k], b + k * 2, k > 0);  // 16 columns are 32 bytes
 }
 
-// Begin d (64,HS) += p (64,n) @ tile (n,HS), like O += P V. p must not change until this is done. Wait for that in the
-// same iteration of a loop: across the end of the loop's body, the compiler (CUDA 13.0) loses track of p and uses its
-// registers for something else.
+// Begin d (64,HS) += p (64,n) @ tile (n,HS), like O += P V. p must not change before it completes. Wait for it in the
+// same iteration of a loop: from one iteration to the next, the compiler (CUDA 13.0) loses track of p and reuses its
+// registers.
 template <int K>
 __device__ inline void begin_matmul(float (&d)[32], const uint32 (&p)[K][4], const element* tile) {
     const unsigned long long b = descriptor(tile);
@@ -171,7 +172,7 @@ __device__ inline void as_operand(uint32 (&a)[K][4], const float (&d)[8 * K]) {
     }
 }
 
-// A row of partials = the sums of the consumer's four warps: its 64 rows' part of the gradient of the bias.
+// One row of partials = the sums of the consumer's four warps: the part of its 64 rows in the bias gradient.
 __device__ inline void put_partials(float* partials, const float (&sums)[4][HS], int column, int b, int consumer_row,
                                     int T) {
     const int c = threadIdx.x % WARPGROUP;
@@ -186,7 +187,7 @@ constexpr float TO_LOG2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
 // when all its warps have read the previous item's sums, and when all have written this one's.
 enum NamedBarrier { SUMS = 1 };
 
-// Block (384); grid (any number of blocks, which share out the items). Shared memory: 4 + FORWARD_STAGES * 2 *
+// Block (384); grid (any number of blocks, which share the items). Shared memory: 4 + FORWARD_STAGES * 2 *
 // FORWARD_BOXES boxes and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(element* out, float* lse, const element* inp, int T, int B, const __grid_constant__ TensorMap inp_map,
@@ -194,10 +195,10 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
     extern __shared__ float4 shared[];
     __shared__ Ring<1> query_ring;            // guards `queries`
     __shared__ Ring<FORWARD_STAGES> kv_ring;  // guards `tiles`
-    constexpr int KEYS = FORWARD_BOXES * 64, KEY_TILE = FORWARD_BOXES * BOX;  // of a tile: rows, elements
+    constexpr int KEYS = FORWARD_BOXES * 64, KEY_TILE = FORWARD_BOXES * BOX;  // per tile: rows, elements
     element* const queries = tiles_of(shared);
-    element* const staging_of_warps = queries + CONSUMERS * BOX;  // out, on its way to TMA
-    element* const tiles = staging_of_warps + CONSUMERS * BOX;    // of each stage: keys, values
+    element* const staging_of_warps = queries + CONSUMERS * BOX;  // out, staged for TMA
+    element* const tiles = staging_of_warps + CONSUMERS * BOX;    // per stage: keys, values
     const int last_chunk = (T - 1) / ROWS;
     init_rings(query_ring, 1, kv_ring, 1);
     const Divisor heads(NH * B);
@@ -209,13 +210,13 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
         if (threadIdx.x == 0) {
             for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
                 const int first = (last_chunk - item.chunk) * ROWS, column = item.h * HS;
-                // The item's queries, as soon as the consumers have those of the previous item in registers.
+                // Load the item's queries once the consumers have the previous item's in registers.
                 query_ring.wait_empty(round);
                 mbarrier_arrive_expect_tx(&query_ring.full[0], CONSUMERS * BOX_BYTES);
                 for (int j = 0; j < CONSUMERS; j++) {
                     load_box(queries + j * BOX, &inp_map, &query_ring.full[0], column, first + 64 * j, item.b);
                 }
-                // The tiles of keys and values up to the diagonal. n goes on from item to item, as the ring does.
+                // Load the tiles of keys and values up to the diagonal. n counts on across items, as the ring does.
                 for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
                     load_keys_and_values<FORWARD_BOXES>(kv_ring, n, tiles, inp_map, column, start, item.b);
                 }
@@ -278,7 +279,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
                 as_operand(p, s);
             }
 
-            // Drain: O += P V of the last tile; meanwhile lse.
+            // Drain: O += P V of the last tile; lse meanwhile.
             fence_operand(o);
             wgmma_fence();
             begin_matmul(o, p, value_tile(n));
@@ -298,7 +299,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             // Epilogue: out = O / row_sum.
             store_rows<0>(out_map, staging, o, 1.0f / row_sum[0], 1.0f / row_sum[1], item.h * HS, warp_row, item.b);
         }
-        if (threadIdx.x % 32 == 0) stores_wait<0>();  // a block's shared memory must last until TMA has read it
+        if (threadIdx.x % 32 == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
     }
 }
 
@@ -317,14 +318,14 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     element* const queries = tiles_of(shared);
     element* const douts = queries + CONSUMERS * BOX;
     element* const outs = douts + CONSUMERS * BOX;
-    element* const staging_of_warps = outs + CONSUMERS * BOX;   // dquery, on its way to TMA
-    element* const tiles = staging_of_warps + CONSUMERS * BOX;  // of each stage: keys, values
+    element* const staging_of_warps = outs + CONSUMERS * BOX;   // dquery, staged for TMA
+    element* const tiles = staging_of_warps + CONSUMERS * BOX;  // per stage: keys, values
     const int last_chunk = (T - 1) / ROWS;
     init_rings(query_ring, 1 + 64, kv_ring, 1);
     const Divisor heads(NH * B);
     Item item;  // counted from the last queries, which see the most keys
 
-    // ---- producer warpgroup: thread 0 for what TMA loads, two warps for lse ----------------------------------------
+    // ---- producer warpgroup: thread 0 issues TMA loads, two warps load lse -----------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
@@ -467,7 +468,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
             named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
             put_partials(partials, sums[consumer], item.h * HS, item.b, consumer_row, T);
         }
-        if (threadIdx.x % 32 == 0) stores_wait<0>();  // a block's shared memory must last until TMA has read it
+        if (threadIdx.x % 32 == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
     }
 }
 
@@ -485,13 +486,13 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     constexpr int QUERIES = 64;
     element* const keys = tiles_of(shared);
     element* const values = keys + CONSUMERS * BOX;
-    element* const staging_of_warps = values + CONSUMERS * BOX;     // dkey and dvalue, on their way to TMA
-    element* const tiles = staging_of_warps + 2 * CONSUMERS * BOX;  // of each stage: query, dout
+    element* const staging_of_warps = values + CONSUMERS * BOX;     // dkey and dvalue, staged for TMA
+    element* const tiles = staging_of_warps + 2 * CONSUMERS * BOX;  // per stage: query, dout
     init_rings(kv_ring, 1, query_ring, 1 + 64);
     const Divisor heads(NH * B);
-    Item item;  // counted from the first keys, which the most queries see
+    Item item;  // counted from the first keys, which are seen by the most queries
 
-    // ---- producer warpgroup: thread 0 for what TMA loads, two warps for lse and D ----------------------------------
+    // ---- producer warpgroup: thread 0 issues TMA loads, two warps load lse and D -----------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
@@ -649,6 +650,6 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
             put_partials(partials, sums[consumer][0], C + column, item.b, consumer_row, T);
             put_partials(partials, sums[consumer][1], 2 * C + column, item.b, consumer_row, T);
         }
-        if (threadIdx.x % 32 == 0) stores_wait<0>();  // a block's shared memory must last until TMA has read it
+        if (threadIdx.x % 32 == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
     }
 }

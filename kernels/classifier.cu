@@ -1,31 +1,34 @@
-// Softmax and cross entropy in one kernel: the loss of each row, and the logits overwritten with their gradient.
+// Fused softmax and cross entropy: the loss of each row, and the logits overwritten with their gradient.
 //
 //     losses[n] = log(sum over v of exp(logits[n,v])) - logits[n,targets[n]]               losses =
 //     logits[n,v] = (softmax(logits[n])[v] - (v is the target)) * dloss, 0 for v >= V      logits = (if write_gradient)
 //
-// logits (N,Vp), of which columns V..Vp-1 belong to the padding of wte; losses (N) float32; targets (N) int32.
+// logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32.
 //
-// Bound by bytes: a row is read from memory once and written once. On Hopper, where shared memory has room for a row,
-// or for two of 50304 bfloat16 logits, rows come and go by TMA, in parts, of which each warp handles its own slice.
-// Blocks are persistent, as many on a multiprocessor as rows fit; where a slice of the gradient has been written, the
-// same slice of the block's next row is loaded. In bfloat16, the row holds exp(x - the largest so far) between the sum
-// and the gradient, so that there is one exp for each element instead of two: at the GPU's power limit, two took two
-// thirds of the time that memory takes. On other GPUs, the second pass finds the row in the L2 cache, and starts at the
-// end, which was read last.
+// Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has room for a row (it
+// holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of
+// each part. Blocks are persistent, as many per multiprocessor as rows fit; once a slice of the gradient has been
+// stored, the same slice of the block's next row is loaded. In bfloat16, the row holds exp(x - maximum so far) between
+// the sum and the gradient, so that there is one exp per element instead of two: at the GPU's power limit, two took two
+// thirds of the time that memory takes. On other GPUs, the second pass reads the row from the L2 cache, beginning at
+// its end, which was read last.
 //
-// H200 (a copy: 4250 GB/s), counting one reading and one writing, bfloat16, B=64: with the second pass from the cache
-// 1600 GB/s; whole rows by TMA, one block per row, 3120; parts, issued by a warp of their own, 3520; parts, issued by
-// thread 0, 3770 alone, and 3190 in a step, at the GPU's power limit; with one exp for each element 3850 alone, and
-// 3590 to 3640 in a step; with each warp issuing its slice, and fewer instructions (no barrier but for the row's sum;
-// no loop over parts; maxima of pairs of bfloat16; sums of pairs instead of a chain), 3820 to 3840 in a step, where the
-// previous version had 3700. float32, B=16, in a step: 3960.
+// H200 (a copy: 4250 GB/s), one read and one write counted, bfloat16, B=64, GB/s:
+//     second pass from the L2 cache                       1600
+//     whole rows by TMA, one block per row                3120
+//     parts, issued by a dedicated warp                   3520
+//     parts, issued by thread 0                           3770 alone, 3190 in a step, at the GPU's power limit
+//     one exp per element                                 3850 alone, 3590 to 3640 in a step
+//     each warp issues its slice, fewer instructions      3820 to 3840 in a step, where the previous version had 3700
+// (Fewer instructions: no barrier except for the row's sum, no loop over parts, maxima of pairs of bfloat16, sums of
+// pairs instead of a chain.) float32, B=16, in a step: 3960.
 
 #include "softmax.cuh"
 
 #define ON_CHIP (CLASSIFIER_ROWS_ON_CHIP > 0)
 #if ON_CHIP
 #include "hopper.cuh"
-constexpr int BLOCKS = CLASSIFIER_ROWS_ON_CHIP;  // on a multiprocessor, each with a row
+constexpr int BLOCKS = CLASSIFIER_ROWS_ON_CHIP;  // per multiprocessor, each with a row
 static_assert(CLASSIFIER_SHARED == Vp * sizeof(element), "shared memory: one row of logits");
 #endif
 constexpr int THREADS = CLASSIFIER_THREADS;
@@ -35,8 +38,8 @@ constexpr int LOADS_AT_ONCE = ON_CHIP ? 2 : 1;  // packs that a thread loads at 
 constexpr int WARPS = THREADS / 32, SLICE = LOADS_AT_ONCE * 32 * PACK;
 constexpr int PART = WARPS * SLICE, PARTS = (Vp + PART - 1) / PART;
 
-// The block's threads merged. `buffer` alternates between 0 and 1, because a slower warp may still be reading of_warps
-// of the previous row.
+// Merge over the block. `buffer` must alternate between 0 and 1, because a slower warp may still be reading of_warps of
+// the previous row.
 __device__ inline MaxAndSum block_merge(MaxAndSum s, int buffer) {
     __shared__ MaxAndSum of_warps[2][WARPS];
     s = warp_merge(s);
@@ -47,7 +50,8 @@ __device__ inline MaxAndSum block_merge(MaxAndSum s, int buffer) {
 }
 
 // scaled_exp(x, offset_of(largest, log2(scale)), scale) = exp(x - largest) * scale. In bfloat16, that is one
-// multiply-add and one power of 2; the compiler does not see by itself that the offset is the same for a whole row.
+// multiply-add and one exp2. The offset is explicit because the compiler does not see that it is the same for a whole
+// row.
 #if BFLOAT16
 __device__ inline float offset_of(float largest, float log2_scale) { return largest * LOG2E - log2_scale; }
 __device__ inline float scaled_exp(float x, float offset, float scale) { return exp2_approx(x * LOG2E - offset); }
@@ -56,8 +60,8 @@ __device__ inline float offset_of(float largest, float log2_scale) { return larg
 __device__ inline float scaled_exp(float x, float offset, float scale) { return expf(x - offset) * scale; }
 #endif
 
-// In bfloat16, a row on chip keeps exp(x - the largest so far) between the sum and the gradient, in half precision,
-// scaled by 2^15. Values down to 2^-29 of the largest keep all 11 bits, 3 more than the gradient has.
+// In bfloat16, a row on chip holds exp(x - maximum so far) between the sum and the gradient, in half precision, scaled
+// by 2^15. Values down to 2^-29 of the maximum keep all 11 bits, 3 more than the gradient has.
 constexpr bool KEEPS = ON_CHIP && BFLOAT16;
 constexpr float LOG2_KEPT_SCALE = KEEPS ? 15.0f : 0.0f, KEPT_SCALE = KEEPS ? 32768.0f : 1.0f;
 #if BFLOAT16
@@ -71,18 +75,18 @@ __device__ inline void store_kept(element* to, const Floats& x) {}
 __device__ inline Floats load_kept(const element* from) { return Floats(); }
 #endif
 
-// Where a thread's i-th pack of part s begins, in its warp's slice.
+// The index of a thread's i-th pack of part s, in its warp's slice.
 __device__ inline int begin_of(int s, int i) {
     return s * PART + int(threadIdx.x / 32) * SLICE + (i * 32 + int(threadIdx.x % 32)) * PACK;
 }
 
-// Whether element v, of part s, comes before `end`. Of most parts the compiler knows it.
+// Whether element v of part s comes before `end`: known at compile time for most parts.
 __device__ inline bool is_before(int end, int s, int v) { return (s + 1) * PART <= end || v < end; }
 
 // Whether the target is in the pack at v.
 __device__ inline bool has_target(int v, int target) { return uint32(target - v) < PACK; }
 
-// Elements [v, v + PACK) of part s, -infinity from V on.
+// Elements [v, v + PACK) of part s, -inf from V on.
 __device__ inline uint4 load_logits(const element* row, int s, int v) {
     uint4 bits = {};
     if (is_before(V, s, v)) bits = load_bits(row + v);
@@ -95,7 +99,7 @@ __device__ inline uint4 load_logits(const element* row, int s, int v) {
     return bits;
 }
 
-// The largest element of some packs, and the sum of one pack, in short chains of dependent operations.
+// The maximum of some packs, and the sum of one pack, in short chains of dependent operations.
 __device__ inline float largest_of(const uint4 (&packs)[LOADS_AT_ONCE]) {
 #if BFLOAT16
     const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(packs);
@@ -120,8 +124,8 @@ __device__ inline float sum_of(Floats x) {
     return x.x[0];
 }
 
-// Add part s of the row to `so_far`; set target_logit in the thread that has the target. With write_gradient, a row on
-// chip holds from then on what the gradient needs.
+// Merge part s of the row into `so_far`; set target_logit in the thread that has the target. If KEEPS and
+// write_gradient, overwrite the part with its exponentials, for the gradient.
 __device__ inline MaxAndSum add_part(MaxAndSum so_far, element* row, int s, int target, float& target_logit,
                                      bool write_gradient) {
     uint4 packs[LOADS_AT_ONCE];
@@ -131,7 +135,7 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, element* row, int s, int 
         if (has_target(begin_of(s, i), target)) target_logit = to_float(row[target]);
     }
     const float largest = fmaxf(so_far.largest, largest_of(packs));
-    const float finite = largest == -INFINITE ? 0.0f : largest;  // nothing yet but padding: else -inf - -inf is NaN
+    const float finite = largest == -INFINITE ? 0.0f : largest;  // only padding so far: -inf - -inf would be NaN
     const float offset = offset_of(finite, LOG2_KEPT_SCALE);
     float sum = so_far.sum * scaled_exp(so_far.largest - finite, 0.0f, 1.0f);
 #pragma unroll
@@ -145,8 +149,8 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, element* row, int s, int 
     return {largest, sum};
 }
 
-// Overwrite part s of the row with its gradient. scale: dloss / the row's sum; offset: offset_of the row's largest and
-// log2(scale); largest_then: the largest so far when this thread had added part s.
+// Overwrite part s of the row with its gradient. scale: dloss / the row's sum; offset: offset_of the row's maximum and
+// log2(scale); largest_then: this thread's maximum so far when it had merged part s.
 __device__ inline void write_gradient_part(element* row, int s, float offset, float scale, float largest_then,
                                            int target, float dloss) {
     Floats x[LOADS_AT_ONCE];
@@ -183,24 +187,24 @@ __device__ inline bool owns_target(int target) {
 
 #if ON_CHIP
 
-constexpr int STORES_IN_FLIGHT = 2;  // while so many slices are stored, the next row's replace earlier ones
+constexpr int STORES_IN_FLIGHT = 2;  // slices being stored while the next row replaces earlier ones
 
-// Block (THREADS); grid (BLOCKS for each multiprocessor). Shared memory: one row. Warps wait for each other only for
-// the row's sum.
+// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: one row. Warps wait for each other only for the
+// row's sum.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
     extern __shared__ uint4 shared[];
     __shared__ Mbarrier barriers[WARPS][PARTS];
     element* const row = reinterpret_cast<element*>(shared);
-    // The shuffle tells the compiler that it is the same for all lanes.
+    // The shuffle tells the compiler that it is uniform across the warp.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const bool is_lane_0 = threadIdx.x % 32 == 0;
     Mbarrier* const loaded = barriers[warp];     // for each part, this warp's slice
     element* const slices = row + warp * SLICE;  // this warp's slice of part s begins s * PART further on
-    const auto bytes_of = [&](int s) {           // of that slice; none or less: the row ends before it
+    const auto bytes_of = [&](int s) {           // of that slice; <= 0: the row ends before it
         return ((s + 1) * PART <= Vp ? SLICE : min(SLICE, Vp - s * PART - warp * SLICE)) * int(sizeof(element));
     };
-    // By lane 0: begin to load this warp's slice of part s. from: its slice of part 0, in the logits.
+    // Called by lane 0: start loading this warp's slice of part s. from: its slice of part 0, in the logits.
     const auto fetch = [&](const element* from, int s) {
         if (bytes_of(s) <= 0) return;
         mbarrier_arrive_expect_tx(&loaded[s], bytes_of(s));
@@ -271,7 +275,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     MaxAndSum so_far = {-INFINITE, 0.0f};
     float target_logit = 0.0f;
     for (int s = 0; s < PARTS; s++) so_far = add_part(so_far, row, s, target, target_logit, false);
-    // The barrier in block_merge keeps every thread from writing to the row while others read it.
+    // Because of the barrier in block_merge, no thread writes to the row while others read it.
     const MaxAndSum whole = block_merge(so_far, 0);
     if (owns_target(target)) losses[n] = loss_of(whole, target_logit);
     if (!write_gradient) return;

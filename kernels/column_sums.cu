@@ -1,17 +1,17 @@
-// The second half of every sum over rows: adds up the partial sums that the blocks of other kernels left, in a fixed
+// The second stage of every sum over rows: adds up the partial sums that blocks of other kernels wrote, in a fixed
 // order.
 //
 //     out[c] = the sum over r of partials[r,c]                                             out =
 //
-// partials (rows, columns) float32. The columns belong to up to three tensors, of `width` columns each: out[0], out[1]
-// and out[2] (null: not wanted). One launch does all sums of a backward pass as its jobs, because each launch costs
-// some microseconds of latency whatever its size: H200, 49 launches 0.28 ms, one 0.03. A block adds up 32 columns of
-// one job, each of its 16 warps every 16th row. H200 (a copy: 4235 GB/s), B=64: 250 MB at 3790 GB/s with 16 rows loaded
-// at once, 3600 with 8.
+// partials (rows, columns) float32. The columns belong to up to three tensors of `width` columns each: out[0], out[1]
+// and out[2] (null: not wanted). One launch does all sums of a backward pass, one job each, because every launch costs
+// microseconds of latency whatever its size: H200, 49 launches 0.28 ms, one 0.03. A block adds up 32 columns of one
+// job, each of its 16 warps every 16th row. H200 (a copy: 4235 GB/s), B=64: 250 MB at 3790 GB/s with 16 rows loaded at
+// a time, 3600 with 8.
 
 #include "common.cuh"
 
-constexpr int WARPS = COLUMN_SUMS_THREADS / 32, COLUMNS = COLUMN_SUMS_COLUMNS;  // of a block
+constexpr int WARPS = COLUMN_SUMS_THREADS / 32, COLUMNS = COLUMN_SUMS_COLUMNS;  // per block
 
 static_assert(COLUMNS == 32, "each lane of a warp has a column");
 

@@ -1,17 +1,17 @@
-// What every kernel shares: the model's sizes, the element types, 16-byte accesses, asynchronous copies to shared
-// memory, and sums over a warp or a block.
+// Shared by all kernels: the model's sizes, the element types, 16-byte loads and stores, asynchronous copies to shared
+// memory, and reductions over a warp or a block.
 //
-// Each .cu file is compiled at run time (llmc/compiler.py) for one GPU and one model. Beside its layer's own launch
-// geometry, it gets these -D constants from llmc/kernels.py:
+// Each .cu file is compiled at run time (llmc/compiler.py) for one GPU and one model, with -D constants from
+// llmc/kernels.py: its layer's launch geometry, and
 //     MODEL_C, MODEL_NH, MODEL_V, MODEL_VP   the model's sizes
 //     BFLOAT16                               1: activations, parameters and gradients are bfloat16, the residual stream
 //                                            half precision
 //     FLOAT32_GRADS                          1: gradients of parameters are float32 whatever BFLOAT16 says
 //     TF32                                   1: tensor cores may round float32 operands to TF32
-// B and T are run-time values. Indices that can pass 2^31 are int64; a row's number cannot.
+// B and T are run-time values. Indices that can exceed 2^31 are int64; row numbers cannot.
 //
-// The arguments of a kernel: outputs first, then what it reads, then flags and sizes. A kernel that does the work of a
-// NumPy function of train_gpt2.py takes that function's tensors in the same order, with its own among them.
+// Kernel arguments: outputs first, then inputs, then flags and sizes. A kernel that implements a NumPy function of
+// train_gpt2.py takes that function's tensors in the same order, with its additional ones among them.
 
 #pragma once
 
@@ -31,7 +31,7 @@ constexpr int Vp = MODEL_VP;
 
 #if BFLOAT16
 typedef __nv_bfloat16 element;
-typedef __half residual_element;  // rounded 2L + 1 times: 3 bits more than bfloat16's, in the same 2 bytes
+typedef __half residual_element;  // rounded 2L + 1 times; has 3 more bits than bfloat16 in the same 2 bytes
 #else
 typedef float element;
 typedef float residual_element;
@@ -49,12 +49,12 @@ static_assert(C % NH == 0, "each head has C / NH channels");
 static_assert(C % PACK == 0, "rows of C elements must start at multiples of 16 bytes");
 static_assert(Vp % PACK == 0 && Vp >= V, "rows of logits must start at multiples of 16 bytes");
 
-#define INFINITE __int_as_float(0x7f800000)  // no header of NVRTC's has a constant for it
+#define INFINITE __int_as_float(0x7f800000)  // NVRTC's headers have no constant for it
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 16 bytes at a time
+// 16-byte loads and stores
 
 struct Floats {
     float x[PACK];
@@ -87,7 +87,7 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(__half& out, float x) { out = __float2half_rn(within_half(x)); }
 #endif
 
-// PACK elements at a 16-byte boundary, not converted: in bfloat16, they take half as many registers as floats would.
+// Load PACK elements from a 16-byte boundary without converting them: bfloat16 takes half as many registers as float.
 template <class T>
 __device__ inline uint4 load_bits(const T* at) {
     return *reinterpret_cast<const uint4*>(at);
@@ -106,7 +106,7 @@ __device__ inline Floats unpack(uint4 bits) {
     return values;
 }
 
-// PACK values at a 16-byte boundary, as floats.
+// Load PACK values from a 16-byte boundary, as floats; store them.
 __device__ inline Floats load(const float* at) {
     Floats values;
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ inline void store(__nv_bfloat16* at, const Floats& values) {
 }
 #endif
 
-// The same for elements of the residual stream, and the reverse, which rounds.
+// The residual stream's unpack, and its inverse, which rounds.
 __device__ inline Floats unpack_residual(uint4 bits) {
 #if BFLOAT16
     const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -164,8 +164,8 @@ __device__ inline void store(__half* at, const Floats& values) {
 }
 #endif
 
-// Begin to copy 16 bytes from global to shared memory, zeros unless `exists`. Before sm_80, the copy is an ordinary
-// load and store.
+// Start copying 16 bytes from global to shared memory, or zeros if not `exists`. Before sm_80, this is an ordinary load
+// and store.
 template <class T>
 __device__ inline void copy_async(T* shared, const T* global, bool exists) {
 #if __CUDA_ARCH__ >= 800
@@ -198,7 +198,7 @@ __device__ inline void copies_wait() {
 #endif
 }
 
-// For repeated division by the same number: 20 cycles each instead of hundreds. Exact for 0 <= n < 2^31.
+// Repeated division by the same number, in 20 cycles each instead of hundreds. Exact for 0 <= n < 2^31.
 struct Divisor {
     uint32 divisor, inverse;
     __device__ explicit Divisor(int divisor) : divisor(divisor), inverse(0xffffffffu / divisor) {}
@@ -220,10 +220,10 @@ __device__ inline float inverse(float x) {
     return x;
 }
 
-// The bits of x rounded to TF32 (to nearest, ties away from 0); a tensor core ignores the low 13.
+// The bits of x rounded to TF32 (to nearest, ties away from 0); tensor cores ignore the low 13 bits.
 __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 
-// out[0], out[1] = left, right, or += if `accumulate`; out is at an even index of its tensor.
+// out[0], out[1] = left, right, or += if `accumulate`. out must be at an even index of its tensor.
 __device__ inline void put_pair(float* out, float left, float right, int accumulate = 0) {
     float2* pair = reinterpret_cast<float2*>(out);
     const float2 before = accumulate ? *pair : float2{0.0f, 0.0f};
@@ -232,13 +232,13 @@ __device__ inline void put_pair(float* out, float left, float right, int accumul
 #if BFLOAT16
 __device__ inline void put_pair(__nv_bfloat16* out, float left, float right, int accumulate = 0) {
     uint32* pair = reinterpret_cast<uint32*>(out);
-    const float2 before = accumulate ? as_floats(*pair) : float2{-0.0f, -0.0f};  // x + -0 is x, -0 too
+    const float2 before = accumulate ? as_floats(*pair) : float2{-0.0f, -0.0f};  // x + -0 is x, even for x = -0
     *pair = as_pair(before.x + left, before.y + right);
 }
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// sums and maxima: every thread gets the result; the order of additions is fixed, so that two runs agree to the bit
+// reductions: every thread gets the result; the order of additions is fixed, so two runs agree bit for bit
 
 __device__ inline float warp_sum(float x) {
 #pragma unroll
@@ -252,7 +252,7 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// The sum, or the largest, over the 4 lanes that share a row of a tensor core's tile.
+// Sum or maximum over the 4 lanes that share a row of an mma tile.
 __device__ inline float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);
@@ -262,9 +262,8 @@ __device__ inline float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// Two sums over WARPS consecutive warps of the block, the first one's number a multiple of WARPS; only these warps wait
-// for each other. `buffer` alternates between 0 and 1, because a slower warp may still be reading the sums of the
-// previous call.
+// Two sums over WARPS consecutive warps, the first of them a multiple of WARPS; only these warps wait for each other.
+// `buffer` must alternate between 0 and 1, because a slower warp may still be reading the sums of the previous call.
 template <int WARPS>
 __device__ inline float2 sum_over_warps(float2 x, int buffer) {
     x = {warp_sum(x.x), warp_sum(x.y)};

@@ -6,35 +6,36 @@
 //
 // out (B,T,C), of the residual stream's type; dout (B,T,C); inp (B,T) int32; wte, dwte (Vp,C); wpe, dwpe (maxT,C).
 //
-// Bound by bytes: B*T*C elements read and written, and each row of dwte whose token occurs read and written. H200 (a
-// copy: 4235 GB/s), T=1024, bfloat16, random tokens, in a step at B=64: forward 4030 GB/s, wte 3650, wpe 3880, 0.13 ms
-// together; at B=4 20 us. float32, B=16: 3450, 3650 and 3560 GB/s, 0.08 ms together.
+// Bound by bytes: B*T*C elements and the rows of dwte whose tokens occur, all read and written. H200 (a copy: 4235
+// GB/s), T=1024, bfloat16, random tokens, in a step at B=64: forward 4030 GB/s, wte 3650, wpe 3880, 0.13 ms together;
+// at B=4 20 us. float32, B=16: 3450, 3650 and 3560 GB/s, 0.08 ms together.
 //
-// The gradient of wte sums up the rows of dout by token. With atomic additions, its bits would change from run to run.
-// Instead, the host sorts the positions by token while the GPU works on the previous step, and a warp adds up one
-// token's rows in that order. At B=64 that takes 74 us with a block for each token, 66 with a warp for each token, and
-// 60 with persistent blocks that prefetch where the next token's rows are. Four rows at once instead of two, or a third
-// of a row for each warp, take just as long: the limit is reading rows in random order. (NVRTC serializes loads to save
-// registers, unless __launch_bounds__ tells it how few blocks a multiprocessor gets.)
+// The gradient of wte sums the rows of dout by token. With atomics, its bits would change from run to run. Instead, the
+// host sorts the positions by token while the GPU works on the previous step, and a warp adds up one token's rows in
+// that order. At B=64 that takes 74 us with a block per token, 66 with a warp per token, and 60 with persistent blocks
+// that prefetch where the next token's rows are. Loading four rows at a time instead of two, or a third of a row per
+// warp, takes just as long: the limit is reading rows in random order. (NVRTC serializes loads to save registers,
+// unless __launch_bounds__ tells it how few blocks a multiprocessor gets.)
 //
 // In text, a space or a comma may be at thousands of positions. A whole block needs 0.045 us for each, 0.6 ms for 13000
 // of 65536, long after the other blocks are done. So a token at more than ENCODER_PIECE positions is cut into pieces
-// (sort_tokens of llmc/batch.py), the sums of which a second kernel adds up. Neither the pieces nor the order of the
-// additions depend on the grid: the bits are the same on every GPU. Each by itself, with its launch, at B=64: of text
-// 77 and 31 us, of random tokens, of which none is cut, 86 and 23. (Figures above are of the kernel before.)
+// (sort_tokens of llmc/batch.py), and a second kernel adds up their sums. Neither the pieces nor the order of the
+// additions depend on the grid, so the bits are the same on every GPU. The two kernels alone, with their launches, at
+// B=64: 77 and 31 us for text; 86 and 23 for random tokens, none of which is cut. (The figures above are of the
+// previous version.)
 
 #include "common.cuh"
 
 constexpr int WARPS = ENCODER_THREADS / 32;  // of a block
 
-// Each row is cut into SPANS parts, one for each blockIdx.y. A warp takes WARP_ELEMENTS of a part at a time, one pack
-// per lane, so that a lane has up to PACKS packs.
+// Each row is cut into SPANS parts, one per blockIdx.y. A warp takes WARP_ELEMENTS of a part at a time, one pack per
+// lane, so that a lane has up to PACKS packs.
 constexpr int WARP_ELEMENTS = 32 * PACK, SPANS = ENCODER_SPANS;
 constexpr int PACKS = (C + SPANS * WARP_ELEMENTS - 1) / (SPANS * WARP_ELEMENTS);
 
 static_assert(PACKS <= 4, "a lane keeps at most 4 packs of a row in registers");
 
-// The channel c where this lane's first pack begins; whether its pack p, from c + p * WARP_ELEMENTS on, exists.
+// The channel c at which this lane's first pack begins; whether its pack p, at c + p * WARP_ELEMENTS, exists.
 __device__ inline int first_channel() {
     return (SPANS > 1 ? blockIdx.y : 0) * PACKS * WARP_ELEMENTS + threadIdx.x % 32 * PACK;
 }
@@ -71,8 +72,8 @@ encoder_forward(residual_element* out, const int* inp, const element* wte, const
     }
 }
 
-// sums += this lane's packs of rows begin .. end - 1, in that order; at(i): the address of the lane's first pack, at
-// channel c, of row i. AT_ONCE rows are loaded at a time.
+// sums += this lane's packs of rows begin .. end - 1, in that order; at(i): the address of the lane's first pack of row
+// i, at channel c. AT_ONCE rows are loaded at a time.
 template <int AT_ONCE, int PACKS, class At>
 __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end, const At& at) {
     for (int first = begin; first < end; first += AT_ONCE) {
@@ -95,11 +96,11 @@ __device__ inline void add_rows(Floats (&sums)[PACKS], int c, int begin, int end
     }
 }
 
-// order (N): the positions b*T+t, in pieces of one token each. piece_begins (N + 1): where in `order` each begins, N
-// after the last one; piece_tokens (N): the token of each, or ~token if the token has several pieces: their sums go to
-// partials (rows, C), piece i's to row i. A token's only piece is added to dwte. A warp adds up one piece after
-// another, of its span of the channels, and meanwhile loads where its next piece begins. Block (ENCODER_THREADS); grid
-// (any number of blocks, SPANS).
+// order (N): the positions b*T+t, in pieces of one token each. piece_begins (N + 1): where in `order` each piece
+// begins, N after the last one. piece_tokens (N): the token of each piece, or ~token if the token has several: then the
+// sums of piece i go to row i of partials (rows, C), for encoder_backward_wte_cut. A token's only piece is added to
+// dwte. A warp adds up one piece after another, over its span of the channels, and prefetches where its next piece
+// begins. Block (ENCODER_THREADS); grid (any number of blocks, SPANS).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, PACKS > 3 || SPANS > 1 ? 2 : 3)
 encoder_backward_wte(gradient* dwte, float* partials, const element* dout, const int* order, const int* piece_begins,
                      const int* piece_tokens, int N) {
@@ -139,20 +140,21 @@ encoder_backward_wte(gradient* dwte, float* partials, const element* dout, const
     }
 }
 
-// dwte += the sums in partials, of each token that has several pieces; those are the first of all pieces. A block takes
-// the tokens whose first piece is number blockIdx.x, blockIdx.x + gridDim.x, ... and of their rows WARP_ELEMENTS
-// channels, each warp every WARPS-th row. Block (ENCODER_THREADS); grid (any number, C / WARP_ELEMENTS rounded up).
+// dwte += the sums in partials of each token that has several pieces; these come before all other pieces. A block takes
+// the tokens whose first piece is number blockIdx.x, blockIdx.x + gridDim.x, ..., and WARP_ELEMENTS channels of their
+// rows; each of its warps adds up every WARPS-th row. Block (ENCODER_THREADS); grid (any number, C / WARP_ELEMENTS
+// rounded up).
 extern "C" __global__ void __launch_bounds__(ENCODER_THREADS, 2)
 encoder_backward_wte_cut(gradient* dwte, const float* partials, const int* piece_tokens, int N) {
     __shared__ Floats warp_sums[WARPS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = blockIdx.y * WARP_ELEMENTS + lane * PACK;
     for (int begin = blockIdx.x; begin < N && piece_tokens[begin] < 0; begin += gridDim.x) {
         const int cut_token = piece_tokens[begin];
-        if (begin > 0 && piece_tokens[begin - 1] == cut_token) continue;  // another block's
+        if (begin > 0 && piece_tokens[begin - 1] == cut_token) continue;  // another block has it
         int end = begin, found;
         do {
             const int i = end + threadIdx.x;
-            found = __syncthreads_count(i < N && piece_tokens[i] == cut_token);  // and warp 0 is done with warp_sums
+            found = __syncthreads_count(i < N && piece_tokens[i] == cut_token);  // also, warp 0 is done with warp_sums
             end += found;
         } while (found == ENCODER_THREADS);
 
@@ -179,7 +181,7 @@ encoder_backward_wpe(gradient* dwpe, const element* dout, int B, int T, int maxT
     const int t = i / C;
     Floats sum[1] = {};
     const int64 batch = int64(T) * C;
-    // add_rows is given the address of the pack itself, and told that it begins at channel 0
+    // add_rows gets the address of the pack itself, so the pack's channel is 0
     if (t < T) add_rows<16>(sum, 0, 0, B, [&](int b) { return dout + b * batch + i; });
     store(dwpe + i, sum[0]);
 }

@@ -4,23 +4,23 @@
 //     backward  dinp = dout * (s + x * s * (1 - s) * 2u')                                     dinp = (dinp may be dout)
 //               where s = 1 / (1 + exp(-2u)), which is (1 + tanh(u)) / 2
 //               partials[block] = the column sums of dinp over the block's rows               partials =
-//               out = the forward value, recomputed if `out` is not null                      out =
+//               out = the forward value, recomputed unless `out` is null                      out =
 //
-// inp, out, dinp, dout (N,4C). The column sums of dinp are the gradient of the bias that was added to inp.
+// inp, out, dinp, dout (N,4C). The column sums of dinp are the gradient of the bias that was added to make inp.
 //
-// Bound by bytes: forward 2 elements in and out, backward 3 (4 with `out`). With --recompute, the backward pass
-// recomputes `out` for the next weight gradient. H200 (a copy: 4235 GB/s), in a step: float32, B=16, forward 3970 GB/s,
-// backward 3930; bfloat16, B=64, forward 4200, backward 3960.
+// Bound by bytes: forward moves 2 elements, backward 3 (4 with `out`). With --recompute, the backward pass recomputes
+// `out` for the next weight gradient. H200 (a copy: 4235 GB/s), in a step: float32, B=16, forward 3970 GB/s, backward
+// 3930; bfloat16, B=64, forward 4200, backward 3960.
 //
-// cuBLASLt can do the forward pass in the epilogue of the preceding matmul, which then takes longer by as much as that
-// saves (H200, fc of GPT-2 124M in TF32, 12 layers: B=4 1.15 ms with GELU in the epilogue, 0.79 + 0.33 as two kernels),
-// and its results would differ in the last bits from what the backward pass recomputes: dev/matmul.md. Our own
-// matmuls do both passes in their epilogues, with the functions of gelu.cuh.
+// cuBLASLt can do the forward pass in the epilogue of the preceding matmul, but then the matmul takes longer by as much
+// as that saves (H200, fc of GPT-2 124M in TF32, 12 layers: B=4 1.15 ms with GELU in the epilogue, 0.79 + 0.33 as two
+// kernels), and its results would differ in the last bits from what the backward pass recomputes: dev/matmul.md. Our
+// own matmuls do both passes in their epilogues, with the functions of gelu.cuh.
 
 #include "gelu.cuh"
 
 constexpr int OC = 4 * C;
-constexpr int COLUMN_THREADS = GELU_COLUMN_THREADS, ROWS = GELU_ROW_GROUPS;  // ROWS: of a block, at a time
+constexpr int COLUMN_THREADS = GELU_COLUMN_THREADS, ROWS = GELU_ROW_GROUPS;  // ROWS: per block, at a time
 
 // One thread per pack; grid (N*OC / PACK / 256).
 extern "C" __global__ void gelu_forward(element* out, const element* inp, int N) {
@@ -32,7 +32,7 @@ extern "C" __global__ void gelu_forward(element* out, const element* inp, int N)
     store(out + i, x);
 }
 
-// Block (COLUMN_THREADS, ROWS): a thread has a pack of columns of every ROWS-th of the block's rows. Grid (OC /
+// Block (COLUMN_THREADS, ROWS): a thread has one pack of columns in every ROWS-th of the block's rows. Grid (OC /
 // (COLUMN_THREADS * PACK) rounded up, any number of blocks that share the rows); partials (gridDim.y, OC) float32. out
 // may be null.
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROWS, 4)

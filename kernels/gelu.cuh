@@ -1,4 +1,4 @@
-// GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
+// GELU and its derivative of one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
 // with u and s, are in gelu.cu.
 
 #pragma once
@@ -12,8 +12,8 @@ struct Gate {
     float s, s_slope;  // s, and s (1 - s)
 };
 
-// The intrinsics keep the compiler from fusing a multiplication with an addition in one kernel and not in another, so
-// that all kernels give the same bits.
+// The intrinsics keep the compiler from fusing multiply-adds in one kernel and not in another: all kernels must give
+// the same bits.
 #if BFLOAT16
 // exp(-2u) = 2^exponent(x). Where that overflows, s is 0.
 __device__ inline float exponent(float x) {
@@ -41,8 +41,8 @@ __device__ inline float gelu_derivative(float x, Gate g) {
 }
 
 #if BFLOAT16
-// Gates of several numbers. Short of registers, the compiler would compute one after the other, and each would wait 50
-// cycles for the special function unit. It moves nothing across __syncwarp, which keeps them side by side.
+// Gates of several numbers. Short of registers, the compiler would compute one after the other, each waiting 50 cycles
+// for the special function unit. It moves nothing across __syncwarp, which keeps the computations interleaved.
 template <int N>
 __device__ inline void gates(Gate (&g)[N], const float (&x)[N]) {
     float e[N];

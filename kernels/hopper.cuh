@@ -1,18 +1,18 @@
-// What Hopper (sm_90a) adds, one function for each PTX instruction: wgmma, the asynchronous matmul of a warpgroup; TMA,
-// the tensor memory accelerator, which copies boxes of a tensor; mbarriers, at which threads wait for TMA's bytes and
-// for each other; and a ring buffer made of these. PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
+// Hopper's own instructions (sm_90a), one function for each: wgmma, the asynchronous matmul of a warpgroup; TMA, the
+// tensor memory accelerator, which copies boxes of a tensor; mbarriers, at which threads wait for TMA's bytes and for
+// each other. And a ring buffer built from them. PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
 // Instructions", "cp.async.bulk.tensor", "mbarrier".
 //
 // A warpgroup is 4 consecutive warps, the first one a multiple of 4. One wgmma computes D (64,n) += A (64,k) @ B (k,n),
-// D in float32. D is in registers, A in registers or shared memory, B in shared memory.
+// with D in float32 in registers, A in registers or shared memory, and B in shared memory.
 //
-// Registers: warp w of the warpgroup has rows 16w .. 16w + 15. Of these, lane 4g + t has rows g and g + 8:
-//     D                    d[4j] and d[4j + 1] are (g, 8j + 2t) and (g, 8j + 2t + 1); the next two those of row g + 8
+// Registers: warp w of the warpgroup holds rows 16w .. 16w + 15. Of these, lane 4g + t holds parts of rows g and g + 8:
+//     D                    d[4j .. 4j + 3] are (g, 8j + 2t), (g, 8j + 2t + 1), (g + 8, 8j + 2t), (g + 8, 8j + 2t + 1)
 //     A, TF32, k = 8       a[0..3] are (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
-//     A, bfloat16, k = 16  a[0..3] are pairs from (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8) on
+//     A, bfloat16, k = 16  a[0..3] are the pairs at (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
 //
-// Shared memory: a tile has rows of 128 bytes, and starts at a multiple of 1024 bytes, which are 8 rows. The 16-byte
-// units of a row are swizzled: unit u of row r is stored at u ^ r % 8. This is TMA's 128-byte swizzle.
+// Shared memory: a tile has rows of 128 bytes, and starts at a multiple of 1024 bytes (8 rows). The 16-byte units of a
+// row are swizzled, as by TMA's 128-byte swizzle: unit u of row r is stored at u ^ r % 8.
 //     B, TF32              k must be contiguous (K-major): 64 rows (n) of 64 floats, stored as two halves of 32 floats
 //     A or B, bfloat16     rows of 64 elements, contiguous along k (K-major) or, ACROSS, along m or n (MN-major)
 
@@ -25,33 +25,33 @@ constexpr int TILE = 64 * 64;   // elements of a tile of 64 rows
 
 __device__ inline uint32 shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
-// The warpgroup of this thread. The shuffle tells the compiler that all lanes of a warp have the same one.
+// The warpgroup of this thread. The shuffle tells the compiler that it is uniform across the warp.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / WARPGROUP, 0); }
 
-// TF32: where float c of row r is in a tile, which is two halves of 32 columns.
+// TF32: the index of row r, column c in a tile, which is two halves of 32 columns.
 __device__ inline int swizzled(int r, int c) {
     return c / 32 * (TILE / 2) + r * 32 + ((c % 32 / 4 ^ r % 8) * 4 | c % 4);
 }
 
-// The matrix descriptor by which wgmma finds a K-major tile: its address in units of 16 bytes, 1024 bytes from 8 rows
-// to the next 8, the 128-byte swizzle. (In a cluster, an address has the block's number in bits 24 and up. Shifted,
-// they fall on a field that a K-major tile does not use; descriptor_across has a stride there.)
+// wgmma's descriptor of a K-major tile: its address in units of 16 bytes, a stride of 1024 bytes between groups of 8
+// rows, the 128-byte swizzle. (In a cluster, bits 24 and up of an address are the block's number. Shifted, they fall on
+// a field that K-major tiles do not use; in descriptor_across, that field is a stride.)
 __device__ inline unsigned long long descriptor(const void* tile) {
     return __cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// The same for an MN-major tile: boxes of 64 k by 64 columns, 8192 bytes each, one after the other.
+// The same for an MN-major tile: boxes of 64 k by 64 columns, 8192 bytes each, back to back.
 __device__ inline unsigned long long descriptor_across(const void* tile) {
     return __cvta_generic_to_shared(tile) >> 4 | (8192ull >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
-// TF32: what to add to a descriptor for the rows' floats from 8 * k on.
+// TF32: what to add to a descriptor to start at column 8 * k of the rows.
 __device__ constexpr int k_offset(int k) { return k / 4 * (TILE / 2 * 4 / 16) + k % 4 * 2; }
 
-// wgmma runs asynchronously: fence, issue some, commit them as a group, wait for the group. The fence makes the next
-// wgmma see what this warpgroup wrote to registers; it is needed before the first one, and again whenever the registers
-// of a or d have been accessed.
+// wgmma is asynchronous: fence, issue some, commit them as a group, wait for the group. The fence makes the next wgmma
+// see what this warpgroup wrote to registers: it is needed before the first one, and again whenever registers of a or d
+// have been accessed.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait until at most the newest PENDING committed groups are unfinished.
+// Wait until at most PENDING committed groups are still in flight.
 template <int PENDING>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
@@ -63,8 +63,8 @@ __device__ inline void fence_operand(float (&d)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// stmatrix: four matrices of 8 x 8 elements to shared memory. Lane l has the address of row l % 8 of matrix l / 8;
-// pairs[k] are the elements (g, 2t), (g, 2t + 1) of matrix k.
+// stmatrix: store four 8 x 8 matrices to shared memory. Lane l passes the address of row l % 8 of matrix l / 8;
+// pairs[k] are its elements (g, 2t), (g, 2t + 1) of matrix k.
 __device__ inline void store_tiles(const uint32 (&pairs)[4], element* row) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                  "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
@@ -72,23 +72,22 @@ __device__ inline void store_tiles(const uint32 (&pairs)[4], element* row) {
 }
 
 // One step of a reduce-scatter over the 8 lanes with the same t: a lane sends one half of its v to the lane 4 *
-// DISTANCE away, and receives the other half, which it adds to its own.
+// DISTANCE away, and adds what it receives from there to the other half, which it keeps.
 template <int HALF, int DISTANCE, int N>
 __device__ inline void halve(float (&v)[N]) {
     const bool upper = threadIdx.x / (4 * DISTANCE) % 2;
 #pragma unroll
     for (int k = 0; k < HALF; k++) {
-        const float low = v[k], high = v[k + HALF];  // copied: v indexed by `upper` would move to local memory
+        const float low = v[k], high = v[k + HALF];  // copies: v indexed by `upper` would be put in local memory
         const float received = __shfl_xor_sync(0xffffffff, upper ? low : high, 4 * DISTANCE);
         v[k] = (upper ? high : low) + received;
     }
 }
 
-// One tile of online softmax, Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867. s holds the scores, not
-// yet scaled, of the thread's queries `row` and `row` + 8 with the keys from `start` on; to_log2 is the scale times
-// log2(e). They become exp(s - row_max), or 0 where a tile on the diagonal has keys after the query. row_max and
-// row_sum include this tile afterwards; `rescale` is the factor that the new row_max asks of the output accumulated so
-// far.
+// One tile of online softmax, Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867. s holds the unscaled
+// scores of the thread's queries `row` and `row` + 8 with the keys from `start` on; to_log2 is the scale times log2(e).
+// They become exp(s - row_max), or 0 where a tile on the diagonal has keys after the query. row_max and row_sum are
+// updated; the output accumulated so far must be multiplied by `rescale`.
 template <int N>
 __device__ inline void softmax_of_tile(float (&s)[N], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2],
                                        float to_log2, bool diagonal, int start, int row) {
@@ -178,8 +177,8 @@ __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
 }
 
-// The same with both in shared memory, either of them MN-major if its ACROSS says so. d is 64 rows by COLUMNS, half as
-// many numbers in a thread. A .. TB are the numbers of the asm operands that follow those of d.
+// The same with both operands in shared memory, each MN-major if its ACROSS is 1. d is 64 rows by COLUMNS, half as many
+// floats per thread. A .. TB are the numbers of the asm operands, which follow those of d.
 #define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \
     template <int A_ACROSS, int B_ACROSS>                                                                              \
     __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
@@ -197,17 +196,17 @@ WGMMA(256, D128, NAMES128, "%128", "%129", "%130", "%131", "%132")
 #endif
 
 // An mbarrier, in shared memory. It counts phases: a phase ends when as many arrivals as it was initialized for have
-// come, and all bytes that were announced to it. A thread that waits says for which phase by its parity.
+// come, and all bytes that were announced to it. A waiting thread names the phase by its parity.
 typedef unsigned long long Mbarrier;
 
-// Where a tensor lies, and the size and swizzle of the boxes that TMA copies: made on the CPU by
+// A tensor's address and shape, and the size and swizzle of the boxes that TMA copies: encoded on the host by
 // cuTensorMapEncodeTiled, in llmc/device.py, and passed as a kernel argument.
 struct alignas(64) TensorMap {
     char opaque[128];
 };
 
-// By one thread, which then calls fence_mbarrier_init(); the others may use the mbarrier after a __syncthreads() that
-// follows.
+// Called by one thread, which then calls fence_mbarrier_init(); the other threads may use the mbarrier after the next
+// __syncthreads().
 __device__ inline void mbarrier_init(Mbarrier* b, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
@@ -220,7 +219,7 @@ __device__ inline void mbarrier_arrive_expect_tx(Mbarrier* b, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 // Wait for the end of the phase of this parity: 0 for the first phase, 1 for the second, 0 for the third ... Parity
-// tells only the current phase from the previous one, which is why a thread must not fall two phases behind.
+// only tells the current phase from the previous one, so a thread must not fall two phases behind.
 __device__ inline void mbarrier_wait(Mbarrier* b, int parity) {
     asm volatile(
         "{ .reg .pred done;\n"
@@ -235,15 +234,15 @@ __device__ inline void mbarrier_wait(Mbarrier* b, int parity) {
 //     producer    wait_empty(i);  mbarrier_arrive_expect_tx(&full[stage], bytes);  load_box(..., &full[stage], ...)
 //     consumers   wait_full(i);   use the tile;  release(i)
 //
-// LANES of each consumer warp arrive on `empty`. One is enough: it arrives after __syncwarp(). But where lanes read the
-// stage by ordinary loads, compute-sanitizer's racecheck does not see that one arrives for all; 32 satisfy it, and cost
-// 1 percent in an inner loop (attention_backward_dkv, H200).
+// LANES lanes of each consumer warp arrive on `empty`. One lane is enough, after __syncwarp(). But where lanes read the
+// stage by ordinary loads, compute-sanitizer's racecheck does not see that one lane arrives for all; 32 satisfy it, and
+// cost 1 percent in an inner loop (attention_backward_dkv, H200).
 template <int STAGES, int LANES = 1>
 struct Ring {
     Mbarrier full[STAGES], empty[STAGES];
 
-    // By one thread. `arrivals` at `full`, that of the thread that announces TMA's bytes included; `warps` consumer
-    // warps release a stage.
+    // Called by one thread. `arrivals` on `full`, including that of the thread that announces TMA's bytes; `warps`
+    // consumer warps release a stage.
     __device__ void init(int arrivals, int warps) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(&full[s], arrivals);
@@ -251,7 +250,7 @@ struct Ring {
         }
     }
     __device__ void wait_full(int i) { mbarrier_wait(&full[i % STAGES], i / STAGES & 1); }
-    __device__ void release(int i) {  // by each warp, also where it had no use for the tile
+    __device__ void release(int i) {  // by every consumer warp, even if it did not use the tile
         __syncwarp();
         if (threadIdx.x % 32 < LANES) mbarrier_arrive(&empty[i % STAGES]);
     }
@@ -260,8 +259,8 @@ struct Ring {
     }
 };
 
-// Begin a TMA load: the box of a (B,T,columns) tensor from (batch, row, column) on, to shared memory. What is outside
-// of the tensor arrives as zeros. The bytes count towards the phase of `full`.
+// Start a TMA load: the box at (batch, row, column) of a (B,T,columns) tensor, to shared memory. What lies outside the
+// tensor arrives as zeros. The bytes count towards the phase of `full`.
 __device__ inline void load_box(void* to, const TensorMap* map, Mbarrier* full, int column, int row, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
@@ -270,8 +269,8 @@ __device__ inline void load_box(void* to, const TensorMap* map, Mbarrier* full, 
         : "memory");
 }
 
-// Begin a TMA store: a box from shared memory to a tensor; what is outside of the tensor is left out. stores_commit()
-// makes a group of the thread's stores since the last one, for stores_wait().
+// Start a TMA store: a box from shared memory to a tensor; what lies outside the tensor is not written. stores_commit()
+// makes a group of the thread's stores since the last commit, for stores_wait().
 __device__ inline void store_box(const TensorMap* map, const void* from, int column, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(column), "r"(row), "r"(batch)
@@ -279,7 +278,7 @@ __device__ inline void store_box(const TensorMap* map, const void* from, int col
 }
 __device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Begin to copy contiguous bytes, a multiple of 16, to shared memory; or from there, as one committed group.
+// Start copying contiguous bytes, a multiple of 16, to shared memory; or from it, as one committed group.
 __device__ inline void load_bytes(void* to, const void* from, Mbarrier* full, int bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
@@ -291,17 +290,17 @@ __device__ inline void store_bytes(void* to, const void* from, int bytes) {
                  "r"(shared_address(from)), "r"(bytes)
                  : "memory");
 }
-// Wait until all but the newest PENDING groups of this thread's stores have read their shared memory, which then may be
+// Wait until all but the newest PENDING groups of this thread's stores have read their shared memory, which may then be
 // overwritten.
 template <int PENDING>
 __device__ inline void stores_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
-// Makes this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy". Call it before the
-// barrier that tells these to read, and before TMA overwrites what was read by ordinary loads.
+// Make this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy". Call it before the
+// barrier after which these read them, and before TMA overwrites what was read by ordinary loads.
 __device__ inline void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Named barriers, 16 in hardware for each block; __syncthreads() is number 0. The barrier opens when `threads` threads
-// have come: those that sync wait for that, those that arrive go on at once.
+// Named barriers: a block has 16 in hardware; __syncthreads() is number 0. The barrier opens when `threads` threads
+// have reached it: those that sync wait for that, those that arrive continue at once.
 __device__ inline void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -309,7 +308,7 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Registers of a thread from now on, a multiple of 8: a producer warpgroup gives some up, consumer warpgroups take
+// Set the number of registers per thread, a multiple of 8: a producer warpgroup gives some up, consumer warpgroups take
 // them. The kernel needs __launch_bounds__(threads, 1).
 template <int N>
 __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }

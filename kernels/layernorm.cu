@@ -1,4 +1,4 @@
-// Layer normalization, with the addition to the residual stream before it. Ba et al. 2016,
+// Layer normalization, fused with the addition to the residual stream before it. Ba et al. 2016,
 // https://arxiv.org/abs/1607.06450
 //
 //     forward   residual = inp1 + inp2 (if there is an inp2);  out = (residual - mean) * rstd * weight + bias
@@ -7,38 +7,38 @@
 //               dinp = (+= if add_residual) rstd * (dn - mean(dn) - n * mean(dn * n))
 //               partials[block] = the column sums over the block's rows of dout * n, dout and the new dinp
 //
-// The rows of inp1, inp2, residual, out, dout, inp, dinp: (N,C); residual, inp1 and inp are of the residual stream's
-// type. mean, rstd: (N) float32. weight, bias: (C). With add_residual, dinp holds the gradient of the residual stream.
-// The column sums of dout * n and of dout are the gradients of weight and bias. Those of dinp are the gradient of
-// another bias, that of the projection whose output was added to the residual stream: here they cost nothing, elsewhere
-// a pass of their own. Each block adds up its rows in order, column_sums.cu adds up the blocks.
+// inp1, inp2, residual, out, dout, inp, dinp: (N,C); residual, inp1 and inp have the residual stream's type. mean,
+// rstd: (N) float32. weight, bias: (C). With add_residual, dinp comes in with the gradient of the residual stream. The
+// column sums of dout * n and of dout are the gradients of weight and bias. Those of dinp are the bias gradient of the
+// projection whose output was added to the residual stream: here they cost nothing, elsewhere an extra pass. Each block
+// adds up its rows in order, column_sums.cu adds up the blocks.
 //
-// Bound by bytes: forward 4 rows of C elements in and out (2 without inp2), backward 4 (3 without add_residual). One
-// warp has a row or, for large C, several warps share one; it stays in registers from the first read to the last write.
-// Backward, the next row is copied to shared memory meanwhile, if AHEAD. Rows are taken last to first: the L2 cache
-// still holds the end of what the preceding matmul wrote, and afterwards the rows that the next matmul begins with. At
-// B=32, the 50 launches of a step take 2.61 ms instead of 2.66. H200 (a copy: 4235 GB/s), T=1024, in a step: float32,
-// B=16, forward 3960 GB/s, backward 3660; bfloat16, B=64, forward 4070, backward 3870, and at B=4, where a launch takes
-// longer than its bytes, 3060 and 1980.
+// Bound by bytes: per row, forward moves 4 C elements (2 C without inp2), backward 4 C (3 C without add_residual). A
+// row belongs to one warp or, for large C, to several, and stays in registers from the first read to the last write. In
+// the backward pass, the next row is copied to shared memory meanwhile, if AHEAD. Rows are processed last to first: the
+// L2 cache still holds the end of what the preceding matmul wrote, and afterwards the rows that the next matmul begins
+// with. At B=32, the 50 launches of a step take 2.61 ms instead of 2.66. H200 (a copy: 4235 GB/s), T=1024, in a step:
+// float32, B=16, forward 3960 GB/s, backward 3660; bfloat16, B=64, forward 4070, backward 3870, and at B=4, where
+// launch latency exceeds the time for the bytes, 3060 and 1980.
 
 #include "common.cuh"
 
 constexpr int THREADS = LAYERNORM_THREADS;
 
-// ROW_WARPS warps share a row, so that what the backward pass keeps of it fits into registers while two blocks run on a
-// multiprocessor. (H200, C=1600: with one warp for a row, the forward pass falls from 3200 to 2100 GB/s.)
+// ROW_WARPS warps share a row, so that what the backward pass keeps of it fits into registers with two blocks per
+// multiprocessor. (H200, C=1600: with one warp per row, the forward pass falls from 3200 to 2100 GB/s.)
 constexpr int ROW_WARPS = LAYERNORM_ROW_WARPS;
 constexpr int ROW_THREADS = 32 * ROW_WARPS;
-constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // of one thread
-constexpr int ROWS = LAYERNORM_ROWS;                                        // of a block, at a time
+constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // per thread
+constexpr int ROWS = LAYERNORM_ROWS;                                        // per block, at a time
 
 static_assert(ROWS * ROW_THREADS == THREADS, "each row has its warps");
 static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: C up to 8192");
 
-// Where this thread's pack p of a row starts; where that is C or more, there is none.
+// The column at which this thread's pack p of a row starts; if >= C, there is none.
 __device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
 
-// Block (THREADS); grid (N / ROWS, rounded up). inp2 and residual may be null, together.
+// Block (THREADS); grid (N / ROWS, rounded up). inp2 and residual may be null, both or neither.
 extern "C" __global__ void __launch_bounds__(THREADS)
 residual_layernorm_forward(residual_element* residual, element* out, float* mean, float* rstd,
                            const residual_element* inp1, const element* inp2, const element* weight,
@@ -47,7 +47,7 @@ residual_layernorm_forward(residual_element* residual, element* out, float* mean
     const bool exists = row >= 0;  // else the thread stays for the barriers in sum_over_warps
     const int64 start = int64(row) * C;
 
-    uint4 bits[PACKS], addends[PACKS];  // all loads begin before the first is needed, and before anything is stored
+    uint4 bits[PACKS], addends[PACKS];  // all loads are issued before the first is needed, and before any store
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         bits[p] = addends[p] = {};
@@ -100,7 +100,7 @@ residual_layernorm_forward(residual_element* residual, element* out, float* mean
     }
 }
 
-// Whether the backward pass has its next row copied to shared memory while it works on one.
+// Whether the backward pass copies its next row to shared memory while it works on one.
 constexpr bool AHEAD = LAYERNORM_AHEAD;
 
 static_assert(LAYERNORM_SHARED == (AHEAD ? 2 * 3 * ROWS * C * sizeof(element) : 0),
@@ -113,7 +113,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const re
                    const element* weight, const float* mean, const float* rstd, int add_residual, int N) {
     const int own = threadIdx.x / ROW_THREADS;  // which of the block's ROWS rows is this thread's
     Floats dweight[PACKS] = {}, dbias[PACKS] = {}, total[PACKS] = {};
-    // Two buffers in turn for a row of each of dout, inp, dinp. A thread reads only what it has copied itself.
+    // Two buffers in turn, each for a row of dout, inp and dinp. A thread reads only what it copied itself: no barrier.
     extern __shared__ uint4 ahead[];
     const auto ahead_at = [&](int buffer, int which, int c) {
         return reinterpret_cast<uint4*>(reinterpret_cast<element*>(ahead) + ((own * 2 + buffer) * 3 + which) * C + c);
@@ -148,7 +148,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const re
         fetch(row - gridDim.x * ROWS, buffer ^ 1);
         if constexpr (AHEAD) copies_wait<1>();
 
-        uint4 d[PACKS], x[PACKS], before[PACKS];  // all loads begin before the first is needed
+        uint4 d[PACKS], x[PACKS], before[PACKS];  // all loads are issued before the first is needed
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             d[p] = x[p] = before[p] = {};
@@ -190,7 +190,7 @@ layernorm_backward(element* dinp, float* partials, const element* dout, const re
         }
     }
 
-    // All threads add up the sums of the block's rows, one of the three kinds after the other.
+    // Add up the sums of the block's rows, one of the three kinds after the other.
     __shared__ float static_sums[AHEAD ? 1 : ROWS * C];
     float* const sums = AHEAD ? reinterpret_cast<float*>(ahead) : static_sums;
     const Floats(*kinds[3])[PACKS] = {&dweight, &dbias, &total};

@@ -1,28 +1,28 @@
-// Matmuls for every GPU: float32, TF32 and, from sm_80 on, bfloat16. The kernels, their arguments and formulas are
-// those of matmul.cuh; matmul_hopper_bf16.cu is for Hopper in bfloat16.
+// The matmuls of matmul.cuh for every GPU: float32, TF32 and, from sm_80 on, bfloat16. (Hopper in bfloat16 has
+// matmul_hopper_bf16.cu.)
 //
-// A block computes a tile of 128 x 128 of `out`, each of its 8 warps 64 x 32 of it on the tensor cores. Operands come
-// in steps of 64 bytes of the inner dimension, copied to shared memory while earlier steps are multiplied. Rows in
-// shared memory are padded, so that a warp reads fragments without bank conflicts.
+// A block computes a tile of 128 x 128 of `out`, each of its 8 warps 64 x 32 of it on the tensor cores. Operands are
+// copied to shared memory in steps of 64 bytes of the inner dimension, while earlier steps are multiplied. Rows in
+// shared memory are padded, so that warps read fragments without bank conflicts.
 //
-// Where the inner dimension of dweight is split, each block waits for the sums of the previous split, from a block with
-// a lower number, and adds them to its own: see matmul.cuh, also for what that asks of the order in which blocks start.
+// If dweight's inner dimension is split (split-K), each block waits for the sums of the previous split, from a block
+// with a lower number, and adds them to its own. matmul.cuh says what that requires of the order in which blocks start.
 //
 // Bound by the tensor cores and by shared memory: each warp reads 96 rows of operands for 64 x 32 of out. With TF32
-// off, and before sm_80, the same threads compute the same sums by ordinary multiply-adds, 64 for each 16 numbers read.
-// Three tensor core instructions for one, as in attention (mma.cuh), would be faster, but tensor cores truncate: the
-// error would be 1.5 times that of PyTorch's float32. H200, fc of GPT-2 124M at B=32, forward, input gradient, weight
-// gradient: bfloat16 226, 257 and 154 TFLOP/s (cuBLASLt, with Hopper's own instructions, 690, 769, 776), TF32 106, 110
-// and 62 (388, 341, 222).
+// off, and before sm_80, the same threads compute the same sums by ordinary multiply-adds, 64 for every 16 numbers
+// read. Three TF32 products for one, as in attention (mma.cuh), would be faster, but tensor cores truncate: the error
+// would be 1.5 times that of PyTorch's float32. H200, fc of GPT-2 124M at B=32, TFLOP/s of forward, input gradient and
+// weight gradient: bfloat16 226, 257 and 154 (cuBLASLt, with wgmma, 690, 769 and 776), TF32 106, 110 and 62 (388, 341
+// and 222).
 
 #include "matmul.cuh"
 #include "mma.cuh"
 
 constexpr int BM = MATMUL_BM, BN = MATMUL_BN, BK = MATMUL_BK, STAGES = MATMUL_STAGES, THREADS = MATMUL_THREADS;
-// of a warp: elements, and tensor core tiles
+// per warp: elements, and mma tiles
 constexpr int WARP_M = 64, WARP_N = 32, ROWS = WARP_M / 16, COLUMNS = WARP_N / 8;
 constexpr int LINES = 128;  // of an operand: rows of out for A, columns for B
-// elements from one row in shared memory to the next
+// row stride in shared memory, in elements
 constexpr int ALONG_ROW = BK + PACK, ACROSS_ROW = LINES + 8;
 constexpr int OPERAND = LINES * ALONG_ROW;
 
@@ -40,8 +40,7 @@ __device__ inline void clear(Sums& sums) {
     for (int i = 0; i < ROWS * COLUMNS * 4; i++) at(sums, i) = 0.0f;
 }
 
-// Begin to copy step number `step` of an operand, lines first .. first + 127 of its `lines`; beyond these, and from K
-// on, zeros.
+// Start copying step `step` of an operand, lines first .. first + 127; zeros beyond its `lines` and beyond K.
 template <int IS_ACROSS>
 __device__ inline void copy_operand(element* to, const element* from, int first, int lines, int step, int K) {
 #pragma unroll
@@ -57,8 +56,8 @@ __device__ inline void copy_operand(element* to, const element* from, int first,
 
 #define ON_TENSOR_CORES (BFLOAT16 || TF32 && __CUDA_ARCH__ >= 800)
 
-// The most steps that matmul_backward_inp adds up in one chain on the tensor cores; the chains are added up in dinp.
-// llmc/matmul.py says why (LONGEST_CHAIN). 0: no limit.
+// The most steps that matmul_backward_inp accumulates in one chain on the tensor cores; the chains are added up in
+// dinp. llmc/matmul.py says why (LONGEST_CHAIN). 0: no limit.
 constexpr int CHAIN = MATMUL_CHAIN;
 
 template <int IS_ACROSS>
@@ -75,7 +74,7 @@ __device__ inline void read_a(FragmentA& a, const element* tile, int line, int k
     load_tiles<IS_ACROSS>(a, IS_ACROSS ? tile + (k + lane / 16 * 8 + lane % 8) * ACROSS_ROW + line + lane / 8 % 2 * 8
                                        : tile + (line + lane % 16) * ALONG_ROW + k + lane / 16 * 8);
 }
-// The same of B, as two fragments of 8 lines.
+// The same for B, as two fragments of 8 lines.
 template <int IS_ACROSS>
 __device__ inline void read_b(FragmentB& left, FragmentB& right, const element* tile, int line, int k) {
     const int lane = threadIdx.x % 32;
@@ -105,7 +104,7 @@ __device__ inline void read_b(FragmentB& left, FragmentB& right, const element* 
 
 #endif
 
-// sums += one step's part of this warp's rows, from `row` on, and columns, from `column` on.
+// sums += one step's products, for this warp's rows from `row` on and columns from `column` on.
 template <int A_ACROSS, int B_ACROSS>
 __device__ __forceinline__ void multiply_step(Sums& sums, const element* a, const element* b, int row, int column) {
 #if ON_TENSOR_CORES
@@ -162,11 +161,11 @@ __device__ __forceinline__ void multiply(Sums& sums, const Item& item, const ele
     for (int step = item.begin; step < item.begin + STAGES - 1; step++) begin_copy(step);
     for (int step = item.begin; step < item.end; step++) {
         copies_wait<STAGES - 2>();
-        __syncthreads();  // the step has arrived, and no warp needs the one before it, which the next copies overwrite
+        __syncthreads();  // the step has arrived, and all are done with the previous one, which begin_copy overwrites
         begin_copy(step + STAGES - 1);
         const element* stage = stages + step % STAGES * 2 * OPERAND;
         multiply_step<A_ACROSS, B_ACROSS>(ON_TENSOR_CORES ? sums : short_sums, stage, stage + OPERAND, row, column);
-        // One long float32 sum would have several times the error of cuBLASLt's: so sums of 64 are added up.
+        // One long float32 sum would have several times cuBLASLt's error, so sums of 64 products are added up.
         if (!ON_TENSOR_CORES && (step % 4 == 3 || step == item.end - 1)) {
 #pragma unroll
             for (int i = 0; i < ROWS * COLUMNS * 4; i++) at(sums, i) += at(short_sums, i);
@@ -176,7 +175,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Item& item, const ele
     __syncthreads();
 }
 
-// Calls f(row, column, x): x points at the thread's sums for that row and column and for the next column.
+// Call f(row, column, x), x pointing at the thread's sums for that row, for that column and the next one.
 template <class F>
 __device__ __forceinline__ void for_each_pair(Sums& sums, const Item& item, const Sizes& z, F f) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -198,7 +197,7 @@ __device__ inline float2 get_pair(const __nv_bfloat16* from) {
 }
 #endif
 
-// Block (THREADS); grid (tiles). Shared memory: STAGES * 2 * OPERAND elements. So for all kernels below.
+// For all kernels below: block (THREADS); grid (tiles); shared memory: STAGES * 2 * OPERAND elements.
 extern "C" __global__ void __launch_bounds__(THREADS)
 matmul_forward(element* out, const element* inp, const element* weight, const element* bias, int M, int N, int K,
                int band) {
@@ -272,7 +271,7 @@ matmul_backward_inp_gelu(element* dinp, float* partials, const element* dout, co
 #pragma unroll
     for (int j = 0; j < COLUMNS * 2; j++) {
 #pragma unroll
-        // rows from M on are zeros
+        // rows >= M are 0
         for (int i = 0; i < ROWS * 2; i++) total[j] += sums[i / 2][j / 2][i % 2 * 2 + j % 2];
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {

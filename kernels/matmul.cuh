@@ -1,4 +1,4 @@
-// What our matmuls' two files share: how a matmul is cut into work items, and how blocks hand on the sums of a tile.
+// Shared by the two files of matmuls: how a matmul is cut into work items, and how blocks pass on the sums of a tile.
 //
 //     matmul_forward             out = inp @ weight^T + bias                               out =
 //     matmul_forward_gelu        the same, and gelu = GELU(out), of the rounded out        out =, gelu =
@@ -7,17 +7,17 @@
 //                                partials[tile] = column sums of dinp                      partials =
 //     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight =
 //
-// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). In matmul_backward_inp_gelu, inp is what GELU was
-// applied to. In the code, a matmul is out (M,N) = A (M,K) @ B (K,N), K the inner dimension. No operand is transposed
-// beforehand: one in which K is not the contiguous dimension is called "across".
+// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). In matmul_backward_inp_gelu, inp is the input of GELU.
+// In the code, each matmul is out (M,N) = A (M,K) @ B (K,N), with inner dimension K. No operand is transposed
+// beforehand: an operand whose contiguous dimension is not K is called "across".
 //
-// matmul_backward_weight may split the inner dimension. Then each split of a tile is an item of its own, and a tile's
-// splits are added up in their order, so that the result does not depend on which block was first. partials: BM * BN
-// float32 for each tile, the sums of its splits so far; done: how many splits these are, 0 before and after. Neither is
-// used when splits is 1. An item waits for the previous split of its tile, an item with a lower number, to be in
-// partials. So all items get done as long as blocks start in the order of their numbers. CUDA does not promise that
-// order, though GPUs keep to it: in another one, blocks that wait could fill the GPU before those that they wait for
-// have begun.
+// matmul_backward_weight may split the inner dimension (split-K). Then each split of a tile is a work item of its own,
+// and a tile's splits are added up in order, so that the result does not depend on which block was first. partials: BM
+// * BN float32 per tile, the sums of its splits so far; done: the number of these splits, 0 before and after. Neither
+// is used if splits is 1. An item waits until the previous split of its tile, an item with a lower number, is in
+// partials. This cannot deadlock as long as blocks start in the order of their numbers. CUDA does not promise that
+// order, though GPUs keep to it: in another order, waiting blocks could fill the GPU before the blocks that they wait
+// for have started.
 
 #pragma once
 
@@ -25,12 +25,12 @@
 
 struct Sizes {
     int M, N, K;
-    int band;    // rows of tiles that are done together, column by column: what they read stays in the L2 cache
+    int band;    // rows of tiles done together, column by column, so that their operands stay in the L2 cache
     int splits;  // of the inner dimension
 };
 
-// A work item: a tile of BM x BN of out, from (row, column) on, and steps begin .. end - 1 of the inner dimension, BK
-// each, which are its `split`.
+// A work item: the BM x BN tile of out at (row, column), and steps begin .. end - 1 of the inner dimension, BK each,
+// which make up its `split`.
 struct Item {
     int row, column, tile, split, begin, end;
 };
@@ -44,7 +44,7 @@ __device__ inline int steps_of(int w, const Sizes& z) {
     return steps * (split + 1) / z.splits - steps * split / z.splits;
 }
 
-// Item number w; false when there are none left. Divisions are few, because each takes hundreds of cycles.
+// Find item number w; false if there are none left. Divisions are few, because each takes hundreds of cycles.
 template <int BM, int BN, int BK>
 __device__ inline bool pick(Item& item, int w, const Sizes& z) {
     const int down = (z.M + BM - 1) / BM, across = (z.N + BN - 1) / BN, steps = (z.K + BK - 1) / BK;
@@ -60,8 +60,8 @@ __device__ inline bool pick(Item& item, int w, const Sizes& z) {
     return item.split < z.splits;
 }
 
-// Between blocks: announce() sets *count after all that this thread has written; wait_for() waits until *count is
-// `value`, and sees what was written before.
+// Between blocks: announce() sets *count, after everything that this thread has written; wait_for() waits until *count
+// is `value`, and then sees these writes.
 __device__ inline void wait_for(const int* count, int value) {
     int found;
     do {

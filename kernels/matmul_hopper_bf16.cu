@@ -1,35 +1,35 @@
-// Matmuls for Hopper (sm_90a), bfloat16, with the bias, GELU, its derivative and column sums in the epilogue. The
-// kernels, their arguments and formulas are those of matmul.cuh.
+// The matmuls of matmul.cuh for Hopper (sm_90a), bfloat16, with the bias, GELU, its derivative and column sums in the
+// epilogue.
 //
-// The design is CUTLASS's "persistent, warp-specialized, ping-pong". Blocks are persistent, one per multiprocessor, and
-// take work items one after the other: tiles of out of 128 x 192 or, "narrow", 128 x 160. How data travels:
+// The design is CUTLASS's "persistent, warp-specialized, ping-pong" kernel: one block per multiprocessor takes one work
+// item after the other, tiles of out of 128 x 192 or, in the "narrow" kernels, 128 x 160. Data flow:
 //
 //     A, B           --TMA--> shared memory, a ring buffer of steps --wgmma--> accumulators in registers
 //     accumulators   --epilogue--> strips of 32 or 64 columns in shared memory --TMA--> out
 //
 // A step is 64 of the inner dimension: 128 x 64 of A and 64 x 192 of B. In the producer warpgroup, one thread issues
-// TMA loads, always some steps ahead, across the end of a tile too. The two consumer warpgroups have a tile each, and
-// take turns:
+// TMA loads, a few steps ahead, across tile boundaries, too. The two consumer warpgroups have a tile each, and take
+// turns:
 //
 //     consumer 0   mainloop, tile 0 | epilogue, tile 0 | mainloop, tile 2 | epilogue, tile 2 | ...
 //     consumer 1                    | mainloop, tile 1 | epilogue, tile 1 | mainloop, tile 3 | ...
 //
-// So the tensor cores never wait for an epilogue, as long as it is shorter than a mainloop: 12 steps of 768 cycles when
-// the inner dimension is 768. Two kernels have more to do in their epilogues, and give some of it to other warps as a
-// "side job". In matmul_forward_gelu, the epilogue only stores out's strips in shared memory; a fourth warpgroup
-// applies GELU and stores both by TMA. In matmul_backward_inp_gelu, the epilogue has time to multiply by GELU's
-// derivative, but not to wait for TMA; a warp of the producer warpgroup loads inp's strips ahead and stores dinp's.
+// So the tensor cores never wait for an epilogue that is shorter than a mainloop: 12 steps of 768 cycles if the inner
+// dimension is 768. Two kernels have longer epilogues and hand part of them to other warps as a "side job". In
+// matmul_forward_gelu, the epilogue only writes out's strips to shared memory; a fourth warpgroup applies GELU and
+// stores both by TMA. In matmul_backward_inp_gelu, the epilogue has time to multiply by GELU's derivative, but not to
+// wait for TMA; a warp of the producer warpgroup prefetches inp's strips and stores dinp's.
 //
-// dweight has few tiles and a long inner dimension. Where there are too few tiles for the multiprocessors, the inner
-// dimension is split among blocks (matmul.cuh): each adds to its accumulators those of the previous splits, which it
-// reads with several loads in flight.
+// dweight has few tiles and a long inner dimension. If the tiles are too few for the multiprocessors, the inner
+// dimension is split among blocks (split-K, matmul.cuh): each adds the sums of the previous splits to its accumulators,
+// with several loads in flight.
 //
-// Bound by the tensor cores, 2048 multiply-adds per cycle and multiprocessor, and just as much by shared memory: a step
+// Bound by the tensor cores, 2048 multiply-adds per cycle and multiprocessor, and equally by shared memory: a step
 // takes the tensor cores 768 cycles, and moves 40 KB into shared memory and 64 KB out of it, 832 cycles at 128 bytes
-// per cycle. Large matmuls are bound by power. H200, GPT-2 124M, all matmuls of a step together, beside cuBLASLt with
-// searched algorithms: with GELU 1.00 times as fast at B=4, 1.05 at B=32 and 1.06 at 64; the matmuls alone 0.95, 0.99
-// and 1.01. fc with GELU at B=64: 0.46 ms, 0.63 with cuBLASLt and a kernel for GELU. The steps from a simple kernel to
-// this one are in dev/kernels/matmul_hopper.cu, what was tried in dev/matmul.md.
+// per cycle. Large matmuls are bound by power. H200, GPT-2 124M, all matmuls of a step together, speed relative to
+// cuBLASLt with searched algorithms: with GELU 1.00 at B=4, 1.05 at B=32 and 1.06 at B=64; the matmuls alone 0.95, 0.99
+// and 1.01. fc with GELU at B=64: 0.46 ms; cuBLASLt and a GELU kernel, 0.63. The steps from a simple kernel to this one
+// are in dev/kernels/matmul_hopper.cu, what was tried in dev/matmul.md.
 
 #include "hopper.cuh"
 #include "matmul.cuh"
@@ -41,18 +41,18 @@ constexpr int BM = MATMUL_BM, BK = MATMUL_BK;  // BN, the columns of a tile, is 
 constexpr int WIDE_BN = MATMUL_BN, NARROW_BN = MATMUL_NARROW_BN;
 constexpr int CONSUMERS = 2;  // warpgroups that compute
 constexpr int THREADS = MATMUL_THREADS;
-constexpr int GELU_WARPGROUP = 1 + CONSUMERS;  // the fourth warpgroup, in matmul_forward_gelu alone
-// Registers of a thread. The sum over the warpgroups is 3 * 168 or, with a GELU warpgroup, 4 * 128. With fewer, the
-// consumers' wgmmas would wait for each other.
+constexpr int GELU_WARPGROUP = 1 + CONSUMERS;  // the fourth warpgroup, only in matmul_forward_gelu
+// Registers per thread. Over the warpgroups, they sum to 3 * 168 or, with a GELU warpgroup, 4 * 128. With fewer, the
+// consumers' wgmmas would be serialized.
 template <bool HAS_GELU_WARPGROUP>
 constexpr int LOADER_REGISTERS = HAS_GELU_WARPGROUP ? 24 : 40;
 template <bool HAS_GELU_WARPGROUP>
 constexpr int COMPUTE_REGISTERS = HAS_GELU_WARPGROUP ? 224 : 232;
 constexpr int GELU_REGISTERS = 40;
-constexpr int STAGES_ROOM = MATMUL_STAGES * (BM + WIDE_BN) * BK;  // elements of the steps of both operands
+constexpr int STAGES_ROOM = MATMUL_STAGES * (BM + WIDE_BN) * BK;  // elements of all stages, both operands
 constexpr int STRIP = BM * MATMUL_STRIP;                          // elements of a strip of 64 columns
 
-// Named barriers: OWN_STRIPS + i is for the threads of warpgroup i alone, around the strips that they write.
+// Named barriers: at OWN_STRIPS + i, the threads of warpgroup i wait for each other, around the strips that they write.
 enum NamedBarrier { OWN_STRIPS = 1 };
 
 static_assert(THREADS == (1 + CONSUMERS) * WARPGROUP, "beside the consumer warpgroups, one loads");
@@ -61,15 +61,15 @@ static_assert(MATMUL_SHARED == (STAGES_ROOM + 2 * CONSUMERS * STRIP) * sizeof(el
               "shared memory: the steps, and two strips for each consumer");
 
 template <int BN>
-using Accumulators = float[2][BN / 2];  // a thread's part of a tile: of rows 0 .. 63 and of rows 64 .. 127
+using Accumulators = float[2][BN / 2];  // a thread's part of a tile: rows 0 .. 63 and rows 64 .. 127
 
-// Where a thread's accumulators belong: acc[k / 2][4 * j + k % 2 * 2] and the next are two columns, from 8 * j + 2 * t
-// on, of row(k), k = 0 .. 3.
+// The layout of a thread's accumulators: acc[k / 2][4 * j + k % 2 * 2] and the next one are in row(k), k = 0 .. 3, in
+// the two columns from 8 * j + 2 * t on.
 struct Layout {
     int t = threadIdx.x % 4, g = threadIdx.x % 32 / 4, first = threadIdx.x % WARPGROUP / 32 * 16 + g;
     __device__ int row(int k) const { return first + k % 2 * 8 + k / 2 * 64; }
 
-    // The two columns from 8 * unit + 2 * t on in row(k) of a strip of 64 columns, swizzled as TMA expects it.
+    // The two columns from 8 * unit + 2 * t on of row(k) in a strip of 64 columns, swizzled as TMA expects it.
     __device__ uint32* pair(element* strip, int unit, int k) const {
         return reinterpret_cast<uint32*>(strip) + first * 32 + (unit ^ g) * 4 + t + (k % 2 * 8 + k / 2 * 64) * 32;
     }
@@ -91,18 +91,18 @@ struct Nothing {
     __device__ void operator()() const {}
 };
 
-// The pipeline of all kernels here. For each of the block's tiles: the mainloop, then epilogue(acc, item, strips), both
-// in the consumer warpgroup whose turn it is. `strips` is that consumer's shared memory for two strips. epilogue() must
-// bring the consumer's warps together, see `mainloop_turn`. side_job() is called once, by each warp of the GELU
-// warpgroup if there is one, else by the three warps of the producer warpgroup that load nothing.
+// The pipeline of all kernels here. For each of the block's tiles, the consumer warpgroup whose turn it is runs the
+// mainloop, then epilogue(acc, item, strips). `strips` is its shared memory for two strips. epilogue() must synchronize
+// the consumer's warps: see `mainloop_turn`. side_job() is called once, by each warp of the GELU warpgroup if there is
+// one, else by the three warps of the producer warpgroup that load nothing.
 template <int BN, int A_ACROSS, int B_ACROSS, bool HAS_GELU_WARPGROUP = false, class Epilogue, class SideJob = Nothing>
 __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z,
                                        Epilogue epilogue, SideJob side_job = {}) {
     constexpr int BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK, STAGES = STAGES_ROOM / STAGE;
-    constexpr int LOADED = (BM + (B_ACROSS ? BOXES * 64 : BN)) * BK;  // elements of a step
+    constexpr int LOADED = (BM + (B_ACROSS ? BOXES * 64 : BN)) * BK;  // elements per step
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> step_ring;  // guards `stages`
-    __shared__ Mbarrier mainloop_turn;  // guards the tensor cores: ends a phase when an item's last wgmma is begun
+    __shared__ Mbarrier mainloop_turn;  // guards the tensor cores: a phase ends when an item's last wgmma is issued
     if (threadIdx.x == 0) {
         step_ring.init(1, 4);
         mbarrier_init(&mainloop_turn, 4);
@@ -147,18 +147,18 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
         take_registers<COMPUTE_REGISTERS<HAS_GELU_WARPGROUP>>();
         const int consumer = warpgroup() - 1;
         element* const strips = stages + STAGES_ROOM + consumer * 2 * STRIP;
-        int steps;  // of item i, the block's i-th; n: the steps of all previous items, which the ring has counted
+        int steps;  // of the block's i-th item; n: the steps of all items before it, as counted by the ring
         for (int w = blockIdx.x, i = 0, n = 0;; w += gridDim.x, i++, n += steps) {
             steps = steps_of<BM, BN, BK>(w, z);
             if (i % CONSUMERS == consumer) {
                 if (!pick<BM, BN, BK>(item, w, z)) break;
                 Accumulators<BN> acc;  // the first wgmma overwrites them
 
-                // Wait for the turn: the other consumer has begun its last wgmma. Parity tells only two phases apart,
-                // so no warp may run ahead of its warpgroup: the epilogue brings its warps together.
+                // Wait for the turn: the other consumer has issued its last wgmma. Parity only tells two phases apart,
+                // so no warp may run ahead of its warpgroup: the epilogue synchronizes its warps.
                 if (i > 0) mbarrier_wait(&mainloop_turn, (i & 1) ^ 1);
 
-                // Mainloop: begin the wgmmas of step k, wait for those of step k - 1, and release its stage.
+                // Mainloop: issue the wgmmas of step k, wait for those of step k - 1, and release its stage.
                 for (int k = 0; k < steps; k++) {
                     const element *a = stages + (n + k) % STAGES * STAGE, *b = a + BM * BK;
                     const unsigned long long a_at = A_ACROSS ? descriptor_across(a) : descriptor(a);
@@ -166,7 +166,7 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
                     step_ring.wait_full(n + k);
                     wgmma_fence();
 #pragma unroll
-                    for (int slice = 0; slice < BK / 16; slice++) {  // of 16: 32 bytes of a row, or 16 rows
+                    for (int slice = 0; slice < BK / 16; slice++) {  // 16 of K: 32 bytes of a row, or 16 rows
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
                             wgmma<A_ACROSS, B_ACROSS>(acc[half], a_at + half * 512 + slice * (A_ACROSS ? 128 : 2),
@@ -180,7 +180,7 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
                     }
                 }
 
-                // Give the turn to the other consumer, then drain.
+                // Pass the turn to the other consumer, then drain.
                 if (threadIdx.x % 32 == 0) mbarrier_arrive(&mainloop_turn);
                 wgmma_wait<0>();
                 fence_operand(acc[0]);
@@ -190,19 +190,19 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
                 epilogue(acc, item, strips);
             }
         }
-        if (leads_warpgroup()) stores_wait<0>();  // a block's shared memory must last until TMA has read it
+        if (leads_warpgroup()) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
     }
 }
 
-// Before a strip is filled: wait until TMA has read all strips but the newest PENDING.
+// Called before a strip is filled: wait until TMA has read all strips but the newest PENDING.
 template <int PENDING>
 __device__ inline void wait_strip_empty() {
     if (leads_warpgroup()) stores_wait<PENDING>();
     warpgroup_sync();
 }
 
-// When the warpgroup has filled a strip, of the tile's columns from `column` on: its first thread begins the TMA store.
-// The same thread waits for it, in wait_strip_empty: stores are counted for each thread.
+// Called when the warpgroup has filled a strip, of the tile's columns from `column` on: its first thread starts the TMA
+// store. The same thread waits for it, in wait_strip_empty, because stores are counted per thread.
 __device__ inline void store_strip(const TensorMap& map, const element* strip, const Item& item, int column) {
     fence_for_async();
     warpgroup_sync();
@@ -231,11 +231,11 @@ __device__ __forceinline__ void fill_strip(element* strip, const Accumulators<BN
     }
 }
 
-// A warp's rows of a strip of 64 columns, as 8 squares of 16 x 16. Square n has columns n / 2 * 16 .. + 15 and, of the
-// rows from n % 2 * 64 on, the warp's 16. Of a square, a thread has four pairs, as in the A operand of a wgmma: at (g,
+// A warp's rows of a strip of 64 columns, as 8 squares of 16 x 16. Square n has columns n / 2 * 16 .. + 15 of the
+// warp's 16 rows in half n % 2 of the strip. Of a square, a thread holds four pairs, as in wgmma's A operand: at (g,
 // 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8).
 struct Squares {
-    element* row;  // of this lane in a square's four matrices of 8 x 8
+    element* row;  // of this lane in a square's four 8 x 8 matrices
     int swizzle;
     __device__ Squares(element* strip) {
         const int lane = threadIdx.x % 32, r = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void gelu_strip(element* out, element* strip) {
     }
 }
 
-// The plain epilogue: a tile * scale + bias, to the tensor, strip by strip through shared memory.
+// The plain epilogue: store a tile * scale + bias to the tensor, strip by strip through shared memory.
 template <int BN>
 __device__ __forceinline__ void store_tile(const TensorMap& map, const Accumulators<BN>& acc, const Item& item,
                                            element* strips, float scale, const element* bias, int N) {
@@ -296,9 +296,9 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const Accumulat
     }
 }
 
-// Block (384), of matmul_forward_gelu (512); grid (at most as many blocks as items). Shared memory: STAGES_ROOM + 4 *
-// STRIP elements. Boxes of the maps, rows x columns: A 128 x 64, across 64 x 64; B 192 x 64 (narrow: 160 x 64), across
-// 64 x 64; out, and the tensors like it, 128 x 64 (narrow: 128 x 32).
+// For all kernels below: block (384), in matmul_forward_gelu (512); grid (at most as many blocks as items); shared
+// memory: STAGES_ROOM + 4 * STRIP elements. Boxes of the maps, rows x columns: A 128 x 64, across 64 x 64; B 192 x 64
+// (narrow: 160 x 64), across 64 x 64; out, and the tensors like it, 128 x 64 (narrow: 128 x 32).
 template <int BN>
 __device__ __forceinline__ void forward(const TensorMap& out, const TensorMap& inp, const TensorMap& weight,
                                         const element* bias, const Sizes& z) {
@@ -313,7 +313,7 @@ matmul_forward(const __grid_constant__ TensorMap out, const __grid_constant__ Te
     forward<WIDE_BN>(out, inp, weight, bias, {M, N, K, band, 1});
 }
 
-// 1600 columns are 10 narrow tiles, or 8.3 wide ones, of which the ninth would be mostly empty.
+// 1600 columns are 10 narrow tiles, or 8.3 wide ones, where the ninth would be mostly empty.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_forward_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
                       const __grid_constant__ TensorMap weight, const element* bias, int M, int N, int K, int band) {
@@ -326,9 +326,9 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
                     const element* bias, int M, int N, int K, int band) {
     constexpr int BN = WIDE_BN, STRIPS = BN / 64;  // strips of a tile
     extern __shared__ __align__(1024) element stages[];
-    __shared__ Ring<2> strip_ring;      // guards `strips` of out: the consumers fill them, the side job empties them
+    __shared__ Ring<2> strip_ring;      // guards `strips`, of out: filled by the consumers, emptied by the side job
     __shared__ int2 strip_at[2];        // the strips' columns and rows in out
-    __shared__ Mbarrier epilogue_turn;  // guards the ring's order: ends a phase when all strips of a tile are in
+    __shared__ Mbarrier epilogue_turn;  // guards the ring's order: a phase ends when all strips of a tile are in
     element *const strips = stages + STAGES_ROOM, *const gelus = strips + 2 * STRIP;
     if (threadIdx.x == 0) {
         strip_ring.init(WARPGROUP, WARPGROUP);
@@ -355,7 +355,7 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
             mbarrier_arrive(&epilogue_turn);
             tile += CONSUMERS;
         },
-        [&] {  // side job, of the GELU warpgroup: GELU of each strip, and both to memory
+        [&] {  // side job, of the GELU warpgroup: apply GELU to each strip, store both
             const int tiles = (M + BM - 1) / BM * ((N + BN - 1) / BN), stride = gridDim.x;
             const int count = (tiles - int(blockIdx.x) + stride - 1) / stride * STRIPS;  // strips of this block
             for (int n = 0; n < count; n++) {
@@ -368,7 +368,7 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
                 }
                 __syncwarp();
                 gelu_strip(gelu, strip);
-                if (leads_warpgroup()) stores_wait<1>();  // gelu of strip n - 1 is read: n + 1 will overwrite it
+                if (leads_warpgroup()) stores_wait<1>();  // TMA has read gelu of strip n - 1: n + 1 will overwrite it
                 fence_for_async();
                 warpgroup_sync();
                 if (leads_warpgroup()) {
@@ -402,8 +402,8 @@ matmul_backward_inp_narrow(const __grid_constant__ TensorMap dinp, const __grid_
     backward_inp<NARROW_BN>(dinp, dout, weight, scale, {M, N, K, band, 1});
 }
 
-// v: a thread's sums of columns 2t, 2t + 1, 2t + 8 and 2t + 9 over its own rows. column[0 .. 15] = those over all rows
-// of the warp.
+// column[0 .. 15] = the column sums over all rows of the warp. v: the thread's sums over its own rows, of columns 2t,
+// 2t + 1, 2t + 8 and 2t + 9.
 __device__ inline void sum_columns(float* column, float (&v)[4]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     halve<2, 1>(v);
@@ -416,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials,
                          const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap weight,
                          const __grid_constant__ TensorMap inp, int M, int N, int K, int band) {
-    constexpr int BN = WIDE_BN, STRIPS = BN / 64, SLOTS = 4;  // strips of a tile; slots for inp's, then dinp's
+    constexpr int BN = WIDE_BN, STRIPS = BN / 64, SLOTS = 4;  // strips of a tile; slots for inp's, later dinp's
     extern __shared__ __align__(1024) element stages[];
     __shared__ Mbarrier inp_full[SLOTS], dinp_full[SLOTS];  // guard `slots`: inp is loaded, dinp written
     __shared__ float sums[2][4][64];                        // a strip's column sums over the rows of each warp
@@ -430,7 +430,7 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
     int current = (warpgroup() - 1) * STRIPS;  // which of the block's strips this consumer is at
     matmul<BN, 0, 1>(
         dout, weight, z,
-        [&](Accumulators<BN>& acc, const Item& item, element*) {  // epilogue: dinp over inp, and column sums
+        [&](Accumulators<BN>& acc, const Item& item, element*) {  // epilogue: inp becomes dinp; column sums
 #pragma unroll
             for (int s = 0; s < STRIPS; s++, current++) {
                 const Squares strip(slots + current % SLOTS * STRIP);
@@ -468,7 +468,7 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
             }
             current += (CONSUMERS - 1) * STRIPS;
         },
-        [&] {  // side job, of one warp: load the strips of inp, and store those of dinp and the column sums
+        [&] {  // side job, of one warp: load the strips of inp, store those of dinp and the column sums
             const int lane = threadIdx.x % 32;
             if (threadIdx.x / 32 != 1) return;
             const auto find_strip = [&](Item& item, int n) {  // false: there is no such strip
@@ -484,8 +484,8 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
             };
             for (int n = 0; n < SLOTS; n++) {
                 load(n);
-                // Consumer 1 begins with strip 3; then it waits for phase 1 of slot 0, and phase 0 must be over by
-                // then.
+                // Consumer 1 begins with strip 3, and next waits for phase 1 of slot 0, which parity can tell only if
+                // phase 0 is over by then.
                 mbarrier_wait(&inp_full[0], 0);
             }
             Item item;
@@ -502,7 +502,7 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
                 }
                 mbarrier_arrive(&sums_empty[n % 2]);
                 __syncwarp();  // all lanes are here before lane 0's next load lets a consumer go on
-                if (lane == 0) stores_wait<1>();  // all strips but this one are read
+                if (lane == 0) stores_wait<1>();  // TMA has read all strips but this one
                 if (n > 0) load(n - 1 + SLOTS);
             }
             if (lane == 0) stores_wait<0>();
@@ -515,7 +515,7 @@ __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4
                                                 const TensorMap& dout, const TensorMap& inp, float scale,
                                                 const Sizes& z) {
     constexpr int STRIP_COLUMNS = MATMUL_NARROW_STRIP;  // columns of a strip
-    constexpr int QUADS = BN / 4, IN_FLIGHT = 8;        // float4s of a thread; loads in flight
+    constexpr int QUADS = BN / 4, IN_FLIGHT = 8;        // float4s per thread; loads in flight
     matmul<BN, 1, 1>(dout, inp, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
         const auto quad = [&](int j) { return &acc[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
         float4* const tile_partials = partials + int64(item.tile) * (BM * BN / 4) + threadIdx.x % WARPGROUP;
@@ -537,7 +537,7 @@ __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4
             }
         }
 
-        // All splits but the last hand on their sums; the last one goes on to write dweight.
+        // All splits but the last pass on their sums; the last one writes dweight.
         if (item.split < z.splits - 1) {
 #pragma unroll
             for (int j = 0; j < QUADS; j++) {

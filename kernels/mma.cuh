@@ -1,22 +1,22 @@
-// Matmuls by one warp, on the tensor cores of every GPU from sm_80 on, and for float32 without them: the instructions,
-// and the matmuls that attention.cu makes of them.
+// Matmuls by one warp (mma.sync), on the tensor cores of every GPU from sm_80 on; before that, in plain float32. First
+// the instructions, then the matmuls that attention.cu builds from them.
 //
-// D (16,8) += A (16,DEPTH) @ B (DEPTH,8), D in float32. A fragment is what one lane holds of such a tile. In float32,
-// DEPTH is 8 and lane 4g + t holds (PTX ISA, mma.m16n8k8)
+// D (16,8) += A (16,DEPTH) @ B (DEPTH,8), D in float32. A fragment is one lane's part of such a tile. In float32, DEPTH
+// is 8, and lane 4g + t holds (PTX ISA, mma.m16n8k8)
 //     A   a[0] (g, t)    a[1] (g + 8, t)     a[2] (g, t + 4)    a[3] (g + 8, t + 4)
 //     B   b[0] (t, g)    b[1] (t + 4, g)
 //     D   d[0] (g, 2t)   d[1] (g, 2t + 1)    d[2] (g + 8, 2t)   d[3] (g + 8, 2t + 1)
-// In bfloat16, DEPTH is 16 and it holds (mma.m16n8k16), in pairs along k,
+// In bfloat16, DEPTH is 16, and it holds pairs along k (mma.m16n8k16) that start at
 //     A   a[0] (g, 2t)   a[1] (g + 8, 2t)    a[2] (g, 2t + 8)   a[3] (g + 8, 2t + 8)
 //     B   b[0] (2t, g)   b[1] (2t + 8, g)
 // and D as above.
 //
-// Tensor cores read 10 bits of a float's mantissa (TF32). With TF32 on, operands are rounded to that. With TF32 off,
-// each operand is split into the sum of two TF32 numbers, a big and a small one. Of the four products of these, three
-// are added up, the smaller ones first; the fourth, small times small, is 2^-22 of the result. A tensor core truncates
-// when it adds, so that the error of a long sum grows in one direction; therefore each instruction starts from zero,
-// and an ordinary addition, which rounds, accumulates its result. Before sm_80 there is no TF32: there, lanes exchange
-// operands by shuffles and multiply in plain float32, correct but slow.
+// Tensor cores read only 10 bits of a float's mantissa (TF32). With TF32 on, operands are rounded to that. With TF32
+// off, each operand is split into two TF32 numbers, a big and a small one, and three of their four products are added,
+// the smaller ones first; the fourth, small times small, is 2^-22 of the result. Tensor cores truncate when they
+// accumulate, so the error of a long sum grows in one direction. Therefore each instruction starts from zero, and its
+// result is accumulated by an ordinary addition, which rounds. Before sm_80 there is no TF32: lanes exchange operands
+// by shuffles and multiply in plain float32, correct but slow.
 
 #pragma once
 
@@ -36,8 +36,8 @@ __device__ inline void mma(FragmentD& d, const FragmentA& a, const FragmentB& b)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// ldmatrix: four matrices of 8 x 8 elements. Lane 8i + r passes the address of row r of matrix i. Of matrix i, lane 4g
-// + t gets in x[i] elements 2t and 2t + 1 of row g or, with ACROSS, of column g.
+// ldmatrix: load four 8 x 8 matrices. Lane 8i + r passes the address of row r of matrix i. Lane 4g + t gets in x[i]
+// elements 2t and 2t + 1 of row g of matrix i or, with ACROSS, of column g.
 template <int ACROSS>
 __device__ inline void load_tiles(uint32 (&x)[4], const element* row) {
     const uint32 from = __cvta_generic_to_shared(row);
@@ -116,22 +116,22 @@ __device__ inline void mma(FragmentD& d, const FragmentA& a, const FragmentB& b)
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// For attention.cu. A warp keeps M times 16 rows of one head in registers, and multiplies them with tiles of N rows of
-// another tensor, in shared memory, in the two ways that attention needs:
+// For attention.cu: a warp keeps M times 16 rows of one head in registers and multiplies them by tiles of another
+// tensor, in shared memory, in the two ways that attention needs:
 //
-//     matmul_transposed   scores (16,N) = rows (16,HS) @ tile (N,HS)^T       query @ key^T
-//     matmul              result (16,HS) += scores (16,N) @ tile (N,HS)      P @ value, P staying in its registers
+//     matmul_transposed   scores (16,8N) = rows (16,HS) @ tile (8N,HS)^T     query @ key^T
+//     matmul              result (16,HS) += scores (16,8N) @ tile (8N,HS)    P @ value, with P still in registers
 //
-// What is read of a tile serves all M times 16 rows. What differs between bfloat16 and float32 is here, so that
-// attention.cu is the same for both: where the elements of a tile lie in shared memory (tile_at), how they become the B
-// operand, and which columns of a result a lane has.
+// Each B fragment that is loaded serves all M times 16 rows. What differs between bfloat16 and float32 is kept here, so
+// that attention.cu is the same for both: where the elements of a tile are in shared memory (tile_at), how they become
+// B fragments, and which columns of a result a lane holds.
 
 typedef FragmentA Rows[HS / DEPTH];  // 16 rows of one head, as A
-typedef FragmentD Result[HS / 8];    // 16 rows of a result: row g + i / 2 * 8, column result_column(n, i) is [n][i]
+typedef FragmentD Result[HS / 8];    // 16 rows of a result: [n][i] is row g + i / 2 * 8, column result_column(n, i)
 
 #if BFLOAT16
 
-// elements from one row of a tile to the next: the 16-byte units of 8 rows lie in different banks
+// row stride in elements: padded, so that the 16-byte units of 8 rows lie in different banks
 constexpr int TILE_STRIDE = HS + 8;
 
 template <class E>
@@ -140,7 +140,7 @@ __device__ inline E* tile_at(E* tile, int r, int c) {
 }
 __device__ inline int result_column(int n, int i) { return 8 * n + threadIdx.x % 4 * 2 + i % 2; }
 
-// 16 rows from global memory; rows from T on are zeros.
+// Load 16 rows from global memory; rows >= T are 0.
 __device__ inline void load_rows(Rows& a, const element* head, int row, int T, int row_stride) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -154,7 +154,7 @@ __device__ inline void load_rows(Rows& a, const element* head, int row, int T, i
     }
 }
 
-// sums += this lane's part of the dot products of rows g (sums[0]) and g + 8 of a and b.
+// sums += this lane's part of the dot products of rows g (sums[0]) and g + 8 (sums[1]) of a and b.
 __device__ inline void add_dot_products(float (&sums)[2], const Rows& a, const Rows& b) {
 #pragma unroll
     for (int k = 0; k < HS / 16; k++) {
@@ -190,7 +190,7 @@ __device__ inline void matmul_transposed(FragmentD (&scores)[M][N], const Rows (
     }
 }
 
-// D has the layout of A: its numbers only have to be rounded, in pairs.
+// D has the layout of A: the scores only have to be rounded, in pairs.
 template <int M, int N>
 __device__ inline void matmul(Result (&result)[M], const FragmentD (&scores)[M][N], const element* tile) {
     const int lane = threadIdx.x % 32;
@@ -219,7 +219,7 @@ __device__ inline void matmul(Result (&result)[M], const FragmentD (&scores)[M][
     }
 }
 
-// Write the 16 rows of a result, f(x, i) of what row g (i = 0) or g + 8 (i = 1) has; not those from T on.
+// Store f(x, i) for each element x of a result, i = 0 in row g, 1 in row g + 8; rows >= T are skipped.
 template <class F>
 __device__ inline void store_rows(element* head, const Result& d, int row, int T, int row_stride, const F& f) {
     const int g = threadIdx.x % 32 / 4;
@@ -234,12 +234,12 @@ __device__ inline void store_rows(element* head, const Result& d, int row, int T
 #else
 
 // The inner dimension of a matmul may be in any order that both operands share, and the columns of a result in any
-// order at all. The orders here are those in which the floats of a lane are neighbours, for accesses of 16 and 8 bytes:
-// of every 16 columns of its rows a lane has 4t .. 4t + 3, the first two as columns t and t + 4 of one instruction's A,
-// the others as those of the next one's.
+// order at all. Here they are ordered so that a lane's floats are adjacent, for 16- and 8-byte accesses: of every 16
+// columns of its rows, a lane holds 4t .. 4t + 3, the first two as columns t and t + 4 of one instruction's A, the
+// other two as those of the next one's.
 //
-// The 16-byte units of a tile's row are permuted, differently in rows that a warp reads at once: rows g at column 4t
-// with 16 bytes a lane, rows 2t at column 2g with 8 bytes a lane, both hit every bank equally often.
+// The 16-byte units of a tile's row are swizzled, so that neither access pattern has bank conflicts: row g at column 4t
+// with 16 bytes per lane, row 2t at column 2g with 8 bytes per lane.
 constexpr int TILE_STRIDE = (HS + 31) / 32 * 32;
 
 template <class E>
@@ -249,7 +249,7 @@ __device__ inline E* tile_at(E* tile, int r, int c) {
 }
 __device__ inline int result_column(int n, int i) { return n / 2 * 16 + threadIdx.x % 4 * 4 + i % 2 * 2 + n % 2; }
 
-// 16 rows from global memory; rows from T on are zeros.
+// Load 16 rows from global memory; rows >= T are 0.
 __device__ inline void load_rows(Rows& a, const float* head, int row, int T, int row_stride) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -267,7 +267,7 @@ __device__ inline void load_rows(Rows& a, const float* head, int row, int T, int
     }
 }
 
-// sums += this lane's part of the dot products of rows g (sums[0]) and g + 8 of a and b.
+// sums += this lane's part of the dot products of rows g (sums[0]) and g + 8 (sums[1]) of a and b.
 __device__ inline void add_dot_products(float (&sums)[2], const Rows& a, const Rows& b) {
 #pragma unroll
     for (int k = 0; k < HS / 8; k++) {
@@ -308,8 +308,8 @@ __device__ inline void matmul_transposed(FragmentD (&scores)[M][N], const Rows (
     }
 }
 
-// D holds columns 2t and 2t + 1 where A has t and t + 4: so the tile's rows are read in that order, too. Of every 16
-// columns of the result, one instruction makes the even and one the odd ones.
+// D holds columns 2t and 2t + 1 where A holds t and t + 4, so the tile's rows are read in that order, too. Of every 16
+// columns of the result, one instruction computes the even ones and the next one the odd ones.
 template <int M, int N>
 __device__ inline void matmul(Result (&result)[M], const FragmentD (&scores)[M][N], const float* tile) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -330,7 +330,7 @@ __device__ inline void matmul(Result (&result)[M], const FragmentD (&scores)[M][
     }
 }
 
-// Write the 16 rows of a result, f(x, i) of what row g (i = 0) or g + 8 (i = 1) has; not those from T on.
+// Store f(x, i) for each element x of a result, i = 0 in row g, 1 in row g + 8; rows >= T are skipped.
 template <class F>
 __device__ inline void store_rows(float* head, const Result& d, int row, int T, int row_stride, const F& f) {
     const int g = threadIdx.x % 32 / 4;

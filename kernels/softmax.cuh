@@ -1,10 +1,10 @@
-// What softmax needs to know of a row, its maximum and a sum, and how those of two parts of a row are merged.
+// The two statistics that softmax needs of a row, its maximum and a sum, and how to merge those of two parts of a row.
 
 #pragma once
 
 #include "common.cuh"
 
-// The largest value so far, and the sum of exp(value - largest) so far: one pass over a row gives both. Milakov and
+// The maximum so far, and the sum of exp(value - maximum) so far: one pass over a row gives both. Milakov and
 // Gimelshein 2018, https://arxiv.org/abs/1805.02867
 struct MaxAndSum {
     float largest, sum;
@@ -12,7 +12,7 @@ struct MaxAndSum {
 
 __device__ inline MaxAndSum merge(MaxAndSum a, MaxAndSum b) {
     const float largest = fmaxf(a.largest, b.largest);
-    // Nothing but -inf or NaN so far: the sums are 0 or NaN. Below, -inf - -inf would make NaN of 0, too.
+    // Only -inf or NaN so far: the sums are 0 or NaN. Below, -inf - -inf would turn a sum of 0 into NaN.
     if (largest == -INFINITE) return {largest, a.sum + b.sum};
     return {largest, a.sum * expf(a.largest - largest) + b.sum * expf(b.largest - largest)};
 }

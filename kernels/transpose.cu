@@ -1,18 +1,18 @@
 // out (columns, rows) = inp (rows, columns)^T.
 //
-// Hopper's tensor cores take a float32 operand from shared memory only with its inner dimension contiguous. The inner
-// dimension of a weight gradient, dout^T @ inp, is the rows, and is contiguous in neither operand. With one of the two
-// transposed first, cuBLASLt takes two thirds of the time (H200, (4096,768)^T @ (4096,3072) with TF32: 119 us as they
-// are; 81 us, and 7 us to transpose the smaller).
+// Hopper's tensor cores read a float32 operand from shared memory only if its inner dimension is contiguous. In a
+// weight gradient, dout^T @ inp, the inner dimension is the rows, contiguous in neither operand. If one of the two is
+// transposed first, cuBLASLt takes two thirds of the time (H200, (4096,768)^T @ (4096,3072) with TF32: 119 us; if the
+// smaller one is transposed, 81 us and 7 us for that).
 //
-// Bound by bytes: one element in, one out. A tile of SIDE x SIDE goes through shared memory, so that reads and writes
-// are whole lines, 16 bytes per thread. A row of the tile is padded by one element, so that the elements of a column
-// lie in different banks. H200 (a copy: 4250 GB/s), (4096,768) / (16384,768): 2320 / 3360 GB/s.
+// Bound by bytes: each element is read once and written once. A tile of SIDE x SIDE goes through shared memory, so that
+// reads and writes are coalesced, 16 bytes per thread. Rows of the tile are padded by one element against bank
+// conflicts. H200 (a copy: 4250 GB/s), (4096,768) / (16384,768): 2320 / 3360 GB/s.
 
 #include "common.cuh"
 
 constexpr int SIDE = TRANSPOSE_SIDE, THREADS = TRANSPOSE_THREADS;
-constexpr int ROW_THREADS = SIDE / PACK;  // for one row of the tile
+constexpr int ROW_THREADS = SIDE / PACK;  // per row of the tile
 constexpr int ROWS_AT_ONCE = THREADS / ROW_THREADS;
 
 // Block (THREADS); grid (columns / SIDE, rows / SIDE), rounded up. columns is a multiple of PACK.

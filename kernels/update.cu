@@ -4,26 +4,27 @@
 //     loss_mean       loss = the sum of losses, times scale: their mean                    loss =
 //     add_gradients   sums += the gradients of a micro-batch of each rank                  sums = (+= if not first)
 //     global_norm     partials[chunk] = the sum of squares of the gradients of a chunk     partials =
-//     prepare_update  what all threads of adamw_update need; reports to the host           control =, reports =,
+//     prepare_update  computes what all threads of adamw_update need; reports to the host  control =, reports =,
 //                                                                                          recent +=
 //     adamw_update    m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2
 //                     params *= 1 - learning_rate * decay
 //                     params -= rate * m / (sqrt(v) + eps)                                 params, master, m, v =
 //     round_weights   params = float32 weights, rounded to nearest                         params =
 //
-// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are part of rate and eps,
-// as in train_gpt2.py. Whatever changes from step to step is in the GPU's memory, so that one captured CUDA graph
+// AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. The bias corrections are folded into rate and
+// eps, as in train_gpt2.py. Whatever changes from step to step is in the GPU's memory, so that one captured CUDA graph
 // serves every step.
 //
-// The parameters are cut into chunks (llmc/zero.py). A rank owns some of them, on one GPU all: of these it has master,
-// m, v and the sums of gradients, one chunk after the other. The gradients of an update are those sums, if there are
-// several micro-batches, and the last micro-batch of each rank, which global_norm and adamw_update add as they read.
+// The parameters are cut into chunks (llmc/zero.py). A rank owns some of them (on one GPU, all), and stores their
+// master, m, v and gradient sums, one chunk after the other. The gradients of an update are those of the last
+// micro-batch of each rank and, with several micro-batches, the sums of the earlier ones; global_norm and adamw_update
+// add them as they read.
 //
-// Bound by bytes: on one GPU, of one micro-batch, adamw_update reads 16 and writes 12 for each float32 parameter; for
-// a bfloat16 one with a float32 master copy, 14 and 14. H200 (a copy: 4235 GB/s), 124M, in a step: adamw_update float32
-// 0.82 ms, 4256 GB/s; bfloat16 0.836 ms, 4170 GB/s at B=4, 0.845 ms, 4120 at B=64; with eight numbers per thread 0.88
-// and 0.93 ms. global_norm, which has to come first, and only where gradients are clipped or their norm is logged:
-// float32 0.117 ms, 4255 GB/s; bfloat16 0.062 ms, 3994 GB/s at B=4, 0.065 ms, 3811 at B=64.
+// Bound by bytes: on one GPU, with one micro-batch, adamw_update reads 16 bytes and writes 12 per float32 parameter;
+// for bfloat16 parameters with a float32 master copy, 14 and 14. H200 (a copy: 4235 GB/s), 124M, in a step:
+// adamw_update float32 0.82 ms, 4256 GB/s; bfloat16 0.836 ms, 4170 GB/s at B=4, 0.845 ms, 4120 at B=64; with eight
+// numbers per thread 0.88 and 0.93 ms. global_norm, which must come first, but runs only if gradients are clipped or
+// their norm is logged: float32 0.117 ms, 4255 GB/s; bfloat16 0.062 ms, 3994 GB/s at B=4, 0.065 ms, 3811 at B=64.
 
 #include "common.cuh"
 
@@ -31,7 +32,7 @@ constexpr int THREADS = UPDATE_THREADS;
 
 struct Control {
     int64 step;         // updates done
-    int64 steps_begun;  // its lowest bit says which half of the pinned memory holds the current step
+    int64 steps_begun;  // its lowest bit: the half of the pinned memory that holds the current step
     float rate;         // learning_rate * sqrt(1 - beta2^t) / (1 - beta1^t), t counted from 1
     float eps;          // eps * sqrt(1 - beta2^t)
     float learning_rate;
@@ -40,7 +41,7 @@ struct Control {
     int skipped;        // this update is an outlier
 };
 
-struct Report {  // in pinned memory, one for each of the halves
+struct Report {  // in pinned memory, one per half
     float loss, norm, loss_z, norm_z;
 };
 
@@ -52,19 +53,19 @@ struct Recent {  // RECENT of llmc/outliers.py
 };
 
 struct Chunk {       // CHUNKS of llmc/zero.py
-    int64 local;     // where it begins in the buffers of the rank that owns it
-    int64 flat;      // in those of all parameters
-    int64 received;  // where the first rank's gradients begin
-    int stride;      // from one rank's to the next's
+    int64 local;     // offset in the buffers of the rank that owns it
+    int64 flat;      // offset in the buffers of all parameters
+    int64 received;  // offset of the first rank's gradients
+    int stride;      // from one rank's gradients to the next's
     int count;       // elements, at most UPDATE_CHUNK
     int index;       // in the flat buffer's order
     float decay;
-    int at_random;   // 1: rounded stochastically in any case (weights of layernorms)
+    int at_random;   // 1: always rounded stochastically (weights of layernorms)
 };
 
 // Four numbers, 16 bytes of float32 or 8 of bfloat16: what a thread works on at once. Even in a bfloat16 run, six of
-// seven bytes that adamw_update moves are float32: with 8 numbers per thread, each access of a warp would skip every
-// other 16 bytes.
+// seven bytes that adamw_update moves are float32: with 8 numbers per thread, the accesses of a warp would not be
+// contiguous, but skip every other 16 bytes.
 constexpr int NUMBERS = UPDATE_ADAMW_NUMBERS;
 struct Quad {
     float x[4];
@@ -98,8 +99,8 @@ __device__ inline float block_sum(float x) {
     return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f);
 }
 
-// The words from `begin` to `end` - 1. batch: laid out as batch_table of llmc/batch.py; pinned: two halves of `words`
-// words.
+// Copy the words from `begin` to `end` - 1. batch: laid out as batch_table of llmc/batch.py; pinned: two halves of
+// `words` words.
 extern "C" __global__ void copy_batch(int* batch, const int* pinned, const Control* control, int words, int begin,
                                       int end) {
     const int i = begin + blockIdx.x * blockDim.x + threadIdx.x;
@@ -115,9 +116,8 @@ loss_mean(float* loss, const float* losses, float scale, int N) {
     if (threadIdx.x == 0) *loss = sum * scale;
 }
 
-// What a rank has of an update's gradients. sums (elements of its chunks): of earlier micro-batches, or null;
-// gradients: the last ones of all ranks, see Chunk. They are added up in the order of ranks, whose micro-batches follow
-// one another.
+// A rank's gradients for an update. sums (elements of its chunks): of earlier micro-batches, or null; gradients: the
+// last ones of all ranks, see Chunk. They are added in the order of the ranks, which is that of their micro-batches.
 struct Gradients {
     const float* sums;
     const gradient* gradients;
@@ -178,8 +178,8 @@ __device__ inline float z_score(Recent* recent, float x) {
 }
 
 // One block (THREADS). losses (micro_steps): of the micro-batches, each divided by their number. partials (chunks);
-// chunks = 0: the norm is not computed. grad_clip = 0: no clipping. recent: of losses and of norms, or null: no update
-// is an outlier; skip_loss, skip_norm: z-scores above which one is (0: none).
+// chunks = 0: the norm is not computed. grad_clip = 0: no clipping. recent: the last losses and norms, or null to skip
+// no update; skip_loss, skip_norm: z-scores above which an update is an outlier (0: none is).
 extern "C" __global__ void __launch_bounds__(THREADS)
 prepare_update(Control* control, Report* reports, const float* losses, const float* partials, const int* batch,
                double beta1, double beta2, double eps, float grad_clip, int micro_steps, int chunks, Recent* recent,
@@ -218,9 +218,9 @@ __device__ inline uint32 random_bits(uint32 i, uint32 step, uint32 seed) {
     return x ^ x >> 16;
 }
 
-// x rounded to one of the two neighbouring bfloat16 numbers, the nearer one with the higher probability, so that the
-// mean is x: 16 random bits are added below the last bit that is kept, and the rest is truncated. inf and NaN stay: a
-// carry could turn NaN into -0.
+// x rounded to one of the two adjacent bfloat16 numbers, the nearer one with the higher probability, so that the
+// expected value is x: 16 random bits are added below the last bit that is kept, and the rest is truncated. inf and NaN
+// stay: a carry could turn NaN into -0.
 __device__ inline float round_stochastically(float x, uint32 random16) {
     return isfinite(x) ? __uint_as_float(__float_as_uint(x) + random16 & 0xffff0000) : x;
 }
@@ -239,10 +239,10 @@ __device__ inline void round_stochastically(Quad& values, uint32 i, uint32 step,
 
 // A thread updates NUMBERS parameters; block (THREADS); grid (UPDATE_CHUNK / THREADS / NUMBERS for each chunk). params
 // (parameters); master, m, v (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of
-// which params are a rounded copy, or null. seed: for stochastic rounding, or 0. Weights of layernorms are rounded so
-// even then: they begin at 1, where bfloat16's steps are 1/256 and 1/128, and to nearest they would stay there for the
-// first updates. (GPT-2 124M, updates 11 to 30: to nearest, the losses were 0.0019 from those of PyTorch's autocast,
-// whose layernorms are float32: doc/long_run.md.)
+// which params are a rounded copy, or null. seed: for stochastic rounding; 0: round to nearest, except the weights of
+// layernorms. They begin at 1, where bfloat16's steps are 1/256 and 1/128: rounded to nearest, they would stay there
+// for the first updates. (GPT-2 124M, updates 11 to 30: with rounding to nearest, the losses were 0.0019 from those of
+// PyTorch's autocast, whose layernorms are float32: doc/long_run.md.)
 extern "C" __global__ void __launch_bounds__(THREADS)
 adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
              const Chunk* chunks, int ranks, const Control* control, float beta2, float one_minus_beta1,
@@ -277,8 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) round_weights(element* par
     if (i < N) store(params + i, load(exact + i));
 }
 
-// Keeps a CUDA stream busy while the host launches the kernels that it is going to time, so that their time does not
-// include launching. One thread.
+// Keep a CUDA stream busy while the host launches the kernels that it is going to time, so that their time does not
+// include the launches. One thread.
 extern "C" __global__ void hold(int microseconds) {
     int64 begin, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
@@ -287,8 +287,8 @@ extern "C" __global__ void hold(int microseconds) {
     } while (now - begin < 1000ll * microseconds);
 }
 
-// out[i] = a number in [-1, 1), a function of i: inputs for timing, because zeros would make matmuls too fast. One
-// thread per element.
+// out[i] = a pseudorandom number in [-1, 1), a function of i: inputs for timing, because zeros would make matmuls too
+// fast. One thread per element.
 extern "C" __global__ void fill_random(element* out, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= N) return;

@@ -5,14 +5,14 @@
 //         - learning_rate * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)              params =, master =
 //
 // All N elements; m, v float32. In bfloat16, p is master, float32, and params its rounded copy; in float32, master is
-// null and p params. Bound by bytes: 28 for each parameter. The live version is adamw_update of kernels/update.cu: what
+// null and p is params. Bound by bytes: 28 per parameter. The live version is adamw_update of kernels/update.cu: what
 // changes from step to step is in device memory, so that one captured graph serves every step, and parts of the
-// parameters have weight decays of their own.
+// parameters have their own weight decay.
 
 #include "common.cuh"
 
-// thread_an_element. The formula; each thread works out the bias corrections anew, with two powf, and waits for four
-// loads of 2 or 4 bytes: more instructions for a byte than memory leaves time for.
+// thread_an_element. The formula. Each thread recomputes the bias corrections, with two powf, and waits for four loads
+// of 2 or 4 bytes: more instructions per byte than memory leaves time for.
 extern "C" __global__ void __launch_bounds__(1024)
 adamw_update_thread_an_element(element* params, float* master, float* m, float* v, const gradient* grads,
                                float learning_rate, float beta1, float beta2, float eps, float weight_decay,
@@ -29,11 +29,11 @@ adamw_update_thread_an_element(element* params, float* master, float* m, float* 
     from_float(params[i], p);
 }
 
-// pack_a_thread. PACK elements a thread, in 16-byte accesses; the corrections are drawn into rate = learning_rate *
-// sqrt(1 - beta2^step) / (1 - beta1^step) and eps * sqrt(1 - beta2^step), which the host works out once. keep = 1 -
-// learning_rate * weight_decay. In float32, the live version has nothing to gain beside it, only more to look up; in
-// bfloat16 it is 3.5 percent faster: on four numbers a thread instead of eight, so that what a warp reads or writes at
-// once of m, v and master lies side by side.
+// pack_a_thread. PACK elements per thread, in 16-byte accesses; the corrections are folded into rate = learning_rate *
+// sqrt(1 - beta2^step) / (1 - beta1^step) and eps * sqrt(1 - beta2^step), which the host computes once. keep = 1 -
+// learning_rate * weight_decay. In float32, the live version gains nothing over this one and has more to look up. In
+// bfloat16 it is 3.5 percent faster: with four numbers per thread instead of eight, a warp's accesses to m, v and
+// master are contiguous.
 extern "C" __global__ void __launch_bounds__(1024)
 adamw_update_pack_a_thread(element* params, float* master, float* m, float* v, const gradient* grads, float rate,
                            float beta1, float beta2, float eps, float keep, float grad_scale, int64 N) {

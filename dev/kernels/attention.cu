@@ -1,5 +1,5 @@
-// Causal attention, forward and backward, from a thread for each row to the tensor cores. RESULTS.md has what each
-// version measured.
+// Causal attention, forward and backward, from one thread per row to the tensor cores. RESULTS.md has what each version
+// measured.
 //
 //     forward   S = query @ key^T / sqrt(HS), only keys up to the query;  lse = log(sum over keys of exp(S))
 //               P = exp(S - lse);  out = P @ value                                             out =, lse =
@@ -7,20 +7,19 @@
 //               dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout                  dinp =, D =
 //
 // inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32.
-// lse is all that the backward pass needs of the softmax; D is the sum of a row of P * dP, which the derivative of
-// softmax asks for.
+// lse is all that the backward pass needs of the softmax; D is the row sum of P * dP, which the derivative of softmax
+// needs.
 //
-// Bound by operations: two matmuls forward, five backward, of 2 * HS for each of the T * (T + 1) / 2 pairs of a head,
-// while the tensors are read and written once. Two versions are live: mma_sync at the end of this file, and wgmma of
-// kernels/attention_hopper.cu and attention_hopper_bf16.cu, where four warps multiply together, with tiles that stay in
-// shared memory; attention_hopper.cu beside this file is the step from the one to the other.
+// Bound by operations: two matmuls forward, five backward, of 2 * HS operations for each of the T * (T + 1) / 2 pairs
+// of a head, while the tensors are read and written once. Two versions are live: mma_sync, at the end of this file, and
+// wgmma, in kernels/attention_hopper.cu and attention_hopper_bf16.cu, where four warps multiply together and their
+// tiles stay in shared memory. attention_hopper.cu in this folder is the step from one to the other.
 
 #include "mma.cuh"
 
 __device__ inline float scale() { return 1.0f / sqrtf(float(HS)); }  // a constant to the compiler
 
-// Row t of one head in inp or dinp (B,T,3C): of its queries (part 0), keys (1) or values (2). The next row is 3 * C
-// further on.
+// Row t of one head's queries (part 0), keys (1) or values (2) in inp or dinp (B,T,3C). The row stride is 3 * C.
 template <class E>
 __device__ inline E* head_in(E* inp, int part, int b, int h, int T, int t = 0) {
     return inp + ((int64(b) * T + t) * 3 + part) * C + h * HS;
@@ -33,16 +32,15 @@ __device__ inline E* head_out(E* out, int b, int h, int T, int t = 0) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// matmuls over all heads, by blocks (tile, tile) of threads: one element of the result is one thread's
+// matmuls over all heads, by blocks (tile, tile) of threads: each thread computes one element of the result
 
 template <class E>
-struct Matrix {  // element (r, c) is at[r * row + c * column]: exchange row and column to transpose it
+struct Matrix {  // element (r, c) is at[r * row + c * column]: swap row and column to transpose it
     E* at;
     int row, column;
 };
 
-// Tile (r0, c0) of a matrix (rows, columns) to shared memory, zeros beyond its edges. Neighbouring threads read
-// neighbouring addresses.
+// Load tile (r0, c0) of a matrix (rows, columns) to shared memory, zeros beyond its edges. Reads are coalesced.
 template <class E>
 __device__ inline void load_tile(float* tile, Matrix<E> matrix, int r0, int c0, int rows, int columns) {
     const bool along_rows = matrix.column == 1;
@@ -53,8 +51,8 @@ __device__ inline void load_tile(float* tile, Matrix<E> matrix, int r0, int c0, 
 }
 
 // This thread's element of a (M,K) @ b (K,N): row blockIdx.y * tile + threadIdx.y, column blockIdx.x * tile +
-// threadIdx.x. Needs 2 * tile * (tile + 1) floats of shared memory: with rows of tile + 1, those that a warp reads at
-// once lie in different banks.
+// threadIdx.x. Needs 2 * tile * (tile + 1) floats of shared memory: the rows are padded to tile + 1 against bank
+// conflicts.
 template <class A, class B>
 __device__ inline float tile_product(Matrix<A> a, Matrix<B> b, int M, int N, int K) {
     extern __shared__ float tiles[];
@@ -78,9 +76,8 @@ __device__ inline float tile_product(Matrix<A> a, Matrix<B> b, int M, int N, int
 // ---------------------------------------------------------------------------------------------------------------------
 // forward
 
-// thread_a_row. The formula, a thread for each query: one loop over the keys for the largest score, a second one for
-// the sums, which works out the scores again. No tile of anything is kept: each product reads both its numbers from
-// memory, or from the cache.
+// thread_a_row. The formula, one thread per query: one loop over the keys for the maximum score, a second one for the
+// sums, which recomputes the scores. Nothing is tiled: every product reads both its numbers from memory or the cache.
 // Block (any size up to 256), grid (T / block, NH, B).
 extern "C" __global__ void __launch_bounds__(256)
 attention_forward_thread_a_row(element* out, float* lse, const element* inp, int T) {
@@ -110,12 +107,12 @@ attention_forward_thread_a_row(element* out, float* lse, const element* inp, int
     lse[(int64(b) * NH + h) * T + t] = largest + logf(total);
 }
 
-// products_apart. Three kernels, the way a library of matmuls and a softmax would do it: S of all heads to memory,
-// softmax in place, P from memory. The matmuls work on tiles in shared memory, so each number that is read serves a
-// whole row of a tile. The price is a (T,T) matrix for each head, written and read several times, and the masked half
-// of both matmuls. It is slower than thread_a_row, in bfloat16 by more than half. The masked half is more than the
-// scores that thread_a_row works out twice, and each product takes both its numbers from shared memory, where
-// thread_a_row has its sums in registers and one key or value serves a whole warp.
+// products_apart. Three kernels, as with a matmul library and a softmax: S of all heads to memory, softmax in place, P
+// from memory. The matmuls use tiles in shared memory, so each number that is read serves a whole row of a tile. The
+// price is a (T,T) matrix per head, written and read several times, and the masked half of both matmuls. It is slower
+// than thread_a_row, in bfloat16 by more than half: the masked half is more work than the scores that thread_a_row
+// computes twice, and each product takes both its numbers from shared memory, while thread_a_row has its sums in
+// registers, and one key or value serves a whole warp.
 // scores: block (tile, tile), grid (T / tile, T / tile, B * NH). att (B,NH,T,T) float32.
 extern "C" __global__ void __launch_bounds__(1024) attention_forward_scores(float* att, const element* inp, int T) {
     const int b = blockIdx.z / NH, h = blockIdx.z % NH;
@@ -126,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(1024) attention_forward_scores(floa
     if (t < T && k < T) att[(int64(blockIdx.z) * T + t) * T + k] = sum * scale();
 }
 
-// softmax: a warp for each row, its probabilities instead of its scores, 0 above the diagonal. Block (256), grid (B *
-// NH * T / 8).
+// softmax: one warp per row; the probabilities replace the scores, 0 above the diagonal. Block (256), grid (B * NH * T
+// / 8).
 extern "C" __global__ void __launch_bounds__(256) attention_forward_softmax(float* att, float* lse, int rows, int T) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, t = row % T;
     if (row >= rows) return;
@@ -152,18 +149,18 @@ attention_forward_values(element* out, const float* att, const element* inp, int
     if (t < T && c < HS) from_float(head_out(out, b, h, T, t)[c], sum);
 }
 
-// online. One loop over the keys, and no (T,T) matrix: when a larger score turns up, what was added up until then is
-// scaled down (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A thread keeps its query and its sums in
-// registers; keys and values pass through shared memory, in tiles that all rows of the block share. Blocks of keys
-// after the last query are never visited. What is left is the speed of the CUDA cores: a product and an addition of one
-// number a thread and cycle. No faster in bfloat16 than in float32, since all is multiplied in float32.
+// online. One loop over the keys, and no (T,T) matrix: when a larger score turns up, the sums so far are scaled down
+// (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A thread keeps its query and its sums in registers;
+// keys and values pass through shared memory, in tiles that all rows of the block share. Tiles of keys after the last
+// query are skipped. The limit is now the CUDA cores: one multiply-add per thread and cycle. No faster in bfloat16 than
+// in float32, since all arithmetic is float32.
 // Block (any size up to 256), grid (T / block, NH, B).
 extern "C" __global__ void __launch_bounds__(256)
 attention_forward_online(element* out, float* lse, const element* inp, int T) {
-    constexpr int KEYS = 32, UNITS = HS / 4;  // of a tile; of a row
+    constexpr int KEYS = 32, UNITS = HS / 4;  // per tile; per row
     __shared__ float4 keys[KEYS][UNITS], values[KEYS][UNITS];
     const int t = blockIdx.x * blockDim.x + threadIdx.x, h = blockIdx.y, b = blockIdx.z;
-    const int last = min(T, int(blockIdx.x + 1) * int(blockDim.x)) - 1;  // query of the block
+    const int last = min(T, int(blockIdx.x + 1) * int(blockDim.x)) - 1;  // the block's last query
 
     float4 query[UNITS], sums[UNITS];
 #pragma unroll
@@ -175,7 +172,7 @@ attention_forward_online(element* out, float* lse, const element* inp, int T) {
     }
     float largest = -INFINITE, total = 0.0f;
     for (int first = 0; first <= last; first += KEYS) {
-        __syncthreads();  // all have read the tile before
+        __syncthreads();  // all have read the previous tile
         for (int i = threadIdx.x; i < KEYS * HS / PACK; i += blockDim.x) {
             const int k = i / (HS / PACK), c = i % (HS / PACK) * PACK, row = min(first + k, T - 1);
             store(reinterpret_cast<float*>(keys[k]) + c, load(head_in(inp, 1, b, h, T, row) + c));
@@ -192,7 +189,7 @@ attention_forward_online(element* out, float* lse, const element* inp, int T) {
                      s.z + query[u].z * key.z, s.w + query[u].w * key.w};
             }
             const float score = s.x + s.y + (s.z + s.w);
-            if (score > largest) {  // seldom, once some keys have been seen
+            if (score > largest) {  // rare, once some keys have been seen
                 const float factor = expf(largest - score);
                 total *= factor;
 #pragma unroll
@@ -226,7 +223,7 @@ attention_forward_online(element* out, float* lse, const element* inp, int T) {
 // ---------------------------------------------------------------------------------------------------------------------
 // backward
 
-// For all versions but the live ones: D, a warp for each row of a head. Block (256), grid (B * NH * T / 8).
+// For all versions but the live ones: D, one warp per row of a head. Block (256), grid (B * NH * T / 8).
 extern "C" __global__ void __launch_bounds__(256)
 attention_backward_row_sums(float* D, const element* dout, const element* out, int rows, int T) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -239,16 +236,16 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
     if (lane == 0) D[row] = sum;
 }
 
-// thread_a_row. The formulas, in two loops: a thread for each query goes over the keys that it sees and adds up dquery,
-// then a thread for each key goes over the queries that see it and adds up dkey and dvalue. P and dS of a pair are
-// worked out in both, so there are seven matmuls instead of five, but none for the masked half, and no (T,T) matrix.
-// Nothing is kept in shared memory: every product reads both its numbers from memory, or from the cache, and
-// neighbouring threads read their rows 3C apart. The next version reads a number once for a whole row of a tile, which
-// is faster where reading is what takes the time, and pays with matrices; `recompute` has the tiles and no matrices.
+// thread_a_row. The formulas, in two loops: one thread per query goes over the keys that it sees and sums dquery, then
+// one thread per key goes over the queries that see it and sums dkey and dvalue. P and dS of a pair are computed in
+// both, so there are seven matmuls instead of five, but none of the masked half, and no (T,T) matrix. Nothing is in
+// shared memory: every product reads both its numbers from memory or the cache, and neighbouring threads read rows 3C
+// apart. The next version reads a number once for a whole row of a tile, which is faster where reads are the
+// bottleneck, but needs matrices; `recompute` has the tiles without the matrices.
 // Both: block (any size up to 256), grid (T / block, NH, B).
 __device__ inline float row_product(const element* a, const element* b) {
     float sum = 0.0f;
-// unrolled as a whole, the compiler would keep the thread's own rows in registers, where the sums leave no room
+// fully unrolled, the compiler would keep the thread's own rows in registers, where the sums leave no room
 #pragma unroll 8
     for (int c = 0; c < HS; c++) sum += to_float(a[c]) * to_float(b[c]);
     return sum;
@@ -301,8 +298,8 @@ attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const el
 }
 
 // matrices. P and dS of all heads to memory, then each formula is one matmul over tiles in shared memory. The price is
-// two (T,T) matrices for each head, which are written once and read twice, and the masked half of every matmul. att
-// (P), datt (dS): (B,NH,T,T) float32.
+// two (T,T) matrices per head, written once and read twice, and the masked half of every matmul. att (P), datt (dS):
+// (B,NH,T,T) float32.
 // All five: block (tile, tile), grid (columns of the result / tile, T / tile, B * NH).
 extern "C" __global__ void __launch_bounds__(1024)
 attention_backward_probabilities(float* att, const element* inp, const float* lse, int T) {
@@ -353,13 +350,13 @@ attention_backward_dvalue_product(element* dinp, const float* att, const element
     gradient_product(dinp, 2, {att + int64(blockIdx.z) * T * T, 1, T}, dheads, T);
 }
 
-// recompute. No (T,T) matrix: P and dS of a pair are worked out where they are needed, once for dquery (whose threads
-// go over the keys) and once for dkey and dvalue (whose threads go over the queries): seven matmuls instead of five,
-// but their results stay in registers. Four neighbouring threads share a row, since four rows of HS would not fit the
-// registers of one; the other side passes through shared memory, in tiles that all rows of the block share.
+// recompute. No (T,T) matrix: P and dS of a pair are computed where they are needed, once for dquery (whose threads go
+// over the keys) and once for dkey and dvalue (whose threads go over the queries): seven matmuls instead of five, but
+// their results stay in registers. Four neighbouring threads share a row, since four rows of HS do not fit into the
+// registers of one; the other operand passes through shared memory, in tiles that all rows of the block share.
 // Both: block (any multiple of 32 up to 256), grid (T / (block / 4), NH, B).
 constexpr int TILE = 32;          // rows that pass through shared memory at once
-constexpr int UNITS = HS / 16;    // of 4 floats, of one thread: units lane, lane + 4, ... of a row
+constexpr int UNITS = HS / 16;    // of 4 floats, per thread: units lane, lane + 4, ... of a row
 
 static_assert(HS % 16 == 0, "four threads share a row, in units of four floats");
 
@@ -388,7 +385,7 @@ __device__ inline void store_part(element* row, const Part& part) {
     }
 }
 
-// The product of the row that four threads share with a row in shared memory; all four get it.
+// The dot product of the row that four threads share and a row in shared memory; all four get it.
 __device__ inline float dot(const Part& part, const float4* row) {
     float4 s = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -408,8 +405,8 @@ __device__ inline void add(Part& sums, float factor, const float4* row) {
     }
 }
 
-// Rows first .. first + TILE - 1 of a head to shared memory; after the last one of the sequence, that one again, which
-// nobody will use.
+// Load rows first .. first + TILE - 1 of a head to shared memory; past the end of the sequence, its last row again,
+// which is not used.
 __device__ inline void load_rows(float4 (*tile)[HS / 4], const element* head, int row_stride, int first, int T) {
     for (int i = threadIdx.x; i < TILE * HS / PACK; i += blockDim.x) {
         const int r = i / (HS / PACK), c = i % (HS / PACK) * PACK;
@@ -422,7 +419,7 @@ attention_backward_dquery_recompute(element* dinp, const element* dout, const el
                                     const float* D, int T) {
     __shared__ float4 keys[TILE][HS / 4], values[TILE][HS / 4];
     const int rows = blockDim.x / 4, t = blockIdx.x * rows + threadIdx.x / 4, h = blockIdx.y, b = blockIdx.z;
-    // threads beyond the last query do its work again
+    // threads beyond the last query repeat its work
     const int last = min(T, int(blockIdx.x + 1) * rows) - 1, mine = min(t, last);
     const int64 row = (int64(b) * NH + h) * T + mine;
     const Part query = load_part(head_in(inp, 0, b, h, T, mine)), d = load_part(head_out(dout, b, h, T, mine));
@@ -433,7 +430,7 @@ attention_backward_dquery_recompute(element* dinp, const element* dout, const el
         load_rows(keys, head_in(inp, 1, b, h, T), 3 * C, first, T);
         load_rows(values, head_in(inp, 2, b, h, T), 3 * C, first, T);
         __syncthreads();
-        const int count = min(TILE, last - first + 1);  // the same for all threads, for the sums over four
+        const int count = min(TILE, last - first + 1);  // the same for all threads, because of the sums over four
         for (int k = 0; k < count; k++) {
             const float s = dot(query, keys[k]) * scale(), dp = dot(d, values[k]);
             const float p = first + k <= mine ? expf(s - row_lse) : 0.0f;
@@ -473,11 +470,11 @@ attention_backward_dkv_recompute(element* dinp, const element* dout, const eleme
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: the live kernels of all GPUs but Hopper's, kernels/attention.cu, under names of their own, because Hopper's
-// are loaded beside them. A warp multiplies tiles of 16 or 32 rows with those that pass through shared memory, and P
-// and dS stay in the registers in which the next matmul wants them. An instruction of a tensor core does thousands of
-// operations where the others do 64, and the next tile is copied while this one is worked on. dquery's kernel works out
-// D in passing; partials (3C for each 64 rows) are the column sums that the bias gradient wants.
+// mma_sync: kernels/attention.cu, the live kernels of all GPUs but Hopper, under other names, because Hopper's are
+// loaded beside them. A warp multiplies 16 or 32 rows by the tiles that pass through shared memory, and P and dS stay
+// in registers, as the next matmul needs them. A tensor core instruction does thousands of operations, any other one
+// 64, and the next tile is copied while this one is worked on. The kernel of dquery also computes D; partials (3C for
+// every 64 rows) are the column sums for the bias gradient.
 
 #define attention_forward attention_forward_mma
 #define attention_backward_dquery attention_backward_dquery_mma

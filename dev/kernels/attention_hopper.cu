@@ -1,12 +1,12 @@
-// The rung between mma_sync and the live kernel on Hopper's own instructions (sm_90a), heads of 64, bfloat16: what
+// The step between mma_sync and the live kernel with Hopper's own instructions (sm_90a), heads of 64, bfloat16: what
 // kernels/attention_hopper_bf16.cu does, one thing at a time. Formulas and shapes are those of attention.cu.
 //
-// warpgroup. The four warps of a block multiply together: wgmma takes 64 rows as A, each warp's 16 from its registers,
-// and B from shared memory, where the tensor core finds it by a descriptor, with no load by any thread. One thread has
-// TMA bring the tiles of key and value, 64 rows each. Every step waits for the one before: load, S = query @ key^T,
-// softmax, out += P @ value, the next load. What one block leaves idle meanwhile, other blocks on the multiprocessor
-// use. The live kernel has a warpgroup that loads ahead, and begins the next S before it waits for P @ value.
-// Block (128); grid (NH, T / 64, B), those with the most keys first. Boxes of the map: 64 x 64.
+// warpgroup. The four warps of a block multiply together: wgmma takes 64 rows as A, 16 from each warp's registers, and
+// B from shared memory, which the tensor core reads by a descriptor; no thread loads it. One thread issues TMA loads of
+// key and value, tiles of 64 rows. Every step waits for the one before: load, S = query @ key^T, softmax, out += P @
+// value, the next load. Other blocks on the multiprocessor use the idle time. The live kernel has a warpgroup that
+// loads ahead, and issues the next S before it waits for P @ value.
+// Block (128); grid (NH, T / 64, B), blocks with the most keys first. Boxes of the map: 64 x 64.
 
 #include "hopper.cuh"
 #include "mma.cuh"
@@ -14,7 +14,7 @@
 #if BFLOAT16 && MODEL_C == 64 * MODEL_NH && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define ON_HOPPER(call) call
 
-constexpr int KEYS = 64;                  // of a tile
+constexpr int KEYS = 64;                  // per tile
 constexpr float TO_LOG2 = LOG2E / 8.0f;   // 8 = sqrt(HS)
 
 __device__ __forceinline__ void warpgroup_forward(element* out, float* lse, const element* inp, int T,
@@ -41,7 +41,7 @@ __device__ __forceinline__ void warpgroup_forward(element* out, float* lse, cons
         }
         mbarrier_wait(&tile_full, i & 1);
 
-        // S = query @ key^T: the columns of key are the inner dimension, 16 of them, 32 bytes, for each instruction.
+        // S = query @ key^T: the columns of key are the inner dimension, 16 of them (32 bytes) per instruction.
         fence_operand(s);
         wgmma_fence();
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ void warpgroup_forward(element* out, float* lse, cons
         fence_operand(s);
 
         softmax_of_tile(s, row_max, row_sum, rescale, TO_LOG2, start == first, start, warp_row + g);
-        uint32 p[KEYS / 16][4];  // S becomes P where it is, and rounded to pairs the next A
+        uint32 p[KEYS / 16][4];  // s now holds P, which, rounded to pairs, is the next A
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) {
 #pragma unroll
@@ -60,7 +60,7 @@ __device__ __forceinline__ void warpgroup_forward(element* out, float* lse, cons
 #pragma unroll
         for (int j = 0; j < HS / 2; j++) o[j] *= rescale[j % 4 / 2];
 
-        // out += P @ value: the rows of value are the inner dimension, 16 of them, 2048 bytes, for each instruction.
+        // out += P @ value: the rows of value are the inner dimension, 16 of them (2048 bytes) per instruction.
         fence_operand(o);
         wgmma_fence();
 #pragma unroll

@@ -1,12 +1,11 @@
-// The gradient of a bias: column sums of a gradient. RESULTS.md has what each version
-// measured.
+// The gradient of a bias: column sums of a gradient. RESULTS.md has what each version measured.
 //
 //     dbias[c] = the sum over n of dout[n,c]                                                         dbias =
 //
-// dout (N,OC), OC = 4C as behind the MLP's first matmul; dbias (OC) float32. Bound by bytes: dout comes in once, next
-// to nothing goes out. The live way costs nearly nothing: kernels that have dout in registers anyway (gelu_backward,
-// layernorm_backward, attention's) leave one row of sums for each block, and kernels/column_sums.cu adds those up for
-// all biases in one launch: the second stage below.
+// dout (N,OC), OC = 4C as after the MLP's first matmul; dbias (OC) float32. Bound by bytes: dout is read once, next to
+// nothing is written. The live way costs nearly nothing: kernels that have dout in registers anyway (gelu_backward,
+// layernorm_backward, attention's) write one row of sums per block, and kernels/column_sums.cu adds those up for all
+// biases in one launch: the second stage below.
 
 #include "common.cuh"
 
@@ -15,14 +14,14 @@ constexpr int MAX_WARPS = 32;
 
 static_assert(OC % 32 == 0, "a warp takes 32 columns");
 
-// The rows from first on, every step-th, added up for one column.
+// The sum of one column over rows first, first + step, ...
 __device__ inline float column_part(const element* dout, int c, int first, int step, int end) {
     float sum = 0.0f;
     for (int n = first; n < end; n += step) sum += to_float(dout[int64(n) * OC + c]);
     return sum;
 }
 
-// The sums of the block's warps, each for the same 32 columns; warp 0 gets them.
+// The sums over the block's warps, each of the same 32 columns; warp 0 gets them.
 __device__ inline float add_warps(float sum) {
     __shared__ float sums[MAX_WARPS][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -33,18 +32,17 @@ __device__ inline float add_warps(float sum) {
     return sum;
 }
 
-// thread_a_column. Neighbouring threads read neighbouring elements, but OC threads are far too few to keep the memory
-// busy.
+// thread_a_column. Coalesced reads, but OC threads are far too few to keep the memory busy.
 extern "C" __global__ void __launch_bounds__(1024)
 bias_gradient_thread_a_column(float* dbias, const element* dout, int N) {
     const int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c < OC) dbias[c] = column_part(dout, c, 0, 1, N);
 }
 
-// shared_memory. A block takes 32 columns; its warps take every so many-th row, and meet in shared memory: up to 32
-// times as many threads. But OC / 32 blocks do not even give each multiprocessor of an H200 one, and the compiler,
-// which no longer knows the step from row to row, leaves one load in each turn of the loop, where thread_a_column has
-// 16: large blocks are needed to be faster. Grid (OC / 32).
+// shared_memory. A block takes 32 columns; each of its warps sums every blockDim.x / 32-th row, and shared memory
+// combines them: up to 32 times as many threads. But OC / 32 blocks are fewer than an H200 has multiprocessors, and the
+// compiler, which no longer knows the step from row to row, leaves one load per iteration, where thread_a_column has
+// 16: only large blocks are faster. Grid (OC / 32).
 extern "C" __global__ void __launch_bounds__(1024)
 bias_gradient_shared_memory(float* dbias, const element* dout, int N) {
     const int c = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -52,10 +50,10 @@ bias_gradient_shared_memory(float* dbias, const element* dout, int N) {
     if (warp == 0) dbias[c] = sum;
 }
 
-// atomics. The same with the rows divided between many blocks, which fills the GPU: grid (OC / 32, parts of the rows).
-// Each block adds its sums to dbias atomically, in an order that chance decides. In bfloat16 it is slower than in
-// float32, with half the bytes: a thread loads 2 of them in each turn of a loop that the compiler unrolls in float32
-// only. dbias must be 0.
+// atomics. The same with the rows divided among many blocks, which fills the GPU: grid (OC / 32, parts of the rows).
+// Each block adds its sums to dbias atomically, in no fixed order. It is slower in bfloat16 than in float32, with half
+// the bytes: a thread loads 2 of them per iteration of a loop that the compiler unrolls only in float32. dbias must be
+// 0.
 extern "C" __global__ void __launch_bounds__(1024) bias_gradient_atomics(float* dbias, const element* dout, int N) {
     const int c = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rows = (N + gridDim.y - 1) / gridDim.y, begin = blockIdx.y * rows, end = min(N, begin + rows);
@@ -64,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(1024) bias_gradient_atomics(float* 
 }
 
 // two_stages. Each block stores its sums in a row of `partials` (gridDim.y, OC) instead; the live column_sums adds
-// those up in a fixed order. And 16 bytes a thread, four loads underway: a block takes 32 packs of columns. That is
-// what bfloat16 was short of; in float32, it is no faster than atomics, only the same in every run. Grid (OC / (32 *
-// PACK) rounded up, parts of the rows).
+// those up in a fixed order. And each thread loads 16 bytes at a time, four loads in flight: a block takes 32 packs of
+// columns. That is what bfloat16 lacked; in float32, it is no faster than atomics, only the same in every run. Grid (OC
+// / (32 * PACK) rounded up, parts of the rows).
 extern "C" __global__ void __launch_bounds__(1024)
 bias_gradient_two_stages(float* partials, const element* dout, int N) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = (blockIdx.x * 32 + lane) * PACK;

@@ -1,12 +1,12 @@
-// What the versions of several layers share beside kernels/common.cuh: sums over a block of any size, and softmax's two
-// numbers of it.
+// What the versions of several layers share beyond kernels/common.cuh: reductions over a block of any size, and
+// softmax's two statistics.
 
 #pragma once
 
 #include "softmax.cuh"
 
-// What across_warp makes of x over a warp, over the block's threads, whose number is a multiple of 32; every thread
-// gets it. nothing: what changes no result.
+// Reduce x over the block, whose threads are a multiple of 32; every thread gets the result. across_warp: the reduction
+// over a warp; nothing: its neutral element.
 template <class T, class AcrossWarp>
 __device__ inline T block_reduce(T x, T nothing, AcrossWarp across_warp) {
     __shared__ T parts[32];
@@ -28,7 +28,7 @@ __device__ inline MaxAndSum block_merge(MaxAndSum x) {
     return block_reduce(x, MaxAndSum{-INFINITE, 0.0f}, [](MaxAndSum y) { return warp_merge(y); });
 }
 
-// PACK logits from column v on, -infinity from V on, whatever stands there.
+// PACK logits from column v on, -inf from V on, whatever is stored there.
 __device__ inline Floats load_logits(const element* row, int v) {
     Floats x = load(row + v);
     for (int k = 0; k < PACK; k++) {
@@ -37,7 +37,7 @@ __device__ inline Floats load_logits(const element* row, int v) {
     return x;
 }
 
-// A row of logits read once by the threads `first`, first + step, ..., 16 bytes each.
+// This thread's part of a row of logits, read once by the threads `first`, first + step, ..., 16 bytes each.
 __device__ inline MaxAndSum online_part(const element* row, int first, int step) {
     MaxAndSum part = {-INFINITE, 0.0f};
     for (int v = first * PACK; v < V; v += step * PACK) {

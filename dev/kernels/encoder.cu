@@ -5,15 +5,15 @@
 //               dwpe[t] = the sum of dout over b, 0 for t >= T                                       dwpe =
 //
 // out, dout (B,T,C), out of the residual stream's type; inp (B,T) int32; wte (Vp,C), wpe (maxT,C); dwte, dwpe float32.
-// Bound by bytes. The live versions are those of kernels/encoder.cu: forward, a warp a row, all of its loads underway
-// at once; backward, the host sorts the positions by token, and a warp adds up one token's rows in that order, with no
-// atomics and the same bits in every run.
+// Bound by bytes. The live versions are those of kernels/encoder.cu: forward, one warp per row, all of its loads in
+// flight at once; backward, the host sorts the positions by token, and a warp adds up one token's rows in that order,
+// with no atomics and the same bits in every run.
 
 #include "common.cuh"
 
-// thread_an_element. The formula; neighbouring threads read and write neighbouring elements. In bfloat16 each access
-// moves two bytes, and a warp 64, where the memory system would take 512 for the same instruction: half the bytes of
-// float32 take nearly the same time.
+// thread_an_element. The formula; reads and writes are coalesced. In bfloat16 a thread moves two bytes per access, and
+// a warp 64, where the memory system could move 512 per instruction: half the bytes of float32 take nearly the same
+// time.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_thread_an_element(residual_element* out, const int* inp, const element* wte, const element* wpe, int B,
                                   int T) {
@@ -23,9 +23,9 @@ encoder_forward_thread_an_element(residual_element* out, const int* inp, const e
     from_float(out[i], to_float(wte[int64(inp[row]) * C + c]) + to_float(wpe[int64(row % T) * C + c]));
 }
 
-// pack_a_thread. 16 bytes a thread all over the tensor: an eighth (bfloat16) or a quarter of the threads and
-// instructions. Each looks up its row for itself, and which one that is takes a division; the live version has a warp
-// for each row, and does both once.
+// pack_a_thread. 16 bytes per thread all over the tensor: an eighth (bfloat16) or a quarter of the threads and
+// instructions. Each thread looks up its own row, after a division to find out which; the live version has one warp per
+// row, and does both once.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_pack_a_thread(residual_element* out, const int* inp, const element* wte, const element* wpe, int B,
                               int T) {
@@ -38,11 +38,11 @@ encoder_forward_pack_a_thread(residual_element* out, const int* inp, const eleme
     store(out + i, sum);
 }
 
-// atomics. A thread an element of dout, which adds it to both tables: one reading, and nobody has to know who else adds
-// there. The positions of one token meet at the same addresses, and so do the B rows of one position. The sums' order,
-// and with it their last bits, differ from run to run. It takes as long as forward's thread_an_element, which adds
-// nothing atomically, and nearly as long in bfloat16 as in float32: a thread for each element is what costs. dwpe must
-// be 0.
+// atomics. One thread per element of dout adds it to both tables: one read, and no thread has to know who else adds
+// there. The positions of one token collide at the same addresses, and so do the B rows of one position. The order of
+// the sums, and with it their last bits, differs from run to run. It takes as long as forward's thread_an_element,
+// which has no atomics, and nearly as long in bfloat16 as in float32: the cost is in having one thread per element.
+// dwpe must be 0.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_backward_atomics(float* dwte, float* dwpe, const element* dout, const int* inp, int B, int T) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -53,10 +53,10 @@ encoder_backward_atomics(float* dwte, float* dwpe, const element* dout, const in
     atomicAdd(dwpe + int64(row % T) * C + c, d);
 }
 
-// wpe_apart. Positions need no atomics: who adds to which row is known, so a thread adds up one element over the batch,
-// which is the live encoder_backward_wpe. What is left for atomics are the tokens: half as many. Yet it is slower than
-// atomics: there is still a thread for each element, and dout is read a second time, in a launch of its own, which
-// costs more than the additions that are saved; the more so in float32, where dout is larger.
+// wpe_apart. Positions need no atomics: it is known who adds to which row, so a thread sums one element over the batch,
+// which is the live encoder_backward_wpe. Atomics are left for the tokens only: half as many. Yet it is no faster than
+// atomics: there is still one thread per element, and dout is read a second time, in another launch, which costs as
+// much as the atomics saved, and more in float32, where dout is larger.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_backward_wte_atomics(float* dwte, const element* dout, const int* inp, int N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -3,9 +3,9 @@
 //     forward   out = x/2 * (1 + tanh(u)),  u = sqrt(2/pi) * (x + 0.044715 x^3)                       out =
 //     backward  dinp = dout * (1/2 * (1 + tanh(u)) + x/2 * (1 - tanh(u)^2) * u')                      dinp =
 //
-// All N elements. Bound by bytes: forward two, backward three elements of each. The live versions are those of
-// kernels/gelu.cu; the backward one leaves the column sums of dinp as well, the gradient of a bias, which would be a
-// pass of its own.
+// All N elements. Bound by bytes: forward moves two elements, backward three. The live versions are those of
+// kernels/gelu.cu; the backward one also writes column sums of dinp, the gradient of a bias, which would be an extra
+// pass.
 
 #include "common.cuh"
 
@@ -19,15 +19,15 @@ __device__ inline float gelu_slope(float x) {
     return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * SCALE * (1.0f + 3.0f * CUBE * x * x);
 }
 
-// thread_an_element. The formula, a thread for each element: neighbouring threads read neighbouring elements. But each
-// moves 2 or 4 bytes with an instruction: in bfloat16, half the bytes of float32 take nearly as long.
+// thread_an_element. The formula, one thread per element, coalesced. But each instruction moves only 2 or 4 bytes per
+// thread: in bfloat16, half the bytes of float32 take nearly as long.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_forward_thread_an_element(element* out, const element* inp, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < N) from_float(out[i], gelu(to_float(inp[i])));
 }
 
-// pack_a_thread. 16 bytes a thread: fewer instructions for the same bytes, and more bytes underway.
+// pack_a_thread. 16 bytes per thread: fewer instructions for the same bytes, and more bytes in flight.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_forward_pack_a_thread(element* out, const element* inp, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
@@ -37,9 +37,9 @@ gelu_forward_pack_a_thread(element* out, const element* inp, int64 N) {
     store(out + i, x);
 }
 
-// sigmoid. (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)): an exp and a division, where tanhf has branches for small and large
-// arguments. In bfloat16, where a thread has eight of them to do, the arithmetic shows: it is a little faster. In
-// float32, bytes are all that counts.
+// sigmoid. (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)): an exp and a division, where tanhf branches for small and large
+// arguments. In bfloat16, with eight per thread, the arithmetic shows: it is a little faster. In float32, only bytes
+// count.
 extern "C" __global__ void __launch_bounds__(1024) gelu_forward_sigmoid(element* out, const element* inp, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
     if (i >= N) return;
@@ -51,17 +51,16 @@ extern "C" __global__ void __launch_bounds__(1024) gelu_forward_sigmoid(element*
     store(out + i, x);
 }
 
-// thread_an_element. The formula with its slope, a thread for each element; slow for the same reason as forward, 2 or 4
-// bytes with each instruction.
+// thread_an_element. The formula with its slope, one thread per element; slow for the same reason as forward, 2 or 4
+// bytes per instruction.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_backward_thread_an_element(element* dinp, const element* inp, const element* dout, int64 N) {
     const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < N) from_float(dinp[i], to_float(dout[i]) * gelu_slope(to_float(inp[i])));
 }
 
-// pack_a_thread. 16 bytes a thread, for the same reason as forward: fewer instructions for the same bytes. The slope
-// costs one tanhf, which the three accesses hide: a copy's speed. It takes less time than the live version, which
-// leaves the column sums as well.
+// pack_a_thread. 16 bytes per thread, as in forward. The slope costs one tanhf, hidden by the three accesses: the speed
+// of a copy. It takes less time than the live version, which also writes the column sums.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_backward_pack_a_thread(element* dinp, const element* inp, const element* dout, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;

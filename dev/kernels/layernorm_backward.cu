@@ -5,15 +5,15 @@
 //     dinp += rstd * (dn - mean(dn) - n * mean(dn * n));  dweight = the sum over rows of dout * n, dbias = that of dout
 //
 // dinp, dout, inp (N,C), inp of the residual stream's type; mean, rstd (N), dweight, dbias (C) float32; weight (C).
-// Bound by bytes: three rows in, one out. What the versions differ in is how rows that different threads work on come
-// together in dweight and dbias. The live version is layernorm_backward of kernels/layernorm.cu and column_sums.cu:
-// rows and sums stay in registers, while the next rows are copied to shared memory; each block leaves one row of sums,
-// a second kernel adds those up. No atomics, and the same bits in every run.
+// Bound by bytes: three rows read, one written. The versions differ in how the rows of different threads are combined
+// in dweight and dbias. The live version is layernorm_backward of kernels/layernorm.cu with column_sums.cu: rows and
+// sums stay in registers, while the next rows are copied to shared memory; each block writes one row of sums, and a
+// second kernel adds those up. No atomics, and the same bits in every run.
 
 #include "common.cuh"
 #include "block.cuh"
 
-// What a row's thread, warp or block needs of dn: the sums of dn and of dn * n, here those of one element.
+// The two sums over a row that dinp needs, of dn and of dn * n; here, one element's part of them.
 struct Sums {
     float dn, dn_n;
 };
@@ -27,8 +27,8 @@ __device__ inline float gradient_of(const Sums& sums, float dout, float n, float
     return rstd * (dout * weight - sums.dn / C - n * sums.dn_n / C);
 }
 
-// A row by one thread, or by a warp (LANES: 1, 32): dinp, and each element's share of dweight and dbias, atomically
-// added to those.
+// A row by one thread or by one warp (LANES: 1, 32): writes dinp, and adds each element's part of dweight and dbias
+// atomically.
 template <int LANES>
 __device__ inline void add_row(element* dinp, float* dweight, float* dbias, const element* dout,
                                const residual_element* inp, const element* weight, const float* mean, const float* rstd,
@@ -48,8 +48,8 @@ __device__ inline void add_row(element* dinp, float* dweight, float* dbias, cons
     }
 }
 
-// thread_a_row. A thread goes along its row twice, and adds each element's share of dweight and dbias atomically: N
-// additions to each of C addresses, which take turns in the L2 cache. dweight and dbias must be 0.
+// thread_a_row. A thread loops over its row twice, and adds each element's part of dweight and dbias atomically: N
+// additions to each of C addresses, serialized in the L2 cache. dweight and dbias must be 0.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, const element* dout,
                                 const residual_element* inp, const element* weight, const float* mean,
@@ -59,9 +59,9 @@ layernorm_backward_thread_a_row(element* dinp, float* dweight, float* dbias, con
     add_row<1>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
 }
 
-// atomics. A warp a row: neighbouring threads read neighbouring elements, and their additions go to neighbouring
-// addresses, where those of thread_a_row all meet at one. There are as many additions as before, and they are what is
-// waited for: half the bytes in bfloat16 save next to nothing.
+// atomics. One warp per row: reads are coalesced, and the additions of a warp go to neighbouring addresses, where those
+// of thread_a_row all go to the same one. But there are as many additions as before, and they are the bottleneck: half
+// the bytes in bfloat16 save next to nothing.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const element* dout,
                            const residual_element* inp, const element* weight, const float* mean, const float* rstd,
@@ -70,9 +70,9 @@ layernorm_backward_atomics(element* dinp, float* dweight, float* dbias, const el
     if (row < N) add_row<32>(dinp, dweight, dbias, dout, inp, weight, mean, rstd, row);
 }
 
-// shared_memory. A block takes many rows, one a warp at a time, and its warps add up in shared memory, where atomic
-// additions meet only those of the same block. Each block then adds 2 C sums to memory, instead of 2 C for every row:
-// the larger the block, the fewer. Any number of blocks; dynamic shared memory: 2 * C floats.
+// shared_memory. A block takes many rows, one per warp at a time, and its warps add up in shared memory, where atomics
+// only collide with those of the same block. Each block then adds 2 C sums to memory, instead of 2 C per row: the
+// larger the block, the fewer. Any number of blocks; dynamic shared memory: 2 * C floats.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, const element* dout,
                                  const residual_element* inp, const element* weight, const float* mean,
@@ -91,14 +91,14 @@ layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, co
     }
 }
 
-// last_block. No float is added atomically: a block's threads have columns of their own, all rows of the block go
-// through them, and the block's sums go to its row of `partials`. The block that finds itself the last one adds those
-// up, in the order of the blocks: which one that is differs from run to run, the result does not. dweight and dbias
-// need not be cleared. What it buys is the same bits in every run with one launch; but in bfloat16 it takes twice the
-// time of shared_memory, in float32 a third more. A block's threads wait for each other at every row, for its sums; and
-// at the end one block adds up what all have left, while the rest of the GPU has nothing to do: with blocks of 32
-// threads, of which there are thousands, that is nearly all of its time. Any number of blocks, partials (gridDim.x,
-// 2C); *done must be 0, and is 0 again afterwards. Dynamic shared memory: 2 * C floats.
+// last_block. No float atomics: each thread of a block has its own columns, through which all rows of the block go, and
+// the block's sums go to its row of `partials`. The block that finishes last adds those up, in the order of the blocks:
+// which one that is differs from run to run, the result does not. dweight and dbias need not be cleared. The gain is
+// the same bits in every run with one launch; but in bfloat16 it takes twice the time of shared_memory, in float32 a
+// third more. A block's threads wait for each other at every row, for its sums; and at the end one block adds up what
+// all have written, while the rest of the GPU is idle: with blocks of 32 threads, of which there are thousands, that is
+// nearly all of its time. Any number of blocks, partials (gridDim.x, 2C); *done must be 0, and is 0 again afterwards.
+// Dynamic shared memory: 2 * C floats.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, float* partials, int* done,
                               const element* dout, const residual_element* inp, const element* weight,
@@ -125,7 +125,7 @@ layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, float
         partials[int64(blockIdx.x) * 2 * C + c] = block_sums[c];
         partials[int64(blockIdx.x) * 2 * C + C + c] = block_sums[C + c];
     }
-    __threadfence();  // what this thread has written is there for all, before the block counts as done
+    __threadfence();  // what this thread wrote is visible to all blocks before this one counts as done
     __syncthreads();
     __shared__ bool last;
     if (threadIdx.x == 0) last = atomicAdd(done, 1) == gridDim.x - 1;

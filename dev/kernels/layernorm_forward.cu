@@ -1,12 +1,12 @@
-// Layer normalization, forward, from a thread for each row to rows in shared memory. RESULTS.md has what each version
+// Layer normalization, forward, from one thread per row to rows in shared memory. RESULTS.md has what each version
 // measured.
 //
 //     out = (inp - mean) * rstd * weight + bias                                               out =, mean =, rstd =
 //
-// inp, out (N,C), inp of the residual stream's type; mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row
-// comes in once and goes out once. The live version is residual_layernorm_forward of kernels/layernorm.cu: a row stays
-// in the registers of a warp (or several) from the only reading to the writing, and the addition to the residual stream
-// before it costs no pass of its own.
+// inp, out (N,C), inp of the residual stream's type; mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row is
+// read once and written once. The live version is residual_layernorm_forward of kernels/layernorm.cu: a row stays in
+// the registers of one warp (or several) from its only read to its write, and the addition to the residual stream
+// before it needs no extra pass.
 
 #include "common.cuh"
 #include "block.cuh"
@@ -19,8 +19,8 @@ __device__ inline void normalize(element* out, const residual_element* inp, cons
     from_float(out[start + c], (to_float(inp[start + c]) - m) * r * to_float(weight[c]) + to_float(bias[c]));
 }
 
-// thread_a_row. The three loops of the formula, a thread for each row. Neighbouring threads read addresses that are a
-// row apart, so that each access of a warp touches 32 lines of memory for 32 elements; and there are only N threads.
+// thread_a_row. The three loops of the formula, one thread per row. Neighbouring threads are a row apart, so that each
+// access of a warp touches 32 cache lines for 32 elements; and there are only N threads.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
                                const element* weight, const element* bias, int N) {
@@ -37,9 +37,8 @@ layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const res
     rstd[row] = r;
 }
 
-// statistics_apart. Two kernels: a block works out mean and rstd of a row, then a thread normalizes an element.
-// Neighbouring threads read neighbouring elements, which is what memory is fast at. The price is a launch more, and
-// that the input comes from memory twice.
+// statistics_apart. Two kernels: one block computes mean and rstd of a row, then one thread normalizes an element.
+// Accesses are coalesced. The price is a second launch, and that the input is read from memory twice.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_statistics(float* mean, float* rstd, const residual_element* inp) {
     const int64 start = int64(blockIdx.x) * C;
@@ -64,8 +63,8 @@ layernorm_forward_normalize(element* out, const float* mean, const float* rstd, 
     normalize(out, inp, weight, bias, int64(row) * C, c, mean[row], rstd[row]);
 }
 
-// warp_a_row. One kernel again: the 32 threads of a warp share a row and add up through registers, with no barrier and
-// no shared memory. The second and third reading of the row come from the L1 cache.
+// warp_a_row. One kernel again: the 32 threads of a warp share a row and reduce by shuffles, without barriers or shared
+// memory. The second and third read of the row hit the L1 cache.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
                              const element* weight, const element* bias, int N) {
@@ -84,9 +83,9 @@ layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const resid
     }
 }
 
-// one_pass. The variance is E[x^2] - E[x]^2, so that one reading gives both sums. It is the difference of two numbers
-// that may be large and nearly equal: where a row's mean is a thousand times its spread, nothing is left of it in
-// float32. And it is hardly faster, in float32 slower: the reading that it saves was one from the L1 cache.
+// one_pass. The variance is E[x^2] - E[x]^2, so that one read gives both sums. It is the difference of two numbers that
+// may be large and nearly equal: where a row's mean is a thousand times its spread, float32 has nothing left of it. And
+// it is hardly faster, in float32 slower: the read that it saves was a hit in the L1 cache.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_one_pass(element* out, float* mean, float* rstd, const residual_element* inp, const element* weight,
                            const element* bias, int N) {
@@ -108,10 +107,10 @@ layernorm_forward_one_pass(element* out, float* mean, float* rstd, const residua
     }
 }
 
-// block_a_row. A whole block on each row: more loads underway for it, which pays where rows are few or long; for many
-// short rows, as here, it is slower than warp_a_row: the barriers of the sums cost more than they bring, and the
-// compiler, which does not know the step of the loops, leaves one load of the row in each turn, where warp_a_row has 16
-// underway.
+// block_a_row. One block per row: more loads in flight for a row, which pays if rows are few or long. For many short
+// rows, as here, it is slower than warp_a_row: the barriers of the sums cost more than they gain, and the compiler,
+// which does not know the step of the loops, leaves one load of the row per iteration, where warp_a_row has 16 in
+// flight.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
                               const element* weight, const element* bias) {
@@ -129,9 +128,9 @@ layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const resi
     }
 }
 
-// shared_memory. A warp a row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions. The
-// row waits in shared memory between the passes, so that nothing depends on the L1 cache keeping it; weight and bias
-// are there for all rows of the block. Dynamic shared memory: (2 + warps of the block) * C elements.
+// shared_memory. One warp per row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions.
+// The row stays in shared memory between the passes, so that nothing depends on the L1 cache keeping it; weight and
+// bias are there for all rows of the block. Dynamic shared memory: (2 + warps of the block) * C elements.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const residual_element* inp,
                                 const element* weight, const element* bias, int N) {
@@ -154,7 +153,7 @@ layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const re
         for (int k = 0; k < PACK; k++) sum += v.x[k];
     }
     const float m = warp_sum(sum) / C;
-    for (int c = lane * PACK; c < C; c += 32 * PACK) {  // each thread reads what it has written itself
+    for (int c = lane * PACK; c < C; c += 32 * PACK) {  // each thread reads what it wrote itself
         const Floats v = load(x + c);
         for (int k = 0; k < PACK; k++) squares += (v.x[k] - m) * (v.x[k] - m);
     }

@@ -1,4 +1,4 @@
-// Matmuls, from a thread for each element to the tensor cores of every GPU; matmul_hopper.cu goes on with Hopper's.
+// Matmuls, from one thread per element to the tensor cores of every GPU; matmul_hopper.cu continues with Hopper's.
 // RESULTS.md has what each version measured.
 //
 //     matmul_forward           out = inp @ weight^T + bias        out =
@@ -6,12 +6,12 @@
 //     matmul_backward_weight   dweight = dout^T @ inp             dweight =
 //
 // inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). As in kernels/matmul.cuh, each is out (M,N) = A (M,K) @
-// B (K,N), and an operand is "across" if the inner dimension, K, is not its contiguous one: none in the forward pass, B
-// in dinp, both in dweight. A line of an operand is what one row of out (A) or one column (B) takes of it. M is any
-// number; N is a multiple of PACK, and so is K or, of an operand that is across, the number of its lines.
+// B (K,N), and an operand whose contiguous dimension is not K, the inner dimension, is "across": none in the forward
+// pass, B in dinp, both in dweight. A line of an operand is its part for one row of out (A) or one column (B). M is any
+// number; N is a multiple of PACK, and so is K or, for an operand that is across, the number of its lines.
 //
 // Bound by operations: each of the M * N * K multiply-adds needs two numbers, so everything depends on how far away
-// these are, and on how many multiply-adds each one serves once it is near.
+// these are, and on how many multiply-adds each of them serves once it is close.
 
 #include "matmul.cuh"
 
@@ -38,9 +38,9 @@ struct Result {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// thread_an_element. The formula. Neighbouring threads take neighbouring rows, as comes to mind first; so, in the
-// forward pass, the 32 numbers of A that a warp reads at once lie in 32 rows, each of which is fetched for one number,
-// and the warp's results are written to 32 rows, too. Each multiply-add reads both its numbers from the cache.
+// thread_an_element. The formula. Neighbouring threads take neighbouring rows, the obvious choice. So in the
+// forward pass, the 32 numbers of A that a warp reads at once are in 32 rows, each fetched for one number, and the
+// warp's results are written to 32 rows, too. Each multiply-add reads both its numbers from the cache.
 // Block (tile, tile), grid (M / tile, N / tile).
 
 template <class E, int A_ACROSS, int B_ACROSS>
@@ -70,9 +70,9 @@ matmul_backward_weight_thread_an_element(gradient* dweight, const element* dout,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// coalesced. In the forward pass both operands are contiguous along the inner dimension, so a warp makes one element:
-// its lanes read neighbouring numbers, 16 bytes each, and at the end add up what they have. Whole lines of memory are
-// fetched, and each is used at once. But each number still serves one multiply-add.
+// coalesced. In the forward pass both operands are contiguous along the inner dimension, so a warp computes one
+// element: its lanes read neighbouring numbers, 16 bytes each, and reduce at the end. Whole cache lines are fetched,
+// and used at once. But each number still serves only one multiply-add.
 // Block (any size), grid (M * N / warps of a block).
 
 extern "C" __global__ void __launch_bounds__(1024)
@@ -92,16 +92,16 @@ matmul_forward_coalesced(element* out, const element* inp, const element* weight
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// shared_tiles. A block makes a tile of out, a thread an element of it, from tiles of A and B that all its threads
-// share: a number that is read from memory serves `tile` multiply-adds. Whichever way an operand lies, neighbouring
-// threads read neighbouring addresses, and the tile is transposed while it is written to shared memory. What is left:
-// both numbers of each multiply-add come from shared memory, which delivers one of them to one warp a cycle, so that a
-// multiprocessor does 16 multiply-adds a cycle where it could do 128. So it is no faster than coalesced in bfloat16; in
-// float32, where coalesced has twice as many bytes to read, it is faster by a third.
+// shared_tiles. A block computes a tile of out, one element per thread, from tiles of A and B that all its threads
+// share: a number that is read from memory serves `tile` multiply-adds. Whichever way an operand lies, reads are
+// coalesced, and the tile is transposed while it is written to shared memory. The new limit: both numbers of each
+// multiply-add come from shared memory, which delivers one of them to one warp per cycle, so that a multiprocessor does
+// 16 multiply-adds per cycle instead of 128. So it is no faster than coalesced in bfloat16; in float32, where coalesced
+// has twice as many bytes to read, it is faster by a third.
 // Block (tile, tile), grid (N / tile, M / tile). Shared memory: 2 * tile * (tile + 1) floats.
 
-// Lines first .. and k0 .. of an operand, a number for each thread; zeros beyond its end. Rows of tile + 1 floats:
-// those that a warp reads or writes at once lie in different banks.
+// Load lines first .. and k0 .. of an operand, one number per thread; zeros beyond its end. Rows are padded to tile + 1
+// floats against bank conflicts.
 template <int IS_ACROSS>
 __device__ inline void load_tile(float* tile, Operand<IS_ACROSS> from, int first, int k0) {
     const int line = IS_ACROSS ? threadIdx.x : threadIdx.y, k = IS_ACROSS ? threadIdx.y : threadIdx.x;
@@ -146,16 +146,16 @@ matmul_backward_weight_shared_tiles(gradient* dweight, const element* dout, cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// register_tiles. A thread makes 8 x 8 elements: for 64 multiply-adds it reads 16 numbers from shared memory, as four
-// accesses of 16 bytes, and the sums stay in registers. A block makes 128 x 128, so that a number from memory, which is
-// read 16 bytes at a time, serves 128 multiply-adds. What is left is the speed of the CUDA cores: one multiply-add for
-// each of the 128 of a multiprocessor and cycle.
+// register_tiles. A thread computes 8 x 8 elements: for 64 multiply-adds it reads 16 numbers from shared memory, in
+// four 16-byte accesses, and the sums stay in registers. A block computes 128 x 128, so that a number from memory, read
+// 16 bytes at a time, serves 128 multiply-adds. The limit is now the CUDA cores: 128 multiply-adds per cycle and
+// multiprocessor.
 // Block (256), grid (N / 128, M / 128).
 
 constexpr int SIDE = 128, DEPTH = 16;  // of a tile: lines, and of the inner dimension
-typedef float Lines[DEPTH][SIDE + 4];  // in shared memory, where all lines of one k stand side by side
+typedef float Lines[DEPTH][SIDE + 4];  // in shared memory: all lines of one k are adjacent
 
-// A step's numbers of an operand; zeros beyond its end.
+// Load one step of an operand; zeros beyond its end.
 template <int IS_ACROSS>
 __device__ inline void load_lines(Lines& tile, Operand<IS_ACROSS> from, int first, int k0) {
 #pragma unroll
@@ -172,7 +172,7 @@ __device__ inline void load_lines(Lines& tile, Operand<IS_ACROSS> from, int firs
     }
 }
 
-// The lines 4 * thread .. + 3 and 64 more than these: neighbouring threads read neighbouring addresses.
+// Lines 4 * thread .. + 3, and the lines 64 further on: neighbouring threads read neighbouring addresses.
 __device__ inline void read_lines(float (&x)[8], const float (&lines)[SIDE + 4], int thread) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -226,9 +226,9 @@ matmul_backward_weight_register_tiles(gradient* dweight, const element* dout, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: kernels/matmul.cu, the live kernels of all GPUs but Hopper's in bfloat16, under other names, because
-// Hopper's are loaded beside them. One instruction of a tensor core does 2048 multiply-adds of bfloat16 numbers, or
-// 1024 of TF32, and the next steps are being loaded to shared memory (cp.async) while this one is multiplied.
+// mma_sync: kernels/matmul.cu, the live kernels of all GPUs except Hopper in bfloat16, under other names, because
+// Hopper's are loaded beside them. One tensor core instruction does 2048 multiply-adds in bfloat16, or 1024 in TF32,
+// and the next steps are being copied to shared memory (cp.async) while this one is multiplied.
 
 #define matmul_forward matmul_forward_mma
 #define matmul_forward_gelu matmul_forward_gelu_mma

@@ -1,18 +1,19 @@
-// The matmul of the forward pass on Hopper's own instructions (sm_90a), bfloat16: the steps from matmul.cu to the live
-// kernel, kernels/matmul_hopper_bf16.cu. RESULTS.md has what each version measured.
+// The matmul of the forward pass with Hopper's own instructions (sm_90a), bfloat16: the steps from matmul.cu to the
+// live kernel, kernels/matmul_hopper_bf16.cu. RESULTS.md has what each version measured.
 //
 //     out (M,N) = inp (M,K) @ weight^T (K,N) + bias        out =
 //
 // With wgmma, the four warps of a warpgroup multiply together: 64 rows by 128 to 256 columns and 16 of the inner
 // dimension in one instruction, both operands in shared memory. TMA loads these, in steps of 64 of the inner dimension,
-// when one thread asks for them; what is outside of the tensor arrives as zeros. Everything else is about keeping the
-// tensor cores busy. Each of these kernels has one idea more than the one before.
+// issued by one thread; what lies outside the tensor arrives as zeros. Everything else is about keeping the tensor
+// cores busy. Each kernel has one idea more than the one before.
 //
 // Not every idea makes it faster: the inner dimension of fc is short, 12 steps, and then comes the epilogue, during
 // which a block multiplies nothing. With the first two kernels, a second block on the multiprocessor multiplies
-// meanwhile. From tiles_128x256 on, there is no shared memory for one. Only the live kernel makes up for that.
+// meanwhile. From tiles_128x256 on, there is no shared memory for a second block. Only the live kernel makes up for
+// that.
 //
-// Bound by the tensor cores: 2048 multiply-adds a cycle and multiprocessor.
+// Bound by the tensor cores: 2048 multiply-adds per cycle and multiprocessor.
 
 #include "hopper.cuh"
 #include "matmul.cuh"
@@ -41,7 +42,7 @@ __device__ __forceinline__ void begin_matmul(Accumulators<BN, HALVES>& acc, cons
     wgmma_commit();
 }
 
-// The epilogue: out = acc + bias, for the group's rows from `row` on. Each thread writes its own.
+// The epilogue: out = acc + bias, for the group's rows from `row` on. Each thread stores its own elements.
 template <int BN, int HALVES>
 __device__ __forceinline__ void store_accumulators(element* out, const Accumulators<BN, HALVES>& acc,
                                                    const element* bias, int row, int column, int M, int N) {
@@ -60,8 +61,8 @@ __device__ __forceinline__ void store_accumulators(element* out, const Accumulat
     }
 }
 
-// A block makes one tile of GROUPS * HALVES * 64 by BN, each group a part of its rows. STAGES steps are loaded ahead;
-// when all groups are done with a stage, the first thread begins to load the next step there.
+// A block computes one tile of GROUPS * HALVES * 64 by BN, each group a part of its rows. STAGES steps are loaded
+// ahead; when all groups are done with a stage, the first thread starts loading the next step there.
 template <int GROUPS, int HALVES, int BN, int STAGES>
 __device__ __forceinline__ void one_tile(element* out, const TensorMap& inp, const TensorMap& weight,
                                          const element* bias, int M, int N, int K) {
@@ -98,13 +99,13 @@ __device__ __forceinline__ void one_tile(element* out, const TensorMap& inp, con
 }
 
 // All threads of both blocks of a cluster wait for each other: at the start, until the mbarriers of both are
-// initialized, and at the end, since a block's shared memory must live as long as the other one may use it.
+// initialized; at the end, because a block's shared memory must live as long as the other block may use it.
 __device__ inline void cluster_wait() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// load_box to the same address in the shared memory of both blocks. In each, the bytes count towards the mbarrier at
-// b's address.
+// load_box to the same address in the shared memory of both blocks (multicast). In each block, the bytes count towards
+// the mbarrier at b's address.
 __device__ inline void load_box_for_both(void* to, const TensorMap* map, Mbarrier* b, int column, int row, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
@@ -122,9 +123,9 @@ __device__ inline void mbarrier_arrive_in(Mbarrier* b, int rank) {
         : "memory");
 }
 
-// Tiles of 256 x 192, by two consumer warpgroups and a producer warpgroup, of which one thread issues TMA loads: it
-// waits for nobody but the consumers that empty a stage. A block takes tiles until there are none left. With BLOCKS =
-// 2, two blocks side by side are a cluster: they need the same rows of inp, and each loads half of these for both.
+// Tiles of 256 x 192, by two consumer warpgroups and a producer warpgroup, one thread of which issues TMA loads and
+// waits only for the consumers to empty a stage. A block takes tiles until there are none left. With BLOCKS = 2, two
+// adjacent blocks are a cluster: they need the same rows of inp, and each loads half of these for both.
 template <int BLOCKS>
 __device__ __forceinline__ void many_tiles(element* out, const TensorMap& inp, const TensorMap& weight,
                                            const element* bias, const Sizes& z) {
@@ -190,19 +191,19 @@ __device__ __forceinline__ void many_tiles(element* out, const TensorMap& inp, c
     if (BLOCKS > 1) cluster_wait();
 }
 
-// Every launch of this one is in clusters of 2 blocks.
+// This kernel is always launched in clusters of 2 blocks.
 extern "C" __cluster_dims__(2, 1, 1) __global__ void
 matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap inp,
                                  const __grid_constant__ TensorMap weight, const element* bias, int M, int N, int K,
                                  int band);
 
 #else
-#define ON_HOPPER(call)  // all builds have these kernels, but only in the one for Hopper in bfloat16 do they compute
+#define ON_HOPPER(call)  // all builds have these kernels, but they compute only in bfloat16 on Hopper
 #endif
 
 // wgmma_tma. The simplest kernel with both: a block is one warpgroup, with a tile of 128 x 128. Only the thread that
-// asks TMA for boxes computes addresses, and no warp loads fragments. While a block waits for a matmul, or then for the
-// next step, the second block that a multiprocessor has room for multiplies.
+// issues TMA loads computes addresses, and no warp loads fragments. While a block waits for a matmul and then for the
+// next step, the second block that fits on a multiprocessor multiplies.
 // Block (128), grid (N / 128, M / 128). Shared memory: 3 * (128 + 128) * 64 elements. Boxes of the maps: 128 x 64 (rows
 // x columns).
 extern "C" __global__ void __launch_bounds__(128, 2)
@@ -211,9 +212,9 @@ matmul_forward_wgmma_tma(element* out, const __grid_constant__ TensorMap inp, co
     ON_HOPPER((one_tile<1, 2, 128, 3>(out, inp, weight, bias, M, N, K)));
 }
 
-// tiles_128x192. 1.5 times as many columns, the most that the registers of one warpgroup can hold: 128 x 192
-// multiply-adds for each 128 + 192 numbers loaded, 1.2 times as many as before. With two stages in shared memory, there
-// are still two blocks on a multiprocessor. No gain: with one stage less, less is loaded ahead.
+// tiles_128x192. 1.5 times as many columns, the most that fit into the registers of one warpgroup: 128 x 192
+// multiply-adds for 128 + 192 numbers loaded, 1.2 times as many per number as before. With two stages in shared memory,
+// two blocks still fit on a multiprocessor. No gain: one stage fewer is loaded ahead.
 // Block (128), grid (N / 192, M / 128). Shared memory: 2 * (128 + 192) * 64 elements. Boxes: inp 128 x 64, weight 192 x
 // 64.
 extern "C" __global__ void __launch_bounds__(128, 2)
@@ -222,10 +223,9 @@ matmul_forward_tiles_128x192(element* out, const __grid_constant__ TensorMap inp
     ON_HOPPER((one_tile<1, 2, 192, 2>(out, inp, weight, bias, M, N, K)));
 }
 
-// tiles_128x256. Two warpgroups of 64 rows and 256 columns each, the widest that wgmma takes: 1.3 times as many
-// multiply-adds for each number loaded as with 128 x 128. The price is that there is no shared memory for a second
-// block: while these warpgroups wait, nobody multiplies. That costs more than the larger tile gains: slower than both
-// above.
+// tiles_128x256. Two warpgroups of 64 rows and 256 columns each, the widest wgmma: 1.3 times as many multiply-adds per
+// number loaded as with 128 x 128. The price is that there is no shared memory for a second block: while these
+// warpgroups wait, nothing multiplies. That costs more than the larger tile gains: slower than both above.
 // Block (256), grid (N / 256, M / 128). Shared memory: 4 * (128 + 256) * 64 elements. Boxes: inp 128 x 64, weight 256 x
 // 64.
 extern "C" __global__ void __launch_bounds__(256, 1)
@@ -235,8 +235,8 @@ matmul_forward_tiles_128x256(element* out, const __grid_constant__ TensorMap inp
 }
 
 // larger_tiles. Two warpgroups with 128 x 192 each, one below the other, share the columns: 1.7 times as many
-// multiply-adds for each number loaded as with 128 x 128, and 1.1 times as many for each that the tensor cores read
-// from shared memory. Faster than tiles_128x256, but, as there is no second block either, still slower than wgmma_tma.
+// multiply-adds per number loaded as with 128 x 128, and 1.1 times as many per number that the tensor cores read from
+// shared memory. Faster than tiles_128x256 but, again without a second block, still slower than wgmma_tma.
 // Block (256), grid (N / 192, M / 256). Shared memory: 4 * (256 + 192) * 64 elements. Boxes: inp 128 x 64, weight 192 x
 // 64; here and below.
 extern "C" __global__ void __launch_bounds__(256, 1)
@@ -245,15 +245,14 @@ matmul_forward_larger_tiles(element* out, const __grid_constant__ TensorMap inp,
     ON_HOPPER((one_tile<2, 2, 192, 4>(out, inp, weight, bias, M, N, K)));
 }
 
-// producer_consumer. Nobody waits for all others any more: a producer warpgroup does nothing but keep TMA busy, and
-// gives registers to two consumer warpgroups, which begin a step's matmul before the previous one is done. A stage has
-// two mbarriers, `full` and `empty`.
+// producer_consumer. Warpgroups no longer wait for all others: a producer warpgroup does nothing but issue TMA loads,
+// and gives registers to two consumer warpgroups, which issue a step's matmul before the previous one is done. A stage
+// has two mbarriers, `full` and `empty`.
 // Block (384), grid (tiles), band 1: the tiles of a row, then the next row.
 //
-// persistent. The same kernel, launched with as many blocks as there are multiprocessors: each takes tile after tile,
-// so that the loads for the next tile are in flight during the epilogue of the last, and no block has to be set up.
-// With bands of several rows, the tiles that are worked on at the same time are close to a square, and what they share
-// is in the L2 cache.
+// persistent. The same kernel, launched with one block per multiprocessor: each takes tile after tile, so that the
+// loads for the next tile are in flight during the epilogue of the last, and no new block has to start. With bands of
+// several rows, the tiles in progress at any time form nearly a square, and what they share is in the L2 cache.
 // Block (384), grid (multiprocessors).
 extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_forward_producer_consumer(element* out, const __grid_constant__ TensorMap inp,
@@ -262,10 +261,10 @@ matmul_forward_producer_consumer(element* out, const __grid_constant__ TensorMap
     ON_HOPPER((many_tiles<1>(out, inp, weight, bias, {M, N, K, band, 1})));
 }
 
-// cluster_multicast. Two neighbouring blocks take two tiles side by side, and what they share is read from the L2 cache
-// once: for each block 320 rows of a step instead of 448. A stage is empty when the consumers of both blocks say so:
-// each block waits for the slower one, which costs more than the reading that is saved, as persistent did not wait for
-// that. It is slower than persistent.
+// cluster_multicast. Two adjacent blocks take two adjacent tiles, and what they share is read from the L2 cache once:
+// 320 rows of a step per block instead of 448. A stage is empty when the consumers of both blocks say so: each block
+// waits for the slower one. That costs more than the reads saved, which were not the bottleneck of persistent: it is
+// slower.
 // Block (384), grid (multiprocessors, an even number).
 extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap inp,
@@ -274,8 +273,8 @@ matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap
     ON_HOPPER((many_tiles<2>(out, inp, weight, bias, {M, N, K, band, 1})));
 }
 
-// live: kernels/matmul_hopper_bf16.cu. In all of the above, the tensor cores stand still during the epilogue, in which
-// each thread writes 4 bytes here and there. The live kernel gives each of the two consumer warpgroups tiles of its
-// own, in turns: one multiplies while the other puts its tile together in shared memory, for TMA to store. Its dweight
-// can split the inner dimension among blocks (live_in_4_parts, live_in_11_parts): fc's has 96 tiles, too few for one on
-// each multiprocessor of an H200. Or it takes narrow tiles, of which there are 120 (live_narrow).
+// live: kernels/matmul_hopper_bf16.cu. In all of the above, the tensor cores are idle during the epilogue, in which
+// each thread writes scattered 4-byte pairs. The live kernel gives each of the two consumer warpgroups its own tiles,
+// in turns: one multiplies while the other assembles its tile in shared memory, for TMA to store. Its dweight can split
+// the inner dimension among blocks (live_in_4_parts, live_in_11_parts): fc's has 96 tiles, too few for the
+// multiprocessors of an H200. Or it takes narrow tiles, of which there are 120 (live_narrow).

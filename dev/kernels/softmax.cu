@@ -1,18 +1,17 @@
-// Softmax over long rows: the logits of the whole vocabulary. RESULTS.md has what each version
-// measured.
+// Softmax over long rows: the logits of the whole vocabulary. RESULTS.md has what each version measured.
 //
-//     probs[n,v] = exp(logits[n,v] - the row's largest) / the row's sum of those, 0 for v >= V        probs =
+//     probs[n,v] = exp(logits[n,v] - the row's maximum) / their sum over the row, 0 for v >= V        probs =
 //
-// logits, probs (N,Vp). Bound by bytes: a row comes in once and goes out once, if it can be kept, or comes from the L2
-// cache again. There is no live version: kernels/classifier.cu makes loss and gradient of a row while it is at hand,
-// and probabilities are never stored.
+// logits, probs (N,Vp). Bound by bytes: a row is written once and, if it can be kept or the L2 cache still has it, read
+// from memory once. There is no live version: kernels/classifier.cu computes a row's loss and gradient while it has the
+// row, and probabilities are never stored.
 
 #include "common.cuh"
 #include "block.cuh"
 
-// thread_a_row. Three loops of one thread: the largest, the sum, the result. Neighbouring threads are a row apart, 100
-// KB, so that each element costs a sector of 32 bytes, and the row is read three times. The sum goes by parts: added up
-// one by one, the many small numbers would be lost in the rounding of a sum that has grown, 2e-5 of it for a row of
+// thread_a_row. One thread loops over a row three times: for the maximum, the sum, the result. Neighbouring threads are
+// a row apart, 100 KB, so that each element costs a 32-byte sector, and the row is read three times. The sum is made of
+// partial sums: added one by one, small numbers would be lost in the rounding of a large sum, 2e-5 of it for a row of
 // 50257.
 extern "C" __global__ void __launch_bounds__(1024) softmax_thread_a_row(element* probs, const element* logits, int N) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
@@ -30,8 +29,8 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_thread_a_row(element*
                                             v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
 }
 
-// warp_a_row. The lanes of a warp go along the row side by side, and add up through registers. Many rows are underway
-// at once, more than the L2 cache holds: the second and third reading come from memory again.
+// warp_a_row. One warp per row: coalesced reads, reductions by shuffles. Many rows are in flight at once, more than the
+// L2 cache holds: the second and third read come from memory again.
 extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* probs, const element* logits, int N) {
     const int n = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (n >= N) return;
@@ -45,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* p
                                                    v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
 }
 
-// block_a_row. A block on each row: the larger the blocks, the fewer rows are underway. With 1024 threads these are two
-// a multiprocessor, 264 rows or 27 MB in bfloat16, which the L2 cache can hold until the third reading: as fast as
-// warp_a_row, not faster. With 256 threads, 1056 rows or 106 MB are underway, and it is slower, as it is with all
+// block_a_row. One block per row: the larger the blocks, the fewer rows are in flight. With 1024 threads, there are two
+// blocks per multiprocessor, 264 rows or 27 MB in bfloat16, which the L2 cache can hold until the third read: as fast
+// as warp_a_row, not faster. With 256 threads, 1056 rows or 106 MB are in flight, and it is slower, as it is with all
 // blocks in float32, where 264 rows are 53 MB. The machine code shows why: the compiler does not know the step of the
-// loops and leaves one load in each turn, where those of warp_a_row have up to 16.
+// loops and leaves one load per iteration, where warp_a_row has up to 16.
 extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* probs, const element* logits) {
     const int64 start = int64(blockIdx.x) * Vp;
     float largest = -INFINITE, sum = 0.0f;
@@ -62,8 +61,8 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* 
     }
 }
 
-// online. Largest and sum in one reading: where a larger value turns up, the sum so far is scaled down. Two readings
-// instead of three, 16 bytes a thread, and the second one begins at the end, which was read last and is the likeliest
+// online. Maximum and sum in one read: when a larger value turns up, the sum so far is scaled down. Two reads instead
+// of three, 16 bytes per thread, and the second one begins at the end of the row, which was read last and is likeliest
 // to be in the cache.
 extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits) {
     const element* row = logits + int64(blockIdx.x) * Vp;
