@@ -112,7 +112,7 @@ def states_of_ranks(path):
 def remove_half_written(directory):
     """Remove the temporary files of a run that was killed while it saved."""
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
-        if re.fullmatch(r"(model_[0-9]{8}|state_[0-9]{8}_[0-9]{5})\.bin\.tmp", name):
+        if re.fullmatch(r"((model_[0-9]{8}|state_[0-9]{8}_[0-9]{5})\.bin|DONE_[0-9]{8})\.tmp", name):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(directory, name))
 
