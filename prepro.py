@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import check_is_file, chunks, make_directory, replacing, together
+from llmc.threads import THREADS
 from llmc.tokenizer import write_tokenizer
 
 TIMEOUT_SECONDS = 30  # of silence from the server
@@ -52,12 +54,13 @@ def load_encoding(vocabulary, characters=""):
                         " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
 
 
-LONG_SPACE = re.compile(r"\s{262144}(?=\s)")  # a million in a row overflow the stack of tiktoken's regular expression
+LONGEST = 262144  # characters of whitespace; a million overflow the stack of tiktoken's regular expression
+LONG_SPACE = re.compile(r"(?<!\s)\s{%d,}" % (LONGEST + 1))  # (?<!\s): begins once a run, not at each of its characters
 
 
 def encode(encoding, text, **options):
     """Return the token ids of a text. Very long whitespace is encoded in pieces; `options` are tiktoken's."""
-    ends = [match.end() for match in LONG_SPACE.finditer(text)]
+    ends = [end for run in LONG_SPACE.finditer(text) for end in range(run.start() + LONGEST, run.end(), LONGEST)]
     pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]))
     return [id for piece in pieces for id in encoding.encode(piece, **options)]
 
@@ -121,10 +124,13 @@ def output_paths(output):
     return [f"{output}_{name}.bin" for name in ("val", "train", "tokenizer")]
 
 
-def check_not_written_over(path, output):
-    """Raise UserError if `path`, the text to tokenize, is one of the output files."""
-    for written in output_paths(output):
-        if os.path.exists(path) and os.path.exists(written) and os.path.samefile(path, written):
+def check_not_written_over(texts, outputs):
+    """Raise UserError if one of the paths `outputs`, to be written, is one of the texts, or a FIFO or device."""
+    for path in outputs:
+        check_is_file(path, "pass another --output")
+    outputs = set(map(os.path.realpath, outputs))
+    for path in texts:
+        if os.path.realpath(path) in outputs:
             raise UserError(f"{path}: is the text itself, and would be written over: pass another --output")
 
 
@@ -138,7 +144,7 @@ def in_processes(function, jobs, processes, prepare=None, arguments=()):
             prepare(*arguments)
         yield from map(function, jobs)
         return
-    workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), prepare, arguments)
+    workers = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), begin_worker, (prepare, arguments))
     waiting = collections.deque()
     try:
         for job in jobs:
@@ -152,6 +158,18 @@ def in_processes(function, jobs, processes, prepare=None, arguments=()):
                         " fewer") from None
     finally:
         workers.shutdown(cancel_futures=True)
+
+
+def begin_worker(prepare, arguments):
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if prepare:
+        prepare(*arguments)
+
+
+def end_with_parent():
+    """End this process once the one that started it has ended, which may have been killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def save_vocabulary(path, encoding, version=2):
@@ -183,8 +201,7 @@ def save_files(files, encoding, args):
 
 
 def add_processes(parser, what):
-    parser.add_argument("--processes", type=int, metavar="N", default=os.cpu_count(),
-                        help=f"{what} tokenized at a time")
+    parser.add_argument("--processes", type=int, metavar="N", default=THREADS, help=f"{what} tokenized at a time")
 
 
 def check_processes(args):
@@ -193,21 +210,19 @@ def check_processes(args):
 
 
 def add_val_fraction(parser, most):
-    parser.add_argument("--val_fraction", type=float, metavar="X", default=argparse.SUPPRESS,
+    def fraction(text):
+        value = float(text)
+        if not 0.0 < value < 1.0:
+            raise UserError(f"--val_fraction {value}: expected more than 0 and less than 1")
+        return value
+
+    parser.add_argument("--val_fraction", type=fraction, metavar="X", default=argparse.SUPPRESS,
                         help=f"fraction of the tokens for validation (default: 0.1, at most {most} tokens)")
-
-
-def val_fraction(args):
-    """Return --val_fraction, or None if it is not given."""
-    fraction = getattr(args, "val_fraction", None)
-    if fraction is not None and not 0.0 < fraction < 1.0:
-        raise UserError(f"--val_fraction {fraction}: expected more than 0 and less than 1")
-    return fraction
 
 
 def val_tokens(count, most, args):
     """Return how many of `count` tokens are for validation: --val_fraction of them, or a tenth, but at most `most`."""
-    fraction = val_fraction(args)
+    fraction = getattr(args, "val_fraction", None)
     val = min(count // 10, most) if fraction is None else int(count * fraction + 1e-6)
     if not 0 < val < count:
         raise UserError(f"{count} tokens of text, of which {val} would validate, expected at least one to validate and"

@@ -253,20 +253,27 @@ def tokenize(job):
 
 
 def shards_from(sources, position, size, processes, bar):
-    """Yield (tokens, position where the next shard begins) for each shard of `size` tokens; the last may be shorter."""
+    """Yield (tokens, position where the next shard begins) for each shard of `size` tokens; the last may be shorter.
+
+    Raises UserError if all of the text is in the first shard, so that none is for training.
+    """
     shard, used = np.empty(size, np.uint16), 0
     begin = position[2]  # in the first job's tokens; those before it are in a shard already
     for file, row, tokens, ends in in_processes(tokenize, jobs(sources, position), processes):
         while begin < len(tokens):
+            if used == size:  # and there is text for another shard
+                document = int(np.searchsorted(ends, begin, side="right"))
+                position = [file, row + document, begin - (ends[document - 1] if document else 0)]
+                yield shard, position
+                used = 0
             count = min(len(tokens) - begin, size - used)
             shard[used : used + count] = tokens[begin : begin + count]
             begin, used = begin + count, used + count
             bar.update(count)
-            if used == size:
-                document = int(np.searchsorted(ends, begin, side="right"))
-                yield shard, [file, row + document, begin - (ends[document - 1] if document else 0)]
-                used = 0
         begin = 0
+    if position == [0, 0, 0]:
+        raise UserError(f"{used} tokens of text, expected more than the {size} of the validation shard: give more text,"
+                        " or pass a smaller --shard_tokens")
     if used:
         yield shard[:used], [len(sources), 0, 0]
 
@@ -294,11 +301,12 @@ def tokenize_shards(sources, output, most, args):
                output.directory, max(0, needed) + largest)
     if finished:
         return
-    write_notes(path, notes)  # before the first shard, so that it is known what made them
     processes = min(args.processes, 1 + text // (4 << 20))  # starting one takes as long as tokenizing a few megabytes
     with tqdm(total=None if args.input else int(tokens), unit="token", unit_scale=True, desc="tokenizing",
               initial=size * number) as bar:
         for tokens, after in shards_from(sources, position, size, processes, bar):
+            if not number:  # so that it is known what makes them
+                write_notes(path, notes)
             write_tokens(output.path(number), [tokens], len(tokens), "uint16")
             shards.append([len(tokens), *after])
             write_notes(path, notes)

@@ -19,7 +19,7 @@ import numpy as np
 from llmc.errors import UserError, run_main
 from llmc.evaluation import ENDINGS, HELLASWAG, Example, write_examples
 from llmc.files import make_directory
-from prepro import download, encode, load_encoding, read_input
+from prepro import check_not_written_over, download, encode, load_encoding, read_input
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -34,7 +34,7 @@ def parse_line(where, line, encoding):
             raise ValueError(f"{len(endings)} endings and label {label}")
         ids = [np.array(encode(encoding, text, disallowed_special=()), np.int32)
                for text in (context, *(f" {ending}" for ending in endings))]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise UserError(f"{where}: expected a JSON object with a text 'ctx', {ENDINGS} 'endings' and a 'label' of 0 to"
                         f" {ENDINGS - 1}, found: {error!r}") from None
     return Example(ids[0], ids[1:], label)
@@ -52,6 +52,7 @@ def main():
     if path is None:
         path = os.path.join(os.path.dirname(args.output), "hellaswag_val.jsonl")
         download(args.url, path, SHA256, "sha256")
+    check_not_written_over([path], [args.output])
     encoding, examples = load_encoding("gpt2"), []
     for number, line in enumerate(read_input(path).splitlines(), 1):
         if line.strip():

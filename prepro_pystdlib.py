@@ -15,8 +15,6 @@ import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is
 import os
 import sysconfig
 
-import numpy as np
-
 from llmc.errors import run_main
 from prepro import add_val_fraction, load_encoding, make_parser, read_input, save_split
 
@@ -39,14 +37,13 @@ def main():
     parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "pystdlib"))
     add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
-    encoding, pieces, total = load_encoding("bytes"), [], 0
+    encoding, tokens = load_encoding("bytes"), []
     for path in source_files(sysconfig.get_path("stdlib")):
         text = read_input(path).decode("utf-8", errors="replace")
-        pieces.append(np.array([encoding.eot_token, *encoding.encode(text, disallowed_special=())], np.int32))
-        total += len(pieces[-1])
-        if total >= LIMIT:
+        tokens += [encoding.eot_token, *encoding.encode(text, disallowed_special=())]
+        if len(tokens) >= LIMIT:
             break
-    save_split(np.concatenate([*pieces, []])[:LIMIT], VAL_TOKENS, encoding, args)
+    save_split(tokens[:LIMIT], VAL_TOKENS, encoding, args)
 
 
 if __name__ == "__main__":

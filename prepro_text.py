@@ -10,8 +10,8 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
 
 A document is a file; in .jsonl files, and .json files of the same form, it is the --field of a line. Each document
 starts with an end-of-text token. Folders are read in sorted order, without hidden files and files that are not UTF-8
-text. The last tenth of the tokens is for validation (at most 32768 tokens; or --val_fraction), the rest for training,
-in shards if --shard_tokens is given.
+text; links are followed, and each file is taken once. The last tenth of the tokens is for validation (at most 32768
+tokens; or --val_fraction), the rest for training, in shards if --shard_tokens is given.
 
 The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
 shakespeare_char. Several processes tokenize the text in pieces of a megabyte, cut where tokens end; it need not fit in
@@ -22,7 +22,9 @@ import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is
 
 import argparse
 import codecs
+import glob
 import io
+import itertools
 import json
 import os
 import re
@@ -35,7 +37,7 @@ from llmc.dataloader import find_files
 from llmc.errors import UserError, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
-                    load_encoding, make_parser, save_files, save_tokens, val_fraction, val_tokens)
+                    load_encoding, make_parser, output_paths, save_files, save_tokens, val_tokens)
 
 MEND = "pass files of text, or folders with them"
 VAL_TOKENS = 32768
@@ -51,8 +53,14 @@ class NotText(UserError):
 
 
 def find_texts(names):
-    """Expand files, folders and globs: ({path: whether it was found in a folder}, number of hidden names left out)."""
-    paths, hidden = {}, 0
+    """Expand files, folders and globs: ({path: whether it was found in a folder}, number of hidden names left out).
+
+    Links are followed; each file and folder is taken once.
+    """
+    def refuse(error):
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); {MEND}")
+
+    paths, seen, hidden = {}, set(), 0  # paths: real path -> (path, whether it was found in a folder)
     for name in names:
         matches = find_files(name)
         if not matches:
@@ -60,15 +68,21 @@ def find_texts(names):
         for match in matches:
             if not os.path.isdir(match):
                 open_input(match, MEND).close()  # fail now if it cannot be read
-                paths[match] = False
+                paths[os.path.realpath(match)] = match, False
                 continue
-            for directory, folders, files in os.walk(match):
+            for directory, folders, files in os.walk(match, onerror=refuse, followlinks=True):
+                real = os.path.realpath(directory)
+                if real in seen:
+                    folders.clear()
+                    continue
+                seen.add(real)
                 shown = sorted(folder for folder in folders if folder[0] != ".")
                 hidden += len(folders) - len(shown) + sum(file[0] == "." for file in files)
                 folders[:] = shown
                 for file in sorted(file for file in files if file[0] != "."):
-                    paths.setdefault(os.path.join(directory, file), True)
-    return paths, hidden
+                    path = os.path.join(directory, file)
+                    paths.setdefault(os.path.realpath(path), (path, True))
+    return dict(paths.values()), hidden
 
 
 def read_text(path, bar=None):
@@ -88,11 +102,14 @@ def read_text(path, bar=None):
 
 def read_lines(texts):
     """Yield the lines of a text that comes in pieces."""
-    rest = ""
+    pieces = []  # of a line
     for text in texts:
-        *lines, rest = (rest + text).split("\n")
-        yield from lines
-    yield rest
+        *ends, begin = text.split("\n")
+        for end in ends:
+            yield "".join([*pieces, end])
+            pieces.clear()
+        pieces.append(begin)
+    yield "".join(pieces)
 
 
 def parse_object(line):
@@ -105,12 +122,14 @@ def parse_object(line):
 
 
 def is_json_lines(path, field, found):
-    """Whether a file is read as JSON lines: .jsonl files are, and .json files whose first line is a JSON object.
+    """Whether a file is read as JSON lines: .jsonl files are, and .json files whose first line that is not empty is a
+    JSON object of at most 16 MB.
 
-    A .json file found in a folder must also have the field in its first line. Other JSON is plain text.
+    A .json file found in a folder must also have the field in that line. Other JSON is plain text.
     """
     if path.lower().endswith(".json"):
-        first = parse_object(next(read_lines(read_text(path))))
+        start = itertools.islice(read_text(path), 16)
+        first = parse_object(next(filter(str.strip, read_lines(start)), ""))
         return field in first or bool(first) and not found
     return path.lower().endswith(".jsonl")
 
@@ -205,7 +224,6 @@ def survey(paths, args):
                 if not found:
                     raise
                 continue
-            check_not_written_over(path, args.output)
             texts[path] = found
             count += begun
             characters |= seen
@@ -232,13 +250,14 @@ def main():
     add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
     check_processes(args)
-    val_fraction(args)
     args.shard_tokens = getattr(args, "shard_tokens", None)
     if args.shard_tokens is not None and not 0 < args.shard_tokens < 2**31:
         raise UserError(f"--shard_tokens {args.shard_tokens}: expected at least 1, and less than 2^31")
 
     paths, hidden = find_texts(args.inputs)
     texts, count, characters = survey(paths, args)
+    shards = [f"{args.output}_val_000000.bin", *training_shards(args.output)] if args.shard_tokens else []
+    check_not_written_over(texts, output_paths(args.output) + shards)
     if not count:
         raise UserError(f"{', '.join(args.inputs)}: no text in {number_of(len(paths), 'file')}")
     others = f"; left out: {number_of(hidden, 'hidden name')}, {number_of(len(paths) - len(texts), 'file')} not of text"
@@ -266,12 +285,17 @@ def main():
             save_tokens(list(chunks(val)), list(chunks(train)), encoding, args)
 
 
+def training_shards(output):
+    """Return the sorted files that have names of training shards of PREFIX."""
+    return sorted(glob.glob(f"{glob.escape(output)}_train_*.bin"))
+
+
 def save_shards(val, train, encoding, args):
     """Write PREFIX_val_000000.bin and the training shards, PREFIX_train_000000.bin and on, equal in size, at most
     --shard_tokens each."""
     shards = np.array_split(train, -(-len(train) // args.shard_tokens))
     files = {f"{args.output}_train_{number:06d}.bin": list(chunks(shard)) for number, shard in enumerate(shards)}
-    for path in find_files(f"{args.output}_train_*.bin"):
+    for path in training_shards(args.output):
         if path not in files:
             raise UserError(f"{path}: would be taken for one of the {len(shards)} shards to be written: remove it, or"
                             " pass another --output")

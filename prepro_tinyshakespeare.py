@@ -15,7 +15,7 @@ import os
 
 from llmc.errors import UserError, run_main
 from prepro import (EOT, add_val_fraction, check_not_written_over, download, encode, load_encoding, make_parser,
-                    read_input, save_split)
+                    output_paths, read_input, save_split)
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"
@@ -33,7 +33,7 @@ def main():
     if path is None:
         path = os.path.join(os.path.dirname(args.output), "tiny_shakespeare.txt")
         download(args.url, path, MD5)
-    check_not_written_over(path, args.output)
+    check_not_written_over([path], output_paths(args.output))
     try:
         text = read_input(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:

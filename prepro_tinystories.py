@@ -79,6 +79,8 @@ def tokenize_shard(job):
             stories = [entry["story"].strip() for entry in json.load(f)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: expected a JSON list of objects with a 'story' text, found: {error!r}") from None
+    if not stories:
+        raise UserError(f"{path}: no stories, expected at least one: remove the file")
     random.Random(1337 + shard).shuffle(stories)
     tokens = array.array("H")
     for story in stories:

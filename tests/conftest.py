@@ -8,6 +8,7 @@ import http.server
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,9 +54,20 @@ def gpu():
     return llmc.device.open_gpu()
 
 
+def needs_gpu(item):
+    return "gpu" in item.fixturenames or item.get_closest_marker("gpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(request, monkeypatch, tmp_path_factory):
+    """Fake GPUs leave nothing in the user's cache, in which real ones find their kernels."""
+    if not needs_gpu(request.node):
+        monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.hookimpl(trylast=True)  # of those that -k and -m have left
 def pytest_collection_modifyitems(config, items):
-    needing = [item for item in items if "gpu" in item.fixturenames or item.get_closest_marker("gpu")]
+    needing = list(filter(needs_gpu, items))
     try:
         if needing:
             llmc.device.open_gpu()
@@ -128,6 +140,12 @@ def gpt2_vocabulary():
     pytest.skip("GPT-2's vocabulary is neither in TIKTOKEN_CACHE_DIR nor in tiktoken's own cache")
 
 
+@pytest.fixture
+def vocabulary_here(monkeypatch, gpt2_vocabulary):
+    """GPT-2's vocabulary for what runs in this process and in those that it starts."""
+    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
+
+
 @pytest.fixture(scope="session")
 def tiny_shakespeare():
     """The path of the text; skips the test where it is not to be had."""
@@ -135,6 +153,13 @@ def tiny_shakespeare():
         if path.exists():
             return path
     pytest.skip("tiny_shakespeare.txt is not in data/: run python prepro_tinyshakespeare.py once")
+
+
+def remove_after(directory, step):
+    """As if the run had been killed before its later checkpoints."""
+    for name in os.listdir(directory):
+        if (found := re.search(r"_(\d{8})", name)) and int(found[1]) > step:
+            os.unlink(os.path.join(directory, name))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,6 +212,12 @@ def run_here(monkeypatch, capfdbinary):
         return SimpleNamespace(returncode=status, stdout=output, stderr=errors)
 
     return run
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def serve(pages):

@@ -1,5 +1,7 @@
 """The prepro scripts: hashes, downloads from a local server, faults of the network and of the text."""
 
+import argparse
+import contextlib
 import hashlib
 import http.server
 import io
@@ -8,8 +10,12 @@ import os
 import random
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +31,7 @@ from llmc.checkpoint import read_config
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
 from llmc.resume import checkpoint_paths
+from llmc.threads import THREADS
 from llmc.tokenizer import read_tokenizer
 
 HASHES = {
@@ -33,12 +40,6 @@ HASHES = {
     ("uint16", "val"): "fe99db720dc7c83e694806d4e047a952909411da1daccde4ccc2e55f40882a62",
     ("uint16", "train"): "8a70606be574040c26d225694f5f9759973b419852d22f7fe5c118e1b359dcc8",
 }
-
-
-@pytest.fixture
-def vocabulary_here(monkeypatch, gpt2_vocabulary):
-    """GPT-2's vocabulary for what runs in this process."""
-    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -53,6 +54,7 @@ def test_tiny_shakespeare_has_llm_c_s_hashes(tmp_path, tiny_shakespeare, vocabul
                            f"Saved the vocabulary of 50257 tokens to {output}_tokenizer.bin\n")
     found = hashlib.sha256((tmp_path / "ts_tokenizer.bin").read_bytes()).hexdigest()
     assert found == "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"
+    assert read_tokenizer(tmp_path / "ts_tokenizer.bin").printable(188) == b"", "the NUL byte"
     for split in ("val", "train"):
         assert hashlib.sha256((tmp_path / f"ts_{split}.bin").read_bytes()).hexdigest() == HASHES[format, split]
 
@@ -162,6 +164,15 @@ def test_white_space_of_a_million_characters(vocabulary_here, space):
     assert prepro.encode(encoding, short) == encoding.encode(short)
 
 
+def test_white_space_is_cut_where_it_is_very_long_and_in_linear_time():
+    N, lengths = 262144, SimpleNamespace(encode=lambda text: [len(text)])
+    begun = time.process_time()
+    for space in (200000, N):
+        assert prepro.encode(lengths, "a" + " " * space + "b" * N) == [1 + space + N]
+    assert prepro.encode(lengths, "a" + "\n" * (N + 1) + "b" + "\t" * (2 * N + 1)) == [1 + N, 1 + 1 + N, N, 1]
+    assert time.process_time() - begun < 1.0
+
+
 def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
     """A tenth validates, at most VAL_TOKENS; --val_fraction says how much."""
     (tmp_path / "text").write_bytes(tiny_shakespeare.read_bytes()[:100000])
@@ -203,8 +214,8 @@ def write_folder(folder):
     """A folder of texts, and of what is none; the documents, in the order that they are read."""
     files = {
         "a.md": b"# A\r\n\r\nna\xc3\xafve\r\n", "b/c.py": b"\xef\xbb\xbfprint('c')\n",
-        "b/d.txt": "д 日本\n".encode(),
-        "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'{"text": "one"}\n\n{"text": "two"}\n',
+        "b/d.txt": "д 日本\n".encode(), "f/x.txt": b"f\n", "e/x.txt": b"e\n", "c/x.txt": b"c\n", "d/x.txt": b"d\n",
+        "b/package.json": b'{\n  "name": "x"\n}\n', "b/lines.json": b'\n{"text": "one"}\n\n{"text": "two"}\n',
         "b/one.json": b'{"name": "y"}', "empty.txt": b"",
         "z.jsonl": b'{"text": "three\\r\\n", "id": 3}\r\n{"id": 4, "text": ""}\n{"text": "\\ud83d\\ude00 \\ud83d"}',
         "b/picture.png": b"\x89PNG\xff\xfe", "b/numbers.bin": np.arange(9).tobytes(), ".hidden.txt": b"secret",
@@ -215,7 +226,7 @@ def write_folder(folder):
         (folder / name).write_bytes(data)
     os.mkfifo(folder / "fifo")
     return ["# A\n\nnaïve\n", "three\n", "\U0001f600 ?", "print('c')\n", "д 日本\n", "one", "two", '{"name": "y"}',
-            '{\n  "name": "x"\n}\n']
+            '{\n  "name": "x"\n}\n', "c\n", "d\n", "e\n", "f\n"]
 
 
 @pytest.mark.parametrize("vocabulary, V", (("gpt2", 50257), ("bytes", 257), ("chars", None)))
@@ -224,12 +235,12 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
     expected = write_folder(tmp_path / "folder")
     tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary)
     assert text_of(tokens, tokenizer) == "".join(f"{prepro.EOT}{document}" for document in expected)
-    assert tokens.count(tokenizer.eot) == 9 and tokenizer.eot == len(tokenizer.tokens) - 1
+    assert tokens.count(tokenizer.eot) == 13 and tokenizer.eot == len(tokenizer.tokens) - 1
     characters = sorted(set("".join(expected)))
     assert len(tokenizer.tokens) == (V or len(characters) + 1)
     if vocabulary == "chars":
         assert [token.decode() for token in tokenizer.tokens[:-1]] == characters
-    assert printed.startswith("9 documents in 8 files; left out: 2 hidden names, 3 files not of text\nSaved ")
+    assert printed.startswith("13 documents in 12 files; left out: 2 hidden names, 3 files not of text\nSaved ")
     again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16")
     assert again[0] == tokens, "a file is read once"
 
@@ -254,14 +265,6 @@ def test_pieces_and_processes_change_nothing(tmp_path, tiny_shakespeare, vocabul
                 pieces = tokens
             else:
                 assert tokens == pieces
-
-
-def test_two_processes_tokenize_one_file(tmp_path, vocabulary_here, prepare):
-    """The pieces of a file of several megabytes, in processes of their own."""
-    text = "".join(f"Line {i}, as long as any other.\n" for i in range(250000))
-    (tmp_path / "text").write_text(text)
-    one, two = (prepare("text", "--vocabulary", "chars", "--processes", processes)[0] for processes in (1, 2))
-    assert one == two and len(one) == len(text) + 1
 
 
 def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
@@ -318,9 +321,19 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch):
         if name == "fifo":
             os.mkfifo(name)
         assert_one_line_error(run_here(prepro_text, name, check=False), name, words)
+    os.rename("fifo", "x_train.bin")
+    done = run_here(prepro_text, "e.txt", "--output", "x", check=False)
+    done.stderr = done.stderr.splitlines()[-1]
+    assert_one_line_error(done, "x_train.bin", "a FIFO", "another --output")
     (tmp_path / "folder").mkdir()
     done = run_here(prepro_text, "folder", check=False)
     assert done.returncode == 1 and done.stderr.endswith("folder: no text in 0 files\n")
+
+    def scandir(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert_one_line_error(run_here(prepro_text, "folder", check=False), "folder: cannot be read (Permission denied)")
 
 
 def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
@@ -331,13 +344,54 @@ def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
         run_here(prepro_text, ".", "--vocabulary", "bytes", "--output", "x")
     assert sorted(os.listdir()) == ["text", "x_tokenizer.bin", "x_train.bin", "x_val.bin"]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    for name in (".", "text_train.bin"):
-        shutil.copy("text", "text_train.bin")
-        done = run_here(prepro_text, name, "--vocabulary", "bytes", "--output", "text", check=False)
-        done.stderr = done.stderr.splitlines()[-1]
-        assert_one_line_error(done, "text_train.bin", "another --output")
-    before["text_train.bin"] = before["text"]
+    for name, flags in (("text_train.bin", ()), ("text_train_000000.bin", ("--shard_tokens", 9000)),
+                        ("text_val_000000.bin", ("--shard_tokens", 9000))):
+        for inputs in (".", name):
+            shutil.copy("text", name)
+            done = run_here(prepro_text, inputs, "--vocabulary", "bytes", "--output", "./text", *flags, check=False)
+            done.stderr = done.stderr.splitlines()[-1]
+            assert_one_line_error(done, name, "another --output")
+            os.unlink(name)
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_a_prefix_is_no_glob(tmp_path, run_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = (prepro_text, "text", "--vocabulary", "bytes", "--output", "x[1]", "--shard_tokens", 9000)
+    (tmp_path / "text").write_text("my text\n" * 2000)
+    (tmp_path / "x1_train_000005.bin").touch()
+    run_here(*command)
+    (tmp_path / "x[1]_train_000005.bin").touch()
+    done = run_here(*command, check=False)
+    done.stderr = done.stderr.splitlines()[-1]
+    assert_one_line_error(done, "x[1]_train_000005.bin", "2 shards", "remove it")
+
+
+def test_links_are_followed_and_files_taken_once(tmp_path, prepare):
+    for name in ("src/a.txt", "src/b/b.txt", "other/.hidden", "other/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name[-5:]}\n" * 9)
+    for link, target in (("src/again", "."), ("src/b/up", ".."), ("src/z", "../other"), ("src/z.txt", "a.txt")):
+        (tmp_path / link).symlink_to(target)
+    for inputs in (("src",), ("src", "./src"), ("src/a.txt", "src/b", "src/../src")):
+        tokens, tokenizer, printed = prepare(*inputs, "--vocabulary", "bytes")
+        documents = text_of(tokens, tokenizer).split(prepro.EOT)
+        assert sorted(document[:5] for document in documents) == ["", "a.txt", "b.txt", "c.txt"]
+        assert printed.startswith("3 documents in 3 files; left out: 1 hidden name, 0 files not of text\n")
+
+
+def test_a_line_of_any_length(tmp_path, prepare, monkeypatch):
+    """In linear time. JSON that is one very long line is plain text; it is not read whole to find that out."""
+    pieces = ["x" * 20000] * 2000
+    begun = time.process_time()
+    assert list(prepro_text.read_lines([*pieces, "y\nz", "\n"])) == ["".join(pieces) + "y", "z", ""]
+    assert time.process_time() - begun < 1.0
+    monkeypatch.setattr(prepro_text, "PIECE", 1000)
+    for length, is_text in ((10000, False), (20000, True)):
+        text, data = "x" * length, json.dumps({"text": "x" * length})
+        (tmp_path / "x.json").write_text(data)
+        tokens, tokenizer, _ = prepare("x.json", "--vocabulary", "bytes")
+        assert text_of(tokens[1:], tokenizer) == (data if is_text else text)
 
 
 @pytest.mark.parametrize("vocabulary", ("bytes", "chars"))
@@ -367,12 +421,22 @@ def test_pystdlib(tmp_path, run_here):
     done = run_here(prepro_pystdlib, "--output", tmp_path / "std")
     counts = [int(line.split()[1]) for line in done.stdout.splitlines()[:2]]
     val, train = (open_tokens(tmp_path / f"std_{split}.bin", 257) for split in ("val", "train"))
-    assert counts == [val.size, train.size] and val[0] == 256
+    assert counts == [val.size, train.size] == [65536, 4128768] and val[0] == 256
     text = bytes(int(id) for id in np.concatenate([val, train]) if id != 256)
     assert b"def __init__(self" in text
     again = run_here(prepro_pystdlib, "--output", tmp_path / "again", "--format", "uint16")
     assert again.stdout.replace("again", "std") == done.stdout
     assert np.array_equal(open_tokens(tmp_path / "again_train.bin", 257), train)
+
+
+def test_pystdlib_makes_integers_and_needs_some_text(tmp_path, run_here, monkeypatch):
+    made = []
+    with monkeypatch.context() as patch:
+        patch.setattr(prepro_pystdlib, "save_split", lambda tokens, *_: made.append(np.asarray(tokens)))
+        run_here(prepro_pystdlib, "--output", tmp_path / "std")
+    assert made[0].dtype.kind == "i" and len(made[0]) == prepro_pystdlib.LIMIT
+    monkeypatch.setattr(prepro_pystdlib, "source_files", lambda root: [])
+    assert_one_line_error(run_here(prepro_pystdlib, "--output", tmp_path / "std", check=False), "0 tokens of text")
 
 
 def test_the_byte_vocabulary_is_reversible():
@@ -463,11 +527,14 @@ def test_tinystories_faults(tmp_path, vocabulary_here, run_here):
     assert_one_line_error(run(), "1 shards", "at least 2")
     write_shards(tmp_path / "shards", STORIES)
     assert_one_line_error(run("--processes", 0), "--processes 0")
-    (tmp_path / "shards" / "data01.json").write_text('[{"title": "no story"}]')
-    done = run()
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "data01.json" in last and "'story'" in last
-    assert "Traceback" not in done.stderr and not list(tmp_path.glob("ts_*.bin"))
+    for shard, records, word in (("data01.json", '[{"title": "no story"}]', "'story'"),
+                                 ("data00.json", "[]", "no stories")):
+        (tmp_path / "shards" / shard).write_text(records)
+        done = run()
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 1 and shard in last and word in last
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("ts_*.bin"))
 
 
 def test_a_killed_worker_of_tinystories_is_noticed(tmp_path, gpt2_vocabulary):
@@ -488,3 +555,36 @@ if __name__ == "__main__":
     done.stderr = done.stderr.splitlines()[-1]  # after the progress bar
     assert_one_line_error(done, "--processes 2", "killed")
     assert not list(tmp_path.glob("ts_*"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# worker processes
+
+
+def test_as_many_processes_as_there_are_cores_to_use(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4096)
+    parser = argparse.ArgumentParser()
+    prepro.add_processes(parser, "pieces")
+    assert parser.parse_args([]).processes == THREADS < 4096
+
+
+def test_workers_end_with_a_program_that_is_killed(tmp_path):
+    """They hold its stdout open, which ends with the last of them."""
+    (tmp_path / "program.py").write_text(f"""import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import prepro
+def work(job):
+    print("working", flush=True)
+    time.sleep(100)
+if __name__ == "__main__":
+    list(prepro.in_processes(work, range(2), 2))
+""")
+    with subprocess.Popen([sys.executable, tmp_path / "program.py"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                          text=True, start_new_session=True) as running:
+        try:
+            assert running.stdout.readline() == "working\n"
+            running.kill()
+            running.communicate(timeout=10)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)

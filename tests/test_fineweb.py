@@ -23,17 +23,12 @@ import prepro_fineweb
 import train_gpt2
 from conftest import ROOT, assert_one_line_error, hub, run_program
 from llmc.dataloader import open_tokens, write_tokens
+from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
 from prepro_fineweb import READY_MADE
 
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
 DAMAGED = "the download is damaged"
-
-
-@pytest.fixture
-def vocabulary_here(monkeypatch, gpt2_vocabulary):
-    """GPT-2's vocabulary for what runs in this process and in those that it starts."""
-    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -222,9 +217,7 @@ def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
         server.hashes[NAMES[0]] = "0" * 64
         assert_one_line_error(fetch(server, check=False).last, NAMES[0], "SHA-256", "expected 0000", DAMAGED)
         assert not list(folder.glob("*_0*")) and not list(folder.glob(".download/*.bin"))
-    for data, what in ((files[NAMES[0]][:-2], "cut short"), (b"\xff" * 400, "400 bytes, expected a whole")):
-        if what != "cut short":
-            data, what = np.array([50257], "<i4").tobytes(), "token id 50257"
+    for data, what in ((files[NAMES[0]][:-2], "cut short"), (np.array([50257], "<i4").tobytes(), "token id 50257")):
         with Hub("kjj0/fineweb10B-gpt2", {**files, NAMES[0]: data}) as server:
             assert_one_line_error(fetch(server, check=False).last, NAMES[0], what)
         assert not list(folder.glob("*_0*"))
@@ -304,6 +297,34 @@ def test_parquet(tmp_path, tokenize, run_here):
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*_0*")}
 
 
+def test_text_that_ends_with_a_shard(tmp_path, folder, arrow, tokenize, monkeypatch):
+    """It is known to be used up, as each of its files is: nothing is opened again."""
+    for name in ("x0.parquet", "x1.parquet"):
+        arrow(name, [""] * 40)  # as many tokens
+    flags = ("--input", "x?.parquet", "--shard_tokens", 20)
+    tokenize(*flags)
+    assert [len(shard) for shard in shards_of(tmp_path / "out")] == [20] * 4
+    notes = json.loads((tmp_path / "out" / "parquet.json").read_text())
+    assert notes["shards"] == [[20, 0, 20, 0], [20, 1, 0, 0], [20, 1, 20, 0], [20, 2, 0, 0]]
+    monkeypatch.setattr(prepro_fineweb, "shards_from", None)
+    assert "4 shards of them made, about 0.0 GB to come" in tokenize(*flags).stdout
+
+
+def test_text_that_is_too_short_to_train_on(tmp_path, folder, arrow, tokenize):
+    """Nothing is written, so that the same command with smaller shards goes on."""
+    import pyarrow
+
+    arrow("none.parquet", pyarrow.array([], pyarrow.string()))
+    arrow("short.parquet", [""] * 40)
+    for name, size, tokens in (("none", 40, 0), ("short", 100, 40), ("short", 40, 40)):
+        done = tokenize("--input", f"{name}.parquet", "--shard_tokens", size, check=False)
+        done.stderr = done.stderr.splitlines()[-1]
+        assert_one_line_error(done, f"{tokens} tokens of text, expected more than the {size} ", "--shard_tokens")
+        assert not os.listdir(tmp_path / "out")
+    tokenize("--input", "short.parquet", "--shard_tokens", 39)
+    assert [len(shard) for shard in shards_of(tmp_path / "out")] == [39, 1]
+
+
 def test_shards_feed_the_trainer(tmp_path, tokenize, run_here, monkeypatch):
     monkeypatch.setitem(train_gpt2.SIZES, "d2", (1, 1, 8))
     tokenize("--edu", "--shards", 2)
@@ -359,6 +380,18 @@ def test_killed_at_any_moment_it_goes_on(tmp_path, folder, gpt2_vocabulary):
     assert ended[0] == -signal.SIGKILL and ended[-1] == 0, "the others may have been done by then"
 
 
+def test_killed_before_a_shard_is_noted_it_goes_on(tmp_path, tokenize, monkeypatch):
+    def interrupted(*arguments):
+        write_tokens(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepro_fineweb, "write_tokens", interrupted)
+        assert tokenize(check=False).returncode == 130 and len(shards_of(tmp_path / "out")) == 1
+    tokenize()
+    assert joined(shards_of(tmp_path / "out")) == expected_tokens()
+
+
 def test_a_disk_that_is_full_half_way(tmp_path, tokenize, monkeypatch):
     """The shards before stay, nothing of the next; then it goes on."""
     def fail(path, *arguments):
@@ -394,6 +427,19 @@ def test_parquet_from_the_hub(tmp_path, folder, fetch):
     assert joined(shards_of(out)) == expected_tokens() and not (out / ".download").exists()
 
 
+def test_a_file_of_the_hub_is_removed_once_it_is_in_shards(tmp_path, folder, run_here, monkeypatch):
+    """So there is room for the shards and the largest file, which is asked for."""
+    asked, sizes, sources = [], [os.path.getsize(f"{i}.parquet") for i in range(3)], prepro_fineweb.hub_sources
+    files = [SimpleNamespace(path=f"{i}.parquet", size=size) for i, size in enumerate(sizes)]
+    for name, value in dict(list_files=lambda *_: files, fetch=lambda repository, file, directory: file.path,
+                            hub_sources=lambda repository, folder, directory: sources(repository, folder, "."),
+                            check_room=lambda what, directory, needed: asked.append(needed)).items():
+        monkeypatch.setattr(prepro_fineweb, name, value)
+    run_here(prepro_fineweb, "--parquet", "--output", "out", "--processes", 1, "--shard_tokens", 50000, "--shards", 1)
+    assert asked == [2 * min(0.375 * sum(sizes), 100000) + max(sizes)]
+    assert sorted(path.name for path in tmp_path.glob("*.parquet")) == ["1.parquet", "2.parquet"]
+
+
 def test_what_is_refused(tmp_path, tokenize, folder, arrow, run_here, fetch, monkeypatch):
     def fails(*flags, words):
         done = run_here(prepro_fineweb, "--processes", 1, *flags, check=False)
@@ -427,10 +473,10 @@ def test_what_is_refused(tmp_path, tokenize, folder, arrow, run_here, fetch, mon
     fails("--input", "0.parquet", "--output", "out", words=("parquet.json", "cannot be read", "remove it"))
     (folder / "out" / "parquet.json").unlink()
     fails("--input", "0.parquet", "--output", "out", words=(NAMES[0], "not made from parquet", "another --output"))
+    with locked("out", True):
+        fails("--input", "0.parquet", "--output", "out", words=(f"process {os.getpid()} ", "another --output"))
     monkeypatch.setattr(prepro_fineweb, "parquet", None)
     fails("--input", "0.parquet", words=("pyarrow", "pip install pyarrow"))
-    tokenize_again = run_here(prepro_fineweb, "--output", "out", check=False)
-    assert tokenize_again.returncode == 1
 
 
 def test_ready_made_shards_do_not_mix_with_others(tmp_path, tokenize, run_here):

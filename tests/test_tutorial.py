@@ -1,5 +1,5 @@
 """doc/layernorm/layernorm.md: its Python blocks run and print what the page says, its CUDA blocks compile, its links
-lead somewhere."""
+lead somewhere; what all other pages link to or name exists."""
 
 import re
 import sys
@@ -50,6 +50,18 @@ def test_links():
     assert [link[1:] for link in links if link.startswith("#")] == headings
     for link in links:
         assert link.startswith("#") or (DIRECTORY / link).exists(), link
+
+
+@pytest.mark.parametrize("name", ("README.md", *(str(path.relative_to(ROOT)) for directory in ("doc", "dev")
+                                                 for path in sorted(ROOT.glob(f"{directory}/**/*.md")))))
+def test_what_a_page_names_exists(name):
+    """Targets of relative links, paths of this project, and programs in commands."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    paths = re.findall(r"(?<![\w/.~-])(?:llmc|kernels|dev|doc|tests|scripts)/[\w./]*\w(?![\w/*{<])", text)
+    programs = re.findall(r"\bpython ([\w/]+\.py)", text)
+    missing = [link for link in links if not ((ROOT / name).parent / link).exists()]
+    assert missing + [path for path in (*paths, *programs) if not (ROOT / path).exists()] == []
 
 
 def test_figures_can_be_put_into_the_page(tmp_path):
