@@ -201,6 +201,8 @@ def parse_arguments():
     for name, least in (("tokens", 0), ("context", 2), ("stride", 0), ("examples", 0), ("batch_size", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
+    if args.batch_size >= 2**16:
+        raise UserError(f"--batch_size {args.batch_size}: expected at most 65535")
     if args.tokens == 1:
         raise UserError("--tokens 1: expected at least 2, to predict one from the other")
     return args

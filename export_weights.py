@@ -15,8 +15,8 @@ With --debug_state 1 it also reads one batch (the first tokens of the validation
 prints them, generates a sample, and writes
     gpt2_124M_debug_state.bin    that batch, its logits, loss and gradients, the losses of the ten steps
 
-In the other direction, --to_hf model.bin DIR converts a trained checkpoint to a Hugging Face folder, with the
-vocabulary of the tokenizer.bin that a run writes beside the model.
+In the other direction, --to_hf runs/mine DIR converts a run's newest model, or a .bin file, to a Hugging Face folder,
+with the vocabulary of the tokenizer.bin that a run writes beside the model.
 It is a benchmark, too: --write_tensors 0 --inference_only 1 --compile 1 --dtype bfloat16 and so on.
 """
 
@@ -45,7 +45,9 @@ from torch.nn import functional as F
 from llmc.checkpoint import Config, DebugState, fingerprint, padded, read_model, write_debug_state, write_model
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError, run_main
-from llmc.files import make_directory, replacing, together
+from llmc.files import errors_of_writing, make_directory, replacing, together
+from llmc.resume import model_file
+from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import read_tokenizer
 from prepro import EOT, load_encoding, read_input, reason, save_vocabulary
@@ -202,9 +204,21 @@ HF_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise b
 }  # fmt: skip
 
 
+def find_weights(folder):
+    """Return (path, [path]) of a folder's model.safetensors or, if there is none, the index and the shards it names."""
+    whole, index = (os.path.join(folder, f"model.safetensors{end}") for end in ("", ".index.json"))
+    if os.path.lexists(whole) or not os.path.lexists(index):
+        return whole, [whole]
+    try:
+        with open(index, encoding="utf-8") as f:
+            return index, [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index}: not the index of a model's shards ({error!r})") from None
+
+
 def read_hf_folder(folder):
     """Read (config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors (never a pickle)."""
-    config_path, weights_path = (os.path.join(folder, name) for name in ("config.json", "model.safetensors"))
+    path = config_path = os.path.join(folder, "config.json")
     try:
         with open(config_path, encoding="utf-8") as f:
             hf = json.load(f)
@@ -221,14 +235,17 @@ def read_hf_folder(folder):
         config = Config(maxT=hf["n_positions"], V=V, L=hf["n_layer"], NH=hf["n_head"], C=hf["n_embd"], Vp=padded(V))
         if min(dataclasses.astuple(config)) < 1 or config.C % config.NH:
             raise UserError(f"{config_path}: impossible sizes: {config.describe()}")
-        state = safetensors.torch.load_file(weights_path)
+        weights_path, shards = find_weights(folder)
+        state = {}
+        for path in shards:
+            state |= safetensors.torch.load_file(path)
     except OSError as error:
-        raise UserError(f"{error.filename or weights_path}: cannot be read ({error.strerror or error}): expected a"
+        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error}): expected a"
                         " Hugging Face folder with config.json and model.safetensors") from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{config_path}: not the configuration of a GPT-2 ({error!r})") from None
     except safetensors.SafetensorError as error:
-        raise UserError(f"{weights_path}: not a safetensors file ({error})") from None
+        raise UserError(f"{path}: not a safetensors file ({error})") from None
 
     state = {key.removeprefix("transformer."): value for key, value in state.items()}
     def fetch(module_name, shape, transposed=False):
@@ -258,17 +275,29 @@ def read_hf_folder(folder):
     return config, params
 
 
-def write_hf_folder(model_path, folder):
-    """Convert a checkpoint to a folder that `transformers` and others load: config, weights and tokenizer."""
+HF_VOCABULARY = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.bin")
+
+
+def write_hf_folder(model, folder):
+    """Convert a checkpoint to a folder that `transformers` and others load: config, weights and tokenizer. Another
+    model's tokenizer there is removed.
+
+    model: a .bin file, or the directory of a run.
+    """
+    model_path = model_file(model)
     config, params = read_model(model_path, parameter_table)
     vocabulary = os.path.join(os.path.dirname(model_path), "tokenizer.bin")
-    tokenizer_files = {}
+    tokenizer, tokenizer_files = None, {}
     if os.path.lexists(vocabulary):
-        tokenizer_files = our_tokenizer_files(config, vocabulary) | {"tokenizer.bin": read_input(vocabulary)}
+        tokenizer = read_tokenizer(vocabulary)
+        tokenizer_files = our_tokenizer_files(config, tokenizer) | {"tokenizer.bin": read_input(vocabulary)}
     if config.V == VOCABULARIES["gpt2"]:
-        tokenizer_files |= gpt2_tokenizer_files(config)
+        try:
+            tokenizer_files |= gpt2_tokenizer_files(config)
+        except UserError as error:
+            print(f"warning: no vocab.json and merges.txt: {error}", file=sys.stderr)
     make_directory(folder)
-    eot = config.V - 1
+    eot = end_of_text(tokenizer, config.V)
     hf = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
         "n_positions": config.maxT, "n_ctx": config.maxT, "vocab_size": config.V, "n_layer": config.L,
@@ -287,17 +316,21 @@ def write_hf_folder(model_path, folder):
             with replacing(os.path.join(folder, name)) as f:
                 f.write(data)
     print(f"wrote {', '.join(files)} to {folder}")
+    for path in (os.path.join(folder, name) for name in HF_VOCABULARY if name not in files):
+        if os.path.lexists(path):
+            with errors_of_writing(path):
+                os.unlink(path)
+            print(f"removed {path}, which was there before")
 
 
-def our_tokenizer_files(config, path):
+def our_tokenizer_files(config, tokenizer):
     """Return {name: content} of tokenizer.json, for Hugging Face's `tokenizers`, and tokenizer_config.json.
 
     A vocabulary of bytes or characters becomes a byte-pair encoding without merges; any other gives {}.
     """
-    tokenizer = read_tokenizer(path)
     if len(tokenizer.tokens) != config.V:
-        raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={config.V}: put the model's"
-                        " vocabulary there, or nothing")
+        raise UserError(f"{tokenizer.path}: {len(tokenizer.tokens)} tokens, but the model has V={config.V}: put the"
+                        " model's vocabulary there, or nothing")
     ids = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
     letters = {token: token.decode(errors="replace") for token in ids}
     byte_level, decoder = None, {"type": "Fuse"}
@@ -353,12 +386,13 @@ def load_model(name, vocabulary):
         return *random_model(name, VOCABULARIES[vocabulary]), name
     if name in PRETRAINED:
         return *read_hf_folder(fetch_pretrained(name)), PRETRAINED[name]
-    if os.path.isdir(name):
+    if os.path.exists(os.path.join(name, "config.json")):
         return *read_hf_folder(name), os.path.basename(os.path.abspath(name))
-    if os.path.isfile(name):
-        return *read_model(name, parameter_table), os.path.splitext(os.path.basename(name))[0].removeprefix("gpt2_")
-    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *SIZES])}, a Hugging Face folder or a"
-                    " .bin file")
+    if os.path.exists(name):
+        path = model_file(name)
+        return *read_model(path, parameter_table), os.path.splitext(os.path.basename(path))[0].removeprefix("gpt2_")
+    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *SIZES])}, a Hugging Face folder, the"
+                    " directory of a run or a .bin file")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -429,6 +463,9 @@ def write_files(args, config, params, label, batch, encoding):
     """Write the models, the tokenizer and, if `batch` is not None, the debug state; returns the model trained on the
     batch, or None."""
     versions = VERSIONS[args.llmc]
+    if label == "tokenizer":
+        raise UserError(f"--model {args.model}: its weights would be gpt2_tokenizer.bin, as GPT-2's vocabulary is:"
+                        " rename it")
     if encoding and versions.tokenizer == 1 and encoding.eot_token != VOCABULARIES["gpt2"] - 1:
         raise UserError(f"--llmc {args.llmc}: that program takes token 50256 for end of text, which is"
                         f" {encoding.eot_token} in this vocabulary: leave --llmc out, or use GPT-2's vocabulary")
@@ -515,13 +552,13 @@ def parse_arguments():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
-                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(SIZES)} (random weights), a folder or"
-                            " a .bin file")
+                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(SIZES)} (random weights), a Hugging"
+                            " Face folder (./gpt2, if it is called so), the directory of a run or a .bin file")
     group.add_argument("--vocabulary", choices=tuple(VOCABULARIES), default="gpt2",
                        help="of a model with random weights")
     group.add_argument("--output_dir", default=".", help="where the files go")
-    group.add_argument("--to_hf", nargs=2, metavar=("MODEL.bin", "DIR"),
-                       help="write a checkpoint as a Hugging Face folder, no more")
+    group.add_argument("--to_hf", nargs=2, metavar=("MODEL", "DIR"),
+                       help="write a run's newest model, or a .bin file, as a Hugging Face folder, no more")
     group.add_argument("--llmc", choices=tuple(VERSIONS), default="today",
                        help="which llm.c reads the files: today's, or its program of April 2024 (no bfloat16)")
     group.add_argument("--debug_state", type=int, choices=(0, 1), default=0,
@@ -550,10 +587,16 @@ def parse_arguments():
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
     if args.debug_state and not args.write_tensors:
         raise UserError("--debug_state 1: writes a file, and --write_tensors 0 none: leave one out")
-    unused = dict.fromkeys(benchmark._group_actions, "is for benchmarks, which write no files: add --write_tensors 0")
-    if not args.debug_state:
-        unused |= dict.fromkeys(batch._group_actions, "is for a batch, which is not read: add --debug_state 1")
-    for action, mend in unused.items() if args.write_tensors else ():
+    unused = {}
+    if args.to_hf:
+        others = (action for action in parser._actions if action.dest not in ("help", "to_hf"))
+        unused = dict.fromkeys(others, "is of no use to --to_hf MODEL DIR: leave it out")
+    elif args.write_tensors:
+        unused = dict.fromkeys(benchmark._group_actions,
+                               "is for benchmarks, which write no files: add --write_tensors 0")
+        if not args.debug_state:
+            unused |= dict.fromkeys(batch._group_actions, "is for a batch, which is not read: add --debug_state 1")
+    for action, mend in unused.items():
         value = getattr(args, action.dest)
         if value != action.default and (action.dest, value) != ("device", "cpu"):
             raise UserError(f"{action.option_strings[0]} {value}: {mend}")

@@ -9,7 +9,8 @@ Text from a model: GPT-2 goes on where a prompt ends.
 It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumPy. One sample is printed token by token,
 several are printed one after the other. Without a prompt, the text begins after the end-of-text token; without flags,
 sampling is the trainer's. Keys and values of earlier positions are cached; beyond the model's longest sequence, the
-window slides by half its length. A sample does not depend on how many others are drawn with it.
+window slides by half its length. On a GPU, a sample is the same however many others are drawn with it; on a CPU it is
+up to rounding, which now and then changes a token.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -25,8 +26,8 @@ import numpy as np
 
 from llmc.checkpoint import read_model
 from llmc.device import gpu_errors_as_lines, try_gpu
-from llmc.errors import UserError, run_main
-from llmc.resume import checkpoint_paths, newest_checkpoint
+from llmc.errors import UserError, describe, run_main
+from llmc.resume import model_file
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.tokenizer import Tokenizer, read_tokenizer
 from train_gpt2 import Decoder, parameter_table
@@ -43,17 +44,6 @@ def load_model(path):
 
         return read_hf_folder(path)
     return read_model(model_file(path), parameter_table)
-
-
-def model_file(path):
-    """Return the newest model in a run's directory, or `path` itself if it is a file."""
-    if not os.path.isdir(path):
-        return path
-    step = newest_checkpoint(path)
-    if step is None:
-        raise UserError(f"{path}: holds no checkpoint and no config.json: expected the directory of a run (train with"
-                        " -o DIR), a Hugging Face folder or a .bin file")
-    return checkpoint_paths(path, step)[0]
 
 
 def make_decoder(config, params, args):
@@ -112,7 +102,10 @@ def encode(text, tokenizer):
     text = text.encode(errors="surrogateescape").decode(errors="replace")  # what argv could not decode as UTF-8
     V = len(tokenizer.tokens)
     if KNOWN.get(V) == "gpt2":
-        ids = known_encoding(V).encode_ordinary(text)
+        encoding = known_encoding(V)
+        from prepro import encode as encode_long  # here: as in known_encoding
+
+        ids = encode_long(encoding, text, disallowed_special=())  # "<|endoftext|>" is text like any other
         if b"".join(tokenizer.tokens[id] for id in ids) != text.encode():
             raise UserError("--prompt: the tokenizer file is not GPT-2's vocabulary: pass --prompt_ids")
         return ids
@@ -271,7 +264,10 @@ def main():
         print("> ", end="", file=sys.stderr, flush=True)
         for line in sys.stdin:
             if line.strip():
-                run_prompt(decoder, line.rstrip("\n"), tokenizer, args, randoms, config.V)
+                try:
+                    run_prompt(decoder, line.rstrip("\n"), tokenizer, args, randoms, config.V)
+                except UserError as error:  # the next line may be better
+                    print(f"{os.path.basename(sys.argv[0])}: {describe(error)[0]}", file=sys.stderr)
             print("> ", end="", file=sys.stderr, flush=True)
         return
     prompt = getattr(args, "prompt", getattr(args, "prompt_ids", None))

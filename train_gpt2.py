@@ -762,7 +762,7 @@ def run(settings):
     config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     train_loader, val_loader = open_data(settings, config.V)
     examples = load_hellaswag(settings, config)
-    keep_tokenizer(settings, tokenizer)
+    keep_tokenizer(settings, tokenizer, first_step)
     random = Random()
 
     print_changed_settings(settings)
@@ -804,9 +804,9 @@ def train(model, settings, train_loader, val_loader, examples, tokenizer, random
         console.wait_for("saving")
         batch = (settings.B, settings.T, settings.spread)
         progress = Progress(done, random.state, train_loader.position, batch)
+        notes = {"update_tokens": settings.update_tokens, **notes_on(recent)}
         with interruption.saving():
-            save_checkpoint(directory, config, model.params, owned_by_one(model.m, model.v), progress,
-                            notes_on(recent))
+            save_checkpoint(directory, config, model.params, owned_by_one(model.m, model.v), progress, notes)
             delete_old_checkpoints(settings, done)
         saved = done
 

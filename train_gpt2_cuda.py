@@ -28,7 +28,6 @@ import time
 
 START = time.perf_counter()  # for the time to the first step
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -934,7 +933,7 @@ def describe(settings, config, params, gpu, train_loader, val_loader, model_path
         ("output", settings.output or "none"),
         ("batch size B", settings.B),
         ("sequence length T", settings.T),
-        ("tokens in an update", settings.B * settings.T * settings.micro_steps),
+        ("tokens in an update", settings.update_tokens),
         ("learning rate", f"{settings.learning_rate:e}"),
         ("updates", settings.steps),
         ("validate every", settings.val_every),
@@ -982,8 +981,7 @@ def main():
 
 
 def run_locked(settings, ranks):
-    lock = locked(settings.output, settings.output_dir) if ranks.is_first else contextlib.nullcontext()
-    with lock:
+    with locked(settings.output if ranks.is_first else "", settings.output_dir):
         return run(settings, ranks)
 
 
@@ -1003,7 +1001,7 @@ def run(settings, ranks):
     examples = load_hellaswag(settings, config)
     check_same_files(ranks, config, params, train_loader, val_loader, examples)
     if ranks.is_first:
-        keep_tokenizer(settings, tokenizer)
+        keep_tokenizer(settings, tokenizer, first_step)
     random = Random()
 
     print_changed_settings(given)
@@ -1018,10 +1016,11 @@ def run(settings, ranks):
         print_start(settings, config, parameters, model_path, train_loader, val_loader,
                     f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}")
     trainer = open_trainer(gpu, config, params, settings, ranks)
+    del params  # the host's copy, a model's size on each rank
     if first_step is not None:
         resume(trainer, first_step, train_loader, random)
     trainer.prepare()
-    if not trainer.matmul.repeats():
+    if ranks.is_first and not trainer.matmul.repeats():
         print("note: some matmul algorithms that the checkpoint records do not run here: what follows agrees up to"
               " rounding", file=sys.stderr)
     print(f"matmuls: {trainer.matmul.searched} shapes searched for the fastest algorithm, the others known")
@@ -1063,9 +1062,8 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
         loss, norm, ms, outlier = trainer.end_step(number)
         if not math.isfinite(loss):
             raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
-        tokens = settings.B * settings.T * settings.micro_steps
         console.training(step, loss, ms / 1000, f"step {step + 1:4d}/{settings.steps}: train loss {loss:f} ({ms:f} ms,"
-                         f" {tokens / ms * 1000:.0f} tok/s)")
+                         f" {settings.update_tokens / ms * 1000:.0f} tok/s)")
         if not times and (settings.verbose or settings.lines == "llmc"):
             seconds = time.perf_counter() - START - loading
             console.print(f"first step finished {seconds:.2f} s after the start, not counting {loading:.2f} s of"
@@ -1076,7 +1074,7 @@ def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_
             console.skip(step + 1, outlier)
 
     def stop_after(done, signal):
-        return stopped(settings, done, signal) if ranks.is_first else 128 + signal
+        return stopped(settings, done, signal, ranks.has_launcher) if ranks.is_first else 128 + signal
 
     with Saver(trainer, train_loader, random, interruption) as saver:
         for step in range(first_step, settings.steps + 1):

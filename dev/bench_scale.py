@@ -69,6 +69,12 @@ def measure_slowest(count, flags):
         return min(rate for _, rate, _ in pool.map(lambda only: measure(1, flags, only), range(count)))
 
 
+def divides(flags, gpus):
+    """Whether an update divides into whole batches for so many GPUs."""
+    given = dict(zip(flags[::2], flags[1::2]))
+    return given.get("-d", 0) % (given.get("-b", 1) * T * gpus) == 0
+
+
 def numbers(text):
     try:
         found = [int(word) for word in text.split(",")]
@@ -93,19 +99,13 @@ def parse_arguments(argv=None):
     return args
 
 
-def print_table(rows):
-    print("| bfloat16, T=1024 | GPUs | ms a step | tokens/s | of linear | GiB a GPU |\n|---|---|---|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-
-
 def main():
     args = parse_arguments()
     there = count_gpus()
     counts = args.gpus or [n for n in (1, 2, 4, 8, 16) if n <= there]
     if max(counts) > there:
         raise UserError(f"--gpus {max(counts)}: this machine has {there}")
-    rows, different = [], []
+    different = []
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
         tokens = np.random.default_rng(0).integers(0, V, 20_000_000)
@@ -113,14 +113,20 @@ def main():
         write_tokens("tokens_val.bin", [tokens[: 1 << 17]], 1 << 17, "uint16")
         names = [name for name in args.only.split(",") if name]
         progress = tqdm(total=len(names) * len(counts) + len(counts) * bool(args.same), disable=None)
+        if names:
+            print("| bfloat16, T=1024 | GPUs | ms a step | tokens/s | of linear | GiB a GPU |")
+            print("|---|---|---|---|---|---|")
         for name in names:
             what, flags = RUNS[name]
             for gpus in counts:
                 progress.set_description(f"{what} on {gpus}")
+                if not divides(flags, gpus):
+                    tqdm.write(f"note: {what}: does not divide among {gpus} GPUs", file=sys.stderr)
+                    continue
                 slowest = measure_slowest(gpus, flags) if gpus > 1 else None
                 ms, rate, size = measure(gpus, flags)
-                rows.append((what, str(gpus), f"{ms:.2f}", f"{rate:,.0f}", f"{rate / gpus / (slowest or rate):.1%}",
-                             f"{size / 1024:.1f}"))
+                tqdm.write(f"| {what} | {gpus} | {ms:.2f} | {rate:,.0f} | {rate / gpus / (slowest or rate):.1%} |"
+                           f" {size / 1024:.1f} |")
                 progress.update()
         logs = {}
         for gpus in counts if args.same else ():
@@ -131,8 +137,6 @@ def main():
             progress.update()
         progress.close()
         different = [gpus for gpus in logs if logs[gpus] != logs[counts[0]]]
-    if rows:
-        print_table(rows)
     if logs:
         print(f"logs of {args.same} updates on {', '.join(map(str, logs))} GPUs:"
               f" {'equal' if not different else f'different on {different}'}")

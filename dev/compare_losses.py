@@ -42,6 +42,7 @@ from llmc.resume import read_start
 from llmc.schedulers import learning_rate_at
 from llmc.settings import field_flags, option, parse_settings
 from llmc.tensors import views
+from llmc.tokenizer import load_tokenizer
 from plot_log import read_log
 from train_gpt2 import parameter_table, random_model
 from train_gpt2_cuda import CudaSettings
@@ -104,7 +105,7 @@ def make_optimizer(model, settings, fused):
 
 def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=False, fast=False, device="cuda"):
     """Return the loss of each update. others: use other kernels, and another order of sums. fast: compile."""
-    config, params = read_start(settings, None, None, parameter_table, random_model)
+    config, params = read_start(settings, None, load_tokenizer(settings), parameter_table, random_model)
     params = reorder_channels(config, params, seed=0) if others else params
     fused = others or autocast or fast
     rows = 1 if others else settings.B if autocast else 32 if fast else max(1, SCORES // settings.T**2)  # at a time
@@ -113,7 +114,7 @@ def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=Fals
     optimizer = make_optimizer(model, settings, fused)
     if fast:
         model = torch.compile(model)
-    loader, losses = open_data(settings, config.V)[0], []
+    loader, losses = open_data(dataclasses.replace(settings, val_every=0), config.V)[0], []  # no validation
     for update in tqdm(range(updates), desc=f"PyTorch, {name}", leave=False):
         optimizer.zero_grad(set_to_none=True)
         mean = 0.0

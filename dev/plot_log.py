@@ -29,13 +29,19 @@ from llmc.logger import last_run
 EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
+def read_lines(path, mend):
+    """Return the lines of a log, without a last one that was cut off before its end."""
+    with open_input(path, mend) as f:
+        data = f.read()
+    return data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()
+
+
 def read_log(path):
     """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log; raises UserError for any other file.
 
     Of a step that was logged again after a restart, the last loss counts.
     """
-    with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
-        lines = f.read().decode(errors="replace").splitlines()
+    lines = read_lines(path, "make it with: python train_gpt2.py -o run.log")
     curves, first = {}, last_run(lines)
     for number, line in enumerate(lines[first:], first + 1):
         match = EVENT.match(line)
@@ -49,10 +55,14 @@ def read_log(path):
 
 
 def run_names(paths):
-    """Name runs after their directories or logs, with as many parent directories as it takes to tell them apart."""
-    parts = []
+    """Name runs after their directories or logs, with as many parent directories as it takes to tell them apart, or a
+    number."""
+    parts, before = [], []
     for path in paths:
         path = os.path.abspath(path).removesuffix(os.sep + "main.log").removesuffix(".log")
+        before.append(path)
+        if (count := before.count(path)) > 1:  # the same again, or a.log and a/main.log
+            path += f" ({count})"
         parts.append(os.fsencode(path).decode(errors="replace").strip(os.sep).split(os.sep))
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -64,46 +74,49 @@ def run_names(paths):
 def running_mean(losses, width):
     """Average each loss with `width` losses on either side, or as many as there are."""
     sums, index = np.concatenate([[0.0], np.cumsum(losses, dtype=np.float64)]), np.arange(len(losses))
+    width = min(width, len(losses))  # beyond that it changes nothing, but might overflow
     begin, end = np.maximum(index - width, 0), np.minimum(index + width + 1, len(losses))
     return (sums[end] - sums[begin]) / (end - begin)
 
 
 def draw_losses(axes, logs, width=None):
     """Draw logs, {name: curves from read_log}. width: of the running mean; None: 2 percent of the steps."""
-    low, high = [], []
+    low, high, handles, labels = [], [], [], []
     for index, (name, curves) in enumerate(logs.items()):
-        color, label = f"C{index}", name
+        color = f"C{index}"
+        labels.append(name)
         if "trl" in curves:
             steps, losses = map(np.array, curves["trl"])
             mean = running_mean(losses, len(steps) // 50 if width is None else width)
             axes.plot(steps, losses, color=color, linewidth=0.7, alpha=0.3)
-            axes.plot(steps, mean, color=color, linewidth=1.6, label=label)
+            handles += axes.plot(steps, mean, color=color, linewidth=1.6)
             settled = mean[len(mean) // 10 :]  # past the first steps
             high.append(np.max(settled) + 0.15 * np.ptp(settled))
             low.append(np.min(losses))
-            label = None
         for kind in ("tel", "eval"):
             if kind in curves:
                 steps, losses = curves[kind]
                 best = int(np.argmin(losses))
-                axes.plot(steps, losses, color=color, marker="o" if kind == "tel" else "s", markersize=5,
-                          markeredgecolor=axes.get_facecolor(), linestyle="none" if "trl" in curves else "-",
-                          label=label)
+                points = axes.plot(steps, losses, color=color, marker="o" if kind == "tel" else "s", markersize=5,
+                                   markeredgecolor=axes.get_facecolor(), linestyle="none" if "trl" in curves else "-")
+                if len(handles) < len(labels):
+                    handles += points
                 low.append(losses[best])
                 high.append(max(loss for step, loss in zip(steps, losses) if 10 * step >= steps[-1]))
                 if kind == "tel":
-                    axes.plot(steps[best], losses[best], color=color, marker="*", markersize=13, linestyle="none",
-                              label=f"best validation {losses[best]:.4f}, step {steps[best]}")
+                    handles += axes.plot(steps[best], losses[best], color=color, marker="*", markersize=13,
+                                         linestyle="none")
+                    labels.append(f"best validation {losses[best]:.4f}, step {steps[best]}")
     if high and np.isfinite([*low, *high]).all() and max(high) > min(low):
         margin = 0.03 * (max(high) - min(low))
         axes.set_ylim(min(low) - margin, max(high) + margin)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
-    add_legend(axes)
+    add_legend(axes, handles, labels)  # which legend() would not find itself for a name that begins with "_"
 
 
-def add_legend(axes):
-    for text in axes.legend().get_texts():
+def add_legend(axes, *entries):
+    for text in axes.legend(*entries).get_texts():
         text.set_parse_math(False)  # a $ in a name is a $
 
 
@@ -114,7 +127,7 @@ def picture(output, dark=False):
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         yield axes
         extension = os.path.splitext(output)[1].lstrip(".").lower()
-        if extension not in figure.canvas.get_supported_filetypes():
+        if extension not in ("png", "svg", "pdf"):
             raise UserError(f"-o {output}: expected a name that ends in .png, .svg or .pdf")
         with replacing(output) as f:
             figure.savefig(f, format=extension, dpi=150)

@@ -14,9 +14,8 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from llmc.errors import UserError, run_main
-from llmc.files import open_input
 from llmc.logger import COLUMNS
-from plot_log import run_names
+from plot_log import read_lines, run_names
 
 TAGS = {"train_loss": "loss/train", "val_loss": "loss/validation", "learning_rate": "learning_rate",
         "norm": "gradient_norm", "tokens_per_second": "tokens_per_second", "hellaswag": "hellaswag"}
@@ -25,14 +24,13 @@ SUFFIX = ".train_gpt2"  # of the files that we may replace
 
 def read_table(path):
     """Return the rows of a main.csv, {column: value} without empty cells; raises UserError for any other file."""
-    with open_input(path, "make it with: python train_gpt2.py -o DIR") as f:
-        lines = f.read().decode(errors="replace").splitlines()
+    lines = read_lines(path, "make it with: python train_gpt2.py -o DIR")
     if lines[:1] != [",".join(COLUMNS)]:
         raise UserError(f"{path}: expected the columns {','.join(COLUMNS)}")
     rows = []
     for number, row in enumerate(csv.DictReader(lines), 2):
         try:
-            rows.append({name: float(value) for name, value in row.items() if value})
+            rows.append({name: float(value) for name, value in row.items() if value != ""})
             rows[-1]["step"] = int(row["step"])
         except (TypeError, ValueError, AttributeError):
             raise UserError(f"{path}:{number}: {lines[number - 1][:60]!r}, expected a row of numbers") from None

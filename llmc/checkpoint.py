@@ -18,8 +18,8 @@ Optimizer state, in llm.c's format, one file per rank: header [2] ranks [3] rank
 
 import contextlib
 import dataclasses
+import itertools
 import os
-import sys
 import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (EXPORT, HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks, make_header,
-                        open_input, read_header, read_into, replacing)
+from llmc.files import (EXPORT, HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks,
+                        make_header, open_input, read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
 from llmc.zero import Shares
@@ -347,24 +347,14 @@ def is_whole(f, header, parameters):
 
 def read_share(f, start, sources, rank, array, owned):
     """Read what owned's `array` needs from one rank's file f, in which the rank's array begins at byte `start`."""
-    targets = iter(owned.shares.pieces(owned.rank))
-    target = next(targets, None)
-    for source in sources.pieces(rank):
-        while target and target.begin < source.begin + source.size:
-            first, end = max(target.begin, source.begin), min(target.begin + target.size, source.begin + source.size)
-            if first < end:
-                f.seek(start + 4 * (source.local + first - source.begin))
-                read_into(f, array[target.local + first - target.begin : target.local + end - target.begin])
-            if target.begin + target.size > source.begin + source.size:
-                break  # the rest is in another rank's file
-            target = next(targets, None)
+    for source, target in itertools.product(sources.pieces(rank), owned.shares.pieces(owned.rank)):
+        first, end = max(source.begin, target.begin), min(source.begin + source.size, target.begin + target.size)
+        if first < end:
+            f.seek(start + 4 * (source.local + first - source.begin))
+            read_into(f, array[target.local + first - target.begin : target.local + end - target.begin])
 
 
 def llmc_position(position, ranks):
     """Convert the position of llm.c's ranks to one sequence of batches. None for shuffled data: each of llm.c's ranks
     shuffles in its own order, which cannot be continued."""
-    if position.shuffle is None:
-        return position._replace(sample=position.sample * ranks)
-    print("note: the data order of several ranks of llm.c's, shuffled, cannot be continued: it begins anew",
-          file=sys.stderr)
-    return None
+    return position._replace(sample=position.sample * ranks) if position.shuffle is None else None

@@ -184,9 +184,10 @@ def prepare_kernels(cache, arch, files):
             return found[0], False
         return cache.keep(key, ".cubin", compile_kernels(file.name, arch, file.constants)), True
 
-    missing = not all(cache.find(key, ".cubin") for key in keys)
-    notice = "another process compiles the kernels: this one waits for it"
-    with cache.exclusive("compiling", notice) if missing else contextlib.nullcontext():
-        with ThreadPoolExecutor(len(files)) as pool:
-            results = list(pool.map(prepare, files, keys))
+    found = [cache.find(key, ".cubin") for key in keys]
+    if all(found):
+        return [path for path, _ in found], 0
+    with (cache.exclusive("compiling", "another process compiles the kernels: this one waits for it"),
+          ThreadPoolExecutor(len(files)) as pool):
+        results = list(pool.map(prepare, files, keys))
     return [path for path, _ in results], sum(compiled for _, compiled in results)

@@ -141,20 +141,26 @@ def tokenizer_beside(data):
     return os.path.join(directory, f"{prefix}tokenizer.bin") if train else ""
 
 
+def validation_name(train):
+    """data/x_train_*.bin -> data/x_val_*.bin; data/train/*.bin -> data/val/*.bin."""
+    directory, name = os.path.split(train)
+    if "train" in name:
+        return os.path.join(directory, "val".join(name.rsplit("train", 1)))
+    return re.sub(r"^(.*/|)train/", r"\1val/", train)
+
+
 def data_paths(settings):
     """Return (training shards, validation shards) that -i and -j name; with -v 0, no validation shards. Raises
     UserError when a pattern matches nothing."""
-    data = settings.data
-    if names_shards(data):
-        val = settings.val_data or re.sub(r"train(?!.*train)", "val", data)
-        if val == data and settings.val_every:
-            raise UserError(f"-i {data}: there is no 'train' in it to make the validation files' name from: pass -j"
+    train = settings.data if names_shards(settings.data) else f"{settings.data}_train.bin"
+    val, flag = settings.val_data, "-j"
+    if not val:
+        val, flag = validation_name(train), "-j, made from -i,"
+        if val == train and settings.val_every:
+            raise UserError(f"-i {train}: there is no 'train' in it to make the validation files' name from: pass -j"
                             " FILES too")
-        train = data
-    else:
-        train, val = f"{data}_train.bin", settings.val_data or f"{data}_val.bin"
     paths = []
-    for flag, pattern, needed in (("-i", train, True), ("-j", val, settings.val_every)):
+    for flag, pattern, needed in (("-i", train, True), (flag, val, settings.val_every)):
         paths.append(find_files(pattern) if needed else [])
         if needed and not paths[-1]:
             raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_MEND}")

@@ -197,8 +197,10 @@ class Device:
         before.record(self.main)
         stream.wait_event(before)
         self.stream = stream
-        yield after
-        self.stream = self.main
+        try:
+            yield after
+        finally:
+            self.stream = self.main
         after.record(stream)
 
     @contextlib.contextmanager

@@ -23,9 +23,11 @@ def run_main(main):
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as quiet_imports left it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.unraisablehook = interrupt_again
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the program was started with it closed
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a test's is not
+        sys.stdin.reconfigure(errors="surrogateescape")  # as in sys.argv: what is read may not be UTF-8
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a file name may not be printable
     try:
         try:

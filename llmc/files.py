@@ -56,30 +56,55 @@ def replacing(path):
     """Context manager: yields a temporary file to write, and renames it to `path` once it is complete and on the disk.
 
     Inside together(), it is renamed when that ends. Raises UserError when it cannot be written (no permission, disk
-    full); an old file at `path` is then untouched.
+    full, another process is writing it); an old file at `path` is then untouched. A link is followed.
     """
-    temporary, waits = f"{path}.tmp", False
+    target, done = os.path.realpath(path), False
+    with errors_of_writing(path):
+        if os.path.isdir(target):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        f = open_temporary(path, f"{target}.tmp")
     try:
         with errors_of_writing(path):
-            if os.path.isdir(path):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            with open(temporary, "wb") as f:
-                yield f
-                f.flush()
-                os.fsync(f.fileno())
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
             if WAITING:
-                WAITING[-1].append((temporary, path))
-                waits = True
+                WAITING[-1].append((f, target))
             else:
-                os.replace(temporary, path)
-                sync_directory(os.path.dirname(path))
+                rename(f, target)
+            done = True
     finally:
-        if not waits:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        if not done:
+            discard(f)
 
 
-WAITING = []  # for each active together(): [(temporary, path)]
+def open_temporary(path, temporary):
+    """Open the temporary file of `path`, empty and locked; raises UserError when another process is writing it."""
+    while True:
+        f = open(temporary, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666))
+        if not lock_file(f):
+            f.close()
+            raise UserError(f"{path}: another process is writing it: wait for that, or choose another name")
+        if os.path.exists(temporary) and os.path.samestat(os.stat(temporary), os.fstat(f.fileno())):
+            f.truncate()
+            return f
+        f.close()  # the other process has renamed it since
+
+
+def rename(f, target):
+    f.close()
+    os.replace(f.name, target)
+    sync_directory(os.path.dirname(target))
+
+
+def discard(f):
+    with contextlib.suppress(OSError):
+        os.unlink(f.name)
+    with contextlib.suppress(OSError):  # of what is still buffered
+        f.close()
+
+
+WAITING = []  # for each active together(): [(temporary file, path)]
 
 
 @contextlib.contextmanager
@@ -91,13 +116,12 @@ def together():
         yield
         while files:
             with errors_of_writing(files[0][1]):
-                os.replace(*files[0])
-                sync_directory(os.path.dirname(files.pop(0)[1]))
+                rename(*files[0])
+                files.pop(0)
     finally:
         WAITING.pop()
-        for temporary, _ in files:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        for f, _ in files:
+            discard(f)
 
 
 @contextlib.contextmanager
@@ -156,17 +180,24 @@ def open_lock(path, output, flag):
         file = open(path, "a+b", buffering=0)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose another {flag}") from None
+    if not lock_file(file):
+        file.seek(0)
+        process = file.read().decode() or "?"
+        raise UserError(f"{output}: process {process} is a run that writes there: choose another {flag}, or stop"
+                        " it first")
+    return file
+
+
+def lock_file(file):
+    """Lock an open file until it is closed, where there are locks; returns False if another process has it."""
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        process = file.read().decode() or "?"
-        raise UserError(f"{output}: process {process} is a run that writes there: choose another {flag}, or stop"
-                        " it first") from None
+        return False
     except OSError:
         pass  # a file system without locks
-    return file
+    return True
 
 
 def sync_directory(path):

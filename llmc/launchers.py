@@ -37,9 +37,10 @@ class Launcher(NamedTuple):
     run: tuple  # all that are set, together, tell this run from others
 
 
+RUN = "RANKS_RUN_ID"  # set by start_ranks, below
 LAUNCHERS = (
     Launcher("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",),
-             ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RUN_ID")),
+             ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", RUN)),
     Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
              ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE",)),
     Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
@@ -158,7 +159,7 @@ def start_ranks(count, argv=sys.argv):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environ = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-               "RUN_ID": uuid.uuid4().hex, PARENT: str(pipe)}
+               RUN: uuid.uuid4().hex, PARENT: str(pipe)}
     children, signals = [], []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():

@@ -39,7 +39,7 @@ class Log:
             self.write("" if self.file.read() == b"\n" else "\n", end="")
             self.write(time.strftime("--- %Y-%m-%d %H:%M:%S ---"))
         if self.detailed:
-            self.tokens = settings.B * settings.T * settings.micro_steps  # of a step
+            self.tokens = settings.update_tokens
             self.open_table(os.path.join(settings.output, "main.csv"), first_step)
 
     def open_table(self, path, first_step):

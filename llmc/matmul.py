@@ -100,18 +100,19 @@ class Matmul:
                 yield
             finally:
                 self.searching = self.device.one_stream = False
-            together = {**self.known, **self.chosen}
-            if together != cached:
-                self.cache.keep(self.cache_key(), ".json", json.dumps(together, indent=1).encode())
+            # not a checkpoint's choices, which may be from another machine, or of older kernels
+            searched = {key: choice for key, choice in self.chosen.items() if choice != self.recorded.get(key)}
+            if not searched.items() <= cached.items():
+                self.cache.keep(self.cache_key(), ".json", json.dumps({**cached, **searched}, indent=1).encode())
 
     def notes(self):
         """What a checkpoint records: the same whether this start searched or read the cache."""
-        keys = sorted(self.used & self.chosen.keys())
-        return {"products": {"on": self.identity, "algorithms": {key: self.chosen[key] for key in keys}}}
+        return self.choices(self.used & self.chosen.keys())
 
-    def choices(self):
-        """All choices so far, for another rank to `recall`."""
-        return {"products": {"on": self.identity, "algorithms": self.chosen}}
+    def choices(self, keys=None):
+        """The choices of these keys, or all so far, for `recall`."""
+        algorithms = {key: self.chosen[key] for key in sorted(self.chosen if keys is None else keys)}
+        return {"products": {"on": self.identity, "algorithms": algorithms}}
 
     @staticmethod
     def identity_in(notes):

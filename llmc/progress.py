@@ -13,14 +13,14 @@ import time
 def print_start(settings, config, parameters, model, train_loader, val_loader, device):
     """Print what a run is, in a few lines; with --verbose, all settings, too. parameters: their number; model, device:
     how to name them."""
-    B, T, micro_steps = settings.B, settings.T, settings.micro_steps
-    epochs = settings.steps * micro_steps / train_loader.batches_per_epoch
+    B, T = settings.B, settings.T
+    epochs = settings.steps * settings.micro_steps / train_loader.batches_per_epoch
     rows = [
         ("model", f"{model}: L={config.L} NH={config.NH} C={config.C} maxT={config.maxT} V={config.V},"
                   f" {parameters:,} parameters"),
         ("data", f"{settings.data}: {train_loader.batches_per_epoch} batches of {B} x {T} tokens,"
                  f" {min(settings.val_batches, val_loader.whole_batches) if val_loader else 0} to validate"),
-        ("run", f"{settings.steps} steps of {B * T * micro_steps} tokens: {epochs:.2f} epochs"),
+        ("run", f"{settings.steps} steps of {settings.update_tokens} tokens: {epochs:.2f} epochs"),
         ("device", device),
         ("output", settings.output or "none; with -o DIR, the model is saved there"),
     ]  # fmt: skip
@@ -128,7 +128,7 @@ class Console:
     def __init__(self, settings, first_step, token_flops=None, peak=None):
         """token_flops (per token), peak (FLOP/s): for MFU, which is left out if either is None."""
         self.settings, self.first_step, self.done = settings, first_step, first_step
-        self.tokens = settings.B * settings.T * settings.micro_steps  # of a step
+        self.tokens = settings.update_tokens
         self.flops, self.peak = token_flops and token_flops * self.tokens, peak
         self.short = settings.lines == "short"
         self.seconds, self.skipped = 0.0, 0  # of all steps so far

@@ -97,9 +97,11 @@ class Peer:
     def send(self, *frame, seconds=-1):
         """Send a frame, unless another thread is still sending after `seconds` (-1: wait for it however long)."""
         if self.sending.acquire(timeout=seconds):
-            with contextlib.suppress(OSError):  # its reader thread reports a broken connection
-                send_frame(self.connection, *frame)
-            self.sending.release()
+            try:
+                with contextlib.suppress(OSError):  # its reader thread reports a broken connection
+                    send_frame(self.connection, *frame)
+            finally:  # also after Ctrl-C
+                self.sending.release()
 
 
 class Ranks:
@@ -113,6 +115,7 @@ class Ranks:
         self.rank, self.size = launch.rank, launch.size
         self.local_rank, self.local_size = launch.local_rank or 0, 1
         self.is_first = self.rank == 0
+        self.has_launcher = False  # whether torchrun, mpirun or srun started the ranks
         self.peers = []  # on rank 0 all other ranks, in order; on the others rank 0
         self.arrivals = queue.SimpleQueue()  # on rank 0: Peers that have just connected
         self.ended = threading.Event()  # on rank 0: its block has ended with an error
@@ -193,8 +196,8 @@ class Ranks:
             while len(self.peers) < self.size - 1:
                 with contextlib.suppress(TimeoutError):
                     start_thread(self.serve, listener.accept()[0], place)
-                while not self.arrivals.empty():
-                    self.admit(self.arrivals.get())
+                for peer in self.take_arrivals():
+                    self.admit(peer)
                 missing = set(range(1, self.size)) - {peer.rank for peer in self.peers}
                 waited = time.monotonic() - began
                 if missing and waited > seconds:
@@ -209,6 +212,12 @@ class Ranks:
             peer.send("welcome", hosts)
         return hosts
 
+    def take_arrivals(self):
+        """Yield the Peers that have connected; another thread may be doing the same."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self.arrivals.get_nowait()
+
     def admit(self, peer):
         same = [other for other in self.peers if other.rank == peer.rank]
         self.peers.append(peer)
@@ -222,7 +231,7 @@ class Ranks:
         """Other ranks: connect to rank 0, and return the host names of all ranks, in order."""
         deadline, trouble = time.monotonic() + seconds, "no answer"
         host, pid = socket.gethostname(), os.getpid()
-        while not self.peers:
+        while True:
             for port in place.ports:
                 connection = None
                 try:
@@ -230,19 +239,19 @@ class Ranks:
                     send_frame(connection, "hello", place.run, self.rank, self.size, host, pid)
                     kind, *first = receive_frame(connection) or [None]
                     if kind == "met":
-                        self.peers = [Peer(connection, 0, *first)]
-                        break
+                        peer = Peer(connection, 0, *first)
+                        self.reader = start_thread(self.read, peer)
+                        self.peers = [peer]
+                        return self.next_frame(peer, "welcome")[0]
                 except (OSError, ValueError) as error:
                     trouble = getattr(error, "strerror", None) or trouble
                 if connection:
                     connection.close()
-            if not self.peers and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise UserError(f"cannot reach rank 0 at {place.host}, ports {place.ports[0]} to {place.ports[-1]}, in"
                                 f" {seconds:g} s ({trouble}): set MASTER_ADDR to the host of rank 0, and the same free"
                                 " MASTER_PORT for all ranks")
             time.sleep(0.05)
-        start_thread(self.read, self.peers[0])
-        return self.next_frame(self.peers[0], "welcome")[0]
 
     # -- threads, one for each connection
 
@@ -295,9 +304,7 @@ class Ranks:
         if text:
             with contextlib.suppress(OSError):
                 print(f"{begin}{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
-        while not self.arrivals.empty():
-            self.peers.append(self.arrivals.get())
-        for peer in self.peers if self.is_first else ():
+        for peer in [*self.peers, *self.take_arrivals()] if self.is_first else ():
             peer.send("end", status, seconds=1)
         leave_process(status)
 
@@ -320,8 +327,8 @@ class Ranks:
             self.fail(text, status)
             time.sleep(END_SECONDS)  # another thread is in fail(), and ends the process
         elif self.peers:
-            self.peers[0].send("error", text or f"exit status {status}", status)
-            time.sleep(GRACE_SECONDS + END_SECONDS)  # meanwhile, rank 0 normally ends this process
+            self.peers[0].send("error", text or f"exit status {status}", status, seconds=GRACE_SECONDS)
+            self.reader.join(GRACE_SECONDS + END_SECONDS)  # rank 0 ends this process, or has gone
             leave_process(status)
 
     def part(self):
@@ -359,6 +366,7 @@ def join(environ=os.environ, seconds=MEETING_SECONDS):
     except BaseException:
         ranks.__exit__(*sys.exc_info())
         raise
+    ranks.has_launcher = PARENT not in environ
     here = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
     ranks.local_size = len(here)
     if launch.local_rank is None:
@@ -385,7 +393,9 @@ def start_thread(function, *arguments):
         leave_signals_alone()
         function(*arguments)
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 def stop_without(pipe):

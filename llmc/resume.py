@@ -55,6 +55,21 @@ def newest_whole_checkpoint(directory):
     raise UserError(f"{incomplete[0]}; there is no checkpoint before it: start again with another -o")
 
 
+def model_file(path):
+    """The newest model in a run's directory, with a warning if a newer checkpoint has lost its own; or `path` itself if
+    it is a file."""
+    if not os.path.isdir(path):
+        return path
+    models = [checkpoint_paths(path, step)[0] for step in reversed(complete_checkpoints(path))]
+    found = next(filter(os.path.exists, models), None)
+    if found is None:
+        raise UserError(f"{path}: holds no checkpoint: expected the directory of a run (train with -o DIR) or a .bin"
+                        " file; a Hugging Face folder has a config.json")
+    if found != models[0]:
+        print(f"warning: {models[0]}: no such file: taking {found}", file=sys.stderr)
+    return found
+
+
 def save_checkpoint(directory, config, params, owned, progress, notes=None, version=3, ranks=ALONE):
     """Write model, optimizer state and marker, each renamed into place; an interruption leaves older checkpoints whole.
     Every rank writes its state; rank 0 also the model (only it needs `params`) and, last of all, the marker.
@@ -183,6 +198,9 @@ def restore(settings, owned, step, loader, random):
         raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {go_back(marker)}")
     if progress.position is None:
         progress = progress._replace(position=loader.position)
+        if owned.rank == 0:
+            print("note: llm.c's ranks shuffle the data each in an order of its own, which cannot be continued: it"
+                  " begins anew", file=sys.stderr)
     shuffled = int(progress.position.shuffle is not None)
     given = settings.B, settings.T, settings.spread, shuffled if settings.shuffle == -1 else settings.shuffle
     found = *((*given[:2], 0) if progress.batch == (0, 0, 0) else progress.batch), shuffled
@@ -190,6 +208,11 @@ def restore(settings, owned, step, loader, random):
         flags = "-b {} -t {} --spread {} --shuffle {}"
         raise UserError(f"{state}: of step {progress.step} with {flags.format(*found)}, expected step {step} with"
                         f" {flags.format(*given)}: resume with the flags of the first run")
+    with notes_of(settings, step) as notes:
+        tokens = notes.get("update_tokens", settings.update_tokens)
+    if tokens != settings.update_tokens and owned.rank == 0:
+        print(f"note: an update of the checkpoint's run has {tokens} tokens, of this one {settings.update_tokens}: pass"
+              f" -d {tokens} to go on as before", file=sys.stderr)
     loader.seek(progress.position, state)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
@@ -201,9 +224,11 @@ def go_back(marker):
     return f"remove {marker} to go on from the checkpoint before it"
 
 
-def stopped(settings, step, signal):
-    """Print how to resume a run that a signal stopped; returns the exit status. step: the last printed one, or None."""
+def stopped(settings, step, signal, has_launcher=False):
+    """Print how to resume a run that a signal stopped; returns the exit status. step: the last printed one, or None;
+    has_launcher: whether torchrun, say, started it, whose command line is not known here."""
     command = shlex.join(["python", *sys.argv, *([] if settings.resume else ["-y", "1"])])
-    how = f"go on with: {command}" if settings.output_dir else "nothing was saved: there is no -o DIR"
+    how = "go on with the same command and -y 1" if has_launcher else f"go on with: {command}"
+    how = how if settings.output_dir else "nothing was saved: there is no -o DIR"
     print(f"stopped {'before the first step' if step is None else f'after step {step}'}; {how}", file=sys.stderr)
     return 128 + signal

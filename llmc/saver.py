@@ -8,6 +8,7 @@ from llmc.checkpoint import Progress
 from llmc.outliers import notes_on, read_recent
 from llmc.precision import describe_precision
 from llmc.resume import delete_old_checkpoints, notes_of, restore, save_checkpoint
+from llmc.threads import leave_signals_alone
 
 
 class Saver:
@@ -15,7 +16,8 @@ class Saver:
 
     def __init__(self, trainer, train_loader, random, interruption):
         self.trainer, self.train_loader, self.random, self.interruption = trainer, train_loader, random, interruption
-        self.pool, self.writing, self.saved = ThreadPoolExecutor(1), None, None  # the step that was saved last
+        self.pool = ThreadPoolExecutor(1, initializer=leave_signals_alone)
+        self.writing, self.saved = None, None  # the save in progress; the step that was saved last
 
     def __enter__(self):
         return self
@@ -38,8 +40,9 @@ class Saver:
             progress = Progress(done, self.random.state, self.train_loader.position, batch)
             trainer.complete_weights()
             params = trainer.params_now() if ranks.is_first else None
-            owned, notes = trainer.state_now(), {**trainer.matmul.notes(), "precision": describe_precision(settings),
-                                                 **notes_on(trainer.recent_values())}
+            owned = trainer.state_now()
+            notes = {**trainer.matmul.notes(), "precision": describe_precision(settings),
+                     "update_tokens": settings.update_tokens, **notes_on(trainer.recent_values())}
             saving = stack.pop_all()  # exited once all is written
 
         def write():

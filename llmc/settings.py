@@ -119,6 +119,11 @@ class Settings:
         return max(1, self.total_batch_size // (self.B * self.T))
 
     @property
+    def update_tokens(self):
+        """Tokens in an update, on all GPUs together."""
+        return self.B * self.T * self.micro_steps
+
+    @property
     def skips_outliers(self):
         """Whether an update may be skipped: see outliers.py."""
         return bool(self.skip_loss_zscore or self.skip_norm_zscore)

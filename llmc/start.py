@@ -28,8 +28,8 @@ def on_ranks(settings_class, description, work):
         with ranks.said_once():
             settings = parse()
         if settings.gpus not in (1, ranks.local_size):
-            raise UserError(f"--gpus {settings.gpus}: {ranks.local_size} processes were started on this machine, one"
-                            " for each of its GPUs: leave the flag out")
+            raise UserError(f"--gpus {settings.gpus}: a launcher has started {ranks.local_size} on this machine: start"
+                            f" {settings.gpus}, or leave the launcher out")
         settings = dataclasses.replace(settings, gpus=ranks.size)
         settings.check()
         return work(settings, ranks)

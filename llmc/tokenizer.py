@@ -77,7 +77,12 @@ def load_tokenizer(settings):
     return read_tokenizer(path)
 
 
-def keep_tokenizer(settings, tokenizer):
-    """Write the vocabulary into the run's directory, if there is one, for programs that use the run's models."""
+def keep_tokenizer(settings, tokenizer, first_step):
+    """Write the vocabulary into the run's directory, if there is one, for programs that use the run's models. Raises
+    UserError when the checkpoint that the run resumes from (first_step is not None) has another one."""
     if tokenizer and settings.output_dir:
-        write_tokenizer(os.path.join(settings.output_dir, "tokenizer.bin"), tokenizer.tokens, tokenizer.eot)
+        path = os.path.join(settings.output_dir, "tokenizer.bin")
+        if first_step is not None and os.path.exists(path) and read_tokenizer(path).tokens != tokenizer.tokens:
+            raise UserError(f"{tokenizer.path}: is another vocabulary than the run's, {path}: resume with the first"
+                            " run's data, or choose another -o")
+        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)

@@ -7,7 +7,8 @@
 # Reaches: validation loss 6.17 at step 250, 4.32 at 1000, 3.55 at 5000, 3.39 at 10000, 3.27 at 19560
 #          (OpenAI's GPT-2 124M: 3.4250, and HellaSwag 0.2945)
 #
-# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_gpt2_124M.sh -b 32
+# When run again, it resumes from the newest checkpoint. Extra flags, but not -o, go to the trainer, like this:
+# scripts/run_gpt2_124M.sh -b 32
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -7,7 +7,8 @@
 # Takes:   6.8 days on an H200, at 56,800 tokens/s; plus validation, HellaSwag and checkpoints
 # Reaches: for comparison, OpenAI's GPT-2 1558M: validation loss 2.8313, HellaSwag 0.4889
 #
-# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_gpt2_1558M.sh -b 4
+# When run again, it resumes from the newest checkpoint. Extra flags, but not -o, go to the trainer, like this:
+# scripts/run_gpt2_1558M.sh -b 4
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

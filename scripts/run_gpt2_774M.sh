@@ -7,18 +7,20 @@
 # Takes:   15 days on an H200, at 117,000 tokens/s; plus validation, HellaSwag and checkpoints
 # Reaches: for comparison, OpenAI's GPT-2 774M: validation loss 3.0006, HellaSwag 0.4320
 #
-# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_gpt2_774M.sh -b 16
+# When run again, it resumes from the newest checkpoint. Extra flags, but not -o, go to the trainer, like this:
+# scripts/run_gpt2_774M.sh -b 16
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
-[ -e data/fineweb100B/fineweb_train_001000.bin ] || python prepro_fineweb.py --size 100B --shards 1000
+[ -e data/fineweb_774M/fineweb_train_001000.bin ] || python prepro_fineweb.py --size 100B --shards 1000 \
+    --output data/fineweb_774M
 [ -e data/hellaswag_val.bin ] || python prepro_hellaswag.py
 
-python train_gpt2_cuda.py -e d36 -i "data/fineweb100B/fineweb_train_*.bin" --shuffle 1 -o runs/gpt2_774M \
+python train_gpt2_cuda.py -e d36 -i "data/fineweb_774M/fineweb_train_*.bin" --shuffle 1 -o runs/gpt2_774M \
     -b 32 -t 1024 -d 524288 -x 286102 -l 2.5e-4 -u 700 -k cosine -q 0 -c 0.1 --beta2 0.95 --grad_clip 1 \
     -v 250 --hellaswag 1 -s 5000 -g 144 -n 500 -nk 3 -y 1 "$@"
 
-python evaluate.py runs/gpt2_774M --data "data/fineweb100B/fineweb_val_*.bin" --tokens 10000000 \
+python evaluate.py runs/gpt2_774M --data "data/fineweb_774M/fineweb_val_*.bin" --tokens 10000000 \
     --hellaswag data/hellaswag_val.bin
 python generate.py runs/gpt2_774M --prompt "The history of the bicycle" --tokens 200 --top_k 50 --samples 3

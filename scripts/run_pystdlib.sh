@@ -5,7 +5,8 @@
 # Takes:   11 s on an H200, for the whole script; 2.6 hours on two cores of an AMD EPYC
 # Reaches: validation loss 0.95; `make train`, with a third of the parameters and 4 percent of the tokens, reaches 1.72
 #
-# When run again, it resumes from the newest checkpoint. Extra flags go to the trainer: scripts/run_pystdlib.sh -x 50
+# When run again, it resumes from the newest checkpoint. Extra flags, but not -o, go to the trainer, like this:
+# scripts/run_pystdlib.sh -x 50
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -5,7 +5,7 @@
 # Takes:   12 s on an H200, for the whole script; 75 minutes on two cores of an AMD EPYC
 # Reaches: validation loss 1.62; nanoGPT reaches 1.47 in 5,000 steps, with dropout, which we do not have
 #
-# When run again, it resumes from the newest checkpoint. Extra flags, such as -x 50, go to the trainer.
+# When run again, it resumes from the newest checkpoint. Extra flags, such as -x 50 but not -o, go to the trainer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"

@@ -95,12 +95,14 @@ def test_the_summary_has_ours_beside_the_others():
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here):
+@pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))
+def test_pytorch_by_other_kernels_computes_the_same(workplace, run_here, model):
     """Its losses, on the CPU, over four updates: those of train_gpt2.py, whether the batch comes at once or a sequence
-    at a time; with accumulation, clipping, decay and a schedule."""
-    flags = ("-b", 3, "-t", 16, "-d", 96, "-x", 4, "-v", 0, "-s", 0, "-l", 1e-3, "-u", 2, "-k", "cosine", "-c", 0.1,
+    at a time; with accumulation, clipping, decay and a schedule. It needs no validation data."""
+    (workplace / "data" / "tiny_shakespeare_val.bin").unlink()
+    flags = ("-e", model, "-b", 3, "-t", 16, "-d", 96, "-x", 4, "-s", 0, "-l", 1e-3, "-u", 2, "-k", "cosine", "-c", 0.1,
              "--grad_clip", 0.5, "-o", "run")
-    run_here(train_gpt2, *flags)
+    run_here(train_gpt2, *flags, "-v", 0)
     settings = parse_settings(compare_losses.Comparison, "", [*map(str, flags), "--run", "run"])
     expected = compare_losses.run_ours(settings)
     for others in (False, True):

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import re
 import struct
 
@@ -22,7 +23,7 @@ from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.evaluation import Example, count_correct, read_examples, write_examples
 from llmc.files import make_header
-from llmc.tokenizer import write_tokenizer
+from llmc.tokenizer import Tokenizer, write_tokenizer
 
 HELLASWAG = "data/hellaswag_val.bin"
 
@@ -56,8 +57,7 @@ LINES = ('{"ind": 24, "ctx": "A man is sitting on a roof. he", "label": 3, "endi
          ' roof."]}\n\n{"ctx": "The sun", "label": "0", "endings": ["rises.", "sets.", "b", "a"]}\n')
 
 
-def test_prepro_hellaswag_writes_llm_c_s_bytes(tmp_path, gpt2_vocabulary, run_here, monkeypatch):
-    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
+def test_prepro_hellaswag_writes_llm_c_s_bytes(tmp_path, vocabulary_here, run_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.jsonl").write_text(LINES)
     assert run_here(prepro_hellaswag, "--input", "x.jsonl").stdout == f"Saved 2 examples to {HELLASWAG}\n"
@@ -72,8 +72,7 @@ def test_prepro_hellaswag_writes_llm_c_s_bytes(tmp_path, gpt2_vocabulary, run_he
     assert examples[1].context.tolist() == [464, 4252] and examples[1].endings[1].tolist() == [5621, 13]
 
 
-def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, gpt2_vocabulary, run_here, monkeypatch):
-    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
+def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, vocabulary_here, run_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with serve({"/x": (200, {}, LINES.encode())}) as (url, seen):
         done = run_here(prepro_hellaswag, "--url", f"{url}/x", check=False)
@@ -91,14 +90,24 @@ def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, gpt2_vocabulary, r
     ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings"),
     ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "label 4"),
     ('{"ctx": 1, "endings": ["b", "c", "d", "e"], "label": 1}', "TypeError"),
+    ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1e400}', "OverflowError"),
     ('{"ctx": "", "endings": ["b", "c", "d", "e"], "label": 1}', "example 2"),
 ))  # fmt: skip
-def test_prepro_hellaswag_refuses_other_lines(tmp_path, gpt2_vocabulary, run_here, monkeypatch, line, word):
-    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
+def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     (tmp_path / "x.jsonl").write_text(f"{LINES}{line}\n")
     done = run_here(prepro_hellaswag, "--input", tmp_path / "x.jsonl", "--output", tmp_path / "o", check=False)
     assert_one_line_error(done, word, *(["x.jsonl:4", "'ctx'"] if "example" not in word else []))
     assert not (tmp_path / "o").exists()
+
+
+def test_prepro_hellaswag_writes_over_no_text_and_no_fifo(tmp_path, run_here):
+    (tmp_path / "x.jsonl").write_text(LINES)
+    (tmp_path / "link").symlink_to("x.jsonl")
+    os.mkfifo(tmp_path / "fifo")
+    for name, word in (("x.jsonl", "the text itself"), ("link", "the text itself"), ("fifo", "a FIFO")):
+        done = run_here(prepro_hellaswag, "--input", tmp_path / "x.jsonl", "--output", tmp_path / name, check=False)
+        assert_one_line_error(done, word, "another --output")
+    assert (tmp_path / "x.jsonl").read_text() == LINES and (tmp_path / "fifo").is_fifo()
 
 
 def damaged(data):
@@ -287,13 +296,16 @@ def test_random_weights_are_for_sequences_of_the_run(examples, run_here):
 
 def test_bits_per_byte_do_not_depend_on_the_vocabulary(examples, run_here):
     """Of tokens of 3 bytes each, they are a third; where what tokens stand for is not known, there are none."""
-    flags = ("gpt2_124M.bin", "--data", "data/tiny_shakespeare", "--json")
+    flags = ("gpt2_124M.bin", "--data", "data/tiny_shakespeare", "--json", "--stride", 100)
     one = json.loads(run_here(evaluate, *flags, "--tokenizer", "gpt2_tokenizer.bin").stdout)
     evaluate_three = functools.partial(run_here, evaluate, *flags, "--tokenizer", "three.bin")
     write_tokenizer("three.bin", [b"abc"] * 256 + [b"<|endoftext|>"], 256)
     three = json.loads(evaluate_three().stdout)
     assert three["bytes"] == 3 * one["bytes"] and 3 * three["bits_per_byte"] == pytest.approx(one["bits_per_byte"])
-    assert three["perplexity"] == one["perplexity"]
+    assert three["perplexity"] == one["perplexity"] and one["stride"] == 32, "the context"
+    found = evaluate.Sum(Tokenizer([b"ab", b"c", b"<|endoftext|>"], 2))
+    found.add(np.array([0, 1, 2]), np.array([1.0, 2.0, 4.0]) * math.log(2))
+    assert found.bits_per_byte == pytest.approx((1 + 2) / 3) and found.mean == pytest.approx(7 * math.log(2) / 3)
 
 
 def test_several_files_and_their_first_tokens(examples, run_here):
@@ -327,6 +339,7 @@ def test_evaluate_refuses(examples, run_here):
     fails("--data", "x", "--stride", -1, words=("--stride -1",))
     fails("--data", "x", "--context", 1, words=("--context 1",))
     fails("--data", "x", "--tokens", 1, words=("--tokens 1",))
+    fails("--data", "x", "--batch_size", 10**15, words=("--batch_size 1000000000000000", "65535"))
     fails("--data", "x", words=("none.bin", "no such file"), model="none.bin")
     done = run_program("evaluate.py", "gpt2_124M.bin", "--hellaswag", HELLASWAG, "--device", "gpu", check=False,
                        CUDA_VISIBLE_DEVICES="")

@@ -1,5 +1,6 @@
 """export_weights.py: weights to and from Hugging Face, checked by `transformers`; its files, flags and faults."""
 
+import functools
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from conftest import ROOT, SMALL, assert_one_line_error, hub, random_params, run
 from llmc.checkpoint import Config, padded, read_debug_state, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
+from llmc.resume import checkpoint_paths
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from prepro import EOT, load_encoding, save_vocabulary
@@ -58,13 +60,32 @@ def test_import_from_transformers(tmp_path):
     assert relative(our_logits(config, params, ids), expected) < 2e-4
 
 
-def test_export_to_transformers(tmp_path, monkeypatch, capsys):
+def test_import_of_shards(tmp_path):
+    for name, options in (("one", {}), ("many", {"max_shard_size": "50KB"})):
+        hf_model().save_pretrained(tmp_path / name, **options)
+    one, many = (e.read_hf_folder(tmp_path / name) for name in ("one", "many"))
+    assert many[0] == one[0] and np.array_equal(flat(many[1]), flat(one[1]))
+    index, shards = tmp_path / "many" / "model.safetensors.index.json", sorted((tmp_path / "many").glob("model-*"))
+    assert len(shards) > 1
+    e.safetensors.torch.save_file({}, shards[1])
+    with pytest.raises(UserError, match="model.safetensors.index.json: tensor .* is missing"):
+        e.read_hf_folder(tmp_path / "many")
+    shards[0].unlink()
+    with pytest.raises(UserError, match=f"{shards[0].name}: cannot be read"):
+        e.read_hf_folder(tmp_path / "many")
+    index.write_text("{}")
+    with pytest.raises(UserError, match="index.json: not the index of a model's shards"):
+        e.read_hf_folder(tmp_path / "many")
+
+
+def test_export_to_transformers(tmp_path, run_here):
     params = random_params(SMALL)
     write_model(tmp_path / "model.bin", SMALL, params)
-    run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    assert capsys.readouterr().out == f"wrote config.json, model.safetensors to {tmp_path}/hf\n"
+    done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
+    assert done.stdout == f"wrote config.json, model.safetensors to {tmp_path}/hf\n"
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert theirs.config.bos_token_id == theirs.config.eos_token_id == SMALL.V - 1
     ids = np.random.default_rng(0).integers(0, SMALL.V, (2, 32), dtype=np.int32)
     with torch.no_grad():
         expected = theirs.eval()(torch.from_numpy(ids).long()).logits.numpy()
@@ -73,27 +94,61 @@ def test_export_to_transformers(tmp_path, monkeypatch, capsys):
     assert config == SMALL and np.array_equal(flat(again), flat(params))
 
 
-def test_export_with_gpt2_s_tokenizer(tmp_path, gpt2_vocabulary, monkeypatch):
+def test_export_with_gpt2_s_tokenizer(tmp_path, vocabulary_here, run_here):
     config = Config(maxT=16, V=50257, L=1, NH=1, C=8, Vp=50304)
     write_model(tmp_path / "model.bin", config, random_params(config))
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
-    run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
+    run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
     tokenizer = transformers.GPT2TokenizerFast.from_pretrained(tmp_path / "hf")
     text = "First Citizen:\nBefore we proceed any further, hear me speak. naïve 123<|endoftext|>"
     assert tokenizer.encode(text) == load_encoding("gpt2").encode(text, allowed_special="all")
     assert tokenizer.eos_token_id == 50256 and tokenizer.model_max_length == 16
 
 
+def test_export_without_gpt2_s_tokenizer(tmp_path, monkeypatch, run_here):
+    """Where it cannot be had, the weights are written without it, and no other vocabulary stays there."""
+    def fails(name):
+        raise UserError("no network")
+
+    monkeypatch.setattr(e, "load_encoding", fails)
+    config = Config(maxT=16, V=50257, L=1, NH=1, C=8, Vp=50304)
+    write_model(tmp_path / "model.bin", config, random_params(config))
+    (tmp_path / "hf").mkdir()
+    for name in ("tokenizer.json", "vocab.json", "tokenizer.bin", "README.md"):
+        (tmp_path / "hf" / name).touch()
+    done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
+    assert sorted(os.listdir(tmp_path / "hf")) == ["README.md", "config.json", "model.safetensors"]
+    assert done.stderr == "warning: no vocab.json and merges.txt: no network\n" and done.stdout.count("removed ") == 3
+
+
+def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
+    """Both ways; end of text need not be the vocabulary's last token."""
+    run, params = tmp_path / "run", random_params(SMALL)
+    run.mkdir()
+    for step in (3, 20):
+        model, _, done = checkpoint_paths(run, step)
+        write_model(model, SMALL, params if step == 20 else random_params(SMALL, 1))
+        open(done, "wb").close()
+    write_tokenizer(run / "tokenizer.bin", [EOT.encode(), *(bytes([i]) for i in range(256))], 0)
+    run_here(e, "--to_hf", run, tmp_path / "hf")
+    assert np.array_equal(flat(e.read_hf_folder(tmp_path / "hf")[1]), flat(params))
+    config = transformers.GPT2Config.from_pretrained(tmp_path / "hf")
+    assert (config.bos_token_id, config.eos_token_id) == (0, 0)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").encode(f"A{EOT}") == [66, 0]
+    run_here(e, "--model", run, "--output_dir", tmp_path / "out")
+    assert np.array_equal(flat(read_model(tmp_path / "out" / "gpt2_model_00000020.bin", parameter_table)[1]),
+                          flat(params))
+
+
 @pytest.mark.parametrize("vocabulary", ("bytes", "chars"))
-def test_export_with_our_own_tokenizer(tmp_path, monkeypatch, capsys, vocabulary):
+def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
     """transformers makes our ids of a text, and the text of them. Of another vocabulary, our file alone goes along."""
     text = "".join(map(chr, range(1, 400))) + "naïve \t日本 \U0001f600  two  \n\n's\r\n"
     encoding = load_encoding(vocabulary, text)
     config = Config(maxT=16, V=encoding.n_vocab, L=1, NH=1, C=8, Vp=padded(encoding.n_vocab))
     write_model(tmp_path / "model.bin", config, random_params(config))
     save_vocabulary(tmp_path / "tokenizer.bin", encoding)
-    run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    assert "tokenizer.json, tokenizer_config.json, tokenizer.bin to" in capsys.readouterr().out
+    done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
+    assert "tokenizer.json, tokenizer_config.json, tokenizer.bin to" in done.stdout
     assert (tmp_path / "hf" / "tokenizer.bin").read_bytes() == (tmp_path / "tokenizer.bin").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text)
@@ -103,11 +158,11 @@ def test_export_with_our_own_tokenizer(tmp_path, monkeypatch, capsys, vocabulary
     assert tokenizer.model_max_length == 16
     tokens = read_tokenizer(tmp_path / "tokenizer.bin").tokens
     write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot_token)
-    run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "without")
+    run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "without")
     assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
     write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot_token - 1)
-    with pytest.raises(UserError, match=f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}"):
-        run_here(monkeypatch, "--to_hf", tmp_path / "model.bin", tmp_path / "bad")
+    done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "bad", check=False)
+    assert_one_line_error(done, f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}")
     assert not (tmp_path / "bad").exists()
 
 
@@ -164,32 +219,21 @@ def test_pretrained_from_a_hub_then_from_its_cache_then_offline(tmp_path):
     assert (tmp_path / "gpt2_124M.bin").read_bytes() == first
 
 
-def run_here(monkeypatch, *flags):
-    """export_weights.py's main() in this process, which has PyTorch imported already."""
-    monkeypatch.setattr(sys, "argv", ["export_weights.py", *map(str, flags)])
-    e.main()
-
-
 @pytest.fixture
-def export(tmp_path, monkeypatch):
+def export(tmp_path, monkeypatch, run_here):
     """Run export_weights.py, with random tokens for a batch: export(flag, value, ...) writes to tmp_path/out."""
     (tmp_path / "data").mkdir()
     tokens = np.random.default_rng(0).integers(0, 257, 1000)
     write_tokens(tmp_path / "data" / "tiny_shakespeare_val.bin", [tokens], 1000)
     monkeypatch.chdir(tmp_path)
-
-    def run(*flags):
-        run_here(monkeypatch, "--model", "d2", "--vocabulary", "bytes", "--output_dir", tmp_path / "out", *flags)
-
-    return run
+    return functools.partial(run_here, e, "--model", "d2", "--vocabulary", "bytes", "--output_dir", "out")
 
 
-def test_random_weights_need_no_data(tmp_path, export, capsys):
+def test_random_weights_need_no_data(tmp_path, export):
     """They are those of -e d2, on any number of threads."""
     shutil.rmtree(tmp_path / "data")
-    export()
+    output = export().stdout
     assert sorted(os.listdir(tmp_path / "out")) == ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin"]
-    output = capsys.readouterr().out
     assert output.count("wrote ") == 3 and "iteration" not in output and "generating" not in output
     config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
     for threads in (1, 3):
@@ -200,15 +244,15 @@ def test_random_weights_need_no_data(tmp_path, export, capsys):
         assert int(done.stdout) == zlib.crc32(flat(params))
 
 
-def test_random_model_files(tmp_path, export, capsys):
-    export("--debug_state", 1)
-    output = capsys.readouterr().out
+def test_random_model_files(tmp_path, export):
+    output = export("--debug_state", 1).stdout
     files = ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == files
     assert output.count("iteration ") == 10 and "generating:\n---\n" in output
     config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
     assert (config.L, config.NH, config.C, config.V, config.Vp, config.maxT) == (2, 2, 128, 257, 384, 1024)
-    for tensor, spread in ((params.wte[:257], 0.02), (params.fcprojw, 0.01)):
+    for tensor, spread in ((params.wte[:257], 0.02), (params.wpe, 0.02), (params.qkvw, 0.02), (params.fcprojw, 0.01),
+                           (params.attprojw, 0.01)):
         assert tensor.std() == pytest.approx(spread, rel=0.02)
     assert (params.ln1w == 1).all() and not params.fcb.any() and not params.wte[257:].any()
     bf16_config, bf16 = read_model(tmp_path / "out" / "gpt2_d2_bf16.bin", parameter_table)
@@ -223,7 +267,7 @@ def test_random_model_files(tmp_path, export, capsys):
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in files}, "the same command, the same files"
 
 
-def test_all_files_or_none(tmp_path, monkeypatch):
+def test_all_files_or_none(tmp_path, run_here, monkeypatch):
     """Ctrl-C while the steps of the debug state run, a full disk at the last file: what was there before is whole."""
     write_model(tmp_path / "model.bin", SMALL, random_params(SMALL))
     write_tokens(tmp_path / "val.bin", [np.arange(17)], 17)
@@ -238,18 +282,17 @@ def test_all_files_or_none(tmp_path, monkeypatch):
 
         return write
 
-    for error in (KeyboardInterrupt(), UserError("No space")):
+    for error, status in ((KeyboardInterrupt(), 130), (UserError("No space"), 1)):
         monkeypatch.setattr(e, "write_debug_state", fail(error))
-        with pytest.raises(type(error)):
-            run_here(monkeypatch, "--model", tmp_path / "model.bin", "--output_dir", tmp_path / "out", "--input",
-                     tmp_path / "val.bin", "--debug_state", 1, "--batch_size", 2, "--sequence_length", 8,
-                     "--num_iterations", 1)
+        done = run_here(e, "--model", tmp_path / "model.bin", "--output_dir", tmp_path / "out", "--input",
+                        tmp_path / "val.bin", "--debug_state", 1, "--batch_size", 2, "--sequence_length", 8,
+                        "--num_iterations", 1, check=False)
+        assert done.returncode == status
         assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"before"]
 
 
-def test_files_for_llm_c_of_april_2024(tmp_path, export, gpt2_vocabulary, monkeypatch):
+def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
     """Its program reads version 1 of all, knows no bfloat16, and stops at another version of a tokenizer."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
     export("--llmc", "april2024", "--vocabulary", "gpt2", "--debug_state", 1, "--num_iterations", 2)
     names = ["gpt2_d2.bin", "gpt2_d2_debug_state.bin", "gpt2_tokenizer.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == names
@@ -261,14 +304,20 @@ def test_files_for_llm_c_of_april_2024(tmp_path, export, gpt2_vocabulary, monkey
     assert len(read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
 
 
-def test_the_model_that_is_read_is_not_written_over(tmp_path, export, monkeypatch):
+def test_a_model_named_like_a_file_of_the_vocabulary(tmp_path, run_here):
+    hf_model().save_pretrained(tmp_path / "tokenizer")
+    done = run_here(e, "--model", tmp_path / "tokenizer", "--output_dir", tmp_path / "out", check=False)
+    assert_one_line_error(done, "its weights would be gpt2_tokenizer.bin", "rename it")
+
+
+def test_the_model_that_is_read_is_not_written_over(tmp_path, export, run_here):
     export()
     write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table), 1)
     for name, found in (("gpt2_d2.bin", 1), ("gpt2_d2_bf16.bin", 5)):
         path = tmp_path / "out" / name
         before = path.read_bytes()
-        with pytest.raises(UserError, match=f"{name}.*of version {found}.*would become version 3.*--output_dir"):
-            run_here(monkeypatch, "--model", path, "--output_dir", tmp_path / "out")
+        done = run_here(e, "--model", path, "--output_dir", tmp_path / "out", check=False)
+        assert_one_line_error(done, name, f"of version {found}", "would become version 3", "--output_dir")
         assert path.read_bytes() == before
 
 
@@ -276,9 +325,9 @@ def test_the_model_that_is_read_is_not_written_over(tmp_path, export, monkeypatc
     ("--dtype", "bfloat16"), ("--dtype", "float16"), ("--flash", 1), ("--inference_only", 1), ("--tensorcores", 1),
     ("--batch_size", 2, "--sequence_length", 32, "--device", "cpu"),
 ))  # fmt: skip
-def test_benchmark_flags(tmp_path, export, capsys, flags):
-    export("--write_tensors", 0, "--num_iterations", 3, *flags)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+def test_benchmark_flags(tmp_path, export, flags):
+    output = export("--write_tensors", 0, "--num_iterations", 3, *flags).stdout
+    lines = [line.split() for line in output.splitlines() if line.startswith("iteration")]
     losses = [float(words[3].rstrip(",")) for words in lines]
     assert len(losses) == 3 and not (tmp_path / "out").exists()
     assert losses[0] == losses[2] if "--inference_only" in flags else losses[0] > losses[1] > losses[2]
@@ -293,15 +342,17 @@ def test_benchmark_flags(tmp_path, export, capsys, flags):
     (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
     (("--sequence_length", 2000, "--debug_state", 1), "--sequence_length 2000.*1024"),
     (("--model", "d3"), "--model d3.*d12"),
+    (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
+    (("--to_hf", "none.bin", "hf", "--model", "gpt2", "--vocabulary", "gpt2"), "--output_dir .*--to_hf"),
+    (("--to_hf", "none.bin", "hf", "--model", "gpt2", "--vocabulary", "gpt2", "--output_dir", ".", "--write_tensors",
+      0), "--write_tensors 0.*--to_hf"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
     (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
     (("--input", "none.bin", "--debug_state", 1), "none.bin.*python prepro_tinyshakespeare.py"),
 ))  # fmt: skip
-def test_faults(tmp_path, monkeypatch, export, flags, words):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=words) as error:
-        export(*flags)
-    assert "\n" not in str(error.value) and not list(tmp_path.glob("**/gpt2_*"))
+def test_faults(tmp_path, export, flags, words):
+    assert_one_line_error(export(*flags, check=False), *words.split(".*"))
+    assert not list(tmp_path.glob("**/gpt2_*"))
 
 
 def test_no_steps(tmp_path, export):
@@ -318,14 +369,22 @@ def test_pytorch_out_of_memory_is_one_line(export, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand so on")
 
     monkeypatch.setattr(e, "overfit", fails)
-    with pytest.raises(UserError, match="^PyTorch: DefaultCPUAllocator: can't allocate memory$"):
-        export("--debug_state", 1)
+    done = export("--debug_state", 1, check=False)
+    assert_one_line_error(done, "PyTorch: DefaultCPUAllocator: can't allocate memory")
 
 
-def test_a_fault_is_one_line_for_the_user(tmp_path):
-    done = run_program("export_weights.py", "--model", "d2", "--debug_state", 1, "--input", tmp_path / "none.bin",
-                       check=False)
-    assert_one_line_error(done, "none.bin", "python prepro_tinyshakespeare.py")
+def test_time_of_an_iteration(capsys):
+    e.print_iteration(3, 5.0, 0.25)
+    assert capsys.readouterr().out == "iteration 3, loss: 5.000000, time: 250.000 ms\n"
+
+
+def test_a_vocabulary_that_cannot_be_had_is_a_warning(monkeypatch, capsys):
+    def fails(name):
+        raise UserError("no network")
+
+    monkeypatch.setattr(e, "load_encoding", fails)
+    assert e.vocabulary_of(Config(1, 50257, 1, 1, 8, 50304)) is None
+    assert capsys.readouterr().err == "warning: no tokenizer file: no network\n"
 
 
 def test_hugging_face_folder_faults(tmp_path):
@@ -360,6 +419,9 @@ def test_hugging_face_folder_faults(tmp_path):
     fails("activation_function is 'relu'", configure(activation_function="relu"))
     fails("model_type is 'llama'", configure(model_type="llama"))
     fails("n_inner is 7", configure(n_inner=7))
+    for name, value in (("layer_norm_epsilon", 1e-6), ("scale_attn_weights", False), ("add_cross_attention", True),
+                        ("scale_attn_by_inverse_layer_idx", True), ("tie_word_embeddings", False)):
+        fails(f"{name} is {value!r}, expected", configure(**{name: value}))
     fails("impossible sizes", configure(n_head=7))
     fails("n_embd is 48.0", configure(n_embd=48.0))
     fails("h.1234567889.ln_1.weight is missing", configure(n_layer=1234567890))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import llmc.checkpoint
+import llmc.files
 import train_gpt2
 from conftest import ROOT, SMALL, assert_one_line_error, make_state, random_params
 from llmc.checkpoint import Config, Progress, owned_by_one, read_debug_state, read_model, write_debug_state, write_model
@@ -188,9 +189,9 @@ def test_debug_state_cut_short_at_every_border(state_path):
         write_debug_state(state_path, SMALL, make_state(random_params(SMALL)))
 
 
-@pytest.mark.parametrize("slot, value, words", ((1, 3, "version 3"), (2, 0, "B=0"), (3, -4, "T=-4"), (3, 33, "T=33"),
-                                                (2, 2**31 - 1, "expected"), (8, 9, "trailer"), (9, -1, "trailer"),
-                                                (9, 2**30, "expected")))
+@pytest.mark.parametrize("slot, value, words", (
+    (1, 3, "version 3"), (2, 0, "B=0"), (3, -4, "T=-4"), (3, 33, "T=33, expected B of"), (2, 2**31 - 1, "expected"),
+    (8, 9, "trailer"), (9, -1, "trailer"), (9, 2**30, "expected")))
 def test_debug_state_header(state_path, slot, value, words):
     patch_header(state_path, **{f"h{slot}": value})
     with pytest.raises(UserError, match=words):
@@ -205,8 +206,9 @@ def test_debug_state_of_another_model(state_path):
         read_debug_state(state_path, other, random_params(other))
 
 
-def test_debug_state_with_a_wrong_token(state_path):
-    patch_header(state_path, h256=SMALL.V)  # the first int after the header: x[0, 0]
+@pytest.mark.parametrize("slot", ("h256", "h266"))  # the first int after the header: x[0, 0]; y[0, 0]
+def test_debug_state_with_a_wrong_token(state_path, slot):
+    patch_header(state_path, **{slot: SMALL.V})
     with pytest.raises(UserError, match="token id outside 0 to 256"):
         read_debug_state(state_path, SMALL, random_params(SMALL))
 
@@ -302,6 +304,9 @@ def test_token_file_faults(workplace, train):
     (("-g", 10**20), ("-g/--sample_tokens", "2^31")),
     (("--beta1", 1), ("--beta1 1", "expected 0 <= beta1 < 1")),
     (("-q", 2), ("-q/--final_fraction 2",)),
+    (("--grad_clip", -1), ("--grad_clip -1", "at least 0")),
+    (("-nk", -1), ("-nk/--checkpoints_keep -1", "at least 0")),
+    (("-u", -1), ("-u/--warmup_steps -1", "at least 0")),
     (("-d", 17), ("-d/--total_batch_size 17", "multiple of B*T = 16")),
     (("-n", 5), ("-n", "-o DIR")),
     (("-y", 1, "-o", "run.log"), ("-y", "run.log is a log file")),
@@ -413,18 +418,33 @@ def test_two_runs_with_one_output(workplace, train):
         assert "step 1/1 " in done.stdout and not (workplace / lock).exists()
 
 
+def test_a_lock_that_the_run_before_removes_meanwhile(tmp_path, monkeypatch):
+    real, opened = llmc.files.open_lock, []
+
+    def late(path, *arguments):
+        opened.append(real(path, *arguments))
+        if len(opened) == 1:
+            os.unlink(path)
+        return opened[-1]
+
+    monkeypatch.setattr(llmc.files, "open_lock", late)
+    with llmc.files.locked(str(tmp_path), True):
+        assert len(opened) == 2 and (tmp_path / "main.log.lock").exists()
+
+
 def test_a_refused_run_leaves_no_directory(workplace, train):
     assert_one_line_error(train("-o", "run", "-e", "none.bin"), "none.bin")
     assert not (workplace / "run").exists()
 
 
-def test_model_and_state_belong_together(workplace, train):
+def test_model_and_state_belong_together(workplace, train, monkeypatch):
     """A model of another step, or with one bit more, is not taken; a state that does not say its model's CRC-32 is."""
+    monkeypatch.setattr(llmc.files, "CHUNK", 5000)  # the CRC-32 is that of several pieces
     train("-x", 2, "-n", 1, "-o", "run", check=True)
     model, state, marker = map(Path, checkpoint_paths("run", 2))
     good, zeros = model.read_bytes(), dict(h43=0, h44=0)
     header = np.fromfile(state, "<i4", 256)
-    assert header[43] == 1 and header[44:45].view("<u4")[0] == zlib.crc32(good)
+    assert header[43] == 1 and header[44:45].view("<u4")[0] == zlib.crc32(good) == llmc.files.file_crc(model)
     for data in (Path(checkpoint_paths("run", 1)[0]).read_bytes(), good[:-4] + bytes([good[-4] ^ 1]) + good[-3:]):
         model.write_bytes(data)
         assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1), state, model, "CRC-32", f"remove {marker}")
@@ -477,6 +497,7 @@ def test_damaged_optimizer_state(workplace, train):
     fails(state.name, "data order", h5=1)
     fails(state.name, "--spread 1", "expected", "--spread 0", h42=1)
     fails(state.name, "step 5", h10=5)
+    fails(state.name, "step -1 and sampler state 1337", h10=-1)
     fails(state.name, "sampler state 0", h20=0, h21=0)
     fails("batch 9999", h32=9999)
     shutil.rmtree("run")

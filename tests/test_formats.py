@@ -1,8 +1,8 @@
 """Every file version round-trips, to the byte that FORMATS of llm.c gives; the sampler follows its golden values."""
 
 import dataclasses
-import hashlib
 import math
+import os
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from llmc.checkpoint import (Progress, count_parameters, fingerprint, owned_by_o
                              read_optimizer_state, write_debug_state, write_model, write_optimizer_state)
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header, replacing
+from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header, replacing, together
 from llmc.sampler import Random, sample_multinomial
 from llmc.shuffle import Position
 from llmc.tensors import (allocate, bf16_bits, bf16_to_float32, check_finite, flat, layer, table_bytes,
@@ -85,6 +85,13 @@ def test_model_without_padding_in_version_3(tmp_path):
     write_model(tmp_path / "model.bin", config, params)
     padded, read = read_model(tmp_path / "model.bin", parameter_table)
     assert padded == SMALL and fingerprint(SMALL, read) == fingerprint(config, params)
+
+
+def test_padding_of_a_file_takes_no_part(tmp_path):
+    params = random_params(SMALL)
+    params.wte[SMALL.V :] = 5.0
+    write_model(tmp_path / "model.bin", SMALL, params)
+    assert not read_model(tmp_path / "model.bin", parameter_table)[1].wte[SMALL.V :].any()
 
 
 def test_bf16_rounds_to_nearest_even():
@@ -168,6 +175,9 @@ def test_tokens_round_trip(tmp_path, format, extra):
     write_tokens(path, [tokens[:100], tokens[100:]], 300, format)
     assert path.stat().st_size == 300 * (2 if format == "uint16" else 4) + extra
     assert np.array_equal(open_tokens(path, 300), tokens)
+    with pytest.raises(ValueError, match="301 tokens announced, 300 given"):
+        write_tokens(tmp_path / "other.bin", [tokens], 301, format)
+    assert os.listdir(tmp_path) == ["tokens.bin"]
 
 
 def test_optimizer_state_round_trip(tmp_path):
@@ -219,16 +229,35 @@ def test_replacing_keeps_the_old_file_when_writing_fails(tmp_path):
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_gpt2_tokenizer_file_has_llm_c_s_hashes(tmp_path, gpt2_vocabulary, monkeypatch):
-    from prepro import load_encoding
+def test_one_process_at_a_time_writes_a_file(tmp_path):
+    """Also while it waits for others to be complete."""
+    path = tmp_path / "file"
+    with together():
+        with replacing(path) as f:
+            f.write(b"first")
+        with pytest.raises(UserError, match="file: another process is writing it"):
+            with replacing(path):
+                pass
+    assert path.read_bytes() == b"first" and [p.name for p in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "file.tmp").write_bytes(b"longer, of a process that was killed")
+    with replacing(path) as f:
+        f.write(b"second")
+    assert path.read_bytes() == b"second"
 
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", gpt2_vocabulary["TIKTOKEN_CACHE_DIR"])
-    encoding = load_encoding("gpt2")
-    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
-    hashes = {1: "72c44782644dccc955e1b775d0d7552a594bbb54bfc6141e31373324d486956d",
-              2: "6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13"}
-    for version, expected in hashes.items():
-        write_tokenizer(tmp_path / "tokenizer.bin", tokens, encoding.eot_token, version)
-        data = (tmp_path / "tokenizer.bin").read_bytes()
-        assert len(data) == 372108 and hashlib.sha256(data).hexdigest() == expected
-    assert read_tokenizer(tmp_path / "tokenizer.bin").printable(188) == b"", "the NUL byte"
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "file").symlink_to(tmp_path / "disk" / "there")
+    with replacing(tmp_path / "file") as f:
+        f.write(b"x")
+    assert (tmp_path / "file").is_symlink() and (tmp_path / "disk" / "there").read_bytes() == b"x"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *files, name=name, real=real: done.append(name) or real(*files))
+    with replacing(tmp_path / "file") as f:
+        f.write(b"x")
+    assert done == ["fsync", "replace", "fsync"], "the last one of the directory"

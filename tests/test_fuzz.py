@@ -302,6 +302,7 @@ def fuzz_flags(count, seed):
 @pytest.fixture
 def specimens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)  # so that it is what it was, afterwards
     write_files()
 
 

@@ -1,5 +1,6 @@
 """generate.py: prompts, sampling, the window, JSON, errors; the tokens of the trainer and of transformers."""
 
+import dataclasses
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from conftest import ROOT, SMALL, assert_one_line_error, random_params
 from llmc.checkpoint import write_model
 from llmc.resume import checkpoint_paths
 from llmc.sampler import Choice, Random
-from llmc.tokenizer import write_tokenizer
+from llmc.tokenizer import Tokenizer, write_tokenizer
 
 MODEL = "gpt2_124M.bin"
 
@@ -148,13 +149,19 @@ def always(workplace):
     return write
 
 
-def test_it_stops_at_end_of_text_unless_told_not_to(always, text_of):
+def test_it_stops_at_end_of_text_unless_told_not_to(always, text_of, samples_of):
     always(256)
     assert text_of("--prompt", "So", "--tokens", 5) == "So\n"
+    assert samples_of("--prompt", "So", "--tokens", 5)[0]["text"] == ""
     always(ord("!"))
     assert text_of("--prompt", "So", "--tokens", 5) == "So!!!!!\n"
     always(256)
     assert text_of("--prompt", "So", "--tokens", 5, "--ignore_eot", "--json").count("256") == 5
+
+
+def test_samples_end_one_by_one():
+    steps = [(np.array(ids), None) for ids in ([1, 2], [2, 1], [3, 3])]
+    assert len(list(generate.until_all_stop(steps, 1))) == 2 and len(list(generate.until_all_stop(steps, None))) == 3
 
 
 def test_prompts(always, text_of, monkeypatch):
@@ -164,6 +171,12 @@ def test_prompts(always, text_of, monkeypatch):
     assert text_of("--prompt", "-", "--tokens", 2) == "two\nlines!!\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
     assert text_of("--interactive", "--tokens", 1) == "one!\ntwo!\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xffa\n\n"), "utf-8"))
+    assert text_of("--prompt", "-", "--tokens", 1) == "\ufffda\n!\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xffa\nb"), "utf-8"))
+    assert text_of("--interactive", "--tokens", 1) == "\ufffda!\nb!\n"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert text_of("--interactive") == ""
     assert text_of("--samples", 2, "--tokens", 2) == "!!\n---\n!!\n"
     always(0xC3)  # half a letter
     assert text_of("--prompt", "a", "--tokens", 1) == "a\ufffd\n"
@@ -171,19 +184,33 @@ def test_prompts(always, text_of, monkeypatch):
     assert text_of("--prompt", "a", "--tokens", 1) == "a\n"
 
 
-def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here):
+def test_a_prompt_in_gpt_2_s_vocabulary(vocabulary_here):
+    """Special tokens are text; whitespace may be longer than tiktoken's regular expression can match."""
+    encoding = generate.known_encoding(50257)
+    tokenizer = Tokenizer([encoding.decode_single_token_bytes(id) for id in range(50257)], 50256)
+    text = "naïve\n <|endoftext|> x"
+    assert generate.encode(text, tokenizer) == encoding.encode_ordinary(text)
+    text = 1000000 * " " + "x"
+    assert encoding.decode(generate.encode(text, tokenizer)) == text
+
+
+def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, monkeypatch):
     """tokenizer.bin in the model's directory counts; --tokenizer more; a V that is not known needs one or the other."""
     always(33)
     letters = [*map(chr, range(0x3B1, 0x3B1 + 256)), "<|endoftext|>"]
     write_tokenizer("tokenizer.bin", [letter.encode() for letter in letters], 256)
     assert text_of("--prompt", "αβ", "--tokens", 2) == "αβ" + 2 * chr(0x3B1 + 33) + "\n"
     assert_one_line_error(run_here(generate, MODEL, "--prompt", "abc", check=False), "--prompt", "'a'")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\nα\n"))
+    done = run_here(generate, MODEL, "--interactive", "--tokens", 1)
+    assert done.stdout == "α" + chr(0x3B1 + 33) + "\n"
+    assert re.fullmatch("> generate.py: error: --prompt: the letter 'a' .*\n> > ", done.stderr)
     assert text_of("--tokenizer", "gpt2_tokenizer.bin", "--prompt", "a", "--tokens", 1) == "a!\n"
 
 
 def test_what_it_does_not_need_is_not_imported(workplace):
     """With the vocabulary that export_weights.py writes beside the model, ids become text without tiktoken."""
-    config = SMALL.__class__(**{**vars(SMALL), "V": 50257, "Vp": 50304})
+    config = dataclasses.replace(SMALL, V=50257, Vp=50304)
     write_model(MODEL, config, random_params(config))
     write_tokenizer("gpt2_tokenizer.bin", [b"!"] * 50257, 50256)
     code = ("import sys, generate; generate.main();"
@@ -191,6 +218,14 @@ def test_what_it_does_not_need_is_not_imported(workplace):
     command = [sys.executable, "-c", code, MODEL, "--prompt_ids", "1", "2", "--tokens", "3", "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout == "!!!!!\n"
+
+
+def test_a_vocabulary_of_gpt2_s_size_that_is_another(workplace, run_here, vocabulary_here):
+    config = dataclasses.replace(SMALL, V=50257, Vp=50304)
+    write_model(MODEL, config, random_params(config))
+    write_tokenizer("gpt2_tokenizer.bin", [b"!"] * 50257, 50256)
+    done = run_here(generate, MODEL, "--prompt", "a", check=False)
+    assert_one_line_error(done, "not GPT-2's vocabulary", "--prompt_ids")
 
 
 def test_the_newest_model_of_a_run(workplace, run_here):
@@ -203,6 +238,10 @@ def test_the_newest_model_of_a_run(workplace, run_here):
     flags = ("--tokens", 9, "--json")
     assert run_here(generate, "run", *flags).stdout == run_here(generate, "run/model_00000020.bin", *flags).stdout
     assert run_here(generate, "run", *flags).stdout != run_here(generate, "run/model_00000030.bin", *flags).stdout
+    os.unlink("run/model_00000020.bin")
+    done = run_here(generate, "run", *flags)
+    assert done.stdout == run_here(generate, "run/model_00000003.bin", *flags).stdout
+    assert re.search("run/model_00000020.bin: no such file: taking run/model_00000003.bin", done.stderr)
 
 
 def test_beyond_the_longest_sequence_is_said_once(workplace, run_here):
@@ -228,6 +267,15 @@ def test_wrong_flags(workplace, run_here, flags, words):
     assert_one_line_error(run_here(generate, MODEL, *flags, check=False), *words)
 
 
+def test_out_of_memory_is_one_line(workplace, run_here, monkeypatch):
+    def fails(*_):
+        raise MemoryError("Unable to allocate 9 GiB\nmore")
+
+    monkeypatch.setattr(generate, "make_decoder", fails)
+    done = run_here(generate, MODEL, "--samples", 9, check=False)
+    assert_one_line_error(done, "--samples 9: out of memory (Unable to allocate 9 GiB)", "pass fewer")
+
+
 def test_wrong_models(workplace, run_here):
     (workplace / "empty").mkdir()
     assert_one_line_error(run_here(generate, "empty", check=False), "empty: holds no checkpoint", "-o DIR")
@@ -235,7 +283,7 @@ def test_wrong_models(workplace, run_here):
 
 
 def test_unknown_vocabulary_prints_ids(workplace, run_here):
-    config = SMALL.__class__(**{**vars(SMALL), "V": 300})
+    config = dataclasses.replace(SMALL, V=300)
     write_model(MODEL, config, random_params(config))
     done = run_here(generate, MODEL, "--prompt_ids", 1, 2, "--tokens", 3)
     assert len(done.stdout.split()) == 5 and "--tokenizer" in done.stderr

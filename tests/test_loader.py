@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -20,8 +21,8 @@ import pytest
 import llmc.dataloader
 import train_gpt2
 import train_gpt2_cuda
-from conftest import ROOT, SMALL, assert_one_line_error
-from llmc.checkpoint import Progress, owned_by_one, read_optimizer_state, write_optimizer_state
+from conftest import ROOT, SMALL, assert_one_line_error, remove_after
+from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_optimizer_state
 from llmc.dataloader import DataLoader, TokenFile, data_paths, tokenizer_beside, write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES
@@ -100,6 +101,11 @@ def test_shards_follow_one_another(workplace):
     loader.seek(Position(2, 1))
     assert [loader.next_batch()[0][0, 0] for _ in range(2)] == [2, 0]
     assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
+    assert data_paths(Settings(data="x.bin", val_data="x.bin"))[1] == ["x.bin"]
+    for train, val in (("train/x_train.bin", "train/x_val.bin"), ("a/train/x.bin", "a/val/x.bin")):
+        assert data_paths(Settings(data=train))[1] == [val]
+    with pytest.raises(UserError, match="no 'train' in it"):
+        data_paths(Settings(data="training/x.bin"))
 
 
 @pytest.mark.parametrize("tokens, rows", (
@@ -110,6 +116,7 @@ def test_the_whole_set(tmp_path, tokens, rows):
     loader = DataLoader([count_up(tmp_path / "a.bin", tokens)], 29, 2, 4, least=5)
     batches = list(loader.whole_set())
     assert [len(inputs) for inputs, _ in batches] == rows and loader.num_batches == max(1, tokens // 8)
+    assert loader.whole_batches == len(rows)
     assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
     starts = [int(inputs[0, 0]) for inputs, _ in batches]
     assert starts == list(range(0, 8 * len(rows), 8))
@@ -296,12 +303,6 @@ def losses(done):
     return re.findall(r"step \d+: train loss \d\.\d+", done.stdout)
 
 
-def remove_after(directory, step):
-    for name in os.listdir(directory):
-        if (found := re.search(r"_(\d{8})", name)) and int(found[1]) > step:
-            os.unlink(os.path.join(directory, name))
-
-
 SHARDS = ("-i", "data/s_train_*.bin", "-l", 0.01)
 
 
@@ -369,6 +370,19 @@ def test_a_run_of_llm_c_s_goes_on(workplace, train, step):
     order.seed = 0xCCCCCCCC  # llm.c leaves it as it finds it
     ours.write_bytes(header + moments + order.trailer())
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[step:]
+
+
+def test_shuffled_ranks_of_llm_c_s_begin_anew(workplace, train):
+    """Each of them has an order of its own, of which the first one's is in the file."""
+    order = LlmcOrder(split_data())
+    train(*SHARDS, "-x", 2, "-n", 2, "-o", "run")
+    state = checkpoint_paths("run", 2)[1]
+    header = bytearray(order.header(2))
+    struct.pack_into("<i", header, 8, 2)  # ranks
+    Path(state).write_bytes(header + Path(state).read_bytes()[HEADER_BYTES:])
+    shutil.copy(state, rank_path(state, 1))
+    assert "begins anew" in train(*SHARDS, "-x", 3, "-o", "run", "-y", 1).stderr
+    assert np.fromfile(checkpoint_paths("run", 3)[1], "<i4", 256)[[30, 32]].tolist() == [0, 1]
 
 
 def test_before_its_first_draw_llm_c_s_generator_is_elsewhere(workplace, train):

@@ -78,7 +78,7 @@ def test_runs_table_and_picture(workplace, run_here, without_gpu, monkeypatch):
 def test_ctrl_c_saves_and_the_same_command_goes_on(workplace, run_here, without_gpu):
     """The table and the models are those of a sweep that was not stopped. The signal goes to the whole group, as a
     terminal's does: each run must get one, not two, at which it would stop without a checkpoint."""
-    steps = 200
+    steps = 600
     flags = (*FAST, "-x", steps, "-l", "0.001,0.002", "--jobs", 2)
     command = [sys.executable, str(ROOT / "dev" / "sweep.py"), *map(str, flags)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -151,7 +151,10 @@ def test_what_a_directory_holds(workplace, run_here, without_gpu):
 STUB = f"""import os, sys, time
 directory = next(a for a in sys.argv if a.startswith("--output="))[9:]
 start = time.time()
-time.sleep(0.15)
+open(directory + "/started", "w").close()
+while "=0.1" in directory + "=0.2" and not all(os.path.exists(directory[:-1] + n + "/started") for n in "12"):
+    time.sleep(0.01)
+    assert time.time() < start + 20
 if "learning_rate=0.3" in str(sys.argv):
     os.kill(os.getpid(), 9)
 with open(directory + "/main.csv", "w") as f:

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import fcntl
 import functools
+import json
 import os
 import pty
 import random
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +27,8 @@ import llmc.logger
 import llmc.progress
 import train_gpt2
 import train_gpt2_cuda
-from conftest import GPT2_124M, ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, run_program
+from conftest import (GPT2_124M, ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, remove_after,
+                      run_program)
 from llmc.checkpoint import Config, owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import Interruption, UserError
@@ -34,7 +37,7 @@ from llmc.sampler import Random, sample_multinomial
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings
 from llmc.tensors import allocate, flat, table_elements
-from llmc.tokenizer import write_tokenizer
+from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import GPT2, activation_table, parameter_table
 
 FAST = ("-b", 2, "-t", 8, "-g", 16, "--lines", "llmc")  # whose losses have more digits
@@ -113,7 +116,8 @@ def test_lines(workplace, run_here):
 
 
 def test_fewer_lines(workplace, train):
-    output = train("-x", 8, "-v", 4, "-s", 0, "--print_every", 3, "--lines", "short")
+    output = train("-x", 8, "-d", 32, "-v", 4, "-s", 0, "--print_every", 3, "--lines", "short")
+    assert "run       8 steps of 32 tokens: 0.06 epochs\n" in output
     assert re.findall(r"^step (\d)/8 \| (train|val)", output, re.MULTILINE) == [
         ("0", "val"), ("1", "train"), ("3", "train"), ("4", "val"), ("6", "train"), ("8", "train"), ("8", "val")]
     assert re.findall(r"^step (\d):", train("-x", 8, "-v", 0, "-s", 0, "--print_every", 3), re.MULTILINE) == [
@@ -130,6 +134,12 @@ def test_verbose(workplace, train):
     parts = re.findall(r"^allocated (\d+) MiB for (.*)$", output, re.MULTILINE)
     assert [what for _, what in parts] == ["parameters", "gradients", "AdamW's moments", "activations",
                                            "gradients of activations"]
+
+
+def test_memory_is_printed(capsys):
+    for plan, verbose in (([(3 << 29, "a"), (1 << 20, "b")], False), ([(50 << 20, "a")], False), ([(1, "a")], True)):
+        llmc.progress.print_memory(plan, verbose)
+    assert capsys.readouterr().out == "memory    1.5 GiB\nmemory    50 MiB\nallocated 1 MiB for a\n"
 
 
 def test_the_memory_plan_is_what_the_model_allocates():
@@ -231,6 +241,19 @@ def test_the_time_that_is_left(monkeypatch):
     assert left == [890.0, 2.0 * 88, 2.5 * 87]
 
 
+def test_the_numbers_of_a_line(monkeypatch, capsys):
+    """Of a run that goes on at step 10, with two micro-batches a step and a line every five."""
+    monkeypatch.setattr(llmc.progress.time, "perf_counter", lambda: 7.0)
+    console = llmc.progress.Console(Settings(B=2, T=8, total_batch_size=32, steps=13, print_every=5), 10)
+    console.start(None)
+    for step in (10, 11, 12):
+        console.training(step, 4.0, 0.5, "")
+    console.end()
+    assert capsys.readouterr().out == (
+        "step 11/13 | train loss 4.0000 | 0.50 s | 64 tok/s | 1 s left\n"
+        "step 13/13 | train loss 4.0000 | 0.50 s | 64 tok/s\n3 steps in 0 s, 64 tok/s while training\n")
+
+
 def test_durations():
     seconds = (0, 99.4, 100, 60 * 99, 60 * 130, 3600 * 47.5, 3600 * 76.2)
     assert list(map(llmc.progress.duration, seconds)) == [
@@ -281,6 +304,7 @@ def test_a_sample_may_be_longer_than_the_context(workplace, train):
         model.forward(context, context)
         tokens.append(sample_multinomial(model.acts.probs[0, -1], stream.f32()))
     assert got == tokens[1:]
+    assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v", 0), "not one that moves by 0"
 
 
 def test_validation_is_the_mean_of_the_first_batches(workplace, train):
@@ -314,12 +338,10 @@ def test_a_log_is_appended_to(workplace, train):
     assert lines[3] == lines[5] and lines[3].startswith(b"s:0 trl:")
 
     train("-x", 4, "-v", 0, "-s", 0, "-o", "run")
-    for path in checkpoint_paths("run", 4):
-        os.unlink(path)
+    remove_after("run", 0)
     old = (workplace / "run" / "main.log").read_text()
     train("-x", 4, "-v", 0, "-s", 0, "-o", "run", "-n", 2)
-    for path in checkpoint_paths("run", 4):
-        os.unlink(path)
+    remove_after("run", 2)
     text = (workplace / "run" / "main.log").read_text()
     train("-x", 4, "-v", 0, "-s", 0, "-o", "run", "-y", 1)
     assert (workplace / "run" / "main.log").read_text() == text and text.startswith(old) and text.endswith(old)
@@ -356,13 +378,18 @@ def test_table(workplace, train):
     assert [row["tokens"] for row in read_table("run/main.csv")][-2:] == ["160", "224"]
 
 
+def test_the_rate_of_a_row(tmp_path):
+    log = llmc.logger.Log(Settings(B=2, T=8, total_batch_size=32, output=str(tmp_path)))
+    log.training(0, 4.0, 1e-3, 1.0, 0.5)
+    assert (tmp_path / "main.csv").read_text().splitlines()[1].split(",")[7] == "64"
+
+
 def test_a_new_run_keeps_the_table_of_another(workplace, train):
     (workplace / "run").mkdir()
     (workplace / "run" / "main.csv").write_text("my notes")
     for number in (1, 2):
         train("-x", 2, "-v", 0, "-s", 0, "-o", "run")
-        for path in checkpoint_paths("run", 2):
-            os.unlink(path)
+        remove_after("run", 0)
         assert len(read_table("run/main.csv")) == 2 and (workplace / "run" / f"main.{number}.csv").exists()
     assert (workplace / "run" / "main.1.csv").read_text() == "my notes" and len(read_table("run/main.2.csv")) == 2
 
@@ -375,6 +402,9 @@ def test_plots(workplace, run_here):
         (workplace / name).write_text("s:0 tel:5.2\ns:0 trl:4.1\ns:1 trl:3.9\n")
     (workplace / "run/main.log").write_text("notes\n--- 2026-01-31 12:00:00 ---\ns:0 trl:4.1\n")
     assert plot_log.read_log("run/main.log") == {"trl": ([0], [4.1])}, "the last run"
+    for cut in ("s:30 tr", "s:30 trl:3."):
+        (workplace / "cut.log").write_text("s:29 trl:3.4\n" + cut)
+        assert plot_log.read_log("cut.log") == {"trl": ([29], [3.4])}
     (workplace / "bad.log").write_text("s:0 trl:4.1\nhello\n")
     assert run_here(plot_log, "april.log", "run", "-o", "losses.png").stdout == "wrote losses.png\n"
     assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG") and not list(workplace.glob("*.tmp"))
@@ -382,6 +412,7 @@ def test_plots(workplace, run_here):
     assert b"<svg" in (workplace / "dark.svg").read_bytes()
     assert_one_line_error(run_here(plot_log, "april.log", "--smooth", -1, check=False), "--smooth -1")
     assert_one_line_error(run_here(plot_log, "april.log", "-o", "losses.xyz", check=False), "losses.xyz", ".png")
+    assert_one_line_error(run_here(plot_log, "april.log", "-o", "losses.pgf", check=False), "losses.pgf", ".png")
     assert_one_line_error(run_here(plot_log, "bad.log", check=False), "bad.log:2", "hello")
     assert_one_line_error(run_here(plot_log, "none.log", check=False), "none.log", "no such file")
 
@@ -393,31 +424,61 @@ def test_what_a_plot_shows():
 
     losses = [9.0, 8.0] + [2.0, 1.0] * 49
     steps = list(range(100))
-    logs = {"a$b": {"trl": (steps, losses), "tel": ([0, 50, 99], [9.0, 1.6, 1.7])}, "c": {"tel": ([3], [1.5])}}
+    logs = {"a$b": {"trl": (steps, losses), "tel": ([0, 50, 99], [9.0, 1.6, 1.7])},
+            "_c": {"tel": ([3], [1.5]), "eval": ([3], [1.6])}}
     assert plot_log.running_mean([1.0, 2.0, 6.0, 7.0], 1).tolist() == [1.5, 3.0, 5.0, 6.5]
     assert plot_log.running_mean(losses, 0).tolist() == losses
+    assert plot_log.running_mean([1.0, 2.0], 10**20).tolist() == [1.5, 1.5]
     _, axes = plot_log.plt.subplots()
     plot_log.draw_losses(axes, logs)
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert texts == ["a$b", "best validation 1.6000, step 50", "c", "best validation 1.5000, step 3"]
+    assert texts == ["a$b", "best validation 1.6000, step 50", "_c", "best validation 1.5000, step 3"]
     assert 0.9 < axes.get_ylim()[0] < 1.0 and 1.7 < axes.get_ylim()[1] < 3.0
     logs["a$b"]["tel"][1][2] = 5.0
     plot_log.draw_losses(axes, logs)
     assert 5.0 < axes.get_ylim()[1] < 5.5
     plot_log.plt.close("all")
     for paths, names in ((["runs/a/main.log", "b.log", "x/c.txt"], ["a", "b", "c.txt"]),
-                         (["one/a/main.log", "two/a/main.log"], ["one/a", "two/a"])):
+                         (["one/a/main.log", "two/a/main.log"], ["one/a", "two/a"]),
+                         (["a.log", "a/main.log", "a.log"], ["a", "a (2)", "a (3)"])):
         assert plot_log.run_names(paths) == names
-    assert len(plot_log.run_names(["a.log", "a.log"])) == 2
 
 
-def test_tensorboard(workplace, run_here, train, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class Writer:
+    """TensorBoard's SummaryWriter, of JSON."""
 
+    def __init__(self, directory, filename_suffix):
+        os.makedirs(directory, exist_ok=True)
+        self.path, self.events = f"{directory}/{time.time_ns()}{filename_suffix}", {}
+
+    def __enter__(self):
+        return self
+
+    def add_scalar(self, tag, value, step, wall_time):
+        self.events.setdefault(tag, []).append((step, wall_time, value))
+
+    def __exit__(self, *_):
+        with open(self.path, "w") as f:
+            json.dump(self.events, f)
+
+
+@pytest.mark.parametrize("real", (True, False))
+def test_tensorboard(workplace, run_here, train, monkeypatch, real):
     import to_tensorboard
 
+    if real:
+        pytest.importorskip("tensorboard")
+    else:
+        pytest.importorskip("torch")
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+
     def events():
+        if not real:
+            name, = os.listdir("board/run")
+            with open(f"board/run/{name}") as f:
+                return json.load(f)
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
         accumulator = EventAccumulator("board/run")
         accumulator.Reload()
         return {tag: [(event.step, event.wall_time, event.value) for event in accumulator.Scalars(tag)]
@@ -445,6 +506,12 @@ def test_tensorboard_says_what_is_wrong(workplace, run_here, monkeypatch):
     (workplace / "x.csv").write_text(",".join(llmc.logger.COLUMNS) + "\n0,16,0.5,5.5,,0.0001,1.0,100,\n1,2,what\n")
     with pytest.raises(UserError, match="x.csv:3: '1,2,what', expected a row of numbers"):
         to_tensorboard.read_table("x.csv")
+    (workplace / "x.csv").write_text(",".join(llmc.logger.COLUMNS) + "\n0,16,0.5,5.5,,0.0001,1.0,100,\n30,76")
+    assert [row["seconds"] for row in to_tensorboard.read_table("x.csv")] == [0.5]
+    with open("x.csv", "a") as f:
+        f.write("\n")
+    with pytest.raises(UserError, match="x.csv:3: '30,76', expected a row of numbers"):
+        to_tensorboard.read_table("x.csv")
     (workplace / "x.csv").write_text("a,b\n")
     with pytest.raises(UserError, match="x.csv: expected the columns step,tokens,"):
         to_tensorboard.read_table("x.csv")
@@ -466,9 +533,7 @@ def test_resumed_run_is_bit_equal(workplace, order, train):
     flags = (*RUN, "-l", 0.01, *order)
     whole = losses_and_samples(train(*flags, "-o", "whole", "-n", 4))
     train(*flags, "-o", "parts", "-n", 4)
-    for name in os.listdir("parts"):  # as if the run had been killed after step 6, two steps beyond its checkpoint
-        if "00000009" in name or "00000008" in name:
-            os.unlink(os.path.join("parts", name))
+    remove_after("parts", 4)
     rest = train(*flags, "-o", "parts", "-n", 4, "-y", 1)
     assert "resuming at step 4 from parts" in rest
     rest = losses_and_samples(rest)
@@ -491,6 +556,16 @@ def test_a_run_ends_with_a_saved_model(workplace, train, every):
     assert whole.endswith(rest[rest.index("step 5:") :])
     for name in ("main.log", "model_00000008.bin", "state_00000008_00000.bin"):
         assert (workplace / "whole" / name).read_bytes() == (workplace / "parts" / name).read_bytes(), name
+
+
+def test_a_run_keeps_its_vocabulary(workplace, train, run_here):
+    """Another of the same size would change the meaning of all ids."""
+    train("-x", 1, "-v", 0, "-s", 0, "-o", "run")
+    tokens = read_tokenizer("gpt2_tokenizer.bin")
+    write_tokenizer("other.bin", tokens.tokens[::-1], tokens.eot)
+    flags = ("-b", 2, "-t", 8, "-x", 2, "-v", 0, "-s", 0, "-o", "run", "-y", 1, "--tokenizer", "other.bin")
+    assert_one_line_error(run_here(train_gpt2, *flags, check=False), "other.bin: is another vocabulary", "run/token")
+    assert read_tokenizer("run/tokenizer.bin").tokens == tokens.tokens
 
 
 def test_a_run_of_a_log_alone_saves_nothing(workplace, train):
@@ -592,11 +667,12 @@ def test_a_signal_within_a_sample_or_a_validation(workplace, flags):
     for line in process.stdout:
         if line.startswith("generating:" if flags[0] == "-s" else "num_activations:"):
             break
+    while not os.path.exists("run/main.csv"):
+        time.sleep(0.01)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    sent = time.perf_counter()
-    errors = process.communicate(timeout=60)[1]
-    assert time.perf_counter() - sent < 2 and process.returncode == 130
+    errors = process.communicate(timeout=10)[1]
+    assert process.returncode == 130
     if flags[0] == "-v":  # which is due before the first step, too
         assert "stopped before the first step" in errors and newest_checkpoint("run") is None
         return
@@ -661,6 +737,16 @@ def test_the_command_that_goes_on(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags])
         assert stopped(Settings(output="a b", resume=resume), 3, signal.SIGTERM) == 128 + signal.SIGTERM
         assert "after step 3; go on with: python train_gpt2.py -o 'a b' -y 1\n" in capsys.readouterr().err
+        stopped(Settings(output="a b"), 3, signal.SIGTERM, has_launcher=True)
+        assert "after step 3; go on with the same command and -y 1\n" in capsys.readouterr().err
+
+
+def test_another_number_of_tokens_in_an_update_is_said(workplace, train, run_here):
+    flags = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "-o", "run")
+    run_here(train_gpt2, *flags, "-x", 1, "-d", 32)
+    assert run_here(train_gpt2, *flags, "-x", 2, "-d", 32, "-y", 1).stderr == ""
+    assert run_here(train_gpt2, *flags, "-x", 3, "-y", 1).stderr == (
+        "note: an update of the checkpoint's run has 32 tokens, of this one 16: pass -d 32 to go on as before\n")
 
 
 def test_old_checkpoints_go_but_not_for_one_that_is_incomplete(workplace, train, run_here):
@@ -675,11 +761,11 @@ def test_old_checkpoints_go_but_not_for_one_that_is_incomplete(workplace, train,
 
 
 def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
-    """kill -9, a dozen times, mostly while a checkpoint is being written; the run then ends as if nothing had
+    """kill -9, six times, mostly while a checkpoint is being written; the run then ends as if nothing had
     happened."""
     flags = ("-x", 1000000, "-v", 0, "-s", 0, "-n", 1, "-y", 1)
     moments, progress = random.Random(5), []
-    for _ in range(12):
+    for _ in range(6):
         process = start(*flags, "-o", "killed", cwd=workplace)
         steps, times = moments.randint(2, 4), []
         for line in process.stdout:
@@ -697,7 +783,7 @@ def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
         moments_read = [allocate(parameter_table(config)) for _ in range(2)]
         assert read_optimizer_state(state, owned_by_one(*moments_read))[0].step == step
         progress.append(step)
-    assert progress == sorted(progress) and progress[-1] >= 12
+    assert progress == sorted(progress) and progress[-1] >= 6
     last = progress[-1] + 2
     for name, resume in (("killed", 1), ("whole", 0)):
         run_program("train_gpt2.py", *FAST, "-x", last, "-v", 0, "-s", 0, "-n", last, "-o", name, "-y", resume)
@@ -721,17 +807,22 @@ def test_schedules():
     assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == 0.5
     assert cosine == cosine[:1] + sorted(cosine[1:], reverse=True)
     assert rates(schedule="wsd", final_fraction=0.0) == [1.0] * 9 + [round(1 - 0.5**0.5, 4)]
+    assert rates(schedule="cosine", final_fraction=0.5)[5] == 0.75
+    assert rates(schedule="wsd", final_fraction=0.5, warmup_steps=2)[7:] == [1.0, 1.0, round(1 - 0.5 * 0.5**0.5, 4)]
 
 
-def test_clipping_and_accumulation_reach_the_update(workplace, train):
-    variants = (), ("--grad_clip", 0.01), ("-d", 64)
-    plain, clipped, accumulated = (train("-x", 3, "-v", 0, "-s", 0, *flags) for flags in variants)
-    assert losses_and_samples(plain) != losses_and_samples(accumulated)
-    assert plain.count("train loss") == clipped.count("train loss") == 3
+def test_clipping_reaches_the_update(workplace, train):
     train("-x", 1, "-v", 0, "-s", 0, "-n", 1, "-o", "run", "--grad_clip", 0.01)
     m = allocate(parameter_table(SMALL))
     read_optimizer_state("run/state_00000001_00000.bin", owned_by_one(m, allocate(parameter_table(SMALL))))
     assert np.linalg.norm(flat(m)) == pytest.approx(0.01 * 0.1, rel=1e-4), "m = (1 - beta1) * clipped gradient"
+
+
+def test_the_defaults_are_llm_c_s():
+    s = Settings()
+    assert (s.B, s.T, s.steps, s.val_every, s.val_batches, s.sample_every) == (4, 64, 41, 10, 5, 20)
+    assert (s.learning_rate, s.beta1, s.beta2, s.eps, s.weight_decay) == (1e-4, 0.9, 0.999, 1e-8, 0.0)
+    assert s.sample_tokens == 64
 
 
 def test_help_groups_flags_and_shows_defaults():

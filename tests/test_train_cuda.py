@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -17,9 +18,10 @@ import pytest
 
 import llmc.device
 import llmc.matmul
+import llmc.progress
 import llmc.saver
 import train_gpt2_cuda as cuda
-from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, run_program
+from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, remove_after, run_program
 from llmc.checkpoint import Config, owned_by_one, read_config, read_model, read_optimizer_state, write_model
 from llmc.compiler import Cache, compile_kernels
 from llmc.device import cp
@@ -27,7 +29,7 @@ from llmc.errors import UserError
 from llmc.kernels import check_sizes, launch_geometry
 from llmc.memory import RESERVE, check_memory, memory_plan
 from llmc.precision import Precision
-from llmc.resume import checkpoint_paths, newest_checkpoint
+from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -41,6 +43,13 @@ FLOAT32 = ("--dtype", "float32", "--tf32", 0)
 @pytest.fixture
 def gpu_workplace(gpu, workplace):
     """A directory as conftest's, with a model that the kernels take."""
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    return workplace
+
+
+@pytest.fixture
+def fake_workplace(workplace, fake_gpu):
+    """The same for a fake GPU."""
     write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
     return workplace
 
@@ -122,17 +131,15 @@ def test_a_compiler_that_cannot_be_imported(monkeypatch):
         compile_kernels("gelu", "sm_80", {})
 
 
-def test_cublaslt_s_bindings_that_cannot_be_loaded(workplace, fake_gpu, run_here, monkeypatch):
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+def test_cublaslt_s_bindings_that_cannot_be_loaded(fake_workplace, run_here, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
     assert_one_line_error(run_here(cuda, *FAST, check=False), "cuBLASLt cannot be loaded", "pip install -r")
 
 
-def test_an_error_of_cublaslt_is_one_line(workplace, fake_gpu, run_here, monkeypatch):
+def test_an_error_of_cublaslt_is_one_line(fake_workplace, fake_gpu, run_here, monkeypatch):
     def fails(*_):
         raise fake_gpu.cublasLt.cuBLASLtError("CUBLAS_STATUS_ALLOC_FAILED")
 
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
     monkeypatch.setattr(fake_gpu.cublasLt, "matmul_algo_get_heuristic", fails)
     assert_one_line_error(run_here(cuda, *FAST, check=False), "failed (CUBLAS_STATUS_ALLOC_FAILED)", "nvidia-smi")
 
@@ -174,11 +181,11 @@ def test_an_error_of_the_gpu_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize("recompute", (0, 1, 2))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-def test_a_run_on_a_fake_gpu(workplace, fake_gpu, run_here, dtype, recompute):
+def test_a_run_on_a_fake_gpu(fake_workplace, fake_gpu, run_here, dtype, recompute):
     """The whole program, from its flags to a checkpoint and on from there: all but the numbers. The launches of a
     captured step are those of a step launch by launch."""
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    flags = (*FAST, "-v", 2, "-s", 2, "-n", 2, "-o", "run", "-d", 96, "--dtype", dtype, "--recompute", recompute)
+    flags = (*FAST, "-v", 2, "-s", 2, "-n", 2, "-nk", 1, "-o", "run", "-d", 96, "--dtype", dtype, "--recompute",
+             recompute)
     steps = []
     for graph, more in ((0, ("-x", 2)), (1, ("-x", 4, "-y", 1))):
         fake_gpu.launches.clear()
@@ -190,12 +197,11 @@ def test_a_run_on_a_fake_gpu(workplace, fake_gpu, run_here, dtype, recompute):
         steps.append([(name, launch.stream % 3) for name, launch in zip(names, fake_gpu.launches[ends[0] + 1 :])])
     assert steps[0] == steps[1] and steps[0][0][0] == "copy_batch"
     assert "resuming at step 2 from run" in done.stdout and done.stderr == ""
-    assert newest_checkpoint("run") == 4
+    assert complete_checkpoints("run") == [4]
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(workplace, fake_gpu, run_here, monkeypatch):
-    """And what fails is a line, with the checkpoint before whole."""
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+def test_steps_go_on_while_a_checkpoint_is_written(fake_workplace, run_here, monkeypatch):
+    """And what fails is a line, soon, with the checkpoint before whole."""
     flags, second = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event()
     begin_step, save_checkpoint = cuda.Trainer.begin_step, llmc.saver.save_checkpoint
 
@@ -217,14 +223,42 @@ def test_steps_go_on_while_a_checkpoint_is_written(workplace, fake_gpu, run_here
     run_here(cuda, *flags, "-x", 3)
     assert newest_checkpoint("run") == 3
     monkeypatch.setattr(llmc.saver, "save_checkpoint", fail)
-    assert_one_line_error(run_here(cuda, *flags, "-x", 9, "-y", 1, check=False), "run/state: no space left on device")
+    done = run_here(cuda, *flags, "-n", 30, "-x", 60, "-y", 1, check=False)
+    assert_one_line_error(done, "run/state: no space left on device")
+    assert "\nstep   30/60" in done.stdout and "\nstep   59/60" not in done.stdout
     assert newest_checkpoint("run") == 3
 
 
-def test_lines(workplace, fake_gpu, run_here, monkeypatch):
+def test_learning_rates_reach_the_gpu_and_the_log(fake_workplace, run_here, monkeypatch):
+    rates, begin = [], cuda.Trainer.begin_step
+    monkeypatch.setattr(cuda.Trainer, "begin_step", lambda trainer, batches, rate: rates.append(rate) or begin(
+        trainer, batches, rate))
+    run_here(cuda, *FAST, "-s", 0, "-x", 4, "-l", 1e-3, "-u", 4, "-o", "run")
+    assert rates == pytest.approx([0.00025, 0.0005, 0.00075, 0.001])
+    logged = re.findall(r"lr:(\S+)", (fake_workplace / "run" / "main.log").read_text())
+    assert list(map(float, logged)) == pytest.approx(rates, abs=1e-6)
+
+
+def test_a_loss_that_is_nan_on_a_gpu(fake_workplace, run_here, monkeypatch):
+    end_step = cuda.Trainer.end_step
+    monkeypatch.setattr(cuda.Trainer, "end_step", lambda *arguments: (math.nan, *end_step(*arguments)[1:]))
+    assert_one_line_error(run_here(cuda, *FAST, "-v", 0, check=False), "step 1: the loss is nan", "-l")
+
+
+def test_algorithms_that_are_not_the_checkpoint_s_are_said(fake_workplace, run_here, monkeypatch):
+    monkeypatch.setattr(llmc.matmul.Matmul, "repeats", lambda matmul: False)
+    assert "note: some matmul algorithms" in run_here(cuda, *FAST, "-s", 0, "-x", 1).stderr
+
+
+def test_a_gpu_with_little_shared_memory(fake_workplace, fake_gpu, run_here):
+    fake_gpu.gpu = fake_gpu.gpu._replace(shared=16 << 10)
+    assert_one_line_error(run_here(cuda, *FAST, check=False), "bytes of shared memory in a block", "train_gpt2.py")
+
+
+def test_lines(fake_workplace, fake_gpu, run_here, monkeypatch):
     """Nine lines before the first step, which are the CPU trainer's and the GPU's kernels and matmuls; --verbose has
     the box and the memory; utilization is of a known GPU's peak, at 1 ms a step."""
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    monkeypatch.setattr(llmc.progress, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     flags = (*FAST[:6], "-s", 0, "-x", 3)
     lines = run_here(cuda, *flags).stdout.splitlines()
     names = ["settings:", "model", "data", "run", "device", "output", "kernels:", "memory", "matmuls:"]
@@ -233,7 +267,7 @@ def test_lines(workplace, fake_gpu, run_here, monkeypatch):
     assert lines[9:13] == ["step 0/3 | val loss 0.0000"] + [
         f"step {step}/3 | train loss 0.0000 | 1.00 ms | 48000 tok/s" + " | 0 s left" * (step < 3) for step in (1, 2, 3)]
     assert lines[13] == "step 3/3 | val loss 0.0000"
-    assert re.fullmatch(r"3 steps in \d s, 48000 tok/s while training", lines[14])
+    assert lines[14] == "3 steps in 0 s, 48000 tok/s while training"
     fake_gpu.gpu = fake_gpu.gpu._replace(name="NVIDIA H200")
     output = run_here(cuda, *flags, "--verbose").stdout
     parameters = 257 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # less wpe
@@ -258,7 +292,10 @@ def test_a_run_ends_with_a_saved_model(workplace, fake_gpu, run_here):
     assert newest_checkpoint("run") == 3 and read_tokenizer("run/tokenizer.bin").tokens == tokens
     with open(checkpoint_paths("run", 3)[0], "rb") as f:
         assert read_config(f, "")[1] == Config(maxT=24, V=257, L=2, NH=2, C=128, Vp=384)
-    assert "resuming at step 3" in run_here(cuda, *flags, "-x", 4, "-y", 1).stdout and newest_checkpoint("run") == 4
+    fake_gpu.gpu = fake_gpu.gpu._replace(name="another GPU")
+    done = run_here(cuda, *flags, "-x", 4, "-y", 1)
+    assert "resuming at step 3" in done.stdout and newest_checkpoint("run") == 4
+    assert "the checkpoint is from a fake GPU, sm_90a, " in done.stderr and "this is another GPU" in done.stderr
 
 
 @pytest.fixture
@@ -266,6 +303,19 @@ def matmul(fake_gpu, tmp_path):
     """matmul(): a Matmul on a fake GPU, all with one cache."""
     settings = cuda.CudaSettings(dtype="bfloat16")
     return lambda: cuda.open_device(fake_gpu.gpu, SMALL_HEADS, settings.precision, Cache(str(tmp_path)))[1]
+
+
+def test_a_cache_has_one_file_for_a_key(tmp_path, capsys):
+    """The last one that was kept; none that is damaged."""
+    cache = Cache(str(tmp_path))
+    path = cache.keep("key", ".json", b"one")
+    assert cache.find("key", ".json") == (path, b"one")
+    with open(path, "wb") as f:
+        f.write(b"two")
+    assert cache.find("key", ".json") is None and not os.path.exists(path) and "damaged" in capsys.readouterr().err
+    for content in (b"three", b"four"):
+        cache.keep("key", ".json", content)
+    assert cache.find("key", ".json")[1] == b"four" and len(list(tmp_path.glob("*.json"))) == 1
 
 
 def test_a_checkpoint_that_failed_is_said_beside_another_error(capsys):
@@ -289,6 +339,8 @@ def test_a_checkpoint_s_algorithms_win_over_the_cache_s(matmul, monkeypatch):
         for key in ("here", "there"):
             matmul.run(key, ways)
     assert taken == ["cublaslt", "kernels"] and matmul.searched == 0 and matmul.repeats()
+    assert "there bf16" not in json.loads((matmul.cache.find(matmul.cache_key(), ".json") or ("", "{}"))[1]), (
+        "new runs are as if there had been no checkpoint")
     matmul.recorded = {"there bf16": "cublaslt", "of another batch size": "kernels"}
     assert not matmul.repeats(), "another way than the recorded one"
     taken.clear()
@@ -519,9 +571,7 @@ def test_resumed_run_is_bit_equal(gpu_workplace, dtype_flags):
     run = (*RUN, "--shuffle", 1, *dtype_flags)
     whole = losses_and_samples(train(*run, "-o", "whole", "-n", 4).stdout)
     train(*run, "-o", "parts", "-n", 4)
-    for name in os.listdir("parts"):  # as if the run had been killed after step 6, two steps beyond its checkpoint
-        if "00000009" in name or "00000008" in name:
-            os.unlink(os.path.join("parts", name))
+    remove_after("parts", 4)
     rest = train(*run, "-o", "parts", "-n", 4, "-y", 1, TRAIN_GPT2_CACHE=str(gpu_workplace / "empty"))
     assert "resuming at step 4 from parts" in rest.stdout and rest.stderr == ""
     assert "matmuls: 0 shapes searched" in rest.stdout, "the checkpoint knows them all, the cache none"
@@ -549,9 +599,7 @@ def test_a_bfloat16_checkpoint(gpu_workplace):
             assert np.all(np.abs(rounded - exact) < 2.0**-7 * np.abs(exact))
         else:
             assert np.array_equal(bf16_bits(rounded), bf16_bits(exact)), name
-    for name in os.listdir("run"):
-        if "00000009" in name:
-            os.unlink(os.path.join("run", name))
+    remove_after("run", 5)
     rest = train(*RUN, "-o", "run", "-y", 1, program="train_gpt2.py")
     tails = [train_losses(output)[-4:] for output in (rest.stdout, done.stdout)]
     assert len(tails[0]) == 4 and np.allclose(*tails, rtol=0, atol=0.02)
@@ -567,9 +615,7 @@ def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
     extra = {"train_gpt2.py": (), "train_gpt2_cuda.py": FLOAT32}
     whole = train(*RUN, "--final_reports", 1, program="train_gpt2.py").stdout
     train(*flags, *extra[first], program=first)
-    for name in os.listdir("run"):
-        if "00000009" in name:
-            os.unlink(os.path.join("run", name))
+    remove_after("run", 5)
     rest = train(*flags, *extra[second], "-y", 1, program=second)
     assert "resuming at step 5 from run" in rest.stdout
     if second == "train_gpt2_cuda.py":
@@ -653,12 +699,15 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
         check(1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", B=B)
 
 
-def test_an_update_of_too_many_tokens(fake_gpu):
-    """Kernels count the numbers of an update's tables in 32 bits."""
-    settings = cuda.settle(cuda.CudaSettings(B=64, T=1024, total_batch_size=2**29), "sm_90a")
+@pytest.mark.parametrize("B, T, total, words", (
+    (64, 1024, 2**29, "-d 536870912: too many tokens for an update"),
+    (65536, 1, 0, "-b 65536: expected at most 65535"), (2048, 2049, 0, "tokens, expected at most 4194240")))
+def test_more_than_kernels_can_count(fake_gpu, B, T, total, words):
+    """The numbers of an update's tables in 32 bits; blocks of a grid."""
+    settings = cuda.settle(cuda.CudaSettings(B=B, T=T, total_batch_size=total), "sm_90a")
     device = SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
     fake_gpu.free = 1 << 50
-    with pytest.raises(UserError, match="-d 536870912: too many tokens for an update"):
+    with pytest.raises(UserError, match=words):
         check_memory(cuda.GPT2, GPT2_124M, settings, device)
 
 

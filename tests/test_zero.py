@@ -1,6 +1,7 @@
 """Several GPUs, on none: shares of the parameters; W ranks train in threads of this process, on fake GPUs whose update
 kernels are NumPy's; their checkpoints go on with another number of ranks."""
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,13 +28,16 @@ from conftest import ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_p
 from fake_gpus import Collectives, compute_on, here, stored
 from llmc.checkpoint import (Config, Owned, Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
                              write_optimizer_state)
-from llmc.dataloader import write_tokens
+from llmc.dataloader import open_data
+from llmc.evaluation import Example
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
 from llmc.ranks import Ranks
-from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint, save_checkpoint
+from llmc.resume import (checkpoint_paths, delete_old_checkpoints, find_checkpoint, newest_checkpoint,
+                         save_checkpoint)
 from llmc.settings import parse_settings
 from llmc.shuffle import Position
+from llmc.start import check_alike, check_same_files
 from llmc.tensors import Row, allocate, flat
 from llmc.zero import CHUNK, PARTS, Nccl, Shares
 
@@ -358,14 +363,15 @@ def test_llm_c_s_ranks_without_zero_have_all(tmp_path):
     assert np.array_equal(flat(read[0]), flat(m)) and np.array_equal(flat(read[1]), flat(v))
 
 
-@pytest.mark.parametrize("damage", ("missing", "model missing", "short", "of another step", "of another rank"))
+@pytest.mark.parametrize("damage", ("missing", "model missing", "short", "of another step", "of another rank",
+                                    "of another model"))
 def test_a_damaged_state_of_a_rank(tmp_path, damage):
     """Nothing is filled; where it is missing, the checkpoint before is taken."""
     settings = SimpleNamespace(output_dir=str(tmp_path), resume=1, steps=0)
     for step in (1, 2):
         model, state, marker = checkpoint_paths(str(tmp_path), step)
         write_states(state, 4, TABLES["small"], np.random.default_rng(step))
-        for path in (model, marker, f"{model}.tmp"):
+        for path in (model, marker, f"{model}.tmp", f"{rank_path(state, 1)}.tmp"):
             open(path, "w").close()
     bad = rank_path(state, 2)
     good = open(bad, "rb").read()
@@ -380,7 +386,8 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
         return
     else:
         header = np.frombuffer(good[:HEADER_BYTES], "<i4").copy()
-        header[{"of another step": 10, "of another rank": 3}.get(damage, 0)] += damage != "short"
+        slots = {"of another step": 10, "of another rank": 3, "of another model": 44}
+        header[slots.get(damage, 0)] += damage != "short"
         with open(bad, "wb") as f:
             f.write(header.tobytes() + good[HEADER_BYTES : len(good) - (damage == "short")])
         assert find_checkpoint(settings) == 2
@@ -393,6 +400,15 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
     with pytest.raises(cuda.UserError, match=os.path.basename(bad)):
         resume()
     assert not owned.m.any()
+
+
+def test_old_states_of_all_ranks_are_deleted(tmp_path):
+    for step in (1, 2):
+        model, state, marker = checkpoint_paths(str(tmp_path), step)
+        for path in (model, state, rank_path(state, 1), marker):
+            open(path, "w").close()
+    delete_old_checkpoints(cuda.CudaSettings(output=str(tmp_path), checkpoints_keep=1), 2)
+    assert len(names := os.listdir(tmp_path)) == 4 and all("00000002" in name for name in names)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -496,24 +512,30 @@ def test_what_all_ranks_find_is_said_once(heads, flags, words):
 
 @pytest.mark.parametrize("name", ("model_00000002.bin", "state_00000002_00000.bin", "state_00000002_00001.bin",
                                   "DONE_00000002"))
-def test_a_checkpoint_that_one_rank_cannot_write(heads, name):
+def test_a_checkpoint_that_one_rank_cannot_write(tmp_path, name):
     """None of its files is left, on any rank; the one before stays."""
-    os.makedirs(heads / "run" / f"{name}.tmp")
-    done = fake_run("--gpus", 2, "-n", 1, "-d", 32, *MANY, "-x", 3, check=False)
-    assert_one_line_error(done, f"run/{name}: cannot be written")
-    assert [path for path in os.listdir("run") if "00000002" in path] == [f"{name}.tmp"]
-    fake_run("--gpus", 2, "-d", 32, *MANY, "-x", 1, "-y", 1)
+    (tmp_path / f"{name}.tmp").mkdir()
+    save(tmp_path, 1)
+    with pytest.raises(cuda.UserError, match=f"{name}: cannot be written"):
+        save(tmp_path, 2)
+    assert [path for path in os.listdir(tmp_path) if "00000002" in path] == [f"{name}.tmp"]
+    assert newest_checkpoint(tmp_path) == 1
+
+
+def save(directory, step, moment_of_rank_1=0.0):
+    """A checkpoint of two ranks."""
+    def work(ranks):
+        params, shares = random_params(SMALL_HEADS), Shares(TABLES["small"], 2)
+        moments = np.full((2, shares.share_size(ranks.rank)), moment_of_rank_1 if ranks.rank else 0.0, np.float32)
+        save_checkpoint(str(directory), SMALL_HEADS, params, Owned(shares, ranks.rank, *moments),
+                        Progress(step, 1, Position(), (2, 8, 0)), ranks=ranks)
+
+    on_ranks(2, work)
 
 
 def test_moments_of_one_rank_that_are_not_finite(tmp_path):
-    def work(ranks):
-        params, shares = random_params(SMALL_HEADS), Shares(TABLES["small"], 2)
-        moments = np.full((2, shares.share_size(ranks.rank)), np.nan if ranks.rank else 0, np.float32)
-        with pytest.raises(cuda.UserError, match="^rank 1: after 3 steps: .*AdamW's m"):
-            save_checkpoint(str(tmp_path), SMALL_HEADS, params, Owned(shares, ranks.rank, *moments),
-                            Progress(3, 1, Position(), (2, 8, 0)), ranks=ranks)
-
-    on_ranks(2, work)
+    with pytest.raises(cuda.UserError, match="^rank 1: after 3 steps: .*AdamW's m"):
+        save(tmp_path, 3, np.nan)
     assert not os.listdir(tmp_path)
 
 
@@ -522,6 +544,26 @@ def test_a_cache_that_cannot_be_written_is_said_once(heads):
     flags = ("--gpus", 2, "-d", 32, *MANY, "-x", 1)
     done = run_program("tests/fake_gpus.py", *flags, TRAIN_GPT2_CACHE=str(heads / "file" / "cache"))
     assert len(re.findall("warning: .*file/cache: cannot be written", done.stderr)) == 1
+
+
+@pytest.mark.parametrize("bus, kind, words", (
+    (1, "sm_90a", "ranks 0 and 1 have the same GPU"), (2, "sm_90a", None), (2, "sm_80", "expected GPUs of one kind")))
+def test_gpus_of_ranks(fake_gpu, bus, kind, words):
+    def gather(value):
+        return [value, [value[0], bus, list(fake_gpu.gpu._replace(arch=kind))] if len(value) == 3 else value]
+
+    fake_gpu.cp.cuda.Device = lambda: SimpleNamespace(pci_bus_id=1)
+    with pytest.raises(cuda.UserError, match=words) if words else contextlib.nullcontext():
+        check_alike(SimpleNamespace(size=2, gather=gather), fake_gpu.gpu, cuda.CudaSettings())
+
+
+@pytest.mark.parametrize("what", ("model", "training data", "validation data", "HellaSwag"))
+def test_files_of_ranks(workplace, what):
+    ranks = SimpleNamespace(size=2, gather=lambda read: [read, {**read, what: ["another", 0]}])
+    example = Example(np.arange(2), [np.arange(3)] * 4, 0)
+    with pytest.raises(cuda.UserError, match=f"rank 1 has another {what} than rank 0"):
+        check_same_files(ranks, SMALL_HEADS, random_params(SMALL_HEADS),
+                         *open_data(cuda.CudaSettings(B=2, T=8), SMALL_HEADS.V), [example])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -566,6 +608,7 @@ def test_the_script_for_eight_gpus_runs(tmp_path):
     (program, *flags), (other, *its_flags) = map(shlex.split, lines)
     assert (program, other) == ("dev/bench_scale.py", "dev/timeline.py")
     assert max(bench_scale.parse_arguments(flags).gpus) == 8
+    assert [bench_scale.divides(("-b", 64, "-d", 524288), gpus) for gpus in (3, 8, 16)] == [False, True, False]
     assert parse_settings(cuda.CudaSettings, "", its_flags).gpus == 8
 
 
@@ -586,12 +629,12 @@ def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
     ("-o run", "", "-o/--output: rank 1 has no directory, rank 0 a direct"),
     ("-o one", "-o two", "-o one: rank 1 does not see there what rank 0 writes"),
     ("-e other.bin", "", "rank 1 has another model than rank 0, or other"),
-    ("-i other", "", "rank 1 has another training data than rank 0, or other")))
-def test_flags_of_ranks_are_compared(heads, first, second, words):
+    ("--gpus 4", "", "--gpus 4: a launcher has started 2 on this machine")))
+def test_flags_of_ranks_are_compared(heads, free_port, first, second, words):
     """Of those that somebody starts by hand; and what is in their files."""
     write_model("other.bin", SMALL_HEADS, random_params(SMALL_HEADS, seed=9))
-    write_tokens("other_train.bin", [np.arange(10_000) % SMALL_HEADS.V], 10_000)
-    place = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29731")
+    place = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port),
+                 TORCHELASTIC_RUN_ID=uuid.uuid4().hex)
     flags = ("-b", "2", "-t", "8", "-d", "64", "-v", "0", "-s", "0", "-x", "1")
     ranks = [subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", *flags, *more.split()],
                               env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE,
