@@ -1,6 +1,6 @@
 """
-What the prepro_*.py scripts share: vocabularies, verified downloads, worker processes, and the files that they write:
-PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin, the vocabulary.
+What the prepro_*.py scripts share: vocabularies, verified downloads, worker processes, and the files that most of them
+write: PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin, the vocabulary.
 
 Not a program: run prepro_text.py, prepro_fineweb.py, prepro_hellaswag.py or one of the others.
 """
@@ -221,7 +221,8 @@ def add_val_fraction(parser, most):
 
 
 def val_tokens(count, most, args):
-    """Return how many of `count` tokens are for validation: --val_fraction of them, or a tenth, but at most `most`."""
+    """Return how many of `count` tokens are for validation: --val_fraction of them; without that flag a tenth, but at
+    most `most`. Raises UserError if none would be left to validate or to train."""
     fraction = getattr(args, "val_fraction", None)
     val = min(count // 10, most) if fraction is None else int(count * fraction + 1e-6)
     if not 0 < val < count:
@@ -238,7 +239,7 @@ def save_split(tokens, most, encoding, args):
 
 
 def make_parser(description, output):
-    """Return a parser with the flags that every prepro script has: --format and --output."""
+    """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and so on."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--format", choices=("int32", "uint16"), default="int32",
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today")

@@ -189,7 +189,7 @@ def describe_machine():
 
 
 def measure(turns):
-    """Run JOBS; return {(contender, B, T): {"step": median seconds, "matmuls": ..., "peak": bytes}}."""
+    """Run JOBS; return {(contender, B, T): {"step": median s, "matmuls": ..., "peak": bytes} or {"failed": why}}."""
     results = {}
     with tqdm(total=turns * sum(map(len, JOBS.values())), unit="turn", leave=False) as bar:
         for (B, T), names in JOBS.items():

@@ -265,7 +265,8 @@ def info_text(data):
 
 
 def decode(data):
-    """Decode bytes, unzipped if need be; lines that are not UTF-8 are Windows-1252. Raises ValueError if not text."""
+    """Decode bytes, unzipped if need be; lines that are not UTF-8 are Windows-1252. Raises ValueError if not text, an
+    error of gzip or zlib if damaged."""
     if data.startswith(b"\x1f\x8b"):
         data = gzip.decompress(data)
     return "\n".join(map(decode_line, data.removeprefix(codecs.BOM_UTF8).split(b"\n")))
@@ -279,7 +280,7 @@ def decode_line(line):
 
 
 def plain_text(path, data):
-    """Return the plain text of a file; raises ValueError if it is not text."""
+    """Return the plain text of a file. If it is not text, raises ValueError or what gzip, zlib or HTMLParser raise."""
     text = decode(data)
     if FILES["html"].search(path):
         text = html_text(text)

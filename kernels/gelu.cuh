@@ -1,4 +1,4 @@
-// GELU and its derivative of one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
+// GELU and its derivative at one number, for gelu.cu and for matmuls that apply them in their epilogues. The formulas,
 // with u and s, are in gelu.cu.
 
 #pragma once

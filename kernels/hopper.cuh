@@ -13,7 +13,7 @@
 //
 // Shared memory: a tile has rows of 128 bytes, and starts at a multiple of 1024 bytes (8 rows). The 16-byte units of a
 // row are swizzled, as by TMA's 128-byte swizzle: unit u of row r is stored at u ^ r % 8.
-//     B, TF32              k must be contiguous (K-major): 64 rows (n) of 64 floats, stored as two halves of 32 floats
+//     A or B, TF32         k must be contiguous (K-major): 64 rows (m or n) of 64 floats, as two halves of 32 floats
 //     A or B, bfloat16     rows of 64 elements, contiguous along k (K-major) or, ACROSS, along m or n (MN-major)
 
 #pragma once

@@ -6,7 +6,7 @@
 //     A   a[0] (g, t)    a[1] (g + 8, t)     a[2] (g, t + 4)    a[3] (g + 8, t + 4)
 //     B   b[0] (t, g)    b[1] (t + 4, g)
 //     D   d[0] (g, 2t)   d[1] (g, 2t + 1)    d[2] (g + 8, 2t)   d[3] (g + 8, 2t + 1)
-// In bfloat16, DEPTH is 16, and it holds pairs along k (mma.m16n8k16) that start at
+// In bfloat16, DEPTH is 16, and the lane holds pairs along k (mma.m16n8k16) that start at
 //     A   a[0] (g, 2t)   a[1] (g + 8, 2t)    a[2] (g, 2t + 8)   a[3] (g + 8, 2t + 8)
 //     B   b[0] (2t, g)   b[1] (2t + 8, g)
 // and D as above.
@@ -14,9 +14,9 @@
 // Tensor cores read only 10 bits of a float's mantissa (TF32). With TF32 on, operands are rounded to that. With TF32
 // off, each operand is split into two TF32 numbers, a big and a small one, and three of their four products are added,
 // the smaller ones first; the fourth, small times small, is 2^-22 of the result. Tensor cores truncate when they
-// accumulate, so the error of a long sum grows in one direction. Therefore each instruction starts from zero, and its
-// result is accumulated by an ordinary addition, which rounds. Before sm_80 there is no TF32: lanes exchange operands
-// by shuffles and multiply in plain float32, correct but slow.
+// accumulate, so the error of a long sum grows in one direction. Therefore the sum of these three starts from zero, and
+// an ordinary addition, which rounds, accumulates it. Before sm_80 there is no TF32: lanes exchange operands by
+// shuffles and multiply in plain float32, correct but slow.
 
 #pragma once
 

@@ -23,9 +23,9 @@ def sort_tokens(order, piece_begins, piece_tokens, inp):
     """Sort the positions of inp (B,T) by token, on the host, so that encoder_backward adds rows in a fixed order.
 
     order (N,) = the positions b*T+t, grouped by token, ascending in each group. Tokens with more than ENCODER_PIECE
-    positions come first: their groups are cut into pieces of ENCODER_PIECE, the last one shorter. Every other group is
-    one piece. piece_begins (N+1,) = where in `order` each piece begins, then N up to the end. piece_tokens (N,) = the
-    token of each piece, or ~token if its group is cut, then 0 up to the end. All int32.
+    positions come first: their groups are cut into pieces of at most ENCODER_PIECE. Every other group is one piece.
+    piece_begins (N+1,) = where in `order` each piece begins, then N up to the end. piece_tokens (N,) = the token of
+    each piece, or ~token if its group is cut, then 0 up to the end. All int32.
     """
     inp = inp.reshape(-1)
     whole = np.bincount(inp)[inp] <= ENCODER_PIECE  # for each position: whether its token's group is one piece

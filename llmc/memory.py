@@ -52,7 +52,8 @@ def text_bytes(architecture, config, settings, device):
 
 
 def check_memory(architecture, config, settings, device):
-    """Print what will be allocated. If it does not fit, raise UserError: memory needed, memory free, what would fit."""
+    """Print what will be allocated. If it does not fit, raise UserError: memory needed, memory free, what would fit.
+    Raises UserError, too, if B, B*T or -d is beyond what the kernels can index."""
 
     def needed(**changed):
         plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device)

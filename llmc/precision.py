@@ -17,8 +17,9 @@ class Precision(NamedTuple):
 
     @property
     def residual(self):
-        """dtype of the residual stream. Each layer adds to it twice, and the rounding errors accumulate: float16 has 3
-        bits more than bfloat16 in as many bytes. Its range, up to 65504, is wide enough; larger values saturate."""
+        """dtype of the residual stream. Each layer adds to it twice, and the rounding errors accumulate: float16, in
+        as many bytes, has a mantissa of 3 bits more than bfloat16's. Its range, up to 65504, is wide enough; larger
+        values saturate."""
         return "float16" if self.bf16 else self.dtype
 
     @property

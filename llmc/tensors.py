@@ -118,8 +118,8 @@ def check_finite(where, tensors, mend):
 
 
 def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_row=True):
-    """Print one row; return whether shapes agree, every |got - expected| <= tolerance, and their 2-norm <=
-    norm_tolerance. NaN fails. tolerance: a number, or an array of the same shape."""
+    """Return whether shapes agree, every |got - expected| <= tolerance, and their 2-norm <= norm_tolerance. NaN fails.
+    Prints one row, without print_row only if shapes differ. tolerance: a number, or an array of the same shape."""
     if np.shape(got) != np.shape(expected):
         print(f"{name:<12} shape {np.shape(got)}, expected {np.shape(expected)}  FAIL")
         return False

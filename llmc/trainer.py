@@ -104,7 +104,7 @@ class Trainer:
             self.control = cp.zeros(CONTROL.itemsize, np.uint8)
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
-            # losses of micro-batches, then sums of squares of chunks: this rank's, with 0 for the others'; then all
+            # both: losses of micro-batches, then sums of squares of chunks. own: this rank's, 0 for the other ranks'
             self.own_parts = cp.zeros(settings.micro_steps + (count if self.want_norm else 0), np.float32)
             self.all_parts = self.own_parts
             if ranks.size > 1:

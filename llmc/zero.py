@@ -7,7 +7,8 @@ that the other one owns, each matrix as soon as its gradient is computed. The ow
 micro-batches, whichever ranks computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves
 as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them.
 
-Every rank owns a part of each tensor, and of each layer's matrices, so that each transfer keeps all ranks busy.
+Every rank owns a part of each layer's matrices, and of each run of other tensors that are adjacent, so that each
+transfer keeps all ranks busy.
 """
 
 import collections

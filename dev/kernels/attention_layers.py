@@ -1,6 +1,7 @@
 """
 Attention in the kernel library, forward and backward. lab.py says what a layer is; the kernels are in attention.cu, and
-the first one that uses wgmma is in attention_hopper.cu. Two versions are live: wgmma on Hopper, mma_sync on other GPUs.
+the first one that uses wgmma is in attention_hopper.cu. Two versions are live: wgmma on Hopper for heads of 64, else
+mma_sync.
 
 The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in float32, where cuDNN has none;
 dev/bench_attention.py compares with FlashAttention-2, too.

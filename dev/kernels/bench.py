@@ -12,8 +12,8 @@ Each version is compared with the NumPy function in float64 at every block size,
 ones, its outputs NaN before the call. If one element is wrong, its tensor is printed, nothing is timed, and the exit
 status is 1. Otherwise each version is timed at -b and -t: the median over CUDA events, with the L2 cache flushed before
 each call. At that size NumPy would take minutes, so each version, at its first block size, must agree with the first
-version in 16 million elements of each result. If one does not, no time of any layer is printed, drawn or written, and
-the exit status is 1.
+version in some 4 million elements of each result. If one does not, no time of any layer is printed, drawn or written,
+and the exit status is 1.
 
 GB/s counts what a perfect kernel would move, even if a version moves more. Its peak is the bandwidth of a large copy,
 that of TFLOP/s the rate of a large matmul, both measured (with --results: read from the file, so that all its

@@ -37,7 +37,7 @@ __device__ inline Floats load_logits(const element* row, int v) {
     return x;
 }
 
-// This thread's part of a row of logits, read once by the threads `first`, first + step, ..., 16 bytes each.
+// This thread's part of a row of logits: packs `first`, first + step, ..., 16 bytes each, each read once.
 __device__ inline MaxAndSum online_part(const element* row, int first, int step) {
     MaxAndSum part = {-INFINITE, 0.0f};
     for (int v = first * PACK; v < V; v += step * PACK) {

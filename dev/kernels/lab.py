@@ -353,7 +353,7 @@ def copies(arrays):
 
 
 def sample(layer, name, array):
-    """Copy some 16 million elements of a result to the host, the first and the last among them."""
+    """Copy some 4 million elements of a result to the host, the first and the last among them."""
     if name in layer.partial:
         return together(layer, name, array.get())
     pieces = list(chunks(array.reshape(-1)))

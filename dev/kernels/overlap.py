@@ -209,7 +209,8 @@ Layernorm forward of (B,T,C) float32 whose input and result are in the host's pi
 other, against the batch split into at most {PARTS} parts on {STREAMS} streams. Written by `python
 dev/kernels/overlap.py`.
 
-{machine}, T={T}, C={C}. Medians of times by CUDA events. GB/s count input and result.
+{machine}, T={T}, C={C}.
+Medians of times by CUDA events. GB/s count input and result.
 
 The bus alone: {rates[0]} GB/s to the GPU, {rates[1]} back, {rates[2]} with copies both ways at once. The bound,
 the time to copy both ways at once and nothing else, is {whole / split:.2f} times as fast as whole copies.
