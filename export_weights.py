@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from llmc.checkpoint import Config, DebugState, fingerprint, padded, read_model, write_debug_state, write_model
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError, run_main
-from llmc.files import errors_of_writing, make_directory, replacing, together
+from llmc.files import make_directory, replacing, together
 from llmc.resume import model_file
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
@@ -275,12 +275,13 @@ def read_hf_folder(folder):
     return config, params
 
 
-HF_VOCABULARY = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.bin")
+GPT2_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json"  # transformers' files for it
+HF_VOCABULARY = *GPT2_VOCABULARY, "tokenizer.json", "tokenizer.bin"
 
 
 def write_hf_folder(model, folder):
-    """Convert a checkpoint to a folder that `transformers` and others load: config, weights and tokenizer. Another
-    model's tokenizer there is removed.
+    """Convert a checkpoint to a folder that `transformers` and others load: config, weights and tokenizer. Raises
+    UserError for a folder with another vocabulary's files.
 
     model: a .bin file, or the directory of a run.
     """
@@ -296,6 +297,10 @@ def write_hf_folder(model, folder):
             tokenizer_files |= gpt2_tokenizer_files(config)
         except UserError as error:
             print(f"warning: no vocab.json and merges.txt: {error}", file=sys.stderr)
+    names = (*tokenizer_files, *(GPT2_VOCABULARY if config.V == VOCABULARIES["gpt2"] else ()))
+    others = [name for name in HF_VOCABULARY if name not in names and os.path.lexists(os.path.join(folder, name))]
+    if others:
+        raise UserError(f"{folder}: has another vocabulary's {', '.join(others)}: remove that, or name another folder")
     make_directory(folder)
     eot = end_of_text(tokenizer, config.V)
     hf = {
@@ -316,11 +321,6 @@ def write_hf_folder(model, folder):
             with replacing(os.path.join(folder, name)) as f:
                 f.write(data)
     print(f"wrote {', '.join(files)} to {folder}")
-    for path in (os.path.join(folder, name) for name in HF_VOCABULARY if name not in files):
-        if os.path.lexists(path):
-            with errors_of_writing(path):
-                os.unlink(path)
-            print(f"removed {path}, which was there before")
 
 
 def our_tokenizer_files(config, tokenizer):
@@ -442,7 +442,7 @@ def run_inference(model, x, y, iterations, autocast):
 
 
 def make_debug_state(config, params, x, y, iterations, report=None):
-    """Make the float32 CPU run on one batch that the parity test replays; returns (DebugState, trained model)."""
+    """Train in float32 on the CPU, on one batch, for the parity test; returns (DebugState, trained model)."""
     model, state = to_reference(config, params), {}
 
     def capture(logits, loss):

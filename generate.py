@@ -139,7 +139,7 @@ def prompt_ids(prompt, tokenizer, V):
 
 
 def streams(seed, samples):
-    """Return a Random for each sample; the first one is the trainer's for the same seed."""
+    """Return a Random for each sample; with seed 1337, the first one is the trainer's."""
     odd = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: consecutive multiples are far from each other
     return [Random((seed + i * odd) % 2**64 or odd) for i in range(samples)]
 
@@ -261,15 +261,17 @@ def main():
         raise UserError(f"--samples {args.samples}: out of memory ({reason}); pass fewer") from None
     randoms = streams(args.seed, args.samples)
     if args.interactive:
+        status = 0
         print("> ", end="", file=sys.stderr, flush=True)
         for line in sys.stdin:
             if line.strip():
                 try:
                     run_prompt(decoder, line.rstrip("\n"), tokenizer, args, randoms, config.V)
                 except UserError as error:  # the next line may be better
+                    status = 1
                     print(f"{os.path.basename(sys.argv[0])}: {describe(error)[0]}", file=sys.stderr)
             print("> ", end="", file=sys.stderr, flush=True)
-        return
+        return status
     prompt = getattr(args, "prompt", getattr(args, "prompt_ids", None))
     if prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")

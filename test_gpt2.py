@@ -5,8 +5,8 @@ Parity with PyTorch, tensor by tensor: is the hand-written backward pass right t
     pytest test_gpt2.py                       # random small models, made on the spot
     pytest test_gpt2.py -m large              # random GPT-2 124M
 
-The ladder: logits, losses, the 16 gradients in the order of the backward pass, the losses of the next steps, AdamW, the
-same run twice. The first red row says where to look.
+The ladder: logits, losses, the 16 gradients in the order of the backward pass, the losses of the next steps, the same
+run twice, AdamW. The first red row says where to look.
 
 The tolerances, and why:
     logits, loss, gradients   FACTOR times the error that rounding alone causes with this model and batch, measured by
@@ -418,7 +418,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
             for buffer in (*trainer.model.buffers.values(), trainer.grads.buffer):
                 buffer.data.memset_async(0xFF, buffer.nbytes)  # NaN, in every dtype
             copy_to_gpu(trainer.batch.buffer, trainer.staged[0].buffer)
-            trainer.micro_step(0)
+            trainer.compute(0)
             results.append((trainer.model.activations(rows, T).losses.get(), trainer.to_host(trainer.grads)))
         del trainer
     (losses, grads), (_, expected) = results

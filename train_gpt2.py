@@ -188,7 +188,7 @@ def decode_table(config, B, T, context):
 
 
 def encoder_forward(out, inp, wte, wpe, B, T, C):
-    """out (B,T,C) = wte[inp] + wpe. inp (B,T) holds token ids, all below V (checked when the file was opened)."""
+    """out (B,T,C) = wte[inp] + wpe. inp (B,T) holds token ids, all below V (checked when they were read)."""
     np.take(wte, inp, axis=0, out=out, mode="clip")  # the mode that needs no buffered copy of `out`
     out += wpe[:T]
 
@@ -303,7 +303,7 @@ def attention_forward(out, preatt, att, inp, B, T, C, NH):
 
 
 def attention_block(B, T, HS):
-    """Sequences per thread; all B where OpenBLAS itself runs each matmul on all threads, as it does above 64^3."""
+    """Sequences that a thread takes at a time; all B where OpenBLAS runs a matmul on all threads, as above 64^3."""
     return 1 if T * T * HS <= 64**3 else B
 
 
@@ -427,7 +427,7 @@ def crossentropy_forward(losses, probs, targets, B, T, V):
 
 
 def crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V):
-    """dlogits (B,T,V) = (probs - one-hot(targets)) * dlosses (B,T,1): the gradient through both layers."""
+    """dlogits (B,T,V) = (probs - one-hot(targets)) * dlosses (B,T) of each row: the gradient through both layers."""
     N = B * T
     dlogits, dlosses = dlogits.reshape(N, V), dlosses.reshape(N, 1)
     probs, targets = probs.reshape(N, V), targets.reshape(N)

@@ -342,8 +342,8 @@ def matmul_gelu_backward_inp(matmul, dinp, partials, gelu, dout, weight, inp, N,
 
 
 def matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC, scale=1.0):
-    """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). In TF32, the smaller operand may be transposed first, to
-    `transposed` (scratch; None in bfloat16): see transpose.cu."""
+    """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). In float32, the smaller operand may be transposed first,
+    to `transposed` (scratch; None in bfloat16): see transpose.cu."""
     dout, inp = dout.reshape(N, OC), inp.reshape(N, C)
     ways = {}
     if matmul.kernels:

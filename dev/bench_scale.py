@@ -122,6 +122,7 @@ def main():
                 progress.set_description(f"{what} on {gpus}")
                 if not divides(flags, gpus):
                     tqdm.write(f"note: {what}: does not divide among {gpus} GPUs", file=sys.stderr)
+                    progress.update()
                     continue
                 slowest = measure_slowest(gpus, flags) if gpus > 1 else None
                 ms, rate, size = measure(gpus, flags)

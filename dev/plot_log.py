@@ -57,18 +57,16 @@ def read_log(path):
 def run_names(paths):
     """Name runs after their directories or logs, with as many parent directories as it takes to tell them apart, or a
     number."""
-    parts, before = [], []
+    parts = []
     for path in paths:
         path = os.path.abspath(path).removesuffix(os.sep + "main.log").removesuffix(".log")
-        before.append(path)
-        if (count := before.count(path)) > 1:  # the same again, or a.log and a/main.log
-            path += f" ({count})"
         parts.append(os.fsencode(path).decode(errors="replace").strip(os.sep).split(os.sep))
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
+        if len(set(names)) == len(set(map(tuple, parts))):
             break
-    return names
+    before = [names[:i].count(name) for i, name in enumerate(names)]  # the same twice, or a.log and a/main.log
+    return [f"{name} ({count + 1})" if count else name for name, count in zip(names, before)]
 
 
 def running_mean(losses, width):
@@ -127,7 +125,7 @@ def picture(output, dark=False):
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         yield axes
         extension = os.path.splitext(output)[1].lstrip(".").lower()
-        if extension not in ("png", "svg", "pdf"):
+        if extension not in figure.canvas.get_supported_filetypes() or extension == "pgf":  # which needs LaTeX
             raise UserError(f"-o {output}: expected a name that ends in .png, .svg or .pdf")
         with replacing(output) as f:
             figure.savefig(f, format=extension, dpi=150)

@@ -197,7 +197,7 @@ def read_debug_state(path, config, params):
             if ids.min() < 0 or ids.max() >= config.V:
                 raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT_STATE}")
         state = DebugState(x, y, logits, float(loss[0]), grads)
-        if trailer and n:  # without a step there is nothing to replay
+        if trailer and n:  # without a step, the settings mean nothing
             settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
             read_into(f, settings)
             read_into(f, losses)
@@ -220,7 +220,7 @@ class Progress(NamedTuple):
 
     step: int  # updates done
     rng_state: int
-    position: Position  # in the training data
+    position: Position  # in the training data; None if it cannot be continued: see llmc_position
     batch: tuple  # (B, T, spread), which the position depends on; (0, 0, 0) from llm.c
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None from llm.c
 

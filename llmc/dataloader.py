@@ -142,25 +142,27 @@ def tokenizer_beside(data):
 
 
 def validation_name(train):
-    """data/x_train_*.bin -> data/x_val_*.bin; data/train/*.bin -> data/val/*.bin."""
+    """data/x_train_*.bin -> data/x_val_*.bin; data/x_train/*.bin -> data/x_val/*.bin."""
     directory, name = os.path.split(train)
     if "train" in name:
-        return os.path.join(directory, "val".join(name.rsplit("train", 1)))
-    return re.sub(r"^(.*/|)train/", r"\1val/", train)
+        name = "val".join(name.rsplit("train", 1))
+    else:  # the word, not a part of one
+        directory = re.sub(r"^(.*(?<![A-Za-z]))train(?![A-Za-z])", r"\1val", directory)
+    return os.path.join(directory, name)
 
 
 def data_paths(settings):
     """Return (training shards, validation shards) that -i and -j name; with -v 0, no validation shards. Raises
-    UserError when a pattern matches nothing."""
+    UserError when a pattern matches nothing, or when -j is needed and cannot be made from -i."""
     train = settings.data if names_shards(settings.data) else f"{settings.data}_train.bin"
-    val, flag = settings.val_data, "-j"
+    val, val_flag = settings.val_data, "-j"
     if not val:
-        val, flag = validation_name(train), "-j, made from -i,"
+        val, val_flag = validation_name(train), "-j, made from -i,"
         if val == train and settings.val_every:
             raise UserError(f"-i {train}: there is no 'train' in it to make the validation files' name from: pass -j"
                             " FILES too")
     paths = []
-    for flag, pattern, needed in (("-i", train, True), (flag, val, settings.val_every)):
+    for flag, pattern, needed in (("-i", train, True), (val_flag, val, settings.val_every)):
         paths.append(find_files(pattern) if needed else [])
         if needed and not paths[-1]:
             raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_MEND}")

@@ -69,7 +69,9 @@ def replacing(path):
             f.flush()
             os.fsync(f.fileno())
             if WAITING:
-                WAITING[-1].append((f, target))
+                WAITING[-1].append((f, target, path))
+                if len(WAITING[-1]) > 1:  # the first one's lock is enough, and there may be thousands
+                    f.close()
             else:
                 rename(f, target)
             done = True
@@ -85,15 +87,18 @@ def open_temporary(path, temporary):
         if not lock_file(f):
             f.close()
             raise UserError(f"{path}: another process is writing it: wait for that, or choose another name")
-        if os.path.exists(temporary) and os.path.samestat(os.stat(temporary), os.fstat(f.fileno())):
-            f.truncate()
-            return f
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(temporary), os.fstat(f.fileno())):
+                f.truncate()
+                return f
         f.close()  # the other process has renamed it since
 
 
 def rename(f, target):
-    f.close()
+    if not fcntl:  # on Windows, where an open file cannot be renamed
+        f.close()
     os.replace(f.name, target)
+    f.close()  # and with it the lock: from here on, another process may write the file
     sync_directory(os.path.dirname(target))
 
 
@@ -104,7 +109,7 @@ def discard(f):
         f.close()
 
 
-WAITING = []  # for each active together(): [(temporary file, path)]
+WAITING = []  # for each active together(): [(temporary file, where it goes, path)]
 
 
 @contextlib.contextmanager
@@ -115,12 +120,13 @@ def together():
     try:
         yield
         while files:
-            with errors_of_writing(files[0][1]):
-                rename(*files[0])
-                files.pop(0)
+            f, target, path = files[0]
+            with errors_of_writing(path):
+                rename(f, target)
+            files.pop(0)
     finally:
         WAITING.pop()
-        for f, _ in files:
+        for f, *_ in files:
             discard(f)
 
 
@@ -169,7 +175,7 @@ def lock_path(output, directory):
 
 
 def lock_holder(output, directory):
-    """The process id, as text, of the run that holds the lock; None if nobody does."""
+    """The process id, as text, in the lock file, which a killed run leaves behind; None if there is no such file."""
     with contextlib.suppress(OSError, UnicodeDecodeError), open(lock_path(output, directory)) as f:
         return f.read()
 

@@ -101,9 +101,10 @@ class Matmul:
             finally:
                 self.searching = self.device.one_stream = False
             # not a checkpoint's choices, which may be from another machine, or of older kernels
-            searched = {key: choice for key, choice in self.chosen.items() if choice != self.recorded.get(key)}
-            if not searched.items() <= cached.items():
-                self.cache.keep(self.cache_key(), ".json", json.dumps({**cached, **searched}, indent=1).encode())
+            new = {key: choice for key, choice in self.chosen.items()
+                   if choice not in (cached.get(key), self.recorded.get(key))}
+            if new:
+                self.cache.keep(self.cache_key(), ".json", json.dumps({**cached, **new}, indent=1).encode())
 
     def notes(self):
         """What a checkpoint records: the same whether this start searched or read the cache."""
@@ -120,8 +121,8 @@ class Matmul:
         return notes.get("products", {}).get("on")
 
     def recall(self, notes):
-        """Use the choices in `notes`; returns False if they are of another GPU or library. Raises ValueError for
-        damaged notes."""
+        """Use the choices in `notes`; returns False if they are of another GPU or library. Damaged notes raise one of
+        the errors that notes_of of resume.py catches."""
         if self.identity_in(notes) != self.identity:
             return False
         recorded = notes["products"]["algorithms"]
@@ -241,8 +242,9 @@ class MatmulKernels:
 
 CANDIDATES = 32  # algorithms that a search times
 # Tensor cores truncate each addend to the last bit of the sum. With 50304 TF32 products in one chain, as in the
-# gradient of lnf, the losses show it. So a chain has at most LONGEST_CHAIN products, if K can be halved that often, and
-# chains are added up in float32: dev/matmul.md. (A bfloat16 result hides the error.)
+# gradient of lnf, the losses show it. So in the gradients of inputs, a chain has at most LONGEST_CHAIN products, if K
+# can be halved that often, and chains are added up in float32: dev/matmul.md. Other matmuls have one chain: there, the
+# losses hardly show it. (A bfloat16 result hides the error.)
 FLOAT32, BFLOAT16, COMPUTE_FLOAT32, COMPUTE_TF32 = 0, 14, 68, 77  # cudaDataType_t, cublasComputeType_t
 
 cublasLt = None  # nvmath's bindings, imported by the first CublasLt
@@ -284,7 +286,7 @@ class CublasLt:
             run(plan.algorithm)
 
     def multiply_in_chains(self, out, a, b, scale=1.0):
-        """out (M,N) = scale * a (M,K) @ b (K,N), with at most LONGEST_CHAIN TF32 products in one sum."""
+        """out (M,N) = scale * a (M,K) @ b (K,N), with at most LONGEST_CHAIN TF32 products in one sum, if K allows."""
         K, parts = b.shape[0], 1
         limited = self.precision.matmul == "tf32"
         while limited and K > parts * LONGEST_CHAIN and K % (8 * parts) == 0:  # rows of a part: multiples of 16 bytes

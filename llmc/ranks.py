@@ -117,6 +117,7 @@ class Ranks:
         self.is_first = self.rank == 0
         self.has_launcher = False  # whether torchrun, mpirun or srun started the ranks
         self.peers = []  # on rank 0 all other ranks, in order; on the others rank 0
+        self.reader = None  # on the others: the thread that reads what rank 0 sends
         self.arrivals = queue.SimpleQueue()  # on rank 0: Peers that have just connected
         self.ended = threading.Event()  # on rank 0: its block has ended with an error
         self.last_words = threading.Lock()  # held by the thread that ends the process; never released
@@ -349,11 +350,12 @@ ALONE = Ranks()
 def join(environ=os.environ, seconds=MEETING_SECONDS):
     """Return the Ranks of this run, once all have met; a process that no launcher started is alone.
 
-    seconds: how long to wait for the others. Raises UserError, on rank 0 if possible, when a rank does not come or
-    comes twice, when sizes differ, or when a launcher's variable is invalid.
+    seconds: how long to wait for the others. When a rank does not come or comes twice, or sizes differ, rank 0 prints
+    an error and ends all. Raises UserError when rank 0 cannot be reached, or a launcher's variable is invalid.
     """
     launch = find_launch(environ)
     ranks = Ranks(launch)
+    ranks.has_launcher = launch.launcher is not None and PARENT not in environ
     if PARENT in environ:
         start_thread(stop_without, int(environ[PARENT]))
     if ranks.size == 1:
@@ -366,7 +368,6 @@ def join(environ=os.environ, seconds=MEETING_SECONDS):
     except BaseException:
         ranks.__exit__(*sys.exc_info())
         raise
-    ranks.has_launcher = PARENT not in environ
     here = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
     ranks.local_size = len(here)
     if launch.local_rank is None:

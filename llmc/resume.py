@@ -227,8 +227,11 @@ def go_back(marker):
 def stopped(settings, step, signal, has_launcher=False):
     """Print how to resume a run that a signal stopped; returns the exit status. step: the last printed one, or None;
     has_launcher: whether torchrun, say, started it, whose command line is not known here."""
-    command = shlex.join(["python", *sys.argv, *([] if settings.resume else ["-y", "1"])])
-    how = "go on with the same command and -y 1" if has_launcher else f"go on with: {command}"
-    how = how if settings.output_dir else "nothing was saved: there is no -o DIR"
+    if not settings.output_dir:
+        how = "nothing was saved: there is no -o DIR"
+    elif has_launcher:
+        how = "go on with the same command and -y 1"
+    else:
+        how = f"go on with: {shlex.join(['python', *sys.argv, *([] if settings.resume else ['-y', '1'])])}"
     print(f"stopped {'before the first step' if step is None else f'after step {step}'}; {how}", file=sys.stderr)
     return 128 + signal

@@ -54,7 +54,8 @@ def read_tokenizer(path):
 
 
 def write_tokenizer(path, tokens, eot, version=2):
-    """Write a tokenizer file; `tokens` is a list of bytes, each 1 to 255 long. Version 1 implies id 50256."""
+    """Write a tokenizer file; `tokens` is a list of bytes, each 1 to 255 long. Version 1 implies eot 50256; raises
+    UserError for another."""
     if version == 1 and eot != 50256:
         raise UserError(f"{path}: end of text is token {eot}, which version 1 cannot say (it means 50256):"
                         " write version 2")
@@ -77,12 +78,21 @@ def load_tokenizer(settings):
     return read_tokenizer(path)
 
 
+def is_vocabulary(path, tokenizer):
+    """Whether a file has this vocabulary, or is missing or damaged."""
+    try:
+        found = read_tokenizer(path)
+    except UserError:
+        return True
+    return (found.tokens, found.eot) == (tokenizer.tokens, tokenizer.eot)
+
+
 def keep_tokenizer(settings, tokenizer, first_step):
     """Write the vocabulary into the run's directory, if there is one, for programs that use the run's models. Raises
     UserError when the checkpoint that the run resumes from (first_step is not None) has another one."""
     if tokenizer and settings.output_dir:
         path = os.path.join(settings.output_dir, "tokenizer.bin")
-        if first_step is not None and os.path.exists(path) and read_tokenizer(path).tokens != tokenizer.tokens:
+        if first_step is not None and not is_vocabulary(path, tokenizer):
             raise UserError(f"{tokenizer.path}: is another vocabulary than the run's, {path}: resume with the first"
                             " run's data, or choose another -o")
         write_tokenizer(path, tokenizer.tokens, tokenizer.eot)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -230,15 +231,25 @@ def test_replacing_keeps_the_old_file_when_writing_fails(tmp_path):
 
 
 def test_one_process_at_a_time_writes_a_file(tmp_path):
-    """Also while it waits for others to be complete."""
+    """Also while it waits for others to be complete, which may be more than there are descriptors."""
     path = tmp_path / "file"
+    (tmp_path / "many").mkdir()
     with together():
         with replacing(path) as f:
             f.write(b"first")
         with pytest.raises(UserError, match="file: another process is writing it"):
             with replacing(path):
                 pass
-    assert path.read_bytes() == b"first" and [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"first" and sorted(os.listdir(tmp_path)) == ["file", "many"]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, limit[1]))
+    try:
+        with together():
+            for i in range(100):
+                with replacing(tmp_path / "many" / str(i)) as f:
+                    f.write(b"x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     (tmp_path / "file.tmp").write_bytes(b"longer, of a process that was killed")
     with replacing(path) as f:
         f.write(b"second")

@@ -102,7 +102,8 @@ def test_shards_follow_one_another(workplace):
     assert [loader.next_batch()[0][0, 0] for _ in range(2)] == [2, 0]
     assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
     assert data_paths(Settings(data="x.bin", val_data="x.bin"))[1] == ["x.bin"]
-    for train, val in (("train/x_train.bin", "train/x_val.bin"), ("a/train/x.bin", "a/val/x.bin")):
+    for train, val in (("train/x_train.bin", "train/x_val.bin"), ("a/train/x.bin", "a/val/x.bin"),
+                       ("a_train/x.bin", "a_val/x.bin"), ("train_set/x.bin", "val_set/x.bin")):
         assert data_paths(Settings(data=train))[1] == [val]
     with pytest.raises(UserError, match="no 'train' in it"):
         data_paths(Settings(data="training/x.bin"))
