@@ -59,6 +59,7 @@ def replacing(path):
     full, another process is writing it); an old file at `path` is then untouched. A link is followed.
     """
     target, done = os.path.realpath(path), False
+    check_is_file(target, "choose another name")  # root could replace /dev/null
     with errors_of_writing(path):
         if os.path.isdir(target):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

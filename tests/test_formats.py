@@ -256,6 +256,13 @@ def test_one_process_at_a_time_writes_a_file(tmp_path):
     assert path.read_bytes() == b"second"
 
 
+def test_a_fifo_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="fifo: is a FIFO"), replacing(tmp_path / "fifo"):
+        pass
+    assert os.listdir(tmp_path) == ["fifo"]
+
+
 def test_a_link_is_followed(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "file").symlink_to(tmp_path / "disk" / "there")
