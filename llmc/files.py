@@ -121,10 +121,10 @@ def together():
     try:
         yield
         while files:
-            f, target, path = files[0]
+            f, target, path = files[-1]  # the first one, which has the lock, comes last
             with errors_of_writing(path):
                 rename(f, target)
-            files.pop(0)
+            files.pop()
     finally:
         WAITING.pop()
         for f, *_ in files:
