@@ -69,6 +69,7 @@ __device__ inline void request_piece(uint4* to, const element* rows, int piece) 
 
 __device__ inline void multiply_piece(ManySums& sums, const element* x, const uint4* weights, int piece) {
     const int lane = threadIdx.x % 32;
+    ManySums pair;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int w = 2 * piece + half;
@@ -95,7 +96,11 @@ __device__ inline void multiply_piece(ManySums& sums, const element* x, const ui
 #pragma unroll
             for (int k = 0; k < 2; k++) {
 #pragma unroll
-                for (int e = 0; e < 4; e++) sums[n][k][e] += d[n][k][0][e] + d[n][k][1][e];
+                for (int e = 0; e < 4; e++) {
+                    const float sum = d[n][k][0][e] + d[n][k][1][e];
+                    if (half == 0) pair[n][k][e] = sum;
+                    else sums[n][k][e] += pair[n][k][e] + sum;
+                }
             }
         }
     }

@@ -1,7 +1,7 @@
 // The matmuls of text generation (see decode.cu): out (N,OC) = x @ weight^T on the tensor cores, 16 rows of x by 8 of
 // the weight at a time. A block has 16 rows of x, and ROWS rows of the weight at a time; its warps share the inner
 // dimension, C of it. Each lane requests the weights that it will multiply, and keeps its part of x in registers. The
-// order of each sum is the same whatever N is.
+// order of each sum is the same whatever N is: warps' sums are added up two by two.
 
 #pragma once
 
@@ -154,7 +154,9 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
             const int i = first + lane, at = sum_at(min(i / ROWS, N - 1), i % ROWS);
             float sum = tile_bias;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) sum += sums[w * X_ROWS * ROWS + at];
+            for (int w = 0; w < WARPS; w += 2) {
+                sum += sums[w * X_ROWS * ROWS + at] + sums[(w + 1) * X_ROWS * ROWS + at];
+            }
             finish(row_of(tile) + i % ROWS, i / ROWS, sum);
         }
         tile_bias = next_bias;
