@@ -46,7 +46,7 @@ from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import load_hellaswag
 from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files,
-                          decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
+                          decode_many_shared, decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
 from llmc.logger import Log
 from llmc.matmul import ALIGN, Matmul
 from llmc.precision import Precision, describe_precision
@@ -626,7 +626,7 @@ def decode_table(config, B, T, dtype, geometry):
     N, C, NH, g = max(B, PROMPT_ROWS), config.C, config.NH, geometry
     return {
         "residual": Row((2, N, C)),  # one is made from the other and `branches`
-        "branches": Row((4, N, C)),  # parts of attproj and fcproj, for each C of their inner dimension
+        "branches": Row((4 * g.DECODE_PIECES, N, C)),  # of attproj and fcproj, for each C of their inner dimension
         "zeros": Row((C,), dtype),  # in place of a bias
         "normed": Row((N, C), dtype),
         "query": Row((N, C), dtype),
@@ -661,18 +661,22 @@ def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T, C)
     device.launch("decode_embed", (B * T,), (THREADS,), residual, branches, tokens, wte, wpe, control, T, early=True)
 
 
-def decode_layernorm(device, x, count, N):
-    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + `count` parts of x.branches (.,N,C), x.normed (N,C) = its
-    layernorm. Returns the Normed for the matmul that follows, which does all this itself where N is small."""
+def decode_layernorm(device, x, count, N, pieces=1):
+    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + `count` parts of x.branches (.,N,C), each the sum of
+    `pieces`; x.normed (N,C) = its layernorm. Returns the Normed for the matmul that follows, which does all this itself
+    where N is small."""
     if N <= device.geometry.DECODE_FEW:
         return x._replace(normed=None)
     device.launch("decode_layernorm", (N,), (WARP * device.geometry.DECODE_WARPS,), x.normed, x.residual, x.inp,
-                  x.branches, x.branch_bias, x.weight, x.bias, count, early=True)
+                  x.branches, x.branch_bias, x.weight, x.bias, count, pieces, early=True)
     return x
 
 
 def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
     """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
+    if decode_is_many(device, B * T):
+        arguments = query, keys, values, x.normed, weight, bias, control, keys.shape[2], T
+        return decode_many(device, "qkv", arguments, B * T, 3 * C)
     arguments = query, keys, values, *x, weight, bias, control, keys.shape[2], T
     decode_matmul(device, "decode_qkv", arguments, B * T, 3 * C, normalizes=x.normed is None)
 
@@ -686,12 +690,19 @@ def decode_attention(device, atty, parts, arrived, query, keys, values, control,
 
 
 def decode_project(device, branches, inp, weight, B, T, C, IC):
-    """branches (IC/C,B,T,C) = inp (B,T,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes."""
+    """branches (IC/C,B,T,C) = inp (B,T,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes; for many
+    rows (IC/C,pieces,B,T,C)."""
+    if decode_is_many(device, B * T):
+        name = "attproj" if IC == C else "fcproj"
+        pieces = IC // C * device.geometry.DECODE_PIECES
+        return decode_many(device, name, (branches, inp, weight), B * T, C, pieces)
     decode_matmul(device, "decode_project", (branches, inp, weight), B * T, C, parts=IC // C)
 
 
 def decode_fc(device, fch_gelu, x, weight, bias, B, T, C):
     """fch_gelu (B,T,4C) = GELU(x @ weight (4C,C)^T + bias)."""
+    if decode_is_many(device, B * T):
+        return decode_many(device, "fc", (fch_gelu, x.normed, weight, bias), B * T, 4 * C)
     decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), B * T, 4 * C, normalizes=x.normed is None)
 
 
@@ -718,6 +729,19 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
     stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
     device.launch(name, (groups, grid, parts), (WARP * g.DECODE_WARPS,), *arguments, N, stages, shared=shared[stages],
                   early=True)
+
+
+def decode_is_many(device, N):
+    """Whether N rows are so many that a layer has other matmuls."""
+    return N > device.geometry.DECODE_X_ROWS
+
+
+def decode_many(device, name, arguments, N, OC, pieces=1):
+    """Launch the matmul `name` of many rows, N, with a weight (OC,.): a block for each of `pieces` of its rows."""
+    g, kind = device.geometry, name.upper()
+    tiles, columns, stages = (getattr(g, f"DECODE_{kind}_{what}") for what in ("TILES", "COLUMNS", "STAGES"))
+    device.launch(f"decode_{name}_many", (blocks(N, 16 * tiles), blocks(OC, columns), pieces),
+                  (WARP * g.DECODE_WARPS,), *arguments, N, shared=decode_many_shared(g, kind, stages), early=True)
 
 
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, tiles, B):
@@ -831,11 +855,13 @@ class Decoder:
         device, params, acts, C, NH = self.device, self.params, self.acts, self.config.C, self.config.NH
         inp, residual = acts.residual
 
+        pieces = 1  # decode_embed's; later, what decode_project leaves
+
         def normed(weight, bias, branch_bias, count):
             nonlocal inp, residual
             x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, bias)
             inp, residual = residual, inp
-            return decode_layernorm(device, x, count, B * T)
+            return decode_layernorm(device, x, count, B * T, pieces)
 
         decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, acts.control, B, T, C)
         fcprojb_below = acts.zeros
@@ -845,6 +871,7 @@ class Decoder:
             decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
                              acts.control, B, T, C, NH)
             decode_project(device, acts.branches, acts.atty, p.attprojw, B, T, C, C)
+            pieces = device.geometry.DECODE_PIECES if decode_is_many(device, B * T) else 1
             x = normed(p.ln2w, p.ln2b, p.attprojb, 1)
             decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, B, T, C)
             decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, B, T, C, 4 * C)

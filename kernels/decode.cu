@@ -44,12 +44,14 @@ extern "C" __global__ void decode_embed(float* residual, float* branches, const 
 // Block (THREADS); grid (N).
 extern "C" __global__ void __launch_bounds__(THREADS)
 decode_layernorm(element* normed, float* residual, const float* inp, const float* branches, const element* branch_bias,
-                 const element* weight, const element* bias, int count) {
+                 const element* weight, const element* bias, int count, int pieces) {
     let_next_begin();
     const int n = blockIdx.x, N = gridDim.x;
     const Residual stream = {residual, inp, branches, branch_bias};
     element* const to = normed + int64(n) * C;
-    if (count == 1) normalize<1>(to, stream, weight, bias, n, N, true);
+    if (pieces > 1 && count == 1) normalize<1, DECODE_PIECES>(to, stream, weight, bias, n, N, true);
+    else if (pieces > 1) normalize<4, DECODE_PIECES>(to, stream, weight, bias, n, N, true);
+    else if (count == 1) normalize<1>(to, stream, weight, bias, n, N, true);
     else normalize<4>(to, stream, weight, bias, n, N, true);
 }
 

@@ -75,9 +75,9 @@ __device__ inline float sum_over_block(float x, int turn) {
     return x;
 }
 
-// normed (C,) = the layernorm of row n of N of residual.out, of `COUNT` parts, by all threads of a block; write: that
-// row, too. Waits for what other kernels write after it has requested what they do not.
-template <int COUNT>
+// normed (C,) = the layernorm of row n of N of residual.out, of `COUNT` parts, in PIECES each, by all threads of a block;
+// write: that row, too. Waits for what other kernels write after it has requested what they do not.
+template <int COUNT, int PIECES = 1>
 __device__ inline void normalize(element* normed, const Residual& residual, const element* weight, const element* bias,
                                  int n, int N, bool write) {
     constexpr int EACH = (C + 4 * THREADS - 1) / (4 * THREADS);
@@ -94,12 +94,18 @@ __device__ inline void normalize(element* normed, const Residual& residual, cons
         const int c = 4 * (p * THREADS + threadIdx.x);
         if (c >= C) continue;
         const int64 at = int64(n) * C + c;
-        float4 parts[COUNT];
+        float4 parts[COUNT][PIECES];
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) parts[i] = load4(residual.branches + i * int64(N) * C + at);
+        for (int i = 0; i < COUNT * PIECES; i++) {
+            parts[i / PIECES][i % PIECES] = load4(residual.branches + i * int64(N) * C + at);
+        }
         x[p] = x[p] + load4(residual.inp + at);
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) x[p] = x[p] + parts[i];
+        for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+            for (int piece = 1; piece < PIECES; piece++) parts[i][0] = parts[i][0] + parts[i][piece];
+            x[p] = x[p] + parts[i][0];
+        }
         if (write) store4(residual.out + at, x[p]);
         sum += x[p].x + x[p].y + (x[p].z + x[p].w);
     }

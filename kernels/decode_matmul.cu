@@ -8,13 +8,10 @@ MATMUL decode_qkv(element* query, element* keys, element* values, float* residua
                   const element* ln_bias, const element* weight, const element* bias, const Control* control, int maxT,
                   int T, int N, int stages) {
     const Group rows(N);
-    const int position = control->position;
+    const QkvResult result = {query, keys, values, control->position, maxT, T};
     normalized_matmul<4>({residual, inp, branches, branch_bias}, normed, ln_weight, ln_bias, weight, bias, 3 * C, rows,
                          N, stages, [&](int row, int i, float x) {
-        if (i >= rows.N) return;
-        const int n = rows.begin + i, b = T == 1 ? n : n / T, c = row % C;  // a division by T takes long
-        const int64 cached = (int64(b * NH + c / HS) * maxT + position + n - b * T) * HS + c % HS;
-        from_float(row < C ? query[int64(n) * C + c] : row < 2 * C ? keys[cached] : values[cached], x);
+        if (i < rows.N) from_float(*result.at(row, rows.begin + i), x);
     });
 }
 

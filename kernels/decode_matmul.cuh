@@ -93,6 +93,18 @@ __device__ inline void multiply(Sums& d, const Inputs& x, uint4 w) {
 // Where a warp's sum for row n of x and row r of the weight is, so that neither writers nor readers meet in a bank.
 __device__ inline int sum_at(int n, int r) { return n * ROWS + (ROWS == 16 ? r ^ (n & 2) * 4 : r); }
 
+// Where QKV's result goes.
+struct QkvResult {
+    element *query, *keys, *values;
+    int position, maxT, T;
+
+    __device__ element* at(int row, int n) const {  // row: of the weight
+        const int b = T == 1 ? n : n / T, c = row % C;  // a division by T takes long
+        const int64 cached = (int64(b * NH + c / HS) * maxT + position + n - b * T) * HS + c % HS;
+        return row < C ? query + int64(n) * C + c : row < 2 * C ? keys + cached : values + cached;
+    }
+};
+
 // For each of this block's rows of a weight, `stride` elements apart, and each of its N rows of x: finish(row, n, the
 // dot product). All lanes of a warp call it together; those with n >= N have nothing to write. bias: added, if not
 // null. begin(): waits for x, and says where its rows are, x_stride elements apart.

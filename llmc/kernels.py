@@ -44,6 +44,7 @@ KERNELS = {  # layer -> its kernels
 DECODE = {  # text generation, which not every run needs
     "decode": ("decode_embed", "decode_layernorm", "decode_attention", "decode_attention_many", "decode_sample"),
     "decode_matmul": ("decode_qkv", "decode_project", "decode_fc"),
+    "decode_many": ("decode_qkv_many", "decode_attproj_many", "decode_fc_many", "decode_fcproj_many"),
     "decode_logits": ("decode_logits", "decode_logits_many"),
 }
 MATMUL_NARROW = ("matmul_forward_narrow", "matmul_backward_inp_narrow", "matmul_backward_weight_narrow")  # Hopper only
@@ -251,6 +252,10 @@ def decode_geometry(config, precision, shared):
     in shared memory. decode_logits_many has MANY_ROWS rows of the weight, MANY_TILES * 16 rows of x, and a ring of
     MANY_STAGES stages, 0 if there is no room for it. In attention, ROW_LANES lanes read a head's row, 16 bytes each; a
     block works on SPLIT positions at a time, 8 for each group of lanes. SHARED: bytes that a block may use.
+
+    For more than X_ROWS rows of x, a layer's matmuls have blocks of TILES * 16 of them by COLUMNS rows of the weight,
+    MANY_BLOCKS on a multiprocessor as far as registers go, and a ring of STAGES stages; ATTPROJ's and FCPROJ's have one
+    of PIECES pieces of each C of the inner dimension.
     """
     warps, bf16 = 8, precision.bf16
     row = config.C * (2 if bf16 else 4)
@@ -259,13 +264,20 @@ def decode_geometry(config, precision, shared):
         DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
         DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_MANY_ROWS=64, DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
+        DECODE_MANY_ROWS=64, DECODE_PIECES=4, DECODE_MANY_BLOCKS=2 if bf16 and row <= 2048 else 1,
+        DECODE_QKV_TILES=4, DECODE_QKV_COLUMNS=24, DECODE_FC_TILES=4, DECODE_FC_COLUMNS=24,
+        DECODE_ATTPROJ_TILES=4, DECODE_ATTPROJ_COLUMNS=32, DECODE_FCPROJ_TILES=4, DECODE_FCPROJ_COLUMNS=96,
+        DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
     for geometry.DECODE_ROWS in (16, 8):
         if decode_shared(geometry, 1, geometry.DECODE_FEW) <= geometry.DECODE_SHARED:
             break
     else:
         raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a"
                         " block of this GPU can have: pass -s 0 to train without samples")
+    for name in ("QKV", "FC", "ATTPROJ", "FCPROJ"):
+        fit = [stages for stages in range(1, min(4, blocks(row, 64 * warps)) + 1)
+               if decode_many_shared(geometry, name, stages) <= geometry.DECODE_SHARED]
+        setattr(geometry, f"DECODE_{name}_STAGES", max(fit))
     stage = 2 * 64 * geometry.DECODE_MANY_ROWS * blocks(row, 64 * warps)  # bytes of MANY_ROWS rows that two warps read
     for geometry.DECODE_MANY_TILES in (4, 2):
         rows = 16 * geometry.DECODE_MANY_TILES * geometry.DECODE_ROW_BYTES
@@ -281,3 +293,11 @@ def decode_shared(geometry, stages, normalized):
     g = geometry
     sums = min(stages, 2) * 4 * g.DECODE_WARPS * g.DECODE_X_ROWS * g.DECODE_ROWS
     return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalized * g.DECODE_ROW_BYTES
+
+
+def decode_many_shared(geometry, name, stages):
+    """Bytes of shared memory of a block of matmul `name` for many rows: stages or, later, sums; a bias."""
+    g = vars(geometry)
+    rows, columns = 16 * g[f"DECODE_{name}_TILES"], g[f"DECODE_{name}_COLUMNS"]
+    ways = g["DECODE_WARPS"] // (g["DECODE_PIECES"] if "PROJ" in name else 1)
+    return max(stages * 64 * ways * (rows + columns), 4 * ways * rows * (columns | 8)) + 4 * columns
