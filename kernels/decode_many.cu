@@ -19,42 +19,48 @@ static_assert(PIECE_WAYS % 2 == 0, "matmul_rows adds up its warps' sums two by t
 // order in which both the copies and the multiplications have them.
 //
 // Block (THREADS); grid (N / ROWS_HERE rounded up, OC / COLUMNS rounded up, PARTS * WARPS / WAYS). x (N,PARTS*C), weight
-// (OC,PARTS*C). finish(row of the weight, n, the dot products with that row and the next one) for each pair of rows;
-// bias: added, if not null.
-template <int WAYS, int PARTS, int X_TILES, int COLUMNS, int STAGES, int OC, class Finish>
+// (OC,PARTS*C). bias: added by a block that has all of the inner dimension. begin(): called when x is requested; it
+// returns finish(row of the weight, n, the dot products with that row and the next one).
+template <int WAYS, int PARTS, int X_TILES, int COLUMNS, int STAGES, int OC, class Begin>
 __device__ inline void matmul_many(const element* x, const element* weight, const element* bias, int N,
-                                   const Finish& finish) {
+                                   const Begin& begin) {
     constexpr int PIECES = WARPS / WAYS;                             // of C; also how many warps share the columns
     constexpr int EACH = COLUMNS / PIECES / 8, X_EIGHTS = 2 * X_TILES;  // times eight columns of a warp; rows of x
     constexpr int STAGE = WAYS * (X_EIGHTS + PIECES * EACH) * 32;    // 16 bytes each
     constexpr int INNER = PARTS * C, STEP = WARPS * CHUNK;
     constexpr int SUM_STRIDE = COLUMNS | 8, SUMS = 8 * X_EIGHTS * SUM_STRIDE;  // floats; so that rows share no banks
+    constexpr int PAIRS = 8 * X_EIGHTS * COLUMNS / 2;  // of sums
+    constexpr bool HAS_BIAS = PIECES == 1;
     static_assert(COLUMNS == PIECES * EACH * 8 && OC % 8 == 0, "a warp has whole fragments");
+    static_assert(PAIRS % THREADS == 0, "all threads have equally many sums to add up");
     static_assert(X_EIGHTS % PIECES == 0, "warps with the same chunks request equally many rows of x");
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int way = warp % WAYS, group = warp / WAYS, chunk = blockIdx.z % PIECES * WAYS + way;
+    const int way = warp % WAYS, group = PIECES == 1 ? 0 : warp / WAYS, z = PIECES == 1 ? 0 : blockIdx.z;
+    const int chunk = z % PIECES * WAYS + way;
     const int first = blockIdx.x * 8 * X_EIGHTS, column = blockIdx.y * COLUMNS, rows = min(8 * X_EIGHTS, N - first);
-    const int begin = blockIdx.z / PIECES * C + begin_of(0, chunk);
+    const int inner = z / PIECES * C + begin_of(0, chunk);
     const auto x_at = [&](int step) { return shared + step % STAGES * STAGE + way * X_EIGHTS * 32 + lane; };
     const auto weight_at = [&](int step) {
         return shared + step % STAGES * STAGE + (WAYS * X_EIGHTS + (group * WAYS + way) * EACH) * 32 + lane;
     };
-    const auto request = [&](uint4* to, const element* from, int step, int row, int end) {
-        copy_async(to, reinterpret_cast<const uint4*>(from + int64(row) * INNER + begin + step * STEP),
-                   row < end && exists(step, chunk));
+    const auto in_weight = [&](int row) { return OC % COLUMNS == 0 || row < OC; };
+    const auto request = [&](uint4* to, const element* from, int step, int row, bool is_there) {
+        copy_async(to, reinterpret_cast<const uint4*>(from + int64(row) * INNER + inner + step * STEP),
+                   is_there && exists(step, chunk));
     };
     const auto request_weights = [&](int step) {  // that this lane will read itself
 #pragma unroll
         for (int k = 0; k < EACH; k++) {
-            request(weight_at(step) + k * 32, weight, step, column + (group * EACH + k) * 8 + g, OC);
+            const int row = column + (group * EACH + k) * 8 + g;
+            request(weight_at(step) + k * 32, weight, step, row, in_weight(row));
         }
     };
     const auto request_x = [&](int step) {
 #pragma unroll
         for (int i = 0; i < X_EIGHTS / PIECES; i++) {
-            const int n = group * X_EIGHTS / PIECES + i;
-            request(x_at(step) + n * 32, x, step, first + 8 * n + g, N);
+            const int n = group * (X_EIGHTS / PIECES) + i;
+            request(x_at(step) + n * 32, x, step, first + 8 * n + g, 8 * n + g < rows);
         }
     };
     float* const sums = reinterpret_cast<float*>(shared);  // (WAYS,8*X_EIGHTS,SUM_STRIDE), in place of the stages
@@ -63,17 +69,18 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
     let_next_begin();
 #pragma unroll
     for (int step = 0; step < STAGES; step++) request_weights(step);
-    if (bias && threadIdx.x < COLUMNS / PACK) {
+    if (HAS_BIAS && threadIdx.x < COLUMNS / PACK) {
         const int row = threadIdx.x * PACK;
         copy_async(reinterpret_cast<uint4*>(biases + row), reinterpret_cast<const uint4*>(bias + column + row),
-                   column + row < OC);
+                   in_weight(column + row));
     }
     wait_for_inputs();
-#pragma unroll
+#pragma unroll 1
     for (int step = 0; step < STAGES; step++) {
         request_x(step);
         copies_commit();
     }
+    const auto finish = begin();
     Sums d[X_TILES][EACH] = {};
 #pragma unroll 1
     for (int step = 0; step < STEPS; step++) {
@@ -107,17 +114,18 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * COLUMNS / 2; i += THREADS) {
-        const int n = i / (COLUMNS / 2), r = i % (COLUMNS / 2) * 2;
+#pragma unroll 4
+    for (int k = 0; k < PAIRS / THREADS; k++) {
+        const int i = k * THREADS + threadIdx.x, n = i / (COLUMNS / 2), r = i % (COLUMNS / 2) * 2;
         float2 sum = {0.0f, 0.0f};
-        if (bias) sum = {to_float(biases[r]), to_float(biases[r + 1])};
+        if (HAS_BIAS) sum = {to_float(biases[r]), to_float(biases[r + 1])};
 #pragma unroll
         for (int w = 0; w < WAYS; w += 2) {
             const float2 a = *reinterpret_cast<const float2*>(sums + w * SUMS + n * SUM_STRIDE + r);
             const float2 b = *reinterpret_cast<const float2*>(sums + (w + 1) * SUMS + n * SUM_STRIDE + r);
             sum = {sum.x + (a.x + b.x), sum.y + (a.y + b.y)};
         }
-        if (column + r < OC) finish(column + r, first + n, sum);
+        if (n < rows && in_weight(column + r)) finish(column + r, first + n, sum);
     }
 }
 
@@ -126,31 +134,37 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
 MATMUL_MANY decode_qkv_many(element* query, element* keys, element* values, const element* normed,
                             const element* weight, const element* bias, const Control* control, int maxT, int T,
                             int N) {
-    const QkvResult result = {query, keys, values, control->position, maxT, T};
     matmul_many<WARPS, 1, DECODE_QKV_TILES, DECODE_QKV_COLUMNS, DECODE_QKV_STAGES, 3 * C>(
-        normed, weight, bias, N, [&](int row, int n, float2 x) { put_pair(result.at(row, n), x.x, x.y); });
+        normed, weight, bias, N, [&] {
+            const QkvResult result = {query, keys, values, control->position, maxT, T};
+            return [=](int row, int n, float2 x) { put_pair(result.at(row, n), x.x, x.y); };
+        });
 }
 
 MATMUL_MANY decode_fc_many(element* fch_gelu, const element* normed, const element* weight, const element* bias,
                            int N) {
     matmul_many<WARPS, 1, DECODE_FC_TILES, DECODE_FC_COLUMNS, DECODE_FC_STAGES, 4 * C>(
-        normed, weight, bias, N, [&](int row, int n, float2 x) {
-            put_pair(fch_gelu + int64(n) * 4 * C + row, gelu(x.x), gelu(x.y));
+        normed, weight, bias, N, [&] {
+            return [=](int row, int n, float2 x) {
+                put_pair(fch_gelu + int64(n) * 4 * C + row, gelu(x.x), gelu(x.y));
+            };
         });
 }
 
-// branches (4,N,C) = the pieces of inp (N,C) @ weight^T.
+// branches (PARTS*PIECES,N,C) = the pieces of inp (N,PARTS*C) @ weight^T.
+template <int PARTS, int X_TILES, int COLUMNS, int STAGES>
+__device__ inline void project_many(float* branches, const element* inp, const element* weight, int N) {
+    matmul_many<PIECE_WAYS, PARTS, X_TILES, COLUMNS, STAGES, C>(inp, weight, nullptr, N, [&] {
+        return [=](int row, int n, float2 x) {
+            put_pair(branches + (int64(blockIdx.z) * N + n) * C + row, x.x, x.y);
+        };
+    });
+}
+
 MATMUL_MANY decode_attproj_many(float* branches, const element* inp, const element* weight, int N) {
-    matmul_many<PIECE_WAYS, 1, DECODE_ATTPROJ_TILES, DECODE_ATTPROJ_COLUMNS, DECODE_ATTPROJ_STAGES, C>(
-        inp, weight, nullptr, N, [&](int row, int n, float2 x) {
-            put_pair(branches + (int64(blockIdx.z) * N + n) * C + row, x.x, x.y);
-        });
+    project_many<1, DECODE_ATTPROJ_TILES, DECODE_ATTPROJ_COLUMNS, DECODE_ATTPROJ_STAGES>(branches, inp, weight, N);
 }
 
-// branches (16,N,C) = those of inp (N,4C) @ weight^T.
 MATMUL_MANY decode_fcproj_many(float* branches, const element* inp, const element* weight, int N) {
-    matmul_many<PIECE_WAYS, 4, DECODE_FCPROJ_TILES, DECODE_FCPROJ_COLUMNS, DECODE_FCPROJ_STAGES, C>(
-        inp, weight, nullptr, N, [&](int row, int n, float2 x) {
-            put_pair(branches + (int64(blockIdx.z) * N + n) * C + row, x.x, x.y);
-        });
+    project_many<4, DECODE_FCPROJ_TILES, DECODE_FCPROJ_COLUMNS, DECODE_FCPROJ_STAGES>(branches, inp, weight, N);
 }
