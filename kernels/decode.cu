@@ -13,13 +13,14 @@
 // train_gpt2.py's Decoder is the specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows.
 // residual (N,C) and logits (B,Vp) are float32; query and atty (N,C), fch_gelu (N,4C), keys and values (B,NH,maxT,HS)
 // are elements. The position is in GPU memory, so that one graph is every step. `residual` above: what decode_project
-// left in `branches`, a part for each C of its inner dimension, is added to the residual stream. Attention and logits
-// have a kernel for many rows, too; a row's bits do not depend on who else is there.
+// left in `branches`, a part for each C of its inner dimension, is added to the residual stream. Many rows have kernels
+// of their own, *_many, for all but the first two and the last one above; in place of decode_project there are two, for
+// attproj and fcproj, which leave each part in pieces. A row's bits do not depend on who else is there.
 //
 // A step reads all weights once: that is its floor; what it waits for otherwise is one kernel after the other. So each
 // begins as early as there is room, requests its weights, and only then waits for its inputs (programmatic dependent
-// launch); and its code is short, because it is fetched for a single pass. The matmuls are in decode_matmul.cu and
-// decode_logits.cu.
+// launch); and its code is short, because it is fetched for a single pass. The matmuls are in decode_matmul.cu,
+// decode_many.cu and decode_logits.cu.
 
 #include "decode.cuh"
 #include "softmax.cuh"

@@ -41,7 +41,8 @@ __device__ inline void wait_for_inputs() {
 // Where N is small, each block of a matmul does the layernorm for itself, in less time than a kernel of its own takes
 // to begin; both ways have the same bits.
 
-// out (N,C) = inp (N,C) + branch_bias (C,) + the parts of branches (.,N,C); out is another buffer than inp.
+// out (N,C) = inp (N,C) + branch_bias (C,) + the parts of branches (.,N,C), or their pieces; out is another buffer than
+// inp.
 struct Residual {
     float* out;
     const float *inp, *branches;
@@ -75,7 +76,7 @@ __device__ inline float sum_over_block(float x, int turn) {
     return x;
 }
 
-// normed (C,) = the layernorm of row n of N of residual.out, of `COUNT` parts, in PIECES each, by all threads of a block;
+// normed (C,) = the layernorm of row n of N of residual.out, of COUNT parts of PIECES each, by all threads of a block;
 // write: that row, too. Waits for what other kernels write after it has requested what they do not.
 template <int COUNT, int PIECES = 1>
 __device__ inline void normalize(element* normed, const Residual& residual, const element* weight, const element* bias,

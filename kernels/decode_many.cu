@@ -1,44 +1,43 @@
-// The matmuls of a layer for more than X_ROWS rows of x (see decode.cu), with the bits of decode_matmul.cu's. There, a
-// block that reads a weight has few rows of x to multiply by it, and with many rows, what the multiprocessors take in
-// from the L2 cache is the time. Here, a block has a larger tile of the result, and both operands stream through its
-// shared memory. The projections, whose result is small, have blocks for pieces of the inner dimension, too: each piece
-// is what two warps of matmul_rows have, and decode_layernorm adds up the pieces, in the order of matmul_rows.
+// The matmuls of a layer for more than X_ROWS rows of x (see decode.cu), with the same bits as those of few rows. What
+// the multiprocessors take in from the L2 cache is their time, and the larger a block's tile of the result, the fewer
+// blocks read the same rows. So a block has up to 64 rows of x and tens of columns (rows of the weight), and both
+// operands stream through its shared memory. Where the result is too small for that, in the projections, a block has
+// only a piece of the inner dimension: what two warps of matmul_rows have. Whoever reads the result adds up the pieces
+// (normalize), in the order of matmul_rows.
 
 #include "decode_matmul.cuh"
 #include "gelu.cuh"
 
-constexpr int PIECE_WAYS = WARPS / DECODE_PIECES;  // warps of matmul_rows whose chunks are a piece
+constexpr int PIECE_WAYS = WARPS / DECODE_PIECES;  // warps of matmul_rows that have a piece
 
 static_assert(PIECE_WAYS % 2 == 0, "matmul_rows adds up its warps' sums two by two");
 
-// (row, column) of a block's tile of the result; bytes beside it are the launch's, as decode_many_shared has them.
+// Block (THREADS); grid (N / (16 * X_TILES) rounded up, OC / COLUMNS rounded up, all pieces). x (N,PARTS*C), weight
+// (OC,PARTS*C); bias: added if a piece is all of C. Shared memory: decode_many_shared. begin(): called while x is on
+// its way; it returns finish(row of the weight, n, the dot products with this row and the next one).
 //
-// A step is one chunk of each warp of matmul_rows. WAYS warps of a block have one of these chunks each: all of them, or
-// the two of the piece blockIdx.z. The other warps have the same chunks and other columns. In shared memory, a stage is
-// a step's part of the tile's rows of x, and of the weight: for each way and eight rows, each lane's 16 bytes, in the
-// order in which both the copies and the multiplications have them.
-//
-// Block (THREADS); grid (N / ROWS_HERE rounded up, OC / COLUMNS rounded up, PARTS * WARPS / WAYS). x (N,PARTS*C), weight
-// (OC,PARTS*C). bias: added by a block that has all of the inner dimension. begin(): called when x is requested; it
-// returns finish(row of the weight, n, the dot products with that row and the next one).
+// A step is a chunk of the inner dimension for each of WAYS warps, which are those of matmul_rows that have this piece.
+// The others have the same chunks, and other columns. A stage has the operands of a step: for each way, and for eight
+// rows at a time, 16 bytes for each lane, both for the copy and for the multiplication.
 template <int WAYS, int PARTS, int X_TILES, int COLUMNS, int STAGES, int OC, class Begin>
 __device__ inline void matmul_many(const element* x, const element* weight, const element* bias, int N,
                                    const Begin& begin) {
-    constexpr int PIECES = WARPS / WAYS;                             // of C; also how many warps share the columns
-    constexpr int EACH = COLUMNS / PIECES / 8, X_EIGHTS = 2 * X_TILES;  // times eight columns of a warp; rows of x
-    constexpr int STAGE = WAYS * (X_EIGHTS + PIECES * EACH) * 32;    // 16 bytes each
-    constexpr int INNER = PARTS * C, STEP = WARPS * CHUNK;
-    constexpr int SUM_STRIDE = COLUMNS | 8, SUMS = 8 * X_EIGHTS * SUM_STRIDE;  // floats; so that rows share no banks
-    constexpr int PAIRS = 8 * X_EIGHTS * COLUMNS / 2;  // of sums
-    constexpr bool HAS_BIAS = PIECES == 1;
+    constexpr int PIECES = WARPS / WAYS;                 // of C; and as many warps share the columns
+    constexpr int X_EIGHTS = 2 * X_TILES, X_ROWS_HERE = 8 * X_EIGHTS;
+    constexpr int EACH = COLUMNS / PIECES / 8;           // times eight columns of a warp
+    constexpr int STAGE = WAYS * (X_EIGHTS + PIECES * EACH) * 32;  // 16 bytes each
+    constexpr int INNER = PARTS * C;
+    constexpr int SUM_STRIDE = COLUMNS | 8, SUMS = X_ROWS_HERE * SUM_STRIDE;  // floats; writers do not meet in a bank
+    constexpr int PAIRS = X_ROWS_HERE * COLUMNS / 2;     // of sums
     static_assert(COLUMNS == PIECES * EACH * 8 && OC % 8 == 0, "a warp has whole fragments");
-    static_assert(PAIRS % THREADS == 0, "all threads have equally many sums to add up");
     static_assert(X_EIGHTS % PIECES == 0, "warps with the same chunks request equally many rows of x");
+    static_assert(PAIRS % THREADS == 0, "a thread adds up equally many sums as the others");
+    static_assert(STAGES <= STEPS && COLUMNS % PACK == 0, "all stages are used; the bias is copied 16 bytes at a time");
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int way = warp % WAYS, group = PIECES == 1 ? 0 : warp / WAYS, z = PIECES == 1 ? 0 : blockIdx.z;
     const int chunk = z % PIECES * WAYS + way;
-    const int first = blockIdx.x * 8 * X_EIGHTS, column = blockIdx.y * COLUMNS, rows = min(8 * X_EIGHTS, N - first);
+    const int first = blockIdx.x * X_ROWS_HERE, column = blockIdx.y * COLUMNS, rows = min(X_ROWS_HERE, N - first);
     const int inner = z / PIECES * C + begin_of(0, chunk);
     const auto x_at = [&](int step) { return shared + step % STAGES * STAGE + way * X_EIGHTS * 32 + lane; };
     const auto weight_at = [&](int step) {
@@ -46,7 +45,7 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
     };
     const auto in_weight = [&](int row) { return OC % COLUMNS == 0 || row < OC; };
     const auto request = [&](uint4* to, const element* from, int step, int row, bool is_there) {
-        copy_async(to, reinterpret_cast<const uint4*>(from + int64(row) * INNER + inner + step * STEP),
+        copy_async(to, reinterpret_cast<const uint4*>(from + int64(row) * INNER + inner + step * WARPS * CHUNK),
                    is_there && exists(step, chunk));
     };
     const auto request_weights = [&](int step) {  // that this lane will read itself
@@ -63,13 +62,13 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
             request(x_at(step) + n * 32, x, step, first + 8 * n + g, 8 * n + g < rows);
         }
     };
-    float* const sums = reinterpret_cast<float*>(shared);  // (WAYS,8*X_EIGHTS,SUM_STRIDE), in place of the stages
+    float* const sums = reinterpret_cast<float*>(shared);  // (WAYS,X_ROWS_HERE,SUM_STRIDE), where stages were
     element* const biases = reinterpret_cast<element*>(shared + max(STAGES * STAGE, WAYS * SUMS / 4));
 
     let_next_begin();
 #pragma unroll
     for (int step = 0; step < STAGES; step++) request_weights(step);
-    if (HAS_BIAS && threadIdx.x < COLUMNS / PACK) {
+    if (PIECES == 1 && threadIdx.x < COLUMNS / PACK) {
         const int row = threadIdx.x * PACK;
         copy_async(reinterpret_cast<uint4*>(biases + row), reinterpret_cast<const uint4*>(bias + column + row),
                    in_weight(column + row));
@@ -108,9 +107,9 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
 #pragma unroll
         for (int k = 0; k < EACH; k++) {
             const Sums& both = d[n / 2][k];
-            const int h = n % 2 * 2;
-            *reinterpret_cast<float2*>(sums + way * SUMS + (8 * n + g) * SUM_STRIDE + (group * EACH + k) * 8 + 2 * t) = {
-                both[0][h] + both[1][h], both[0][h + 1] + both[1][h + 1]};
+            const int h = n % 2 * 2, at = (8 * n + g) * SUM_STRIDE + (group * EACH + k) * 8 + 2 * t;
+            *reinterpret_cast<float2*>(sums + way * SUMS + at) = {both[0][h] + both[1][h],
+                                                                  both[0][h + 1] + both[1][h + 1]};
         }
     }
     __syncthreads();
@@ -118,7 +117,7 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
     for (int k = 0; k < PAIRS / THREADS; k++) {
         const int i = k * THREADS + threadIdx.x, n = i / (COLUMNS / 2), r = i % (COLUMNS / 2) * 2;
         float2 sum = {0.0f, 0.0f};
-        if (HAS_BIAS) sum = {to_float(biases[r]), to_float(biases[r + 1])};
+        if (PIECES == 1) sum = {to_float(biases[r]), to_float(biases[r + 1])};
 #pragma unroll
         for (int w = 0; w < WAYS; w += 2) {
             const float2 a = *reinterpret_cast<const float2*>(sums + w * SUMS + n * SUM_STRIDE + r);

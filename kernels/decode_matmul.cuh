@@ -1,7 +1,8 @@
 // The matmuls of text generation (see decode.cu): out (N,OC) = x @ weight^T on the tensor cores, 16 rows of x by 8 of
 // the weight at a time. A block has 16 rows of x, and ROWS rows of the weight at a time; its warps share the inner
 // dimension, C of it. Each lane requests the weights that it will multiply, and keeps its part of x in registers. The
-// order of each sum is the same whatever N is: warps' sums are added up two by two.
+// order of each sum is the same whatever N is, here and in the kernels for many rows: warps' sums are added up two by
+// two.
 
 #pragma once
 

@@ -67,6 +67,8 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, monkeypat
     launched, many = {launch.name for launch in fake_gpu.launches} - {"round_weights"}, B == 40
     logits_many = many and decoder.device.geometry.DECODE_MANY_STAGES > 0
     unused = {"decode_logits" if logits_many else "decode_logits_many"}
+    if many:  # for prompts, the others have these kernels, too
+        unused |= {"decode_qkv", "decode_project", "decode_fc"}
     assert launched | unused == set(parameters) and "decode_attention_many" in launched  # for prompts, too
     for launch in fake_gpu.launches:
         if launch.name == "round_weights":
@@ -145,7 +147,8 @@ def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
     close("query", ours.acts.query[:N], acts.qkv[..., :C])
     close("atty", ours.acts.atty[:N], acts.atty)
     close("fch_gelu", ours.acts.fch_gelu[:N], acts.fch_gelu)
-    branch = ours.acts.branches.reshape(-1)[: 4 * N * C].reshape(4, N, C).get().sum(0)
+    parts = 4 * ours.device.geometry.DECODE_PIECES if cuda.decode_is_many(ours.device, N) else 4
+    branch = ours.acts.branches.reshape(-1)[: parts * N * C].reshape(parts, N, C).get().sum(0)
     close("fcproj", (branch + layer(cpu.params, config.L - 1).fcprojb), acts.branch.reshape(N, C))
     for name in ("keys", "values"):
         mine, theirs = to_float32(getattr(ours.cache, name)), getattr(cpu.cache, name)
@@ -184,6 +187,30 @@ def test_logits_do_not_depend_on_the_batch(decoders, config, dtype):
         decoder = decoders(config, dtype, n)[0]
         for begin in (0, 17, B - n):
             for all_rows, some in zip(together, logits(decoder, inputs[begin : begin + n])):
+                assert np.array_equal(all_rows[begin : begin + n], some)
+
+
+@pytest.mark.parametrize("config, dtype", [case for case in CASES if case[0].C >= 240],
+                         ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
+def test_layers_do_not_depend_on_the_batch(decoders, config, dtype):
+    """To the bit, at the first position: the last layer's tensors, which have all that is before them."""
+    B = 70
+    tokens = np.random.default_rng(os.getpid()).integers(0, config.V, B, dtype=np.int32)
+
+    def layers(decoder, tokens):
+        with decoder.device.stream:
+            decoder.set(position=0)
+            decoder.acts.tokens[: len(tokens)].set(tokens)
+            decoder.trunk(len(tokens), 1)
+            cache = layer(decoder.cache, config.L - 1)
+            tensors = decoder.acts.query, decoder.acts.fch_gelu, cache.keys[:, :, 0], cache.values[:, :, 0]
+            return [tensor[: len(tokens)].get().view(np.uint8) for tensor in tensors]
+
+    together = layers(decoders(config, dtype, B)[0], tokens)
+    for n in (1, 16, 17, 64):
+        decoder = decoders(config, dtype, n)[0]
+        for begin in (0, B - n):
+            for all_rows, some in zip(together, layers(decoder, tokens[begin : begin + n])):
                 assert np.array_equal(all_rows[begin : begin + n], some)
 
 
