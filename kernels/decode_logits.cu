@@ -41,69 +41,69 @@ MATMUL decode_logits(float* logits, Tile* tiles, float* residual, const float* i
 
 #if DECODE_MANY_STAGES
 
-constexpr int MANY_ROWS = DECODE_MANY_ROWS;       // of wte, at a time
-constexpr int PIECES = WARPS / 2;                 // of a row of wte: each the chunks of two warps of matmul_rows
-constexpr int STAGES = DECODE_MANY_STAGES;        // of a ring of pieces of MANY_ROWS rows
-constexpr int STAGE = 2 * STEPS * MANY_ROWS * 4;  // 16 bytes each
-constexpr int X_TILES = DECODE_MANY_TILES;        // of 16 rows of x, in a block
-constexpr int X_EACH = X_TILES / 2;               // in a warp
+constexpr int MANY_ROWS = DECODE_MANY_ROWS;   // of wte, at a time
+constexpr int STAGES = DECODE_MANY_STAGES;    // of a ring: each has what a warp of matmul_rows has of MANY_ROWS rows
+constexpr int STAGE = STEPS * MANY_ROWS * 4;  // 16 bytes each
+constexpr int X_TILES = DECODE_MANY_TILES;    // of 16 rows of x, in a block
+constexpr int X_EACH = X_TILES / 2;           // in a warp
+constexpr int W_EACH = MANY_ROWS / 32;        // of 8 rows of wte, in a warp
 
-static_assert(WARPS == 8 && MANY_ROWS == 64, "two warps along x, four along wte, and each requests 8 rows of that");
-static_assert(ROWS == 16, "a warp has the logits of whole tiles");
+static_assert(WARPS == 8 && MANY_ROWS % 64 == 0, "two warps along x, four along wte; each requests 8 rows at a time");
+static_assert(ROWS == 16 && Vp % MANY_ROWS == 0, "a warp has the logits of whole tiles");
 static_assert(16 * (STAGES * STAGE + X_TILES * DECODE_ROW_BYTES) <= DECODE_MANY_SHARED, "the launch makes room");
 
-// One or two tiles of 16 rows of x by 16 rows of wte: sums in the order of matmul_rows.
-typedef FragmentD ManySums[X_EACH][2];
+// Tiles of 16 rows of x by 8 of wte.
+typedef FragmentD ManySums[X_EACH][W_EACH];
 
-__device__ inline void request_piece(uint4* to, const element* rows, int piece) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const element* const from = rows + (8 * warp + lane / 4) * C;
+template <class F>
+__device__ inline void for_all_sums(const F& f) {
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; i++) {
-        const int w = 2 * piece + i / STEPS, step = i % STEPS;
-        if (!exists(step, w)) continue;
-        copy_async(to + (i * MANY_ROWS / 8 + warp) * 32 + lane,
-                   reinterpret_cast<const uint4*>(from + begin_of(step, w)), true);
+    for (int n = 0; n < X_EACH; n++) {
+#pragma unroll
+        for (int k = 0; k < W_EACH; k++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) f(n, k, e);
+        }
     }
 }
 
-__device__ inline void multiply_piece(ManySums& sums, const element* x, const uint4* weights, int piece) {
+// w: the warp of matmul_rows whose chunks these are.
+__device__ inline void request_stage(uint4* to, const element* rows, int w) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const element* const from = rows + (8 * warp + lane / 4) * C;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        if (!exists(step, w)) continue;
+#pragma unroll
+        for (int group = 0; group < MANY_ROWS / 8; group += WARPS) {
+            copy_async(to + (step * MANY_ROWS / 8 + group + warp) * 32 + lane,
+                       reinterpret_cast<const uint4*>(from + group * 8 * C + begin_of(step, w)), true);
+        }
+    }
+}
+
+// sums = that warp's.
+__device__ inline void multiply_stage(ManySums& sums, const element* x, const uint4* weights, int w) {
     const int lane = threadIdx.x % 32;
-    ManySums pair;
+    Sums d[X_EACH][W_EACH] = {};
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int w = 2 * piece + half;
-        Sums d[X_EACH][2] = {};
+    for (int step = 0; step < STEPS; step++) {
+        const bool there = exists(step, w);
+        uint4 weight[W_EACH];
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            const bool there = exists(step, w);
-            uint4 weight[2];
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                weight[k] = there ? weights[((half * STEPS + step) * MANY_ROWS / 8 + k) * 32 + lane] : uint4{};
-            }
-#pragma unroll
-            for (int n = 0; n < X_EACH; n++) {
-                const element* const row = x + (16 * n + lane / 4) * STRIDE + begin_of(step, w);
-                Inputs inputs = {};
-                if (there) inputs = {load_bits(row), load_bits(row + 8 * STRIDE)};
-#pragma unroll
-                for (int k = 0; k < 2; k++) multiply(d[n][k], inputs, weight[k]);
-            }
+        for (int k = 0; k < W_EACH; k++) {
+            weight[k] = there ? weights[(step * MANY_ROWS / 8 + k) * 32 + lane] : uint4{};
         }
 #pragma unroll
         for (int n = 0; n < X_EACH; n++) {
+            const element* const row = x + (16 * n + lane / 4) * STRIDE + begin_of(step, w);
+            Inputs inputs = {};
+            if (there) inputs = {load_bits(row), load_bits(row + 8 * STRIDE)};
 #pragma unroll
-            for (int k = 0; k < 2; k++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float sum = d[n][k][0][e] + d[n][k][1][e];
-                    if (half == 0) pair[n][k][e] = sum;
-                    else sums[n][k][e] += pair[n][k][e] + sum;
-                }
-            }
+            for (int k = 0; k < W_EACH; k++) multiply(d[n][k], inputs, weight[k]);
         }
     }
+    for_all_sums([&](int n, int k, int e) { sums[n][k][e] = d[n][k][0][e] + d[n][k][1][e]; });
 }
 
 // What decode_logits does with its sums, of a tile, for four lanes with a row of x: n. row: of wte, a lane's first one.
@@ -148,7 +148,7 @@ decode_logits_many(float* logits, Tile* tiles, const element* normed, const elem
     const auto row_of = [&](int i) { return int(blockIdx.x + i * gridDim.x) * MANY_ROWS; };
     const auto weights = [](int k) { return shared + k % STAGES * STAGE; };
     const auto request = [&](int k) {
-        if (k < count * PIECES) request_piece(weights(k), wte + int64(row_of(k / PIECES)) * C, k % PIECES);
+        if (k < count * WARPS) request_stage(weights(k), wte + int64(row_of(k / WARPS)) * C, k % WARPS);
         copies_commit();
     };
     let_next_begin();
@@ -162,22 +162,30 @@ decode_logits_many(float* logits, Tile* tiles, const element* normed, const elem
         *reinterpret_cast<uint4*>(x + n * STRIDE + c) =
             n < rows ? load_bits(normed + int64(begin + n) * C + c) : uint4{};
     }
-    const int first = warp / 4 * 16 * X_EACH, column = warp % 4 * 16;  // this warp's, of rows of x and of wte
+    const int first = warp / 4 * 16 * X_EACH, column = warp % 4 * 8 * W_EACH;  // this warp's, of x and of wte
     for (int i = 0, k = 0; i < count; i++) {
         ManySums sums = {};
 #pragma unroll 1
-        for (int piece = 0; piece < PIECES; piece++, k++) {
-            copies_wait<STAGES - 2>();
-            __syncthreads();  // this stage is there, and all have read the one before it
-            request(k + STAGES - 1);
-            multiply_piece(sums, x + first * STRIDE, weights(k) + column * 4, piece);
+        for (int w = 0; w < WARPS; w += 2) {  // in the order of matmul_rows
+            ManySums pair[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++, k++) {
+                copies_wait<STAGES - 2>();
+                __syncthreads();  // this stage is there, and all have read the one before it
+                request(k + STAGES - 1);
+                multiply_stage(pair[half], x + first * STRIDE, weights(k) + column * 4, w + half);
+            }
+            for_all_sums([&](int n, int k, int e) { sums[n][k][e] += pair[0][n][k][e] + pair[1][n][k][e]; });
         }
 #pragma unroll
         for (int n = 0; n < 2 * X_EACH; n++) {
-            const FragmentD(&both)[2] = sums[n / 2];
             const int h = n % 2 * 2, at = first + 8 * n + lane / 4;
-            finish_tile(logits, tiles, {{both[0][h], both[0][h + 1]}, {both[1][h], both[1][h + 1]}}, begin + at,
-                        row_of(i) + column + lane % 4 * 2, at < rows, temperature);
+#pragma unroll
+            for (int k = 0; k < W_EACH; k += 2) {
+                const FragmentD &left = sums[n / 2][k], &right = sums[n / 2][k + 1];
+                finish_tile(logits, tiles, {{left[h], left[h + 1]}, {right[h], right[h + 1]}}, begin + at,
+                            row_of(i) + column + 8 * k + lane % 4 * 2, at < rows, temperature);
+            }
         }
     }
 }

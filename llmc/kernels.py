@@ -264,7 +264,7 @@ def decode_geometry(config, precision, shared):
         DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
         DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_MANY_ROWS=64, DECODE_PIECES=4, DECODE_MANY_BLOCKS=2 if bf16 and row <= 2048 else 1,
+        DECODE_MANY_ROWS=128, DECODE_PIECES=4, DECODE_MANY_BLOCKS=2 if bf16 and row <= 2048 else 1,
         DECODE_QKV_TILES=4, DECODE_QKV_COLUMNS=24, DECODE_FC_TILES=4, DECODE_FC_COLUMNS=24,
         DECODE_ATTPROJ_TILES=4, DECODE_ATTPROJ_COLUMNS=32, DECODE_FCPROJ_TILES=4, DECODE_FCPROJ_COLUMNS=96,
         DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
@@ -278,10 +278,13 @@ def decode_geometry(config, precision, shared):
         fit = [stages for stages in range(1, min(4, blocks(row, 64 * warps)) + 1)
                if decode_many_shared(geometry, name, stages) <= geometry.DECODE_SHARED]
         setattr(geometry, f"DECODE_{name}_STAGES", max(fit))
-    stage = 2 * 64 * geometry.DECODE_MANY_ROWS * blocks(row, 64 * warps)  # bytes of MANY_ROWS rows that two warps read
-    for geometry.DECODE_MANY_TILES in (4, 2):
+    many = geometry.DECODE_MANY_ROWS
+    for geometry.DECODE_MANY_TILES, geometry.DECODE_MANY_ROWS in ((4, many), (4, 64), (2, many), (2, 64)):
+        if config.Vp % geometry.DECODE_MANY_ROWS:
+            continue
+        stage = 64 * geometry.DECODE_MANY_ROWS * blocks(row, 64 * warps)  # bytes that a warp has of these rows
         rows = 16 * geometry.DECODE_MANY_TILES * geometry.DECODE_ROW_BYTES
-        geometry.DECODE_MANY_STAGES = max(0, min(4, (geometry.DECODE_SHARED - rows) // stage))
+        geometry.DECODE_MANY_STAGES = max(0, min(5, (geometry.DECODE_SHARED - rows) // stage))
         geometry.DECODE_MANY_SHARED = rows + geometry.DECODE_MANY_STAGES * stage
         if geometry.DECODE_MANY_STAGES >= 2:
             return vars(geometry)
