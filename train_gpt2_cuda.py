@@ -667,8 +667,8 @@ def decode_layernorm(device, x, count, N, pieces=1):
     where N is small."""
     if N <= device.geometry.DECODE_FEW:
         return x._replace(normed=None)
-    device.launch("decode_layernorm", (N,), (WARP * device.geometry.DECODE_WARPS,), x.normed, x.residual, x.inp,
-                  x.branches, x.branch_bias, x.weight, x.bias, count, pieces, early=True)
+    device.launch("decode_layernorm" + "_many" * (pieces > 1), (N,), (WARP * device.geometry.DECODE_WARPS,), x.normed,
+                  x.residual, x.inp, x.branches, x.branch_bias, x.weight, x.bias, count, early=True)
     return x
 
 

@@ -14,7 +14,7 @@
 // residual (N,C) and logits (B,Vp) are float32; query and atty (N,C), fch_gelu (N,4C), keys and values (B,NH,maxT,HS)
 // are elements. The position is in GPU memory, so that one graph is every step. `residual` above: what decode_project
 // left in `branches`, a part for each C of its inner dimension, is added to the residual stream. Many rows have kernels
-// of their own, *_many, for all but the first two and the last one above; in place of decode_project there are two, for
+// of their own, *_many, for all but the first and the last one above; in place of decode_project there are two, for
 // attproj and fcproj, which leave each part in pieces. A row's bits do not depend on who else is there.
 //
 // A step reads all weights once: that is its floor; what it waits for otherwise is one kernel after the other. So each
@@ -45,17 +45,27 @@ extern "C" __global__ void decode_embed(float* residual, float* branches, const 
 // Block (THREADS); grid (N).
 extern "C" __global__ void __launch_bounds__(THREADS)
 decode_layernorm(element* normed, float* residual, const float* inp, const float* branches, const element* branch_bias,
-                 const element* weight, const element* bias, int count, int pieces) {
+                 const element* weight, const element* bias, int count) {
     let_next_begin();
     const int n = blockIdx.x, N = gridDim.x;
     const Residual stream = {residual, inp, branches, branch_bias};
     element* const to = normed + int64(n) * C;
-    if (pieces > 1 && count == 1) normalize<1, DECODE_PIECES>(to, stream, weight, bias, n, N, true);
-    else if (pieces > 1) normalize<4, DECODE_PIECES>(to, stream, weight, bias, n, N, true);
-    else if (count == 1) normalize<1>(to, stream, weight, bias, n, N, true);
+    if (count == 1) normalize<1>(to, stream, weight, bias, n, N, true);
     else normalize<4>(to, stream, weight, bias, n, N, true);
 }
 
+// The same where decode_attproj_many or decode_fcproj_many has left the parts in pieces. Given the second bound, the
+// compiler takes enough registers to request all pieces at once.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+decode_layernorm_many(element* normed, float* residual, const float* inp, const float* branches,
+                      const element* branch_bias, const element* weight, const element* bias, int count) {
+    let_next_begin();
+    const int n = blockIdx.x, N = gridDim.x;
+    const Residual stream = {residual, inp, branches, branch_bias};
+    element* const to = normed + int64(n) * C;
+    if (count == 1) normalize<1, DECODE_PIECES>(to, stream, weight, bias, n, N, true);
+    else normalize<4, DECODE_PIECES>(to, stream, weight, bias, n, N, true);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // attention: SPLIT positions of a head at a time; the last block of a head adds up all parts

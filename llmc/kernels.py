@@ -42,7 +42,8 @@ KERNELS = {  # layer -> its kernels
                "round_weights", "hold", "fill_random"),
 }
 DECODE = {  # text generation, which not every run needs
-    "decode": ("decode_embed", "decode_layernorm", "decode_attention", "decode_attention_many", "decode_sample"),
+    "decode": ("decode_embed", "decode_layernorm", "decode_layernorm_many", "decode_attention", "decode_attention_many",
+               "decode_sample"),
     "decode_matmul": ("decode_qkv", "decode_project", "decode_fc"),
     "decode_many": ("decode_qkv_many", "decode_attproj_many", "decode_fc_many", "decode_fcproj_many"),
     "decode_logits": ("decode_logits", "decode_logits_many"),
