@@ -737,7 +737,7 @@ def decode_is_many(device, N):
 
 
 def decode_many(device, name, arguments, N, OC, pieces=1):
-    """Launch the matmul `name` of many rows, N, with a weight (OC,.): a block for each of `pieces` of its rows."""
+    """Launch the matmul `name` of many rows, N, with a weight (OC,.), whose rows blocks have in `pieces`."""
     g, kind = device.geometry, name.upper()
     tiles, columns, stages = (getattr(g, f"DECODE_{kind}_{what}") for what in ("TILES", "COLUMNS", "STAGES"))
     device.launch(f"decode_{name}_many", (blocks(N, 16 * tiles), blocks(OC, columns), pieces),

@@ -22,13 +22,11 @@ static_assert(PIECE_WAYS % 2 == 0, "matmul_rows adds up its warps' sums two by t
 template <int WAYS, int PARTS, int X_TILES, int COLUMNS, int STAGES, int OC, class Begin>
 __device__ inline void matmul_many(const element* x, const element* weight, const element* bias, int N,
                                    const Begin& begin) {
-    constexpr int PIECES = WARPS / WAYS;                 // of C; and as many warps share the columns
-    constexpr int X_EIGHTS = 2 * X_TILES, X_ROWS_HERE = 8 * X_EIGHTS;
-    constexpr int EACH = COLUMNS / PIECES / 8;           // times eight columns of a warp
-    constexpr int STAGE = WAYS * (X_EIGHTS + PIECES * EACH) * 32;  // 16 bytes each
-    constexpr int INNER = PARTS * C;
+    constexpr int INNER = PARTS * C, PIECES = WARPS / WAYS;  // of each C; and so many warps share the columns
+    constexpr int X_EIGHTS = 2 * X_TILES, EACH = COLUMNS / PIECES / 8;  // eights: of a block's rows, a warp's columns
+    constexpr int STAGE = WAYS * (X_EIGHTS + PIECES * EACH) * 32;       // 16 bytes each
+    constexpr int X_ROWS_HERE = 8 * X_EIGHTS, PAIRS = X_ROWS_HERE * COLUMNS / 2;  // of sums
     constexpr int SUM_STRIDE = COLUMNS | 8, SUMS = X_ROWS_HERE * SUM_STRIDE;  // floats; writers do not meet in a bank
-    constexpr int PAIRS = X_ROWS_HERE * COLUMNS / 2;     // of sums
     static_assert(COLUMNS == PIECES * EACH * 8 && OC % 8 == 0, "a warp has whole fragments");
     static_assert(X_EIGHTS % PIECES == 0, "warps with the same chunks request equally many rows of x");
     static_assert(PAIRS % THREADS == 0, "a thread adds up equally many sums as the others");
