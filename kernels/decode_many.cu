@@ -126,7 +126,7 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
     }
 }
 
-#define MATMUL_MANY extern "C" __global__ void __launch_bounds__(THREADS, DECODE_MANY_BLOCKS)
+#define MATMUL_MANY extern "C" __global__ void __launch_bounds__(THREADS)
 
 MATMUL_MANY decode_qkv_many(element* query, element* keys, element* values, const element* normed,
                             const element* weight, const element* bias, const Control* control, int maxT, int T,

@@ -255,8 +255,7 @@ def decode_geometry(config, precision, shared):
     block works on SPLIT positions at a time, 8 for each group of lanes. SHARED: bytes that a block may use.
 
     For more than X_ROWS rows of x, a layer's matmuls have blocks of TILES * 16 of them by COLUMNS rows of the weight,
-    MANY_BLOCKS on a multiprocessor as far as registers go, and a ring of STAGES stages; ATTPROJ's and FCPROJ's have one
-    of PIECES pieces of each C of the inner dimension.
+    and a ring of STAGES stages; ATTPROJ's and FCPROJ's have one of PIECES pieces of each C of the inner dimension.
     """
     warps, bf16 = 8, precision.bf16
     row = config.C * (2 if bf16 else 4)
@@ -265,8 +264,8 @@ def decode_geometry(config, precision, shared):
         DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
         DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_MANY_ROWS=128, DECODE_PIECES=4, DECODE_MANY_BLOCKS=2 if bf16 and row <= 2048 else 1,
-        DECODE_QKV_TILES=4, DECODE_QKV_COLUMNS=24, DECODE_FC_TILES=4, DECODE_FC_COLUMNS=24,
+        DECODE_MANY_ROWS=128, DECODE_PIECES=4,
+        DECODE_QKV_TILES=2, DECODE_QKV_COLUMNS=48, DECODE_FC_TILES=2, DECODE_FC_COLUMNS=48,
         DECODE_ATTPROJ_TILES=4, DECODE_ATTPROJ_COLUMNS=32, DECODE_FCPROJ_TILES=4, DECODE_FCPROJ_COLUMNS=96,
         DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
     for geometry.DECODE_ROWS in (16, 8):
