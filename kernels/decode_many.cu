@@ -10,7 +10,7 @@
 
 constexpr int PIECE_WAYS = WARPS / DECODE_PIECES;  // warps of matmul_rows that have a piece
 
-static_assert(PIECE_WAYS % 2 == 0, "matmul_rows adds up its warps' sums two by two");
+static_assert(PIECE_WAYS == 2, "matmul_rows adds up its warps' sums two by two, and then these pairs");
 
 // Block (THREADS); grid (N / (16 * X_TILES) rounded up, OC / COLUMNS rounded up, all pieces). x (N,PARTS*C), weight
 // (OC,PARTS*C); bias: added if a piece is all of C. Shared memory: decode_many_shared. begin(): called while x is on
