@@ -46,7 +46,7 @@ from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import load_hellaswag
 from llmc.files import chunks, locked
 from llmc.kernels import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files,
-                          decode_many_shared, decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
+                          decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
 from llmc.logger import Log
 from llmc.matmul import ALIGN, Matmul
 from llmc.precision import Precision, describe_precision
@@ -738,10 +738,10 @@ def decode_is_many(device, N):
 
 def decode_many(device, name, arguments, N, OC, pieces=1):
     """Launch the matmul `name` of many rows, N, with a weight (OC,.), whose rows blocks have in `pieces`."""
-    g, kind = device.geometry, name.upper()
-    tiles, columns, stages = (getattr(g, f"DECODE_{kind}_{what}") for what in ("TILES", "COLUMNS", "STAGES"))
+    g = device.geometry
+    tiles, columns, shared = (getattr(g, f"DECODE_{name.upper()}_{what}") for what in ("TILES", "COLUMNS", "SHARED"))
     device.launch(f"decode_{name}_many", (blocks(N, 16 * tiles), blocks(OC, columns), pieces),
-                  (WARP * g.DECODE_WARPS,), *arguments, N, shared=decode_many_shared(g, kind, stages), early=True)
+                  (WARP * g.DECODE_WARPS,), *arguments, N, shared=shared, early=True)
 
 
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, tiles, B):

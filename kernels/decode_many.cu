@@ -13,13 +13,13 @@ constexpr int PIECE_WAYS = WARPS / DECODE_PIECES;  // warps of matmul_rows that 
 static_assert(PIECE_WAYS == 2, "matmul_rows adds up its warps' sums two by two, and then these pairs");
 
 // Block (THREADS); grid (N / (16 * X_TILES) rounded up, OC / COLUMNS rounded up, all pieces). x (N,PARTS*C), weight
-// (OC,PARTS*C); bias: added if a piece is all of C. Shared memory: decode_many_shared. begin(): called while x is on
-// its way; it returns finish(row of the weight, n, the dot products with this row and the next one).
+// (OC,PARTS*C); bias: added if a piece is all of C. SHARED: bytes of dynamic shared memory. begin(): called while x is
+// on its way; it returns finish(row of the weight, n, the dot products with this row and the next one).
 //
 // A step is a chunk of the inner dimension for each of WAYS warps, which are those of matmul_rows that have this piece.
 // The others have the same chunks, and other columns. A stage has the operands of a step: for each way, and for eight
 // rows at a time, 16 bytes for each lane, both for the copy and for the multiplication.
-template <int WAYS, int PARTS, int X_TILES, int COLUMNS, int STAGES, int OC, class Begin>
+template <int WAYS, int PARTS, int X_TILES, int COLUMNS, int STAGES, int SHARED, int OC, class Begin>
 __device__ inline void matmul_many(const element* x, const element* weight, const element* bias, int N,
                                    const Begin& begin) {
     constexpr int INNER = PARTS * C, PIECES = WARPS / WAYS;  // of each C; and so many warps share the columns
@@ -27,9 +27,11 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
     constexpr int STAGE = WAYS * (X_EIGHTS + PIECES * EACH) * 32;       // 16 bytes each
     constexpr int X_ROWS_HERE = 8 * X_EIGHTS, PAIRS = X_ROWS_HERE * COLUMNS / 2;  // of sums
     constexpr int SUM_STRIDE = COLUMNS | 8, SUMS = X_ROWS_HERE * SUM_STRIDE;  // floats; writers do not meet in a bank
+    constexpr int BIAS = STAGES * STAGE > WAYS * SUMS / 4 ? STAGES * STAGE : WAYS * SUMS / 4;  // behind both
     static_assert(COLUMNS == PIECES * EACH * 8 && OC % 8 == 0, "a warp has whole fragments");
     static_assert(X_EIGHTS % PIECES == 0, "warps with the same chunks request equally many rows of x");
     static_assert(PAIRS % THREADS == 0, "a thread adds up equally many sums as the others");
+    static_assert(16 * BIAS + COLUMNS * sizeof(element) <= SHARED, "the launch makes room");
     static_assert(STAGES <= STEPS && COLUMNS % PACK == 0, "all stages are used; the bias is copied 16 bytes at a time");
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -61,7 +63,7 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
         }
     };
     float* const sums = reinterpret_cast<float*>(shared);  // (WAYS,X_ROWS_HERE,SUM_STRIDE), where stages were
-    element* const biases = reinterpret_cast<element*>(shared + max(STAGES * STAGE, WAYS * SUMS / 4));
+    element* const biases = reinterpret_cast<element*>(shared + BIAS);
 
     let_next_begin();
 #pragma unroll
@@ -131,7 +133,7 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
 MATMUL_MANY decode_qkv_many(element* query, element* keys, element* values, const element* normed,
                             const element* weight, const element* bias, const Control* control, int maxT, int T,
                             int N) {
-    matmul_many<WARPS, 1, DECODE_QKV_TILES, DECODE_QKV_COLUMNS, DECODE_QKV_STAGES, 3 * C>(
+    matmul_many<WARPS, 1, DECODE_QKV_TILES, DECODE_QKV_COLUMNS, DECODE_QKV_STAGES, DECODE_QKV_SHARED, 3 * C>(
         normed, weight, bias, N, [&] {
             const QkvResult result = {query, keys, values, control->position, maxT, T};
             return [=](int row, int n, float2 x) { put_pair(result.at(row, n), x.x, x.y); };
@@ -140,7 +142,7 @@ MATMUL_MANY decode_qkv_many(element* query, element* keys, element* values, cons
 
 MATMUL_MANY decode_fc_many(element* fch_gelu, const element* normed, const element* weight, const element* bias,
                            int N) {
-    matmul_many<WARPS, 1, DECODE_FC_TILES, DECODE_FC_COLUMNS, DECODE_FC_STAGES, 4 * C>(
+    matmul_many<WARPS, 1, DECODE_FC_TILES, DECODE_FC_COLUMNS, DECODE_FC_STAGES, DECODE_FC_SHARED, 4 * C>(
         normed, weight, bias, N, [&] {
             return [=](int row, int n, float2 x) {
                 put_pair(fch_gelu + int64(n) * 4 * C + row, gelu(x.x), gelu(x.y));
@@ -149,9 +151,9 @@ MATMUL_MANY decode_fc_many(element* fch_gelu, const element* normed, const eleme
 }
 
 // branches (PARTS*PIECES,N,C) = the pieces of inp (N,PARTS*C) @ weight^T.
-template <int PARTS, int X_TILES, int COLUMNS, int STAGES>
+template <int PARTS, int X_TILES, int COLUMNS, int STAGES, int SHARED>
 __device__ inline void project_many(float* branches, const element* inp, const element* weight, int N) {
-    matmul_many<PIECE_WAYS, PARTS, X_TILES, COLUMNS, STAGES, C>(inp, weight, nullptr, N, [&] {
+    matmul_many<PIECE_WAYS, PARTS, X_TILES, COLUMNS, STAGES, SHARED, C>(inp, weight, nullptr, N, [&] {
         return [=](int row, int n, float2 x) {
             put_pair(branches + (int64(blockIdx.z) * N + n) * C + row, x.x, x.y);
         };
@@ -159,9 +161,11 @@ __device__ inline void project_many(float* branches, const element* inp, const e
 }
 
 MATMUL_MANY decode_attproj_many(float* branches, const element* inp, const element* weight, int N) {
-    project_many<1, DECODE_ATTPROJ_TILES, DECODE_ATTPROJ_COLUMNS, DECODE_ATTPROJ_STAGES>(branches, inp, weight, N);
+    project_many<1, DECODE_ATTPROJ_TILES, DECODE_ATTPROJ_COLUMNS, DECODE_ATTPROJ_STAGES, DECODE_ATTPROJ_SHARED>(
+        branches, inp, weight, N);
 }
 
 MATMUL_MANY decode_fcproj_many(float* branches, const element* inp, const element* weight, int N) {
-    project_many<4, DECODE_FCPROJ_TILES, DECODE_FCPROJ_COLUMNS, DECODE_FCPROJ_STAGES>(branches, inp, weight, N);
+    project_many<4, DECODE_FCPROJ_TILES, DECODE_FCPROJ_COLUMNS, DECODE_FCPROJ_STAGES, DECODE_FCPROJ_SHARED>(
+        branches, inp, weight, N);
 }

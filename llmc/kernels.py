@@ -275,9 +275,10 @@ def decode_geometry(config, precision, shared):
         raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a"
                         " block of this GPU can have: pass -s 0 to train without samples")
     for name in ("QKV", "FC", "ATTPROJ", "FCPROJ"):
-        fit = [stages for stages in range(1, min(4, blocks(row, 64 * warps)) + 1)
-               if decode_many_shared(geometry, name, stages) <= geometry.DECODE_SHARED]
-        setattr(geometry, f"DECODE_{name}_STAGES", max(fit))
+        for stages in range(1, min(4, blocks(row, 64 * warps)) + 1):  # one fits on every GPU
+            size = decode_many_shared(geometry, name, stages)
+            if size <= geometry.DECODE_SHARED:
+                vars(geometry).update({f"DECODE_{name}_STAGES": stages, f"DECODE_{name}_SHARED": size})
     many = geometry.DECODE_MANY_ROWS
     for geometry.DECODE_MANY_TILES, geometry.DECODE_MANY_ROWS in ((4, many), (4, 64), (2, many), (2, 64)):
         if config.Vp % geometry.DECODE_MANY_ROWS:

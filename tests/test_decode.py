@@ -17,7 +17,7 @@ from conftest import random_params
 from llmc.checkpoint import Config, write_model
 from llmc.compiler import Cache, compile_kernels
 from llmc.device import cp, to_float32
-from llmc.kernels import DECODE, decode_files, decode_many_shared, decode_shared, launch_geometry
+from llmc.kernels import DECODE, decode_files, decode_shared, launch_geometry
 from llmc.sampler import Choice, Random
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
 from test_kernels import PRECISIONS, accepts, signatures
@@ -53,8 +53,7 @@ def test_matmuls_fit_into_the_shared_memory_of_every_gpu():
         geometry = launch_geometry(config, precision, arch, SHARED[arch])
         assert decode_shared(geometry, 1, geometry.DECODE_FEW) <= SHARED[arch] - 2048
         for name in ("QKV", "FC", "ATTPROJ", "FCPROJ"):
-            stages = getattr(geometry, f"DECODE_{name}_STAGES")
-            assert stages >= 1 and decode_many_shared(geometry, name, stages) <= SHARED[arch] - 2048
+            assert getattr(geometry, f"DECODE_{name}_SHARED") <= SHARED[arch] - 2048
 
 
 @pytest.mark.parametrize("arch, precision", (("sm_75", "float32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
