@@ -709,12 +709,12 @@ def decode_fc(device, fch_gelu, x, weight, bias, B, T, C):
 def decode_logits(device, logits, tiles, x, wte, control, B, Vp):
     """logits (B,Vp) = x @ wte (Vp,C)^T; tiles (B,Vp/DECODE_ROWS,3) =, for decode_sample."""
     g = device.geometry
-    if B <= g.DECODE_X_ROWS or not g.DECODE_MANY_STAGES:
+    if not decode_is_many(device, B) or not g.DECODE_LOGITS_STAGES:
         arguments = logits, tiles, *x, wte, control
         return decode_matmul(device, "decode_logits", arguments, B, Vp, normalizes=x.normed is None)
-    grid = min(device.sm_count, Vp // g.DECODE_MANY_ROWS), blocks(B, 16 * g.DECODE_MANY_TILES)
+    grid = min(device.sm_count, Vp // g.DECODE_LOGITS_COLUMNS), blocks(B, 16 * g.DECODE_LOGITS_TILES)
     device.launch("decode_logits_many", grid, (WARP * g.DECODE_WARPS,), logits, tiles, x.normed, wte, control, B,
-                  shared=g.DECODE_MANY_SHARED, early=True)
+                  shared=g.DECODE_LOGITS_SHARED, early=True)
 
 
 def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
@@ -732,7 +732,7 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
 
 
 def decode_is_many(device, N):
-    """Whether N rows are so many that a layer has other matmuls."""
+    """Whether N rows of x are so many that the matmuls have other kernels."""
     return N > device.geometry.DECODE_X_ROWS
 
 

@@ -39,18 +39,18 @@ MATMUL decode_logits(float* logits, Tile* tiles, float* residual, const float* i
     });
 }
 
-#if DECODE_MANY_STAGES
+#if DECODE_LOGITS_STAGES
 
-constexpr int MANY_ROWS = DECODE_MANY_ROWS;   // of wte, at a time
-constexpr int STAGES = DECODE_MANY_STAGES;    // of a ring: each has what a warp of matmul_rows has of MANY_ROWS rows
-constexpr int STAGE = STEPS * MANY_ROWS * 4;  // 16 bytes each
-constexpr int X_TILES = DECODE_MANY_TILES;    // of 16 rows of x, in a block
-constexpr int X_EACH = X_TILES / 2;           // in a warp
-constexpr int W_EACH = MANY_ROWS / 32;        // of 8 rows of wte, in a warp
+constexpr int COLUMNS = DECODE_LOGITS_COLUMNS;  // rows of wte, at a time
+constexpr int STAGES = DECODE_LOGITS_STAGES;    // of a ring: each has what a warp of matmul_rows has of COLUMNS rows
+constexpr int STAGE = STEPS * COLUMNS * 4;      // 16 bytes each
+constexpr int X_TILES = DECODE_LOGITS_TILES;    // of 16 rows of x, in a block
+constexpr int X_EACH = X_TILES / 2;             // in a warp
+constexpr int W_EACH = COLUMNS / 32;            // of 8 rows of wte, in a warp
 
-static_assert(WARPS == 8 && MANY_ROWS % 64 == 0, "two warps along x, four along wte; each requests 8 rows at a time");
-static_assert(ROWS == 16 && Vp % MANY_ROWS == 0, "a warp has the logits of whole tiles");
-static_assert(16 * (STAGES * STAGE + X_TILES * DECODE_ROW_BYTES) <= DECODE_MANY_SHARED, "the launch makes room");
+static_assert(WARPS == 8 && COLUMNS % 64 == 0, "two warps along x, four along wte; each requests 8 rows at a time");
+static_assert(ROWS == 16 && Vp % COLUMNS == 0, "a warp has the logits of whole tiles");
+static_assert(16 * (STAGES * STAGE + X_TILES * DECODE_ROW_BYTES) <= DECODE_LOGITS_SHARED, "the launch makes room");
 
 // Tiles of 16 rows of x by 8 of wte.
 typedef FragmentD ManySums[X_EACH][W_EACH];
@@ -75,8 +75,8 @@ __device__ inline void request_stage(uint4* to, const element* rows, int w) {
     for (int step = 0; step < STEPS; step++) {
         if (!exists(step, w)) continue;
 #pragma unroll
-        for (int group = 0; group < MANY_ROWS / 8; group += WARPS) {
-            copy_async(to + (step * MANY_ROWS / 8 + group + warp) * 32 + lane,
+        for (int group = 0; group < COLUMNS / 8; group += WARPS) {
+            copy_async(to + (step * COLUMNS / 8 + group + warp) * 32 + lane,
                        reinterpret_cast<const uint4*>(from + group * 8 * C + begin_of(step, w)), true);
         }
     }
@@ -92,7 +92,7 @@ __device__ inline void multiply_stage(ManySums& sums, const element* x, const ui
         uint4 weight[W_EACH];
 #pragma unroll
         for (int k = 0; k < W_EACH; k++) {
-            weight[k] = there ? weights[(step * MANY_ROWS / 8 + k) * 32 + lane] : uint4{};
+            weight[k] = there ? weights[(step * COLUMNS / 8 + k) * 32 + lane] : uint4{};
         }
 #pragma unroll
         for (int n = 0; n < X_EACH; n++) {
@@ -138,21 +138,23 @@ __device__ inline void finish_tile(float* logits, Tile* tiles, const float (&x)[
     }
 }
 
-// Block (THREADS); grid (up to Vp / MANY_ROWS, N / (16 * X_TILES) rounded up). Shared memory: the ring, rows of x.
+// Block (THREADS); grid (up to Vp / COLUMNS, N / (16 * X_TILES) rounded up). Shared memory: the ring, rows of x.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 decode_logits_many(float* logits, Tile* tiles, const element* normed, const element* wte, const Control* control,
                    int N) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int begin = blockIdx.y * 16 * X_TILES, rows = min(16 * X_TILES, N - begin);
-    const int count = (Vp / MANY_ROWS - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);  // of MANY_ROWS
-    const auto row_of = [&](int i) { return int(blockIdx.x + i * gridDim.x) * MANY_ROWS; };
-    const auto weights = [](int k) { return shared + k % STAGES * STAGE; };
-    const auto request = [&](int k) {
-        if (k < count * WARPS) request_stage(weights(k), wte + int64(row_of(k / WARPS)) * C, k % WARPS);
+    const int count = (Vp / COLUMNS - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);  // times COLUMNS
+    const auto row_of = [&](int i) { return int(blockIdx.x + i * gridDim.x) * COLUMNS; };
+    const auto weights = [](int stage) { return shared + stage % STAGES * STAGE; };
+    const auto request = [&](int stage) {
+        if (stage < count * WARPS) {
+            request_stage(weights(stage), wte + int64(row_of(stage / WARPS)) * C, stage % WARPS);
+        }
         copies_commit();
     };
     let_next_begin();
-    for (int k = 0; k < STAGES - 1; k++) request(k);
+    for (int stage = 0; stage < STAGES - 1; stage++) request(stage);
     const float temperature = control->temperature;
     element* const x = reinterpret_cast<element*>(shared + STAGES * STAGE);
     wait_for_inputs();
@@ -163,17 +165,17 @@ decode_logits_many(float* logits, Tile* tiles, const element* normed, const elem
             n < rows ? load_bits(normed + int64(begin + n) * C + c) : uint4{};
     }
     const int first = warp / 4 * 16 * X_EACH, column = warp % 4 * 8 * W_EACH;  // this warp's, of x and of wte
-    for (int i = 0, k = 0; i < count; i++) {
+    for (int i = 0, stage = 0; i < count; i++) {
         ManySums sums = {};
 #pragma unroll 1
         for (int w = 0; w < WARPS; w += 2) {  // in the order of matmul_rows
             ManySums pair[2];
 #pragma unroll
-            for (int half = 0; half < 2; half++, k++) {
+            for (int half = 0; half < 2; half++, stage++) {
                 copies_wait<STAGES - 2>();
                 __syncthreads();  // this stage is there, and all have read the one before it
-                request(k + STAGES - 1);
-                multiply_stage(pair[half], x + first * STRIDE, weights(k) + column * 4, w + half);
+                request(stage + STAGES - 1);
+                multiply_stage(pair[half], x + first * STRIDE, weights(stage) + column * 4, w + half);
             }
             for_all_sums([&](int n, int k, int e) { sums[n][k][e] += pair[0][n][k][e] + pair[1][n][k][e]; });
         }

@@ -90,7 +90,7 @@ def decode_files(config, precision, geometry):
     model |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
     files = []
     for name, kernels in DECODE.items():
-        if not geometry.DECODE_MANY_STAGES:
+        if not geometry.DECODE_LOGITS_STAGES:
             kernels = tuple(kernel for kernel in kernels if kernel != "decode_logits_many")
         shared = {} if name == "decode" else dict.fromkeys(kernels, geometry.DECODE_SHARED)
         files.append(KernelFile(name, kernels, model, shared))
@@ -250,12 +250,12 @@ def decode_geometry(config, precision, shared):
 
     A matmul has tiles of ROWS rows of the weight and X_ROWS of the other operand, x, and as many BLOCKS on a
     multiprocessor as registers allow. FEW: up to this many rows of x, it does the layernorm itself. ROW_BYTES: of a row
-    in shared memory. decode_logits_many has MANY_ROWS rows of the weight, MANY_TILES * 16 rows of x, and a ring of
-    MANY_STAGES stages, 0 if there is no room for it. In attention, ROW_LANES lanes read a head's row, 16 bytes each; a
-    block works on SPLIT positions at a time, 8 for each group of lanes. SHARED: bytes that a block may use.
+    in shared memory. In attention, ROW_LANES lanes read a head's row, 16 bytes each; a block works on SPLIT positions
+    at a time, 8 for each group of lanes. SHARED: bytes that a block may use.
 
-    For more than X_ROWS rows of x, a layer's matmuls have blocks of TILES * 16 of them by COLUMNS rows of the weight,
-    and a ring of STAGES stages; ATTPROJ's and FCPROJ's have one of PIECES pieces of each C of the inner dimension.
+    For more than X_ROWS rows of x, QKV, FC, ATTPROJ, FCPROJ and LOGITS have blocks of TILES * 16 of them by COLUMNS
+    rows of the weight, a ring of STAGES stages, and SHARED bytes. A block of ATTPROJ and FCPROJ has one of PIECES
+    pieces of each C of the inner dimension. LOGITS_STAGES is 0 if there is no room for decode_logits_many.
     """
     warps, bf16 = 8, precision.bf16
     row = config.C * (2 if bf16 else 4)
@@ -264,7 +264,7 @@ def decode_geometry(config, precision, shared):
         DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
         DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_MANY_ROWS=128, DECODE_PIECES=4,
+        DECODE_PIECES=4,
         DECODE_QKV_TILES=2, DECODE_QKV_COLUMNS=48, DECODE_FC_TILES=2, DECODE_FC_COLUMNS=48,
         DECODE_ATTPROJ_TILES=4, DECODE_ATTPROJ_COLUMNS=32, DECODE_FCPROJ_TILES=4, DECODE_FCPROJ_COLUMNS=96,
         DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
@@ -279,17 +279,14 @@ def decode_geometry(config, precision, shared):
             size = decode_many_shared(geometry, name, stages)
             if size <= geometry.DECODE_SHARED:
                 vars(geometry).update({f"DECODE_{name}_STAGES": stages, f"DECODE_{name}_SHARED": size})
-    many = geometry.DECODE_MANY_ROWS
-    for geometry.DECODE_MANY_TILES, geometry.DECODE_MANY_ROWS in ((4, many), (4, 64), (2, many), (2, 64)):
-        if config.Vp % geometry.DECODE_MANY_ROWS:
-            continue
-        stage = 64 * geometry.DECODE_MANY_ROWS * blocks(row, 64 * warps)  # bytes that a warp has of these rows
-        rows = 16 * geometry.DECODE_MANY_TILES * geometry.DECODE_ROW_BYTES
-        geometry.DECODE_MANY_STAGES = max(0, min(5, (geometry.DECODE_SHARED - rows) // stage))
-        geometry.DECODE_MANY_SHARED = rows + geometry.DECODE_MANY_STAGES * stage
-        if geometry.DECODE_MANY_STAGES >= 2:
+    for geometry.DECODE_LOGITS_TILES, geometry.DECODE_LOGITS_COLUMNS in ((4, 128), (4, 64), (2, 128), (2, 64)):
+        stage = 64 * geometry.DECODE_LOGITS_COLUMNS * blocks(row, 64 * warps)  # bytes that a warp has of these rows
+        rows = 16 * geometry.DECODE_LOGITS_TILES * geometry.DECODE_ROW_BYTES
+        geometry.DECODE_LOGITS_STAGES = max(0, min(5, (geometry.DECODE_SHARED - rows) // stage))
+        geometry.DECODE_LOGITS_SHARED = rows + geometry.DECODE_LOGITS_STAGES * stage
+        if geometry.DECODE_LOGITS_STAGES >= 2:
             return vars(geometry)
-    return {**vars(geometry), "DECODE_MANY_STAGES": 0}
+    return {**vars(geometry), "DECODE_LOGITS_STAGES": 0}
 
 
 def decode_shared(geometry, stages, normalized):

@@ -67,7 +67,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, monkeypat
     list(decoder.draw(np.ones((1, 150), np.int32), 5, [Random() for _ in range(B)], Choice()))
     parameters = {name: kinds for file in DECODE for name, kinds in signatures(file).items()}
     launched, many = {launch.name for launch in fake_gpu.launches} - {"round_weights"}, B == 40
-    logits_many = many and decoder.device.geometry.DECODE_MANY_STAGES > 0
+    logits_many = many and decoder.device.geometry.DECODE_LOGITS_STAGES > 0
     unused = {"decode_logits" if logits_many else "decode_logits_many"}
     if many:  # for prompts, the others have these kernels, too
         unused |= {"decode_qkv", "decode_project", "decode_fc"}
