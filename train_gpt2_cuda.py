@@ -626,7 +626,7 @@ def decode_table(config, B, T, dtype, geometry):
     N, C, NH, g = max(B, PROMPT_ROWS), config.C, config.NH, geometry
     return {
         "residual": Row((2, N, C)),  # one is made from the other and `branches`
-        "branches": Row((4 * g.DECODE_PIECES, N, C)),  # of attproj and fcproj, for each C of their inner dimension
+        "branches": Row((4 * g.DECODE_PIECES, N, C)),  # of attproj, fcproj: pieces of each C of the inner dimension
         "zeros": Row((C,), dtype),  # in place of a bias
         "normed": Row((N, C), dtype),
         "query": Row((N, C), dtype),
@@ -737,7 +737,7 @@ def decode_is_many(device, N):
 
 
 def decode_many(device, name, arguments, N, OC, pieces=1):
-    """Launch the matmul `name` of many rows, N, with a weight (OC,.), whose rows blocks have in `pieces`."""
+    """Launch the matmul `name` for many rows: N, with a weight (OC,.); pieces: of the whole inner dimension."""
     g = device.geometry
     tiles, columns, shared = (getattr(g, f"DECODE_{name.upper()}_{what}") for what in ("TILES", "COLUMNS", "SHARED"))
     device.launch(f"decode_{name}_many", (blocks(N, 16 * tiles), blocks(OC, columns), pieces),
@@ -854,8 +854,7 @@ class Decoder:
         """acts.tokens (B, T) -> the Normed for the classifier."""
         device, params, acts, C, NH = self.device, self.params, self.acts, self.config.C, self.config.NH
         inp, residual = acts.residual
-
-        pieces = 1  # decode_embed's; later, what decode_project leaves
+        pieces = 1  # of each part of `branches`: of decode_embed's; later, of decode_project's
 
         def normed(weight, bias, branch_bias, count):
             nonlocal inp, residual

@@ -1,8 +1,8 @@
-// The matmuls of a layer for more than X_ROWS rows of x (see decode.cu), with the same bits as those of few rows. What
-// the multiprocessors take in from the L2 cache is their time, and the larger a block's tile of the result, the fewer
-// blocks read the same rows. So a block has up to 64 rows of x and tens of columns (rows of the weight), and both
-// operands stream through its shared memory. Where the result is too small for that, in the projections, a block has
-// only a piece of the inner dimension: what two warps of matmul_rows have. Whoever reads the result adds up the pieces
+// The matmuls of a layer for more than X_ROWS rows of x (see decode.cu), with the same bits as those of fewer rows.
+// Most of their time goes into reading from the L2 cache, and the larger a block's tile of the result, the fewer blocks
+// read the same rows. So a block has up to 64 rows of x and tens of columns (rows of the weight), and both operands
+// stream through its shared memory. In the projections, that would leave too few blocks: there, a block has only a
+// piece of the inner dimension, what two warps of matmul_rows have. Whoever reads the result adds up the pieces
 // (normalize), in the order of matmul_rows.
 
 #include "decode_matmul.cuh"
@@ -16,13 +16,13 @@ static_assert(PIECE_WAYS == 2, "matmul_rows adds up its warps' sums two by two, 
 // (OC,PARTS*C); bias: added if a piece is all of C. SHARED: bytes of dynamic shared memory. begin(): called while x is
 // on its way; it returns finish(row of the weight, n, the dot products with this row and the next one).
 //
-// A step is a chunk of the inner dimension for each of WAYS warps, which are those of matmul_rows that have this piece.
-// The others have the same chunks, and other columns. A stage has the operands of a step: for each way, and for eight
-// rows at a time, 16 bytes for each lane, both for the copy and for the multiplication.
+// WAYS warps of matmul_rows have this piece. Here, too, WAYS warps have their chunks, one a step; the other warps have
+// the same chunks, and other columns. A stage has the operands of a step: for each way, and for eight rows at a time,
+// 16 bytes for each lane, both for the copy and for the multiplication.
 template <int WAYS, int PARTS, int X_TILES, int COLUMNS, int STAGES, int SHARED, int OC, class Begin>
 __device__ inline void matmul_many(const element* x, const element* weight, const element* bias, int N,
                                    const Begin& begin) {
-    constexpr int INNER = PARTS * C, PIECES = WARPS / WAYS;  // of each C; and so many warps share the columns
+    constexpr int INNER = PARTS * C, PIECES = WARPS / WAYS;  // of each C; as many warps have the same chunks
     constexpr int X_EIGHTS = 2 * X_TILES, EACH = COLUMNS / PIECES / 8;  // eights: of a block's rows, a warp's columns
     constexpr int STAGE = WAYS * (X_EIGHTS + PIECES * EACH) * 32;       // 16 bytes each
     constexpr int X_ROWS_HERE = 8 * X_EIGHTS, PAIRS = X_ROWS_HERE * COLUMNS / 2;  // of sums
@@ -30,15 +30,15 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
     constexpr int BIAS = STAGES * STAGE > WAYS * SUMS / 4 ? STAGES * STAGE : WAYS * SUMS / 4;  // behind both
     static_assert(COLUMNS == PIECES * EACH * 8 && OC % 8 == 0, "a warp has whole fragments");
     static_assert(X_EIGHTS % PIECES == 0, "warps with the same chunks request equally many rows of x");
-    static_assert(PAIRS % THREADS == 0, "a thread adds up equally many sums as the others");
+    static_assert(PAIRS % THREADS == 0, "all threads add up equally many sums");
     static_assert(16 * BIAS + COLUMNS * sizeof(element) <= SHARED, "the launch makes room");
     static_assert(STAGES <= STEPS && COLUMNS % PACK == 0, "all stages are used; the bias is copied 16 bytes at a time");
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int way = warp % WAYS, group = PIECES == 1 ? 0 : warp / WAYS, z = PIECES == 1 ? 0 : blockIdx.z;
-    const int chunk = z % PIECES * WAYS + way;
+    const int as_warp = z % PIECES * WAYS + way;  // the warp of matmul_rows whose chunks this one has
     const int first = blockIdx.x * X_ROWS_HERE, column = blockIdx.y * COLUMNS, rows = min(X_ROWS_HERE, N - first);
-    const int inner = z / PIECES * C + begin_of(0, chunk);
+    const int inner = z / PIECES * C + begin_of(0, as_warp);
     const auto x_at = [&](int step) { return shared + step % STAGES * STAGE + way * X_EIGHTS * 32 + lane; };
     const auto weight_at = [&](int step) {
         return shared + step % STAGES * STAGE + (WAYS * X_EIGHTS + (group * WAYS + way) * EACH) * 32 + lane;
@@ -46,7 +46,7 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
     const auto in_weight = [&](int row) { return OC % COLUMNS == 0 || row < OC; };
     const auto request = [&](uint4* to, const element* from, int step, int row, bool is_there) {
         copy_async(to, reinterpret_cast<const uint4*>(from + int64(row) * INNER + inner + step * WARPS * CHUNK),
-                   is_there && exists(step, chunk));
+                   is_there && exists(step, as_warp));
     };
     const auto request_weights = [&](int step) {  // that this lane will read itself
 #pragma unroll
@@ -128,11 +128,9 @@ __device__ inline void matmul_many(const element* x, const element* weight, cons
     }
 }
 
-#define MATMUL_MANY extern "C" __global__ void __launch_bounds__(THREADS)
-
-MATMUL_MANY decode_qkv_many(element* query, element* keys, element* values, const element* normed,
-                            const element* weight, const element* bias, const Control* control, int maxT, int T,
-                            int N) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode_qkv_many(element* query, element* keys, element* values, const element* normed, const element* weight,
+                const element* bias, const Control* control, int maxT, int T, int N) {
     matmul_many<WARPS, 1, DECODE_QKV_TILES, DECODE_QKV_COLUMNS, DECODE_QKV_STAGES, DECODE_QKV_SHARED, 3 * C>(
         normed, weight, bias, N, [&] {
             const QkvResult result = {query, keys, values, control->position, maxT, T};
@@ -140,8 +138,8 @@ MATMUL_MANY decode_qkv_many(element* query, element* keys, element* values, cons
         });
 }
 
-MATMUL_MANY decode_fc_many(element* fch_gelu, const element* normed, const element* weight, const element* bias,
-                           int N) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode_fc_many(element* fch_gelu, const element* normed, const element* weight, const element* bias, int N) {
     matmul_many<WARPS, 1, DECODE_FC_TILES, DECODE_FC_COLUMNS, DECODE_FC_STAGES, DECODE_FC_SHARED, 4 * C>(
         normed, weight, bias, N, [&] {
             return [=](int row, int n, float2 x) {
@@ -160,12 +158,14 @@ __device__ inline void project_many(float* branches, const element* inp, const e
     });
 }
 
-MATMUL_MANY decode_attproj_many(float* branches, const element* inp, const element* weight, int N) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode_attproj_many(float* branches, const element* inp, const element* weight, int N) {
     project_many<1, DECODE_ATTPROJ_TILES, DECODE_ATTPROJ_COLUMNS, DECODE_ATTPROJ_STAGES, DECODE_ATTPROJ_SHARED>(
         branches, inp, weight, N);
 }
 
-MATMUL_MANY decode_fcproj_many(float* branches, const element* inp, const element* weight, int N) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode_fcproj_many(float* branches, const element* inp, const element* weight, int N) {
     project_many<4, DECODE_FCPROJ_TILES, DECODE_FCPROJ_COLUMNS, DECODE_FCPROJ_STAGES, DECODE_FCPROJ_SHARED>(
         branches, inp, weight, N);
 }

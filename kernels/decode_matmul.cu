@@ -1,4 +1,4 @@
-// The matmuls of a layer of text generation (see decode.cu).
+// The matmuls of a layer for up to X_ROWS rows of x (see decode.cu).
 
 #include "decode_matmul.cuh"
 #include "gelu.cuh"

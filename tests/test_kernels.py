@@ -129,7 +129,7 @@ def test_layernorm_fits_into_the_shared_memory_of_every_gpu():
 
 
 BOUNDS = r"(?:BOUNDS\s+|__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
-EXTERN = re.compile(rf'(?:extern "C" __global__ void {BOUNDS}|MATMUL(?:_MANY)? )(\w+)\(([^)]*)\)')
+EXTERN = re.compile(rf'(?:extern "C" __global__ void {BOUNDS}|MATMUL )(\w+)\(([^)]*)\)')
 
 
 @functools.cache
