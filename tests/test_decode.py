@@ -48,11 +48,11 @@ def test_kernels_compile_with_no_gpu(arch, precision):
 
 
 def test_matmuls_fit_into_the_shared_memory_of_every_gpu():
-    for arch, precision, C in itertools.product(SHARED, PRECISIONS.values(), (64, 768, 1024, 1280, 1600)):
-        config = Config(1024, 131, 1, C // 64, C, 256)
+    for arch, precision, C in itertools.product(SHARED, PRECISIONS.values(), (16, 768, 1024, 1280, 1600)):
+        config = Config(1024, 131, 1, C // 16, C, 256)
         geometry = launch_geometry(config, precision, arch, SHARED[arch])
         assert decode_shared(geometry, 1, geometry.DECODE_FEW) <= SHARED[arch] - 2048
-        for name in ("QKV", "FC", "ATTPROJ", "FCPROJ"):
+        for name in ("QKV", "FC", "ATTPROJ", "FCPROJ", *(("LOGITS",) if geometry.DECODE_LOGITS_STAGES else ())):
             assert getattr(geometry, f"DECODE_{name}_SHARED") <= SHARED[arch] - 2048
 
 
@@ -81,6 +81,28 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, monkeypat
         assert len(launch.arguments) == len(expected), launch.name
         for (kind, name), argument in zip(expected, launch.arguments):
             assert accepts(precision, kind, argument), f"{launch.name}: {kind} {name} is given {type(argument)}"
+            assert name != "maxT" or argument == 300
+
+
+@pytest.mark.parametrize("N", (17, 64, 65, 200))
+def test_blocks_of_many_rows_cover_the_results(fake_gpu, N):
+    """A layer's matmuls: all rows, columns and pieces, for which there is room."""
+    config = MODELS[2]
+    decoder = cuda.open_decoder(fake_gpu.gpu, config, random_params(config), N, 300, "bfloat16")
+    fake_gpu.clear()
+    decoder.trunk(N, 1)
+    C, g, launches = config.C, decoder.device.geometry, {name: [] for name in itertools.chain(*DECODE.values())}
+    for launch in fake_gpu.launches:
+        launches[launch.name].append(launch)
+    for name, OC, pieces, results in (("qkv", 3 * C, 1, N * C), ("fc", 4 * C, 1, 4 * N * C),
+                                      ("attproj", C, 4, 4 * N * C), ("fcproj", C, 16, 16 * N * C)):
+        rows, columns = 16 * getattr(g, f"DECODE_{name.upper()}_TILES"), getattr(g, f"DECODE_{name.upper()}_COLUMNS")
+        assert len(launches[f"decode_{name}_many"]) == config.L
+        for launch in launches[f"decode_{name}_many"]:
+            assert launch.grid == (-(-N // rows), -(-OC // columns), pieces)
+            assert launch.arguments[0].size >= results and launch.arguments[-1] == N
+    # that of the first layer reads what decode_embed leaves, without pieces
+    assert len(launches["decode_layernorm"]) == 1 and len(launches["decode_layernorm_many"]) == 2 * config.L
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,17 +217,21 @@ def test_logits_do_not_depend_on_the_batch(decoders, config, dtype):
 @pytest.mark.parametrize("config, dtype", [case for case in CASES if case[0].C >= 240],
                          ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
 def test_layers_do_not_depend_on_the_batch(decoders, config, dtype):
-    """To the bit, at the first position: the last layer's tensors, which have all that is before them."""
+    """To the bit, at the first position: the last layer's tensors and the logits, which have all that is before
+    them."""
     B = 70
     tokens = np.random.default_rng(os.getpid()).integers(0, config.V, B, dtype=np.int32)
 
     def layers(decoder, tokens):
+        acts = decoder.acts
         with decoder.device.stream:
             decoder.set(position=0)
-            decoder.acts.tokens[: len(tokens)].set(tokens)
-            decoder.trunk(len(tokens), 1)
+            acts.tokens[: len(tokens)].set(tokens)
+            x = decoder.trunk(len(tokens), 1)
+            cuda.decode_logits(decoder.device, acts.logits, acts.tiles, x, decoder.params.wte, acts.control,
+                               len(tokens), config.Vp)
             cache = layer(decoder.cache, config.L - 1)
-            tensors = decoder.acts.query, decoder.acts.fch_gelu, cache.keys[:, :, 0], cache.values[:, :, 0]
+            tensors = acts.query, acts.fch_gelu, cache.keys[:, :, 0], cache.values[:, :, 0], acts.logits
             return [tensor[: len(tokens)].get().view(np.uint8) for tensor in tensors]
 
     together = layers(decoders(config, dtype, B)[0], tokens)
