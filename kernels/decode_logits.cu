@@ -1,6 +1,6 @@
 // The classifier of text generation (see decode.cu): logits (N,Vp) = x @ wte^T, and what decode_sample needs of each
-// tile of ROWS of them. Up to 16 rows of x as the matmuls of a layer; of more, where shared memory has room for them,
-// each weight is read once for up to 64.
+// tile of ROWS of them. decode_logits is as the matmuls of decode_matmul.cu; of more than X_ROWS rows of x, where
+// shared memory has room for them, decode_logits_many reads each weight once for up to 64.
 
 #include "decode_matmul.cuh"
 
