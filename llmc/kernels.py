@@ -264,8 +264,7 @@ def decode_geometry(config, precision, shared):
         DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
         DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_PIECES=4,
-        DECODE_QKV_TILES=2, DECODE_QKV_COLUMNS=48, DECODE_FC_TILES=2, DECODE_FC_COLUMNS=48,
+        DECODE_PIECES=4, DECODE_QKV_TILES=2, DECODE_QKV_COLUMNS=48, DECODE_FC_TILES=2, DECODE_FC_COLUMNS=48,
         DECODE_ATTPROJ_TILES=4, DECODE_ATTPROJ_COLUMNS=32, DECODE_FCPROJ_TILES=4, DECODE_FCPROJ_COLUMNS=96,
         DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
     for geometry.DECODE_ROWS in (16, 8):
