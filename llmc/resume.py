@@ -109,12 +109,13 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
 
 def delete_old_checkpoints(settings, done):
     """Delete checkpoints up to step `done`, just saved, except the newest -nk and those of every -nm'th step. (Later
-    ones are from an earlier run, and could not be resumed from.)"""
+    ones are from an earlier run, and could not be resumed from.) Markers go last: the next call deletes what this one,
+    if killed, has left."""
     steps = [step for step in complete_checkpoints(settings.output_dir) if step <= done]
     for step in steps[: -settings.checkpoints_keep] if settings.checkpoints_keep else []:
         if not (settings.major_checkpoint_every and step % settings.major_checkpoint_every == 0):
             model, state, marker = checkpoint_paths(settings.output_dir, step)
-            for path in (marker, *states_of_ranks(state), model):
+            for path in (model, *states_of_ranks(state), marker):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 

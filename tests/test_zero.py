@@ -402,12 +402,26 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
     assert not owned.m.any()
 
 
-def test_old_states_of_all_ranks_are_deleted(tmp_path):
+@pytest.mark.parametrize("killed_after", (0, 1, 2, 3, 4))
+def test_old_checkpoints_are_deleted(tmp_path, monkeypatch, killed_after):
+    """With the states of all ranks, and what a run that was killed meanwhile has left."""
     for step in (1, 2):
         model, state, marker = checkpoint_paths(str(tmp_path), step)
         for path in (model, state, rank_path(state, 1), marker):
             open(path, "w").close()
-    delete_old_checkpoints(cuda.CudaSettings(output=str(tmp_path), checkpoints_keep=1), 2)
+    deletions, unlink = iter(range(100)), os.unlink
+
+    def unlink_or_die(path):
+        if next(deletions) == killed_after:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    settings = cuda.CudaSettings(output=str(tmp_path), checkpoints_keep=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", unlink_or_die)
+        with pytest.raises(KeyboardInterrupt) if killed_after < 4 else contextlib.nullcontext():
+            delete_old_checkpoints(settings, 2)
+    delete_old_checkpoints(settings, 2)
     assert len(names := os.listdir(tmp_path)) == 4 and all("00000002" in name for name in names)
 
 
