@@ -152,7 +152,7 @@ STUB = f"""import os, sys, time
 directory = next(a for a in sys.argv if a.startswith("--output="))[9:]
 start = time.time()
 open(directory + "/started", "w").close()
-while "=0.1" in directory + "=0.2" and not all(os.path.exists(directory[:-1] + n + "/started") for n in "12"):
+while directory[-4:] in ("=0.1", "=0.2") and not all(os.path.exists(directory[:-1] + n + "/started") for n in "12"):
     time.sleep(0.01)
     assert time.time() < start + 20
 if "learning_rate=0.3" in str(sys.argv):
