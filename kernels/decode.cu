@@ -297,18 +297,56 @@ struct Likeliest {
     }
 };
 
-// f(v, its logit) for all tokens v, each thread for some. Several loads are underway at a time.
-template <class F>
-__device__ inline void for_logits(const float* logits, int begin, int end, int thread, int threads, const F& f) {
+// Tokens of a row: all, or those of some tiles, by ascending ids.
+struct Tokens {
+    const float* logits;
+    const int* tiles;  // null: all
+    int count;         // those of the last tile are not all tokens
+
+    __device__ int id(int i) const { return tiles ? tiles[i / ROWS] * ROWS + i % ROWS : i; }
+    __device__ float logit(int id) const { return logits[id]; }
+    static constexpr int IDS = V;
+};
+
+constexpr int TOKEN_TILES = (V + ROWS - 1) / ROWS;
+
+// Tiles, each as likely as the likeliest of its tokens.
+struct Tiles {
+    const Tile* tiles;
+    static constexpr int count = TOKEN_TILES, IDS = count;
+
+    __device__ int id(int i) const { return i; }
+    __device__ float logit(int id) const { return tiles[id].largest; }
+};
+
+// f(id, its logit) for items begin .. end - 1, each thread for some. Several loads are underway at a time.
+template <class Items, class F>
+__device__ inline void for_items(const Items& items, int begin, int end, int thread, int threads, const F& f) {
     for (int first = begin + thread; first < end; first += 8 * threads) {
+        int id[8];
         float x[8];
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = first + i * threads < end ? logits[first + i * threads] : 0.0f;
+        for (int i = 0; i < 8; i++) {
+            id[i] = first + i * threads < end ? items.id(first + i * threads) : Items::IDS;
+            x[i] = id[i] < Items::IDS ? items.logit(id[i]) : 0.0f;
+        }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (first + i * threads < end) f(first + i * threads, x[i]);
+            if (id[i] < Items::IDS) f(id[i], x[i]);
         }
     }
+}
+template <class Items, class F>
+__device__ inline void for_items(const Items& items, const F& f) {
+    for_items(items, 0, items.count, threadIdx.x, SAMPLE_THREADS, f);
+}
+
+// All items, none of which is likelier than `largest`, as find_likeliest begins with them.
+template <class Items>
+__device__ inline Likeliest all_of(const Items& items, float largest) {
+    float smallest = INFINITE;
+    for_items(items, [&](int, float x) { smallest = fminf(smallest, x); });
+    return {largest, BINS / fmaxf(largest + block_max(-smallest), 1e-30f), 0, 0};
 }
 
 struct Histogram {
@@ -316,11 +354,12 @@ struct Histogram {
     int counts[BINS];
 };
 
-// As many of the likeliest tokens as it takes until the weights of those before add up to `target`, at least 1. Radix
+// As many of the likeliest items as it takes until the weights of those before add up to `target`, at least 1. Radix
 // sort's first half, from the highest digit on. Weights are integers: the order of additions does not matter.
-template <class Weight>
-__device__ inline Likeliest find_likeliest(Histogram& histogram, const float* logits, Likeliest found,
+template <class Items, class Weight>
+__device__ inline Likeliest find_likeliest(Histogram& histogram, const Items& items, float largest,
                                            const Weight& weight, uint64 target) {
+    Likeliest found = all_of(items, largest);
     auto& weights = histogram.weights;
     auto& counts = histogram.counts;
     uint64 mask = 0;  // the digits of the key that are known
@@ -329,7 +368,7 @@ __device__ inline Likeliest find_likeliest(Histogram& histogram, const float* lo
         __syncthreads();  // all have read the counts of the digit before
         for (int i = threadIdx.x; i < BINS; i += SAMPLE_THREADS) weights[i] = counts[i] = 0;
         __syncthreads();
-        for_logits(logits, 0, V, threadIdx.x, SAMPLE_THREADS, [&](int v, float logit) {
+        for_items(items, [&](int v, float logit) {
             int digit = found.bin_of(logit);
             if (!by_bin) {
                 const uint64 key = found.key_of(v, logit);
@@ -355,6 +394,28 @@ __device__ inline Likeliest find_likeliest(Histogram& histogram, const float* lo
     return found;
 }
 
+constexpr int MAX_KEPT = 1024;
+
+// Where only the likeliest `count` < TOKEN_TILES tokens may be drawn: the tokens of the likeliest `count` tiles, because
+// the likeliest token of each of these is likelier than all of another tile. kept (MAX_KEPT): in shared memory.
+__device__ inline Tokens keep_tiles(Histogram& histogram, int* kept, const float* logits, const Tile* tiles,
+                                    float largest, int count) {
+    constexpr int EACH_THREAD = (TOKEN_TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
+    const auto one = [](int, float) { return uint64(1); };
+    const Likeliest likeliest = find_likeliest(histogram, Tiles{tiles}, largest, one, uint64(count));
+    const int first = threadIdx.x * EACH_THREAD, end = min(TOKEN_TILES, first + EACH_THREAD);
+    int mine = 0;
+    if (threadIdx.x == 0) kept[0] = 0;  // logits of NaN may leave none
+    for (int t = first; t < end; t++) mine += likeliest.has(t, tiles[t].largest);
+    const int through = scan_block(mine);
+    int at = through - mine;
+    for (int t = first; t < end; t++) {
+        if (likeliest.has(t, tiles[t].largest) && at < MAX_KEPT) kept[at++] = t;
+    }
+    const int all = broadcast(through, SAMPLE_THREADS - 1);  // its barriers are also for `kept`
+    return {logits, kept, max(1, min(all, MAX_KEPT)) * ROWS};
+}
+
 // xorshift64*: the next 24 random bits as a float in [0, 1).
 __device__ inline float next_coin(uint64& state) {
     state ^= state >> 12;
@@ -366,11 +427,12 @@ __device__ inline float next_coin(uint64& state) {
 // Block (SAMPLE_THREADS); grid (B). drawn, logprobs (ring,B): pinned memory of the host, a row a step in turn; the
 // latter of the token drawn, under the model.
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
-decode_sample(int* tokens, uint64* randoms, Control* control, int* drawn, float* logprobs, const float* logits,
+decode_sample(int* next_tokens, uint64* randoms, Control* control, int* drawn, float* logprobs, const float* logits,
               const Tile* tiles, int ring) {
     constexpr int ALL_TILES = Vp / ROWS, TILES_EACH = (ALL_TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
     constexpr uint64 ONE = 1ull << 40;  // of the integers that stand for probabilities
     __shared__ Histogram histogram;
+    __shared__ int kept_tiles[MAX_KEPT];
     let_next_begin();
     wait_for_inputs();
     const int b = blockIdx.x, top_k = control->top_k, step = control->step;
@@ -386,22 +448,21 @@ decode_sample(int* tokens, uint64* randoms, Control* control, int* drawn, float*
     // Without a temperature, only the likeliest counts, the first of equal ones. Otherwise, what is kept of the others.
     const auto exponential = [&](float logit) { return expf((logit - largest) / temperature); };
     const bool choosy = temperature > 0.0f && (top_k > 0 || top_p < 1.0f);
+    Tokens tokens = {logits, nullptr, V};
     Likeliest of_top_k = {largest, 0.0f, -1, 0}, of_top_p = of_top_k;  // all
-    if (choosy) {
-        float smallest = INFINITE;
-        for_logits(logits, 0, V, threadIdx.x, SAMPLE_THREADS, [&](int, float x) { smallest = fminf(smallest, x); });
-        const Likeliest none = {largest, BINS / fmaxf(largest + block_max(-smallest), 1e-30f), 0, 0};
-        if (top_k > 0) {
-            const auto one = [](int, float) { return uint64(1); };
-            of_top_k = find_likeliest(histogram, logits, none, one, uint64(min(top_k, V)));
+    if (choosy && top_k > 0) {
+        if (top_k <= MAX_KEPT && top_k < TOKEN_TILES) {
+            tokens = keep_tiles(histogram, kept_tiles, logits, tiles, largest, top_k);
         }
-        if (top_p < 1.0f) {
-            const auto exact = [&](int v, float x) { return of_top_k.has(v, x) ? uint64(exponential(x) * ONE) : 0; };
-            uint64 all = 0;
-            for_logits(logits, 0, V, threadIdx.x, SAMPLE_THREADS, [&](int v, float x) { all += exact(v, x); });
-            all = broadcast(scan_block(all), SAMPLE_THREADS - 1);
-            of_top_p = find_likeliest(histogram, logits, none, exact, max(uint64(1), uint64(double(all) * top_p)));
-        }
+        const auto one = [](int, float) { return uint64(1); };
+        of_top_k = find_likeliest(histogram, tokens, largest, one, uint64(min(top_k, V)));
+    }
+    if (choosy && top_p < 1.0f) {
+        const auto exact = [&](int v, float x) { return of_top_k.has(v, x) ? uint64(exponential(x) * ONE) : 0; };
+        uint64 all = 0;
+        for_items(tokens, [&](int v, float x) { all += exact(v, x); });
+        all = broadcast(scan_block(all), SAMPLE_THREADS - 1);
+        of_top_p = find_likeliest(histogram, tokens, largest, exact, max(uint64(1), uint64(double(all) * top_p)));
     }
     const auto weight = [&](int v, float x) {
         if (temperature == 0.0f) return x == largest ? 1.0f : 0.0f;
@@ -420,12 +481,12 @@ decode_sample(int* tokens, uint64* randoms, Control* control, int* drawn, float*
         else mine += tile.sum * expf((tile.largest - largest) / temperature);
     }
     const float log_sum = logf(broadcast(scan_block(plain), SAMPLE_THREADS - 1));
-    int begin = 0, end = V, each = TILES_EACH * ROWS, span = each;  // tokens of a thread; of one with a `mine`
+    int begin = 0, end = tokens.count, each = TILES_EACH * ROWS, span = each;  // of a thread; of one with a `mine`
     if (choosy) {
-        span = 32 * each, mine = 0.0f;
+        each = (tokens.count + SAMPLE_THREADS - 1) / SAMPLE_THREADS, span = 32 * each, mine = 0.0f;
         const int from = threadIdx.x / 32 * span;
-        for_logits(logits, from, min(V, from + span), threadIdx.x % 32, 32,
-                   [&](int v, float x) { mine += weight(v, x); });
+        for_items(tokens, from, min(end, from + span), threadIdx.x % 32, 32,
+                  [&](int v, float x) { mine += weight(v, x); });
         mine = warp_sum(mine);
         if (threadIdx.x % 32) mine = 0.0f;
     }
@@ -439,14 +500,18 @@ decode_sample(int* tokens, uint64* randoms, Control* control, int* drawn, float*
         span = each = (end - begin + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
         mine = 0.0f;
         const int from = begin + threadIdx.x * each;
-        for (int v = from; v < min(end, from + each); v++) mine += weight(v, logits[v]);
+        for (int i = from; i < min(end, from + each); i++) {
+            const int v = tokens.id(i);
+            if (v < V) mine += weight(v, logits[v]);
+        }
         through = scan_block(mine);
     }
     if (threadIdx.x > 0) return;
-    tokens[b] = begin;
+    const int token = tokens.id(begin);
+    next_tokens[b] = token;
     randoms[b] = random;
-    drawn[step % ring * gridDim.x + b] = begin;
-    logprobs[step % ring * gridDim.x + b] = logits[begin] - largest - log_sum;
+    drawn[step % ring * gridDim.x + b] = token;
+    logprobs[step % ring * gridDim.x + b] = logits[token] - largest - log_sum;
     __threadfence();
     if (atomicAdd(&control->arrived, 1) == gridDim.x - 1) {
         control->arrived = 0;
