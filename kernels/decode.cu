@@ -48,10 +48,12 @@ decode_layernorm(element* normed, float* residual, const float* inp, const float
                  const element* weight, const element* bias, int count) {
     let_next_begin();
     const int n = blockIdx.x, N = gridDim.x;
-    const Residual stream = {residual, inp, branches, branch_bias};
+    const Residual stream = {residual, inp, branches};
+    const Vectors vectors(branch_bias, weight, bias);
     element* const to = normed + int64(n) * C;
-    if (count == 1) normalize<1>(to, stream, weight, bias, n, N, true);
-    else normalize<4>(to, stream, weight, bias, n, N, true);
+    wait_for_inputs();
+    if (count == 1) normalize<1>(to, stream, vectors, n, N, true);
+    else normalize<4>(to, stream, vectors, n, N, true);
 }
 
 // The same where decode_attproj_many or decode_fcproj_many has left the parts in pieces. Given the second bound, the
@@ -61,10 +63,12 @@ decode_layernorm_many(element* normed, float* residual, const float* inp, const 
                       const element* branch_bias, const element* weight, const element* bias, int count) {
     let_next_begin();
     const int n = blockIdx.x, N = gridDim.x;
-    const Residual stream = {residual, inp, branches, branch_bias};
+    const Residual stream = {residual, inp, branches};
+    const Vectors vectors(branch_bias, weight, bias);
     element* const to = normed + int64(n) * C;
-    if (count == 1) normalize<1, DECODE_PIECES>(to, stream, weight, bias, n, N, true);
-    else normalize<4, DECODE_PIECES>(to, stream, weight, bias, n, N, true);
+    wait_for_inputs();
+    if (count == 1) normalize<1, DECODE_PIECES>(to, stream, vectors, n, N, true);
+    else normalize<4, DECODE_PIECES>(to, stream, vectors, n, N, true);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -396,8 +400,8 @@ __device__ inline Likeliest find_likeliest(Histogram& histogram, const Items& it
 
 constexpr int MAX_KEPT = 1024;
 
-// Where only the likeliest `count` < TOKEN_TILES tokens may be drawn: the tokens of the likeliest `count` tiles, because
-// the likeliest token of each of these is likelier than all of another tile. kept (MAX_KEPT): in shared memory.
+// Where only the likeliest `count` < TOKEN_TILES tokens may be drawn: the tokens of the likeliest `count` tiles. Each
+// of these has a token that is likelier than all of another tile. kept (MAX_KEPT): in shared memory.
 __device__ inline Tokens keep_tiles(Histogram& histogram, int* kept, const float* logits, const Tile* tiles,
                                     float largest, int count) {
     constexpr int EACH_THREAD = (TOKEN_TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS;

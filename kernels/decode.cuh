@@ -41,27 +41,24 @@ __device__ inline void wait_for_inputs() {
 // Where N is small, each block of a matmul does the layernorm for itself, in less time than a kernel of its own takes
 // to begin; both ways have the same bits.
 
-// out (N,C) = inp (N,C) + branch_bias (C,) + the parts of branches (.,N,C), or their pieces; out is another buffer than
-// inp.
-struct Residual {
-    float* out;
-    const float *inp, *branches;
-    const element* branch_bias;
-};
-
 // 4 neighbouring values.
 __device__ inline float4 load4(const float* at) { return *reinterpret_cast<const float4*>(at); }
 __device__ inline void store4(float* at, float4 x) { *reinterpret_cast<float4*>(at) = x; }
+// The same of elements; as long as they are bits, nothing waits for their arrival.
 #if BFLOAT16
-__device__ inline float4 load4(const __nv_bfloat16* at) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(at);
+typedef uint2 Bits4;
+__device__ inline float4 to_floats(Bits4 bits) {
     const float2 low = as_floats(bits.x), high = as_floats(bits.y);
     return {low.x, low.y, high.x, high.y};
 }
 __device__ inline void store4(__nv_bfloat16* at, float4 x) {
     *reinterpret_cast<uint2*>(at) = {as_pair(x.x, x.y), as_pair(x.z, x.w)};
 }
+#else
+typedef float4 Bits4;
+__device__ inline float4 to_floats(Bits4 bits) { return bits; }
 #endif
+__device__ inline Bits4 load_bits4(const element* at) { return *reinterpret_cast<const Bits4*>(at); }
 __device__ inline float4 operator+(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 // The sum over the block, for all its threads. turn: 0 and 1, alternately, so that none waits for who still reads.
@@ -76,31 +73,49 @@ __device__ inline float sum_over_block(float x, int turn) {
     return x;
 }
 
-// normed (C,) = the layernorm of row n of N of residual.out, of COUNT parts of PIECES each, by all threads of a block;
-// write: that row, too. Waits for what other kernels write after it has requested what they do not.
+constexpr int EACH = (C + 4 * THREADS - 1) / (4 * THREADS);  // times 4 channels of a row, of a thread
+__device__ inline int channel_of(int p) { return 4 * (p * THREADS + threadIdx.x); }
+
+// What a thread has of the vectors of a layernorm, and of the sum before it. They are weights: requested before others,
+// they do not arrive behind them.
+struct Vectors {
+    Bits4 branch_bias[EACH], weight[EACH], bias[EACH];
+
+    __device__ Vectors(const element* branch_bias_, const element* weight_, const element* bias_) {
+#pragma unroll
+        for (int p = 0; p < EACH; p++) {
+            const int c = channel_of(p);
+            if (c >= C) continue;
+            branch_bias[p] = load_bits4(branch_bias_ + c);
+            weight[p] = load_bits4(weight_ + c), bias[p] = load_bits4(bias_ + c);
+        }
+    }
+};
+
+// out (N,C) = inp (N,C) + branch_bias (C,) + the parts of branches (.,N,C), or their pieces; out is another buffer than
+// inp.
+struct Residual {
+    float* out;
+    const float *inp, *branches;
+};
+
+// normed (C,) = the layernorm of row n of N of residual.out, of COUNT parts of PIECES each, by all threads of a block,
+// after wait_for_inputs(); write: that row, too.
 template <int COUNT, int PIECES = 1>
-__device__ inline void normalize(element* normed, const Residual& residual, const element* weight, const element* bias,
-                                 int n, int N, bool write) {
-    constexpr int EACH = (C + 4 * THREADS - 1) / (4 * THREADS);
-    float4 x[EACH], scale[EACH], shift[EACH];
+__device__ inline void normalize(element* normed, const Residual& residual, const Vectors& vectors, int n, int N,
+                                 bool write) {
+    float4 x[EACH];
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int p = 0; p < EACH; p++) {
-        const int c = 4 * (p * THREADS + threadIdx.x);
-        if (c < C) x[p] = load4(residual.branch_bias + c), scale[p] = load4(weight + c), shift[p] = load4(bias + c);
-    }
-    wait_for_inputs();
-#pragma unroll
-    for (int p = 0; p < EACH; p++) {
-        const int c = 4 * (p * THREADS + threadIdx.x);
-        if (c >= C) continue;
-        const int64 at = int64(n) * C + c;
+        if (channel_of(p) >= C) continue;
+        const int64 at = int64(n) * C + channel_of(p);
         float4 parts[COUNT][PIECES];
 #pragma unroll
         for (int i = 0; i < COUNT * PIECES; i++) {
             parts[i / PIECES][i % PIECES] = load4(residual.branches + i * int64(N) * C + at);
         }
-        x[p] = x[p] + load4(residual.inp + at);
+        x[p] = to_floats(vectors.branch_bias[p]) + load4(residual.inp + at);
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
 #pragma unroll
@@ -113,18 +128,16 @@ __device__ inline void normalize(element* normed, const Residual& residual, cons
     const float mean = sum_over_block(sum, 0) / C;
 #pragma unroll
     for (int p = 0; p < EACH; p++) {
-        if (4 * (p * THREADS + threadIdx.x) >= C) continue;
+        if (channel_of(p) >= C) continue;
         x[p] = {x[p].x - mean, x[p].y - mean, x[p].z - mean, x[p].w - mean};
         squares += x[p].x * x[p].x + x[p].y * x[p].y + (x[p].z * x[p].z + x[p].w * x[p].w);
     }
     const float rstd = 1.0f / sqrtf(sum_over_block(squares, 1) / C + 1e-5f);
 #pragma unroll
     for (int p = 0; p < EACH; p++) {
-        const int c = 4 * (p * THREADS + threadIdx.x);
-        const float4 a = scale[p], b = shift[p];
-        if (c < C) {
-            store4(normed + c, {x[p].x * rstd * a.x + b.x, x[p].y * rstd * a.y + b.y, x[p].z * rstd * a.z + b.z,
-                                x[p].w * rstd * a.w + b.w});
-        }
+        if (channel_of(p) >= C) continue;
+        const float4 a = to_floats(vectors.weight[p]), b = to_floats(vectors.bias[p]);
+        store4(normed + channel_of(p), {x[p].x * rstd * a.x + b.x, x[p].y * rstd * a.y + b.y,
+                                        x[p].z * rstd * a.z + b.z, x[p].w * rstd * a.w + b.w});
     }
 }

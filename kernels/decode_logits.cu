@@ -15,7 +15,7 @@ MATMUL decode_logits(float* logits, Tile* tiles, float* residual, const float* i
                      const element* ln_bias, const element* wte, const Control* control, int N, int stages) {
     const Group rows(N);
     const float temperature = control->temperature;
-    normalized_matmul<4>({residual, inp, branches, branch_bias}, normed, ln_weight, ln_bias, wte, nullptr, Vp, rows, N,
+    normalized_matmul<4>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias, wte, nullptr, Vp, rows, N,
                          stages, [&](int row, int i, float x) {
         const float counted = row < V ? x : -INFINITE;
         float largest = counted;

@@ -9,7 +9,7 @@ MATMUL decode_qkv(element* query, element* keys, element* values, float* residua
                   int T, int N, int stages) {
     const Group rows(N);
     const QkvResult result = {query, keys, values, control->position, maxT, T};
-    normalized_matmul<4>({residual, inp, branches, branch_bias}, normed, ln_weight, ln_bias, weight, bias, 3 * C, rows,
+    normalized_matmul<4>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias, weight, bias, 3 * C, rows,
                          N, stages, [&](int row, int i, float x) {
         if (i < rows.N) from_float(*result.at(row, rows.begin + i), x);
     });
@@ -19,7 +19,7 @@ MATMUL decode_fc(element* fch_gelu, float* residual, const float* inp, const flo
                  const element* branch_bias, const element* normed, const element* ln_weight, const element* ln_bias,
                  const element* weight, const element* bias, int N, int stages) {
     const Group rows(N);
-    normalized_matmul<1>({residual, inp, branches, branch_bias}, normed, ln_weight, ln_bias, weight, bias, 4 * C, rows,
+    normalized_matmul<1>({residual, inp, branches}, branch_bias, normed, ln_weight, ln_bias, weight, bias, 4 * C, rows,
                          N, stages, [&](int row, int i, float x) {
         if (i < rows.N) from_float(fch_gelu[int64(rows.begin + i) * 4 * C + row], gelu(x));
     });

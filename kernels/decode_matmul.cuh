@@ -1,12 +1,12 @@
 // The matmuls of text generation (see decode.cu): out (N,OC) = x @ weight^T on the tensor cores, 16 rows of x by 8 of
 // the weight at a time. A block has 16 rows of x, and ROWS rows of the weight at a time; its warps share the inner
-// dimension, C of it. Each lane requests the weights that it will multiply, and keeps its part of x in registers. The
-// order of each sum is the same whatever N is, here and in the kernels for many rows: warps' sums are added up two by
-// two.
+// dimension, C of it. TMA brings the weights, or each lane requests those that it will multiply. The order of each sum
+// is the same whatever N is, here and in the kernels for many rows: warps' sums are added up two by two.
 
 #pragma once
 
 #include "decode.cuh"
+#include "mbarrier.cuh"
 #include "mma.cuh"
 
 constexpr int CHUNK = 4 * PACK;  // of the inner dimension, for a warp at a time: 64 bytes
@@ -15,25 +15,26 @@ constexpr int X_ROWS = DECODE_X_ROWS;               // of x, in a block
 constexpr bool KEEP = STEPS <= (BFLOAT16 ? 8 : 4);  // x in registers, while this block has tiles
 
 // Block (THREADS); grid (N / X_ROWS rounded up, up to OC / ROWS, inner dimension / C). OC is a multiple of ROWS. Shared
-// memory, as decode_shared has it: `stages` tiles of weights; the warps' sums, twice if there are several stages; rows
-// of x, STRIDE elements apart, if the block normalizes them.
+// memory, as decode_shared has it: `stages` tiles of weights; the warps' sums for up to N rows of x, twice if there are
+// several stages; rows of x, if the block normalizes them. Rows of x and of the weight are STRIDE elements apart.
 #define MATMUL extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
 
 extern __shared__ uint4 shared[];
 
-constexpr int TILE = CHUNKS * 4 * ROWS;      // 16 bytes each
-constexpr int SUMS = WARPS * X_ROWS * ROWS;  // floats
 constexpr int STRIDE = DECODE_ROW_BYTES / sizeof(element);
+constexpr int TILE = ROWS * STRIDE;  // elements
+constexpr int MAX_STAGES = 4;
 
 static_assert(X_ROWS == 16 && (ROWS == 16 || ROWS == 8), "a fragment has 16 rows of x, or 8 of the weight");
 static_assert(STRIDE >= C, "the launch makes room for whole rows");
+static_assert(DECODE_ROW_BYTES % 128 == 64, "the 8 lanes of a quarter-warp, 4 of each of two rows, meet in no bank");
 
-__device__ inline uint4* shared_weights(int stage) { return shared + stage * TILE; }
-__device__ inline float* shared_sums(int stages, int tile) {
-    return reinterpret_cast<float*>(shared_weights(stages)) + (stages > 1 ? tile % 2 : 0) * SUMS;
+__device__ inline element* shared_weights(int stage) { return reinterpret_cast<element*>(shared) + stage * TILE; }
+__device__ inline float* shared_sums(int stages, int N, int tile) {
+    return reinterpret_cast<float*>(shared_weights(stages)) + (stages > 1 ? tile % 2 : 0) * WARPS * N * ROWS;
 }
-__device__ inline element* shared_x(int stages) {
-    return reinterpret_cast<element*>(shared_sums(stages, 0) + min(stages, 2) * SUMS);
+__device__ inline element* shared_x(int stages, int N) {
+    return reinterpret_cast<element*>(shared_sums(stages, N, 0) + min(stages, 2) * WARPS * N * ROWS);
 }
 
 // The rows of x that a block has.
@@ -52,17 +53,100 @@ __device__ inline bool exists(int step, int warp) {
     return (step + 1) * WARPS * CHUNK <= C || begin_of(step, warp) < C;
 }
 
-__device__ inline void request_weights(uint4* to, const element* rows, int stride) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        if (!exists(i, warp)) continue;
-        const element* const from = rows + int64(g) * stride + begin_of(i, warp);
-        uint4* const chunk = to + chunk_of(i, warp) * 4 * ROWS + lane;
-        copy_async(chunk, reinterpret_cast<const uint4*>(from), true);
-        if (ROWS == 16) copy_async(chunk + 32, reinterpret_cast<const uint4*>(from + int64(8) * stride), true);
+// This block's tiles of a weight, in shared memory: a ring of `stages` tiles, tile i = 0, 1, 2 ... in stage i % stages.
+// All threads make one, begin it, and for each tile wait for it, read it, and go on to the next one.
+struct WeightTiles {
+    const element* rows;  // of the next tile to request
+    int stride;           // elements from one row to the next
+    int64 step;           // elements from one tile to the next
+    int left;             // tiles to request
+    int stages, stage = 0;
+#if __CUDA_ARCH__ >= 900
+    // TMA copies whole rows; the 8 of a fragment are a piece, with an mbarrier.
+    static constexpr int PIECES = ROWS / 8, PIECE_BYTES = 8 * C * sizeof(element);
+    static constexpr int AHEAD = PIECE_BYTES < 16384 ? 32768 / PIECE_BYTES : 1;
+    Mbarrier* const full;
+    int parity = 0;
+
+    __device__ WeightTiles(const element* rows, int stride, int64 step, int tiles, int stages)
+        : rows(rows), stride(stride), step(step), left(tiles), stages(stages), full(barriers()) {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < stages * PIECES; i++) mbarrier_init(full + i, 1);
+            fence_mbarrier_init();
+        }
+        __syncthreads();
     }
-}
+    __device__ static Mbarrier* barriers() {
+        __shared__ Mbarrier all[MAX_STAGES * PIECES];
+        return all;
+    }
+    // Request `count` of a tile's rows, by a warp: from row `first` of the ring on.
+    __device__ void request(const element* tile, int first, int count) {
+        const int lane = threadIdx.x % 32, row = first + lane;
+        if (lane >= count) return;
+        if (row % 8 == 0) mbarrier_arrive_expect_tx(full + row / 8, PIECE_BYTES);
+        load_bytes(shared_weights(0) + row * STRIDE, tile + int64(row % ROWS) * stride, full + row / 8,
+                   C * sizeof(element));
+    }
+    // The first tiles, by the last warp. AHEAD pieces at a time, 32 KB or so, are enough to keep memory busy. With more
+    // of them underway, what the kernel before this one still reads would wait behind them.
+    __device__ void begin() {
+        const int first = min(stages, left), pieces = threadIdx.x / 32 == WARPS - 1 ? first * PIECES : 0;
+#pragma unroll 1
+        for (int i = 0; i < pieces; i++) {
+            if (i >= AHEAD) mbarrier_wait(full + i - AHEAD, 0);
+            request(rows + i / PIECES * step, 8 * i, 8);
+        }
+        rows += first * step, left -= first;
+    }
+    __device__ void wait() {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) mbarrier_wait(full + stage * PIECES + i, parity);
+    }
+    // All threads have read the tile. Half of the warps request another one, because a warp takes long to do it; the
+    // other half begins to add up the sums.
+    __device__ void next() {
+        constexpr int EACH = ROWS / (WARPS / 2);
+        const int warp = int(threadIdx.x) / 32 - WARPS / 2;
+        if (left > 0) {
+            if (warp >= 0) request(rows, stage * ROWS + warp * EACH, EACH);
+            rows += step, left--;
+        }
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+#else
+    // Each lane requests what it will read itself, and waits for that.
+    __device__ WeightTiles(const element* rows, int stride, int64 step, int tiles, int stages)
+        : rows(rows), stride(stride), step(step), left(tiles), stages(stages) {}
+    __device__ void request(int stage) {
+        const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int k = 0; left > 0 && k < STEPS; k++) {
+#pragma unroll
+            for (int row = g; row < ROWS; row += 8) {
+                if (!exists(k, warp)) continue;
+                copy_async(reinterpret_cast<uint4*>(shared_weights(stage) + row * STRIDE + begin_of(k, warp)),
+                           reinterpret_cast<const uint4*>(rows + int64(row) * stride + begin_of(k, warp)), true);
+            }
+        }
+        copies_commit();
+        rows += step, left--;
+    }
+    __device__ void begin() {
+        for (int s = 0; s < stages; s++) request(s);
+    }
+    __device__ void wait() {
+        if (stages == 1) copies_wait<0>();
+        else if (stages == 2) copies_wait<1>();
+        else if (stages == 3) copies_wait<2>();
+        else copies_wait<3>();
+    }
+    __device__ void next() {
+        request(stage);
+        if (++stage == stages) stage = 0;
+    }
+#endif
+};
 
 struct Inputs {  // of rows g and g + 8
     uint4 upper, lower;
@@ -113,44 +197,35 @@ template <class Begin, class Finish>
 __device__ inline void matmul_rows(const element* weight, int stride, const element* bias, int OC, int N, int stages,
                                    int x_stride, const Begin& begin, const Finish& finish) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int tiles = (OC / ROWS - int(blockIdx.y) + int(gridDim.y) - 1) / int(gridDim.y);
+    const int count = (OC / ROWS - int(blockIdx.y) + int(gridDim.y) - 1) / int(gridDim.y);  // of this block's tiles
     const auto row_of = [&](int tile) { return int(blockIdx.y + tile * gridDim.y) * ROWS; };
-    const auto request = [&](int tile) {
-        if (tile < tiles) {
-            request_weights(shared_weights(tile % stages), weight + int64(row_of(tile)) * stride, stride);
-        }
-        copies_commit();
+    const auto bias_of = [&](int tile) {
+        return bias && tile < count ? bias[row_of(tile) + threadIdx.x % ROWS] : element{};
     };
     let_next_begin();
-    for (int tile = 0; tile < stages; tile++) request(tile);
-    const auto bias_of = [&](int tile) {
-        return bias && tile < tiles ? to_float(bias[row_of(tile) + threadIdx.x % ROWS]) : 0.0f;
-    };
-    float tile_bias = bias_of(0);
+    element tile_bias = bias_of(0);
+    WeightTiles tiles(weight + int64(row_of(0)) * stride, stride, int64(gridDim.y) * ROWS * stride, count, stages);
+    tiles.begin();
     const element* const x = begin();
     Inputs kept[KEEP ? STEPS : 1];
 #pragma unroll
     for (int i = 0; KEEP && i < STEPS; i++) kept[KEEP ? i : 0] = load_inputs(x, x_stride, i, N);
-    for (int tile = 0; tile < tiles; tile++) {
-        const uint4* const weights = shared_weights(tile % stages);
-        float* const sums = shared_sums(stages, tile);
-        const float next_bias = bias_of(tile + 1);  // requested before it is needed
+#pragma unroll 1
+    for (int tile = 0; tile < count; tile++) {
+        const element* const weights = shared_weights(tiles.stage);
+        float* const sums = shared_sums(stages, N, tile);
+        const element next_bias = bias_of(tile + 1);  // requested before it is needed
         Sums d[ROWS / 8] = {};
-        // Each lane waits for what it requested itself.
-        if (stages == 1) copies_wait<0>();
-        else if (stages == 2) copies_wait<1>();
-        else if (stages == 3) copies_wait<2>();
-        else copies_wait<3>();
+        tiles.wait();
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             const Inputs inputs = KEEP ? kept[KEEP ? i : 0] : load_inputs(x, x_stride, i, N);
 #pragma unroll
             for (int half = 0; half < ROWS / 8; half++) {
-                multiply(d[half], inputs,
-                         exists(i, warp) ? weights[chunk_of(i, warp) * 4 * ROWS + 32 * half + lane] : uint4{});
+                const element* const row = weights + (8 * half + g) * STRIDE;
+                multiply(d[half], inputs, exists(i, warp) ? load_bits(row + begin_of(i, warp)) : uint4{});
             }
         }
-        request(tile + stages);
 #pragma unroll
         for (int i = 0; i < X_ROWS / 8; i++) {
             const int n = 8 * i + g;
@@ -158,18 +233,17 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
 #pragma unroll
             for (int half = 0; half < ROWS / 8; half++) {
                 const Sums& both = d[half];
-                *reinterpret_cast<float2*>(sums + warp * X_ROWS * ROWS + sum_at(n, 8 * half + 2 * t)) = {
+                *reinterpret_cast<float2*>(sums + warp * N * ROWS + sum_at(n, 8 * half + 2 * t)) = {
                     both[0][2 * i] + both[1][2 * i], both[0][2 * i + 1] + both[1][2 * i + 1]};
             }
         }
-        __syncthreads();
+        __syncthreads();  // all have read the weights, and written their sums
+        tiles.next();
         for (int first = warp * 32; first < N * ROWS; first += THREADS) {
             const int i = first + lane, at = sum_at(min(i / ROWS, N - 1), i % ROWS);
-            float sum = tile_bias;
+            float sum = bias ? to_float(tile_bias) : 0.0f;
 #pragma unroll
-            for (int w = 0; w < WARPS; w += 2) {
-                sum += sums[w * X_ROWS * ROWS + at] + sums[(w + 1) * X_ROWS * ROWS + at];
-            }
+            for (int w = 0; w < WARPS; w += 2) sum += sums[w * N * ROWS + at] + sums[(w + 1) * N * ROWS + at];
             finish(row_of(tile) + i % ROWS, i / ROWS, sum);
         }
         tile_bias = next_bias;
@@ -179,19 +253,24 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
 
 // The same where x is a layernorm: normed (N,C) or, if that is null, computed here, after a sum of COUNT parts.
 template <int COUNT, class Finish>
-__device__ inline void normalized_matmul(const Residual& residual, const element* normed, const element* ln_weight,
-                                         const element* ln_bias, const element* weight, const element* bias, int OC,
-                                         Group rows, int all, int stages, const Finish& finish) {
-    const auto begin = [&]() -> const element* {
-        if (!normed) {
-            for (int n = 0; n < rows.N; n++) {
-                normalize<COUNT>(shared_x(stages) + n * STRIDE, residual, ln_weight, ln_bias, n, all, blockIdx.y == 0);
-            }
-            __syncthreads();
-            return shared_x(stages);
-        }
+__device__ inline void normalized_matmul(const Residual& residual, const element* branch_bias, const element* normed,
+                                         const element* ln_weight, const element* ln_bias, const element* weight,
+                                         const element* bias, int OC, Group rows, int all, int stages,
+                                         const Finish& finish) {
+    if (normed) {
+        return matmul_rows(weight, C, bias, OC, rows.N, stages, C, [&] {
+            wait_for_inputs();
+            return normed + int64(rows.begin) * C;
+        }, finish);
+    }
+    const Vectors vectors(branch_bias, ln_weight, ln_bias);
+    matmul_rows(weight, C, bias, OC, rows.N, stages, STRIDE, [&] {
+        element* const x = shared_x(stages, rows.N);
         wait_for_inputs();
-        return normed + int64(rows.begin) * C;
-    };
-    matmul_rows(weight, C, bias, OC, rows.N, stages, normed ? C : STRIDE, begin, finish);
+        for (int n = 0; n < rows.N; n++) {
+            normalize<COUNT>(x + n * STRIDE, residual, vectors, n, all, blockIdx.y == 0);
+        }
+        __syncthreads();
+        return x;
+    }, finish);
 }

@@ -18,12 +18,10 @@
 
 #pragma once
 
-#include "common.cuh"
+#include "mbarrier.cuh"
 
 constexpr int WARPGROUP = 128;  // threads of a warpgroup
 constexpr int TILE = 64 * 64;   // elements of a tile of 64 rows
-
-__device__ inline uint32 shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
 // The warpgroup of this thread. The shuffle tells the compiler that it is uniform across the warp.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / WARPGROUP, 0); }
@@ -195,38 +193,6 @@ WGMMA(256, D128, NAMES128, "%128", "%129", "%130", "%131", "%132")
 
 #endif
 
-// An mbarrier, in shared memory. It counts phases: a phase ends when as many arrivals as it was initialized for have
-// come, and all bytes that were announced to it. A waiting thread names the phase by its parity.
-typedef unsigned long long Mbarrier;
-
-// A tensor's address and shape, and the size and swizzle of the boxes that TMA copies: encoded on the host by
-// cuTensorMapEncodeTiled, in llmc/device.py, and passed as a kernel argument.
-struct alignas(64) TensorMap {
-    char opaque[128];
-};
-
-// Called by one thread, which then calls fence_mbarrier_init(); the other threads may use the mbarrier after the next
-// __syncthreads().
-__device__ inline void mbarrier_init(Mbarrier* b, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
-}
-__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void mbarrier_arrive(Mbarrier* b) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-// Arrive, and announce bytes that TMA will deliver.
-__device__ inline void mbarrier_arrive_expect_tx(Mbarrier* b, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
-}
-// Wait for the end of the phase of this parity: 0 for the first phase, 1 for the second, 0 for the third ... Parity
-// only tells the current phase from the previous one, so a thread must not fall two phases behind.
-__device__ inline void mbarrier_wait(Mbarrier* b, int parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-        "@!done bra again; }\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
-}
-
 // A ring buffer of STAGES stages in shared memory: a producer fills them, consumer warps empty them. Tile i = 0, 1, 2
 // ... is in stage i % STAGES, and is the (i / STAGES)-th there, which gives the parity to wait for. Each stage has two
 // mbarriers, `full` and `empty`.
@@ -278,13 +244,7 @@ __device__ inline void store_box(const TensorMap* map, const void* from, int col
 }
 __device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Start copying contiguous bytes, a multiple of 16, to shared memory; or from it, as one committed group.
-__device__ inline void load_bytes(void* to, const void* from, Mbarrier* full, int bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(full))
-                 : "memory");
-}
+// Start copying contiguous bytes, a multiple of 16, from shared memory, as one committed group.
 __device__ inline void store_bytes(void* to, const void* from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
                  "r"(shared_address(from)), "r"(bytes)

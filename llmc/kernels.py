@@ -262,13 +262,14 @@ def decode_geometry(config, precision, shared):
     lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
     geometry = SimpleNamespace(
         DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
-        DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=3 if bf16 and row <= 2048 else 2,
+        DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=2,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
         DECODE_PIECES=4, DECODE_QKV_TILES=2, DECODE_QKV_COLUMNS=48, DECODE_FC_TILES=2, DECODE_FC_COLUMNS=48,
         DECODE_ATTPROJ_TILES=4, DECODE_ATTPROJ_COLUMNS=32, DECODE_FCPROJ_TILES=4, DECODE_FCPROJ_COLUMNS=96,
         DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
     for geometry.DECODE_ROWS in (16, 8):
-        if decode_shared(geometry, 1, geometry.DECODE_FEW) <= geometry.DECODE_SHARED:
+        sizes = decode_shared(geometry, 1, geometry.DECODE_FEW, True), decode_shared(geometry, 1, 16, False)
+        if max(sizes) <= geometry.DECODE_SHARED:
             break
     else:
         raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a"
@@ -288,11 +289,12 @@ def decode_geometry(config, precision, shared):
     return {**vars(geometry), "DECODE_LOGITS_STAGES": 0}
 
 
-def decode_shared(geometry, stages, normalized):
-    """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums, rows that it normalizes."""
+def decode_shared(geometry, stages, N, normalized):
+    """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums for N rows of x, and these rows,
+    if it normalizes them."""
     g = geometry
-    sums = min(stages, 2) * 4 * g.DECODE_WARPS * g.DECODE_X_ROWS * g.DECODE_ROWS
-    return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalized * g.DECODE_ROW_BYTES
+    sums = min(stages, 2) * 4 * g.DECODE_WARPS * min(N, g.DECODE_X_ROWS) * g.DECODE_ROWS
+    return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalized * N * g.DECODE_ROW_BYTES
 
 
 def decode_many_shared(geometry, name, stages):

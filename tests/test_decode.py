@@ -51,7 +51,8 @@ def test_matmuls_fit_into_the_shared_memory_of_every_gpu():
     for arch, precision, C in itertools.product(SHARED, PRECISIONS.values(), (16, 768, 1024, 1280, 1600)):
         config = Config(1024, 131, 1, C // 16, C, 256)
         geometry = launch_geometry(config, precision, arch, SHARED[arch])
-        assert decode_shared(geometry, 1, geometry.DECODE_FEW) <= SHARED[arch] - 2048
+        for N, normalizes in ((geometry.DECODE_FEW, True), (16, False)):
+            assert decode_shared(geometry, 1, N, normalizes) <= SHARED[arch] - 2048
         for name in ("QKV", "FC", "ATTPROJ", "FCPROJ", *(("LOGITS",) if geometry.DECODE_LOGITS_STAGES else ())):
             assert getattr(geometry, f"DECODE_{name}_SHARED") <= SHARED[arch] - 2048
 
