@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
-import requests
 import tiktoken
 from tqdm import tqdm
 
@@ -49,7 +48,7 @@ def load_encoding(vocabulary, characters=""):
         )
     try:
         return tiktoken.get_encoding("gpt2")
-    except (requests.RequestException, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # requests' are OSErrors
         raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
                         " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
 
@@ -85,6 +84,8 @@ def download(url, path, digest, algorithm="md5"):
             raise UserError(f"{path}: {kind} {found}, expected {digest}: it is not the text that is downloaded to"
                             f" there; move it away, or tokenize it with --input {shlex.quote(path)}")
         return
+    import requests  # here: it is slow to import
+
     make_directory(os.path.dirname(path))
     found = hashlib.new(algorithm)
     try:
