@@ -239,10 +239,10 @@ def save_split(tokens, most, encoding, args):
     save_tokens(list(chunks(tokens[:val])), list(chunks(tokens[val:])), encoding, args)
 
 
-def make_parser(description, output):
+def make_parser(description, output, format="int32"):
     """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and so on."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--format", choices=("int32", "uint16"), default="int32",
+    parser.add_argument("--format", choices=("int32", "uint16"), default=format,
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today")
     parser.add_argument("--output", metavar="PREFIX", default=output,
                         help="files are named PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin")

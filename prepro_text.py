@@ -239,7 +239,7 @@ def number_of(count, thing):
 
 
 def main():
-    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "text"))
+    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "text"), format="uint16")
     parser.add_argument("inputs", nargs="+", metavar="FILE", help="text, a folder of it, or a quoted glob")
     parser.add_argument("--vocabulary", choices=("gpt2", "bytes", "chars"), default="gpt2",
                         help="GPT-2's; the 256 byte values; the characters of the text")

@@ -720,7 +720,7 @@ def decode_logits(device, logits, tiles, x, wte, control, B, Vp):
 def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
     """Launch a matmul of N rows with a weight (OC, parts * C). normalizes: it does the layernorm, too."""
     g = device.geometry
-    shared = {stages: decode_shared(g, stages, N, normalizes) for stages in (1, 2, 3, 4)}
+    shared = {stages: decode_shared(g, stages, N, normalizes) for stages in range(1, g.DECODE_STAGES + 1)}
     resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages, size in shared.items()}
     tiles, groups = OC // g.DECODE_ROWS, blocks(N, g.DECODE_X_ROWS)
     grid = min(tiles, max(1, device.sm_count * resident[1] // (groups * parts)))

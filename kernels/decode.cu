@@ -305,7 +305,7 @@ struct Likeliest {
 struct Tokens {
     const float* logits;
     const int* tiles;  // null: all
-    int count;         // those of the last tile are not all tokens
+    int count;         // of ids; those from V on are no tokens
 
     __device__ int id(int i) const { return tiles ? tiles[i / ROWS] * ROWS + i % ROWS : i; }
     __device__ float logit(int id) const { return logits[id]; }
@@ -345,7 +345,7 @@ __device__ inline void for_items(const Items& items, const F& f) {
     for_items(items, 0, items.count, threadIdx.x, SAMPLE_THREADS, f);
 }
 
-// All items, none of which is likelier than `largest`, as find_likeliest begins with them.
+// All items, in bins from `largest` down: what find_likeliest begins with.
 template <class Items>
 __device__ inline Likeliest all_of(const Items& items, float largest) {
     float smallest = INFINITE;
@@ -400,8 +400,8 @@ __device__ inline Likeliest find_likeliest(Histogram& histogram, const Items& it
 
 constexpr int MAX_KEPT = 1024;
 
-// Where only the likeliest `count` < TOKEN_TILES tokens may be drawn: the tokens of the likeliest `count` tiles. Each
-// of these has a token that is likelier than all of another tile. kept (MAX_KEPT): in shared memory.
+// Where only the likeliest `count` < TOKEN_TILES tokens may be drawn: the tokens of the likeliest `count` tiles. As many
+// tokens are likelier than all of any other tile: the likeliest of each of these. kept (MAX_KEPT): in shared memory.
 __device__ inline Tokens keep_tiles(Histogram& histogram, int* kept, const float* logits, const Tile* tiles,
                                     float largest, int count) {
     constexpr int EACH_THREAD = (TOKEN_TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
@@ -409,15 +409,13 @@ __device__ inline Tokens keep_tiles(Histogram& histogram, int* kept, const float
     const Likeliest likeliest = find_likeliest(histogram, Tiles{tiles}, largest, one, uint64(count));
     const int first = threadIdx.x * EACH_THREAD, end = min(TOKEN_TILES, first + EACH_THREAD);
     int mine = 0;
-    if (threadIdx.x == 0) kept[0] = 0;  // logits of NaN may leave none
     for (int t = first; t < end; t++) mine += likeliest.has(t, tiles[t].largest);
-    const int through = scan_block(mine);
-    int at = through - mine;
+    int at = scan_block(mine) - mine;
     for (int t = first; t < end; t++) {
-        if (likeliest.has(t, tiles[t].largest) && at < MAX_KEPT) kept[at++] = t;
+        if (likeliest.has(t, tiles[t].largest)) kept[at++] = t;
     }
-    const int all = broadcast(through, SAMPLE_THREADS - 1);  // its barriers are also for `kept`
-    return {logits, kept, max(1, min(all, MAX_KEPT)) * ROWS};
+    __syncthreads();
+    return {logits, kept, count * ROWS};
 }
 
 // xorshift64*: the next 24 random bits as a float in [0, 1).

@@ -44,7 +44,7 @@ __device__ inline void wait_for_inputs() {
 // 4 neighbouring values.
 __device__ inline float4 load4(const float* at) { return *reinterpret_cast<const float4*>(at); }
 __device__ inline void store4(float* at, float4 x) { *reinterpret_cast<float4*>(at) = x; }
-// The same of elements; as long as they are bits, nothing waits for their arrival.
+// The same of elements, left as bits: what converts them waits for their arrival.
 #if BFLOAT16
 typedef uint2 Bits4;
 __device__ inline float4 to_floats(Bits4 bits) {
@@ -73,17 +73,17 @@ __device__ inline float sum_over_block(float x, int turn) {
     return x;
 }
 
-constexpr int EACH = (C + 4 * THREADS - 1) / (4 * THREADS);  // times 4 channels of a row, of a thread
+constexpr int VECTOR_EACH = (C + 4 * THREADS - 1) / (4 * THREADS);  // times 4 channels of a row, of a thread
 __device__ inline int channel_of(int p) { return 4 * (p * THREADS + threadIdx.x); }
 
-// What a thread has of the vectors of a layernorm, and of the sum before it. They are weights: requested before others,
-// they do not arrive behind them.
+// What a thread has of the vectors of a layernorm, and of the sum before it: weights, which do not queue behind the
+// matmul's if they are requested before those.
 struct Vectors {
-    Bits4 branch_bias[EACH], weight[EACH], bias[EACH];
+    Bits4 branch_bias[VECTOR_EACH], weight[VECTOR_EACH], bias[VECTOR_EACH];
 
     __device__ Vectors(const element* branch_bias_, const element* weight_, const element* bias_) {
 #pragma unroll
-        for (int p = 0; p < EACH; p++) {
+        for (int p = 0; p < VECTOR_EACH; p++) {
             const int c = channel_of(p);
             if (c >= C) continue;
             branch_bias[p] = load_bits4(branch_bias_ + c);
@@ -92,8 +92,8 @@ struct Vectors {
     }
 };
 
-// out (N,C) = inp (N,C) + branch_bias (C,) + the parts of branches (.,N,C), or their pieces; out is another buffer than
-// inp.
+// out (N,C) = inp (N,C) + branch_bias (C,), which is in Vectors, + the parts of branches (.,N,C), or their pieces; out
+// is another buffer than inp.
 struct Residual {
     float* out;
     const float *inp, *branches;
@@ -104,10 +104,10 @@ struct Residual {
 template <int COUNT, int PIECES = 1>
 __device__ inline void normalize(element* normed, const Residual& residual, const Vectors& vectors, int n, int N,
                                  bool write) {
-    float4 x[EACH];
+    float4 x[VECTOR_EACH];
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-    for (int p = 0; p < EACH; p++) {
+    for (int p = 0; p < VECTOR_EACH; p++) {
         if (channel_of(p) >= C) continue;
         const int64 at = int64(n) * C + channel_of(p);
         float4 parts[COUNT][PIECES];
@@ -127,14 +127,14 @@ __device__ inline void normalize(element* normed, const Residual& residual, cons
     }
     const float mean = sum_over_block(sum, 0) / C;
 #pragma unroll
-    for (int p = 0; p < EACH; p++) {
+    for (int p = 0; p < VECTOR_EACH; p++) {
         if (channel_of(p) >= C) continue;
         x[p] = {x[p].x - mean, x[p].y - mean, x[p].z - mean, x[p].w - mean};
         squares += x[p].x * x[p].x + x[p].y * x[p].y + (x[p].z * x[p].z + x[p].w * x[p].w);
     }
     const float rstd = 1.0f / sqrtf(sum_over_block(squares, 1) / C + 1e-5f);
 #pragma unroll
-    for (int p = 0; p < EACH; p++) {
+    for (int p = 0; p < VECTOR_EACH; p++) {
         if (channel_of(p) >= C) continue;
         const float4 a = to_floats(vectors.weight[p]), b = to_floats(vectors.bias[p]);
         store4(normed + channel_of(p), {x[p].x * rstd * a.x + b.x, x[p].y * rstd * a.y + b.y,

@@ -10,7 +10,7 @@
 #include "mma.cuh"
 
 constexpr int CHUNK = 4 * PACK;  // of the inner dimension, for a warp at a time: 64 bytes
-constexpr int CHUNKS = (C + CHUNK - 1) / CHUNK, STEPS = (CHUNKS + WARPS - 1) / WARPS;  // of a tile; of a warp
+constexpr int STEPS = (C + WARPS * CHUNK - 1) / (WARPS * CHUNK);
 constexpr int X_ROWS = DECODE_X_ROWS;               // of x, in a block
 constexpr bool KEEP = STEPS <= (BFLOAT16 ? 8 : 4);  // x in registers, while this block has tiles
 
@@ -23,7 +23,7 @@ extern __shared__ uint4 shared[];
 
 constexpr int STRIDE = DECODE_ROW_BYTES / sizeof(element);
 constexpr int TILE = ROWS * STRIDE;  // elements
-constexpr int MAX_STAGES = 4;
+constexpr int MAX_STAGES = DECODE_STAGES;
 
 static_assert(X_ROWS == 16 && (ROWS == 16 || ROWS == 8), "a fragment has 16 rows of x, or 8 of the weight");
 static_assert(STRIDE >= C, "the launch makes room for whole rows");
@@ -46,101 +46,111 @@ struct Group {
 
 // A lane's 16 bytes of a chunk of its warp begin here, those of rows g and g + 8 of x and of a weight's tile. Within a
 // chunk, the order of the inner dimension is the one in which they are neighbours, in both operands.
-__device__ inline int chunk_of(int step, int warp) { return step * WARPS + warp; }
-__device__ inline int begin_of(int step, int warp) { return chunk_of(step, warp) * CHUNK + threadIdx.x % 4 * PACK; }
+__device__ inline int begin_of(int step, int warp) {
+    return (step * WARPS + warp) * CHUNK + threadIdx.x % 4 * PACK;
+}
 // Whether they are there: known when it is compiled, but for the last step.
 __device__ inline bool exists(int step, int warp) {
     return (step + 1) * WARPS * CHUNK <= C || begin_of(step, warp) < C;
 }
 
 // This block's tiles of a weight, in shared memory: a ring of `stages` tiles, tile i = 0, 1, 2 ... in stage i % stages.
-// All threads make one, begin it, and for each tile wait for it, read it, and go on to the next one.
+// All threads make one, begin it, and for each tile wait for it, read it, say so, and go on to the next one.
 struct WeightTiles {
     const element* rows;  // of the next tile to request
     int stride;           // elements from one row to the next
-    int64 step;           // elements from one tile to the next
+    int64 tile_stride;    // and from one tile to the next
     int left;             // tiles to request
     int stages, stage = 0;
-#if __CUDA_ARCH__ >= 900
-    // TMA copies whole rows; the 8 of a fragment are a piece, with an mbarrier.
-    static constexpr int PIECES = ROWS / 8, PIECE_BYTES = 8 * C * sizeof(element);
-    static constexpr int AHEAD = PIECE_BYTES < 16384 ? 32768 / PIECE_BYTES : 1;
+#if DECODE_TMA
+    // TMA copies whole rows; the eight of a fragment have an mbarrier.
+    static constexpr int EIGHTS = ROWS / 8, EIGHT_BYTES = 8 * C * sizeof(element);
+    static constexpr int AHEAD = EIGHT_BYTES <= 32768 ? 32768 / EIGHT_BYTES : 1;
     Mbarrier* const full;
     int parity = 0;
 
-    __device__ WeightTiles(const element* rows, int stride, int64 step, int tiles, int stages)
-        : rows(rows), stride(stride), step(step), left(tiles), stages(stages), full(barriers()) {
+    __device__ WeightTiles(const element* rows, int stride, int64 tile_stride, int tiles, int stages)
+        : rows(rows), stride(stride), tile_stride(tile_stride), left(tiles), stages(stages), full(barriers()) {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < stages * PIECES; i++) mbarrier_init(full + i, 1);
+            for (int i = 0; i < stages * EIGHTS; i++) mbarrier_init(full + i, 1);
             fence_mbarrier_init();
         }
         __syncthreads();
     }
     __device__ static Mbarrier* barriers() {
-        __shared__ Mbarrier all[MAX_STAGES * PIECES];
+        __shared__ Mbarrier all[MAX_STAGES * EIGHTS];
         return all;
     }
-    // Request `count` of a tile's rows, by a warp: from row `first` of the ring on.
+    // Request `count` of a tile's rows, by a warp: from row `first` of the ring on. Bytes may come before another warp
+    // has announced them: the phase does not end before that.
     __device__ void request(const element* tile, int first, int count) {
         const int lane = threadIdx.x % 32, row = first + lane;
         if (lane >= count) return;
-        if (row % 8 == 0) mbarrier_arrive_expect_tx(full + row / 8, PIECE_BYTES);
+        if (row % 8 == 0) mbarrier_arrive_expect_tx(full + row / 8, EIGHT_BYTES);
         load_bytes(shared_weights(0) + row * STRIDE, tile + int64(row % ROWS) * stride, full + row / 8,
                    C * sizeof(element));
     }
-    // The first tiles, by the last warp. AHEAD pieces at a time, 32 KB or so, are enough to keep memory busy. With more
-    // of them underway, what the kernel before this one still reads would wait behind them.
+    // Request the first tiles, by the last warp: at most 32 KB at a time, or eight rows if these are more. That keeps
+    // memory busy; with more underway, what the kernel before this one still reads would wait.
     __device__ void begin() {
-        const int first = min(stages, left), pieces = threadIdx.x / 32 == WARPS - 1 ? first * PIECES : 0;
+        const int first = min(stages, left), eights = threadIdx.x / 32 == WARPS - 1 ? first * EIGHTS : 0;
 #pragma unroll 1
-        for (int i = 0; i < pieces; i++) {
+        for (int i = 0; i < eights; i++) {
             if (i >= AHEAD) mbarrier_wait(full + i - AHEAD, 0);
-            request(rows + i / PIECES * step, 8 * i, 8);
+            request(rows + i / EIGHTS * tile_stride, 8 * i, 8);
         }
-        rows += first * step, left -= first;
+        rows += first * tile_stride, left -= first;
     }
     __device__ void wait() {
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) mbarrier_wait(full + stage * PIECES + i, parity);
+        for (int i = 0; i < EIGHTS; i++) mbarrier_wait(full + stage * EIGHTS + i, parity);
     }
-    // All threads have read the tile. Half of the warps request another one, because a warp takes long to do it; the
-    // other half begins to add up the sums.
+    __device__ void release() {
+        if (left > 0) fence_for_async();
+    }
+    // All threads have released the tile. Half of the warps request another one, because a warp takes long to do it;
+    // the other half begins to add up the sums.
     __device__ void next() {
-        constexpr int EACH = ROWS / (WARPS / 2);
+        constexpr int ROWS_EACH = ROWS / (WARPS / 2);
         const int warp = int(threadIdx.x) / 32 - WARPS / 2;
         if (left > 0) {
-            if (warp >= 0) request(rows, stage * ROWS + warp * EACH, EACH);
-            rows += step, left--;
+            if (warp >= 0) request(rows, stage * ROWS + warp * ROWS_EACH, ROWS_EACH);
+            rows += tile_stride, left--;
         }
         if (++stage == stages) stage = 0, parity ^= 1;
     }
 #else
     // Each lane requests what it will read itself, and waits for that.
-    __device__ WeightTiles(const element* rows, int stride, int64 step, int tiles, int stages)
-        : rows(rows), stride(stride), step(step), left(tiles), stages(stages) {}
-    __device__ void request(int stage) {
+    __device__ WeightTiles(const element* rows, int stride, int64 tile_stride, int tiles, int stages)
+        : rows(rows), stride(stride), tile_stride(tile_stride), left(tiles), stages(stages) {}
+    __device__ void request(int to) {
         const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+        if (left > 0) {
 #pragma unroll
-        for (int k = 0; left > 0 && k < STEPS; k++) {
+            for (int step = 0; step < STEPS; step++) {
 #pragma unroll
-            for (int row = g; row < ROWS; row += 8) {
-                if (!exists(k, warp)) continue;
-                copy_async(reinterpret_cast<uint4*>(shared_weights(stage) + row * STRIDE + begin_of(k, warp)),
-                           reinterpret_cast<const uint4*>(rows + int64(row) * stride + begin_of(k, warp)), true);
+                for (int row = g; row < ROWS; row += 8) {
+                    const int at = begin_of(step, warp);
+                    if (!exists(step, warp)) continue;
+                    copy_async(reinterpret_cast<uint4*>(shared_weights(to) + row * STRIDE + at),
+                               reinterpret_cast<const uint4*>(rows + int64(row) * stride + at), true);
+                }
             }
         }
         copies_commit();
-        rows += step, left--;
+        rows += tile_stride, left--;
     }
     __device__ void begin() {
         for (int s = 0; s < stages; s++) request(s);
     }
     __device__ void wait() {
+        static_assert(MAX_STAGES == 4, "as many as there are here");
         if (stages == 1) copies_wait<0>();
         else if (stages == 2) copies_wait<1>();
         else if (stages == 3) copies_wait<2>();
         else copies_wait<3>();
     }
+    __device__ void release() {}
     __device__ void next() {
         request(stage);
         if (++stage == stages) stage = 0;
@@ -237,11 +247,12 @@ __device__ inline void matmul_rows(const element* weight, int stride, const elem
                     both[0][2 * i] + both[1][2 * i], both[0][2 * i + 1] + both[1][2 * i + 1]};
             }
         }
+        tiles.release();
         __syncthreads();  // all have read the weights, and written their sums
         tiles.next();
         for (int first = warp * 32; first < N * ROWS; first += THREADS) {
             const int i = first + lane, at = sum_at(min(i / ROWS, N - 1), i % ROWS);
-            float sum = bias ? to_float(tile_bias) : 0.0f;
+            float sum = to_float(tile_bias);
 #pragma unroll
             for (int w = 0; w < WARPS; w += 2) sum += sums[w * N * ROWS + at] + sums[(w + 1) * N * ROWS + at];
             finish(row_of(tile) + i % ROWS, i / ROWS, sum);

@@ -1,7 +1,6 @@
 // Hopper's own instructions (sm_90a), one function for each: wgmma, the asynchronous matmul of a warpgroup; TMA, the
-// tensor memory accelerator, which copies boxes of a tensor; mbarriers, at which threads wait for TMA's bytes and for
-// each other. And a ring buffer built from them. PTX ISA: "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
-// Instructions", "cp.async.bulk.tensor", "mbarrier".
+// tensor memory accelerator, which copies boxes of a tensor. And a ring buffer built from TMA and mbarriers. PTX ISA:
+// "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions", "cp.async.bulk.tensor".
 //
 // A warpgroup is 4 consecutive warps, the first one a multiple of 4. One wgmma computes D (64,n) += A (64,k) @ B (k,n),
 // with D in float32 in registers, A in registers or shared memory, and B in shared memory.
@@ -225,6 +224,12 @@ struct Ring {
     }
 };
 
+// A tensor's address and shape, and the size and swizzle of the boxes that TMA copies: encoded on the host by
+// cuTensorMapEncodeTiled, in llmc/device.py, and passed as a kernel argument.
+struct alignas(64) TensorMap {
+    char opaque[128];
+};
+
 // Start a TMA load: the box at (batch, row, column) of a (B,T,columns) tensor, to shared memory. What lies outside the
 // tensor arrives as zeros. The bytes count towards the phase of `full`.
 __device__ inline void load_box(void* to, const TensorMap* map, Mbarrier* full, int column, int row, int batch) {
@@ -254,10 +259,6 @@ __device__ inline void store_bytes(void* to, const void* from, int bytes) {
 // overwritten.
 template <int PENDING>
 __device__ inline void stores_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
-
-// Make this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy". Call it before the
-// barrier after which these read them, and before TMA overwrites what was read by ordinary loads.
-__device__ inline void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Named barriers: a block has 16 in hardware; __syncthreads() is number 0. The barrier opens when `threads` threads
 // have reached it: those that sync wait for that, those that arrive continue at once.

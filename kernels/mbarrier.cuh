@@ -11,12 +11,6 @@ __device__ inline uint32 shared_address(const void* p) { return __cvta_generic_t
 // come, and all bytes that were announced to it. A waiting thread names the phase by its parity.
 typedef unsigned long long Mbarrier;
 
-// A tensor's address and shape, and the size and swizzle of the boxes that TMA copies: encoded on the host by
-// cuTensorMapEncodeTiled, in llmc/device.py, and passed as a kernel argument.
-struct alignas(64) TensorMap {
-    char opaque[128];
-};
-
 // Called by one thread, which then calls fence_mbarrier_init(); the other threads may use the mbarrier after the next
 // __syncthreads().
 __device__ inline void mbarrier_init(Mbarrier* b, int arrivals) {
@@ -46,3 +40,7 @@ __device__ inline void load_bytes(void* to, const void* from, Mbarrier* full, in
                  "l"(from), "r"(bytes), "r"(shared_address(full))
                  : "memory");
 }
+
+// Make this thread's ordinary writes to shared memory visible to wgmma and TMA, the "async proxy". Call it before the
+// barrier after which these read them, and before TMA overwrites what was read by ordinary loads.
+__device__ inline void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -121,7 +121,7 @@ def launch_geometry(config, precision, arch, shared=None):
     """All of layer_geometry's numbers as attributes, for the launches. With `shared`, the bytes of shared memory that a
     block can have, also decode_geometry's."""
     layers = list(layer_geometry(config, precision, arch).values())
-    layers += [decode_geometry(config, precision, shared)] if shared else []
+    layers += [decode_geometry(config, precision, arch, shared)] if shared else []
     return SimpleNamespace(**{name: value for numbers in layers for name, value in numbers.items()})
 
 
@@ -245,13 +245,14 @@ def classifier_geometry(config, precision, arch):
             "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024}
 
 
-def decode_geometry(config, precision, shared):
+def decode_geometry(config, precision, arch, shared):
     """Constants of text generation; raises UserError if `shared`, the bytes that a block can have, is too small.
 
-    A matmul has tiles of ROWS rows of the weight and X_ROWS of the other operand, x, and as many BLOCKS on a
-    multiprocessor as registers allow. FEW: up to this many rows of x, it does the layernorm itself. ROW_BYTES: of a row
-    in shared memory. In attention, ROW_LANES lanes read a head's row, 16 bytes each; a block works on SPLIT positions
-    at a time, 8 for each group of lanes. SHARED: bytes that a block may use.
+    A matmul has tiles of ROWS rows of the weight, up to STAGES of them at a time, and of X_ROWS rows of the other
+    operand, x; and BLOCKS on a multiprocessor. TMA: whether that brings the weights. FEW: up to this many rows of x, it
+    does the layernorm itself. ROW_BYTES: of a row in shared memory. In attention, ROW_LANES lanes read a head's row, 16
+    bytes each; a block works on SPLIT positions at a time, 8 for each group of lanes. SHARED: bytes that a block may
+    use.
 
     For more than X_ROWS rows of x, QKV, FC, ATTPROJ, FCPROJ and LOGITS have blocks of TILES * 16 of them by COLUMNS
     rows of the weight, a ring of STAGES stages, and SHARED bytes. A block of ATTPROJ and FCPROJ has one of PIECES
@@ -262,7 +263,8 @@ def decode_geometry(config, precision, shared):
     lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
     geometry = SimpleNamespace(
         DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
-        DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=2,
+        DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=2, DECODE_STAGES=4,
+        DECODE_TMA=int(int(arch.removeprefix("sm_").rstrip("a")) >= 90),
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
         DECODE_PIECES=4, DECODE_QKV_TILES=2, DECODE_QKV_COLUMNS=48, DECODE_FC_TILES=2, DECODE_FC_COLUMNS=48,
         DECODE_ATTPROJ_TILES=4, DECODE_ATTPROJ_COLUMNS=32, DECODE_FCPROJ_TILES=4, DECODE_FCPROJ_COLUMNS=96,
@@ -289,12 +291,12 @@ def decode_geometry(config, precision, shared):
     return {**vars(geometry), "DECODE_LOGITS_STAGES": 0}
 
 
-def decode_shared(geometry, stages, N, normalized):
+def decode_shared(geometry, stages, N, normalizes):
     """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums for N rows of x, and these rows,
     if it normalizes them."""
     g = geometry
     sums = min(stages, 2) * 4 * g.DECODE_WARPS * min(N, g.DECODE_X_ROWS) * g.DECODE_ROWS
-    return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalized * N * g.DECODE_ROW_BYTES
+    return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
 
 
 def decode_many_shared(geometry, name, stages):

@@ -186,6 +186,19 @@ def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
         check_tiles(ours.acts.tiles.get(), ours.acts.logits.get(), config.V)
 
 
+@pytest.mark.parametrize("B, T, position", ((1, 1, 0.9), (3, 1, 0.3), (1, 40, 0), (70, 1, 0.7)))
+@pytest.mark.parametrize("config, dtype, arch", ((MODELS[0], "bfloat16", "sm_80"), (MODELS[2], "float32", "sm_80"),
+                                                 (MODELS[3], "float32", "sm_86"), (MODELS[3], "float32", "sm_90a")),
+                         ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
+def test_a_pass_on_other_gpus_is_the_cpu_s(decoders, monkeypatch, config, dtype, arch, B, T, position):
+    """With the constants of GPUs that have no TMA, or less shared memory, in which C=1600 has tiles of 8 rows."""
+    def geometry(config, precision, _, shared):
+        return launch_geometry(config, precision, arch, min(shared, SHARED["sm_86"]))
+
+    monkeypatch.setattr(cuda, "launch_geometry", geometry)
+    test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position)
+
+
 @pytest.mark.parametrize("config, dtype", [case for case in CASES if case[0].C >= 240],
                          ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
 def test_logits_do_not_depend_on_the_batch(decoders, config, dtype):
@@ -284,7 +297,8 @@ def check_tiles(tiles, logits, V):
 
 
 @pytest.mark.parametrize("choice", (
-    Choice(), Choice(0.0), Choice(0.3), Choice(2.0, 1), Choice(1.0, 40), Choice(1.3, 999), Choice(1.0, 5000),
+    Choice(), Choice(0.0), Choice(0.3), Choice(2.0, 1), Choice(1.0, 40), Choice(1.3, 999), Choice(1.0, 1024),
+    Choice(1.0, 2000), Choice(1.0, 5000),
     Choice(1.0, 0, 0.9), Choice(0.7, 0, 1e-6), Choice(0.7, 100, 0.5)))
 @pytest.mark.parametrize("V, spread", ((50257, 3.0), (1003, 0.01), (1003, 8.0), (300, 0.0)))
 def test_drawing(decoders, V, spread, choice):
@@ -340,7 +354,7 @@ def test_drawing(decoders, V, spread, choice):
             raise AssertionError(f"{b}: {id} with the coin {coin}")
 
 
-CHOICES = Choice(), Choice(0.0), Choice(0.7), Choice(0.7, 20, 0.9)
+CHOICES = Choice(), Choice(0.0), Choice(0.7), Choice(0.7, 10, 0.9)
 
 
 @pytest.mark.parametrize("prompt, count", ((1, 30), (35, 90), (100, 5)))
