@@ -50,7 +50,7 @@ from llmc.resume import model_file
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import read_tokenizer
-from prepro import EOT, load_encoding, read_input, reason, save_vocabulary
+from prepro import EOT, load_encoding, read_input, reason, save_vocabulary, tokenizer_of
 from train_gpt2 import SIZES, parameter_table, random_model
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
@@ -292,13 +292,19 @@ def write_hf_folder(model, folder):
     if os.path.lexists(vocabulary):
         tokenizer = read_tokenizer(vocabulary)
         tokenizer_files = our_tokenizer_files(config, tokenizer) | {"tokenizer.bin": read_input(vocabulary)}
+    elif config.V == VOCABULARIES["bytes"]:
+        tokenizer = tokenizer_of(load_encoding("bytes"))
+        tokenizer_files = our_tokenizer_files(config, tokenizer)
+    elif config.V != VOCABULARIES["gpt2"]:
+        print(f"warning: {vocabulary}: no such file: the folder gets no tokenizer", file=sys.stderr)
     if config.V == VOCABULARIES["gpt2"]:
         try:
             tokenizer_files |= gpt2_tokenizer_files(config)
         except UserError as error:
             print(f"warning: no vocab.json and merges.txt: {error}", file=sys.stderr)
     names = (*tokenizer_files, *(GPT2_VOCABULARY if config.V == VOCABULARIES["gpt2"] else ()))
-    others = [name for name in HF_VOCABULARY if name not in names and os.path.lexists(os.path.join(folder, name))]
+    others = [name for name in HF_VOCABULARY if os.path.lexists(path := os.path.join(folder, name))
+              and (name not in names or name == "tokenizer.bin" and read_input(path) != tokenizer_files[name])]
     if others:
         raise UserError(f"{folder}: has another vocabulary's {', '.join(others)}: remove that, or name another folder")
     make_directory(folder)

@@ -9,8 +9,8 @@ Text from a model: GPT-2 goes on where a prompt ends.
 It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumPy. One sample is printed token by token,
 several are printed one after the other. Without a prompt, the text begins after the end-of-text token; without flags,
 sampling is the trainer's. Keys and values of earlier positions are cached; beyond the model's longest sequence, the
-window slides by half its length. On a GPU, a sample is the same however many others are drawn with it; on a CPU it is
-up to rounding, which now and then changes a token.
+window slides by half its length. On a GPU, a sample is the same however many others are drawn with it; on a CPU sums
+are rounded otherwise then, and sooner or later a sample becomes another one.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -29,7 +29,7 @@ from llmc.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, describe, run_main
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, Writer, end_of_text
-from llmc.tokenizer import Tokenizer, read_tokenizer
+from llmc.tokenizer import read_tokenizer
 from train_gpt2 import Decoder, parameter_table
 from train_gpt2_cuda import open_decoder
 
@@ -57,7 +57,7 @@ def make_decoder(config, params, args):
 
 
 def load_vocabulary(model, V, path=None):
-    """Return the Tokenizer of a model with V tokens; None, with a warning, if there is none.
+    """Return the llmc.tokenizer.Tokenizer of a model with V tokens; None, with a warning, if there is none.
 
     It comes from the file `path`; else from beside the model: a run's tokenizer.bin or, if V is GPT-2's, the
     gpt2_tokenizer.bin of export_weights.py; else V tells whether it is GPT-2's or bytes. Raises UserError for a file of
@@ -75,8 +75,7 @@ def load_vocabulary(model, V, path=None):
         return tokenizer
     if V in KNOWN:
         try:
-            encoding = known_encoding(V)
-            return Tokenizer([encoding.decode_single_token_bytes(id) for id in range(V)], encoding.eot_token)
+            return known_tokenizer(V)
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
     print(f"warning: {beside[0]}: no such file: what tokens stand for is not known; name one with --tokenizer FILE",
@@ -87,14 +86,20 @@ def load_vocabulary(model, V, path=None):
 KNOWN = {50257: "gpt2", 257: "bytes"}
 
 
-def known_encoding(V):
-    """Return the tiktoken.Encoding for a V of KNOWN; raises UserError if it cannot be loaded."""
+def import_prepro():
+    """Return the module prepro, which is slow to import; raises UserError where a package is missing."""
     try:
-        from prepro import load_encoding  # here: it is slow to import, and not needed with a tokenizer file
+        import prepro
     except ImportError as error:
         raise UserError(f"the Python package {error.name} cannot be imported: pip install -r requirements.txt, or pass"
                         " --tokenizer FILE and --prompt_ids") from None
-    return load_encoding(KNOWN[V])
+    return prepro
+
+
+def known_tokenizer(V):
+    """Return the Tokenizer for a V of KNOWN; raises UserError if it cannot be loaded."""
+    prepro = import_prepro()
+    return prepro.tokenizer_of(prepro.load_encoding(KNOWN[V]))
 
 
 def encode(text, tokenizer):
@@ -102,10 +107,9 @@ def encode(text, tokenizer):
     text = text.encode(errors="surrogateescape").decode(errors="replace")  # what argv could not decode as UTF-8
     V = len(tokenizer.tokens)
     if KNOWN.get(V) == "gpt2":
-        encoding = known_encoding(V)
-        from prepro import encode as encode_long  # here: as in known_encoding
-
-        ids = encode_long(encoding, text, disallowed_special=())  # "<|endoftext|>" is text like any other
+        prepro = import_prepro()
+        encoding = prepro.gpt2_encoding(tokenizer)
+        ids = prepro.encode(encoding, text, disallowed_special=())  # "<|endoftext|>" is text like any other
         if b"".join(tokenizer.tokens[id] for id in ids) != text.encode():
             raise UserError("--prompt: the tokenizer file is not GPT-2's vocabulary: pass --prompt_ids")
         return ids
@@ -175,9 +179,10 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     """Print samples that continue one prompt: a text, a list of ids, or None to begin a text."""
     eot = end_of_text(tokenizer, V)
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
-    if ids.shape[1] + args.tokens > decoder.T + 1:  # the last token is not fed back
-        print(f"note: {ids.shape[1] + args.tokens} tokens, the model sees {decoder.T} at a time: from there on, the"
-              f" last {decoder.T // 2} and what follows", file=sys.stderr)
+    if ids.shape[1] + args.tokens > decoder.T + 1 and not args.noted:  # the last token is not fed back
+        args.noted = True
+        print(f"note: the model sees {decoder.T} tokens at a time: what comes after them follows from the last"
+              f" {decoder.T // 2} and the new ones", file=sys.stderr)
     stop = None if args.ignore_eot else eot
     choice = Choice(args.temperature, args.top_k, args.top_p)
     steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stop)
@@ -201,7 +206,7 @@ def print_json(steps, shown, tokenizer, stop):
         logprobs = [float(of_step[b]) for _, of_step in steps[: len(ids)]]
         text = None
         if tokenizer:
-            text = b"".join(tokenizer.tokens[id] for id in ids if id != tokenizer.eot).decode(errors="replace")
+            text = b"".join(tokenizer.tokens[id] for id in ids if id != stop).decode(errors="replace")
         print(json.dumps({"prompt_ids": shown, "ids": ids, "text": text, "logprobs": logprobs}))
 
 
@@ -235,6 +240,7 @@ def parse_arguments():
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample")
     parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
                         help="tokenizer file (default: the one beside the model)")
+    parser.set_defaults(noted=False)  # whether it was said that the window slides
     args = parser.parse_args()
     for name, okay, expected in (
         ("tokens", 1 <= args.tokens < 2**31, "1 to 2^31 - 1"),

@@ -18,13 +18,14 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 from tqdm import tqdm
 
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import check_is_file, chunks, make_directory, replacing, together
 from llmc.threads import THREADS
-from llmc.tokenizer import write_tokenizer
+from llmc.tokenizer import Tokenizer, write_tokenizer
 
 TIMEOUT_SECONDS = 30  # of silence from the server
 EOT = "<|endoftext|>"
@@ -51,6 +52,21 @@ def load_encoding(vocabulary, characters=""):
     except (OSError, ValueError) as error:  # requests' are OSErrors
         raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
                         " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
+
+
+def tokenizer_of(encoding):
+    """Return the Tokenizer of a tiktoken.Encoding."""
+    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+    return Tokenizer(tokens, encoding.eot_token)
+
+
+def gpt2_encoding(tokenizer):
+    """Return the tiktoken.Encoding of a Tokenizer with GPT-2's tokens, whose ids are the order of its merges. Raises
+    UserError for one without all bytes, or with the same token twice."""
+    ranks = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
+    if len(ranks) != len(tokenizer.tokens) - 1 or not all(bytes([byte]) in ranks for byte in range(256)):
+        raise UserError(f"{tokenizer.path}: it is not GPT-2's vocabulary: pass --prompt_ids")
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: tokenizer.eot})
 
 
 LONGEST = 262144  # characters of whitespace; a million overflow the stack of tiktoken's regular expression
@@ -86,11 +102,11 @@ def download(url, path, digest, algorithm="md5"):
         return
     import requests  # here: it is slow to import
 
-    make_directory(os.path.dirname(path))
     found = hashlib.new(algorithm)
     try:
         with requests.get(url, stream=True, timeout=TIMEOUT_SECONDS) as response:
             response.raise_for_status()
+            make_directory(os.path.dirname(path))
             size = int(response.headers.get("Content-Length", 0)) or None
             with replacing(path) as f, tqdm(total=size, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
                 for piece in response.iter_content(1 << 16):
@@ -175,8 +191,7 @@ def end_with_parent():
 
 def save_vocabulary(path, encoding, version=2):
     """Write a tiktoken.Encoding as llm.c's tokenizer file."""
-    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
-    write_tokenizer(path, tokens, encoding.eot_token, version)
+    write_tokenizer(path, tokenizer_of(encoding).tokens, encoding.eot_token, version)
 
 
 def save_tokens(val, train, encoding, args):

@@ -105,10 +105,10 @@ def test_all_files_or_none(tmp_path, monkeypatch):
 ))  # fmt: skip
 def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
     with serve(pages) as (url, _):
-        done = run_here(prepro_tinyshakespeare, "--url", f"{url}/x", "--output", tmp_path / "ts", check=False)
+        done = run_here(prepro_tinyshakespeare, "--url", f"{url}/x", "--output", tmp_path / "data" / "ts", check=False)
     done.stderr = done.stderr.splitlines()[-1]  # after the progress bar
     assert_one_line_error(done, f"{url}/x", "--input", *words)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.rglob("*")] == (["data"] if 200 in pages.get("/x", ()) else [])
 
 
 def test_a_server_that_says_nothing_times_out(monkeypatch, tmp_path):

@@ -286,7 +286,7 @@ def test_random_weights_are_for_sequences_of_the_run(examples, run_here):
     assert short.wpe.shape == (16, 128) and config.maxT == 1500
     for name in short.table:
         assert np.array_equal(getattr(short, name), getattr(long, name)[:16] if name == "wpe" else getattr(long, name))
-    assert "the model sees 16 at a time" in run_here(generate, "run16", "--tokens", 17).stderr
+    assert "the model sees 16 tokens at a time" in run_here(generate, "run16", "--tokens", 17).stderr
     found = json.loads(run_here(evaluate, "run16", *flags[:2], "--json").stdout)
     assert (found["context"], found["stride"]) == (16, 8)
     assert_one_line_error(run_here(evaluate, "run16", *flags, check=False), "sequence of 16", "train one with -t 28")

@@ -82,7 +82,7 @@ def test_export_to_transformers(tmp_path, run_here):
     params = random_params(SMALL)
     write_model(tmp_path / "model.bin", SMALL, params)
     done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    assert done.stdout == f"wrote config.json, model.safetensors to {tmp_path}/hf\n"
+    assert done.stdout == f"wrote config.json, model.safetensors, tokenizer.json, tokenizer_config.json to {tmp_path}/hf\n"
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert theirs.config.bos_token_id == theirs.config.eos_token_id == SMALL.V - 1
@@ -162,12 +162,21 @@ def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
     assert tokenizer.model_max_length == 16
     tokens = read_tokenizer(tmp_path / "tokenizer.bin").tokens
     write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot_token)
+    done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf", check=False)
+    assert_one_line_error(done, f"{tmp_path / 'hf'}: has another vocabulary's", "tokenizer.bin")
     run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "without")
     assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
     write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot_token - 1)
     done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "bad", check=False)
     assert_one_line_error(done, f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}")
     assert not (tmp_path / "bad").exists()
+    (tmp_path / "tokenizer.bin").unlink()
+    done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "known")
+    if vocabulary == "bytes":  # V says so
+        known = transformers.AutoTokenizer.from_pretrained(tmp_path / "known")
+        assert known.encode(f"{text}{EOT}") == [*ids, encoding.eot_token]
+    else:
+        assert done.stderr == f"warning: {tmp_path / 'tokenizer.bin'}: no such file: the folder gets no tokenizer\n"
 
 
 def test_the_reference_computes_what_transformers_does(tmp_path):

@@ -18,7 +18,8 @@ from conftest import ROOT, SMALL, assert_one_line_error, random_params
 from llmc.checkpoint import write_model
 from llmc.resume import checkpoint_paths
 from llmc.sampler import Choice, Random
-from llmc.tokenizer import Tokenizer, write_tokenizer
+from llmc.tokenizer import write_tokenizer
+from prepro import load_encoding
 
 MODEL = "gpt2_124M.bin"
 
@@ -156,7 +157,8 @@ def test_it_stops_at_end_of_text_unless_told_not_to(always, text_of, samples_of)
     always(ord("!"))
     assert text_of("--prompt", "So", "--tokens", 5) == "So!!!!!\n"
     always(256)
-    assert text_of("--prompt", "So", "--tokens", 5, "--ignore_eot", "--json").count("256") == 5
+    found = samples_of("--prompt", "So", "--tokens", 5, "--ignore_eot")[0]
+    assert found["ids"] == 5 * [256] and found["text"] == 5 * "<|endoftext|>"
 
 
 def test_samples_end_one_by_one():
@@ -186,10 +188,9 @@ def test_prompts(always, text_of, monkeypatch):
 
 def test_a_prompt_in_gpt_2_s_vocabulary(vocabulary_here):
     """Special tokens are text; whitespace may be longer than tiktoken's regular expression can match."""
-    encoding = generate.known_encoding(50257)
-    tokenizer = Tokenizer([encoding.decode_single_token_bytes(id) for id in range(50257)], 50256)
-    text = "naïve\n <|endoftext|> x"
-    assert generate.encode(text, tokenizer) == encoding.encode_ordinary(text)
+    encoding, tokenizer = load_encoding("gpt2"), generate.known_tokenizer(50257)
+    for text in ("naïve\n <|endoftext|> x", "It's 1234 o'clock,  they'LL\t\tsay\r\n\n— ☃ 日本語 " + 50 * "ab "):
+        assert generate.encode(text, tokenizer) == encoding.encode_ordinary(text)
     text = 1000000 * " " + "x"
     assert encoding.decode(generate.encode(text, tokenizer)) == text
 
@@ -244,10 +245,12 @@ def test_the_newest_model_of_a_run(workplace, run_here):
     assert re.search("run/model_00000020.bin: no such file: taking run/model_00000003.bin", done.stderr)
 
 
-def test_beyond_the_longest_sequence_is_said_once(workplace, run_here):
+def test_beyond_the_longest_sequence_is_said_once(workplace, run_here, monkeypatch):
     done = run_here(generate, MODEL, "--prompt", "a", "--tokens", 99, "--ignore_eot")
-    assert len(done.stderr.splitlines()) == 1 and re.match("note: 100 tokens, the model sees 32 at a time", done.stderr)
+    assert len(done.stderr.splitlines()) == 1 and re.match("note: the model sees 32 tokens at a time", done.stderr)
     assert run_here(generate, MODEL, "--prompt", "a", "--tokens", 32, "--ignore_eot").stderr == ""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\nabc\n"))
+    assert run_here(generate, MODEL, "--interactive", "--tokens", 40).stderr.count("note:") == 1
 
 
 @pytest.mark.parametrize("flags, words", (
