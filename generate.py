@@ -187,16 +187,21 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     choice = Choice(args.temperature, args.top_k, args.top_p)
     steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stop)
     shown = [] if prompt is None else ids[0].tolist()
-    if args.json:
-        return print_json(list(steps), shown, tokenizer, stop)
-    if args.samples == 1:
+    if args.samples == 1 and not args.json:
         write(itertools.chain(shown, until(stop, (int(new[0]) for new, _ in steps))), tokenizer, stop)
         return
-    columns = np.array([new for new, _ in steps]).T.tolist()
-    for i, column in enumerate(columns):
-        if i > 0:
-            print("---", flush=True)
-        write(itertools.chain(shown, until(stop, column)), tokenizer, stop)
+    drawn = []
+    try:
+        for step in steps:
+            drawn.append(step)
+    finally:  # Ctrl-C leaves what there is
+        if args.json and drawn:
+            print_json(drawn, shown, tokenizer, stop)
+        elif drawn:
+            for i, column in enumerate(np.array([new for new, _ in drawn]).T.tolist()):
+                if i > 0:
+                    print("---", flush=True)
+                write(itertools.chain(shown, until(stop, column)), tokenizer, stop)
 
 
 def print_json(steps, shown, tokenizer, stop):

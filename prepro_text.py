@@ -2,7 +2,7 @@
 Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quoted globs.
 
     python prepro_text.py notes.md books/ --output data/mine      # prints:
-        13 documents in 13 files; left out: 2 hidden names, 1 file not of text
+        13 documents in 13 files; left out: 2 hidden names, 1 file not of text, such as books/cover.jpg
         Saved 32768 tokens to data/mine_val.bin
         Saved 401133 tokens to data/mine_train.bin
         Saved the vocabulary of 50257 tokens to data/mine_tokenizer.bin
@@ -260,9 +260,10 @@ def main():
     check_not_written_over(texts, output_paths(args.output) + shards)
     if not count:
         raise UserError(f"{', '.join(args.inputs)}: no text in {number_of(len(paths), 'file')}")
-    others = f"; left out: {number_of(hidden, 'hidden name')}, {number_of(len(paths) - len(texts), 'file')} not of text"
-    print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}"
-          f"{others if hidden or len(texts) < len(paths) else ''}")
+    left = [path for path in paths if path not in texts]
+    others = f"; left out: {number_of(hidden, 'hidden name')}, {number_of(len(left), 'file')} not of text"
+    print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}{others if hidden or left else ''}"
+          f"{f', such as {left[0]}' if left else ''}")
     vocabulary = args.vocabulary, "".join(sorted(characters))
     encoding = load_encoding(*vocabulary)  # download GPT-2's once, and fail here, before the processes start
     make_directory(os.path.dirname(args.output))

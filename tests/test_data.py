@@ -240,7 +240,7 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
     assert len(tokenizer.tokens) == (V or len(characters) + 1)
     if vocabulary == "chars":
         assert [token.decode() for token in tokenizer.tokens[:-1]] == characters
-    assert printed.startswith("13 documents in 12 files; left out: 2 hidden names, 3 files not of text\nSaved ")
+    assert printed.startswith("13 documents in 12 files; left out: 2 hidden names, 3 files not of text, such as ")
     again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16")
     assert again[0] == tokens, "a file is read once"
 

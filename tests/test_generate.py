@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
@@ -243,6 +244,21 @@ def test_the_newest_model_of_a_run(workplace, run_here):
     done = run_here(generate, "run", *flags)
     assert done.stdout == run_here(generate, "run/model_00000003.bin", *flags).stdout
     assert re.search("run/model_00000020.bin: no such file: taking run/model_00000003.bin", done.stderr)
+
+
+def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
+    whole = generate.until_all_stop
+
+    def interrupted(steps, stop):
+        yield from itertools.islice(whole(steps, stop), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "until_all_stop", interrupted)
+    flags = MODEL, "--prompt_ids", 65, "--samples", 2, "--ignore_eot"
+    done = run_here(generate, *flags, "--json", check=False)
+    assert done.returncode == 130
+    assert [len(json.loads(line)["ids"]) for line in done.stdout.splitlines()] == [3, 3]
+    assert run_here(generate, *flags, check=False).stdout.count("---") == 1
 
 
 def test_beyond_the_longest_sequence_is_said_once(workplace, run_here, monkeypatch):
