@@ -228,7 +228,8 @@ def parse_arguments():
                        help="text to continue; -: read it from standard input (default: begin a new text)")
     group.add_argument("--prompt_ids", type=int, nargs="+", metavar="ID", help="the prompt, as token ids",
                        default=argparse.SUPPRESS)
-    group.add_argument("--interactive", action="store_true", help="each line of standard input is a prompt")
+    group.add_argument("--interactive", action="store_true",
+                       help="each line of standard input is a prompt; Ctrl-C ends an answer, Ctrl-D the program")
     parser.add_argument("--tokens", type=int, metavar="N", default=100, help="generate at most N tokens per sample")
     parser.add_argument("--samples", type=int, metavar="N", default=1, help="number of samples")
     parser.add_argument("--temperature", type=float, metavar="X", default=1.0,
@@ -278,6 +279,8 @@ def main():
             if line.strip():
                 try:
                     run_prompt(decoder, line.rstrip("\n"), tokenizer, args, randoms, config.V)
+                except KeyboardInterrupt:  # ends this answer
+                    print(file=sys.stderr)
                 except UserError as error:  # the next line may be better
                     status = 1
                     print(f"{os.path.basename(sys.argv[0])}: {describe(error)[0]}", file=sys.stderr)

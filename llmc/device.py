@@ -105,7 +105,7 @@ def try_gpu(device, open_on):
             return open_on(gpu)
         except UserError as error:
             if device == "gpu":
-                raise
+                raise UserError(str(error).replace(INSTEAD, "with no GPU, leave out --device gpu")) from None
             if gpu:
                 print(f"note: this runs on the CPU: {error}", file=sys.stderr)
     return None

@@ -259,6 +259,9 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
     assert done.returncode == 130
     assert [len(json.loads(line)["ids"]) for line in done.stdout.splitlines()] == [3, 3]
     assert run_here(generate, *flags, check=False).stdout.count("---") == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    done = run_here(generate, MODEL, "--interactive", "--samples", 2, "--tokens", 5)
+    assert done.stdout.count("---") == 2 and done.stderr == "> \n> \n> ", "an answer ends, not the program"
 
 
 def test_beyond_the_longest_sequence_is_said_once(workplace, run_here, monkeypatch):
