@@ -109,10 +109,7 @@ def encode(text, tokenizer):
     if KNOWN.get(V) == "gpt2":
         prepro = import_prepro()
         encoding = prepro.gpt2_encoding(tokenizer)
-        ids = prepro.encode(encoding, text, disallowed_special=())  # "<|endoftext|>" is text like any other
-        if b"".join(tokenizer.tokens[id] for id in ids) != text.encode():
-            raise UserError("--prompt: the tokenizer file is not GPT-2's vocabulary: pass --prompt_ids")
-        return ids
+        return prepro.encode(encoding, text, disallowed_special=())  # "<|endoftext|>" is text like any other
     known = {token: id for id, token in enumerate(tokenizer.tokens)}
     ids = []
     for letter in text:

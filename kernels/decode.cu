@@ -400,8 +400,8 @@ __device__ inline Likeliest find_likeliest(Histogram& histogram, const Items& it
 
 constexpr int MAX_KEPT = 1024;
 
-// Where only the likeliest `count` < TOKEN_TILES tokens may be drawn: the tokens of the likeliest `count` tiles. As many
-// tokens are likelier than all of any other tile: the likeliest of each of these. kept (MAX_KEPT): in shared memory.
+// Where only the likeliest `count` < TOKEN_TILES tokens may be drawn: the tokens of the likeliest `count` tiles. As
+// many tokens are likelier than all of any other tile: the likeliest of each of these. kept (MAX_KEPT): shared memory.
 __device__ inline Tokens keep_tiles(Histogram& histogram, int* kept, const float* logits, const Tile* tiles,
                                     float largest, int count) {
     constexpr int EACH_THREAD = (TOKEN_TILES + SAMPLE_THREADS - 1) / SAMPLE_THREADS;

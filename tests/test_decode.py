@@ -145,9 +145,12 @@ def fill(tensors, names, value):
                                             (61, 1, 0.4), (70, 1, 0.7)))
 @pytest.mark.parametrize("config, dtype", CASES, ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
 def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
+    check_pass(*decoders(config, dtype, B), config, dtype, B, T, position)
+
+
+def check_pass(ours, cpu, config, dtype, B, T, position):
     """Every tensor that it writes, NaN before. position: of those before the last one that fits."""
     position = int(position * (config.maxT - T))
-    ours, cpu = decoders(config, dtype, B)
     rng = np.random.default_rng((position, os.getpid()))
     tokens = rng.integers(0, config.V, (B, T), dtype=np.int32)
     for mine, theirs in ((ours.cache.keys, cpu.cache.keys), (ours.cache.values, cpu.cache.values)):
@@ -187,16 +190,19 @@ def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
 
 
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0.9), (3, 1, 0.3), (1, 40, 0), (70, 1, 0.7)))
-@pytest.mark.parametrize("config, dtype, arch", ((MODELS[0], "bfloat16", "sm_80"), (MODELS[2], "float32", "sm_80"),
-                                                 (MODELS[3], "float32", "sm_86"), (MODELS[3], "float32", "sm_90a")),
-                         ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
-def test_a_pass_on_other_gpus_is_the_cpu_s(decoders, monkeypatch, config, dtype, arch, B, T, position):
+@pytest.mark.parametrize("config, dtype, arch, rows, tma", (
+    (MODELS[0], "bfloat16", "sm_80", 16, 0), (MODELS[2], "float32", "sm_80", 16, 0),
+    (MODELS[3], "float32", "sm_86", 8, 0), (MODELS[3], "float32", "sm_90a", 8, 1)),
+    ids=lambda x: f"C{x.C}" if isinstance(x, Config) else str(x))
+def test_a_pass_on_other_gpus_is_the_cpu_s(decoders, monkeypatch, config, dtype, arch, rows, tma, B, T, position):
     """With the constants of GPUs that have no TMA, or less shared memory, in which C=1600 has tiles of 8 rows."""
     def geometry(config, precision, _, shared):
         return launch_geometry(config, precision, arch, min(shared, SHARED["sm_86"]))
 
     monkeypatch.setattr(cuda, "launch_geometry", geometry)
-    test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position)
+    ours, cpu = decoders(config, dtype, B)
+    assert (ours.device.geometry.DECODE_ROWS, ours.device.geometry.DECODE_TMA) == (rows, tma)
+    check_pass(ours, cpu, config, dtype, B, T, position)
 
 
 @pytest.mark.parametrize("config, dtype", [case for case in CASES if case[0].C >= 240],

@@ -82,7 +82,8 @@ def test_export_to_transformers(tmp_path, run_here):
     params = random_params(SMALL)
     write_model(tmp_path / "model.bin", SMALL, params)
     done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    assert done.stdout == f"wrote config.json, model.safetensors, tokenizer.json, tokenizer_config.json to {tmp_path}/hf\n"
+    files = "config.json, model.safetensors, tokenizer.json, tokenizer_config.json"
+    assert done.stdout == f"wrote {files} to {tmp_path}/hf\n"
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert theirs.config.bos_token_id == theirs.config.eos_token_id == SMALL.V - 1
