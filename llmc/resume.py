@@ -58,6 +58,9 @@ def newest_whole_checkpoint(directory):
 def model_file(path):
     """The newest model in a run's directory, with a warning if a newer checkpoint has lost its own; or `path` itself if
     it is a file."""
+    if not os.path.lexists(path):
+        raise UserError(f"{path or repr(path)}: no such file: expected the directory of a run (train with -o DIR), a"
+                        " .bin file (make one with: python export_weights.py) or a Hugging Face folder")
     if not os.path.isdir(path):
         return path
     models = [checkpoint_paths(path, step)[0] for step in reversed(complete_checkpoints(path))]
