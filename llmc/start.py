@@ -37,7 +37,7 @@ def on_ranks(settings_class, description, work):
 
 def check_alike(ranks, gpu, settings):
     """Raise UserError if two ranks share a GPU, or have different kinds of GPU or different flags. (File names may
-    differ between machines.)"""
+    differ between machines.) With NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL 2.30 knows, ranks may share a GPU."""
     if ranks.size == 1:
         return
     names = [field.name for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
@@ -48,10 +48,11 @@ def check_alike(ranks, gpu, settings):
             if value != first:
                 raise UserError(f"{flag_of(settings, name)}: rank {rank} has {value}, rank 0 {first}: pass the same"
                                 " flags to all")
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     found = ranks.gather([socket.gethostname(), cp.cuda.Device().pci_bus_id, list(gpu)])
     for rank, (host, bus, other) in enumerate(found):
         first = [place[:2] for place in found].index([host, bus])
-        if first != rank:
+        if first != rank and not may_share:
             raise UserError(f"ranks {first} and {rank} have the same GPU ({other[0]} at {bus} of {host}): start one"
                             " process for each GPU")
         if other != found[0][2]:

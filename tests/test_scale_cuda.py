@@ -1,4 +1,5 @@
-"""Training on 2, 4, 8 GPUs, as many as there are: the same bits as on one. With fewer than two, nothing here runs."""
+"""Training on 2, 4, 8 GPUs, as many as there are: the same bits as on one. Where there is only one, up to 8 ranks share
+it with NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer; otherwise, nothing here runs."""
 
 import os
 import random
@@ -22,8 +23,9 @@ try:
     GPUS = count_gpus()
 except UserError:
     GPUS = 0
-COUNTS = [n for n in (1, 2, 4, 8) if n <= GPUS]
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, there are {GPUS}")]
+RANKS = 8 if GPUS == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else GPUS
+COUNTS = [n for n in (1, 2, 4, 8) if n <= RANKS]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason=f"needs two GPUs, there are {GPUS}")]
 RUN = ("-b", 2, "-t", 64, "-d", 1024, "-l", 1e-3, "-v", 5, "-m", 5, "-g", 20, "--lines", "llmc")
 
 
@@ -111,7 +113,11 @@ def test_torchrun(heads):
 
 
 def test_what_cannot_be(heads):
-    assert_one_line_error(train("--gpus", GPUS + 1, *RUN[:4], check=False), f"which has {GPUS} GPUs")
+    if GPUS > 1:
+        assert_one_line_error(train("--gpus", GPUS + 1, *RUN[:4], check=False), f"which has {GPUS} GPUs")
+    shared = dict(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+                  NCCL_MULTI_RANK_GPU_ENABLE="0")
+    assert_one_line_error(train("--gpus", 2, *RUN[:4], check=False, **shared), "ranks 0 and 1 have the same GPU")
     both = {"RANK": "0", "WORLD_SIZE": "1"}
     assert_one_line_error(train("--gpus", 2, check=False, **both), "--gpus 2: a launcher has started 1 ")
     done = train("--gpus", 2, *RUN[:4], "-l", 1e30, "-x", 9, "-v", 0, "-s", 0, check=False)

@@ -560,12 +560,14 @@ def test_a_cache_that_cannot_be_written_is_said_once(heads):
     assert len(re.findall("warning: .*file/cache: cannot be written", done.stderr)) == 1
 
 
-@pytest.mark.parametrize("bus, kind, words", (
-    (1, "sm_90a", "ranks 0 and 1 have the same GPU"), (2, "sm_90a", None), (2, "sm_80", "expected GPUs of one kind")))
-def test_gpus_of_ranks(fake_gpu, bus, kind, words):
+@pytest.mark.parametrize("bus, kind, may_share, words", (
+    (1, "sm_90a", "0", "ranks 0 and 1 have the same GPU"), (1, "sm_90a", "1", None), (2, "sm_90a", "0", None),
+    (2, "sm_80", "1", "expected GPUs of one kind")))
+def test_gpus_of_ranks(fake_gpu, monkeypatch, bus, kind, may_share, words):
     def gather(value):
         return [value, [value[0], bus, list(fake_gpu.gpu._replace(arch=kind))] if len(value) == 3 else value]
 
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)
     fake_gpu.cp.cuda.Device = lambda: SimpleNamespace(pci_bus_id=1)
     with pytest.raises(cuda.UserError, match=words) if words else contextlib.nullcontext():
         check_alike(SimpleNamespace(size=2, gather=gather), fake_gpu.gpu, cuda.CudaSettings())
