@@ -253,9 +253,9 @@ def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
     if B * T > 16:
         np.matmul(inp, weight.T, out=out)
-    elif B * T > 4:  # for so few rows, OpenBLAS is faster at the transposed matmul
+    elif B * T > 8 or OC <= C:  # for so few rows, OpenBLAS is faster at the transposed matmul
         out[...] = np.matmul(weight, inp.T).T
-    else:  # for fewer still, NumPy's own loop reads the weight faster
+    else:  # for fewer still, NumPy's own loop reads a tall weight faster
         parallel_blocks(lambda start, stop: np.vecdot(weight[start:stop, None], inp, out=out.T[start:stop]), OC,
                         max(1, 4 * BLOCK // C))
     if bias is not None:
@@ -654,10 +654,10 @@ class Decoder:
         """See llmc/sampler.py's draw."""
         return draw(self, prompt, count, randoms, choice, want_logprobs)
 
-    def share_first(self, B):
-        """Copy the first sequence's cache to sequences 1 to B - 1, which continue the same prompt."""
+    def share_first(self, B, T):
+        """Copy the first sequence's cache to sequences 1 to B - 1, which continue the same prompt of T tokens."""
         for tensor in (self.cache.keys, self.cache.values):
-            tensor[:, 1:B] = tensor[:, :1]
+            tensor[:, 1:B, :, :T] = tensor[:, :1, :, :T]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

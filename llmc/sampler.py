@@ -38,6 +38,15 @@ def sample_multinomial(probs, coin):
     return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
 
 
+def sorted_ids(probs, top_k=0):
+    """The ids of probs (V,), the likeliest first; only the top_k first ones, unless it is 0."""
+    if not 0 < top_k < probs.size:
+        return np.argsort(-probs, kind="stable")
+    least = np.partition(probs, -top_k)[-top_k]
+    ids = np.flatnonzero(~(probs < least))  # a few, which sort 10 times faster than all (all, where there are NaNs)
+    return ids[np.argsort(-probs[ids], kind="stable")[:top_k]]
+
+
 class Choice(NamedTuple):
     """How the next token is drawn. top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751"""
 
@@ -57,7 +66,7 @@ class Choice(NamedTuple):
         probs = softmax(logits)
         if not self.top_k and self.top_p == 1.0:
             return sample_multinomial(probs, coin)
-        likeliest = np.argsort(-probs, kind="stable")[: self.top_k or None]
+        likeliest = sorted_ids(probs, self.top_k)
         sums = np.cumsum(probs[likeliest])
         count = 1 + int(np.searchsorted(sums, np.float32(self.top_p) * sums[-1], side="left"))
         kept = np.sort(likeliest[:count])
@@ -109,7 +118,7 @@ def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
     tokens[:, :T] = prompt
     context = Context(decoder.logits, decoder.T)
     logits = np.repeat(context.logits(tokens[:1, :T]), B, axis=0)
-    decoder.share_first(B)
+    decoder.share_first(B, T)
     for t in range(T, T + count):
         if t > T:
             logits = context.logits(tokens[:, :t])

@@ -284,7 +284,7 @@ def test_the_decoder_agrees_with_the_forward_pass(monkeypatch, parts, chunk):
 def test_sequences_go_on_from_the_first():
     decoder, tokens = t.Decoder(SMALL, random_params(SMALL), 3, 8), np.array([[5, 6, 7]], np.int32)
     decoder.logits(tokens, 0)
-    decoder.share_first(3)
+    decoder.share_first(3, 3)
     next_tokens = np.array([[1], [2], [1]], np.int32)
     logits = decoder.logits(next_tokens, 3).copy()
     for row, token in zip(logits, next_tokens):
