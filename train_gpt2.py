@@ -43,7 +43,7 @@ from llmc.files import locked
 from llmc.logger import Log
 from llmc.outliers import LOSS, NORM, RECENT, notes_on, read_recent, reason_to_skip, z_score
 from llmc.progress import Console, print_memory, print_start
-from llmc.resume import (checkpoint_paths, delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore,
+from llmc.resume import (delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore,
                          save_checkpoint, stopped)
 from llmc.sampler import Choice, Random, draw, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
@@ -759,7 +759,7 @@ def run(settings):
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: train_step stops at a loss that is not finite
     first_step = find_checkpoint(settings)
     tokenizer = load_tokenizer(settings)
-    config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
+    config, params, start = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     train_loader, val_loader = open_data(settings, config.V)
     examples = load_hellaswag(settings, config)
     keep_tokenizer(settings, tokenizer, first_step)
@@ -769,7 +769,6 @@ def run(settings):
     if settings.lines == "llmc":
         print_header(config, params, train_loader, val_loader)
     else:
-        start = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
         device = f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32"
         print_start(settings, config, count_parameters(config, params), start, train_loader, val_loader, device)
     if settings.verbose or settings.lines == "short":

@@ -52,7 +52,7 @@ from llmc.matmul import ALIGN, Matmul
 from llmc.precision import Precision, describe_precision
 from llmc.progress import Console, flops_per_token, peak_flops, print_start, print_table
 from llmc.ranks import ALONE
-from llmc.resume import check_steps, checkpoint_paths, find_checkpoint, read_start, stopped
+from llmc.resume import check_steps, find_checkpoint, read_start, stopped
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.saver import Saver, resume
 from llmc.schedulers import learning_rate_at
@@ -1021,7 +1021,8 @@ def run(settings, ranks):
         tokenizer = load_tokenizer(settings)
     given, settings = settings, settle(settings, gpu.arch)
     loading = time.perf_counter()
-    config, params = read_start(settings, first_step, tokenizer, parameter_table, random_model)
+    with ranks.said_once():
+        config, params, start = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     loading = time.perf_counter() - loading
     train_loader, val_loader = open_data(settings, config.V, ranks.rank, ranks.size)
     examples = load_hellaswag(settings, config)
@@ -1032,14 +1033,13 @@ def run(settings, ranks):
 
     print_changed_settings(given)
     resolve_steps(settings, train_loader, first_step)
-    model_path = settings.model if first_step is None else checkpoint_paths(settings.output_dir, first_step)[0]
     parameters = count_parameters(config, params)
     if settings.lines == "llmc":
         if settings.verbose:
             print_table([list(vars(settings).items())])
-        print_table(describe(settings, config, params, gpu, train_loader, val_loader, model_path))
+        print_table(describe(settings, config, params, gpu, train_loader, val_loader, start))
     else:
-        print_start(settings, config, parameters, model_path, train_loader, val_loader,
+        print_start(settings, config, parameters, start, train_loader, val_loader,
                     f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}")
     trainer = open_trainer(gpu, config, params, settings, ranks)
     del params  # the host's copy, a model's size on each rank

@@ -105,7 +105,7 @@ def make_optimizer(model, settings, fused):
 
 def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=False, fast=False, device="cuda"):
     """Return the loss of each update. others: use other kernels, and another order of sums. fast: compile."""
-    config, params = read_start(settings, None, load_tokenizer(settings), parameter_table, random_model)
+    config, params, _ = read_start(settings, None, load_tokenizer(settings), parameter_table, random_model)
     params = reorder_channels(config, params, seed=0) if others else params
     fused = others or autocast or fast
     rows = 1 if others else settings.B if autocast else 32 if fast else max(1, SCORES // settings.T**2)  # at a time

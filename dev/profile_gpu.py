@@ -229,7 +229,7 @@ def open_model(settings):
         raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
     gpu = open_gpu(settings.arch)
     settings = settle(settings, gpu.arch)
-    config, params = read_start(settings, None, None, parameter_table, random_model)
+    config, params, _ = read_start(settings, None, None, parameter_table, random_model)
     print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
     return gpu, config, params, settings
 

@@ -76,7 +76,7 @@ def work(settings, ranks):
     check_alike(ranks, gpu, settings)
     settings = cuda.settle(settings, gpu.arch)
     settings.sample_every = 0
-    config, params = read_start(settings, None, None, parameter_table, random_model)
+    config, params, _ = read_start(settings, None, None, parameter_table, random_model)
     trainer = cuda.open_trainer(gpu, config, params, settings, ranks)
     trainer.device.spans = []
     trainer.prepare()

@@ -14,6 +14,7 @@ from llmc.errors import DIVERGED, UserError
 from llmc.files import OPTIMIZER_MAGIC, file_crc, open_input, read_header, replacing
 from llmc.ranks import ALONE
 from llmc.tensors import check_finite
+from llmc.tokenizer import is_vocabulary
 
 
 def checkpoint_paths(directory, step):
@@ -58,16 +59,16 @@ def newest_whole_checkpoint(directory):
 def model_file(path):
     """The newest model in a run's directory, with a warning if a newer checkpoint has lost its own; or `path` itself if
     it is a file."""
+    expected = ("expected the directory of a run (train with -o DIR), a .bin file (make one with: python"
+                " export_weights.py) or a Hugging Face folder, with its config.json")
     if not os.path.lexists(path):
-        raise UserError(f"{path or repr(path)}: no such file: expected the directory of a run (train with -o DIR), a"
-                        " .bin file (make one with: python export_weights.py) or a Hugging Face folder")
+        raise UserError(f"{path or repr(path)}: no such file: {expected}")
     if not os.path.isdir(path):
         return path
     models = [checkpoint_paths(path, step)[0] for step in reversed(complete_checkpoints(path))]
     found = next(filter(os.path.exists, models), None)
     if found is None:
-        raise UserError(f"{path}: holds no checkpoint: expected the directory of a run (train with -o DIR) or a .bin"
-                        " file; a Hugging Face folder has a config.json")
+        raise UserError(f"{path}: holds no checkpoint: {expected}")
     if found != models[0]:
         print(f"warning: {models[0]}: no such file: taking {found}", file=sys.stderr)
     return found
@@ -161,25 +162,35 @@ def check_steps(settings, first_step):
 
 
 def read_start(settings, first_step, tokenizer, parameter_table, random_model):
-    """Return the (config, params) that a run begins with: those of -e or, if first_step is not None, of its checkpoint.
+    """Return (config, params, their file or -e's name) of the model that a run begins with: that of -e or, if
+    first_step is not None, of its checkpoint.
 
     random_model(name, V, seed, maxT) makes a model that -e names, like d12, with the vocabulary size of the tokenizer
     or, if that is None, of GPT-2. maxT is the run's T: positions beyond it would never be trained. Raises UserError if
     T or the tokenizer does not fit the model.
     """
-    V = len(tokenizer.tokens) if tokenizer else 50257
-    if first_step is None:
-        made = random_model(settings.model, V, settings.seed, settings.T)
-        config, params = made or read_model(settings.model, parameter_table)
+    V, start = len(tokenizer.tokens) if tokenizer else 50257, settings.model
+    if first_step is not None:
+        start, _, marker = checkpoint_paths(settings.output_dir, first_step)
+        config, params = read_model(start, parameter_table, mend=go_back(marker))
+    elif made := random_model(start, V, settings.seed, settings.T):
+        config, params = made
     else:
-        model, _, marker = checkpoint_paths(settings.output_dir, first_step)
-        config, params = read_model(model, parameter_table, mend=go_back(marker))
+        if os.path.exists(os.path.join(start, "config.json")):
+            raise UserError(f"-e {start}: a Hugging Face folder; make a .bin file of it with: python export_weights.py"
+                            f" --model {start}")
+        start = model_file(start) if os.path.isdir(start) else start
+        config, params = read_model(start, parameter_table)
+        beside = os.path.join(os.path.dirname(start), "tokenizer.bin")
+        if tokenizer and not is_vocabulary(beside, tokenizer):
+            raise UserError(f"{tokenizer.path}: is another vocabulary than {beside}, which {start} was trained with:"
+                            " take a model and data of one vocabulary")
     if settings.T > config.maxT:
         raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
     if tokenizer and V != config.V:
         raise UserError(f"{tokenizer.path}: {V} tokens, but the model has V={config.V}: take a model and data of one"
                         " vocabulary, or pass --tokenizer FILE")
-    return config, params
+    return config, params, start
 
 
 @contextlib.contextmanager

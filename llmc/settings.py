@@ -29,8 +29,8 @@ class Settings:
     """What one training run does. The defaults are llm.c's CPU program of April 2024."""
 
     model: str = option("gpt2_124M.bin", "-e", group="files",
-                        help="model checkpoint to start from; or d2, d4, d6, d12 (GPT-2 124M), d24, d36, d48: random"
-                        " weights, for sequences of at most T tokens")
+                        help="model to start from: a .bin file, or the directory of a run; or d2, d4, d6, d12 (GPT-2"
+                        " 124M), d24, d36, d48: random weights, for sequences of at most T tokens")
     data: str = option("data/tiny_shakespeare", "-i", group="files",
                        help="token files: a prefix to _train.bin and _val.bin, or the path or quoted glob of training"
                        " shards")

@@ -568,6 +568,27 @@ def test_a_run_keeps_its_vocabulary(workplace, train, run_here):
     assert read_tokenizer("run/tokenizer.bin").tokens == tokens.tokens
 
 
+def test_fine_tuning_starts_from_a_run_s_newest_model(workplace, train, run_here):
+    """-e takes the run's directory; a vocabulary other than the run's, or a folder of another kind, is refused."""
+    flags = ("-v", 0, "-s", 0, "-x", 3)
+    train(*flags, "-n", 1, "-o", "run")
+    tuned = run_here(train_gpt2, "-b", 2, "-t", 8, *flags, "-e", "run", "-o", "tuned").stdout
+    assert "\nmodel     run/model_00000003.bin: L=2" in tuned and newest_checkpoint("tuned") == 3
+    of_run, of_file, of_first = (losses_and_samples(train(*flags, "-e", model))
+                                 for model in ("run", "run/model_00000003.bin", "run/model_00000001.bin"))
+    assert of_run == of_file != of_first
+
+    tokens = read_tokenizer("gpt2_tokenizer.bin")
+    write_tokenizer("other.bin", tokens.tokens[::-1], tokens.eot)
+    for name in ("empty", "hf"):
+        (workplace / name).mkdir()
+    (workplace / "hf" / "config.json").write_text("{}")
+    for changed, words in ((("run", "--tokenizer", "other.bin"), ("other.bin: is another vocabulary", "run/tokenizer")),
+                           (("empty",), ("empty: holds no checkpoint", "-o DIR")),
+                           (("hf",), ("-e hf: a Hugging Face folder", "export_weights.py --model hf"))):
+        assert_one_line_error(run_here(train_gpt2, *flags, "-e", *changed, check=False), *words)
+
+
 def test_a_run_of_a_log_alone_saves_nothing(workplace, train):
     before = sorted(os.listdir())
     train("-x", 2, "-v", 0, "-s", 0, "-o", "x.log")
