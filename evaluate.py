@@ -1,7 +1,7 @@
 """
 How good a model is: validation loss, perplexity, bits per byte, HellaSwag.
 
-    python evaluate.py runs/std --data data/pystdlib      # prints its settings, then:
+    python evaluate.py runs/mine --data data/mine         # prints its settings, then:
         | validation loss       | 2.280989                                           |
         | perplexity            | 9.7095                                             |
         | bits per byte         | 3.2787                                             |

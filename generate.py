@@ -9,8 +9,8 @@ Text from a model: GPT-2 goes on where a prompt ends.
 It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumPy. One sample is printed token by token,
 several are printed one after the other. Without a prompt, the text begins after the end-of-text token; without flags,
 sampling is the trainer's. Keys and values of earlier positions are cached; beyond the model's longest sequence, the
-window slides by half its length. On a GPU, a sample is the same however many others are drawn with it; on a CPU sums
-are rounded otherwise then, and sooner or later a sample becomes another one.
+window slides by half its length. On a GPU, a sample does not depend on how many others are drawn with it; on a CPU it
+may, because sums are rounded differently.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)

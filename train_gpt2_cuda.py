@@ -238,8 +238,8 @@ def gradient_table(config, B, T, precision):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# layers, in network order. Those that train_gpt2.py has, too, have the same name and arguments here, after the Device
-# or, for matmuls, the Matmul, which picks the fastest implementation.
+# layers, in network order. A layer that train_gpt2.py has, too, keeps its name and the order of its arguments here,
+# after the Device or, for matmuls, the Matmul, which picks the fastest implementation.
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
@@ -255,7 +255,7 @@ def encoder_backward(device, dwte, dwpe, partials, dout, order, piece_begins, pi
     grid = (blocks(dwpe.size, threads * pack(dout)),)
     device.launch("encoder_backward_wpe", grid, (threads,), dwpe, dout, B, T, dwpe.shape[0])
     rows, spans = encoder_grid(device, B * T)
-    grid = min(rows, 6 * device.sm_count), spans  # H200, B=64: 60 us, with a block for every 8 rows 68
+    grid = min(rows, 6 * device.sm_count), spans  # persistent blocks: see encoder.cu
     device.launch("encoder_backward_wte", grid, (threads,), dwte, partials, dout, order, piece_begins, piece_tokens,
                   B * T)
     grid = min(len(partials), 2 * device.sm_count), blocks(C, WARP * pack(dout))
@@ -386,9 +386,8 @@ def attention_backward(device, dinp, D, partials, dout, inp, out, lse, B, T, C, 
 
 def launch_attention(device, name, arguments, reads, write, B, T, C, NH):
     """One block for each tile of rows of each head. On Hopper in bfloat16, TMA copies `reads` and `write`, and the
-    kernel is persistent: one block for each multiprocessor, which takes one tile after the other. For few tiles, in the
-    backward pass, one block a tile is faster (0.079 ms, not 0.105, at B=4, T=1024 on an H200); in the forward pass it
-    is not (0.029 ms, not 0.026)."""
+    kernel is persistent: one block for each multiprocessor, which takes one tile after the other. In the
+    backward pass, few tiles take less time with one block for each."""
     g, forward, extra = device.geometry, name == "attention_forward", ()
     grid = NH, blocks(T, g.ATTENTION_FORWARD_ROWS if forward else g.ATTENTION_BACKWARD_ROWS), B
     if hasattr(g, "ATTENTION_READ_ROWS"):
@@ -608,8 +607,8 @@ class GPT2:
 
 
 def nearest_power_of_2(x):
-    """The scale that dlogits carry instead of x. In each row, the target's element is about -x: rounded to the run's
-    dtype, it would be off by the same amount in all rows (1/51 by 0.2 percent in bfloat16)."""
+    """x rounded to a power of 2: what dlogits carry instead of the scale x. A target's dlogit is about -x: rounded to
+    bfloat16, it would have the same error in every row (0.2 percent for 1/51)."""
     return 2.0 ** round(math.log2(x))
 
 

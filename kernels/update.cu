@@ -241,8 +241,7 @@ __device__ inline void round_stochastically(Quad& values, uint32 i, uint32 step,
 // (parameters); master, m, v (elements of the chunks); sums, gradients: see Gradients. master: the float32 weights of
 // which params are a rounded copy, or null. seed: for stochastic rounding; 0: round to nearest, except the weights of
 // layernorms. They begin at 1, where bfloat16's steps are 1/256 and 1/128: rounded to nearest, they would stay there
-// for the first updates. (GPT-2 124M, updates 11 to 30: with rounding to nearest, the losses were 0.0019 from those of
-// PyTorch's autocast, whose layernorms are float32: doc/long_run.md.)
+// for the first updates: doc/long_run.md.
 extern "C" __global__ void __launch_bounds__(THREADS)
 adamw_update(element* params, float* master, float* m, float* v, const float* sums, const gradient* gradients,
              const Chunk* chunks, int ranks, const Control* control, float beta2, float one_minus_beta1,

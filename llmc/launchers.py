@@ -40,7 +40,7 @@ class Launcher(NamedTuple):
 RUN = "RANKS_RUN_ID"  # set by start_ranks, below
 LAUNCHERS = (
     Launcher("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",),
-             ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", RUN)),
+             ("TORCHELASTIC_RUN_ID", RUN)),
     Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
              ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE",)),
     Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
@@ -195,10 +195,10 @@ def wait_for(children, signals):
         if not running:
             return status if failed else 0
         if time.monotonic() > deadline:
-            print(f"{os.path.basename(sys.argv[0])}: error: rank {children.index(failed)} has ended with exit status"
-                  f" {status}; {names_of(map(children.index, running))} did not end, and were killed", file=sys.stderr)
             for child in running:
                 child.kill()
+            print(f"{os.path.basename(sys.argv[0])}: error: rank {children.index(failed)} has ended with exit status"
+                  f" {status}; {names_of(map(children.index, running))} did not end, and were killed", file=sys.stderr)
             deadline = float("inf")
         while signals:
             number = signals.pop(0)

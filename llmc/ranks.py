@@ -301,13 +301,10 @@ class Ranks:
         """End this process and, on rank 0, all: a main thread may be waiting on its GPU for a rank that is gone."""
         if not self.last_words.acquire(blocking=False):
             return
-        begin = "\n" if sys.stderr.isatty() else ""  # after a progress bar or ^C
-        if text:
-            with contextlib.suppress(OSError):
-                print(f"{begin}{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
         for peer in [*self.peers, *self.take_arrivals()] if self.is_first else ():
             peer.send("end", status, seconds=1)
-        leave_process(status)
+        begin = "\n" if sys.stderr.isatty() else ""  # after a progress bar or ^C
+        leave_process(status, f"{begin}{os.path.basename(sys.argv[0])}: {text}\n" if text else "")
 
     # -- the end
 
@@ -406,14 +403,16 @@ def stop_without(pipe):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def leave_process(status):
-    """Exit even if the main thread is busy. Flushes stdout and stderr, if that takes less than a second."""
-    def flush():
+def leave_process(status, text=""):
+    """Exit even if the main thread is busy. Prints text on stderr and flushes stdout, unless nobody reads a full pipe
+    for a second."""
+    def say():
         with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
+            sys.stderr.write(text)
             sys.stderr.flush()
+            sys.stdout.flush()
 
-    thread = threading.Thread(target=flush, daemon=True)
+    thread = threading.Thread(target=say, daemon=True)
     thread.start()
     thread.join(1)
     os._exit(status)

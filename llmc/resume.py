@@ -97,7 +97,13 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
             if notes:
                 f.write(json.dumps(notes, indent=1).encode() + b"\n")
 
+    def remove_marker():  # that of an earlier save of this step, of which a part was lost
+        if ranks.is_first:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(done)
+
     ranks.attempt(check)
+    ranks.attempt(remove_marker)
     try:
         crc = ranks.attempt(lambda: write_model(model, config, params, version) if ranks.is_first else None)[0]
         ranks.attempt(lambda: write_optimizer_state(state, owned, progress._replace(model_crc=crc)))

@@ -19,10 +19,10 @@ from llmc.tensors import flat
 
 
 def on_ranks(settings_class, description, work):
-    """Run work(settings, ranks) on each rank, and return the exit status. If no launcher started the ranks, --gpus
-    starts them here. settings_class has a field `gpus`."""
+    """Run work(settings, ranks) on each rank, and return the exit status. If no launcher started several, --gpus starts
+    them here. settings_class has a field `gpus`."""
     parse = functools.partial(parse_settings, settings_class, description)
-    if find_launch(os.environ).launcher is None and (gpus := parse().gpus) > 1:
+    if find_launch(os.environ).size == 1 and (gpus := parse().gpus) > 1:
         return start_ranks(gpus)  # each of them comes here, too, but with a launcher
     with join() as ranks, gpu_errors_as_lines():
         with ranks.said_once():

@@ -402,6 +402,24 @@ def test_killed(program, victim):
             assert line.startswith(f"rank {rank}: run0.py: error: rank 0 (pid {pid} on ")
 
 
+def test_a_death_is_told_although_nobody_reads_the_message(program):
+    """As with `2>&1 | less`: rank 0's stderr is a full pipe."""
+    run = program("""
+        if ranks.is_first:
+            os.set_blocking(2, False)
+            try:
+                while os.write(2, bytes(1 << 12)):
+                    pass
+            except BlockingIOError:
+                os.set_blocking(2, True)
+        ranks.gather(0)
+        if ranks.rank == 1:
+            os._exit(9)
+        ranks.gather(1)
+    """).start_all(3)
+    assert [process.wait(timeout=10) for process in run.processes] == [1, 9, 1]
+
+
 @pytest.mark.parametrize("who, first", (("ranks.rank == 2", "rank 2: error: disk full"), ("True", "error: disk full"),
                                         ("ranks.is_first", "error: disk full")))
 def test_error(program, who, first):

@@ -781,6 +781,17 @@ def test_old_checkpoints_go_but_not_for_one_that_is_incomplete(workplace, train,
     assert newest_checkpoint("run") == 8
 
 
+def test_a_checkpoint_written_again_is_complete_only_at_its_end(workplace, train, monkeypatch):
+    """Once a part of it was lost, the marker of the first time would vouch for files of two runs."""
+    train("-v", 0, "-s", 0, "-n", 1, "-x", 2, "-o", "run")
+    os.unlink("run/state_00000002_00000.bin")
+    seen = []
+    monkeypatch.setattr(llmc.resume, "write_model", lambda *arguments: (seen.append(complete_checkpoints("run")),
+                                                                        write_model(*arguments))[1])
+    train("-v", 0, "-s", 0, "-n", 1, "-x", 2, "-o", "run", "-y", 1)
+    assert seen == [[1]] and complete_checkpoints("run") == [1, 2]
+
+
 def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
     """kill -9, six times, mostly while a checkpoint is being written; the run then ends as if nothing had
     happened."""
