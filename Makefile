@@ -10,9 +10,9 @@ endif
 LISTED := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 REQUIREMENTS := $(if $(LISTED),requirements-gpu.txt,requirements.txt)
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
-# Evaluated when a recipe needs it, once the environment exists. If the trainer cannot use the GPU, llmc.device says
+# Evaluated when a recipe needs it, once the environment exists. If the trainer cannot use the GPU, llmc.gpu.device says
 # why, and the recipe runs on the CPU.
-GPU = $(if $(LISTED),$(shell $(PYTHON) -m llmc.device))
+GPU = $(if $(LISTED),$(shell $(PYTHON) -m llmc.gpu.device))
 TRAINER = $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
 STEPS ?= 800
 MODEL ?= d4

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from generate import load_model, load_vocabulary
 from llmc.dataloader import find_files, names_shards, open_tokens
-from llmc.device import gpu_errors_as_lines, try_gpu
+from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, run_main
 from llmc.evaluation import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.progress import print_table

@@ -25,7 +25,7 @@ import sys
 import numpy as np
 
 from llmc.checkpoint import read_model
-from llmc.device import gpu_errors_as_lines, try_gpu
+from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, describe, run_main
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, Writer, end_of_text

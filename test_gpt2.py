@@ -48,14 +48,14 @@ from dev.rounding import FLOAT32, ROUNDOFFS, NoisyGPT2
 from export_weights import (ADAMW, VOCABULARIES, collect_gradients, make_debug_state, overfit, to_reference,
                             torch_errors_as_lines)
 from llmc.checkpoint import read_debug_state, read_model, write_debug_state, write_model
-from llmc.compiler import Cache
-from llmc.device import copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, to_float32
+from llmc.gpu.compiler import Cache
+from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, to_float32
 from llmc.errors import UserError, run_main
 from llmc.files import chunks
-from llmc.precision import Precision
+from llmc.gpu.precision import Precision
 from llmc.settings import Settings
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
-from llmc.trainer import Trainer
+from llmc.gpu.trainer import Trainer
 from train_gpt2 import GPT2, parameter_table, random_model
 
 FACTOR = 6.0

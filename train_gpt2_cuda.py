@@ -16,10 +16,10 @@ packages, no CUDA toolkit.
 A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the
 host prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every
 sum has a fixed order, there are no atomic additions of floats, and the matmuls' algorithms, once searched, are kept in
-a cache and recorded in checkpoints. The same holds on 1, 2, 4, 8 and 16 GPUs: llmc/zero.py says how.
+a cache and recorded in checkpoints. The same holds on 1, 2, 4, 8 and 16 GPUs: llmc/gpu/zero.py says how.
 
-GPT-2's tables, launches and passes are here, and the main program. llmc/trainer.py has the step: buffers, the captured
-graph, AdamW, several GPUs.
+GPT-2's tables, launches and passes are here, and the main program. llmc/gpu/trainer.py has the step: buffers, the
+captured graph, AdamW, several GPUs.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -39,28 +39,28 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from llmc.checkpoint import count_parameters
-from llmc.compiler import Cache
+from llmc.gpu.compiler import Cache
 from llmc.dataloader import open_data
-from llmc.device import Device, copy_to_gpu, cp, open_gpu, pinned_array, pointer
+from llmc.gpu.device import Device, copy_to_gpu, cp, open_gpu, pinned_array, pointer
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
 from llmc.evaluation import load_hellaswag
 from llmc.files import chunks, locked
-from llmc.kernels import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes, decode_files,
-                          decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
+from llmc.gpu.geometry import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes,
+                               decode_files, decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
 from llmc.logger import Log
-from llmc.matmul import ALIGN, Matmul
-from llmc.precision import Precision, describe_precision
+from llmc.gpu.matmul import ALIGN, Matmul
+from llmc.gpu.precision import Precision, describe_precision
 from llmc.progress import Console, flops_per_token, peak_flops, print_start, print_table
-from llmc.ranks import ALONE
+from llmc.gpu.ranks import ALONE
 from llmc.resume import check_steps, find_checkpoint, read_start, stopped
 from llmc.sampler import Choice, Random, end_of_text, print_sample
-from llmc.saver import Saver, resume
+from llmc.gpu.saver import Saver, resume
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, print_changed_settings, with_default
-from llmc.start import check_alike, check_same_files, check_same_output, on_ranks
+from llmc.gpu.start import check_alike, check_same_files, check_same_output, on_ranks
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
-from llmc.trainer import Evaluator, Trainer, round_weights
+from llmc.gpu.trainer import Evaluator, Trainer, round_weights
 from train_gpt2 import cache_table, evaluate, parameter_table, random_model
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def encoder_forward(device, out, inp, wte, wpe, B, T, C):
 
 def encoder_backward(device, dwte, dwpe, partials, dout, order, piece_begins, piece_tokens, B, T, C):
     """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch. order, piece_begins,
-    piece_tokens: see sort_tokens of llmc/batch.py. partials (rows, C) float32: scratch."""
+    piece_tokens: see sort_tokens of llmc/gpu/batch.py. partials (rows, C) float32: scratch."""
     threads = device.geometry.ENCODER_THREADS
     grid = (blocks(dwpe.size, threads * pack(dout)),)
     device.launch("encoder_backward_wpe", grid, (threads,), dwpe, dout, B, T, dwpe.shape[0])

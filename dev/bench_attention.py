@@ -27,11 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_gpt2_cuda as cuda
 from llmc.checkpoint import Config
-from llmc.compiler import Cache
-from llmc.device import cp, gpu_errors_as_lines, open_gpu
+from llmc.gpu.compiler import Cache
+from llmc.gpu.device import cp, gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
-from llmc.kernels import check_sizes
-from llmc.precision import Precision
+from llmc.gpu.geometry import check_sizes
+from llmc.gpu.precision import Precision
 from profile_gpu import attention_flops
 
 BATCHES, LENGTHS = (1, 4, 16, 64), (256, 1024, 4096)

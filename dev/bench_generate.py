@@ -26,7 +26,7 @@ import numpy as np
 
 from generate import streams
 from llmc.checkpoint import write_model
-from llmc.device import cp, gpu_errors_as_lines, open_gpu
+from llmc.gpu.device import cp, gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.sampler import Choice
 from llmc.tensors import flat

@@ -47,7 +47,7 @@ from bench_cpu import GPT2_124M, last_line, random_parameters
 from llmc.checkpoint import Config
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
-from llmc.kernels import launch_geometry
+from llmc.gpu.geometry import launch_geometry
 from llmc.progress import flops_per_token, peak_flops
 from llmc.tensors import table_elements
 from readme import SPEED, put_between_markers, split_at_markers
@@ -99,7 +99,7 @@ def random_batch(B):
 
 
 def bench_ours(job):
-    import llmc.device
+    import llmc.gpu.device
     import train_gpt2_cuda as cuda
     from profile_gpu import measure_copy, measure_matmul, time_launches
 
@@ -107,7 +107,7 @@ def bench_ours(job):
     config = MODELS[job.model]
     params = random_parameters(config)
     making = time.perf_counter() - making
-    gpu = llmc.device.open_gpu()
+    gpu = llmc.gpu.device.open_gpu()
     dtype = "bfloat16" if job.precision == "bfloat16" else "float32"
     settings = cuda.CudaSettings(B=job.B or 4, T=T, dtype=dtype, tf32=int(job.precision != "float32"),
                                  recompute=job.recompute)
@@ -125,7 +125,7 @@ def bench_ours(job):
     first = time.perf_counter() - START - making
     ms = [step() for _ in range(WARMUP + STEPS if job.model == "124M" else 13)]
     ms = statistics.median(ms[WARMUP if job.model == "124M" else 3 :])
-    cp = llmc.device.cp
+    cp = llmc.gpu.device.cp
     pool, (free, total) = cp.get_default_memory_pool(), cp.cuda.runtime.memGetInfo()
     result = {"B": settings.B, "ms": ms, "first": first, "memory": pool.total_bytes(), "used": total - free,
               "gpu": gpu.name, "machine": describe(trainer.matmul)}
@@ -141,7 +141,7 @@ def bench_ours(job):
 def largest_batch(gpu, config, settings):
     """The largest B that fits, a multiple of 4."""
     import train_gpt2_cuda as cuda
-    from llmc.memory import free_memory, memory_plan
+    from llmc.gpu.memory import free_memory, memory_plan
 
     geometry = launch_geometry(config, settings.precision, gpu.arch)
     device, free = SimpleNamespace(sm_count=gpu.sm_count, geometry=geometry), free_memory()
@@ -212,7 +212,7 @@ def work(settings):
 
 def describe(matmul):
     """Return the GPU and versions as text; `matmul` must have cuBLASLt."""
-    from llmc.device import cp
+    from llmc.gpu.device import cp
 
     driver, gpu = cp.cuda.runtime.driverGetVersion(), matmul.device.gpu
     cuda_version = f"{driver // 1000}.{driver % 1000 // 10}"

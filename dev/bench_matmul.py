@@ -31,15 +31,15 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-import llmc.device
+import llmc.gpu.device
 import train_gpt2_cuda as cuda
 from bench_gpu import MODELS, describe
 from lab import agrees
-from llmc.compiler import Cache, compiler_version
-from llmc.device import gpu_errors_as_lines, open_gpu, to_float32
+from llmc.gpu.compiler import Cache, compiler_version
+from llmc.gpu.device import gpu_errors_as_lines, open_gpu, to_float32
 from llmc.errors import run_main
-from llmc.kernels import blocks
-from llmc.matmul import Matmul
+from llmc.gpu.geometry import blocks
+from llmc.gpu.matmul import Matmul
 from llmc.tensors import Row
 from readme import put_between_markers, split_at_markers
 
@@ -97,7 +97,7 @@ class Operands:
             self.results = {"dinp": random(N, C)}
             self.arguments = *self.results.values(), random(N, OC), random(OC, C), N, C, OC
         elif shape.operation == "gelu_backward_inp":
-            sums = llmc.device.cp.empty((blocks(N, device.geometry.MATMUL_BM), C), np.float32)
+            sums = llmc.gpu.device.cp.empty((blocks(N, device.geometry.MATMUL_BM), C), np.float32)
             self.results = {"dinp": random(N, C), "sums": sums}
             self.arguments = *self.results.values(), None, random(N, OC), random(OC, C), random(N, C), N, C, OC
         else:
@@ -111,7 +111,7 @@ class Operands:
         fill_random has only one sequence: each array begins at another position in it, so that no two share a row.
         """
         skipped, count = 37 * 1024 * self.made, int(np.prod(shape, dtype=np.int64))
-        array = llmc.device.cp.empty(skipped + count, self.dtype)
+        array = llmc.gpu.device.cp.empty(skipped + count, self.dtype)
         self.device.launch("fill_random", (blocks(array.size, 256),), (256,), array, np.int64(array.size))
         self.made += 1
         return array[skipped:].reshape(shape)
@@ -143,7 +143,7 @@ def time_matmul(sides, shape, N):
         call()  # searches
     ours, theirs = map(operands.results_of, calls)
     okay = agree(f"{shape.name}, N={N}", ours, theirs, TOLERANCES[precision.dtype])
-    times = [[llmc.device.measure(device, call, 1) for call in calls] for _ in range(ROUNDS)]
+    times = [[llmc.gpu.device.measure(device, call, 1) for call in calls] for _ in range(ROUNDS)]
     return tuple(np.median(times, axis=0).tolist()), okay
 
 
@@ -198,7 +198,7 @@ def main():
                 seconds, agreed = time_matmul(sides, shape, B * T)
                 times.append((shape, *seconds))
                 okay &= agreed
-                llmc.device.cp.get_default_memory_pool().free_all_blocks()
+                llmc.gpu.device.cp.get_default_memory_pool().free_all_blocks()
             text.append("\n".join(table(B, precision.dtype, times)))
             print(f"\n{text[-1]}")
     if not okay:

@@ -29,7 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from llmc.dataloader import write_tokens
-from llmc.device import count_gpus
+from llmc.gpu.device import count_gpus
 from llmc.errors import UserError, run_main
 
 RUNS = {  # name -> (model, flags); B is per GPU, -d for all together

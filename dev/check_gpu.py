@@ -23,7 +23,7 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 
 import train_gpt2
-from llmc.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
+from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views

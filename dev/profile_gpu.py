@@ -25,11 +25,11 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-from llmc.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
+from llmc.gpu.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
 from llmc.errors import UserError, run_main
-from llmc.kernels import blocks
-from llmc.matmul import is_transposed
-from llmc.precision import describe_precision
+from llmc.gpu.geometry import blocks
+from llmc.gpu.matmul import is_transposed
+from llmc.gpu.precision import describe_precision
 from llmc.resume import read_start
 from llmc.settings import parse_settings
 from llmc.tensors import Row

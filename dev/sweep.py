@@ -38,7 +38,7 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 from tqdm import tqdm
 
-from llmc.device import count_gpus
+from llmc.gpu.device import count_gpus
 from llmc.errors import Interruption, UserError, run_main
 from llmc.files import errors_of_writing, locked, make_directory, open_input, replacing
 from llmc.settings import Settings, field_flags, flag_of, option, parse_settings, with_default

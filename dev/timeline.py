@@ -23,10 +23,10 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 
 import train_gpt2_cuda as cuda
-from llmc.device import cp, open_gpu
+from llmc.gpu.device import cp, open_gpu
 from llmc.errors import run_main
 from llmc.resume import read_start
-from llmc.start import check_alike, on_ranks
+from llmc.gpu.start import check_alike, on_ranks
 from plot_log import picture
 from train_gpt2 import parameter_table, random_model
 

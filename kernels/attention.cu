@@ -9,8 +9,8 @@
 // inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32.
 // partials (B * (T / 64 rounded up), 3C) float32: the column sums of dinp over every 64 rows, for the bias gradient.
 //
-// For every GPU, in float32, TF32 and bfloat16. On Hopper, heads of 64 use attention_hopper.cu (TF32) and
-// attention_hopper_bf16.cu instead.
+// For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 use hopper/attention.cu
+// instead.
 //
 // A block of 4 warps has 64 or 128 rows of one head: queries or, in attention_backward_dkv, keys and values. Each warp
 // keeps 16 or 32 of them in registers, as A fragments. Tiles of the other tensors (keys and values; queries and dout)

@@ -27,7 +27,7 @@
 
 #define ON_CHIP (CLASSIFIER_ROWS_ON_CHIP > 0)
 #if ON_CHIP
-#include "hopper.cuh"
+#include "hopper/hopper.cuh"
 constexpr int BLOCKS = CLASSIFIER_ROWS_ON_CHIP;  // per multiprocessor, each with a row
 static_assert(CLASSIFIER_SHARED == Vp * sizeof(element), "shared memory: one row of logits");
 #endif

@@ -1,8 +1,8 @@
 // Shared by all kernels: the model's sizes, the element types, 16-byte loads and stores, asynchronous copies to shared
 // memory, and reductions over a warp or a block.
 //
-// Each .cu file is compiled at run time (llmc/compiler.py) for one GPU and one model, with -D constants from
-// llmc/kernels.py: its layer's launch geometry, and
+// Each .cu file is compiled at run time (llmc/gpu/compiler.py) for one GPU and one model, with -D constants from
+// llmc/gpu/geometry.py: its layer's launch geometry, and
 //     MODEL_C, MODEL_NH, MODEL_V, MODEL_VP   the model's sizes
 //     BFLOAT16                               1: activations, parameters and gradients are bfloat16, the residual stream
 //                                            half precision

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "decode.cuh"
-#include "mbarrier.cuh"
+#include "hopper/mbarrier.cuh"
 #include "mma.cuh"
 
 constexpr int CHUNK = 4 * PACK;  // of the inner dimension, for a warp at a time: 64 bytes

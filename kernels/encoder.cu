@@ -19,7 +19,7 @@
 //
 // In text, a space or a comma may be at thousands of positions. A whole block needs 0.045 us for each, 0.6 ms for 13000
 // of 65536, long after the other blocks are done. So a token at more than ENCODER_PIECE positions is cut into pieces
-// (sort_tokens of llmc/batch.py), and a second kernel adds up their sums. Neither the pieces nor the order of the
+// (sort_tokens of llmc/gpu/batch.py), and a second kernel adds up their sums. Neither the pieces nor the order of the
 // additions depend on the grid, so the bits are the same on every GPU. Each of the two kernels alone, with its launch,
 // at B=64: 77 and 31 us for text; 86 and 23 for random tokens, none of which is cut. (All figures before these are of
 // the previous version.)

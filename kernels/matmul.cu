@@ -57,7 +57,7 @@ __device__ inline void copy_operand(element* to, const element* from, int first,
 #define ON_TENSOR_CORES (BFLOAT16 || TF32 && __CUDA_ARCH__ >= 800)
 
 // The most steps that matmul_backward_inp accumulates in one chain on the tensor cores; the chains are added up in
-// dinp. llmc/matmul.py says why (LONGEST_CHAIN). 0: no limit.
+// dinp. llmc/gpu/matmul.py says why (LONGEST_CHAIN). 0: no limit.
 constexpr int CHAIN = MATMUL_CHAIN;
 
 template <int IS_ACROSS>

@@ -31,7 +31,7 @@ from llmc.files import (EXPORT, HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STAT
                         make_header, open_input, read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
-from llmc.zero import Shares
+from llmc.gpu.zero import Shares
 
 EXPORT_STATE = f"{EXPORT} --debug_state 1"
 

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
 trainer=train_gpt2.py
-[[ $(nvidia-smi -L 2> /dev/null) == GPU* ]] && python -m llmc.device && trainer=train_gpt2_cuda.py
+[[ $(nvidia-smi -L 2> /dev/null) == GPU* ]] && python -m llmc.gpu.device && trainer=train_gpt2_cuda.py
 
 [ -e data/pystdlib_train.bin ] || python prepro_pystdlib.py
 

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
 trainer=train_gpt2.py
-[[ $(nvidia-smi -L 2> /dev/null) == GPU* ]] && python -m llmc.device && trainer=train_gpt2_cuda.py
+[[ $(nvidia-smi -L 2> /dev/null) == GPU* ]] && python -m llmc.gpu.device && trainer=train_gpt2_cuda.py
 
 [ -e data/tiny_shakespeare.txt ] || python prepro_tinyshakespeare.py
 [ -e data/shakespeare_char_train.bin ] || python prepro_text.py data/tiny_shakespeare.txt --vocabulary chars \

@@ -25,16 +25,16 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 import pytest
 
-import llmc.device
-import llmc.matmul
-import llmc.memory
-import llmc.start
-import llmc.trainer
+import llmc.gpu.device
+import llmc.gpu.matmul
+import llmc.gpu.memory
+import llmc.gpu.start
+import llmc.gpu.trainer
 import train_gpt2
 import train_gpt2_cuda
 from llmc.checkpoint import Config, DebugState, fingerprint, write_model
 from llmc.dataloader import write_tokens
-from llmc.device import GPU
+from llmc.gpu.device import GPU
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate, flat
 from llmc.tokenizer import write_tokenizer
@@ -51,7 +51,7 @@ SMALL_HEADS = Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)  # which the GPU's
 @pytest.fixture(scope="session")
 def gpu():
     """The GPU at hand. Where there is none, tests that use it are not collected."""
-    return llmc.device.open_gpu()
+    return llmc.gpu.device.open_gpu()
 
 
 def needs_gpu(item):
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config, items):
     needing = list(filter(needs_gpu, items))
     try:
         if needing:
-            llmc.device.open_gpu()
+            llmc.gpu.device.open_gpu()
     except UserError as error:
         items[:] = [item for item in items if item not in set(needing)]
         config.hook.pytest_deselected(items=needing)
@@ -438,12 +438,14 @@ def fake_gpu(monkeypatch, tmp_path):
     """A FakeGPU, which the modules of the GPU use until the test is over; kernels are not compiled."""
     fake = FakeGPU()
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
-    for module in (llmc.device, llmc.matmul, llmc.memory, llmc.start, llmc.trainer, train_gpt2_cuda):
+    for module in (llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.start, llmc.gpu.trainer,
+                   train_gpt2_cuda):
         monkeypatch.setattr(module, "cp", fake.cp)
-    monkeypatch.setattr(llmc.device, "driver", fake.driver)
+    monkeypatch.setattr(llmc.gpu.device, "driver", fake.driver)
     monkeypatch.setitem(sys.modules, "nvmath.bindings", fake)
-    monkeypatch.setattr(llmc.matmul, "cublasLt", None)
-    monkeypatch.setattr(llmc.device, "MISSING", None)
-    monkeypatch.setattr(llmc.device, "launch_early", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(llmc.device, "prepare_kernels", lambda cache, arch, files: ([file.name for file in files], 0))
+    monkeypatch.setattr(llmc.gpu.matmul, "cublasLt", None)
+    monkeypatch.setattr(llmc.gpu.device, "MISSING", None)
+    monkeypatch.setattr(llmc.gpu.device, "launch_early", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(llmc.gpu.device, "prepare_kernels",
+                        lambda cache, arch, files: ([file.name for file in files], 0))
     return fake

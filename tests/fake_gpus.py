@@ -17,17 +17,17 @@ if __name__ == "__main__":
 
 import numpy as np
 
-import llmc.device
-import llmc.matmul
-import llmc.memory
-import llmc.start
-import llmc.trainer
+import llmc.gpu.device
+import llmc.gpu.matmul
+import llmc.gpu.memory
+import llmc.gpu.start
+import llmc.gpu.trainer
 import train_gpt2_cuda as cuda
 from conftest import FakeGPU
 from llmc.errors import run_main
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
-from llmc.trainer import CONTROL
-from llmc.zero import CHUNKS
+from llmc.gpu.trainer import CONTROL
+from llmc.gpu.zero import CHUNKS
 
 here = threading.local()  # .trainer: of this thread
 
@@ -205,20 +205,20 @@ def main():
             chosen.append(self.index)
 
     fake.cp.cuda.Device = Device
-    for module in (llmc.device, llmc.matmul, llmc.memory, llmc.start, llmc.trainer, cuda):
+    for module in (llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.start, llmc.gpu.trainer, cuda):
         module.cp = fake.cp
-    llmc.device.driver, llmc.device.MISSING = fake.driver, None
+    llmc.gpu.device.driver, llmc.gpu.device.MISSING = fake.driver, None
     sys.modules["nvmath.bindings"] = fake
-    llmc.device.launch_early = lambda function, *arguments: function(*arguments)
-    llmc.device.prepare_kernels = lambda cache, arch, files: ([file.name for file in files], 0)
-    llmc.trainer.Nccl = Messages
-    make = llmc.trainer.Trainer.__init__
+    llmc.gpu.device.launch_early = lambda function, *arguments: function(*arguments)
+    llmc.gpu.device.prepare_kernels = lambda cache, arch, files: ([file.name for file in files], 0)
+    llmc.gpu.trainer.Nccl = Messages
+    make = llmc.gpu.trainer.Trainer.__init__
 
     def init(self, *arguments):
         here.trainer = self
         make(self, *arguments)
 
-    llmc.trainer.Trainer.__init__ = init
+    llmc.gpu.trainer.Trainer.__init__ = init
     run_main(cuda.main)
 
 

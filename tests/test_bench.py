@@ -18,7 +18,7 @@ import bench_gpu
 import bench_matmul
 import check_gpu
 import compare_losses
-import llmc.device
+import llmc.gpu.device
 import overlap
 import profile_gpu
 import train_gpt2
@@ -135,7 +135,7 @@ def test_the_place_of_the_matmul_tables(tmp_path):
                                      profile_gpu),
                          ids=lambda program: program.__name__)
 def test_what_needs_a_gpu_says_so(monkeypatch, run_here, program):
-    monkeypatch.setattr(llmc.device.cp.cuda.runtime, "getDeviceCount", lambda: 0)
+    monkeypatch.setattr(llmc.gpu.device.cp.cuda.runtime, "getDeviceCount", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     flags = ["layernorm_forward"] if program is bench else []
     assert_one_line_error(run_here(program, *flags, check=False), "GPU")

@@ -15,9 +15,9 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import random_params
 from llmc.checkpoint import Config, write_model
-from llmc.compiler import Cache, compile_kernels
-from llmc.device import cp, to_float32
-from llmc.kernels import DECODE, decode_files, decode_shared, launch_geometry
+from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.device import cp, to_float32
+from llmc.gpu.geometry import DECODE, decode_files, decode_shared, launch_geometry
 from llmc.sampler import Choice, Random
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
 from test_kernels import PRECISIONS, accepts, signatures

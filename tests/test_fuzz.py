@@ -43,10 +43,10 @@ from llmc.dataloader import write_tokens
 from llmc.errors import run_main
 from llmc.files import KINDS
 from llmc.logger import COLUMNS
-from llmc.matmul import Matmul
-from llmc.saver import resume
+from llmc.gpu.matmul import Matmul
+from llmc.gpu.saver import resume
 from llmc.settings import field_flags, parse_settings
-from llmc.ranks import ALONE
+from llmc.gpu.ranks import ALONE
 from llmc.resume import save_checkpoint
 from llmc.shuffle import first_position
 from llmc.tensors import flat

@@ -19,19 +19,19 @@ sys.path.insert(0, str(ROOT / "dev" / "kernels"))
 import bench
 import bench_matmul
 import lab
-import llmc.device
-import llmc.matmul
+import llmc.gpu.device
+import llmc.gpu.matmul
 import train_gpt2_cuda as cuda
 from lab import AWKWARD, LAYERS
 from llmc.checkpoint import Config
-from llmc.compiler import Cache, compile_kernels
+from llmc.gpu.compiler import Cache, compile_kernels
 from llmc.errors import UserError, run_main
-from llmc.kernels import blocks, kernel_files
-from llmc.precision import Precision
+from llmc.gpu.geometry import blocks, kernel_files
+from llmc.gpu.precision import Precision
 from llmc.tensors import Row, bf16_bits
 
 FILES = sorted({file for layer in LAYERS.values() for file in (layer.file, *layer.uses)})
-GPU = llmc.device.GPU("a GPU", "sm_90a", 132, 227 << 10)
+GPU = llmc.gpu.device.GPU("a GPU", "sm_90a", 132, 227 << 10)
 
 
 def precision_of(layer, dtype):
@@ -125,7 +125,7 @@ def fake_cupy(fake_gpu):
 
     fake_gpu.cp.full = lambda shape, value, dtype: np.full(shape, value, dtype).view(Array)
     fake_gpu.cp.cuda.runtime.memsetAsync = memset
-    with llmc.device.cp.cuda.Stream():
+    with llmc.gpu.device.cp.cuda.Stream():
         yield fake_gpu
 
 
@@ -259,7 +259,7 @@ def test_a_file_is_compiled_once(fake_cupy, monkeypatch, tmp_path):
 
 
 def test_a_call_that_the_gpu_refuses_is_named(fake_cupy, monkeypatch):
-    monkeypatch.setattr(llmc.device, "GPU_ERRORS", {OSError})
+    monkeypatch.setattr(llmc.gpu.device, "GPU_ERRORS", {OSError})
 
     def run(layer, fake, a, block):
         raise OSError("CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -568,7 +568,7 @@ def test_parts_of_a_weight_gradient_have_room(fake_cupy, C, OC):
         g = kernels.geometry
         tiles = blocks(OC, g.MATMUL_BM) * blocks(C, g.MATMUL_NARROW_BN if "narrow" in way else g.MATMUL_BN)
         size = 4 * tiles * g.MATMUL_BM * g.MATMUL_BN
-        assert way.split()[1] == "1" or tiles <= kernels.done.shape[1] and size <= llmc.matmul.WORKSPACE
+        assert way.split()[1] == "1" or tiles <= kernels.done.shape[1] and size <= llmc.gpu.matmul.WORKSPACE
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
@@ -578,7 +578,7 @@ def test_the_matmuls_of_a_step_are_given_what_they_take(fake_cupy, monkeypatch, 
     fake = FakeLab(fake_cupy, config, Precision(dtype))
     device, _ = cuda.open_device(GPU, config, fake.precision, fake.cache, "kernels")
     sides = bench_matmul.both_sides(device, fake.cache, fake.precision)
-    monkeypatch.setattr(llmc.device, "measure", lambda device, call, repeats: call() or 3e-6)
+    monkeypatch.setattr(llmc.gpu.device, "measure", lambda device, call, repeats: call() or 3e-6)
     monkeypatch.setattr(bench_matmul, "agree",
                         lambda where, ours, theirs, tolerance: ours.keys() == theirs.keys() and tolerance < 0.02)
     for shape in bench_matmul.matmuls_of(config):
@@ -607,7 +607,7 @@ def test_wrong_matmuls_are_named(capsys):
 @pytest.mark.parametrize("OC, parts", ((384, 4), (100, 1), (104, 2), (102, 1)))
 def test_long_chains_are_added_up_in_parts(monkeypatch, OC, parts):
     """Each position of the inner dimension once, and the first part writes what the others add to."""
-    class InNumPy(llmc.matmul.CublasLt):
+    class InNumPy(llmc.gpu.matmul.CublasLt):
         def __init__(self, precision):
             self.precision, self.lengths = precision, []
 
@@ -615,7 +615,7 @@ def test_long_chains_are_added_up_in_parts(monkeypatch, OC, parts):
             out[...] = (out if accumulate else 0) + scale * (a @ b)
             self.lengths.append(len(b))
 
-    monkeypatch.setattr(llmc.matmul, "LONGEST_CHAIN", 100)
+    monkeypatch.setattr(llmc.gpu.matmul, "LONGEST_CHAIN", 100)
     rng = np.random.default_rng(0)
     dout, weight = (rng.standard_normal(shape, np.float32) for shape in ((6, OC), (OC, 5)))
     for precision in (Precision(), Precision(tf32=0), Precision("bfloat16")):

@@ -15,22 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-import llmc.compiler
+import llmc.gpu.compiler
 import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import ROOT, Array, random_params
-from llmc.batch import sort_tokens
+from llmc.gpu.batch import sort_tokens
 from llmc.checkpoint import Config, padded
-from llmc.compiler import Cache, KernelFile, compile_kernels, prepare_kernels
-from llmc.device import cp, measure, open_gpu, pinned_array, pointer, to_float32
+from llmc.gpu.compiler import Cache, KernelFile, compile_kernels, prepare_kernels
+from llmc.gpu.device import cp, measure, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
-from llmc.kernels import ENCODER_PIECE, KERNELS, blocks, hopper_matmul, kernel_files
-from llmc.matmul import Matmul
+from llmc.gpu.geometry import ENCODER_PIECE, KERNELS, blocks, hopper_matmul, kernel_files
+from llmc.gpu.matmul import Matmul
 from llmc.outliers import RECENT, z_score
-from llmc.precision import Precision
+from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor
-from llmc.trainer import Trainer, adamw_update, add_gradients, global_norm
-from llmc.zero import CHUNK, CHUNKS, Shares
+from llmc.gpu.trainer import Trainer, adamw_update, add_gradients, global_norm
+from llmc.gpu.zero import CHUNK, CHUNKS, Shares
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU
@@ -75,7 +75,7 @@ def test_kernels_compile_with_no_gpu(arch, precision):
     for (layer, _), (file, cubin) in zip(cases, compiled):
         assert cubin[:4] == b"\x7fELF" and all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
         if layer == "attention":
-            assert file.name.startswith("attention_hopper") == (arch == "sm_90a" and precision.matmul != "float32")
+            assert (file.name == "hopper/attention") == (arch == "sm_90a" and precision.bf16)
 
 
 @pytest.mark.parametrize("C", (2560, 4096, 5120, 8192))
@@ -190,7 +190,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, pre
 def test_an_error_in_a_kernel_names_file_and_line(tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     (tmp_path / "gelu.cu").write_text("// one\n// two\n__device__ int broken() { return 1 + ; }\n")
-    monkeypatch.setattr(llmc.compiler, "KERNEL_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path))
     with pytest.raises(UserError, match=r"gelu.cu.*gelu.cu\(3\): error: expected an expression") as error:
         compile_kernels("gelu", "sm_80", {"MODEL_C": 64})
     assert len(str(error.value).splitlines()) == 1
@@ -221,8 +221,8 @@ def test_one_process_compiles_for_all(tmp_path, monkeypatch, capsys):
         compiled.append(name)
         return b"a cubin"
 
-    monkeypatch.setattr(llmc.compiler, "kernel_key", lambda name, arch, constants: name)
-    monkeypatch.setattr(llmc.compiler, "compile_kernels", compile_slowly)
+    monkeypatch.setattr(llmc.gpu.compiler, "kernel_key", lambda name, arch, constants: name)
+    monkeypatch.setattr(llmc.gpu.compiler, "compile_kernels", compile_slowly)
     with ThreadPoolExecutor(2) as pool:
         caches = [Cache(str(tmp_path)) for _ in range(2)]
         results = list(pool.map(lambda cache: prepare_kernels(cache, "sm_90a", files), caches))

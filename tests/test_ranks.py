@@ -20,19 +20,19 @@ import pytest
 
 from conftest import ROOT
 from llmc.errors import UserError
-from llmc.launchers import find_launch, first_host, meeting_place
-from llmc.ranks import HEADER, LIMIT, MAGIC, Peer, join, receive_frame, send_frame
+from llmc.gpu.launchers import find_launch, first_host, meeting_place
+from llmc.gpu.ranks import HEADER, LIMIT, MAGIC, Peer, join, receive_frame, send_frame
 
 BEGIN = """
     import json, os, signal, sys, time
     from llmc.errors import Interrupted, Interruption, UserError, run_main
-    import llmc.ranks
-    from llmc.launchers import start_ranks
-    from llmc.ranks import join
+    import llmc.gpu.ranks
+    from llmc.gpu.launchers import start_ranks
+    from llmc.gpu.ranks import join
 
-    llmc.ranks.ANSWER_SECONDS, llmc.ranks.GRACE_SECONDS = 0.5, 0.7
-    llmc.ranks.FIRST_NOTE_SECONDS = float(os.environ.get("NOTE", 5))
-    llmc.launchers.FOLLOW_SECONDS = 0.5
+    llmc.gpu.ranks.ANSWER_SECONDS, llmc.gpu.ranks.GRACE_SECONDS = 0.5, 0.7
+    llmc.gpu.ranks.FIRST_NOTE_SECONDS = float(os.environ.get("NOTE", 5))
+    llmc.gpu.launchers.FOLLOW_SECONDS = 0.5
 
     def say(text):
         os.write(1 if ranks.is_first else 2, (text + "\\n").encode())
@@ -569,7 +569,7 @@ def test_ctrl_c_while_sending(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llmc.ranks.send_frame", interrupted)
+    monkeypatch.setattr("llmc.gpu.ranks.send_frame", interrupted)
     with pytest.raises(KeyboardInterrupt):
         peer.send("value", 1)
     assert not peer.sending.locked()

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, SMALL_HEADS, assert_one_line_error, random_params, run_program
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
-from llmc.device import count_gpus
+from llmc.gpu.device import count_gpus
 from llmc.errors import UserError
 from llmc.resume import newest_checkpoint
 

@@ -16,19 +16,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import llmc.device
-import llmc.matmul
+import llmc.gpu.device
+import llmc.gpu.matmul
 import llmc.progress
-import llmc.saver
+import llmc.gpu.saver
 import train_gpt2_cuda as cuda
 from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, remove_after, run_program
 from llmc.checkpoint import Config, owned_by_one, read_config, read_model, read_optimizer_state, write_model
-from llmc.compiler import Cache, compile_kernels
-from llmc.device import cp
+from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.device import cp
 from llmc.errors import UserError
-from llmc.kernels import check_sizes, launch_geometry
-from llmc.memory import RESERVE, check_memory, memory_plan
-from llmc.precision import Precision
+from llmc.gpu.geometry import check_sizes, launch_geometry
+from llmc.gpu.memory import RESERVE, check_memory, memory_plan
+from llmc.gpu.precision import Precision
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
@@ -163,7 +163,7 @@ def test_a_gpu_that_is_too_old(fake_gpu, monkeypatch):
     properties = {"name": b"Tesla V100", "major": 7, "minor": 0}
     monkeypatch.setattr(fake_gpu.cp.cuda.runtime, "getDeviceProperties", lambda device: properties)
     with pytest.raises(UserError, match=r"V100 has compute capability 7\.0, expected 7\.5.*train_gpt2.py"):
-        llmc.device.open_gpu()
+        llmc.gpu.device.open_gpu()
 
 
 def test_an_error_of_the_gpu_is_one_line(monkeypatch):
@@ -203,7 +203,7 @@ def test_a_run_on_a_fake_gpu(fake_workplace, fake_gpu, run_here, dtype, recomput
 def test_steps_go_on_while_a_checkpoint_is_written(fake_workplace, run_here, monkeypatch):
     """And what fails is a line, soon, with the checkpoint before whole."""
     flags, second = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event()
-    begin_step, save_checkpoint = cuda.Trainer.begin_step, llmc.saver.save_checkpoint
+    begin_step, save_checkpoint = cuda.Trainer.begin_step, llmc.gpu.saver.save_checkpoint
 
     def begin(*arguments):
         number = begin_step(*arguments)
@@ -219,10 +219,10 @@ def test_steps_go_on_while_a_checkpoint_is_written(fake_workplace, run_here, mon
         raise UserError("run/state: no space left on device")
 
     monkeypatch.setattr(cuda.Trainer, "begin_step", begin)
-    monkeypatch.setattr(llmc.saver, "save_checkpoint", save)
+    monkeypatch.setattr(llmc.gpu.saver, "save_checkpoint", save)
     run_here(cuda, *flags, "-x", 3)
     assert newest_checkpoint("run") == 3
-    monkeypatch.setattr(llmc.saver, "save_checkpoint", fail)
+    monkeypatch.setattr(llmc.gpu.saver, "save_checkpoint", fail)
     done = run_here(cuda, *flags, "-n", 30, "-x", 60, "-y", 1, check=False)
     assert_one_line_error(done, "run/state: no space left on device")
     assert "\nstep   30/60" in done.stdout and "\nstep   59/60" not in done.stdout
@@ -246,7 +246,7 @@ def test_a_loss_that_is_nan_on_a_gpu(fake_workplace, run_here, monkeypatch):
 
 
 def test_algorithms_that_are_not_the_checkpoint_s_are_said(fake_workplace, run_here, monkeypatch):
-    monkeypatch.setattr(llmc.matmul.Matmul, "repeats", lambda matmul: False)
+    monkeypatch.setattr(llmc.gpu.matmul.Matmul, "repeats", lambda matmul: False)
     assert "note: some matmul algorithms" in run_here(cuda, *FAST, "-s", 0, "-x", 1).stderr
 
 
@@ -322,7 +322,7 @@ def test_a_checkpoint_that_failed_is_said_beside_another_error(capsys):
     def write():
         raise UserError("no space")
 
-    with pytest.raises(UserError, match="the loss is nan"), llmc.saver.Saver(None, None, None, None) as saver:
+    with pytest.raises(UserError, match="the loss is nan"), llmc.gpu.saver.Saver(None, None, None, None) as saver:
         saver.writing = saver.pool.submit(write)
         raise UserError("the loss is nan")
     assert capsys.readouterr().err == "note: the last checkpoint was not saved: no space\n"
@@ -359,12 +359,12 @@ def test_the_fastest_way_is_timed_again(monkeypatch):
         timed.append(call)
         return call(timed.count(call)) * 1e-6
 
-    monkeypatch.setattr(llmc.matmul, "measure", measure)
+    monkeypatch.setattr(llmc.gpu.matmul, "measure", measure)
 
     def search(*microseconds):
         timed.clear()
         calls = [us if callable(us) else lambda turn, us=us: us for us in microseconds]
-        found = llmc.matmul.fastest(None, calls)
+        found = llmc.gpu.matmul.fastest(None, calls)
         return found, [timed.count(call) for call in calls]
 
     assert search(20.0, 19.6, 30.0) == (0, [8, 8, 1])

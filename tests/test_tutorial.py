@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from llmc.compiler import compile_kernels
+from llmc.gpu.compiler import compile_kernels
 from llmc.errors import UserError
 
 DIRECTORY = ROOT / "doc" / "layernorm"

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-import llmc.compiler
+import llmc.gpu.compiler
 import train_gpt2 as t
 from conftest import ROOT
 from llmc.checkpoint import Config
@@ -285,9 +285,9 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "a weight gradient added to the last step's": (
         "cuda-kernels", "matmul.cu", "x[1] * scale);", "x[1] * scale, 1);", "dfcprojw"),
     "bfloat16: attention's scale off by 5 percent": (
-        "cuda-bf16", "attention_hopper_bf16.cu", "TO_LOG2 = LOG2E / 8.0f", "TO_LOG2 = LOG2E / 7.6f", "dlnfb"),
+        "cuda-bf16", "hopper/attention.cu", "TO_LOG2 = LOG2E / 8.0f", "TO_LOG2 = LOG2E / 7.6f", "dlnfb"),
     "bfloat16: a matmul's bias lost in every second column": (
-        "cuda-bf16-kernels", "matmul_hopper_bf16.cu", "x[0] * scale + b.x", "x[0] * scale", "logits"),
+        "cuda-bf16-kernels", "hopper/matmul.cu", "x[0] * scale + b.x", "x[0] * scale", "logits"),
     "eps inside the root": (
         "cuda", "update.cu", "(sqrtf(square.x[k]) + eps)", "sqrtf(square.x[k] + eps * eps)", "adamw"),
     "decay on all weights": ("cuda", "update.cu", "chunk.decay", "chunks[0].decay", "adamw"),
@@ -319,7 +319,7 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     path = tmp_path / "kernels" / file
     path.write_text(path.read_text().replace(right, wrong))
-    monkeypatch.setattr(llmc.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
+    monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
     params, x, y, yardstick = gpu_case(precision_of(backend))
     capsys.readouterr()
     if row == "adamw":

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import bench_scale
-import llmc.trainer
+import llmc.gpu.trainer
 import timeline
 import train_gpt2
 import train_gpt2_cuda as cuda
@@ -32,14 +32,14 @@ from llmc.dataloader import open_data
 from llmc.evaluation import Example
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
-from llmc.ranks import Ranks
+from llmc.gpu.ranks import Ranks
 from llmc.resume import (checkpoint_paths, delete_old_checkpoints, find_checkpoint, newest_checkpoint,
                          save_checkpoint)
 from llmc.settings import parse_settings
 from llmc.shuffle import Position
-from llmc.start import check_alike, check_same_files
+from llmc.gpu.start import check_alike, check_same_files
 from llmc.tensors import Row, allocate, flat
-from llmc.zero import CHUNK, PARTS, Nccl, Shares
+from llmc.gpu.zero import CHUNK, PARTS, Nccl, Shares
 
 TABLES = {
     "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
@@ -157,7 +157,7 @@ def on_ranks(size, work):
 def computing_gpu(fake_gpu, monkeypatch):
     """A fake GPU on which a training step has results."""
     monkeypatch.setattr(cuda.cp, "RawModule", compute_on(fake_gpu))
-    monkeypatch.setattr(llmc.trainer, "Nccl", lambda ranks: ranks)
+    monkeypatch.setattr(llmc.gpu.trainer, "Nccl", lambda ranks: ranks)
     return fake_gpu
 
 

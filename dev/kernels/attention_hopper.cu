@@ -1,5 +1,5 @@
 // The step between mma_sync and the live kernel with Hopper's own instructions (sm_90a), heads of 64, bfloat16: what
-// kernels/attention_hopper_bf16.cu does, one thing at a time. Formulas and shapes are those of attention.cu.
+// kernels/hopper/attention.cu does, one thing at a time. Formulas and shapes are those of attention.cu.
 //
 // warpgroup. The four warps of a block multiply together: wgmma takes 64 rows as A, 16 from each warp's registers, and
 // B from shared memory, which the tensor core reads by a descriptor; no thread loads it. One thread issues TMA loads of
@@ -8,7 +8,7 @@
 // loads ahead, and issues the next S before it waits for P @ value.
 // Block (128); grid (NH, T / 64, B), blocks with the most keys first. Boxes of the map: 64 x 64.
 
-#include "hopper.cuh"
+#include "hopper/hopper.cuh"
 #include "mma.cuh"
 
 #if BFLOAT16 && MODEL_C == 64 * MODEL_NH && defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lab import (SUMS, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected_results, np, torch, train_gpt2,
                  version)
-from llmc.kernels import hopper_attention
+from llmc.gpu.geometry import hopper_attention
 from profile_gpu import attention_flops
 
 # Tensor cores round float32 operands to TF32; in bfloat16, the result that one matmul passes to the next is rounded,

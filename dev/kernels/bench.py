@@ -39,16 +39,16 @@ matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 import torch
 
-import llmc.device
+import llmc.gpu.device
 from bench_gpu import MODELS, describe
 from lab import AWKWARD, LAYERS, SHAPES, Lab, check_layer, cuda, time_layer
 from llmc.checkpoint import Config
-from llmc.compiler import Cache, compiler_version
-from llmc.device import gpu_errors_as_lines, open_gpu
+from llmc.gpu.compiler import Cache, compiler_version
+from llmc.gpu.device import gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
-from llmc.kernels import check_sizes
-from llmc.precision import Precision
+from llmc.gpu.geometry import check_sizes
+from llmc.gpu.precision import Precision
 from profile_gpu import measure_copy, measure_matmul
 from readme import read_text
 
@@ -192,7 +192,7 @@ def time_all(labs, chosen, versions, config, dtype, B, T):
             timing = time_layer(make_layer(layer, bench, B, T), bench, versions, labs.torch)
         if timing is None:
             raise UserError(f"{layer.name} is wrong at the size that was to be timed")
-        llmc.device.cp.get_default_memory_pool().free_all_blocks()
+        llmc.gpu.device.cp.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()
         timings.append(timing)
     return timings

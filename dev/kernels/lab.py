@@ -24,15 +24,15 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 import torch
 
-import llmc.device
+import llmc.gpu.device
 import train_gpt2  # noqa: F401  (for the layers, too)
 import train_gpt2_cuda as cuda
 from llmc.checkpoint import Config
-from llmc.compiler import KERNEL_DIRECTORY, compile_kernels, kernel_key
+from llmc.gpu.compiler import KERNEL_DIRECTORY, compile_kernels, kernel_key
 from llmc.errors import UserError
 from llmc.files import chunks
-from llmc.kernels import blocks, kernel_files, launch_geometry  # noqa: F401  (for the layers)
-from llmc.matmul import MatmulKernels
+from llmc.gpu.geometry import blocks, kernel_files, launch_geometry  # noqa: F401  (for the layers)
+from llmc.gpu.matmul import MatmulKernels
 from llmc.tensors import Row, bf16_bits, bf16_to_float32, check_tensor
 from profile_gpu import size_of  # noqa: F401
 
@@ -246,7 +246,7 @@ class Lab:
         key = "\n".join([kernel_key(name, arch, constants), *map(read_source, included)])
         found = self.cache.find(key, ".cubin")
         cubin = found[0] if found else self.cache.keep(key, ".cubin", compile_kernels(name, arch, constants))
-        module = llmc.device.cp.RawModule(path=cubin)
+        module = llmc.gpu.device.cp.RawModule(path=cubin)
         self.device.functions |= {kernel: module.get_function(kernel) for kernel in signatures(read_source(path))}
         self.loaded.add(file)
 
@@ -259,12 +259,12 @@ class Lab:
 
     def clear(self, array):
         """Set an array to 0, as a part of a version."""
-        llmc.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
+        llmc.gpu.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
 
 
 def upload(tensors):
     """Return {name: array on the GPU}; outputs are NaN."""
-    xp, arrays = llmc.device.cp, {}
+    xp, arrays = llmc.gpu.device.cp, {}
     for name, x in tensors.items():
         if isinstance(x, Row):
             arrays[name] = xp.full(x.shape, 0xFFFF if x.dtype == "bfloat16" else np.nan, x.stored_as)
@@ -278,7 +278,7 @@ def run_version(layer, lab, arrays, found, block):
     try:
         found.run(layer, lab, SimpleNamespace(**arrays), block)
         lab.stream.synchronize()
-    except tuple(llmc.device.GPU_ERRORS) as error:
+    except tuple(llmc.gpu.device.GPU_ERRORS) as error:
         raise UserError(f"{layer.name} {found.name}, block {block}, {layer.describe()}: {error}") from None
 
 
@@ -369,7 +369,7 @@ FLUSH = 512 << 20  # bytes, several times any L2 cache; writing them also takes 
 
 def milliseconds(lab, flush, call):
     """Return the median time of several calls, the L2 cache flushed before each; what is slow is called less often."""
-    cp, times, repeats = llmc.device.cp, [], 20
+    cp, times, repeats = llmc.gpu.device.cp, [], 20
     while len(times) < repeats + 2:
         start, end = cp.cuda.Event(), cp.cuda.Event()
         lab.clear(flush)
@@ -411,7 +411,7 @@ def time_layer(layer, lab, names, with_library):
     NumPy would take minutes at sizes worth timing, so each version has to agree with the first one, which has been
     checked at others.
     """
-    fresh, flush = upload(layer.tensors()), llmc.device.cp.empty(FLUSH, np.uint8)
+    fresh, flush = upload(layer.tensors()), llmc.gpu.device.cp.empty(FLUSH, np.uint8)
     times, first, wrong = {}, None, 0
     for found in dict.fromkeys(found for found, _ in layer.runs(names)):
         times[found.name], results, count = time_version(layer, lab, fresh, found, first, flush)

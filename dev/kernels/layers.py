@@ -6,10 +6,10 @@ layer is; the kernels are in the .cu files beside this one, each under a comment
 import math
 
 from lab import EXACT, SUMS, SWEEP, Layer, blocks, cuda, np, size_of, torch, train_gpt2, version
-from llmc.batch import sort_tokens
+from llmc.gpu.batch import sort_tokens
 from llmc.tensors import bf16_bits
-from llmc.trainer import adamw_update, global_norm
-from llmc.zero import CHUNK, CHUNKS
+from llmc.gpu.trainer import adamw_update, global_norm
+from llmc.gpu.zero import CHUNK, CHUNKS
 
 F = torch.nn.functional
 

@@ -1,5 +1,5 @@
 // The matmul of the forward pass with Hopper's own instructions (sm_90a), bfloat16: the steps from matmul.cu to the
-// live kernel, kernels/matmul_hopper_bf16.cu. RESULTS.md has what each version measured.
+// live kernel, kernels/hopper/matmul.cu. RESULTS.md has what each version measured.
 //
 //     out (M,N) = inp (M,K) @ weight^T (K,N) + bias        out =
 //
@@ -15,7 +15,7 @@
 //
 // Bound by the tensor cores: 2048 multiply-adds per cycle and multiprocessor.
 
-#include "hopper.cuh"
+#include "hopper/hopper.cuh"
 #include "matmul.cuh"
 
 #if BFLOAT16 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -273,7 +273,7 @@ matmul_forward_cluster_multicast(element* out, const __grid_constant__ TensorMap
     ON_HOPPER((many_tiles<2>(out, inp, weight, bias, {M, N, K, band, 1})));
 }
 
-// live: kernels/matmul_hopper_bf16.cu. In all of the above, the tensor cores are idle during the epilogue, in which
+// live: kernels/hopper/matmul.cu. In all of the above, the tensor cores are idle during the epilogue, in which
 // each thread writes scattered 4-byte pairs. The live kernel gives each of the two consumer warpgroups its own tiles,
 // in turns: one multiplies while the other assembles its tile in shared memory, for TMA to store. Its dweight can split
 // the inner dimension among blocks (live_in_4_parts, live_in_11_parts): fc's has 96 tiles, too few for the

@@ -15,7 +15,7 @@ import math
 import torch.nn.functional as F
 
 from lab import BF16, SHAPES, SUMS, SWEEP, Layer, blocks, cuda, np, torch, train_gpt2, version
-from llmc.kernels import hopper_matmul
+from llmc.gpu.geometry import hopper_matmul
 
 TF32 = 2e-3  # what rounding operands to TF32 costs, as in tests/test_kernels.py
 BAND = 8  # rows of tiles that persistent blocks finish before the next rows

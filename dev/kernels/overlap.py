@@ -29,17 +29,17 @@ import numpy as np
 matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 
-import llmc.device
+import llmc.gpu.device
 import train_gpt2
 import train_gpt2_cuda as cuda
 from bench_gpu import describe
 from llmc.checkpoint import Config
-from llmc.compiler import Cache
-from llmc.device import gpu_errors_as_lines, open_gpu, pinned_array
+from llmc.gpu.compiler import Cache
+from llmc.gpu.device import gpu_errors_as_lines, open_gpu, pinned_array
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
-from llmc.kernels import blocks
-from llmc.precision import Precision
+from llmc.gpu.geometry import blocks
+from llmc.gpu.precision import Precision
 from llmc.tensors import check_tensor
 
 T, C = 1024, 768
@@ -55,7 +55,7 @@ class Work:
     """The tensors for up to B sequences, in pinned host memory and on the GPU, and the ways to normalize them."""
 
     def __init__(self, device, B):
-        self.device, cp = device, llmc.device.cp
+        self.device, cp = device, llmc.gpu.device.cp
         rng = np.random.default_rng(0)
         # Each sequence starts at its own position in these numbers, so no two are alike. 2^29 random numbers would take
         # long.
@@ -106,7 +106,7 @@ class Work:
 
     def milliseconds(self, call):
         """Time a call, in ms, from when all streams may begin until all have ended."""
-        cp = llmc.device.cp
+        cp = llmc.gpu.device.cp
         start, ends = cp.cuda.Event(), [cp.cuda.Event() for _ in self.streams]
         start.record(self.streams[0])
         for stream in self.streams:
@@ -126,7 +126,7 @@ class Work:
 
     def timeline(self, way, B, block):
         """Return [(kind, part, begin, end)] in ms, from events around each copy and each kernel."""
-        cp, events = llmc.device.cp, []
+        cp, events = llmc.gpu.device.cp, []
 
         def record(kind, part, stream, call):
             begin, end = cp.cuda.Event(), cp.cuda.Event()
@@ -147,7 +147,7 @@ class Work:
         """Return whether this way writes the expected rows of the result on the host; print the difference if not."""
         self.host_out[:B].fill(np.nan)
         self.out[:B].fill(np.nan)
-        llmc.device.cp.cuda.runtime.deviceSynchronize()
+        llmc.gpu.device.cp.cuda.runtime.deviceSynchronize()
         self.milliseconds(lambda: way(B, block, just_call))
         got = self.host_out.reshape(-1, C)[rows]
         tolerance = lab.SUMS * float(np.abs(expected).max())
@@ -186,7 +186,7 @@ def just_call(kind, part, stream, call):
 
 
 def copy(to, source, size, kind, stream):
-    llmc.device.cp.cuda.runtime.memcpyAsync(to, source, size, kind, stream.ptr)
+    llmc.gpu.device.cp.cuda.runtime.memcpyAsync(to, source, size, kind, stream.ptr)
 
 
 def kernel_name(block):
@@ -289,7 +289,7 @@ def main():
     if picture == args.output:
         raise UserError(f"-o {args.output}: the picture will have this name: pass one that ends in .md")
     gpu = open_gpu()
-    need, free = 2 * 4 * largest * T * C, llmc.device.cp.cuda.runtime.memGetInfo()[0]
+    need, free = 2 * 4 * largest * T * C, llmc.gpu.device.cp.cuda.runtime.memGetInfo()[0]
     if need > 0.9 * free:
         raise UserError(f"-b {largest} needs {need >> 20} MiB of GPU memory, {free >> 20} MiB are free: pass smaller"
                         " ones, like -b 8 32")
@@ -297,7 +297,7 @@ def main():
     device.load("layernorm_forward")
     try:
         work = Work(device, largest)
-    except llmc.device.cp.cuda.runtime.CUDARuntimeError as error:
+    except llmc.gpu.device.cp.cuda.runtime.CUDARuntimeError as error:
         raise UserError(f"-b {largest}: no {need >> 20} MiB of pinned memory ({error}): pass smaller ones, like"
                         " -b 8 32") from None
     if not check_all(work, args.b):

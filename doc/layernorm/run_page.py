@@ -20,7 +20,7 @@ from typing import NamedTuple
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 sys.path[:0] = [ROOT, os.path.join(ROOT, "dev")]
 
-from llmc.device import open_gpu
+from llmc.gpu.device import open_gpu
 from llmc.errors import UserError, run_main
 from readme import put_between_markers
 

@@ -9,11 +9,11 @@ import zlib
 
 import numpy as np
 
-from llmc.device import cp, gpu_errors_as_lines
+from llmc.gpu.device import cp, gpu_errors_as_lines
 from llmc.errors import UserError
 from llmc.files import lock_holder
-from llmc.launchers import find_launch, start_ranks
-from llmc.ranks import join
+from llmc.gpu.launchers import find_launch, start_ranks
+from llmc.gpu.ranks import join
 from llmc.settings import flag_of, parse_settings
 from llmc.tensors import flat
 

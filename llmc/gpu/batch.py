@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmc.kernels import ENCODER_PIECE
+from llmc.gpu.geometry import ENCODER_PIECE
 from llmc.tensors import Row
 
 

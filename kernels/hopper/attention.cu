@@ -24,7 +24,7 @@
 //
 // The other consumer fills the gaps that remain.
 //
-// llmc/device.py makes the TMA maps: of what is read, inp (B,T,3C), dout and out (B,T,C), with boxes of 64 rows by HS
+// device.py makes the TMA maps: of what is read, inp (B,T,3C), dout and out (B,T,C), with boxes of 64 rows by HS
 // columns; of what is written, with boxes of 16 rows. Rows >= T arrive as zeros and are not written. Tensors that have
 // a map are accessed only through it: their pointers (out, inp, dout, dinp) are unused, kept to match attention.cu's
 // arguments.
@@ -33,7 +33,7 @@
 // heads of 64, the exp of an element of P takes as long as its part of the two matmuls). Its speed is in
 // doc/speed.md; the steps from a simple kernel to this one are in dev/attention.md.
 
-#include "hopper.cuh"
+#include "hopper/hopper.cuh"
 #include "mma.cuh"
 
 static_assert(sizeof(element) == 2 && HS == 64, "elsewhere, attention.cu is used");

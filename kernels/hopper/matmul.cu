@@ -31,7 +31,7 @@
 // and 1.01. fc with GELU at B=64: 0.46 ms; cuBLASLt and a GELU kernel, 0.63. The steps from a simple kernel to this one
 // are in dev/kernels/matmul_hopper.cu, what was tried in dev/matmul.md.
 
-#include "hopper.cuh"
+#include "hopper/hopper.cuh"
 #include "matmul.cuh"
 #include "mma.cuh"
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmc.compiler import prepare_kernels
+from llmc.gpu.compiler import prepare_kernels
 from llmc.errors import UserError, run_main
 from llmc.tensors import bf16_to_float32
 
@@ -352,5 +352,5 @@ def measure(device, call, repeats=5):
     return sorted(times[1:])[repeats // 2]
 
 
-if __name__ == "__main__":  # python -m llmc.device, for make and scripts/: the GPU's name, or why there is none
+if __name__ == "__main__":  # python -m llmc.gpu.device, for make and scripts/: the GPU's name, or why there is none
     run_main(lambda: print(open_gpu().name))

@@ -105,7 +105,7 @@ def digest(content):
 # ----------------------------------------------------------------------------------------------------------------------
 # compiling, which needs no GPU
 
-KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "kernels")
+KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "kernels")
 
 
 class KernelFile(NamedTuple):
@@ -167,7 +167,7 @@ def compiler_version():
 def kernel_key(name, arch, constants):
     """What a cubin depends on, as text."""
     parts = [compiler_version(), arch, json.dumps(constants)]
-    headers = sorted(glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cuh")))
+    headers = sorted(glob.glob(os.path.join(KERNEL_DIRECTORY, "**", "*.cuh"), recursive=True))
     for path in (os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), *headers):
         with contextlib.suppress(OSError), open(path) as f:
             parts.append(f.read())

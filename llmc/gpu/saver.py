@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llmc.checkpoint import Progress
 from llmc.outliers import notes_on, read_recent
-from llmc.precision import describe_precision
+from llmc.gpu.precision import describe_precision
 from llmc.resume import delete_old_checkpoints, notes_of, restore, save_checkpoint
 from llmc.threads import leave_signals_alone
 

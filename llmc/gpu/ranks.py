@@ -19,7 +19,7 @@ import threading
 import time
 
 from llmc.errors import UserError, describe
-from llmc.launchers import PARENT, Launch, find_launch, meeting_place, names_of
+from llmc.gpu.launchers import PARENT, Launch, find_launch, meeting_place, names_of
 from llmc.threads import leave_signals_alone
 
 MEETING_SECONDS = 300  # for all ranks to connect

@@ -17,7 +17,7 @@
 
 #pragma once
 
-#include "mbarrier.cuh"
+#include "hopper/mbarrier.cuh"
 
 constexpr int WARPGROUP = 128;  // threads of a warpgroup
 constexpr int TILE = 64 * 64;   // elements of a tile of 64 rows
@@ -225,7 +225,7 @@ struct Ring {
 };
 
 // A tensor's address and shape, and the size and swizzle of the boxes that TMA copies: encoded on the host by
-// cuTensorMapEncodeTiled, in llmc/device.py, and passed as a kernel argument.
+// cuTensorMapEncodeTiled, in llmc/gpu/device.py, and passed as a kernel argument.
 struct alignas(64) TensorMap {
     char opaque[128];
 };

@@ -6,9 +6,9 @@ them, and the launches read the same numbers.
 
 from types import SimpleNamespace
 
-from llmc.compiler import KernelFile
+from llmc.gpu.compiler import KernelFile
 from llmc.errors import UserError
-from llmc.zero import CHUNK
+from llmc.gpu.zero import CHUNK
 
 
 def blocks(n, block):
@@ -26,7 +26,7 @@ THREADS = 256  # per block, for kernels that take any number
 MATMUL_ROWS = 128  # of an output tile of a matmul, which writes one row of column sums
 ENCODER_PIECE = 32  # positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
 ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column sums is written
-LONGEST_CHAIN = 6400  # TF32 products in one sum: see llmc/matmul.py
+LONGEST_CHAIN = 6400  # TF32 products in one sum: see llmc/gpu/matmul.py
 
 KERNELS = {  # layer -> its kernels
     "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut", "encoder_backward_wpe"),
@@ -61,7 +61,7 @@ def check_sizes(config):
 
 def hopper_attention(config, precision, arch):
     """Whether attention uses Hopper's own tensor core instructions, not those of every GPU from sm_80 on."""
-    return arch == "sm_90a" and config.C // config.NH == 64 and precision.matmul != "float32"
+    return arch == "sm_90a" and config.C // config.NH == 64 and precision.bf16
 
 
 def hopper_matmul(precision, arch):
@@ -73,12 +73,12 @@ def kernel_files(config, precision, arch, matmul="kernels"):
     """{layer: KernelFile} of a run; matmul "cublaslt": without our matmuls."""
     names = {layer: layer for layer in KERNELS if layer != "matmul" or matmul != "cublaslt"}
     if hopper_attention(config, precision, arch):
-        names["attention"] = "attention_hopper_bf16" if precision.bf16 else "attention_hopper"
+        names["attention"] = "hopper/attention"
     if "matmul" in names and hopper_matmul(precision, arch):
-        names["matmul"] = "matmul_hopper_bf16"
+        names["matmul"] = "hopper/matmul"
     files, geometry = {}, layer_geometry(config, precision, arch)
     for layer, name in names.items():
-        kernels = KERNELS[layer] + (MATMUL_NARROW if name == "matmul_hopper_bf16" else ())
+        kernels = KERNELS[layer] + (MATMUL_NARROW if name == "hopper/matmul" else ())
         constants = {**model_constants(config, precision), **geometry[layer]}
         files[layer] = KernelFile(name, kernels, constants, shared_memory(layer, kernels, geometry[layer]))
     return files
@@ -159,7 +159,7 @@ def attention_geometry(config, precision, arch):
     of a block's tiles, and of what it keeps beside them."""
     HS = config.C // config.NH
     if hopper_attention(config, precision, arch):
-        return attention_hopper_bf16_geometry(HS) if precision.bf16 else attention_hopper_geometry(HS)
+        return attention_hopper_geometry(HS)
     small, size = HS <= 64, 2 if precision.bf16 else 4
     row = 4 * size * (HS + 8 if precision.bf16 else blocks(HS, 32) * 32)  # bytes for two pairs of padded tiles: mma.cuh
     passing = 64 if precision.bf16 or small and arch != "sm_75" else 32  # sm_75 has 64 KB of shared memory
@@ -178,23 +178,6 @@ def attention_geometry(config, precision, arch):
 
 
 def attention_hopper_geometry(HS):
-    """A stage is a set of tiles of 64 rows: forward key and transposed value; dquery key, also transposed, and value;
-    dkv query and dout, both also transposed."""
-    groups, stages, dkv_stages, tile = 2, 3, 2, 64 * HS * 4
-    return {
-        "ATTENTION_GROUPS": groups,  # that compute, beside one that loads
-        "ATTENTION_THREADS": (1 + groups) * WARPGROUP,
-        "ATTENTION_FORWARD_ROWS": groups * ATTENTION_ROWS,
-        "ATTENTION_BACKWARD_ROWS": groups * ATTENTION_ROWS,
-        "ATTENTION_STAGES": stages,
-        "ATTENTION_DKV_STAGES": dkv_stages,
-        "ATTENTION_FORWARD_SHARED": 2 * stages * tile + 1024,  # tiles start at multiples of 1024
-        "ATTENTION_DQUERY_SHARED": (3 * stages + groups) * tile + 1024,
-        "ATTENTION_DKV_SHARED": (4 * dkv_stages + groups) * tile + 1024,
-    }
-
-
-def attention_hopper_bf16_geometry(HS):
     """TMA reads boxes of 64 rows of a head, and writes boxes of a warp's 16 rows. A stage is a pair of tiles, key and
     value or, in dkv, query and dout: of FORWARD_BOXES boxes each in the forward pass, else of one."""
     groups, box, forward_boxes, forward_stages, dquery_stages, dkv_stages = 2, 64 * HS * 2, 2, 4, 8, 8

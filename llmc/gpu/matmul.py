@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmc.compiler import kernel_key
-from llmc.device import GPU_ERRORS, cp, measure
+from llmc.gpu.compiler import kernel_key
+from llmc.gpu.device import GPU_ERRORS, cp, measure
 from llmc.errors import UserError
-from llmc.kernels import LONGEST_CHAIN, blocks
+from llmc.gpu.geometry import LONGEST_CHAIN, blocks
 
 ALIGN = 256  # bytes, of tensors; cuBLASLt's fastest algorithms ask for it
 WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
@@ -79,7 +79,7 @@ class Matmul:
 
     def cache_key(self):
         """What cached choices depend on, as text: GPU, libraries, kernels, and how they were timed."""
-        files = ("matmul_hopper_bf16", "matmul", "gelu", "transpose")
+        files = ("hopper/matmul", "matmul", "gelu", "transpose")
         numbers = {name: n for name, n in vars(self.device.geometry).items()
                    if name.startswith(("MATMUL", "GELU", "TRANSPOSE"))}
         kernels = (kernel_key(name, self.device.gpu.arch, numbers) for name in files)
@@ -163,7 +163,7 @@ def fastest(device, calls):
 
 
 class MatmulKernels:
-    """The kernels of matmul_hopper_bf16.cu or matmul.cu. Operands and results are row-major, two-dimensional."""
+    """The kernels of hopper/matmul.cu or matmul.cu. Operands and results are row-major, two-dimensional."""
 
     def __init__(self, matmul):
         self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry

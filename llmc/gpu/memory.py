@@ -3,13 +3,13 @@
 import bisect
 import dataclasses
 
-from llmc.batch import batch_table
-from llmc.device import cp
+from llmc.gpu.batch import batch_table
+from llmc.gpu.device import cp
 from llmc.errors import UserError
-from llmc.matmul import ALIGN, WORKSPACE
+from llmc.gpu.matmul import ALIGN, WORKSPACE
 from llmc.progress import print_memory
 from llmc.tensors import table_bytes
-from llmc.zero import Shares
+from llmc.gpu.zero import Shares
 
 RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, the graph, small tables and rounding up
 MOST_BLOCKS = 65535  # in y and z of a CUDA grid: attention's z is the sequence, transpose's y is 64 positions

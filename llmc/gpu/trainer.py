@@ -11,16 +11,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmc.batch import batch_table, sort_tokens
+from llmc.gpu.batch import batch_table, sort_tokens
 from llmc.checkpoint import Owned
-from llmc.device import copy_to_gpu, cp, pinned_array, pointer, to_float32
+from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer, to_float32
 from llmc.errors import UserError
-from llmc.kernels import THREADS, blocks, pack
-from llmc.memory import check_memory, group_bytes, makes_text
+from llmc.gpu.geometry import THREADS, blocks, pack
+from llmc.gpu.memory import check_memory, group_bytes, makes_text
 from llmc.outliers import RECENT, reason_to_skip
-from llmc.ranks import ALONE
+from llmc.gpu.ranks import ALONE
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
-from llmc.zero import CHUNKS, REST, Messages, Nccl, Shares
+from llmc.gpu.zero import CHUNKS, REST, Messages, Nccl, Shares
 
 # ----------------------------------------------------------------------------------------------------------------------
 # launches of kernels/update.cu, and its structs
@@ -38,7 +38,7 @@ def round_weights(device, out, exact):
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
     """sums (elements of the chunks,) = (+= if not first) the gradients of one micro-batch of each rank, added in the
-    order of ranks. gradients: the receive buffer; chunks: CHUNKS of llmc/zero.py as bytes, which say what is where."""
+    order of ranks. gradients: the receive buffer; chunks: CHUNKS of zero.py as bytes, which say what is where."""
     device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums,
                   gradients, chunks, ranks, int(first))
 
