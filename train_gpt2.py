@@ -23,37 +23,57 @@ Layers are functions: outputs first, then saved statistics, inputs, weights, siz
 functions are the kernels' specification.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
+import dataclasses
 import functools
-import itertools
 import math
 import os
 import re
 import time
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.checkpoint import Config, Progress, count_parameters, owned_by_one, padded
-from llmc.dataloader import open_data
-from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
-from llmc.evaluation import count_correct, load_hellaswag
-from llmc.files import locked
-from llmc.logger import Log
-from llmc.outliers import LOSS, NORM, RECENT, notes_on, read_recent, reason_to_skip, z_score
-from llmc.progress import Console, print_memory, print_start
-from llmc.resume import (delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore,
-                         save_checkpoint, stopped)
-from llmc.sampler import Choice, Random, draw, end_of_text, print_sample
+from llmc.checkpoint import padded
+from llmc.errors import UserError, run_main
+from llmc.files import MODEL_MAGIC, locked, make_header
+from llmc.loop import Loop, Saver, Update, check_loss
+from llmc.outliers import LOSS, NORM, RECENT, reason_to_skip, z_score
+from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
-from llmc.settings import Settings, parse_settings, print_changed_settings
-from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, table_elements, unpadded, views
+from llmc.settings import Settings, parse_settings
+from llmc.tensors import Row, allocate, decay_spans, flat, layer, table_bytes, unpadded, views
 from llmc.threads import BLOCK, THREADS, parallel_blocks
-from llmc.tokenizer import keep_tokenizer, load_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: GPT-2's tensors as tables, from which sizes, offsets, views, files and tests derive
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a GPT-2, in the order of a checkpoint's header."""
+
+    maxT: int
+    V: int
+    L: int
+    NH: int
+    C: int
+    Vp: int  # V padded with zero rows (V itself in a file without padding)
+
+    @classmethod
+    def from_header(cls, header):
+        """header (256,) int32: [1] version [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, from version 3 on."""
+        config = cls(*map(int, header[2:8]))
+        return dataclasses.replace(config, Vp=config.V) if header[1] == 1 else config
+
+    def to_header(self, version):
+        *sizes, Vp = dataclasses.astuple(self)
+        return make_header(MODEL_MAGIC, version, *sizes, 0 if version == 1 else Vp)
+
+    def describe(self):
+        return " ".join(f"{name}={value}" for name, value in vars(self).items())
 
 
 def parameter_table(config, dtype="float32"):
@@ -240,9 +260,9 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
         np.multiply(d, weight, out=dn)
         # n = (inp - mean) * rstd, where mean and rstd depend on inp too:
         #   dinp = rstd * (dn - mean of dn - n * mean of (dn * n))
-        along = np.vecdot(dn, n)[:, None] * np.float32(1.0 / C)
+        mean_dn_n = np.vecdot(dn, n)[:, None] * np.float32(1.0 / C)
         dn -= np.add.reduce(dn, axis=1, keepdims=True) * np.float32(1.0 / C)
-        n *= along
+        n *= mean_dn_n
         dn -= n
         dn *= rstd[r]
         dinp[r] += dn
@@ -251,13 +271,7 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
 def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC,) (None: no bias)."""
     out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
-    if B * T > 16:
-        np.matmul(inp, weight.T, out=out)
-    elif B * T > 8 or OC <= C:  # for so few rows, OpenBLAS is faster at the transposed matmul
-        out[...] = np.matmul(weight, inp.T).T
-    else:  # for fewer still, NumPy's own loop reads a tall weight faster
-        parallel_blocks(lambda start, stop: np.vecdot(weight[start:stop, None], inp, out=out.T[start:stop]), OC,
-                        max(1, 4 * BLOCK // C))
+    np.matmul(inp, weight.T, out=out)
     if bias is not None:
         out += bias
 
@@ -495,6 +509,9 @@ class GPT2:
     """A model, its gradients and its optimizer. Every large buffer is allocated once, at the start: by
     allocate_activations and, to train, allocate_training. Smaller batches use the start of the same buffers."""
 
+    TITLE, MAGIC, Config = "GPT-2", MODEL_MAGIC, Config
+    parameter_table, random_model = staticmethod(parameter_table), staticmethod(random_model)
+
     def __init__(self, config, params):
         self.config, self.params = config, params
         self.grads = self.m = self.v = None
@@ -509,6 +526,7 @@ class GPT2:
         self.grads, self.m, self.v = allocate(table), allocate(table), allocate(table)
         self.micro_grads = allocate(table) if micro_steps > 1 else None
         self.scratch = allocate(scratch_table(self.config, B, T))
+        self.recent = np.zeros(2, RECENT)  # losses and norms, if outliers are skipped
 
     def trunk(self, inputs):
         """Token ids (B, T) -> acts.lnf (B, T, C): all but the classifier."""
@@ -601,6 +619,20 @@ class GPT2:
                          settings.eps, decay, grad_scale, step, stop - start)
 
 
+def matmul_few_rows(out, inp, weight, bias, B, T, C, OC):
+    """As matmul_forward, which OpenBLAS does slowly for few rows."""
+    out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
+    if B * T > 16:
+        np.matmul(inp, weight.T, out=out)
+    elif B * T > 8 or OC <= C:
+        out[...] = np.matmul(weight, inp.T).T
+    else:  # for fewer still, NumPy's own loop reads a tall weight faster
+        parallel_blocks(lambda start, stop: np.vecdot(weight[start:stop, None], inp, out=out.T[start:stop]), OC,
+                        max(1, 4 * BLOCK // C))
+    if bias is not None:
+        out += bias
+
+
 def positions_at_once(B, T):
     """How many positions of each of B sequences a Decoder's pass takes; longer prompts take several passes."""
     return max(1, min(256, T) // B)
@@ -637,17 +669,17 @@ class Decoder:
         for l in range(self.config.L):
             p, keys, values = layer(params, l), self.cache.keys[l, :B], self.cache.values[l, :B]
             layernorm_forward(normed, *statistics, residual, p.ln1w, p.ln1b, B, T, C)
-            matmul_forward(acts.qkv, normed, p.qkvw, p.qkvb, B, T, C, 3 * C)
+            matmul_few_rows(acts.qkv, normed, p.qkvw, p.qkvb, B, T, C, 3 * C)
             attention_decode(acts.atty, acts.att, keys, values, acts.qkv, position, B, T, C, NH)
-            matmul_forward(branch, acts.atty, p.attprojw, p.attprojb, B, T, C, C)
+            matmul_few_rows(branch, acts.atty, p.attprojw, p.attprojb, B, T, C, C)
             residual_forward(residual, residual, branch, N)
             layernorm_forward(normed, *statistics, residual, p.ln2w, p.ln2b, B, T, C)
-            matmul_forward(acts.fch, normed, p.fcw, p.fcb, B, T, C, 4 * C)
+            matmul_few_rows(acts.fch, normed, p.fcw, p.fcb, B, T, C, 4 * C)
             gelu_forward(acts.fch_gelu, acts.fch, 4 * N)
-            matmul_forward(branch, acts.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+            matmul_few_rows(branch, acts.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
             residual_forward(residual, residual, branch, N)
         layernorm_forward(normed, *statistics, residual, params.lnfw, params.lnfb, B, T, C)
-        matmul_forward(acts.logits, normed[:, -1].copy(), params.wte[:V], None, B, 1, C, V)
+        matmul_few_rows(acts.logits, normed[:, -1].copy(), params.wte[:V], None, B, 1, C, V)
         return acts.logits
 
     def draw(self, prompt, count, randoms, choice, want_logprobs=False):
@@ -660,65 +692,10 @@ class Decoder:
             tensor[:, 1:B, :, :T] = tensor[:, :1, :, :T]
 
 
+GPT2.Decoder = Decoder
+
 # ----------------------------------------------------------------------------------------------------------------------
 # main
-
-
-def validate(forward, loader, batches, step, starmap=itertools.starmap):
-    """The mean loss of the first `batches` batches of the validation data, or of all if there are fewer; raises
-    UserError when it is not finite. forward(inputs, targets) -> a batch's loss; starmap: shares batches among GPUs."""
-    weights = []
-
-    def taken():
-        for inputs, targets in itertools.islice(loader.whole_set(), batches):
-            weights.append(len(inputs) / loader.B)  # 1, unless it is a smaller batch at the end
-            yield inputs, targets
-
-    total = 0.0
-    for loss, weight in zip(starmap(forward, taken()), weights):
-        total += loss * weight
-    loss = total / sum(weights)
-    if not math.isfinite(loss):
-        raise UserError(f"step {step}: the validation loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
-    return loss
-
-
-def evaluate(forward, losses, settings, loader, examples, step, console, log, starmap=itertools.starmap):
-    """Report the validation loss and, if there are examples, HellaSwag's accuracy. forward, losses: the model's."""
-    console.wait_for("validating")
-    loss = validate(forward, loader, settings.val_batches, step, starmap)
-    console.validation(step, loss)
-    log.validation(step, loss)
-    if examples:
-        console.wait_for("HellaSwag")
-        correct = count_correct(losses, examples, settings.B, settings.T, starmap)
-        console.hellaswag(step, correct, len(examples))
-        log.evaluation(step, correct / len(examples))
-
-
-def train_step(model, loader, settings, step, want_norm, recent=None):
-    """One update from micro_steps batches; returns (loss, learning rate, gradient norm or None, why the update was
-    skipped or None). recent: (2,) RECENT of outliers.py, where the settings skip outliers.
-
-    Raises UserError, before the weights change, when the loss is not finite.
-    """
-    loss = 0.0
-    for micro_step in range(settings.micro_steps):
-        loss += model.forward(*loader.next_batch()) / settings.micro_steps
-        if not math.isfinite(loss):
-            raise UserError(f"after {step} steps: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
-        model.backward(micro_step, settings.micro_steps)
-    learning_rate, norm, scale, outlier = learning_rate_at(settings, step), None, 1.0, None
-    if want_norm or settings.grad_clip or settings.skips_outliers:
-        grads = flat(model.grads)
-        norm = global_norm(grads, grads.size)
-        if settings.grad_clip and norm > settings.grad_clip:
-            scale = settings.grad_clip / norm
-    if settings.skips_outliers:
-        outlier = reason_to_skip(settings, z_score(recent[LOSS], loss), z_score(recent[NORM], norm))
-    if not outlier:
-        model.update(settings, learning_rate, step + 1, scale)
-    return loss, learning_rate, norm, outlier
 
 
 def memory_plan(config, settings):
@@ -735,117 +712,42 @@ def memory_plan(config, settings):
     ]
 
 
-def print_header(config, params, train_loader, val_loader):
-    """The lines that llm.c begins with."""
-    print("[GPT-2]")
-    print(f"max_seq_len: {config.maxT}")
-    print(f"vocab_size: {config.V}")
-    print(f"num_layers: {config.L}")
-    print(f"num_heads: {config.NH}")
-    print(f"channels: {config.C}")
-    print(f"num_parameters: {count_parameters(config, params)}")
-    print(f"train dataset num_batches: {train_loader.num_batches}")
-    print(f"val dataset num_batches: {val_loader.num_batches if val_loader else 0}")
-
-
 def main():
     settings = parse_settings(Settings, "Train GPT-2 on the CPU, in NumPy.")
-    with locked(settings.output, settings.output_dir):
-        return run(settings)
-
-
-def run(settings):
-    """From the settings to the end of the training; returns the exit status."""
-    warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: train_step stops at a loss that is not finite
-    first_step = find_checkpoint(settings)
-    tokenizer = load_tokenizer(settings)
-    config, params, start = read_start(settings, first_step, tokenizer, parameter_table, random_model)
-    train_loader, val_loader = open_data(settings, config.V)
-    examples = load_hellaswag(settings, config)
-    keep_tokenizer(settings, tokenizer, first_step)
-    random = Random()
-
-    print_changed_settings(settings)
-    if settings.lines == "llmc":
-        print_header(config, params, train_loader, val_loader)
-    else:
+    warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_loss stops at a loss that is not finite
+    with locked(settings.output_dir), Loop(settings, GPT2) as loop:
         device = f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32"
-        print_start(settings, config, count_parameters(config, params), start, train_loader, val_loader, device)
-    if settings.verbose or settings.lines == "short":
-        print_memory(memory_plan(config, settings), settings.verbose)
-    model = GPT2(config, params)
-    model.allocate_activations(settings.B, settings.T)
-    model.allocate_training(settings.B, settings.T, settings.micro_steps)
-    if settings.lines == "llmc":
-        print(f"num_activations: {table_elements(activation_table(config, settings.B, settings.T))}")
-    recent = np.zeros(2, RECENT)
-    if first_step is not None:
-        restore(settings, owned_by_one(model.m, model.v, params), first_step, train_loader, random)
-        with notes_of(settings, first_step) as notes:
-            recent = read_recent(notes)
-    with Console(settings, first_step or 0) as console:
-        return train(model, settings, train_loader, val_loader, examples, tokenizer, random, recent, first_step or 0,
-                     console)
+        loop.print_header(device, memory_plan(loop.config, settings))
+        model = GPT2(loop.config, loop.params)
+        model.allocate_activations(settings.B, settings.T)
+        model.allocate_training(settings.B, settings.T, settings.micro_steps)
+        model.decoder = Decoder(loop.config, loop.params, 1, settings.T) if settings.sample_every else None
+        loop.start(model, Saver(model, settings))
+        for step in loop:  # between updates, it validates, samples, saves and stops
+            loop.report(step, train_step(model, loop.train_loader, settings, step))
+    return loop.status
 
 
-def train(model, settings, train_loader, val_loader, examples, tokenizer, random, recent, first_step, console):
-    """The training loop; returns the exit status. A step is: validate, sample, update, save."""
-    config, directory = model.config, settings.output_dir
-    decoder = Decoder(config, model.params, 1, settings.T) if settings.sample_every else None
-    log = Log(settings, first_step)
-    interruption = Interruption()
-    console.start(interruption)
-    counted_from = 0 if settings.lines == "llmc" else 1  # the first step's number
-    saved = first_step
-
-    def save(done):
-        nonlocal saved
-        console.wait_for("saving")
-        batch = (settings.B, settings.T, settings.spread)
-        progress = Progress(done, random.state, train_loader.position, batch)
-        notes = {"update_tokens": settings.update_tokens, **notes_on(recent)}
-        with interruption.saving():
-            save_checkpoint(directory, config, model.params, owned_by_one(model.m, model.v), progress, notes)
-            delete_old_checkpoints(settings, done)
-        saved = done
-
-    for step in range(first_step, settings.steps + 1):
-        last = step == settings.steps
-        final = last and settings.final_reports
-        before = random.state
-        try:
-            if settings.val_every and (step % settings.val_every == 0 or final):
-                forward, losses = map(interruption.watched, (model.forward, model.losses))
-                evaluate(forward, losses, settings, val_loader, examples, step, console, log)
-            if settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final):
-                console.wait_for(None)
-                begin = np.array([[end_of_text(tokenizer, config.V)]], np.int32)
-                steps = decoder.draw(begin, settings.sample_tokens - 1, [random], Choice())
-                print_sample(interruption.watching(steps), tokenizer)
-        except Interrupted:  # the resumed run validates and samples at this step again
-            random.state = before
-            if directory and step != saved:
-                save(step)
-            return stopped(settings, step - 1 + counted_from if step else None, interruption.signal)
-        if last:
-            break
-        start = time.perf_counter()
-        loss, learning_rate, norm, outlier = train_step(model, train_loader, settings, step, log.detailed, recent)
-        seconds = time.perf_counter() - start
-        console.training(step, loss, seconds, f"step {step}: train loss {loss:f} (took {seconds * 1000:f} ms)")
-        log.training(step, loss, learning_rate, norm, seconds)
-        if outlier:
-            console.skip(step + counted_from, outlier)
-
-        done = step + 1
-        due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
-        stop = interruption.signal  # which may come at any moment: read once
-        if directory and (due or stop):
-            save(done)
-        if stop:
-            return stopped(settings, step + counted_from, stop)
-    console.end()
-    return 0
+def train_step(model, loader, settings, step):
+    """One update, number `step` from 0, from micro_steps batches; returns an Update. Raises UserError, before the
+    weights change, when the loss is not finite."""
+    start, loss = time.perf_counter(), 0.0
+    for micro_step in range(settings.micro_steps):
+        inputs, targets = loader.next_batch()
+        loss += model.forward(inputs, targets) / settings.micro_steps
+        check_loss(step, loss)
+        model.backward(micro_step, settings.micro_steps)
+    norm, grad_scale, skipped = None, 1.0, None
+    if settings.needs_norm:
+        grads = flat(model.grads)
+        norm = global_norm(grads, grads.size)
+        if settings.grad_clip and norm > settings.grad_clip:
+            grad_scale = settings.grad_clip / norm
+    if settings.skips_outliers:
+        skipped = reason_to_skip(settings, z_score(model.recent[LOSS], loss), z_score(model.recent[NORM], norm))
+    if not skipped:
+        model.update(settings, learning_rate_at(settings, step), step + 1, grad_scale)
+    return Update(loss, norm, time.perf_counter() - start, skipped)
 
 
 if __name__ == "__main__":

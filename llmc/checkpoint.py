@@ -1,14 +1,9 @@
-"""The files of models, debug states and optimizer states, with one reader and one writer for each.
+"""The files of models and optimizer states, with one reader and one writer for each.
 
-Functions that read a model take `parameter_table`, the architecture's function config -> table.
+Functions that read a model take its architecture: a page's class, with MAGIC, Config and parameter_table.
 
 Model, in llm.c's format: header [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, then the tensors of the table.
     Version 1: float32, V rows in the vocabulary's tensors. Version 3: float32, Vp rows. Version 5: bfloat16, Vp rows.
-Debug state, in llm.c's format: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the
-    gradients of the parameters, with V rows in version 1 and Vp in version 2: what a PyTorch run saw and computed, for
-    the parity test. This project adds a trailer: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32
-    [n] the losses of n training steps on that batch; and in the header [8] trailer version (0: none), [9] n, [10]
-    CRC-32 of the weights.
 Optimizer state, in llm.c's format, one file per rank: header [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1
     [10] step, u64 at [20] sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread,
     [43] 1 if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (zero.py) of m, v, and any
@@ -16,9 +11,7 @@ Optimizer state, in llm.c's format, one file per rank: header [2] ranks [3] rank
     project, which divides the parameters differently from llm.c.
 """
 
-import contextlib
 import dataclasses
-import itertools
 import os
 import zlib
 from dataclasses import dataclass
@@ -27,31 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (EXPORT, HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC, STATE_MAGIC, check_size, chunks,
-                        make_header, open_input, read_header, read_into, replacing)
+from llmc.files import (EXPORT, HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, make_header,
+                        open_input, read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
-from llmc.tensors import Tensors, allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
-from llmc.gpu.zero import Shares
-
-EXPORT_STATE = f"{EXPORT} --debug_state 1"
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
 
 # ----------------------------------------------------------------------------------------------------------------------
 # models
-
-
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a model, as in the header of its checkpoint."""
-
-    maxT: int
-    V: int
-    L: int
-    NH: int
-    C: int
-    Vp: int  # V padded with zero rows (V itself in a file without padding)
-
-    def describe(self):
-        return f"maxT={self.maxT} V={self.V} L={self.L} NH={self.NH} C={self.C} Vp={self.Vp}"
 
 
 def padded(V):
@@ -59,40 +34,39 @@ def padded(V):
     return -(-V // 128) * 128
 
 
-def read_config(f, mend):
+def read_config(f, architecture, hint):
     """Return (version, Config) from the header of an open model checkpoint; raises UserError for an invalid field."""
-    header = read_header(f, MODEL_MAGIC, mend)
-    version, maxT, V, L, NH, C, Vp = (int(x) for x in header[1:8])
+    header = read_header(f, architecture.MAGIC, hint)
+    version = int(header[1])
     if version in (2, 4):
         raise UserError(f"{f.name}: version {version}, a mixed bfloat16 layout that llm.c used for three days in May"
-                        f" 2024; expected 1, 3 or 5; {mend}")
+                        f" 2024; expected 1, 3 or 5; {hint}")
     if version not in (1, 3, 5):
-        raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5; {mend}")
-    if version == 1:
-        Vp = V
-    for name, value in dict(maxT=maxT, V=V, L=L, NH=NH, C=C, Vp=Vp).items():
+        raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5; {hint}")
+    config = architecture.Config.from_header(header)
+    for name, value in vars(config).items():
         if value < 1:
-            raise UserError(f"{f.name}: header field {name} is {value}, expected at least 1; {mend}")
-    if C % NH:
-        raise UserError(f"{f.name}: C={C} is not divisible by NH={NH}; {mend}")
-    if Vp < V:
-        raise UserError(f"{f.name}: padded vocabulary Vp={Vp} is smaller than V={V}; {mend}")
-    return version, Config(maxT, V, L, NH, C, Vp)
+            raise UserError(f"{f.name}: header field {name} is {value}, expected at least 1; {hint}")
+    if config.C % config.NH:
+        raise UserError(f"{f.name}: C={config.C} is not divisible by NH={config.NH}; {hint}")
+    if config.Vp < config.V:
+        raise UserError(f"{f.name}: padded vocabulary Vp={config.Vp} is smaller than V={config.V}; {hint}")
+    return version, config
 
 
-def read_model(path, parameter_table, mend=EXPORT):
+def read_model(path, architecture, hint=EXPORT):
     """Read a model checkpoint of version 1, 3 or 5.
 
     Returns (config, params): params is float32 and padded to Vp rows, a multiple of 128, whatever the file has.
     Raises UserError for anything but a whole, finite, well-formed model.
     """
-    with open_input(path, mend) as f:
-        version, config = read_config(f, mend)
-        rows, elements = config.Vp, table_elements(parameter_table(config))
+    with open_input(path, hint) as f:
+        version, config = read_config(f, architecture, hint)
+        rows, elements = config.Vp, table_elements(architecture.parameter_table(config))
         size = HEADER_BYTES + elements * (2 if version == 5 else 4)
-        check_size(f, size, f"version {version}, {config.describe()}", mend)
+        check_size(f, size, f"version {version}, {config.describe()}", hint)
         config = dataclasses.replace(config, Vp=padded(rows))
-        params = allocate(parameter_table(config))
+        params = allocate(architecture.parameter_table(config))
         for tensor in unpadded(params, rows):
             for piece in chunks(tensor):
                 if version == 5:
@@ -104,15 +78,14 @@ def read_model(path, parameter_table, mend=EXPORT):
     for name, row in params.table.items():
         if row.vocabulary:
             getattr(params, name)[config.V :] = 0.0  # padding rows are never used, whatever a file holds there
-    check_finite(path, params, mend)
+    check_finite(path, params, hint)
     return config, params
 
 
 def write_model(path, config, params, version=3):
     """Write a model checkpoint, version 1, 3 (float32) or 5 (bfloat16; float32 params are rounded to nearest even).
     Returns the file's CRC-32."""
-    fields = (config.maxT, config.V, config.L, config.NH, config.C, 0 if version == 1 else config.Vp)
-    header = make_header(MODEL_MAGIC, version, *fields)
+    header = config.to_header(version)
     crc = zlib.crc32(header)
     with replacing(path) as f:
         f.write(header)
@@ -124,91 +97,9 @@ def write_model(path, config, params, version=3):
     return crc
 
 
-def fingerprint(config, params):
-    """CRC-32 of the weights in bfloat16, without padding: the same for versions 1, 3 and 5 of one model."""
-    crc = 0
-    for tensor in unpadded(params, config.V):
-        for piece in chunks(tensor):
-            crc = zlib.crc32(bf16_bits(piece), crc)
-    return crc
-
-
 def count_parameters(config, params):
     """The number of parameters, without padding: 124439808 for GPT-2 124M."""
     return sum(tensor.size for tensor in unpadded(params, config.V))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# debug states
-
-TRAILER_VERSION = 1  # of this project's addition
-
-
-@dataclass
-class DebugState:
-    """One batch, what PyTorch computed from it, and (from export_weights.py) the losses of more steps on it."""
-
-    x: np.ndarray  # (B, T) int32
-    y: np.ndarray  # (B, T) int32
-    logits: np.ndarray  # (B, T, V) float32
-    loss: float
-    grads: Tensors  # the model's table
-    optimizer: dict | None = None  # learning_rate, beta1, beta2, eps, weight_decay
-    losses: np.ndarray | None = None  # (n,) float32
-    crc: int = 0  # fingerprint of the weights it was made from
-
-
-def write_debug_state(path, config, state, version=2):
-    """Write a debug state with its trailer; version 1 (V rows) or 2 (Vp rows)."""
-    header = make_header(STATE_MAGIC, version, *state.x.shape)
-    header[8:11] = TRAILER_VERSION, len(state.losses), np.uint32(state.crc).view(np.int32)
-    with replacing(path) as f:
-        for part in (header, state.x.astype("<i4"), state.y.astype("<i4"), state.logits, np.float32(state.loss),
-                     *unpadded(state.grads, config.V if version == 1 else config.Vp),
-                     np.array(list(state.optimizer.values()), "<f8"), state.losses.astype("<f4")):
-            f.write(part)
-
-
-def read_debug_state(path, config, params):
-    """Read a debug state, version 1 or 2, of this model; raises UserError if it is damaged or another model's."""
-    with open_input(path, EXPORT_STATE) as f:
-        header = read_header(f, STATE_MAGIC, EXPORT_STATE)
-        version, B, T = (int(x) for x in header[1:4])
-        if version not in (1, 2):
-            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; {EXPORT_STATE}")
-        if B < 1 or not 1 <= T <= config.maxT:
-            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; {EXPORT_STATE}")
-        trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
-        if trailer not in (0, TRAILER_VERSION) or n < 0:
-            raise UserError(f"{path}: trailer version {trailer} with {n} losses, expected version {TRAILER_VERSION}")
-        rows = config.V if version == 1 else config.Vp
-        gradients = sum(tensor.size for tensor in unpadded(params, rows))
-        size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
-        check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", EXPORT_STATE)
-        if trailer and crc != fingerprint(config, params):
-            raise UserError(f"{path}: belongs to another model: it was made from other weights; {EXPORT_STATE}")
-
-        x, y = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
-        logits, loss = np.empty((B, T, config.V), np.float32), np.empty(1, np.float32)
-        grads = allocate(params.table)
-        for part in (x, y, logits, loss, *unpadded(grads, rows)):
-            read_into(f, part)
-        for ids in (x, y):
-            if ids.min() < 0 or ids.max() >= config.V:
-                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT_STATE}")
-        state = DebugState(x, y, logits, float(loss[0]), grads)
-        if trailer and n:  # without a step, the settings mean nothing
-            settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
-            read_into(f, settings)
-            read_into(f, losses)
-            state.optimizer = dict(zip(("learning_rate", "beta1", "beta2", "eps", "weight_decay"), settings.tolist()))
-            state.losses, state.crc = losses, crc
-            learning_rate, beta1, beta2, eps, weight_decay = settings
-            if not (0 <= learning_rate < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf
-                    and 0 <= weight_decay < np.inf and np.isfinite(losses).all()):
-                raise UserError(f"{path}: impossible optimizer settings or losses: {state.optimizer},"
-                                f" losses {losses.tolist()}; {EXPORT_STATE}")
-    return state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,39 +116,56 @@ class Progress(NamedTuple):
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None from llm.c
 
 
-class Owned(NamedTuple):
-    """A rank's share of the optimizer state, on the host: float32 arrays."""
+@dataclass
+class Owned:
+    """The optimizer state of a run on one device, on the host: flat float32 arrays in the order of the table."""
 
-    shares: Shares
-    rank: int
+    table: dict
     m: np.ndarray
     v: np.ndarray
     exact: np.ndarray | None = None  # float32 weights, if the model's are rounded; or room to read them
 
-    def check(self, where, mend):
+    rank, ranks = 0, 1  # llmc/gpu/shares.py has the share of one rank of several
+
+    def tensors(self, array):
+        """Yield (name, its part of the array) for each tensor."""
+        begin = 0
+        for name, row in self.table.items():
+            yield name, array[begin : begin + row.size]
+            begin += row.size
+
+    def check(self, where, hint):
         """Raise UserError for values that are not finite, or for a negative v, which is a mean of squares."""
         for kind, array in (("AdamW's m", self.m), ("AdamW's v", self.v), ("the float32 weights", self.exact)):
-            for piece in self.shares.pieces(self.rank) if array is not None else ():
-                at = piece.begin
-                for part in chunks(array[piece.local : piece.local + piece.size]):
-                    wrong, what = ~np.isfinite(part), "NaN or infinite"
-                    if array is self.v and not wrong.any():
-                        wrong, what = part < 0, "negative"
-                    if wrong.any():
-                        tensor = self.shares.tensor_at(at + int(wrong.argmax()))
-                        raise UserError(f"{where}: {kind}: tensor {tensor} holds {what} values; {mend}")
-                    at += part.size
+            for name, part in self.tensors(array) if array is not None else ():
+                for piece in chunks(part):
+                    finite = np.isfinite(piece).all()
+                    if not finite or array is self.v and (piece < 0).any():
+                        what = "negative" if finite else "NaN or infinite"
+                        raise UserError(f"{where}: {kind}: tensor {name} holds {what} values; {hint}")
+
+    def read(self, f, header, hint):
+        """Fill the arrays from an open state file; returns the offset of the data order after them."""
+        size = table_elements(self.table)
+        if header[2] > 1 and not is_whole(f, header, size):  # llm.c without ZeRO: each rank's file has all
+            raise UserError(f"{f.name}: is of {header[2]} ranks: resume on GPUs: python train_gpt2_cuda.py")
+        end = check_state_size(f, header, size, size, hint)
+        for i, array in enumerate((self.m, self.v, self.exact)[: 2 + int(header[4])]):
+            if array is not None:
+                f.seek(HEADER_BYTES + 4 * i * size)
+                read_into(f, array)
+        return end
 
 
 def owned_by_one(m, v, exact=None):
     """The Owned of a run on one device; m, v and exact are Tensors."""
-    return Owned(Shares(m.table, 1), 0, flat(m), flat(v), exact and flat(exact))
+    return Owned(m.table, flat(m), flat(v), exact and flat(exact))
 
 
 def write_optimizer_state(path, owned, progress):
     """Write a rank's share, and where the run stands. Several ranks write version 2, which llm.c refuses, because it
     divides biases and layernorms differently."""
-    (shard, sample, shuffle), ranks = progress.position, owned.shares.ranks
+    (shard, sample, shuffle), ranks = progress.position, owned.ranks
     header = make_header(OPTIMIZER_MAGIC, 1 if ranks == 1 else 2, ranks, owned.rank, int(owned.exact is not None),
                          int(shuffle is not None))
     header[10] = progress.step
@@ -268,7 +176,7 @@ def write_optimizer_state(path, owned, progress):
         header[43:45] = 1, np.uint32(progress.model_crc).view(np.int32)
     with replacing(path) as f:
         f.write(header)
-        for array in owned[2:]:
+        for array in (owned.m, owned.v, owned.exact):
             if array is not None:
                 f.write(array)
         if shuffle is not None:
@@ -278,83 +186,61 @@ def write_optimizer_state(path, owned, progress):
 TRAIN_AGAIN = "train again with: python train_gpt2.py ... -o DIR -n STEPS"
 
 
-def read_optimizer_state(path, owned, mend=TRAIN_AGAIN):
-    """Fill `owned` from the files of all ranks that wrote a state; `path` is rank 0's.
+def read_optimizer_state(path, owned, hint=TRAIN_AGAIN):
+    """Fill `owned` from a state; `path` is rank 0's file.
 
     Returns (Progress, whether the files have float32 weights; without them, owned.exact is not filled). Raises
     UserError for another model's state or a missing file, before anything is filled, and for values that no run can
     have.
     """
-    with contextlib.ExitStack() as stack:
-        def open_state(path):
-            f = stack.enter_context(open_input(path, mend))
-            header = read_header(f, OPTIMIZER_MAGIC, mend)
-            version, ranks, rank, master, shuffled = (int(x) for x in header[1:6])
-            expected = 2 if ranks > 1 and header[40] > 0 else 1
-            if version != expected or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
-                raise UserError(f"{path}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
-                                f" {shuffled}; expected version 1, of several ranks of this project's 2; {mend}")
-            return f, header
-
-        def check_sizes(f, header, elements):
-            """Check the size of a file, and return the offset after its arrays, where the data order begins."""
-            end = HEADER_BYTES + 4 * elements * (2 + int(header[4]))
-            if not header[5] or os.fstat(f.fileno()).st_size < end:
-                check_size(f, end, f"the optimizer of a model with {owned.shares.size} parameters", mend)
-            return end
-
-        f, header = open_state(path)
+    with open_input(path, hint) as f:
+        header = read_state_header(f, hint)
         if header[3] != 0:
-            raise UserError(f"{path}: is rank {header[3]}'s, expected the first one's; {mend}")
-        ranks, ours = int(header[2]), header[40] > 0
-        if ranks > 1 and not ours and is_whole(f, header, owned.shares.size):
-            ranks = 1  # llm.c without ZeRO: each rank's file has all
-        sources = Shares(owned.shares.table, ranks, llmc=not ours)
-        files = [(f, header)]
-        for rank in range(1, ranks):
-            files.append(open_state(rank_path(path, rank)))
-            different = [slot for slot in (2, 4, 5, 10, 43, 44) if files[-1][1][slot] != header[slot]]
-            if different or files[-1][1][3] != rank:
-                raise UserError(f"{files[-1][0].name}: does not belong to {path}; {mend}")
-        ends = [check_sizes(*file, sources.share_size(rank)) for rank, file in enumerate(files)]
-        shuffle = read_shuffle(f, ends[0], mend) if header[5] else None
-        for i, array in enumerate(owned[2 : 4 + int(header[4])]):
-            if array is not None:
-                for rank, (f, _) in enumerate(files):
-                    read_share(f, HEADER_BYTES + 4 * i * sources.share_size(rank), sources, rank, array, owned)
+            raise UserError(f"{path}: is rank {header[3]}'s, expected the first one's; {hint}")
+        end = owned.read(f, header, hint)
+        shuffle = read_shuffle(f, end, hint) if header[5] else None
     has_exact = bool(header[4])
-    (owned if has_exact else owned._replace(exact=None)).check(path, mend)
+    dataclasses.replace(owned, exact=owned.exact if has_exact else None).check(path, hint)
     numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
     crc = int(header[44:45].view("<u4")[0]) if header[43] == 1 else None
     position = Position(numbers[30], numbers[32], shuffle)
     progress = Progress(int(header[10]), numbers[20], position, tuple(header[40:43].tolist()), crc)
     if progress.step < 0 or progress.rng_state == 0:
         raise UserError(f"{path}: step {progress.step} and sampler state {progress.rng_state}; the file is damaged")
-    if header[2] > 1 and not ours:
-        progress = progress._replace(position=llmc_position(position, int(header[2])))
+    if header[2] > 1 and not is_ours(header):  # llm.c's ranks shuffle each in an order of its own: not to be continued
+        sample = position.sample * int(header[2])
+        progress = progress._replace(position=None if shuffle else position._replace(sample=sample))
     return progress, has_exact
+
+
+def read_state_header(f, hint):
+    """Read and check the header of an open state file, (256,) int32."""
+    header = read_header(f, OPTIMIZER_MAGIC, hint)
+    version, ranks, rank, master, shuffled = (int(x) for x in header[1:6])
+    expected = 2 if ranks > 1 and is_ours(header) else 1
+    if version != expected or not 0 <= rank < ranks or master not in (0, 1) or shuffled not in (0, 1):
+        raise UserError(f"{f.name}: version {version}, rank {rank} of {ranks}, master weights {master}, shuffled"
+                        f" {shuffled}; expected version 1, of several ranks of this project's 2; {hint}")
+    return header
+
+
+def is_ours(header):
+    return bool(header[40] > 0)
+
+
+def is_whole(f, header, parameters):
+    """Whether a state file has all parameters, whatever the number of ranks."""
+    return os.fstat(f.fileno()).st_size >= HEADER_BYTES + 4 * parameters * (2 + int(header[4]))
+
+
+def check_state_size(f, header, elements, parameters, hint):
+    """Check the size of a state file, and return the offset after its arrays, where the data order begins."""
+    end = HEADER_BYTES + 4 * elements * (2 + int(header[4]))
+    if not header[5] or os.fstat(f.fileno()).st_size < end:
+        check_size(f, end, f"the optimizer of a model with {parameters} parameters", hint)
+    return end
 
 
 def rank_path(path, rank):
     """state_00000500_00000.bin -> the path of another rank's file. rank may also be a pattern for the five digits."""
     return f"{path[:-9]}{rank:0>5}.bin"
-
-
-def is_whole(f, header, parameters):
-    """Whether one file of a state of several ranks has all parameters."""
-    return os.fstat(f.fileno()).st_size >= HEADER_BYTES + 4 * parameters * (2 + int(header[4]))
-
-
-def read_share(f, start, sources, rank, array, owned):
-    """Read what owned's `array` needs from one rank's file f, in which the rank's array begins at byte `start`."""
-    for source, target in itertools.product(sources.pieces(rank), owned.shares.pieces(owned.rank)):
-        first, end = max(source.begin, target.begin), min(source.begin + source.size, target.begin + target.size)
-        if first < end:
-            f.seek(start + 4 * (source.local + first - source.begin))
-            read_into(f, array[target.local + first - target.begin : target.local + end - target.begin])
-
-
-def llmc_position(position, ranks):
-    """Convert the position of llm.c's ranks to one sequence of batches. None for shuffled data: each of llm.c's ranks
-    shuffles in its own order, which cannot be continued."""
-    return position._replace(sample=position.sample * ranks) if position.shuffle is None else None

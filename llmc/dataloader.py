@@ -18,7 +18,7 @@ from llmc.files import (CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, ma
 from llmc.shuffle import SEED, Position, first_position, samples_from
 from llmc.threads import read_ahead
 
-TOKENS_MEND = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
+TOKENS_HINT = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
 CHECK_AHEAD = 1 << 27  # tokens of a file that are checked before its use, in about a second; the others when read
 
 
@@ -46,35 +46,35 @@ class TokenFile:
 
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V = path, V
-        with open_input(path, TOKENS_MEND) as f:
+        with open_input(path, TOKENS_HINT) as f:
             self.bytes = os.fstat(f.fileno()).st_size
             start = f.read(HEADER_BYTES)
             magic = int(np.frombuffer(start[:4], "<i4")[0]) if len(start) >= 4 else None
             if magic == TOKENS_MAGIC:
                 f.seek(0)
-                header = read_header(f, TOKENS_MAGIC, TOKENS_MEND)
+                header = read_header(f, TOKENS_MAGIC, TOKENS_HINT)
                 version, self.size = int(header[1]), int(header[2:4].view("<u8")[0])
                 if version != 1:
-                    raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_MEND}")
-                check_size(f, HEADER_BYTES + 2 * self.size, f"{self.size} uint16 tokens", TOKENS_MEND)
+                    raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_HINT}")
+                check_size(f, HEADER_BYTES + 2 * self.size, f"{self.size} uint16 tokens", TOKENS_HINT)
                 self.dtype, self.offset = np.dtype("<u2"), HEADER_BYTES
             else:
                 if magic in KINDS:
                     raise UserError(f"{path}: it is a {KINDS[magic]} (magic {magic}), expected a token file;"
-                                    f" {TOKENS_MEND}")
+                                    f" {TOKENS_HINT}")
                 if self.bytes % 4:
                     raise UserError(f"{path}: {self.bytes} bytes, expected a whole number of int32 tokens;"
-                                    f" {TOKENS_MEND}")
+                                    f" {TOKENS_HINT}")
                 self.dtype, self.offset, self.size = np.dtype("<i4"), 0, self.bytes // 4
         if self.size < least:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
     def open(self):
         """Open the file for reading; raises UserError if its size has changed."""
-        f = open_input(self.path, TOKENS_MEND)
+        f = open_input(self.path, TOKENS_HINT)
         if os.fstat(f.fileno()).st_size != self.bytes:
             with f:
-                check_size(f, self.bytes, f"the {self.size} tokens that it had when the run began", TOKENS_MEND)
+                check_size(f, self.bytes, f"the {self.size} tokens that it had when the run began", TOKENS_HINT)
         return f
 
     def read(self, f, start, count):
@@ -165,7 +165,7 @@ def data_paths(settings):
     for flag, pattern, needed in (("-i", train, True), (val_flag, val, settings.val_every)):
         paths.append(find_files(pattern) if needed else [])
         if needed and not paths[-1]:
-            raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_MEND}")
+            raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_HINT}")
     return paths
 
 

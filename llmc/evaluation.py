@@ -16,7 +16,7 @@ from llmc.errors import UserError
 from llmc.files import EXAMPLES_MAGIC, make_header, open_input, read_header, replacing
 
 HELLASWAG = "data/hellaswag_val.bin"
-HELLASWAG_MEND = "make it with: python prepro_hellaswag.py"
+HELLASWAG_HINT = "make it with: python prepro_hellaswag.py"
 ENDINGS = 4
 BEGIN = 65535  # of a record; never a token id
 MOST = (1 << 16) - 1  # the largest uint16
@@ -59,25 +59,25 @@ def write_examples(path, examples):
 
 def read_examples(path, V):
     """Read all Examples of a file; raises UserError for a damaged one, and for token ids that are not below V."""
-    with open_input(path, HELLASWAG_MEND) as f:
-        header = read_header(f, EXAMPLES_MAGIC, HELLASWAG_MEND)
+    with open_input(path, HELLASWAG_HINT) as f:
+        header = read_header(f, EXAMPLES_MAGIC, HELLASWAG_HINT)
         data = f.read()
     version, count, longest = (int(x) for x in header[1:4])
     if version != 1 or count < 1 or len(data) % 2:
         raise UserError(f"{path}: version {version} with {count} examples in {len(data)} bytes, expected version 1, at"
-                        f" least one example, and 2 bytes a number; {HELLASWAG_MEND}")
+                        f" least one example, and 2 bytes a number; {HELLASWAG_HINT}")
     numbers, examples, position, largest = np.frombuffer(data, "<u2"), [], 0, 0
     for index in range(count):
         size = int(numbers[position + 1]) if position + 1 < len(numbers) else 0
         example = parse_record(numbers[position : position + size // 2], index)
         if example is None or size % 2:
-            raise UserError(f"{path}: record {index} of {count} is damaged; {HELLASWAG_MEND}")
+            raise UserError(f"{path}: record {index} of {count} is damaged; {HELLASWAG_HINT}")
         check_ids(path, np.concatenate([example.context, *example.endings]), V)
         examples.append(example)
         position, largest = position + size // 2, max(largest, size)
     if position != len(numbers) or largest != longest:
         raise UserError(f"{path}: {2 * (len(numbers) - position)} bytes after the last record, whose longest has"
-                        f" {largest} bytes, expected 0 and {longest}; {HELLASWAG_MEND}")
+                        f" {largest} bytes, expected 0 and {longest}; {HELLASWAG_HINT}")
     return examples
 
 
@@ -105,16 +105,16 @@ def load_hellaswag(settings, config):
     return examples
 
 
-def check_fits(path, examples, T, mend, most=None):
+def check_fits(path, examples, T, hint, most=None):
     """Raise UserError if an example is too long for a sequence of T. (llm.c refuses such a file, too: with cut examples
     it would be another benchmark.)"""
     longest = max(example.longest for example in examples)
     if longest > T + 1:  # the last token is only a target
-        mend = f"{mend} {longest - 1} or more"
+        hint = f"{hint} {longest - 1} or more"
         if most and longest > most + 1:
-            mend = f"the model sees {most} at most: leave out --hellaswag"
+            hint = f"the model sees {most} at most: leave out --hellaswag"
         raise UserError(f"{path}: its longest example has {longest} tokens, expected at most {T + 1}, for a"
-                        f" sequence of {T}: {mend}")
+                        f" sequence of {T}: {hint}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

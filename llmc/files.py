@@ -1,8 +1,7 @@
 """What all file formats share: a header of 256 little-endian int32, size checks before anything is allocated, and
-writes to a temporary file that is renamed when complete, so that no file is ever half-written."""
+writes to a temporary file that is renamed when complete."""
 
 import contextlib
-import errno
 import os
 import stat
 import zlib
@@ -30,109 +29,23 @@ HEADER_BYTES = 1024
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
 
 
-def open_input(path, mend):
-    """Open a file for reading, or raise UserError; its message ends in `mend`, which says how to get such a file."""
+def open_input(path, hint):
+    """Open a file for reading, or raise UserError; its message ends in `hint`, which says how to get such a file."""
     try:
-        check_is_file(path, mend)
+        if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):  # may block, or never end
+            raise UserError(f"{path}: is a FIFO, a socket or a device, expected a file; {hint}")
         return open(path, "rb")
     except FileNotFoundError:
-        raise UserError(f"{path or repr(path)}: no such file; {mend}") from None
+        raise UserError(f"{path or repr(path)}: no such file; {hint}") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: is a directory, expected a file; {mend}") from None
+        raise UserError(f"{path}: is a directory, expected a file; {hint}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {mend}") from None
-
-
-def check_is_file(path, mend):
-    """Raise UserError for a FIFO, socket or device, which may block or never end; open() reports a missing file."""
-    with contextlib.suppress(OSError):
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise UserError(f"{path}: is a FIFO, a socket or a device, expected a file; {mend}")
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """Context manager: yields a temporary file to write, and renames it to `path` once it is complete and on the disk.
-
-    Inside together(), it is renamed when that ends. Raises UserError when it cannot be written (no permission, disk
-    full, another process is writing it); an old file at `path` is then untouched. A link is followed.
-    """
-    target, done = os.path.realpath(path), False
-    check_is_file(target, "choose another name")  # root could replace /dev/null
-    with errors_of_writing(path):
-        if os.path.isdir(target):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        f = open_temporary(path, f"{target}.tmp")
-    try:
-        with errors_of_writing(path):
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-            if WAITING:
-                WAITING[-1].append((f, target, path))
-                if len(WAITING[-1]) > 1:  # the first one's lock is enough, and there may be thousands
-                    f.close()
-            else:
-                rename(f, target)
-            done = True
-    finally:
-        if not done:
-            discard(f)
-
-
-def open_temporary(path, temporary):
-    """Open the temporary file of `path`, empty and locked; raises UserError when another process is writing it."""
-    while True:
-        f = open(temporary, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666))
-        if not lock_file(f):
-            f.close()
-            raise UserError(f"{path}: another process is writing it: wait for that, or choose another name")
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(temporary), os.fstat(f.fileno())):
-                f.truncate()
-                return f
-        f.close()  # the other process has renamed it since
-
-
-def rename(f, target):
-    if not fcntl:  # on Windows, where an open file cannot be renamed
-        f.close()
-    os.replace(f.name, target)
-    f.close()  # and with it the lock: from here on, another process may write the file
-    sync_directory(os.path.dirname(target))
-
-
-def discard(f):
-    with contextlib.suppress(OSError):
-        os.unlink(f.name)
-    with contextlib.suppress(OSError):  # of what is still buffered
-        f.close()
-
-
-WAITING = []  # for each active together(): [(temporary file, where it goes, path)]
-
-
-@contextlib.contextmanager
-def together():
-    """Context manager: files that `replacing` writes inside it are renamed at its end, or not at all after an error."""
-    files = []
-    WAITING.append(files)
-    try:
-        yield
-        while files:
-            f, target, path = files[-1]  # the first one, which has the lock, comes last
-            with errors_of_writing(path):
-                rename(f, target)
-            files.pop()
-    finally:
-        WAITING.pop()
-        for f, *_ in files:
-            discard(f)
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {hint}") from None
 
 
 @contextlib.contextmanager
 def errors_of_writing(path):
+    """Context manager: an error of the operating system becomes a UserError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -142,79 +55,45 @@ def errors_of_writing(path):
 
 
 @contextlib.contextmanager
-def locked(output, directory, flag="-o"):
-    """Context manager: locks -o, a directory or a file. Raises UserError, which names `flag`, if another run has it.
+def replacing(path):
+    """Context manager: yields a temporary file, which replaces `path` once it is complete and on the disk. Raises
+    UserError when it cannot be written; the old file at `path` is then untouched. A link is followed."""
+    target = os.path.realpath(path)
+    with errors_of_writing(path), open(f"{target}.tmp", "wb") as f:
+        try:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+            os.replace(f.name, target)
+        except BaseException:
+            os.unlink(f.name)
+            raise
 
-    The system releases the lock however the process ends. Where there are no locks, nothing is refused.
-    """
-    if not output:
+
+@contextlib.contextmanager
+def locked(directory, flag="-o"):
+    """Context manager: makes a directory (None: does nothing) and locks it. Raises UserError, which names `flag`, if
+    another run has the lock. The system releases it however the process ends."""
+    if not directory:
         yield
         return
-    path = lock_path(output, directory)
-    made = os.path.dirname(path) if not os.path.isdir(os.path.dirname(path) or ".") else None
-    make_directory(os.path.dirname(path))
-    file = open_lock(path, output, flag)
-    while not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
-        file.close()  # the previous run removed it after we had opened it
-        file = open_lock(path, output, flag)
-    with file:
-        with contextlib.suppress(OSError):  # the disk may be full
-            os.truncate(file.fileno(), 0)
-            os.write(file.fileno(), b"%d" % os.getpid())
-            os.fsync(file.fileno())  # so that other machines see it
+    is_new = not os.path.exists(directory)
+    make_directory(directory)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
         try:
-            yield
-        finally:
+            if fcntl:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{directory}: another run writes there: choose another {flag}, or stop it first") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
+        if is_new:
             with contextlib.suppress(OSError):
-                os.unlink(path)
-                if made:
-                    os.rmdir(made)  # if it is still empty
-
-
-def lock_path(output, directory):
-    return f"{os.path.join(output, 'main.log') if directory else output}.lock"  # -o DIR/main.log is the same file
-
-
-def lock_holder(output, directory):
-    """The process id, as text, in the lock file, which a killed run leaves behind; None if there is no such file."""
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(lock_path(output, directory)) as f:
-        return f.read()
-
-
-def open_lock(path, output, flag):
-    """Open the lock file and lock it, until it is closed; raises UserError when another run holds it."""
-    try:
-        file = open(path, "a+b", buffering=0)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another {flag}") from None
-    if not lock_file(file):
-        file.seek(0)
-        process = file.read().decode() or "?"
-        raise UserError(f"{output}: process {process} is a run that writes there: choose another {flag}, or stop"
-                        " it first")
-    return file
-
-
-def lock_file(file):
-    """Lock an open file until it is closed, where there are locks; returns False if another process has it."""
-    try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
-
-
-def sync_directory(path):
-    """Make a rename durable, on file systems that can."""
-    with contextlib.suppress(OSError, AttributeError):
-        descriptor = os.open(path or ".", os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                os.rmdir(directory)  # if it is still empty
 
 
 def make_directory(path):
@@ -232,17 +111,17 @@ def make_header(magic, version, *fields):
     return header
 
 
-def read_header(f, magic, mend):
+def read_header(f, magic, hint):
     """Read the header, (256,) int32; raises UserError if the file is of another kind."""
     data = f.read(HEADER_BYTES)
     kind = KINDS[magic]
     if len(data) < HEADER_BYTES:
-        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {HEADER_BYTES}-byte header; {mend}")
+        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {HEADER_BYTES}-byte header; {hint}")
     header = np.frombuffer(data, "<i4")
     if header[0] != magic:
         found = KINDS.get(int(header[0]))
         found = f"it is a {found} (magic {header[0]})" if found else f"magic {header[0]}"
-        raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); {mend}")
+        raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); {hint}")
     return header
 
 
@@ -255,12 +134,12 @@ def file_crc(path):
     return crc
 
 
-def check_size(f, expected, what, mend):
+def check_size(f, expected, what, hint):
     """Raise UserError unless the open file has `expected` bytes, so that nothing is allocated for a damaged file."""
     found = os.fstat(f.fileno()).st_size
     if found != expected:
         state = "cut short" if found < expected else "too long"
-        raise UserError(f"{f.name}: {found} bytes, expected {expected} for {what} ({state}); {mend}")
+        raise UserError(f"{f.name}: {found} bytes, expected {expected} for {what} ({state}); {hint}")
 
 
 def read_into(f, array):

@@ -12,7 +12,7 @@ import sys
 from llmc.checkpoint import rank_path, read_model, read_optimizer_state, write_model, write_optimizer_state
 from llmc.errors import DIVERGED, UserError
 from llmc.files import OPTIMIZER_MAGIC, file_crc, open_input, read_header, replacing
-from llmc.gpu.ranks import ALONE
+from llmc.alone import ALONE
 from llmc.tensors import check_finite
 from llmc.tokenizer import is_vocabulary
 
@@ -49,7 +49,7 @@ def newest_whole_checkpoint(directory):
         missing = next((path for path in paths if not os.path.exists(path)), None)
         if missing is None:
             for message in incomplete:
-                print(f"warning: {message}: going on from step {step}", file=sys.stderr)
+                print(f"warning: {message}: resuming from step {step}", file=sys.stderr)
             return step
         why = f", which {ranks} processes saved, says {state}" if ranks > 1 else ""
         incomplete.append(f"{missing}: no such file, a part of the checkpoint of step {step}{why}")
@@ -154,8 +154,7 @@ def find_checkpoint(settings):
     if settings.resume and step is None:
         print(f"no complete checkpoint in {directory}: starting at step 0")
     if step is not None and not settings.resume:
-        raise UserError(f"{directory}: holds a checkpoint of step {step}: go on from it with -y 1, or choose another"
-                        " -o")
+        raise UserError(f"{directory}: holds a checkpoint of step {step}: resume with -y 1, or choose another -o")
     check_steps(settings, step)
     return step
 
@@ -167,34 +166,34 @@ def check_steps(settings, first_step):
                         " larger -x")
 
 
-def read_start(settings, first_step, tokenizer, parameter_table, random_model):
+def read_start(settings, first_step, tokenizer, architecture):
     """Return (config, params, their file or -e's name) of the model that a run begins with: that of -e or, if
     first_step is not None, of its checkpoint.
 
-    random_model(name, V, seed, maxT) makes a model that -e names, like d12, with the vocabulary size of the tokenizer
-    or, if that is None, of GPT-2. maxT is the run's T: positions beyond it would never be trained. Raises UserError if
-    T or the tokenizer does not fit the model.
+    A model with random weights, like d12, has the vocabulary size of the tokenizer or, without one, of GPT-2, and the
+    run's T as its maxT: positions beyond it would never be trained. Raises UserError if T or the tokenizer does not fit
+    the model.
     """
     V, start = len(tokenizer.tokens) if tokenizer else 50257, settings.model
     if first_step is not None:
         start, _, marker = checkpoint_paths(settings.output_dir, first_step)
-        config, params = read_model(start, parameter_table, mend=go_back(marker))
-    elif made := random_model(start, V, settings.seed, settings.T):
+        config, params = read_model(start, architecture, hint=go_back(marker))
+    elif made := architecture.random_model(start, V, settings.seed, settings.T):
         config, params = made
     else:
         if os.path.exists(os.path.join(start, "config.json")):
-            raise UserError(f"-e {start}: a Hugging Face folder; make a .bin file of it with: python export_weights.py"
-                            f" --model {start}")
+            raise UserError(f"-e {start}: a Hugging Face folder; convert it with: python export_weights.py --model"
+                            f" {start}")
         start = model_file(start) if os.path.isdir(start) else start
-        config, params = read_model(start, parameter_table)
+        config, params = read_model(start, architecture)
         beside = os.path.join(os.path.dirname(start), "tokenizer.bin")
         if tokenizer and not is_vocabulary(beside, tokenizer):
             raise UserError(f"{tokenizer.path}: is another vocabulary than {beside}, which {start} was trained with:"
-                            " take a model and data of one vocabulary")
+                            " choose a model and data of one vocabulary")
     if settings.T > config.maxT:
         raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
     if tokenizer and V != config.V:
-        raise UserError(f"{tokenizer.path}: {V} tokens, but the model has V={config.V}: take a model and data of one"
+        raise UserError(f"{tokenizer.path}: {V} tokens, but the model has V={config.V}: choose a model and data of one"
                         " vocabulary, or pass --tokenizer FILE")
     return config, params, start
 
@@ -214,7 +213,7 @@ def restore(settings, owned, step, loader, random):
     """Read a rank's share of a checkpoint's optimizer state into `owned`, and restore loader and sampler. Returns
     whether the state has float32 weights; raises UserError for damaged files, and for flags unlike the first run's."""
     model, state, marker = checkpoint_paths(settings.output_dir, step)
-    progress, has_exact = read_optimizer_state(state, owned, mend=go_back(marker))
+    progress, has_exact = read_optimizer_state(state, owned, hint=go_back(marker))
     if progress.model_crc not in (None, file_crc(model)):
         raise UserError(f"{state}: {model} is not the model that it was saved with (another CRC-32); {go_back(marker)}")
     if progress.position is None:
@@ -233,7 +232,7 @@ def restore(settings, owned, step, loader, random):
         tokens = notes.get("update_tokens", settings.update_tokens)
     if tokens != settings.update_tokens and owned.rank == 0:
         print(f"note: an update of the checkpoint's run has {tokens} tokens, of this one {settings.update_tokens}: pass"
-              f" -d {tokens} to go on as before", file=sys.stderr)
+              f" -d {tokens} to continue as before", file=sys.stderr)
     loader.seek(progress.position, state)
     random.state = progress.rng_state
     print(f"resuming at step {step} from {settings.output_dir}")
@@ -241,18 +240,17 @@ def restore(settings, owned, step, loader, random):
 
 
 def go_back(marker):
-    """The part of an error message that says what to do about a damaged checkpoint."""
-    return f"remove {marker} to go on from the checkpoint before it"
+    """The hint for a damaged checkpoint."""
+    return f"remove {marker} to resume from the checkpoint before it"
 
 
-def stopped(settings, step, signal, has_launcher=False):
-    """Print how to resume a run that a signal stopped; returns the exit status. step: the last printed one, or None;
-    has_launcher: whether torchrun, say, started it, whose command line is not known here."""
+def stopped(settings, number, has_launcher=False):
+    """Print how to resume a run that a signal has stopped. number: of the last printed line, or None; has_launcher:
+    whether torchrun, say, started it, whose command line is not known here."""
     if not settings.output_dir:
         how = "nothing was saved: there is no -o DIR"
     elif has_launcher:
-        how = "go on with the same command and -y 1"
+        how = "resume with the same command and -y 1"
     else:
-        how = f"go on with: {shlex.join(['python', *sys.argv, *([] if settings.resume else ['-y', '1'])])}"
-    print(f"stopped {'before the first step' if step is None else f'after step {step}'}; {how}", file=sys.stderr)
-    return 128 + signal
+        how = f"resume with: {shlex.join(['python', *sys.argv, *([] if settings.resume else ['-y', '1'])])}"
+    print(f"stopped {'before the first step' if number is None else f'after step {number}'}; {how}", file=sys.stderr)

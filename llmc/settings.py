@@ -124,6 +124,11 @@ class Settings:
         return self.B * self.T * self.micro_steps
 
     @property
+    def needs_norm(self):
+        """Whether each update computes the gradient norm."""
+        return bool(self.grad_clip or self.output_dir or self.skips_outliers)
+
+    @property
     def skips_outliers(self):
         """Whether an update may be skipped: see outliers.py."""
         return bool(self.skip_loss_zscore or self.skip_norm_zscore)

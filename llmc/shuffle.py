@@ -101,7 +101,7 @@ def write_shuffle(f, shuffle):
     f.write(np.array([(shuffle.seed, 625 - shuffle.index, shuffle.index, shuffle.key, MATRIX)], MT19937))
 
 
-def read_shuffle(f, start, mend):
+def read_shuffle(f, start, hint):
     """Read the Shuffle at the end of an open state file, from byte `start` on; raises UserError if it is damaged."""
     f.seek(start)
     permutations = []
@@ -111,16 +111,16 @@ def read_shuffle(f, start, mend):
         end = f.tell() + 4 * int(count[0])
         if end > os.fstat(f.fileno()).st_size:
             raise UserError(f"{f.name}: a data order of {count[0]} {what}, for which it is too short (cut short);"
-                            f" {mend}")
+                            f" {hint}")
         permutations.append(np.empty(int(count[0]), "<i4"))
         read_into(f, permutations[-1])
     check_size(f, f.tell() + MT19937.itemsize, f"data order of {len(permutations[0])} shards and"
-               f" {len(permutations[1])} samples", mend)
+               f" {len(permutations[1])} samples", hint)
     generator = np.empty(1, MT19937)
     read_into(f, generator)
     seed, left, index, key, matrix = generator[0]
     index = 624 if left == 1 else int(index)  # llm.c has 0 before the first draw: no word is left then either
     if not (0 < index <= 624 and left == 625 - index and tuple(matrix) == MATRIX
             and all(np.array_equal(np.sort(order), np.arange(len(order))) for order in permutations)):
-        raise UserError(f"{f.name}: its data order is damaged; {mend}")
+        raise UserError(f"{f.name}: its data order is damaged; {hint}")
     return Shuffle(*permutations, key, index, int(seed))

@@ -107,31 +107,11 @@ def bf16_to_float32(bits, out=None):
     return np.left_shift(bits, 16, out=None if out is None else out.view(np.uint32), dtype=np.uint32).view(np.float32)
 
 
-def check_finite(where, tensors, mend):
+def check_finite(where, tensors, hint):
     """Raise UserError that names the first tensor, float32 or bfloat16, with a NaN or infinity, if there is one."""
     def is_finite(piece):
         return np.isfinite(piece) if piece.dtype == np.float32 else piece & 0x7F80 != 0x7F80
 
     for name in tensors.table:
         if not all(is_finite(piece).all() for piece in chunks(getattr(tensors, name).reshape(-1))):
-            raise UserError(f"{where}: tensor {name} holds NaN or infinite values; {mend}")
-
-
-def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_row=True):
-    """Return whether shapes agree, every |got - expected| <= tolerance, and their 2-norm <= norm_tolerance. NaN fails.
-    Prints one row, without print_row only if shapes differ. tolerance: a number, or an array of the same shape."""
-    if np.shape(got) != np.shape(expected):
-        print(f"{name:<12} shape {np.shape(got)}, expected {np.shape(expected)}  FAIL")
-        return False
-    difference = np.abs(np.subtract(got, expected, dtype=np.float64)).reshape(-1)
-    tolerance = np.broadcast_to(tolerance, np.shape(got)).reshape(-1)
-    worst = int(np.argmax(difference - tolerance)) if difference.size else 0  # argmax finds a NaN first
-    largest, allowed = (float(array[worst]) if array.size else 0.0 for array in (difference, tolerance))
-    norm = float(np.linalg.norm(difference))
-    okay = largest <= allowed and norm <= norm_tolerance
-    if print_row:
-        at = ",".join(map(str, np.unravel_index(worst, np.shape(got))))
-        norms = "" if norm_tolerance == math.inf else f"  2-norm {norm:.3e} of {norm_tolerance:.3e}"
-        row = f"max diff {largest:.3e} at [{at}]  tolerance {allowed:.3e}{norms}"
-        print(f"{name:<12} {row}  {'ok' if okay else 'FAIL'}")
-    return okay
+            raise UserError(f"{where}: tensor {name} holds NaN or infinite values; {hint}")

@@ -48,7 +48,7 @@ LAUNCHERS = (
     Launcher("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (),
              ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )  # fmt: skip
-MENDING = "start the program with torchrun, mpirun, srun or --gpus, which set it"
+HINT = "start the program with torchrun, mpirun, srun or --gpus, which set it"
 SPECIAL_STEPS = 0xFFFFFFF0  # from here on, Slurm's step ids are batch scripts and interactive shells, not `srun -n`
 
 
@@ -72,14 +72,14 @@ def find_launch(environ):
         """(the first of these variables that is set, its value), or (None, None)."""
         name = next((name for name in names if name in environ), None)
         if name and not (re.fullmatch("[0-9]{1,9}", environ[name]) and int(environ[name]) >= least):
-            raise UserError(f"{name}={environ[name]}: expected a number from {least}: {MENDING}")
+            raise UserError(f"{name}={environ[name]}: expected a number from {least}: {HINT}")
         return name, int(environ[name]) if name else None
 
     (size_name, size), (_, rank) = number(launcher.size, 1), number((launcher.rank,), 0)
     if size is None:
-        raise UserError(f"{launcher.rank}={rank}, and {launcher.size[0]} is not set: {MENDING}")
+        raise UserError(f"{launcher.rank}={rank}, and {launcher.size[0]} is not set: {HINT}")
     if rank >= size:
-        raise UserError(f"{launcher.rank}={rank}: expected less than {size_name}={size}: {MENDING}")
+        raise UserError(f"{launcher.rank}={rank}: expected less than {size_name}={size}: {HINT}")
     return Launch(rank, size, number(launcher.local_rank, 0)[1], number(launcher.local_size, 1)[1], launcher)
 
 

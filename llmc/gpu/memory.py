@@ -65,13 +65,13 @@ def check_memory(architecture, config, settings, device):
                    if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
         fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
         if fits:
-            mend = f"the largest batch that fits is -b {batches[fits - 1]}"
+            hint = f"the largest batch that fits is -b {batches[fits - 1]}"
         else:
-            mend = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
+            hint = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
         if needed(recompute=2) <= free:
-            mend += ", or pass --recompute 2"
+            hint += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
-                        f" {free + RESERVE >> 20} MiB are free; {mend}")
+                        f" {free + RESERVE >> 20} MiB are free; {hint}")
     if settings.B > MOST_BLOCKS:
         raise UserError(f"-b {settings.B}: expected at most {MOST_BLOCKS}, the blocks of a CUDA grid in z: accumulate"
                         " more with -d")

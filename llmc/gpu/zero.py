@@ -1,163 +1,22 @@
-"""Several GPUs: who owns which elements of the parameters, and how gradients and weights travel.
+"""Several GPUs: how gradients and weights travel (ZeRO stage 2; Rajbhandari et al. 2019,
+https://arxiv.org/abs/1910.02054).
 
 Each rank computes the gradients of its own micro-batches, and holds only its share of the optimizer state: moments,
-float32 weights and, with gradient accumulation, float32 sums of gradients (ZeRO stage 2; Rajbhandari et al. 2019,
-https://arxiv.org/abs/1910.02054). During each backward pass, every rank sends each other rank the part of its gradients
-that the other one owns, each matrix as soon as its gradient is computed. The owner adds them up in the order of the
-micro-batches, whichever ranks computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This moves
-as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them.
-
-Every rank owns a part of each layer's matrices, and of each run of other tensors that are adjacent, so that each
-transfer keeps all ranks busy.
+float32 weights and, with gradient accumulation, float32 sums of gradients. During each backward pass, every rank sends
+each other rank the part of its gradients that the other one owns, each matrix as soon as its gradient is computed. The
+owner adds them up in the order of the micro-batches, whichever ranks computed them, so that an update has the same bits
+on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a reduce-scatter. The new weights arrive before the next forward
+pass needs them.
 """
 
 import collections
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import warnings
-from typing import NamedTuple
-
-import numpy as np
 
 from llmc.errors import UserError
-from llmc.tensors import decay_spans
-
-PARTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
-CHUNK = 8192  # elements, at most
-CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
-                   ("index", "i4"), ("decay", "f4"), ("at_random", "i4")], align=True)  # struct Chunk of update.cu
-LARGE = 1 << 22  # elements
-REST = None, None  # instead of a matrix's (name, layer): embeddings, biases, layernorms
-
-
-class Segment(NamedTuple):
-    """One layer's matrix, or tensors of the rest that are adjacent in the flat buffer of the parameters."""
-
-    name: str | None
-    layer: int | None
-    begin: int
-    size: int
-
-
-class Piece(NamedTuple):
-    """The part of a segment that a rank owns. Offsets and size are in elements."""
-
-    begin: int  # in the flat buffer
-    local: int  # in the buffers of the rank's share
-    received: int  # in the receive buffer, the same on all ranks: rank 0's gradients of it, then the other ranks'
-    size: int
-    segment: Segment
-
-
-def cut(size, part, parts):
-    """Where part number `part` of a segment begins: at a multiple of 8 elements, except for the end."""
-    return size if part == parts else size // 8 * part // parts * 8
-
-
-def cut_evenly(size, part, parts):
-    """The same in llm.c, at any element."""
-    return size * part // parts
-
-
-class Shares:
-    """How `ranks` ranks divide a table of parameters."""
-
-    def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
-        """llmc: divide as llm.c does, which cuts every tensor layer by layer."""
-        self.table, self.ranks, self.cut, self.segments, begin = table, ranks, cut_evenly if llmc else cut, [], 0
-        self.decays, self.at_random = decay_spans(table, weight_decay, decay_all), []
-        for name, row in table.items():
-            is_matrix = row.stacked and row.decays
-            count = row.shape[0] if is_matrix or (row.stacked and llmc) else 1
-            if row.ones:
-                self.at_random.append((begin, begin + row.size))
-            for l in range(count):
-                key, size = (name, l) if is_matrix else REST, row.size // count
-                if self.segments and key == REST == self.segments[-1][:2] and not llmc:
-                    before = self.segments.pop()
-                    self.segments.append(before._replace(size=before.size + size))
-                else:
-                    self.segments.append(Segment(*key, begin, size))
-                begin += size
-        self.size = begin  # of all parameters
-        self.layers = 1 + max((segment.layer for segment in self.segments if segment.name), default=-1)
-        self.first_matrix = next((segment.name for segment in self.segments if segment.layer == 0), None)
-
-    def tensor_at(self, place):
-        """The name of the tensor that holds element `place` of the flat buffer."""
-        ends = itertools.accumulate(row.size for row in self.table.values())
-        return next(name for name, end in zip(self.table, ends) if place < end)
-
-    def pieces(self, rank):
-        """The Pieces of a rank, in the flat buffer's order."""
-        pieces, local, received = [], 0, 0
-        for segment in self.segments:
-            begin, end = (self.cut(segment.size, rank + i, self.ranks) for i in (0, 1))
-            if end > begin:
-                pieces.append(Piece(segment.begin + begin, local, received, end - begin, segment))
-            local += end - begin
-            received += self.room(segment)
-        return pieces
-
-    def room(self, segment):
-        """Elements of the receive buffer for a segment: all ranks' gradients of its largest piece, the last rank's."""
-        return self.ranks * (segment.size - self.cut(segment.size, self.ranks - 1, self.ranks))
-
-    def received_size(self):
-        """Elements of the receive buffer; it has gaps where other ranks receive more."""
-        return sum(map(self.room, self.segments))
-
-    def parts(self, segment):
-        """(begin, size) of each rank's part, in the flat buffer."""
-        edges = [segment.begin + self.cut(segment.size, rank, self.ranks) for rank in range(self.ranks + 1)]
-        return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
-
-    def goes_to_all_at_once(self, segment):
-        """Whether a segment has a collective of its own, which needs equal parts. A copy engine takes 20 us to start,
-        which nothing hides at the end of a backward pass: of the rest, only large segments go this way."""
-        return segment.size % (8 * self.ranks) == 0 and (segment.name is not None or segment.size >= LARGE)
-
-    def share_size(self, rank):
-        """Elements that a rank owns; the last rank owns the most."""
-        return sum(piece.size for piece in self.pieces(rank))
-
-    def chunks(self, rank):
-        """Return a rank's chunks, (n,) CHUNKS; where their three groups end; and how many chunks all ranks have.
-
-        The groups: the first layer's matrices, the rest, the other layers' matrices. A sum over all parameters adds up
-        the sums over chunks in the order of `index`. Chunks are the same for any number of ranks that divides PARTS.
-        received: where rank 0's gradients begin in the receive buffer; stride: from one rank's to the next's.
-        """
-        groups, index = ([], [], []), 0
-        owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
-        for _, layer, begin, size in self.segments:
-            chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
-            edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
-            starts = itertools.chain((start for start, _, _ in self.decays), *self.at_random)
-            edges |= {start for start in starts if begin < start < begin + size}
-            piece = owned.get(begin)
-            for edge, end in itertools.pairwise(sorted(edges)):
-                decay = next(decay for start, stop, decay in self.decays if start <= edge < stop)
-                at_random = any(start <= edge < stop for start, stop in self.at_random)
-                for flat in range(edge, end, CHUNK):
-                    count = min(CHUNK, end - flat)
-                    if piece and piece.begin <= flat < piece.begin + piece.size:
-                        within = flat - piece.begin
-                        chunks.append((piece.local + within, flat, piece.received + within, piece.size, count, index,
-                                       decay, at_random))
-                    index += 1
-        ends = np.cumsum([len(chunks) for chunks in groups]).tolist()
-        return np.array([chunk for chunks in groups for chunk in chunks], CHUNKS), ends, index
-
-    def take(self, flat, rank):
-        """Copy a rank's share out of a flat array on the host; on one rank, return the array itself."""
-        if self.ranks == 1:
-            return flat
-        pieces = [flat[piece.begin : piece.begin + piece.size] for piece in self.pieces(rank)]
-        return np.concatenate([flat[:0], *pieces])
 
 
 class Nccl:

@@ -1,0 +1,118 @@
+"""A debug state: one batch, and what PyTorch computed from it, for the parity test.
+
+In llm.c's format: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the
+gradients of the parameters, with V rows in version 1 and Vp in version 2: what a PyTorch run saw and computed, for
+the parity test. This project adds a trailer: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32
+[n] the losses of n training steps on that batch; and in the header [8] trailer version (0: none), [9] n, [10]
+CRC-32 of the weights.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.errors import UserError
+from llmc.files import (EXPORT, HEADER_BYTES, STATE_MAGIC, check_size, chunks, make_header, open_input, read_header,
+                        read_into, replacing)
+from llmc.tensors import Tensors, allocate, bf16_bits, unpadded
+
+EXPORT_STATE = f"{EXPORT} --debug_state 1"
+TRAILER_VERSION = 1  # of this project's addition
+
+
+@dataclass
+class DebugState:
+    """One batch, what PyTorch computed from it, and (from export_weights.py) the losses of more steps on it."""
+
+    x: np.ndarray  # (B, T) int32
+    y: np.ndarray  # (B, T) int32
+    logits: np.ndarray  # (B, T, V) float32
+    loss: float
+    grads: Tensors  # the model's table
+    optimizer: dict | None = None  # learning_rate, beta1, beta2, eps, weight_decay
+    losses: np.ndarray | None = None  # (n,) float32
+    crc: int = 0  # fingerprint of the weights it was made from
+
+
+def write_debug_state(path, config, state, version=2):
+    """Write a debug state with its trailer; version 1 (V rows) or 2 (Vp rows)."""
+    header = make_header(STATE_MAGIC, version, *state.x.shape)
+    header[8:11] = TRAILER_VERSION, len(state.losses), np.uint32(state.crc).view(np.int32)
+    with replacing(path) as f:
+        for part in (header, state.x.astype("<i4"), state.y.astype("<i4"), state.logits, np.float32(state.loss),
+                     *unpadded(state.grads, config.V if version == 1 else config.Vp),
+                     np.array(list(state.optimizer.values()), "<f8"), state.losses.astype("<f4")):
+            f.write(part)
+
+
+def read_debug_state(path, config, params):
+    """Read a debug state, version 1 or 2, of this model; raises UserError if it is damaged or another model's."""
+    with open_input(path, EXPORT_STATE) as f:
+        header = read_header(f, STATE_MAGIC, EXPORT_STATE)
+        version, B, T = (int(x) for x in header[1:4])
+        if version not in (1, 2):
+            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; {EXPORT_STATE}")
+        if B < 1 or not 1 <= T <= config.maxT:
+            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; {EXPORT_STATE}")
+        trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
+        if trailer not in (0, TRAILER_VERSION) or n < 0:
+            raise UserError(f"{path}: trailer version {trailer} with {n} losses, expected version {TRAILER_VERSION}")
+        rows = config.V if version == 1 else config.Vp
+        gradients = sum(tensor.size for tensor in unpadded(params, rows))
+        size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
+        check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", EXPORT_STATE)
+        if trailer and crc != fingerprint(config, params):
+            raise UserError(f"{path}: belongs to another model: it was made from other weights; {EXPORT_STATE}")
+
+        x, y = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
+        logits, loss = np.empty((B, T, config.V), np.float32), np.empty(1, np.float32)
+        grads = allocate(params.table)
+        for part in (x, y, logits, loss, *unpadded(grads, rows)):
+            read_into(f, part)
+        for ids in (x, y):
+            if ids.min() < 0 or ids.max() >= config.V:
+                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT_STATE}")
+        state = DebugState(x, y, logits, float(loss[0]), grads)
+        if trailer and n:  # without a step, the settings mean nothing
+            settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
+            read_into(f, settings)
+            read_into(f, losses)
+            state.optimizer = dict(zip(("learning_rate", "beta1", "beta2", "eps", "weight_decay"), settings.tolist()))
+            state.losses, state.crc = losses, crc
+            learning_rate, beta1, beta2, eps, weight_decay = settings
+            if not (0 <= learning_rate < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf
+                    and 0 <= weight_decay < np.inf and np.isfinite(losses).all()):
+                raise UserError(f"{path}: impossible optimizer settings or losses: {state.optimizer},"
+                                f" losses {losses.tolist()}; {EXPORT_STATE}")
+    return state
+
+
+def fingerprint(config, params):
+    """CRC-32 of the weights in bfloat16, without padding: the same for versions 1, 3 and 5 of one model."""
+    crc = 0
+    for tensor in unpadded(params, config.V):
+        for piece in chunks(tensor):
+            crc = zlib.crc32(bf16_bits(piece), crc)
+    return crc
+
+
+def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_row=True):
+    """Return whether shapes agree, every |got - expected| <= tolerance, and their 2-norm <= norm_tolerance. NaN fails.
+    Prints one row, without print_row only if shapes differ. tolerance: a number, or an array of the same shape."""
+    if np.shape(got) != np.shape(expected):
+        print(f"{name:<12} shape {np.shape(got)}, expected {np.shape(expected)}  FAIL")
+        return False
+    difference = np.abs(np.subtract(got, expected, dtype=np.float64)).reshape(-1)
+    tolerance = np.broadcast_to(tolerance, np.shape(got)).reshape(-1)
+    worst = int(np.argmax(difference - tolerance)) if difference.size else 0  # argmax finds a NaN first
+    largest, allowed = (float(array[worst]) if array.size else 0.0 for array in (difference, tolerance))
+    norm = float(np.linalg.norm(difference))
+    okay = largest <= allowed and norm <= norm_tolerance
+    if print_row:
+        at = ",".join(map(str, np.unravel_index(worst, np.shape(got))))
+        norms = "" if norm_tolerance == math.inf else f"  2-norm {norm:.3e} of {norm_tolerance:.3e}"
+        row = f"max diff {largest:.3e} at [{at}]  tolerance {allowed:.3e}{norms}"
+        print(f"{name:<12} {row}  {'ok' if okay else 'FAIL'}")
+    return okay

@@ -1,0 +1,261 @@
+"""What a run does around its updates: read its model and data, validate, sample, log, save, resume, stop on a signal.
+
+Nothing here knows an architecture, or tells NumPy's trainer from CuPy's. A page gives the class of its model, then a
+model with forward, losses and decoder, and a Saver; the updates themselves stand on the page.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.alone import ALONE
+from llmc.checkpoint import Progress, count_parameters, owned_by_one
+from llmc.dataloader import open_data
+from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
+from llmc.evaluation import count_correct, load_hellaswag
+from llmc.logger import Log
+from llmc.outliers import notes_on, read_recent
+from llmc.progress import Console, LlmcLines
+from llmc.resume import (check_steps, delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore,
+                         save_checkpoint, stopped)
+from llmc.sampler import Choice, Random, end_of_text, print_sample
+from llmc.schedulers import learning_rate_at
+from llmc.settings import print_changed_settings
+from llmc.tokenizer import keep_tokenizer, load_tokenizer
+
+
+class Update(NamedTuple):
+    """What one update reports."""
+
+    loss: float
+    norm: float | None  # of the gradients; None if no one asked for it
+    seconds: float
+    skipped: str | None  # why no weight has changed
+
+
+class Loop:
+    """A run, as a page uses it:
+
+        with Loop(settings, GPT2) as loop:     # reads tokenizer, model (loop.config, loop.params) and data
+            loop.print_header(device, memory)
+            ...                                # makes the model
+            loop.start(model, saver)           # resumes, if there is a checkpoint
+            for step in loop:                  # validates, samples and saves between the updates; ends on a signal
+                ...                            # one update
+                loop.report(step, Update(...))
+        return loop.status
+    """
+
+    def __init__(self, settings, architecture, ranks=ALONE, resolve=None, lines=LlmcLines):
+        """architecture: a page's class; ranks: see alone.py; resolve: fills in the settings that depend on the device;
+        lines: the printer of --lines llmc. Raises UserError for files that do not fit each other or the settings."""
+        self.ranks, self.architecture, self.status = ranks, architecture, 0
+        self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
+        self.tokenizer = load_tokenizer(settings)
+        self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
+        self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
+        self.examples = load_hellaswag(settings, self.config)
+        if ranks.is_first:
+            keep_tokenizer(settings, self.tokenizer, self.first_step)
+        print_changed_settings(settings)
+        self.settings = resolve(settings) if resolve else settings
+        if self.settings.steps == 0:  # one epoch
+            self.settings.steps = max(1, self.train_loader.batches_per_epoch // self.settings.micro_steps)
+        check_steps(self.settings, self.first_step)
+        self.random, self.running, self.saver = Random(), None, None
+        self.begin = self.saved = self.first_step or 0
+        self.console = (Console if settings.lines == "short" else lines)(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.console.erase()
+        if self.saver:
+            self.saver.close(kind is not None)
+
+    @functools.cached_property
+    def parameters(self):
+        """The number of parameters, without padding."""
+        return count_parameters(self.config, self.params)
+
+    def print_header(self, device, memory=(), peak=None):
+        """device: its name; memory: [(bytes, what for)]; peak: FLOP/s of the device, for the MFU; None: not known."""
+        self.console.header(device, peak)
+        self.console.memory(memory)
+
+    def start(self, model, saver):
+        """model: with forward, losses, decoder; saver: see Saver, which this restores from the checkpoint, if any."""
+        self.model, self.saver, self.params = model, saver, None
+        if self.first_step is not None:
+            saver.restore(self.first_step, self.train_loader, self.random)
+
+    # -- the loop
+
+    def __iter__(self):
+        settings, directory = self.settings, self.settings.output_dir
+        self.log = Log(settings if self.ranks.is_first else dataclasses.replace(settings, output=""), self.begin)
+        self.interruption = Interruption(self.ranks)
+        self.console.start()
+        for step in range(self.begin, settings.steps + 1):
+            self.saver.check()
+            last = step == settings.steps
+            validates, samples = (self.is_due(step, every) for every in (settings.val_every, settings.sample_every))
+            if validates or samples or last:
+                self.finish()
+                self.saver.complete()
+            before = self.random.state
+            try:
+                if validates:
+                    self.evaluate(step)
+                if samples and step > 0:
+                    self.sample()
+            except Interrupted:  # the resumed run validates and samples at this step again
+                self.random.state = before
+                if directory and step != self.saved:
+                    self.save(step)
+                self.stop(step, self.interruption.signal)
+                return
+            if last:
+                break
+            yield step
+            done = step + 1
+            signal = self.interruption.agreed()
+            due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
+            if directory and (due or signal):
+                self.finish()
+                self.save(done)
+            if signal:
+                self.stop(done, signal)
+                return
+        self.console.end()
+
+    def is_due(self, step, every):
+        final = step == self.settings.steps and self.settings.final_reports
+        return bool(every) and (step % every == 0 or bool(final))
+
+    def report(self, step, update):
+        """Print and log update number `step`, from 0. Raises UserError when its loss is not finite."""
+        check_loss(step, update.loss)
+        self.console.training(step, update.loss, update.seconds)
+        self.log.training(step, update.loss, learning_rate_at(self.settings, step), update.norm, update.seconds)
+        if update.skipped:
+            self.console.skip(step, update.skipped)
+
+    def report_later(self, step, end):
+        """Report the update before this one, which has just begun; end() -> its Update, once it has ended."""
+        self.finish()
+        self.running = step, end
+
+    def finish(self):
+        """Report the update that is still running, if there is one."""
+        if self.running:
+            (step, end), self.running = self.running, None
+            self.report(step, end())
+
+    # -- between updates
+
+    def evaluate(self, step):
+        """Report the validation loss and, if there are examples, HellaSwag's accuracy."""
+        settings, starmap = self.settings, functools.partial(self.ranks.starmap, check=self.interruption.check)
+        self.console.wait_for("validating")
+        loss = validate(self.model.forward, self.val_loader, settings.val_batches, starmap)
+        if not math.isfinite(loss):
+            raise UserError(f"step {step}: the validation loss is {loss}; the last checkpoint, if any, is kept:"
+                            f" {DIVERGED}")
+        self.console.validation(step, loss)
+        self.log.validation(step, loss)
+        if self.examples:
+            self.console.wait_for("HellaSwag")
+            correct = count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
+            self.console.hellaswag(step, correct, len(self.examples))
+            self.log.evaluation(step, correct / len(self.examples))
+
+    def sample(self):
+        """Print a sample that the first rank draws; the others advance `random` as it does."""
+        self.console.erase()
+        count = self.settings.sample_tokens - 1
+        if self.ranks.is_first:
+            begin = np.array([[end_of_text(self.tokenizer, self.config.V)]], np.int32)
+            drawn = self.model.decoder.draw(begin, count, [self.random], Choice())
+            print_sample(self.interruption.watching(drawn), self.tokenizer)
+        else:
+            for _ in self.interruption.watching(range(count)):
+                self.random.u32()
+
+    def save(self, done):
+        """Save the state after `done` updates."""
+        settings = self.settings
+        self.console.wait_for("saving")
+        batch = (settings.B, settings.T, settings.spread)
+        progress = Progress(done, self.random.state, self.train_loader.position, batch)
+        self.saver.save(progress, {"update_tokens": settings.update_tokens})
+        self.saved = done
+
+    def stop(self, done, signal):
+        """End the loop after `done` updates, because of a signal."""
+        self.finish()
+        self.saver.wait()
+        self.status = 128 + signal
+        self.console.erase()
+        if self.ranks.is_first:
+            stopped(self.settings, self.console.number(done - 1) if done else None, self.ranks.has_launcher)
+
+
+class Saver:
+    """Saves a model in this process's memory, and restores it. (Of a model on a GPU: llmc/gpu/saver.py.)"""
+
+    def __init__(self, model, settings):
+        self.model, self.settings = model, settings
+
+    def restore(self, step, loader, random):
+        """Continue from a checkpoint: the model, the data loader and the sampler's random numbers."""
+        model = self.model
+        restore(self.settings, owned_by_one(model.m, model.v, model.params), step, loader, random)
+        with notes_of(self.settings, step) as notes:
+            model.recent = read_recent(notes)
+
+    def save(self, progress, notes):
+        """Write a checkpoint, and delete those that -nk does not keep. progress: a Progress; notes: for JSON."""
+        model, owned = self.model, owned_by_one(self.model.m, self.model.v)
+        save_checkpoint(self.settings.output_dir, model.config, model.params, owned, progress,
+                        {**notes, **notes_on(model.recent)})
+        delete_old_checkpoints(self.settings, progress.step)
+
+    def complete(self):
+        """Before a validation or a sample: have all weights here. (Several GPUs may still be sending them.)"""
+
+    def wait(self):
+        """Wait until the last checkpoint is on the disk."""
+
+    def check(self):
+        """Raise the error of a checkpoint that could not be written, without waiting for it."""
+
+    def close(self, failed):
+        """The run is over; failed: by an exception."""
+
+
+def validate(forward, loader, batches, starmap=itertools.starmap):
+    """The mean loss of the first `batches` batches of the validation data, or of all if there are fewer.
+    forward(inputs, targets) -> a batch's loss; starmap: shares batches among GPUs."""
+    weights = []
+
+    def taken():
+        for inputs, targets in itertools.islice(loader.whole_set(), batches):
+            weights.append(len(inputs) / loader.B)  # 1, unless it is a smaller batch at the end
+            yield inputs, targets
+
+    total = 0.0
+    for loss, weight in zip(starmap(forward, taken()), weights):
+        total += loss * weight
+    return total / sum(weights)
+
+
+def check_loss(step, loss):
+    """Raise UserError when the loss of update number `step`, from 0, is not finite."""
+    if not math.isfinite(loss):
+        raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
