@@ -1,5 +1,5 @@
 """
-How good a model is: validation loss, perplexity, bits per byte, HellaSwag.
+Evaluate a model: validation loss, perplexity, bits per byte, HellaSwag.
 
     python evaluate.py runs/mine --data data/mine         # prints its settings, then:
         | validation loss       | 2.280989                                           |
@@ -9,8 +9,8 @@ How good a model is: validation loss, perplexity, bits per byte, HellaSwag.
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
 
 MODEL is a run's directory, a .bin file or a Hugging Face folder. It runs on the GPU if there is one, in float32 with
-TF32 matmuls, else on the CPU in NumPy. Set --context to the sequence length that the model was trained with. It is cut
-to the model's longest sequence, which is that length if the model was trained here from random weights.
+TF32 matmuls, else on the CPU in NumPy. Set --context to the sequence length that the model was trained with; it is
+limited to the model's longest sequence, which is that length for models trained here from random weights.
 
 Validation loss: the mean over consecutive rows of --context tokens, as the trainers compute it with a large -m.
 Perplexity: over windows of --context tokens, --stride apart. Only a window's new tokens count, so all but the first
@@ -65,9 +65,9 @@ def rows(count, T):
 
 
 def strided(count, T, stride):
-    """Return the windows of the perplexity: each token is scored once, in the first window that has it.
+    """Return the windows of the perplexity: each token is scored once, in the first window that contains it.
 
-    The first token is not scored, nor, with stride = T, that of any other window.
+    The first token of the file is not scored; with stride = T, neither is that of any other window.
     """
     windows, scored = [], 1
     for begin in range(0, count, stride):
@@ -180,14 +180,14 @@ def parse_arguments():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
-                        help="validation tokens: a path or quoted glob, or a prefix to _val.bin")
+                        help="validation tokens: a path, a quoted glob, or the PREFIX of PREFIX_val.bin")
     parser.add_argument("--tokens", type=int, metavar="N", default=0, help="the first N tokens of the data (0: all)")
     parser.add_argument("--context", type=int, metavar="T", default=1024, help="tokens of a window; at most"
                         " the model's longest sequence")
     parser.add_argument("--stride", type=int, metavar="N", default=0, help="tokens from one window to the next, at most"
                         " the context (0: half of it)")
     parser.add_argument("--hellaswag", metavar="FILE", default=argparse.SUPPRESS,
-                        help=f"HellaSwag, of prepro_hellaswag.py: {HELLASWAG}")
+                        help=f"examples written by prepro_hellaswag.py: {HELLASWAG}")
     parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of HellaSwag (0: all)")
     parser.add_argument("--batch_size", type=int, metavar="B", default=0,
                         help="windows at a time (0: 1 on a CPU, 4 on a GPU)")
@@ -209,7 +209,7 @@ def parse_arguments():
 
 
 def evaluate(args):
-    """Run what `args` ask for and return the results as a dict."""
+    """Run the evaluations of `args`; returns the results as a dict."""
     config, params = load_model(args.model)
     T = min(args.context, config.maxT)
     if T < 2:
@@ -222,8 +222,8 @@ def evaluate(args):
         tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     if hasattr(args, "hellaswag"):
         examples = read_examples(args.hellaswag, config.V)[: args.examples or None]
-        mend = "pass --context" if T < config.maxT else "the model knows no longer ones: train one with -t"
-        check_fits(args.hellaswag, examples, T, mend)
+        hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
+        check_fits(args.hellaswag, examples, T, hint)
     model, device, B = open_model(config, params, args.device)
     B = args.batch_size or B
     model.allocate_activations(B, T)

@@ -1,5 +1,5 @@
 """
-The reference GPT-2, in PyTorch: the weights that the trainers start from, and the state that their tests compare with.
+The reference GPT-2, in PyTorch: weights for the trainers to start from, and states for their tests.
 
     python export_weights.py                      # pretrained GPT-2 124M from Hugging Face
     python export_weights.py --model d12          # the same architecture with random weights from a seed, no download
@@ -473,7 +473,7 @@ def write_files(args, config, params, label, batch, encoding):
         raise UserError(f"--model {args.model}: its weights would be gpt2_tokenizer.bin, as GPT-2's vocabulary is:"
                         " rename it")
     if encoding and versions.tokenizer == 1 and encoding.eot_token != VOCABULARIES["gpt2"] - 1:
-        raise UserError(f"--llmc {args.llmc}: that program takes token 50256 for end of text, which is"
+        raise UserError(f"--llmc {args.llmc}: that program expects end of text at token 50256, which is"
                         f" {encoding.eot_token} in this vocabulary: leave --llmc out, or use GPT-2's vocabulary")
     prefix = os.path.join(args.output_dir, f"gpt2_{label}")
     models = {f"{prefix}.bin": versions.model, f"{prefix}_bf16.bin": versions.bf16_model}
@@ -508,7 +508,7 @@ def check_not_read(model, path, version):
 
 
 def run_benchmark(args, config, params, x, y):
-    """Run the same steps with the flags of the group 'benchmark'; returns the model."""
+    """Run the same steps with the benchmark flags; returns the model."""
     device = choose_device(args.device)
     torch.backends.cuda.matmul.allow_tf32 = bool(args.tensorcores)
     model = to_reference(config, params, bool(args.flash)).to(device)
@@ -559,18 +559,18 @@ def parse_arguments():
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
                        help=f"{', '.join(PRETRAINED)} (download), {', '.join(SIZES)} (random weights), a Hugging"
-                            " Face folder (./gpt2, if it is called so), the directory of a run or a .bin file")
+                            " Face folder (./gpt2 for one of that name), the directory of a run or a .bin file")
     group.add_argument("--vocabulary", choices=tuple(VOCABULARIES), default="gpt2",
                        help="of a model with random weights")
-    group.add_argument("--output_dir", default=".", help="where the files go")
+    group.add_argument("--output_dir", default=".", help="directory of the files")
     group.add_argument("--to_hf", nargs=2, metavar=("MODEL", "DIR"),
-                       help="write a run's newest model, or a .bin file, as a Hugging Face folder, no more")
+                       help="write a run's newest model, or a .bin file, as a Hugging Face folder, and exit")
     group.add_argument("--llmc", choices=tuple(VERSIONS), default="today",
                        help="which llm.c reads the files: today's, or its program of April 2024 (no bfloat16)")
     group.add_argument("--debug_state", type=int, choices=(0, 1), default=0,
-                       help="1: train on one batch, and write what test_gpt2.py compares the trainers with")
+                       help="1: also train on one batch, and write its results for test_gpt2.py")
     group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1,
-                       help="0: write no file, only run on one batch as the last group says")
+                       help="0: write no files, run a benchmark on one batch")
     batch = group = parser.add_argument_group("batch", "for --debug_state 1 and --write_tensors 0")
     group.add_argument("--input", default=os.path.join("data", "tiny_shakespeare_val.bin"),
                        help="token file of the batch")
@@ -596,16 +596,16 @@ def parse_arguments():
     unused = {}
     if args.to_hf:
         others = (action for action in parser._actions if action.dest not in ("help", "to_hf"))
-        unused = dict.fromkeys(others, "is of no use to --to_hf MODEL DIR: leave it out")
+        unused = dict.fromkeys(others, "has no effect with --to_hf MODEL DIR: leave it out")
     elif args.write_tensors:
         unused = dict.fromkeys(benchmark._group_actions,
                                "is for benchmarks, which write no files: add --write_tensors 0")
         if not args.debug_state:
-            unused |= dict.fromkeys(batch._group_actions, "is for a batch, which is not read: add --debug_state 1")
-    for action, mend in unused.items():
+            unused |= dict.fromkeys(batch._group_actions, "is for the batch of --debug_state 1: add that")
+    for action, hint in unused.items():
         value = getattr(args, action.dest)
         if value != action.default and (action.dest, value) != ("device", "cpu"):
-            raise UserError(f"{action.option_strings[0]} {value}: {mend}")
+            raise UserError(f"{action.option_strings[0]} {value}: {hint}")
     return args
 
 

@@ -1,5 +1,5 @@
 """
-Text from a model: GPT-2 goes on where a prompt ends.
+Text from a model: GPT-2 continues a prompt.
 
     python generate.py runs/mine                      # the newest model there; or a .bin file, or a Hugging Face folder
     python generate.py gpt2_124M.bin --prompt "First Citizen:" --tokens 200 --samples 3 --top_k 50
@@ -9,8 +9,8 @@ Text from a model: GPT-2 goes on where a prompt ends.
 It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumPy. One sample is printed token by token,
 several are printed one after the other. Without a prompt, the text begins after the end-of-text token; without flags,
 sampling is the trainer's. Keys and values of earlier positions are cached; beyond the model's longest sequence, the
-window slides by half its length. On a GPU, a sample does not depend on how many others are drawn with it; on a CPU it
-may, because sums are rounded differently.
+window slides by half its length. On a GPU, samples are independent of the batch; on a CPU, sums may be rounded
+differently.
 """
 
 import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
@@ -78,7 +78,7 @@ def load_vocabulary(model, V, path=None):
             return known_tokenizer(V)
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
-    print(f"warning: {beside[0]}: no such file: what tokens stand for is not known; name one with --tokenizer FILE",
+    print(f"warning: {beside[0]}: no such file: tokens are printed as ids; pass --tokenizer FILE",
           file=sys.stderr)
     return None
 
@@ -104,7 +104,7 @@ def known_tokenizer(V):
 
 def encode(text, tokenizer):
     """Return the ids of a text: by tiktoken for GPT-2's vocabulary, else one per character, or per byte of it."""
-    text = text.encode(errors="surrogateescape").decode(errors="replace")  # what argv could not decode as UTF-8
+    text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes of argv that are not UTF-8
     V = len(tokenizer.tokens)
     if KNOWN.get(V) == "gpt2":
         prepro = import_prepro()
@@ -115,20 +115,19 @@ def encode(text, tokenizer):
     for letter in text:
         pieces = [letter.encode()] if letter.encode() in known else [bytes([byte]) for byte in letter.encode()]
         if not all(piece in known for piece in pieces):
-            raise UserError(f"--prompt: the letter {letter!r} is not in the model's vocabulary, which has {V} tokens")
+            raise UserError(f"--prompt: the character {letter!r} is not in the model's vocabulary of {V} tokens")
         ids += [known[piece] for piece in pieces]
     return ids
 
 
 def prompt_ids(prompt, tokenizer, V):
-    """Return the ids (1, T) int32 of a prompt, a text or a list of ids; raises UserError for what the model lacks."""
+    """Return the ids (1, T) int32 of a prompt, a text or a list of ids; raises UserError for ids the model lacks."""
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise UserError("--prompt: no tokenizer file says what its letters are: name one with --tokenizer FILE, or"
-                            " pass --prompt_ids")
+            raise UserError("--prompt: no tokenizer file to encode it with: pass --tokenizer FILE, or --prompt_ids")
         prompt = encode(prompt, tokenizer)
         if not prompt:
-            raise UserError("--prompt: is empty, expected a text; leave the flag out to begin one")
+            raise UserError("--prompt: is empty, expected a text; leave the flag out to begin a new one")
     wrong = next((id for id in prompt if not 0 <= id < V), None)
     if wrong is not None:
         raise UserError(f"--prompt_ids: {wrong}, expected ids from 0 to {V - 1}")
@@ -164,7 +163,7 @@ def until(stop, ids):
 
 
 def write(ids, tokenizer, stop):
-    """Print ids as text, each as it comes, except the token `stop`."""
+    """Print ids as text, one at a time, without the token `stop`."""
     writer = Writer(tokenizer)
     for id in ids:
         if id != stop:
@@ -178,8 +177,8 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
     if ids.shape[1] + args.tokens > decoder.T + 1 and not args.noted:  # the last token is not fed back
         args.noted = True
-        print(f"note: the model sees {decoder.T} tokens at a time: what comes after them follows from the last"
-              f" {decoder.T // 2} and the new ones", file=sys.stderr)
+        print(f"note: the model sees {decoder.T} tokens at a time: beyond them, the window slides by"
+              f" {decoder.T // 2}", file=sys.stderr)
     stop = None if args.ignore_eot else eot
     choice = Choice(args.temperature, args.top_k, args.top_p)
     steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stop)
@@ -191,7 +190,7 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     try:
         for step in steps:
             drawn.append(step)
-    finally:  # Ctrl-C leaves what there is
+    finally:  # after Ctrl-C, print the tokens drawn so far
         if args.json and drawn:
             print_json(drawn, shown, tokenizer, stop)
         elif drawn:
@@ -243,7 +242,7 @@ def parse_arguments():
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample")
     parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
                         help="tokenizer file (default: the one beside the model)")
-    parser.set_defaults(noted=False)  # whether it was said that the window slides
+    parser.set_defaults(noted=False)  # whether the note on the sliding window was printed
     args = parser.parse_args()
     for name, okay, expected in (
         ("tokens", 1 <= args.tokens < 2**31, "1 to 2^31 - 1"),

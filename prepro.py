@@ -65,7 +65,7 @@ def gpt2_encoding(tokenizer):
     UserError for one without all bytes, or with the same token twice."""
     ranks = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
     if len(ranks) != len(tokenizer.tokens) - 1 or not all(bytes([byte]) in ranks for byte in range(256)):
-        raise UserError(f"{tokenizer.path}: it is not GPT-2's vocabulary: pass --prompt_ids")
+        raise UserError(f"{tokenizer.path}: not GPT-2's vocabulary: pass --prompt_ids")
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: tokenizer.eot})
 
 
@@ -97,8 +97,8 @@ def download(url, path, digest, algorithm="md5"):
         read_input(path)  # raises if it cannot be read
         found = file_hash(path, algorithm)
         if found != digest:
-            raise UserError(f"{path}: {kind} {found}, expected {digest}: it is not the text that is downloaded to"
-                            f" there; move it away, or tokenize it with --input {shlex.quote(path)}")
+            raise UserError(f"{path}: {kind} {found}, expected {digest}: another file is where the download goes;"
+                            f" move it away, or tokenize it with --input {shlex.quote(path)}")
         return
     import requests  # here: it is slow to import
 
@@ -114,7 +114,7 @@ def download(url, path, digest, algorithm="md5"):
                     found.update(piece)
                     bar.update(len(piece))
                 if found.hexdigest() != digest:
-                    raise UserError(f"{url}: {kind} {found.hexdigest()}, expected {digest}: the download is damaged or"
+                    raise UserError(f"{url}: {kind} {found.hexdigest()}, expected {digest}: the download is corrupt or"
                                     " the text has changed; try again, or pass a good copy with --input FILE")
     except requests.RequestException as error:
         raise UserError(f"{url}: the download failed ({reason(error)}); fetch it by other means and pass"
@@ -142,19 +142,19 @@ def output_paths(output):
 
 
 def check_not_written_over(texts, outputs):
-    """Raise UserError if one of the paths `outputs`, to be written, is one of the texts, or a FIFO or device."""
+    """Raise UserError if one of the paths to be written, `outputs`, is an input, a FIFO or a device."""
     for path in outputs:
         check_is_file(path, "pass another --output")
     outputs = set(map(os.path.realpath, outputs))
     for path in texts:
         if os.path.realpath(path) in outputs:
-            raise UserError(f"{path}: is the text itself, and would be written over: pass another --output")
+            raise UserError(f"{path}: is the text itself, and would be overwritten: pass another --output")
 
 
 def in_processes(function, jobs, processes, prepare=None, arguments=()):
     """Yield function(job) for each job, in order, from `processes` workers, which call prepare(*arguments) first.
 
-    Takes no more jobs than keep the workers busy. Raises UserError if one of them is killed.
+    Reads only as many jobs ahead as keep the workers busy. Raises UserError if one of them is killed.
     """
     if processes == 1:
         if prepare:
@@ -171,7 +171,7 @@ def in_processes(function, jobs, processes, prepare=None, arguments=()):
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise UserError(f"--processes {processes}: one of them was killed, perhaps for want of memory: try"
+        raise UserError(f"--processes {processes}: one of them was killed, perhaps out of memory: pass"
                         " fewer") from None
     finally:
         workers.shutdown(cancel_futures=True)
@@ -184,7 +184,7 @@ def begin_worker(prepare, arguments):
 
 
 def end_with_parent():
-    """End this process once the one that started it has ended, which may have been killed."""
+    """End this process when its parent ends, even if the parent was killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -200,7 +200,7 @@ def save_tokens(val, train, encoding, args):
 
 
 def save_files(files, encoding, args):
-    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none, and print their sizes."""
+    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print their sizes."""
     if args.format == "uint16" and encoding.n_vocab > 1 << 16:
         raise UserError(f"--format uint16: the vocabulary has {encoding.n_vocab} tokens, expected at most 65536: use"
                         " int32")
@@ -237,13 +237,13 @@ def add_val_fraction(parser, most):
 
 
 def val_tokens(count, most, args):
-    """Return how many of `count` tokens are for validation: --val_fraction of them; without that flag a tenth, but at
-    most `most`. Raises UserError if none would be left to validate or to train."""
+    """Return the number of validation tokens out of `count`: --val_fraction of them; without that flag a tenth, at most
+    `most`. Raises UserError if either validation or training would get none."""
     fraction = getattr(args, "val_fraction", None)
     val = min(count // 10, most) if fraction is None else int(count * fraction + 1e-6)
     if not 0 < val < count:
-        raise UserError(f"{count} tokens of text, of which {val} would validate, expected at least one to validate and"
-                        " one to train: give more text, or another --val_fraction")
+        raise UserError(f"{count} tokens of text, of which {val} for validation, expected at least one for"
+                        " validation and one for training: pass more text, or another --val_fraction")
     return val
 
 

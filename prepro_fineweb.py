@@ -2,12 +2,12 @@
 FineWeb (https://arxiv.org/abs/2406.17557), 10 or 100 billion tokens of web text -> GPT-2 tokens, in llm.c's shards.
 
     python prepro_fineweb.py --shards 10      # downloads the first 1.1 billion tokens, ready-made, 2.2 GB; prints:
-        kjj0/fineweb10B-gpt2: 11 shards, 11 to download, about 2.2 GB to come; data/fineweb10B has room for 60.3 GB
+        kjj0/fineweb10B-gpt2: 11 shards, 11 to download, about 2.2 GB to write; data/fineweb10B has 60.3 GB free
         Saved 100000000 tokens to data/fineweb10B/fineweb_val_000000.bin
         ...
     python train_gpt2_cuda.py -e d12 -i "data/fineweb10B/fineweb_train_*.bin"
 
-    python prepro_fineweb.py --edu --size 100B           # FineWeb-Edu: pages that teach something
+    python prepro_fineweb.py --edu --size 100B           # FineWeb-Edu: educational pages
     python prepro_fineweb.py --parquet                   # the text itself, 28 GB, tokenized here on all cores
     python prepro_fineweb.py --input "my_text/*.parquet" --output data/mine
 
@@ -57,7 +57,7 @@ SHARD_NAME = re.compile(r"(?:.*_)?(val|train)_(\d{6})\.bin")
 SHARD_TOKENS = 10**8
 TOKEN_BYTES = 0.75  # bytes of tokens per byte of FineWeb's parquet: 20.6 GB from 28 GB
 DOCUMENTS = 256  # tokenized by a process at a time
-GO_ON = "the same command goes on from here"
+RESUME = "the same command resumes from here"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # shards on this disk
@@ -74,7 +74,7 @@ class Output(NamedTuple):
         return os.path.join(self.directory, f"{self.name}_{'train' if number else 'val'}_{number:06d}.bin")
 
     def has(self, number, size):
-        """Whether shard `number` is there with `size` bytes: a shard gets its name only once it is complete."""
+        """Whether shard `number` exists with `size` bytes; a shard gets its name only when it is complete."""
         path = self.path(number)
         return os.path.isfile(path) and os.path.getsize(path) == size
 
@@ -86,7 +86,7 @@ def shard_bytes(tokens):
 def check_room(what, directory, needed):
     """Print how much will be written and how much disk is free; raises UserError if that is not enough."""
     free = shutil.disk_usage(directory).free
-    print(f"{what}, about {gigabytes(needed)} to come; {directory} has room for {gigabytes(free)}")
+    print(f"{what}, about {gigabytes(needed)} to write; {directory} has {gigabytes(free)} free")
     if needed > free:
         raise UserError(f"{directory}: {gigabytes(needed)} needed, {gigabytes(free)} free: pass a smaller --shards N,"
                         " or another --output")
@@ -111,7 +111,7 @@ def list_files(repository, folder=None):
 
 
 def fetch(repository, file, directory):
-    """Download a RepoFile into `directory`, unless it is there already; returns its path.
+    """Download a RepoFile into `directory`, unless it exists; returns its path.
 
     huggingface_hub resumes a broken connection a few times. If the SHA-256 is not the hub's, the file is removed and
     UserError raised.
@@ -119,18 +119,18 @@ def fetch(repository, file, directory):
     try:
         path = hf_hub_download(repository, file.path, repo_type="dataset", local_dir=directory)
     except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(f"{repository}/{file.path}: the download failed ({reason(error)}); {GO_ON}") from None
+        raise UserError(f"{repository}/{file.path}: the download failed ({reason(error)}); {RESUME}") from None
     found = file_hash(path, "sha256")
     if file.lfs is None or found != file.lfs.sha256:
         os.unlink(path)
         expected = file.lfs.sha256 if file.lfs else "one that the hub has on record"
-        raise UserError(f"{repository}/{file.path}: SHA-256 {found}, expected {expected}: the download is damaged;"
-                        f" {GO_ON}")
+        raise UserError(f"{repository}/{file.path}: SHA-256 {found}, expected {expected}: the download is corrupt;"
+                        f" {RESUME}")
     return path
 
 
 def fetch_shards(repository, output, most):
-    """Download the validation shard and the first `most` training shards (None: all), except those already there."""
+    """Download the validation shard and the first `most` training shards (None: all), except those that exist."""
     if os.path.exists(notes_path(output)):
         raise UserError(f"{output.directory}: its shards are made from parquet: pass another --output, or the flags of"
                         " the first run")
@@ -272,14 +272,14 @@ def shards_from(sources, position, size, processes, bar):
             bar.update(count)
         begin = 0
     if position == [0, 0, 0]:
-        raise UserError(f"{used} tokens of text, expected more than the {size} of the validation shard: give more text,"
-                        " or pass a smaller --shard_tokens")
+        raise UserError(f"{used} tokens of text, expected more than the {size} of the validation shard: pass more text,"
+                        " or a smaller --shard_tokens")
     if used:
         yield shard[:used], [len(sources), 0, 0]
 
 
 def tokenize_shards(sources, output, most, args):
-    """Make the validation shard and the first `most` training shards (None: all), except those already there.
+    """Make the validation shard and the first `most` training shards (None: all), except those that exist.
 
     parquet.json beside them has each shard's number of tokens and the position in the text where the next one begins.
     """
@@ -297,7 +297,7 @@ def tokenize_shards(sources, output, most, args):
     tokens = min(TOKEN_BYTES / 2 * text, size * (last + 1))
     needed = 0 if finished else 2 * (tokens - sum(count for count, *_ in shards))
     largest = 0 if args.input or finished else max(source.size for source in sources)  # one is on disk at a time
-    check_room(f"{len(sources)} parquet files of {gigabytes(text)}, {number} shards of them made",
+    check_room(f"{len(sources)} parquet files of {gigabytes(text)}, {number} shards done",
                output.directory, max(0, needed) + largest)
     if finished:
         return
@@ -305,7 +305,7 @@ def tokenize_shards(sources, output, most, args):
     with tqdm(total=None if args.input else int(tokens), unit="token", unit_scale=True, desc="tokenizing",
               initial=size * number) as bar:
         for tokens, after in shards_from(sources, position, size, processes, bar):
-            if not number:  # so that it is known what makes them
+            if not number:  # first, so that the shards' source is recorded
                 write_notes(path, notes)
             write_tokens(output.path(number), [tokens], len(tokens), "uint16")
             shards.append([len(tokens), *after])
@@ -326,7 +326,7 @@ def read_notes(path, notes, output):
     """Fill in notes["shards"] from an earlier run's file; raises UserError if its text or shard size differs."""
     if not os.path.exists(path):
         if os.path.exists(output.path(0)):
-            raise UserError(f"{output.path(0)}: was not made from parquet here, and would be written over: pass another"
+            raise UserError(f"{output.path(0)}: was not made from parquet here, and would be overwritten: pass another"
                             " --output")
         return
     try:
@@ -339,12 +339,12 @@ def read_notes(path, notes, output):
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error!r}); {REMOVE}") from None
     if not same:
-        raise UserError(f"{path}: the shards there are of other parquet files, or another --shard_tokens: pass the"
+        raise UserError(f"{path}: its shards are from other parquet files, or of another --shard_tokens: pass the"
                         " flags of the first run, or another --output")
     notes["shards"] = shards
 
 
-REMOVE = "remove it, and the shards beside it, to begin again"
+REMOVE = "remove it, and the shards beside it, to start over"
 
 
 def write_notes(path, notes):
@@ -365,18 +365,18 @@ def parse_arguments():
                         help="the first N training shards, and the validation shard (default: all)")
     parser.add_argument("--parquet", action="store_true", help="tokenize the text here, instead of ready-made shards")
     parser.add_argument("--input", metavar="FILES", default=argparse.SUPPRESS,
-                        help="--parquet of files that are already there, a path or a quoted glob")
+                        help="local parquet files, a path or a quoted glob; implies --parquet")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help=f"--parquet: tokens of a shard (default: {SHARD_TOKENS})")
     add_processes(parser, "--parquet: pieces of text")
     parser.add_argument("--output", metavar="DIR", default=argparse.SUPPRESS,
-                        help="where the shards go (default: data/fineweb10B, data/edu_fineweb100B and so on)")
+                        help="directory of the shards (default: data/fineweb10B, data/edu_fineweb100B and so on)")
     args = parser.parse_args()
     check_processes(args)
     args.input = getattr(args, "input", None)
     args.parquet = args.parquet or args.input is not None
     if not args.parquet and hasattr(args, "shard_tokens"):
-        raise UserError(f"--shard_tokens {args.shard_tokens}: ready-made shards are as large as they are: add"
+        raise UserError(f"--shard_tokens {args.shard_tokens}: ready-made shards have a fixed size: add"
                         " --parquet")
     args.shard_tokens = getattr(args, "shard_tokens", SHARD_TOKENS)
     args.shards = getattr(args, "shards", None)

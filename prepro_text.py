@@ -2,7 +2,7 @@
 Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quoted globs.
 
     python prepro_text.py notes.md books/ --output data/mine      # prints:
-        13 documents in 13 files; left out: 2 hidden names, 1 file not of text, such as books/cover.jpg
+        13 documents in 13 files; skipped 2 hidden names, 1 binary file, such as books/cover.jpg
         Saved 32768 tokens to data/mine_val.bin
         Saved 401133 tokens to data/mine_train.bin
         Saved the vocabulary of 50257 tokens to data/mine_tokenizer.bin
@@ -10,7 +10,7 @@ Your own text -> tokens: text, Markdown, code, JSON lines; files, folders, quote
 
 A document is a file; in .jsonl files, and .json files of the same form, it is the --field of a line. Each document
 starts with an end-of-text token. Folders are read in sorted order, without hidden files and files that are not UTF-8
-text; links are followed, and each file is taken once. The last tenth of the tokens is for validation (at most 32768
+text; links are followed, and each file is read once. The last tenth of the tokens is for validation (at most 32768
 tokens; or --val_fraction), the rest for training, in shards if --shard_tokens is given.
 
 The vocabulary is GPT-2's, or `bytes`, the 256 byte values, or `chars`, the characters of the text, as in nanoGPT's
@@ -39,7 +39,7 @@ from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
                     load_encoding, make_parser, output_paths, save_files, save_tokens, val_tokens)
 
-MEND = "pass files of text, or folders with them"
+HINT = "pass files of text, or folders with them"
 VAL_TOKENS = 32768
 PIECE = 1 << 20  # bytes read at a time; also about how many characters are tokenized at a time
 TOKEN_ENDS = re.compile(r"\S[ \n]")  # a token ends between the two: inside tokens, whitespace follows only whitespace
@@ -53,12 +53,12 @@ class NotText(UserError):
 
 
 def find_texts(names):
-    """Expand files, folders and globs: ({path: whether it was found in a folder}, number of hidden names left out).
+    """Expand files, folders and globs: ({path: whether it was found in a folder}, number of hidden names skipped).
 
-    Links are followed; each file and folder is taken once.
+    Links are followed; each file and folder is visited once.
     """
     def refuse(error):
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); {MEND}")
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); {HINT}")
 
     paths, seen, hidden = {}, set(), 0  # paths: real path -> (path, whether it was found in a folder)
     for name in names:
@@ -67,7 +67,7 @@ def find_texts(names):
             raise UserError(f"{name}: no file matches")
         for match in matches:
             if not os.path.isdir(match):
-                open_input(match, MEND).close()  # fail now if it cannot be read
+                open_input(match, HINT).close()  # fail now if it cannot be read
                 paths[os.path.realpath(match)] = match, False
                 continue
             for directory, folders, files in os.walk(match, onerror=refuse, followlinks=True):
@@ -88,7 +88,7 @@ def find_texts(names):
 def read_text(path, bar=None):
     """Yield the text of a file in pieces, without byte order mark, with \\n line ends; raises NotText if not UTF-8."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-    with open_input(path, MEND) as f:
+    with open_input(path, HINT) as f:
         data = None
         while data != b"":
             data = f.read(PIECE)
@@ -155,7 +155,7 @@ def documents(path, field, found, bar):
     begins, rest = True, ""
     for text in read_text(path, bar):
         if found and "\0" in text:
-            raise NotText(f"{path}: holds a NUL character")
+            raise NotText(f"{path}: contains a NUL character")
         rest += text
         if len(rest) >= PIECE // 4:  # characters have up to 4 bytes
             ends = [match.start() + 1 for match in TOKEN_ENDS.finditer(rest, max(0, len(rest) - 65536))]
@@ -190,7 +190,7 @@ def prepare(*vocabulary):
 
 
 def tokenize(job):
-    """Return the tokens of a job's documents, uint16, or int32 if the vocabulary is too large for that."""
+    """Return the tokens of a job's documents, uint16, or int32 if the vocabulary is too large for it."""
     tokens = []
     for begins, text in job:
         if begins:
@@ -243,7 +243,7 @@ def main():
     parser.add_argument("inputs", nargs="+", metavar="FILE", help="text, a folder of it, or a quoted glob")
     parser.add_argument("--vocabulary", choices=("gpt2", "bytes", "chars"), default="gpt2",
                         help="GPT-2's; the 256 byte values; the characters of the text")
-    parser.add_argument("--field", metavar="NAME", default="text", help="where a line of JSON has its text")
+    parser.add_argument("--field", metavar="NAME", default="text", help="field of a JSON line that has the text")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")
     add_processes(parser, "pieces of text")
@@ -261,7 +261,7 @@ def main():
     if not count:
         raise UserError(f"{', '.join(args.inputs)}: no text in {number_of(len(paths), 'file')}")
     left = [path for path in paths if path not in texts]
-    others = f"; left out: {number_of(hidden, 'hidden name')}, {number_of(len(left), 'file')} not of text"
+    others = f"; skipped {number_of(hidden, 'hidden name')}, {number_of(len(left), 'binary file')}"
     print(f"{number_of(count, 'document')} in {number_of(len(texts), 'file')}{others if hidden or left else ''}"
           f"{f', such as {left[0]}' if left else ''}")
     vocabulary = args.vocabulary, "".join(sorted(characters))
@@ -298,8 +298,8 @@ def save_shards(val, train, encoding, args):
     files = {f"{args.output}_train_{number:06d}.bin": list(chunks(shard)) for number, shard in enumerate(shards)}
     for path in training_shards(args.output):
         if path not in files:
-            raise UserError(f"{path}: would be taken for one of the {len(shards)} shards to be written: remove it, or"
-                            " pass another --output")
+            raise UserError(f"{path}: would be read as one of the {len(shards)} shards to be written: remove it,"
+                            " or pass another --output")
     save_files({f"{args.output}_val_000000.bin": list(chunks(val)), **files}, encoding, args)
 
 

@@ -46,7 +46,7 @@ def fetch_shards(directory):
                         " by other means and pass --input DIR") from None
     found = file_hash(path, "sha256")
     if found != expected:
-        raise UserError(f"{path}: SHA-256 {found}, expected {expected}: the download is damaged; remove the file and"
+        raise UserError(f"{path}: SHA-256 {found}, expected {expected}: the download is corrupt; remove the file and"
                         " try again")
     unpacked = f"{directory}.tmp"  # renamed when complete
     make_directory(unpacked)

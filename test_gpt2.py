@@ -6,17 +6,17 @@ Parity with PyTorch, tensor by tensor: is the hand-written backward pass right t
     pytest test_gpt2.py -m large              # random GPT-2 124M
 
 The ladder: logits, losses, the 16 gradients in the order of the backward pass, the losses of the next steps, the same
-run twice, AdamW. The first red row says where to look.
+run twice, AdamW. The first row that fails says where to look.
 
 The tolerances, and why:
     logits, loss, gradients   FACTOR times the error that rounding alone causes with this model and batch, measured by
                               dev/rounding.py with random errors in float64. The bound on the 2-norm catches small
                               errors everywhere, the bound on single elements a large error in one place. dev/verdict.py
-                              checks that a correct trainer is never red, on randomly drawn models.
+                              checks on randomly drawn models that a correct trainer never fails.
                               Losses are compared position by position: a few noisy runs say little about the error of
                               their mean, a single number.
-    losses                    the same, after one update and after two. Rounding errors grow from step to step; a step
-                              where they reach 1 percent of the loss tells nothing, and is left out with all later ones.
+    losses                    the same, after one update and after two. Rounding errors grow from step to step; from
+                              the step where they reach 1 percent of the loss, losses are not compared.
     adamw                     a few roundings: the update is recomputed in float64 from the trainer's own gradients and
                               moments, with weight decay and clipping.
 """
@@ -442,7 +442,7 @@ def run_here(monkeypatch, capsys):
 
 
 def test_the_program_fails_when_a_gradient_is_wrong(pair, run_here, monkeypatch):
-    """A factor of 1 + 1e-4 in GELU's backward pass turns red the gradients after it, and only those; exit status 1."""
+    """A factor of 1 + 1e-4 in GELU's backward pass fails the gradients after it, and only those; exit status 1."""
     right, paths = train_gpt2.gelu_backward, pair("bytes", 2, 33)
 
     def wrong(dinp, inp, dout, N):

@@ -172,7 +172,7 @@ def main():
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {settings.model}, {shape}, {described}")
     columns = [*curves, gap, error]
     print(" ".join([f"{'step':>4} {'ours':>10}", *(f"{name:>10}" for name in (*rivals, "gap", "our error"))]))
-    for i in [*range(0, len(ours), max(8, len(ours) // 10)), len(ours) - 1]:
+    for i in [*range(0, len(ours), 3 * max(8, len(ours) // 10)), len(ours) - 1]:
         print(" ".join([f"{i + 1:>4} {ours[i]:>10.6f}", *(f"{column[i]:>10.6f}" for column in columns)]))
     for what, allowed, found in zip(("largest", "root mean square"), largest_and_typical(gap),
                                     largest_and_typical(error)):

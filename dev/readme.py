@@ -10,7 +10,6 @@ and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespea
     python dev/readme.py losses     # dev/compare_losses.py: doc/correctness.md
     python dev/readme.py losses500  # the same, 500 steps
     python dev/readme.py losses_tf32     # the same, in float32 with TF32 matmuls
-    python dev/readme.py losses_float32  # the same, in float32 throughout
     python dev/readme.py profile    # dev/profile_gpu.py at B=64: doc/speed.md
     python dev/readme.py attention  # dev/bench_attention.py: doc/speed.md
 
@@ -125,7 +124,6 @@ def sections():
         "epoch": Section([python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"], os.path.join(LOGS, "epoch_gpu.txt")),
         "losses": Section(compare, CORRECTNESS, "losses_gpu"),
         "losses_tf32": Section([*compare, "--dtype", "float32"], CORRECTNESS, "losses_tf32_gpu"),
-        "losses_float32": Section([*compare, "--dtype", "float32", "--tf32", "0"], CORRECTNESS, "losses_float32_gpu"),
         "losses500": Section([*compare, "-b", "32", "-t", "256", "-x", "500"], CORRECTNESS, "losses500_gpu"),
         "profile": Section(profile, SPEED, "profile_gpu"),
         "attention": Section([python, "dev/bench_attention.py"], SPEED, "attention_gpu"),

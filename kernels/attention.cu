@@ -9,8 +9,7 @@
 // inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32.
 // partials (B * (T / 64 rounded up), 3C) float32: the column sums of dinp over every 64 rows, for the bias gradient.
 //
-// For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 use hopper/attention.cu
-// instead.
+// For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 use hopper/attention.cu instead.
 //
 // A block of 4 warps has 64 or 128 rows of one head: queries or, in attention_backward_dkv, keys and values. Each warp
 // keeps 16 or 32 of them in registers, as A fragments. Tiles of the other tensors (keys and values; queries and dout)
@@ -21,9 +20,7 @@
 //
 // Bound by the tensor cores, of which mma.sync can use 60 percent on Hopper in bfloat16. In TF32, reading tiles from
 // shared memory takes as long: 2 cycles per instruction where 16 rows share a B fragment (backward), 1 where 32 do
-// (forward). H200, T=1024: TFLOP/s in TF32, B=32, 109 forward, 68 backward (five matmuls counted, seven done); in
-// bfloat16, B=64, on a GPU not yet warm, 214 and 156. The steps from a simple kernel to this one are in
-// dev/attention.md.
+// (forward). What was tried is in dev/attention.md.
 
 #include "mma.cuh"
 

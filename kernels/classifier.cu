@@ -6,22 +6,14 @@
 // logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32.
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has room for a row (it
-// holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of
-// each part. Blocks are persistent, as many per multiprocessor as rows fit; once a slice of the gradient has been
-// stored, the same slice of the block's next row is loaded. In bfloat16, the row holds exp(x - maximum so far) between
-// the sum and the gradient, so that there is one exp per element instead of two: at the GPU's power limit, two took two
-// thirds of the time that memory takes. On other GPUs, the second pass reads the row from the L2 cache, beginning at
-// its end, which was read last.
+// holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of each
+// part. Blocks are persistent, as many per multiprocessor as rows fit; once a slice of the gradient has been stored,
+// the same slice of the block's next row is loaded. In bfloat16, the row holds exp(x - maximum so far) between the sum
+// and the gradient, so that there is one exp per element instead of two, which would cost power, and so clock. On other
+// GPUs, the second pass reads the row from the L2 cache, beginning at its end, which was read last.
 //
-// H200 (a copy: 4250 GB/s), one read and one write counted, bfloat16, B=64, GB/s:
-//     second pass from the L2 cache                       1600
-//     whole rows by TMA, one block per row                3120
-//     parts, issued by a dedicated warp                   3520
-//     parts, issued by thread 0                           3770 alone, 3190 in a step, at the GPU's power limit
-//     one exp per element                                 3850 alone, 3590 to 3640 in a step
-//     each warp issues its slice, fewer instructions      3820 to 3840 in a step, where the previous version had 3700
-// (Fewer instructions: no barrier except for the row's sum, no loop over parts, maxima of pairs of bfloat16, sums of
-// pairs instead of a chain.) float32, B=16, in a step: 3960.
+// What keeps it close to the speed of a copy: no barrier except for the row's sum, no loop over parts, maxima of pairs
+// of bfloat16, sums of pairs instead of a chain.
 
 #include "softmax.cuh"
 

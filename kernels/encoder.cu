@@ -6,23 +6,18 @@
 //
 // out (B,T,C), of the residual stream's type; dout (B,T,C); inp (B,T) int32; wte, dwte (Vp,C); wpe, dwpe (maxT,C).
 //
-// Bound by bytes: B*T*C elements and the rows of dwte whose tokens occur, all read and written. H200 (a copy: 4235
-// GB/s), T=1024, bfloat16, random tokens, in a step at B=64: forward 4030 GB/s, wte 3650, wpe 3880, 0.13 ms together;
-// at B=4 20 us. float32, B=16: 3450, 3650 and 3560 GB/s, 0.08 ms together.
+// Bound by bytes: B*T*C elements and the rows of dwte whose tokens occur, all read and written.
 //
 // The gradient of wte sums the rows of dout by token. With atomics, its bits would change from run to run. Instead, the
 // host sorts the positions by token while the GPU works on the previous step, and a warp adds up one token's rows in
-// that order. At B=64 that takes 74 us with a block per token, 66 with a warp per token, and 60 with persistent blocks
-// that prefetch where the next token's rows are. Loading four rows at a time instead of two, or a third of a row per
-// warp, takes just as long: the limit is reading rows in random order. (NVRTC serializes loads to save registers,
-// unless __launch_bounds__ tells it how few blocks a multiprocessor gets.)
+// that order. Blocks are persistent and prefetch where the next token's rows are; the limit is reading rows in random
+// order. (NVRTC serializes loads to save registers, unless __launch_bounds__ tells it how few blocks a multiprocessor
+// gets.)
 //
-// In text, a space or a comma may be at thousands of positions. A whole block needs 0.045 us for each, 0.6 ms for 13000
-// of 65536, long after the other blocks are done. So a token at more than ENCODER_PIECE positions is cut into pieces
-// (sort_tokens of llmc/gpu/batch.py), and a second kernel adds up their sums. Neither the pieces nor the order of the
-// additions depend on the grid, so the bits are the same on every GPU. Each of the two kernels alone, with its launch,
-// at B=64: 77 and 31 us for text; 86 and 23 for random tokens, none of which is cut. (All figures before these are of
-// the previous version.)
+// In text, a space or a comma may be at thousands of positions, which would keep one block busy long after the others
+// are done. So a token at more than ENCODER_PIECE positions is cut into pieces (sort_tokens of llmc/gpu/batch.py), and
+// a second kernel adds up their sums. Neither the pieces nor the order of the additions depend on the grid, so the bits
+// are the same on every GPU.
 
 #include "common.cuh"
 

@@ -1,5 +1,5 @@
 // The matmuls of matmul.cuh for every GPU: float32, TF32 and, from sm_80 on, bfloat16. (Hopper in bfloat16 has
-// matmul_hopper_bf16.cu.)
+// hopper/matmul.cu.)
 //
 // A block computes a tile of 128 x 128 of `out`, each of its 8 warps 64 x 32 of it on the tensor cores. Operands are
 // copied to shared memory in steps of 64 bytes of the inner dimension, while earlier steps are multiplied. Rows in
@@ -11,9 +11,7 @@
 // Bound by the tensor cores and by shared memory: each warp reads 96 rows of operands for 64 x 32 of out. With TF32
 // off, and before sm_80, the same threads compute the same sums by ordinary multiply-adds, 64 for every 16 numbers
 // read. Three TF32 products for one, as in attention (mma.cuh), would be faster, but tensor cores truncate: the error
-// would be 1.5 times that of PyTorch's float32. H200, fc of GPT-2 124M at B=32, TFLOP/s of forward, input gradient and
-// weight gradient: bfloat16 226, 257 and 154 (cuBLASLt, with wgmma, 690, 769 and 776), TF32 106, 110 and 62 (388, 341
-// and 222).
+// would be 1.5 times that of PyTorch's float32.
 
 #include "matmul.cuh"
 #include "mma.cuh"

@@ -21,10 +21,8 @@
 // add them as they read.
 //
 // Bound by bytes: on one GPU, with one micro-batch, adamw_update reads 16 bytes and writes 12 per float32 parameter;
-// for bfloat16 parameters with a float32 master copy, 14 and 14. H200 (a copy: 4235 GB/s), 124M, in a step:
-// adamw_update float32 0.82 ms, 4256 GB/s; bfloat16 0.836 ms, 4170 GB/s at B=4, 0.845 ms, 4120 at B=64; with eight
-// numbers per thread 0.88 and 0.93 ms. global_norm, which must come first, but runs only if gradients are clipped or
-// their norm is logged: float32 0.117 ms, 4255 GB/s; bfloat16 0.062 ms, 3994 GB/s at B=4, 0.065 ms, 3811 at B=64.
+// for bfloat16 parameters with a float32 master copy, 14 and 14. global_norm must come first, but runs only if
+// gradients are clipped or their norm is logged.
 
 #include "common.cuh"
 

@@ -30,8 +30,8 @@
 // arguments.
 //
 // Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and equally by exp (16 per cycle: with
-// heads of 64, the exp of an element of P takes as long as its part of the two matmuls). Its speed is in
-// doc/speed.md; the steps from a simple kernel to this one are in dev/attention.md.
+// heads of 64, the exp of an element of P takes as long as its part of the two matmuls). The steps from a simple kernel
+// to this one are in dev/kernels/, what was tried in dev/attention.md.
 
 #include "hopper/hopper.cuh"
 #include "mma.cuh"

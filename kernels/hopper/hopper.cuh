@@ -200,8 +200,8 @@ WGMMA(256, D128, NAMES128, "%128", "%129", "%130", "%131", "%132")
 //     consumers   wait_full(i);   use the tile;  release(i)
 //
 // LANES lanes of each consumer warp arrive on `empty`. One lane is enough, after __syncwarp(). But where lanes read the
-// stage by ordinary loads, compute-sanitizer's racecheck does not see that one lane arrives for all; 32 satisfy it, and
-// cost 1 percent in an inner loop (attention_backward_dkv, H200).
+// stage by ordinary loads, compute-sanitizer's racecheck does not see that one lane arrives for all; 32 satisfy
+// it, at some cost in an inner loop.
 template <int STAGES, int LANES = 1>
 struct Ring {
     Mbarrier full[STAGES], empty[STAGES];

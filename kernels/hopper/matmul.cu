@@ -26,10 +26,8 @@
 //
 // Bound by the tensor cores, 2048 multiply-adds per cycle and multiprocessor, and equally by shared memory: a step
 // takes the tensor cores 768 cycles, and moves 40 KB into shared memory and 64 KB out of it, 832 cycles at 128 bytes
-// per cycle. Large matmuls are bound by power. H200, GPT-2 124M, all matmuls of a step together, speed relative to
-// cuBLASLt with searched algorithms: with GELU 1.00 at B=4, 1.05 at B=32 and 1.06 at B=64; the matmuls alone 0.95, 0.99
-// and 1.01. fc with GELU at B=64: 0.46 ms; cuBLASLt and a GELU kernel, 0.63. The steps from a simple kernel to this one
-// are in dev/kernels/matmul_hopper.cu, what was tried in dev/matmul.md.
+// per cycle. Large matmuls are bound by power. The steps from a simple kernel to this one are in
+// dev/kernels/matmul_hopper.cu, what was tried in dev/matmul.md.
 
 #include "hopper/hopper.cuh"
 #include "matmul.cuh"
