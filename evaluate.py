@@ -20,7 +20,7 @@ between vocabularies. End-of-text tokens are not text and are left out.
 HellaSwag: llm.c's acc_norm.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
 import json
@@ -30,23 +30,26 @@ import warnings
 import numpy as np
 from tqdm import tqdm
 
-from generate import load_model, load_vocabulary
+from generate import load_vocabulary
+from llmc import models
 from llmc.dataloader import find_files, names_shards, open_tokens
-from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, run_main
 from llmc.evaluation import HELLASWAG, check_fits, count_correct, read_examples
+from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
-from train_gpt2 import GPT2
-from train_gpt2_cuda import open_evaluator
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns losses of their shape
 
 
-def open_model(config, params, device):
+def open_model(architecture, config, params, device):
     """Return (model, name of its device, a batch size that suits it)."""
-    found = try_gpu(device, lambda gpu: (open_evaluator(gpu, config, params), gpu.name, 4))
-    return found or (GPT2(config, params), "CPU", 1)
+    def on_gpu(gpu):
+        from llmc.gpu.trainer import open_evaluator
+
+        return open_evaluator(models.on_gpu(architecture), gpu, config, params), gpu.name, 4
+
+    return try_gpu(device, on_gpu) or (architecture(config, params), "CPU", 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ def parse_arguments():
 
 def evaluate(args):
     """Run the evaluations of `args`; returns the results as a dict."""
-    config, params = load_model(args.model)
+    architecture, config, params = models.load_model(args.model)
     T = min(args.context, config.maxT)
     if T < 2:
         raise UserError(f"{args.model}: its longest sequence is one token, expected at least 2, to predict one from the"
@@ -224,7 +227,7 @@ def evaluate(args):
         examples = read_examples(args.hellaswag, config.V)[: args.examples or None]
         hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
         check_fits(args.hellaswag, examples, T, hint)
-    model, device, B = open_model(config, params, args.device)
+    model, device, B = open_model(architecture, config, params, args.device)
     B = args.batch_size or B
     model.allocate_activations(B, T)
     results = {"model": args.model, "device": device, "context": T}

@@ -20,7 +20,7 @@ with the vocabulary of the tokenizer.bin that a run writes beside the model.
 It is a benchmark, too: --write_tensors 0 --inference_only 1 --compile 1 --dtype bfloat16 and so on.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
 import contextlib
@@ -42,16 +42,17 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from torch import nn
 from torch.nn import functional as F
 
-from llmc.checkpoint import Config, DebugState, fingerprint, padded, read_model, write_debug_state, write_model
+from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import open_tokens
+from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import UserError, run_main
-from llmc.files import make_directory, replacing, together
+from llmc.files import make_directory, replacing
 from llmc.resume import model_file
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import read_tokenizer
 from prepro import EOT, load_encoding, read_input, reason, save_vocabulary, tokenizer_of
-from train_gpt2 import SIZES, parameter_table, random_model
+from train_gpt2 import GPT2, SIZES, Config, parameter_table, random_model
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
@@ -217,7 +218,7 @@ def find_weights(folder):
 
 
 def read_hf_folder(folder):
-    """Read (config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors (never a pickle)."""
+    """Read (GPT2, config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors (never a pickle)."""
     path = config_path = os.path.join(folder, "config.json")
     try:
         with open(config_path, encoding="utf-8") as f:
@@ -272,7 +273,7 @@ def read_hf_folder(folder):
     if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
                                                         params.wte[: config.V]):
         raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
-    return config, params
+    return GPT2, config, params
 
 
 GPT2_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json"  # transformers' files for it
@@ -286,7 +287,7 @@ def write_hf_folder(model, folder):
     model: a .bin file, or the directory of a run.
     """
     model_path = model_file(model)
-    config, params = read_model(model_path, parameter_table)
+    config, params = read_model(model_path, GPT2)
     vocabulary = os.path.join(os.path.dirname(model_path), "tokenizer.bin")
     tokenizer, tokenizer_files = None, {}
     if os.path.lexists(vocabulary):
@@ -322,10 +323,9 @@ def write_hf_folder(model, folder):
         state[f"transformer.{module_name}"] = torch.from_numpy(view)
     files = {"config.json": json.dumps(hf, indent=2).encode(),
              "model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files}
-    with together():
-        for name, data in files.items():
-            with replacing(os.path.join(folder, name)) as f:
-                f.write(data)
+    for name, data in files.items():
+        with replacing(os.path.join(folder, name)) as f:
+            f.write(data)
     print(f"wrote {', '.join(files)} to {folder}")
 
 
@@ -391,12 +391,12 @@ def load_model(name, vocabulary):
     if name in SIZES:
         return *random_model(name, VOCABULARIES[vocabulary]), name
     if name in PRETRAINED:
-        return *read_hf_folder(fetch_pretrained(name)), PRETRAINED[name]
+        return *read_hf_folder(fetch_pretrained(name))[1:], PRETRAINED[name]
     if os.path.exists(os.path.join(name, "config.json")):
-        return *read_hf_folder(name), os.path.basename(os.path.abspath(name))
+        return *read_hf_folder(name)[1:], os.path.basename(os.path.abspath(name))
     if os.path.exists(name):
         path = model_file(name)
-        return *read_model(path, parameter_table), os.path.splitext(os.path.basename(path))[0].removeprefix("gpt2_")
+        return *read_model(path, GPT2), os.path.splitext(os.path.basename(path))[0].removeprefix("gpt2_")
     raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *SIZES])}, a Hugging Face folder, the"
                     " directory of a run or a .bin file")
 
@@ -483,16 +483,15 @@ def write_files(args, config, params, label, batch, encoding):
         check_not_read(args.model, path, version)
     make_directory(args.output_dir)
     written, model = [*models], None
-    with together():
-        for path, version in models.items():
-            write_model(path, config, params, version)
-        if batch is not None:
-            state, model = make_debug_state(config, params, *batch, args.num_iterations, print_iteration)
-            write_debug_state(state_path, config, state, versions.debug_state)
-            written.append(state_path)
-        if encoding:
-            written.append(os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin"))
-            save_vocabulary(written[-1], encoding, versions.tokenizer)
+    for path, version in models.items():
+        write_model(path, config, params, version)
+    if batch is not None:
+        state, model = make_debug_state(config, params, *batch, args.num_iterations, print_iteration)
+        write_debug_state(state_path, config, state, versions.debug_state)
+        written.append(state_path)
+    if encoding:
+        written.append(os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin"))
+        save_vocabulary(written[-1], encoding, versions.tokenizer)
     for path in written:
         print(f"wrote {path}")
     return model

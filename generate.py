@@ -13,7 +13,7 @@ window slides by half its length. On a GPU, samples are independent of the batch
 differently.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
 import itertools
@@ -24,36 +24,29 @@ import sys
 
 import numpy as np
 
-from llmc.checkpoint import read_model
-from llmc.gpu.device import gpu_errors_as_lines, try_gpu
+from llmc import models
 from llmc.errors import UserError, describe, run_main
-from llmc.resume import model_file
+from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.tokenizer import read_tokenizer
-from train_gpt2 import Decoder, parameter_table
-from train_gpt2_cuda import open_decoder
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model and prompt
 
 
-def load_model(path):
-    """Load (config, params) from a run's directory, a .bin file or a Hugging Face folder."""
-    if os.path.exists(os.path.join(path, "config.json")):
-        from export_weights import read_hf_folder  # here: it needs PyTorch
-
-        return read_hf_folder(path)
-    return read_model(model_file(path), parameter_table)
-
-
-def make_decoder(config, params, args):
+def make_decoder(architecture, config, params, args):
     """Return a decoder on the GPU, if there is one that can run this model, else in NumPy."""
-    found = try_gpu(args.device, lambda gpu: open_decoder(gpu, config, params, args.samples, config.maxT, args.dtype))
+    def on_gpu(gpu):
+        from llmc.gpu.decoder import open_decoder
+
+        return open_decoder(models.on_gpu(architecture), gpu, config, params, args.samples, config.maxT, args.dtype)
+
+    found = try_gpu(args.device, on_gpu)
     if found:
         return found
     if args.dtype == "bfloat16":
         raise UserError("--dtype bfloat16: this runs on the CPU, in float32: pass --dtype float32")
-    return Decoder(config, params, args.samples, config.maxT)
+    return architecture.Decoder(config, params, args.samples, config.maxT)
 
 
 def load_vocabulary(model, V, path=None):
@@ -260,10 +253,10 @@ def parse_arguments():
 @gpu_errors_as_lines()
 def main():
     args = parse_arguments()
-    config, params = load_model(args.model)
+    architecture, config, params = models.load_model(args.model)
     tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     try:
-        decoder = make_decoder(config, params, args)
+        decoder = make_decoder(architecture, config, params, args)
     except MemoryError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--samples {args.samples}: out of memory ({reason}); pass fewer") from None

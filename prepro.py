@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.files import check_is_file, chunks, make_directory, replacing, together
+from llmc.files import chunks, make_directory, open_input, replacing
 from llmc.threads import THREADS
 from llmc.tokenizer import Tokenizer, write_tokenizer
 
@@ -128,12 +128,8 @@ def file_hash(path, algorithm):
 
 def read_input(path):
     """Return the bytes of a text file; raises UserError if it cannot be read."""
-    check_is_file(path, "pass --input FILE")
-    try:
-        with open(path, "rb") as f:
-            return f.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    with open_input(path, "pass --input FILE") as f:
+        return f.read()
 
 
 def output_paths(output):
@@ -142,9 +138,7 @@ def output_paths(output):
 
 
 def check_not_written_over(texts, outputs):
-    """Raise UserError if one of the paths to be written, `outputs`, is an input, a FIFO or a device."""
-    for path in outputs:
-        check_is_file(path, "pass another --output")
+    """Raise UserError if one of the paths to be written, `outputs`, is an input."""
     outputs = set(map(os.path.realpath, outputs))
     for path in texts:
         if os.path.realpath(path) in outputs:
@@ -207,10 +201,9 @@ def save_files(files, encoding, args):
     vocabulary = output_paths(args.output)[-1]
     make_directory(os.path.dirname(args.output))
     counts = {path: sum(map(len, pieces)) for path, pieces in files.items()}
-    with together():
-        for path, pieces in files.items():
-            write_tokens(path, pieces, counts[path], args.format)
-        save_vocabulary(vocabulary, encoding)
+    for path, pieces in files.items():
+        write_tokens(path, pieces, counts[path], args.format)
+    save_vocabulary(vocabulary, encoding)
     for path, count in counts.items():
         print(f"Saved {count} tokens to {path}")
     print(f"Saved the vocabulary of {encoding.n_vocab} tokens to {vocabulary}")

@@ -17,7 +17,7 @@ made by others from the same text; each is verified against the hub's SHA-256. A
 after an interruption the same command resumes. --parquet needs the Python package pyarrow.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
 import json
@@ -35,8 +35,7 @@ from tqdm import tqdm
 
 from llmc.dataloader import find_files, open_tokens, write_tokens
 from llmc.errors import UserError, run_main
-from llmc.files import (HEADER_BYTES, errors_of_writing, locked, make_directory, open_input, replacing,
-                        sync_directory)
+from llmc.files import (HEADER_BYTES, errors_of_writing, locked, make_directory, open_input, replacing)
 from prepro import (add_processes, check_processes, encode, file_hash, in_processes, load_encoding, reason,
                     save_vocabulary)
 
@@ -156,7 +155,6 @@ def move(source, path):
         with open(source, "rb") as f:
             os.fsync(f.fileno())
         os.replace(source, path)
-        sync_directory(os.path.dirname(path))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -394,7 +392,7 @@ def main():
         raise UserError("the Python package pyarrow, which reads parquet, cannot be imported: pip install pyarrow")
     encoding = load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
     make_directory(output.directory)
-    with locked(output.directory, True, "--output"):
+    with locked(output.directory, "--output"):
         if args.parquet:
             downloads = os.path.join(output.directory, ".download")
             sources = (local_sources(args.input) if args.input is not None else

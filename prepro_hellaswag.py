@@ -8,7 +8,7 @@ The validation set of https://github.com/rowanz/hellaswag in llm.c's layout: eac
 space. --input FILE reads a hellaswag_val.jsonl that you already have, or any file in its format.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
 import json

@@ -10,7 +10,7 @@ Files are read in sorted order up to a fixed total size, and each starts with an
 tokens are for validation, the rest for training. The vocabulary is the 256 byte values and end of text (id 256).
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import os
 import sysconfig

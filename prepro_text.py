@@ -18,7 +18,7 @@ shakespeare_char. Several processes tokenize the text in pieces of a megabyte, c
 memory.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
 import codecs

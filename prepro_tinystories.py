@@ -9,7 +9,7 @@ are shuffled with seed 1337 + shard, so the same archive always gives the same f
 shards. --input DIR reads a directory of data*.json shards that you already have.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import array
 import glob

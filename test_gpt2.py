@@ -47,16 +47,16 @@ import train_gpt2_cuda as cuda
 from dev.rounding import FLOAT32, ROUNDOFFS, NoisyGPT2
 from export_weights import (ADAMW, VOCABULARIES, collect_gradients, make_debug_state, overfit, to_reference,
                             torch_errors_as_lines)
-from llmc.checkpoint import read_debug_state, read_model, write_debug_state, write_model
-from llmc.gpu.compiler import Cache
+from llmc.checkpoint import read_model, write_model
+from llmc.debugstate import check_tensor, read_debug_state, write_debug_state
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, to_float32
 from llmc.errors import UserError, run_main
 from llmc.files import chunks
 from llmc.gpu.precision import Precision
 from llmc.settings import Settings
-from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
-from llmc.gpu.trainer import Trainer
-from train_gpt2 import GPT2, parameter_table, random_model
+from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
+from llmc.gpu.trainer import Trainer, open_device, open_trainer
+from train_gpt2 import GPT2, random_model
 
 FACTOR = 6.0
 STEPS = 3
@@ -91,7 +91,7 @@ class NumpyRun:
     def step(self):
         """Make one update; returns the mean loss before it and the losses (B, T)."""
         self.steps += 1
-        loss = train_gpt2.train_step(self.model, self, self.settings, self.steps - 1, want_norm=False)[0]
+        loss = train_gpt2.train_step(self.model, self, self.settings, self.steps - 1).loss
         return loss, self.model.acts.losses.copy()
 
     def copy(self, name):
@@ -107,9 +107,9 @@ class CudaRun:
         (B, T), gpu = x.shape, open_gpu(arch)
         self.x, self.y = x, y
         settings = cuda.CudaSettings(B=B, T=T, steps=STEPS, dtype=dtype, tf32=tf32, matmul=matmul, **settings)
-        self.settings = cuda.settle(settings, gpu.arch)
+        self.settings = cuda.resolve_auto(settings, gpu.arch)
         with contextlib.redirect_stdout(io.StringIO()):  # hide the report of allocations
-            self.trainer = cuda.open_trainer(gpu, config, params, self.settings)
+            self.trainer = open_trainer(cuda.GPT2, gpu, config, params, self.settings)
             self.trainer.prepare()
 
     def logits(self):
@@ -120,7 +120,7 @@ class CudaRun:
     def step(self):
         """Make one update; returns the mean loss before it and the losses (B, T)."""
         trainer = self.trainer
-        loss = trainer.end_step(trainer.begin_step([(self.x, self.y)], self.settings.learning_rate))[0]
+        loss = trainer.end_step(trainer.begin_step([(self.x, self.y)], self.settings.learning_rate)).loss
         return loss, trainer.model.activations(*self.x.shape).losses.get()
 
     def copy(self, name):
@@ -301,7 +301,7 @@ def expect_adamw(s, step, grad_scale, weight_decay, p0, m0, v0, p1, m1, v1, g):
 
 def climb(model_path, state_path, backend="numpy"):
     """Print one row per tensor; return whether all are within the tolerances and a second run repeats the first."""
-    config, params = read_model(model_path, parameter_table)
+    config, params = read_model(model_path, GPT2)
     state = read_debug_state(state_path, config, params)
     x, y = state.x, state.y
     print(f"{model_path}: {config.describe()}, B={x.shape[0]} T={x.shape[1]}, backend {backend}")
@@ -347,7 +347,7 @@ def write_pair(directory, depth, vocabulary, B, T, steps=STEPS):
 def require(backend):
     """Raise UserError if this backend cannot run here."""
     if backend != "numpy":
-        cuda.settle(cuda.CudaSettings(dtype="bfloat16" if "bf16" in backend else "float32"), open_gpu().arch)
+        cuda.resolve_auto(cuda.CudaSettings(dtype="bfloat16" if "bf16" in backend else "float32"), open_gpu().arch)
 
 
 def need(backend):
@@ -405,12 +405,12 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
     T, (config, params), gpu = 1024, random_model("d12", VOCABULARIES["gpt2"]), open_gpu()
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
     precision = Precision(dtype)
-    (device, matmuls), results = cuda.open_device(gpu, config, precision, Cache(), matmul), []
+    (device, matmuls), results = open_device(cuda.GPT2, gpu, config, precision, matmul), []
     for rows in (B, 1):
         gc.collect()
         cp.get_default_memory_pool().free_all_blocks()  # from the previous model
         try:
-            settings = cuda.settle(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul), gpu.arch)
+            settings = cuda.resolve_auto(cuda.CudaSettings(B=rows, T=T, dtype=dtype, matmul=matmul), gpu.arch)
             trainer = Trainer(cuda.GPT2, config, settings, matmuls, params)
         except UserError as error:
             pytest.skip(str(error))
@@ -461,7 +461,7 @@ def test_the_program_fails_when_a_gradient_is_wrong(pair, run_here, monkeypatch)
 @pytest.mark.parametrize("row, error", (("dfcb[0]", 1.0), ("logits", np.nan)))
 def test_a_debug_state_full_of_errors_does_not_widen_the_tolerance(pair, run_here, tmp_path, row, error):
     model, state_path = pair("bytes", 2, 33)
-    config, params = read_model(model, parameter_table)
+    config, params = read_model(model, GPT2)
     state = read_debug_state(state_path, config, params)
     tensor = state.logits if row == "logits" else state.grads.fcb
     tensor[0, 0] += error

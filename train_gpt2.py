@@ -717,7 +717,8 @@ def main():
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_loss stops at a loss that is not finite
     with locked(settings.output_dir), Loop(settings, GPT2) as loop:
         device = f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32"
-        loop.print_header(device, memory_plan(loop.config, settings))
+        loop.print_header(device)
+        loop.console.memory(memory_plan(loop.config, settings))
         model = GPT2(loop.config, loop.params)
         model.allocate_activations(settings.B, settings.T)
         model.allocate_training(settings.B, settings.T, settings.micro_steps)

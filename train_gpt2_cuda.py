@@ -22,7 +22,7 @@ GPT-2's tables, launches and passes are here, and the main program. llmc/gpu/tra
 captured graph, AdamW, several GPUs.
 """
 
-import llmc  # noqa: F401  (first: Ctrl-C is quiet from here on, and OpenBLAS is told how to run)
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import time
 
@@ -31,37 +31,30 @@ START = time.perf_counter()  # for the time to the first step
 import dataclasses
 import functools
 import math
-import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import count_parameters
+import train_gpt2
+from llmc.errors import UserError, run_main
+from llmc.files import locked
 from llmc.gpu.compiler import Cache
-from llmc.dataloader import open_data
 from llmc.gpu.device import Device, copy_to_gpu, cp, open_gpu, pinned_array, pointer
-from llmc.errors import DIVERGED, Interrupted, Interruption, UserError, run_main
-from llmc.evaluation import load_hellaswag
-from llmc.files import chunks, locked
 from llmc.gpu.geometry import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes,
-                               decode_files, decode_shared, hopper_matmul, kernel_files, launch_geometry, pack)
-from llmc.logger import Log
-from llmc.gpu.matmul import ALIGN, Matmul
+                               decode_files, decode_shared, kernel_files, launch_geometry, pack)
+from llmc.gpu.lines import LlmcCudaLines, peak_rate
+from llmc.gpu.matmul import ALIGN, Linear
 from llmc.gpu.precision import Precision, describe_precision
-from llmc.progress import Console, flops_per_token, peak_flops, print_start, print_table
-from llmc.gpu.ranks import ALONE
-from llmc.resume import check_steps, find_checkpoint, read_start, stopped
-from llmc.sampler import Choice, Random, end_of_text, print_sample
-from llmc.gpu.saver import Saver, resume
+from llmc.gpu.saver import TrainerSaver
+from llmc.gpu.start import check_alike, check_same_files, on_ranks
+from llmc.gpu.trainer import open_trainer, round_weights
+from llmc.loop import Loop
 from llmc.schedulers import learning_rate_at
-from llmc.settings import Settings, flag_of, option, print_changed_settings, with_default
-from llmc.gpu.start import check_alike, check_same_files, check_same_output, on_ranks
+from llmc.settings import Settings, flag_of, option, with_default
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
-from llmc.tokenizer import keep_tokenizer, load_tokenizer
-from llmc.gpu.trainer import Evaluator, Trainer, round_weights
-from train_gpt2 import cache_table, evaluate, parameter_table, random_model
+from train_gpt2 import cache_table, parameter_table, random_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
@@ -93,8 +86,8 @@ class CudaSettings(Settings):
                             help="what the backward pass recomputes to save memory (0: nothing, 1: GELU, 2: layernorms"
                             " too, -1: nothing in bfloat16, GELU in float32)")
     matmul: str = option("auto", group="gpu", choices=("auto", "cublaslt", "kernels"),
-                         help="matmuls by cuBLASLt or by our kernels (auto: in bfloat16 on sm_90 the faster one for"
-                         " each shape, elsewhere cublaslt)")
+                         help="matmuls by cuBLASLt or by our kernels (auto: in bfloat16 on sm_90 by shape, elsewhere"
+                         " cublaslt)")
     arch: str = option("native", group="gpu", choices=("native", "sm_80"),
                        help="sm_80: kernels without the instructions of newer GPUs")
     graph: int = option(1, group="gpu", choices=(0, 1),
@@ -130,9 +123,9 @@ class CudaSettings(Settings):
         return self.dtype == "bfloat16" and bool(self.master_weights)
 
 
-def settle(settings, arch):
-    """A copy of the settings with what depends on the GPU filled in; raises UserError for a dtype that it lacks and for
-    flags that would have no effect."""
+def resolve_auto(settings, arch):
+    """A copy of the settings with everything that is left to the GPU filled in; raises UserError for a dtype that it
+    lacks and for flags that would have no effect."""
     settings = dataclasses.replace(settings)
     has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
     if settings.arch != "native" and not has_bfloat16:
@@ -290,85 +283,25 @@ def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, ad
                   B * T)
 
 
-def matmul_forward(matmul, out, inp, weight, bias, N, C, OC):
-    """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC,) (None: no bias)."""
-    out, inp = out.reshape(N, OC), inp.reshape(N, C)
-    matmul.run(f"forward {N} {C} {OC}", {
-        "kernels": lambda: matmul.kernels.forward(out, inp, weight, bias),
-        "cublaslt": lambda: matmul.cublaslt.multiply(out, inp, weight.T, bias),
-        "kernels narrow": lambda: matmul.kernels.forward(out, inp, weight, bias, narrow=True),
-    })
+def matmul_gelu_forward(device, linear, out, gelu, inp, N, OC):
+    """out (N,OC) = the linear layer of inp, gelu (N,OC) = GELU(out)."""
+    if linear.matmul.kernels:
+        linear.forward_gelu(out, gelu, inp)
+    else:
+        linear.forward(out, inp)
+        gelu_forward(device, gelu, out, N, OC)
 
 
-def matmul_gelu_forward(matmul, out, gelu, inp, weight, bias, N, C, OC):
-    """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC,), gelu (N,OC) = GELU(out)."""
-    out, gelu, inp = out.reshape(N, OC), gelu.reshape(N, OC), inp.reshape(N, C)
-
-    def one_after_the_other():
-        matmul.cublaslt.multiply(out, inp, weight.T, bias)
-        gelu_forward(matmul.device, gelu, out, N, OC)
-
-    matmul.run(f"forward_gelu {N} {C} {OC}", {
-        "kernels": lambda: matmul.kernels.gelu_forward(out, gelu, inp, weight, bias),
-        "cublaslt": one_after_the_other,
-    })
-
-
-def matmul_backward_inp(matmul, dinp, dout, weight, N, C, OC, scale=1.0):
-    """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
-    dinp, dout = dinp.reshape(N, C), dout.reshape(N, OC)
-    matmul.run(f"backward_inp {N} {C} {OC}", {
-        "kernels": lambda: matmul.kernels.backward_inp(dinp, dout, weight, scale),
-        "cublaslt": lambda: matmul.cublaslt.multiply_in_chains(dinp, dout, weight, scale),
-        "kernels narrow": lambda: matmul.kernels.backward_inp(dinp, dout, weight, scale, narrow=True),
-    })
-
-
-def matmul_gelu_backward_inp(matmul, dinp, partials, gelu, dout, weight, inp, N, C, OC):
-    """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp); partials (blocks, C) =, for column_sums: of dinp; gelu
-    (N,C) = GELU(inp), recomputed, if not None."""
-    dinp, dout, inp = dinp.reshape(N, C), dout.reshape(N, OC), inp.reshape(N, C)
-
-    def fused():
-        matmul.kernels.gelu_backward_inp(dinp, partials, dout, weight, inp)
+def matmul_gelu_backward_inp(device, linear, dinp, partials, gelu, dout, inp, N, C):
+    """dinp (N,C) = the linear layer's gradient with respect to its input GELU(inp), times GELU'(inp); partials (blocks,
+    C) =, for column_sums: of dinp; gelu (N,C) = GELU(inp), recomputed, if not None."""
+    if linear.matmul.kernels:
+        linear.backward_inp_gelu(dinp, partials, dout, inp)
         if gelu is not None:
-            gelu_forward(matmul.device, gelu, inp, N, C)
-
-    def one_after_the_other():
-        matmul.cublaslt.multiply_in_chains(dinp, dout, weight)
-        gelu_backward(matmul.device, dinp, partials, gelu, inp, dinp, N, C)
-
-    matmul.run(f"backward_inp_gelu {N} {C} {OC}", {"kernels": fused, "cublaslt": one_after_the_other})
-
-
-def matmul_backward_weight(matmul, dweight, dout, inp, transposed, N, C, OC, scale=1.0):
-    """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). In float32, the smaller operand may be transposed first,
-    to `transposed` (scratch; None in bfloat16): see transpose.cu."""
-    dout, inp = dout.reshape(N, OC), inp.reshape(N, C)
-    ways = {}
-    if matmul.kernels:
-        ways = matmul.kernels.backward_weight_ways(dweight, dout, inp, scale)
-    ways["direct"] = lambda: matmul.cublaslt.multiply(dweight, dout.T, inp, scale=scale)
-
-    def transposed_first():
-        a, b, rows = dout.T, inp, transposed[: min(C, OC)]
-        if C <= OC:
-            transpose(matmul.device, rows, inp, N, C)
-            b = rows.T
-        else:
-            transpose(matmul.device, rows, dout, N, OC)
-            a = rows
-        matmul.cublaslt.multiply(dweight, a, b, scale=scale)
-
-    if transposed is not None:
-        ways["transposed"] = transposed_first
-    matmul.run(f"backward_weight {N} {C} {OC}", ways, to=f" to {matmul.precision.grads}")
-
-
-def transpose(device, out, inp, rows, columns):
-    """out (columns, rows) = inp (rows, columns)^T."""
-    side, threads = device.geometry.TRANSPOSE_SIDE, device.geometry.TRANSPOSE_THREADS
-    device.launch("transpose", (blocks(columns, side), blocks(rows, side)), (threads,), out, inp, rows, columns)
+            gelu_forward(device, gelu, inp, N, C)
+    else:
+        linear.backward_inp(dinp, dout)
+        gelu_backward(device, dinp, partials, gelu, inp, dinp, N, C)
 
 
 def attention_forward(device, out, lse, inp, B, T, C, NH):
@@ -449,7 +382,9 @@ class GPT2:
     """The architecture: what a forward and a backward pass compute, on buffers that a Trainer allocates. Smaller
     batches and shorter sequences use the start of the same buffers."""
 
-    parameter_table = staticmethod(parameter_table)
+    TITLE, MAGIC, Config, Settings = train_gpt2.GPT2.TITLE, train_gpt2.GPT2.MAGIC, train_gpt2.Config, CudaSettings
+    parameter_table, random_model = staticmethod(parameter_table), staticmethod(random_model)
+    resolve_auto = staticmethod(resolve_auto)
 
     @staticmethod
     def tables(config, settings, B, T, sm_count, geometry):
@@ -469,9 +404,15 @@ class GPT2:
         self.config, self.settings = config, settings
         self.device, self.matmul = matmul.device, matmul
         self.params, self.grads, self.buffers = params, grads, buffers
+        self.head = Linear(matmul, params.wte, None, grads and grads.wte)  # tied to the embedding
         self.param_layers = [layer(params, l) for l in range(config.L)]
         self.grad_layers = [layer(grads, l) for l in range(config.L)] if grads else None
         self.shapes = {}
+
+    def linear(self, name, l):
+        """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj"."""
+        p, g = self.param_layers[l], self.grad_layers and self.grad_layers[l]
+        return Linear(self.matmul, getattr(p, f"{name}w"), getattr(p, f"{name}b"), g and getattr(g, f"{name}w"))
 
     def activations(self, B, T):
         """Views of all buffers for batches of (B, T), made once: rows by name, and each layer's rows as the forward
@@ -498,7 +439,7 @@ class GPT2:
     def trunk(self, acts, inputs, layer_begins=None):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier. layer_begins(l): called before the
         first launch that reads layer l's matrices."""
-        device, matmul, params, branch = self.device, self.matmul, self.params, acts.branch
+        device, linear, params, branch = self.device, self.linear, self.params, acts.branch
         B, T, L, C, NH = acts.B, acts.T, self.config.L, self.config.C, self.config.NH
         N = B * T
 
@@ -515,25 +456,24 @@ class GPT2:
                 residual = below.residual3
                 residual_layernorm_forward(device, residual, a.ln1, a.ln1_mean, a.ln1_rstd, below.residual2, branch,
                                            p.ln1w, p.ln1b, B, T, C)
-            matmul_forward(matmul, a.qkv, a.ln1, p.qkvw, p.qkvb, N, C, 3 * C)
+            linear("qkv", l).forward(a.qkv, a.ln1)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, C, NH)
-            matmul_forward(matmul, branch, a.atty, p.attprojw, p.attprojb, N, C, C)
+            linear("attproj", l).forward(branch, a.atty)
             residual_layernorm_forward(device, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, branch,
                                        p.ln2w, p.ln2b, B, T, C)
-            matmul_gelu_forward(matmul, a.fch, a.fch_gelu, a.ln2, p.fcw, p.fcb, N, C, 4 * C)
-            matmul_forward(matmul, branch, a.fch_gelu, p.fcprojw, p.fcprojb, N, 4 * C, C)
+            matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_gelu, a.ln2, N, 4 * C)
+            linear("fcproj", l).forward(branch, a.fch_gelu)
         top = acts.layers[-1]
         residual_layernorm_forward(device, top.residual3, acts.lnf, acts.lnf_mean, acts.lnf_rstd, top.residual2, branch,
                                    params.lnfw, params.lnfb, B, T, C)
 
     def classify(self, acts, targets, loss, scale, train):
         """loss (1,) = the sum of acts.losses times scale; with `train`, the logits are overwritten with their gradient.
-        Returns an event for the loss, which the side stream adds up."""
-        N, C, Vp = acts.B * acts.T, self.config.C, self.config.Vp
-        matmul_forward(self.matmul, acts.logits, acts.lnf, self.params.wte, None, N, C, Vp)
+        Returns an event for the loss, which the side stream sums."""
+        self.head.forward(acts.logits, acts.lnf)
         classifier(self.device, acts.losses, acts.logits, targets, nearest_power_of_2(scale), train, acts.B, acts.T)
         with self.device.on_side_stream() as loss_done:
-            loss_mean(self.device, loss, acts.losses, scale, N)
+            loss_mean(self.device, loss, acts.losses, scale, acts.B * acts.T)
         return loss_done
 
     def backward(self, acts, order, piece_begins, piece_tokens, scale, weight_done=None):
@@ -542,31 +482,31 @@ class GPT2:
         event): called after the launch of the matmul that computes layer l's gradient of matrix `name`, which is
         complete at the event; from the last layer to the first, within a layer from the table's last matrix to its
         first."""
-        device, matmul, params, grads, config = self.device, self.matmul, self.params, self.grads, self.config
-        B, T, C, Vp, NH = acts.B, acts.T, config.C, config.Vp, config.NH
+        device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
+        B, T, C, NH = acts.B, acts.T, config.C, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
         dresidual, dbranch, transposed = acts.dresidual, acts.dbranch, getattr(acts, "transposed", None)
         partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and layernorms
 
-        def weight_gradient(name, l, dout, inp, OC, C):
+        def weight_gradient(name, l, dout, inp):
             """On the side stream; returns an event, after which dout and inp may be overwritten."""
             with device.on_side_stream() as done:
-                matmul_backward_weight(matmul, getattr(grads, name)[l], dout, inp, transposed, N, C, OC)
+                linear(name, l).backward_weight(dout, inp, transposed)
             if weight_done:
-                weight_done(name, l, done)
+                weight_done(f"{name}w", l, done)
             return done
 
         # logits = lnf @ wte^T. dlogits carry nearest_power_of_2(scale); the matmuls that read them multiply by
         # `factor`, both on the main stream, because what follows overwrites dlogits.
         dlogits, factor = acts.logits, scale / nearest_power_of_2(scale)
-        matmul_backward_inp(matmul, dbranch, dlogits, params.wte, N, C, Vp, scale=factor)
-        matmul_backward_weight(matmul, grads.wte, dlogits, acts.lnf, transposed, N, C, Vp, scale=factor)
+        self.head.backward_inp(dbranch, dlogits, factor)
+        self.head.backward_weight(dlogits, acts.lnf, transposed, factor)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
         # dresidual is the gradient of fcproj's output, too: its column sums are the gradient of fcprojb
         partials.append((acts.lnf_partials, (grads.lnfw, grads.lnfb, self.grad_layers[-1].fcprojb)))
-        # Events after which what a weight gradient has read may be overwritten: dfch_read: dfch, a recomputed ln2;
-        # dresidual_read: dresidual, a recomputed fch_gelu; dqkv_read: dqkv, a recomputed ln1.
+        # x_read: event after which x may be overwritten, and with it the recomputed tensor that was read beside it: ln2
+        # with dfch, fch_gelu with dresidual, ln1 with dqkv.
         dfch_read = dqkv_read = None
         for l in reversed(range(config.L)):
             p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
@@ -575,27 +515,28 @@ class GPT2:
 
             device.wait(dfch_read)
             gelu = a.fch_gelu if "fch_gelu" in recomputed else None
-            matmul_gelu_backward_inp(matmul, acts.dfch, a.gelu_partials, gelu, dresidual, p.fcprojw, a.fch, N, 4 * C, C)
+            matmul_gelu_backward_inp(device, linear("fcproj", l), acts.dfch, a.gelu_partials, gelu, dresidual, a.fch, N,
+                                     4 * C)
             partials.append((a.gelu_partials, (g.fcb,)))
-            dresidual_read = weight_gradient("fcprojw", l, dresidual, a.fch_gelu, C, 4 * C)
+            dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_gelu)
             if "ln2" in recomputed:
                 layernorm_forward(device, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
-            dfch_read = weight_gradient("fcw", l, acts.dfch, a.ln2, 4 * C, C)
-            matmul_backward_inp(matmul, dbranch, acts.dfch, p.fcw, N, C, 4 * C)
+            dfch_read = weight_gradient("fc", l, acts.dfch, a.ln2)
+            linear("fc", l).backward_inp(dbranch, acts.dfch)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd,
                                True, B, T, C)
             partials.append((a.ln2_partials, (g.ln2w, g.ln2b, g.attprojb)))
-            dresidual_read = weight_gradient("attprojw", l, dresidual, a.atty, C, C)
-            matmul_backward_inp(matmul, dbranch, dresidual, p.attprojw, N, C, C)
+            dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
+            linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
             attention_backward(device, acts.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse,
                                B, T, C, NH)
             partials.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
-            dqkv_read = weight_gradient("qkvw", l, acts.dqkv, a.ln1, 3 * C, C)
-            matmul_backward_inp(matmul, dbranch, acts.dqkv, p.qkvw, N, C, 3 * C)
+            dqkv_read = weight_gradient("qkv", l, acts.dqkv, a.ln1)
+            linear("qkv", l).backward_inp(dbranch, acts.dqkv)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd,
                                True, B, T, C)
@@ -603,7 +544,7 @@ class GPT2:
         column_sums(device, partials)
         encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, order, piece_begins, piece_tokens,
                          B, T, C)
-        device.wait(dqkv_read)  # the last work of the side stream: all of it is done
+        device.wait(dqkv_read)  # joins the side stream
 
 
 def nearest_power_of_2(x):
@@ -888,51 +829,11 @@ def share_first(tensor, stream):
                                       cp.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# a GPT-2 with its kernels on this GPU: to train, to evaluate, for text
-
-STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels declare themselves, at most
-
-
-def open_device(gpu, config, precision, cache, matmul="auto", text=False):
-    """(Device with this model's kernels, Matmul). matmul "auto": only Hopper's own kernels are worth timing beside
-    cuBLASLt. text: with a Decoder's kernels, too. Raises UserError for a model that the kernels, or this GPU, have no
-    room for."""
-    check_sizes(config)
-    if matmul == "auto" and not hopper_matmul(precision, gpu.arch):
-        matmul = "cublaslt"
-    files = kernel_files(config, precision, gpu.arch, matmul)
-    needed = max(files["attention"].shared.values()) + STATIC_SHARED
-    if needed > gpu.shared:
-        raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block,"
-                        f" {gpu.name} has {gpu.shared}: train this model with: python train_gpt2.py")
-    geometry = launch_geometry(config, precision, gpu.arch, gpu.shared if text else None)
-    files = [*files.values(), *(decode_files(config, precision, geometry) if text else ())]
-    device = Device(gpu, cache, files, geometry)
-    return device, Matmul(device, cache, precision, ("kernels", "cublaslt") if matmul == "auto" else (matmul,))
-
-
-def open_trainer(gpu, config, params, settings, ranks=ALONE):
-    """A Trainer of this model on this GPU; `settings` are settled. The first rank draws the samples."""
-    text = settings.sample_every > 0 and ranks.is_first
-    cache = Cache(speaks=ranks.local_rank == 0)
-    device, matmul = open_device(gpu, config, settings.precision, cache, settings.matmul, text)
-    print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
-    return Trainer(GPT2, config, settings, matmul, params, ranks)
-
-
-def open_evaluator(gpu, config, params):
-    """An Evaluator of this GPT-2 on this GPU."""
-    settings = settle(CudaSettings(dtype="float32"), gpu.arch)
-    device, matmul = open_device(gpu, config, settings.precision, Cache(), settings.matmul)
-    return Evaluator(GPT2, config, settings, matmul, params)
-
-
 def open_decoder(gpu, config, params, B, T, dtype="auto"):
     """A Decoder on this GPU for a model on the host. Raises UserError for a model that the kernels, or this GPU, have
     no room for, MemoryError when there is too little memory."""
     check_sizes(config)
-    precision = settle(CudaSettings(dtype=dtype), gpu.arch).precision._replace(tf32=0)
+    precision = resolve_auto(CudaSettings(dtype=dtype), gpu.arch).precision._replace(tf32=0)
     geometry = launch_geometry(config, precision, gpu.arch, gpu.shared)
     update = kernel_files(config, precision, gpu.arch, "cublaslt")["update"]
     device = Device(gpu, Cache(), [update, *decode_files(config, precision, geometry)], geometry)
@@ -950,202 +851,45 @@ def open_decoder(gpu, config, params, B, T, dtype="auto"):
 # main
 
 
-def describe(settings, config, params, gpu, train_loader, val_loader, model_path):
-    """The table that a run with --lines llmc begins with: groups of (name, value)."""
-    rounded = settings.precision.bf16 and not is_bfloat16(params)
-    run = [
-        ("training data", settings.data),
-        ("output", settings.output or "none"),
-        ("batch size B", settings.B),
-        ("sequence length T", settings.T),
-        ("tokens in an update", settings.update_tokens),
-        ("learning rate", f"{settings.learning_rate:e}"),
-        ("updates", settings.steps),
-        ("validate every", settings.val_every),
-        ("validation batches", min(settings.val_batches, val_loader.whole_batches) if val_loader else 0),
-        ("sample every", settings.sample_every),
-        ("tokens in a sample", settings.sample_tokens),
-    ]
-    device = [
-        ("device", describe_gpu(gpu, settings.gpus)),
-        ("precision", describe_precision(settings)),
-    ]
-    model = [
-        ("model", f"{model_path}{', rounded from float32 to bfloat16' if rounded else ''}"),
-        ("max_seq_len", config.maxT),
-        ("vocab_size", config.V),
-        ("padded_vocab_size", config.Vp),
-        ("num_layers", config.L),
-        ("num_heads", config.NH),
-        ("channels", config.C),
-        ("num_parameters", count_parameters(config, params)),
-    ]
-    return run, device, model, [("train batches", train_loader.num_batches),
-                                ("val batches", val_loader.num_batches if val_loader else 0)]
-
-
 def describe_gpu(gpu, count=1):
     driver = cp.cuda.runtime.driverGetVersion()
     return f"{f'{count} x ' if count > 1 else ''}{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
-def is_bfloat16(params):
-    """Whether rounding to bfloat16 changes no weight."""
-    return not any((piece.view(np.uint32) & 0xFFFF).any() for piece in chunks(flat(params)))
-
-
-def resolve_steps(settings, train_loader, first_step):
-    """-x 0 means one epoch; raises UserError when a checkpoint is beyond the last step."""
-    if settings.steps == 0:
-        settings.steps = max(1, train_loader.batches_per_epoch // settings.micro_steps)
-    check_steps(settings, first_step)
-
-
 def main():
-    return on_ranks(CudaSettings, "Train GPT-2 on GPUs, with CuPy and CUDA kernels.", run_locked)
-
-
-def run_locked(settings, ranks):
-    with locked(settings.output if ranks.is_first else "", settings.output_dir):
-        return run(settings, ranks)
+    return on_ranks(CudaSettings, "Train GPT-2 on GPUs, with CuPy and CUDA kernels.", run)
 
 
 def run(settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
-    first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
     gpu = open_gpu(settings.arch, ranks.local_rank)
     check_alike(ranks, gpu, settings)
-    check_same_output(ranks, settings)
-    with ranks.said_once():
-        tokenizer = load_tokenizer(settings)
-    given, settings = settings, settle(settings, gpu.arch)
+    resolve = functools.partial(resolve_auto, arch=gpu.arch)
+    resolve(settings)  # refuses at once what this GPU lacks
     loading = time.perf_counter()
-    with ranks.said_once():
-        config, params, start = read_start(settings, first_step, tokenizer, parameter_table, random_model)
-    loading = time.perf_counter() - loading
-    train_loader, val_loader = open_data(settings, config.V, ranks.rank, ranks.size)
-    examples = load_hellaswag(settings, config)
-    check_same_files(ranks, config, params, train_loader, val_loader, examples)
-    if ranks.is_first:
-        keep_tokenizer(settings, tokenizer, first_step)
-    random = Random()
-
-    print_changed_settings(given)
-    resolve_steps(settings, train_loader, first_step)
-    parameters = count_parameters(config, params)
-    if settings.lines == "llmc":
-        if settings.verbose:
-            print_table([list(vars(settings).items())])
-        print_table(describe(settings, config, params, gpu, train_loader, val_loader, start))
-    else:
-        print_start(settings, config, parameters, start, train_loader, val_loader,
-                    f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}")
-    trainer = open_trainer(gpu, config, params, settings, ranks)
-    del params  # the host's copy, a model's size on each rank
-    if first_step is not None:
-        resume(trainer, first_step, train_loader, random)
-    trainer.prepare()
-    if ranks.is_first and not trainer.matmul.repeats():
-        print("note: some matmul algorithms that the checkpoint records do not run here: what follows agrees up to"
-              " rounding", file=sys.stderr)
-    print(f"matmuls: {trainer.matmul.searched} shapes searched for the fastest algorithm, the others known")
-    peak = peak_flops(gpu.name, settings.precision.matmul)
-    peak = peak and ranks.size * peak
-    with Console(settings, first_step or 0, flops_per_token(parameters, config, settings.T), peak) as console:
-        status = train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step or 0, loading,
-                       console)
+    with (locked(settings.output_dir if ranks.is_first else None),
+          Loop(settings, GPT2, ranks, resolve, LlmcCudaLines) as loop):
+        loading, settings = time.perf_counter() - loading, loop.settings
+        check_same_files(ranks, loop.config, loop.params, loop.train_loader, loop.val_loader, loop.examples)
+        peak = peak_rate(gpu, ranks.size, settings, loop.config, loop.parameters)
+        loop.print_header(f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}", peak)
+        trainer = open_trainer(GPT2, gpu, loop.config, loop.params, settings, ranks)
+        loop.console.memory(trainer.plan)
+        loop.start(trainer, TrainerSaver(trainer))
+        trainer.prepare()
+        loop.console.first_update = functools.partial(print_start_time, settings, loading)
+        for step in loop:  # between updates, it validates, samples, saves and stops
+            batches = [loop.train_loader.next_batch() for _ in range(settings.own_micro_steps)]
+            number = trainer.begin_step(batches, learning_rate_at(settings, step))
+            loop.report_later(step, functools.partial(trainer.end_step, number))  # while the next one runs
     trainer.close()
-    return status
+    return loop.status
 
 
-def sample(trainer, tokenizer, random, interruption):
-    """Print a sample that the first rank draws; the others advance `random` as it does."""
-    count = trainer.settings.sample_tokens - 1
-    if trainer.ranks.is_first:
-        begin = np.array([[end_of_text(tokenizer, trainer.config.V)]], np.int32)
-        print_sample(interruption.watching(trainer.decoder.draw(begin, count, [random], Choice())), tokenizer)
-    else:
-        for _ in interruption.watching(range(count)):
-            random.u32()
-
-
-def train(trainer, train_loader, val_loader, examples, tokenizer, random, first_step, loading, console):
-    """The training loop; returns the exit status. A step is: validate, sample, update, save; its line is printed while
-    the next one runs, unless something else is due in between."""
-    settings, ranks, directory = trainer.settings, trainer.ranks, trainer.settings.output_dir
-    log = Log(settings if ranks.is_first else dataclasses.replace(settings, output=""), first_step)
-    interruption = Interruption(ranks.largest, speaks=ranks.is_first)
-    in_turns = functools.partial(ranks.starmap, check=interruption.check)
-    console.start(interruption)
-    running, times = None, []  # (step, number of begin_step) of the update whose line is still to be printed
-
-    def finish():
-        nonlocal running
-        if running is None:
-            return
-        (step, number), running = running, None
-        loss, norm, ms, outlier = trainer.end_step(number)
-        if not math.isfinite(loss):
-            raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
-        console.training(step, loss, ms / 1000, f"step {step + 1:4d}/{settings.steps}: train loss {loss:f} ({ms:f} ms,"
-                         f" {settings.update_tokens / ms * 1000:.0f} tok/s)")
-        if not times and (settings.verbose or settings.lines == "llmc"):
-            seconds = time.perf_counter() - START - loading
-            console.print(f"first step finished {seconds:.2f} s after the start, not counting {loading:.2f} s of"
-                          " reading the model")
-        times.append(ms)
-        log.training(step, loss, learning_rate_at(settings, step), norm, ms / 1000)
-        if outlier:
-            console.skip(step + 1, outlier)
-
-    def stop_after(done, signal):
-        return stopped(settings, done, signal, ranks.has_launcher) if ranks.is_first else 128 + signal
-
-    with Saver(trainer, train_loader, random, interruption) as saver:
-        for step in range(first_step, settings.steps + 1):
-            saver.check()
-            last = step == settings.steps
-            final = last and settings.final_reports
-            validation = settings.val_every and (step % settings.val_every == 0 or final)
-            sampling = settings.sample_every and step > 0 and (step % settings.sample_every == 0 or final)
-            if validation or sampling or last:
-                finish()
-                trainer.complete_weights()
-            before = random.state
-            try:
-                if validation:
-                    evaluate(trainer.forward, trainer.losses, settings, val_loader, examples, step, console, log,
-                             in_turns)
-                if sampling:
-                    console.wait_for(None)
-                    sample(trainer, tokenizer, random, interruption)
-            except Interrupted:  # the resumed run validates and samples at this step again
-                random.state = before
-                saver.wait()
-                if directory and step not in (first_step, saver.saved):
-                    saver.save(step)
-                    saver.wait()
-                return stop_after(step or None, interruption.signal)
-            if last:
-                break
-            batches = [train_loader.next_batch() for _ in range(trainer.settings.own_micro_steps)]
-            begun = step, trainer.begin_step(batches, learning_rate_at(settings, step))
-            finish()
-            running = begun
-
-            done = step + 1
-            due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
-            stop = interruption.agreed()
-            if stop or (directory and due):
-                finish()
-            if directory and (due or stop):
-                console.wait_for("saving")
-                saver.save(done)
-            if stop:
-                saver.wait()
-                return stop_after(done, stop)
-    console.end(f"total average iteration time: {sum(times) / len(times):f} ms" if times else None)
-    return 0
+def print_start_time(settings, loading):
+    if settings.verbose or settings.lines == "llmc":
+        print(f"first step finished {time.perf_counter() - START - loading:.2f} s after the start, not counting"
+              f" {loading:.2f} s of reading the model")
 
 
 if __name__ == "__main__":

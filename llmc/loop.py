@@ -41,7 +41,8 @@ class Loop:
     """A run, as a page uses it:
 
         with Loop(settings, GPT2) as loop:     # reads tokenizer, model (loop.config, loop.params) and data
-            loop.print_header(device, memory)
+            loop.print_header(device)
+            loop.console.memory(plan)
             ...                                # makes the model
             loop.start(model, saver)           # resumes, if there is a checkpoint
             for step in loop:                  # validates, samples and saves between the updates; ends on a signal
@@ -83,10 +84,9 @@ class Loop:
         """The number of parameters, without padding."""
         return count_parameters(self.config, self.params)
 
-    def print_header(self, device, memory=(), peak=None):
-        """device: its name; memory: [(bytes, what for)]; peak: FLOP/s of the device, for the MFU; None: not known."""
+    def print_header(self, device, peak=None):
+        """device: its name; peak: tokens/s at which matmuls would use all of its FLOP/s, for the MFU, or None."""
         self.console.header(device, peak)
-        self.console.memory(memory)
 
     def start(self, model, saver):
         """model: with forward, losses, decoder; saver: see Saver, which this restores from the checkpoint, if any."""

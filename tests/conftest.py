@@ -25,6 +25,7 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 import pytest
 
+import llmc.gpu.cublaslt
 import llmc.gpu.device
 import llmc.gpu.matmul
 import llmc.gpu.memory
@@ -32,12 +33,14 @@ import llmc.gpu.start
 import llmc.gpu.trainer
 import train_gpt2
 import train_gpt2_cuda
-from llmc.checkpoint import Config, DebugState, fingerprint, write_model
+from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
+from llmc.debugstate import DebugState, fingerprint
 from llmc.gpu.device import GPU
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate, flat
 from llmc.tokenizer import write_tokenizer
+from train_gpt2 import Config
 
 ROOT = Path(__file__).parent.parent
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
@@ -367,7 +370,7 @@ class FakeFunction:
 
 
 class FakeGPU:
-    """`cp`, `driver` and `cublasLt` take the modules' place; `launches` are those since the last clear(), events left
+    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear(), events left
     out."""
 
     def __init__(self, arch="sm_90a"):
@@ -381,7 +384,7 @@ class FakeGPU:
             CUtensorMapL2promotion=names, CUtensorMapFloatOOBfill=names, CUresult=names, CUevent_record_flags=names,
             cuuint64_t=int, cuuint32_t=int, cuEventRecordWithFlags=lambda *_: (names.CUDA_SUCCESS,),
             cuTensorMapEncodeTiled=lambda *_: (names.CUDA_SUCCESS, SimpleNamespace(opaque=range(16))))
-        self.cublasLt = FakeCublasLt(self, error)
+        self.cublaslt = FakeCublasLt(self)
 
     def make_cupy(self, error):
         def zeros(shape, dtype):
@@ -408,29 +411,33 @@ class FakeGPU:
 
 
 class FakeCublasLt:
-    """cuBLASLt's bindings: one algorithm for every matmul."""
+    """cuBLASLt's functions: one algorithm for every matmul."""
 
-    matmul_algo_dtype = np.dtype([("data_", "u8", 8)])
-    matmul_heuristic_result_dtype = np.dtype([("algo", matmul_algo_dtype), ("state", "i4")])
-    MatmulDescAttribute = MatmulPreferenceAttribute = Anything()
-    Epilogue = SimpleNamespace(DEFAULT=1, BIAS=4)
+    def __init__(self, fake):
+        self.fake, self.layouts = fake, {}
 
-    def __init__(self, fake, error):
-        self.fake, self.cuBLASLtError = fake, error
-        self.create, self.get_version = lambda: 1, lambda: 130000
-        self.matmul_desc_create = self.matmul_preference_create = lambda *_: 1
-        self.matrix_layout_create = lambda *sizes: sizes
-        self.matmul_preference_destroy = lambda preference: None
-        self.get_matmul_desc_attribute_dtype = self.get_matmul_preference_attribute_dtype = lambda attribute: np.uint64
-        self.matmul_desc_set_attribute = self.matmul_preference_set_attribute = lambda *_: None
+    def cublasLtGetVersion(self):
+        return 130000
 
-    def matmul_algo_get_heuristic(self, handle, description, b, a, c, out, preference, most, results, count):
-        ctypes.c_int32.from_address(count).value = 1
+    def cublasLtMatrixLayoutCreate(self, handle, dtype, rows, columns, stride):
+        handle._obj.value = len(self.layouts) + 1
+        self.layouts[handle._obj.value] = rows, columns
+        return 0
 
-    def matmul(self, handle, description, scale, b, b_layout, a, a_layout, beta, c, c_layout, out, out_layout, *rest):
-        assert out_layout[1] in b_layout[1:3] and out_layout[2] in a_layout[1:3]
-        self.fake.streams[rest[-1]].launched += 1
-        self.fake.launches.append(Launch("cublaslt", (), (), (b, a, out), 0, rest[-1]))
+    def cublasLtMatmulAlgoGetHeuristic(self, *arguments):
+        ctypes.c_int32.from_address(arguments[-1]).value = 1
+        return 0
+
+    def cublasLtMatmul(self, handle, description, scale, b, b_layout, a, a_layout, beta, c, c_layout, out, out_layout,
+                       algorithm, workspace, size, stream):
+        b_shape, a_shape, out_shape = (self.layouts[layout.value] for layout in (b_layout, a_layout, out_layout))
+        assert out_shape[0] in b_shape and out_shape[1] in a_shape
+        self.fake.streams[stream].launched += 1
+        self.fake.launches.append(Launch("cublaslt", (), (), (b, a, out), 0, stream))
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *_: 0
 
 
 @pytest.fixture
@@ -442,8 +449,7 @@ def fake_gpu(monkeypatch, tmp_path):
                    train_gpt2_cuda):
         monkeypatch.setattr(module, "cp", fake.cp)
     monkeypatch.setattr(llmc.gpu.device, "driver", fake.driver)
-    monkeypatch.setitem(sys.modules, "nvmath.bindings", fake)
-    monkeypatch.setattr(llmc.gpu.matmul, "cublasLt", None)
+    monkeypatch.setattr(llmc.gpu.cublaslt, "load_library", lambda: fake.cublaslt)
     monkeypatch.setattr(llmc.gpu.device, "MISSING", None)
     monkeypatch.setattr(llmc.gpu.device, "launch_early", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(llmc.gpu.device, "prepare_kernels",

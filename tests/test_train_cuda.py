@@ -1,7 +1,6 @@
 """The GPU trainer as a user runs it: what it prints, graph and launches, resuming to the bit, memory, faults."""
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -16,27 +15,28 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import llmc.gpu.cublaslt
 import llmc.gpu.device
-import llmc.gpu.matmul
-import llmc.progress
 import llmc.gpu.saver
+import llmc.progress
 import train_gpt2_cuda as cuda
 from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, remove_after, run_program
-from llmc.checkpoint import Config, owned_by_one, read_config, read_model, read_optimizer_state, write_model
-from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
+from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
 from llmc.errors import UserError
 from llmc.gpu.geometry import check_sizes, launch_geometry
 from llmc.gpu.memory import RESERVE, check_memory, memory_plan
 from llmc.gpu.precision import Precision
+from llmc.gpu.trainer import Trainer, open_device
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer
-from train_gpt2 import parameter_table
+from train_gpt2 import Config, parameter_table
 
 FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits
-IGNORED = r"^(settings|resuming|first step|matmuls|kernels|total average|allocated|[|+]).*\n"
+IGNORED = r"^(settings|resuming|first step|kernels|total average|allocated|[|+]).*\n"
 FLOAT32 = ("--dtype", "float32", "--tf32", 0)
 
 
@@ -116,8 +116,7 @@ def test_with_a_package_missing_it_names_it(tmp_path):
         assert_one_line_error(done, what, "pip install -r requirements-gpu.txt", "python train_gpt2.py")
 
 
-@pytest.mark.parametrize("package", ("cuda.core", "nvmath"))
-def test_with_a_package_missing_that_is_imported_later(package):
+def test_with_a_package_missing_that_is_imported_later(package="cuda.core"):
     pytest.importorskip("cupy")
     code = (f"import sys; sys.modules['{package}'] = None; import train_gpt2_cuda;"
             "train_gpt2_cuda.run_main(train_gpt2_cuda.main)")
@@ -129,19 +128,6 @@ def test_a_compiler_that_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(UserError, match="cuda.core cannot be imported .*pip install -r requirements-gpu.txt"):
         compile_kernels("gelu", "sm_80", {})
-
-
-def test_cublaslt_s_bindings_that_cannot_be_loaded(fake_workplace, run_here, monkeypatch):
-    monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
-    assert_one_line_error(run_here(cuda, *FAST, check=False), "cuBLASLt cannot be loaded", "pip install -r")
-
-
-def test_an_error_of_cublaslt_is_one_line(fake_workplace, fake_gpu, run_here, monkeypatch):
-    def fails(*_):
-        raise fake_gpu.cublasLt.cuBLASLtError("CUBLAS_STATUS_ALLOC_FAILED")
-
-    monkeypatch.setattr(fake_gpu.cublasLt, "matmul_algo_get_heuristic", fails)
-    assert_one_line_error(run_here(cuda, *FAST, check=False), "failed (CUBLAS_STATUS_ALLOC_FAILED)", "nvidia-smi")
 
 
 @pytest.mark.parametrize("package, message", (("nvidia-cuda-nvrtc", "Failure finding \"libnvrtc.so\""),
@@ -203,7 +189,7 @@ def test_a_run_on_a_fake_gpu(fake_workplace, fake_gpu, run_here, dtype, recomput
 def test_steps_go_on_while_a_checkpoint_is_written(fake_workplace, run_here, monkeypatch):
     """And what fails is a line, soon, with the checkpoint before whole."""
     flags, second = (*FAST, "-v", 0, "-s", 0, "-n", 1, "-o", "run"), threading.Event()
-    begin_step, save_checkpoint = cuda.Trainer.begin_step, llmc.gpu.saver.save_checkpoint
+    begin_step, save_checkpoint = Trainer.begin_step, llmc.gpu.saver.save_checkpoint
 
     def begin(*arguments):
         number = begin_step(*arguments)
@@ -218,7 +204,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(fake_workplace, run_here, mon
     def fail(*arguments, **options):
         raise UserError("run/state: no space left on device")
 
-    monkeypatch.setattr(cuda.Trainer, "begin_step", begin)
+    monkeypatch.setattr(Trainer, "begin_step", begin)
     monkeypatch.setattr(llmc.gpu.saver, "save_checkpoint", save)
     run_here(cuda, *flags, "-x", 3)
     assert newest_checkpoint("run") == 3
@@ -230,8 +216,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(fake_workplace, run_here, mon
 
 
 def test_learning_rates_reach_the_gpu_and_the_log(fake_workplace, run_here, monkeypatch):
-    rates, begin = [], cuda.Trainer.begin_step
-    monkeypatch.setattr(cuda.Trainer, "begin_step", lambda trainer, batches, rate: rates.append(rate) or begin(
+    rates, begin = [], Trainer.begin_step
+    monkeypatch.setattr(Trainer, "begin_step", lambda trainer, batches, rate: rates.append(rate) or begin(
         trainer, batches, rate))
     run_here(cuda, *FAST, "-s", 0, "-x", 4, "-l", 1e-3, "-u", 4, "-o", "run")
     assert rates == pytest.approx([0.00025, 0.0005, 0.00075, 0.001])
@@ -240,14 +226,9 @@ def test_learning_rates_reach_the_gpu_and_the_log(fake_workplace, run_here, monk
 
 
 def test_a_loss_that_is_nan_on_a_gpu(fake_workplace, run_here, monkeypatch):
-    end_step = cuda.Trainer.end_step
-    monkeypatch.setattr(cuda.Trainer, "end_step", lambda *arguments: (math.nan, *end_step(*arguments)[1:]))
+    end_step = Trainer.end_step
+    monkeypatch.setattr(Trainer, "end_step", lambda *arguments: end_step(*arguments)._replace(loss=math.nan))
     assert_one_line_error(run_here(cuda, *FAST, "-v", 0, check=False), "step 1: the loss is nan", "-l")
-
-
-def test_algorithms_that_are_not_the_checkpoint_s_are_said(fake_workplace, run_here, monkeypatch):
-    monkeypatch.setattr(llmc.gpu.matmul.Matmul, "repeats", lambda matmul: False)
-    assert "note: some matmul algorithms" in run_here(cuda, *FAST, "-s", 0, "-x", 1).stderr
 
 
 def test_a_gpu_with_little_shared_memory(fake_workplace, fake_gpu, run_here):
@@ -256,18 +237,18 @@ def test_a_gpu_with_little_shared_memory(fake_workplace, fake_gpu, run_here):
 
 
 def test_lines(fake_workplace, fake_gpu, run_here, monkeypatch):
-    """Nine lines before the first step, which are the CPU trainer's and the GPU's kernels and matmuls; --verbose has
+    """Eight lines before the first step, which are the CPU trainer's and the GPU's kernels; --verbose has
     the box and the memory; utilization is of a known GPU's peak, at 1 ms a step."""
     monkeypatch.setattr(llmc.progress, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     flags = (*FAST[:6], "-s", 0, "-x", 3)
     lines = run_here(cuda, *flags).stdout.splitlines()
-    names = ["settings:", "model", "data", "run", "device", "output", "kernels:", "memory", "matmuls:"]
-    assert [line.split()[0] for line in lines[:9]] == names
+    names = ["settings:", "model", "data", "run", "device", "output", "kernels:", "memory"]
+    assert [line.split()[0] for line in lines[:8]] == names
     assert lines[4] == "device    a fake GPU, sm_90a, CUDA 13.0, bfloat16, float32 master weights"
-    assert lines[9:13] == ["step 0/3 | val loss 0.0000"] + [
+    assert lines[8:12] == ["step 0/3 | val loss 0.0000"] + [
         f"step {step}/3 | train loss 0.0000 | 1.00 ms | 48000 tok/s" + " | 0 s left" * (step < 3) for step in (1, 2, 3)]
-    assert lines[13] == "step 3/3 | val loss 0.0000"
-    assert lines[14] == "3 steps in 0 s, 48000 tok/s while training"
+    assert lines[12] == "step 3/3 | val loss 0.0000"
+    assert lines[13] == "3 steps in 0 s, 48000 tok/s while training"
     fake_gpu.gpu = fake_gpu.gpu._replace(name="NVIDIA H200")
     output = run_here(cuda, *flags, "--verbose").stdout
     parameters = 257 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # less wpe
@@ -291,112 +272,9 @@ def test_a_run_ends_with_a_saved_model(workplace, fake_gpu, run_here):
     assert " tokenizer=data/tiny_shakespeare_tokenizer.bin " in done.stdout and done.stderr == ""
     assert newest_checkpoint("run") == 3 and read_tokenizer("run/tokenizer.bin").tokens == tokens
     with open(checkpoint_paths("run", 3)[0], "rb") as f:
-        assert read_config(f, "")[1] == Config(maxT=24, V=257, L=2, NH=2, C=128, Vp=384)
-    fake_gpu.gpu = fake_gpu.gpu._replace(name="another GPU")
+        assert read_config(f, cuda.GPT2, "")[1] == Config(maxT=24, V=257, L=2, NH=2, C=128, Vp=384)
     done = run_here(cuda, *flags, "-x", 4, "-y", 1)
     assert "resuming at step 3" in done.stdout and newest_checkpoint("run") == 4
-    assert "the checkpoint is from a fake GPU, sm_90a, " in done.stderr and "this is another GPU" in done.stderr
-
-
-@pytest.fixture
-def matmul(fake_gpu, tmp_path):
-    """matmul(): a Matmul on a fake GPU, all with one cache."""
-    settings = cuda.CudaSettings(dtype="bfloat16")
-    return lambda: cuda.open_device(fake_gpu.gpu, SMALL_HEADS, settings.precision, Cache(str(tmp_path)))[1]
-
-
-def test_a_cache_has_one_file_for_a_key(tmp_path, capsys):
-    """The last one that was kept; none that is damaged."""
-    cache = Cache(str(tmp_path))
-    path = cache.keep("key", ".json", b"one")
-    assert cache.find("key", ".json") == (path, b"one")
-    with open(path, "wb") as f:
-        f.write(b"two")
-    assert cache.find("key", ".json") is None and not os.path.exists(path) and "damaged" in capsys.readouterr().err
-    for content in (b"three", b"four"):
-        cache.keep("key", ".json", content)
-    assert cache.find("key", ".json")[1] == b"four" and len(list(tmp_path.glob("*.json"))) == 1
-
-
-def test_a_checkpoint_that_failed_is_said_beside_another_error(capsys):
-    def write():
-        raise UserError("no space")
-
-    with pytest.raises(UserError, match="the loss is nan"), llmc.gpu.saver.Saver(None, None, None, None) as saver:
-        saver.writing = saver.pool.submit(write)
-        raise UserError("the loss is nan")
-    assert capsys.readouterr().err == "note: the last checkpoint was not saved: no space\n"
-
-
-def test_a_checkpoint_s_algorithms_win_over_the_cache_s(matmul, monkeypatch):
-    """Of matmuls that the cache and a checkpoint know, the checkpoint's way is taken, and nothing is timed."""
-    matmul, taken = matmul(), []
-    ways = {name: lambda name=name: taken.append(name) for name in ("kernels", "cublaslt")}
-    matmul.known = {"here bf16": "cublaslt", "there bf16": "cublaslt"}
-    notes = {"on": matmul.identity, "algorithms": {"there bf16": "kernels"}}
-    assert not matmul.recall({"products": {**notes, "on": "another GPU"}}) and matmul.recall({"products": notes})
-    with matmul.search():
-        for key in ("here", "there"):
-            matmul.run(key, ways)
-    assert taken == ["cublaslt", "kernels"] and matmul.searched == 0 and matmul.repeats()
-    assert "there bf16" not in json.loads((matmul.cache.find(matmul.cache_key(), ".json") or ("", "{}"))[1]), (
-        "new runs are as if there had been no checkpoint")
-    matmul.recorded = {"there bf16": "cublaslt", "of another batch size": "kernels"}
-    assert not matmul.repeats(), "another way than the recorded one"
-    taken.clear()
-    for key in ("there", "elsewhere"):
-        matmul.run(key, ways)
-    assert taken == ["kernels", "kernels"], "the first way, where nothing is known"
-    assert matmul.notes()["products"] == notes, "of what was chosen, what was used"
-
-
-def test_the_fastest_way_is_timed_again(monkeypatch):
-    """The first one, unless another is faster by more than the clock can tell; one that is far behind is timed but
-    once."""
-    timed = []
-
-    def measure(device, call, repeats):
-        timed.append(call)
-        return call(timed.count(call)) * 1e-6
-
-    monkeypatch.setattr(llmc.gpu.matmul, "measure", measure)
-
-    def search(*microseconds):
-        timed.clear()
-        calls = [us if callable(us) else lambda turn, us=us: us for us in microseconds]
-        found = llmc.gpu.matmul.fastest(None, calls)
-        return found, [timed.count(call) for call in calls]
-
-    assert search(20.0, 19.6, 30.0) == (0, [8, 8, 1])
-    assert search(20.0, 19.0, 30.0) == (1, [8, 8, 1])
-    assert search(40.0, 20.0, 30.0) == (1, [1, 1, 1]), "nobody near the fastest: no second round"
-    assert search(9000.0, 8000.0, 8500.0) == (1, [4, 4, 4])
-    assert search(20.0, lambda turn: 18.0 if turn == 1 else 21.0, 20.2)[0] == 0, "fast by chance, the first time"
-    assert search(30.0, 21.0, 20.9) == (1, [1, 8, 8]), "of two as fast, the one proposed first"
-    assert search(*range(110, 100, -1))[1] == [8, 1, 1, 1, 8, 8, 8, 8, 8, 8], "six at most, and the first"
-
-
-def test_who_starts_beside_another_gets_the_algorithms_that_it_finds(matmul, capsys):
-    pytest.importorskip("fcntl")
-    first, second, searched = matmul(), matmul(), threading.Event()
-
-    def start():
-        with second.search():
-            searched.set()
-
-    thread = threading.Thread(target=start)
-    with first.search():
-        thread.start()
-        assert not searched.wait(0.3) and "this one waits" in capsys.readouterr().err
-        first.chosen["here"] = "kernels"
-    thread.join(10)
-    assert searched.is_set() and second.known == {"here": "kernels"} and not second.searching
-    with pytest.raises(KeyboardInterrupt), first.search():
-        first.chosen["there"] = "cublaslt"
-        raise KeyboardInterrupt
-    third = matmul()
-    with third.search():
-        assert third.known == {"here": "kernels"}, "what was interrupted is not kept"
 
 
 @pytest.mark.parametrize("heads, C", ((3, 24), (1, 144)))
@@ -414,16 +292,16 @@ def test_a_model_that_the_kernels_do_not_take(heads, C):
     ("sm_90a", dict(tf32=0), "--tf32 0: this run is in bfloat16.*--dtype float32")))
 def test_flags_without_effect_are_refused(arch, settings, words):
     with pytest.raises(UserError, match=words):
-        cuda.settle(cuda.CudaSettings(**settings), arch)
+        cuda.resolve_auto(cuda.CudaSettings(**settings), arch)
 
 
 def test_what_is_left_to_the_gpu():
     for arch, dtype, recompute in (("sm_75", "float32", 1), ("sm_80", "bfloat16", 0), ("sm_90a", "bfloat16", 0)):
-        settings = cuda.settle(cuda.CudaSettings(), arch)
+        settings = cuda.resolve_auto(cuda.CudaSettings(), arch)
         assert (settings.dtype, settings.recompute) == (dtype, recompute)
     for arch, kind in (("sm_75", "float32"), ("sm_80", "tf32")):
-        assert cuda.settle(cuda.CudaSettings(dtype="float32"), arch).precision.matmul == kind
-    assert cuda.settle(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
+        assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32"), arch).precision.matmul == kind
+    assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
 
 
 @pytest.mark.parametrize("arch, dtype, given, kernels, cublaslt", (
@@ -431,7 +309,7 @@ def test_what_is_left_to_the_gpu():
     ("sm_80", "bfloat16", "auto", False, True), ("sm_80", "bfloat16", "kernels", True, False)))
 def test_who_multiplies(fake_gpu, tmp_path, arch, dtype, given, kernels, cublaslt):
     gpu, precision = fake_gpu.gpu._replace(arch=arch), Precision(dtype)
-    _, matmul = cuda.open_device(gpu, SMALL_HEADS, precision, Cache(str(tmp_path)), given)
+    _, matmul = open_device(cuda.GPT2, gpu, SMALL_HEADS, precision, given)
     assert (bool(matmul.kernels), bool(matmul.cublaslt)) == (kernels, cublaslt)
 
 
@@ -444,7 +322,7 @@ def memory_of(settings):
 
 def test_phases_of_the_memory_plan():
     """Nothing is forgotten: the plan's sum is that of all tables, the three phases counted by their largest."""
-    plan = memory_of(cuda.settle(cuda.CudaSettings(B=4, T=1024, dtype="float32"), "sm_90a"))
+    plan = memory_of(cuda.resolve_auto(cuda.CudaSettings(B=4, T=1024, dtype="float32"), "sm_90a"))
     assert plan["parameters"] == 4 * 124475904 and plan["AdamW's moments"] == 8 * 124475904
     assert plan["logits, and in other phases scratch"] == 4 * 4096 * 50304
     recomputing = [cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r) for r in (0, 1, 2)]
@@ -545,7 +423,7 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
     """From the second step to the last, with validation, samples and checkpoints between them: no allocation in CuPy's
     pool, nor beside it but by the first sample, whose graph is made then."""
     config, params = read_model("gpt2_124M.bin", parameter_table)
-    settings = cuda.settle(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
+    settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
     trainer = cuda.open_trainer(gpu, config, params, settings)
     trainer.prepare()
     used, rng = [], np.random.default_rng(0)
@@ -624,22 +502,6 @@ def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
     assert len(tail) == 4 and np.allclose(tail, train_losses(whole)[-4:], rtol=0, atol=1e-4)
 
 
-def test_a_checkpoint_records_the_algorithms(gpu_workplace):
-    run = (*RUN, "--dtype", "float32")
-    train(*run, "-o", "run", "-n", 9)
-    notes = json.loads((gpu_workplace / "run" / "DONE_00000009").read_text())["products"]
-    assert "cuBLASLt" in notes["on"] and "TN 96 48 32 bias tf32" in notes["algorithms"]
-    notes["on"] = "another GPU"
-    (gpu_workplace / "run" / "DONE_00000009").write_text(json.dumps({"products": notes}))
-    done = train(*run, "-x", 10, "-o", "run", "-n", 9, "-y", 1)
-    assert "note: the checkpoint is from another GPU" in done.stderr
-    notes["on"] = json.loads((gpu_workplace / "run" / "DONE_00000010").read_text())["products"]["on"]
-    for damaged in ("{", "[]", json.dumps({"products": {**notes, "algorithms": {"TN 96 48 32 bias tf32": [1, 2]}}})):
-        (gpu_workplace / "run" / "DONE_00000010").write_text(damaged)
-        done = train(*run, "-x", 11, "-o", "run", "-n", 9, "-y", 1, check=False)
-        assert_one_line_error(done, "DONE_00000010", "remove")
-
-
 def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
     flags = (*FAST, "-x", 100000, "-v", 0, "-s", 0, "-o", "run", "-n", 20)
     command = [sys.executable, str(ROOT / "train_gpt2_cuda.py"), *map(str, flags)]
@@ -680,7 +542,7 @@ def test_what_does_not_fit_is_said_before_it_is_tried(gpu_workplace):
 
 
 def test_recomputation_is_named_where_it_helps(fake_gpu):
-    settings = cuda.settle(cuda.CudaSettings(B=4), "sm_90a")
+    settings = cuda.resolve_auto(cuda.CudaSettings(B=4), "sm_90a")
     needed = [sum(memory_of(dataclasses.replace(settings, recompute=r)).values()) for r in (0, 2)]
     device = SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
 
@@ -704,7 +566,7 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
     (65536, 1, 0, "-b 65536: expected at most 65535"), (2048, 2049, 0, "tokens, expected at most 4194240")))
 def test_more_than_kernels_can_count(fake_gpu, B, T, total, words):
     """The numbers of an update's tables in 32 bits; blocks of a grid."""
-    settings = cuda.settle(cuda.CudaSettings(B=B, T=T, total_batch_size=total), "sm_90a")
+    settings = cuda.resolve_auto(cuda.CudaSettings(B=B, T=T, total_batch_size=total), "sm_90a")
     device = SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
     fake_gpu.free = 1 << 50
     with pytest.raises(UserError, match=words):

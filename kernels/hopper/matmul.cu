@@ -380,24 +380,13 @@ matmul_forward_gelu(const __grid_constant__ TensorMap out, const __grid_constant
         });
 }
 
-template <int BN>
-__device__ __forceinline__ void backward_inp(const TensorMap& dinp, const TensorMap& dout, const TensorMap& weight,
-                                             float scale, const Sizes& z) {
-    matmul<BN, 0, 1>(dout, weight, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
-        store_tile<BN>(dinp, acc, item, strips, scale, nullptr, z.N);
-    });
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_inp(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
                     const __grid_constant__ TensorMap weight, float scale, int M, int N, int K, int band) {
-    backward_inp<WIDE_BN>(dinp, dout, weight, scale, {M, N, K, band, 1});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_inp_narrow(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
-                           const __grid_constant__ TensorMap weight, float scale, int M, int N, int K, int band) {
-    backward_inp<NARROW_BN>(dinp, dout, weight, scale, {M, N, K, band, 1});
+    constexpr int BN = WIDE_BN;
+    matmul<BN, 0, 1>(dout, weight, {M, N, K, band, 1}, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+        store_tile<BN>(dinp, acc, item, strips, scale, nullptr, N);
+    });
 }
 
 // column[0 .. 15] = the column sums over all rows of the warp. v: the thread's sums over its own rows, of columns 2t,
@@ -508,13 +497,14 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
 }
 
 // partials, done: see matmul.cuh. Boxes of dweight: 128 x 32.
-template <int BN>
-__device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4* partials, int* done,
-                                                const TensorMap& dout, const TensorMap& inp, float scale,
-                                                const Sizes& z) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
+                       const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp, float scale,
+                       int M, int N, int K, int band, int splits) {
+    constexpr int BN = WIDE_BN;
     constexpr int STRIP_COLUMNS = MATMUL_NARROW_STRIP;  // columns of a strip
     constexpr int QUADS = BN / 4, IN_FLIGHT = 8;        // float4s per thread; loads in flight
-    matmul<BN, 1, 1>(dout, inp, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+    matmul<BN, 1, 1>(dout, inp, {M, N, K, band, splits}, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
         const auto quad = [&](int j) { return &acc[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
         float4* const tile_partials = partials + int64(item.tile) * (BM * BN / 4) + threadIdx.x % WARPGROUP;
 
@@ -536,7 +526,7 @@ __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4
         }
 
         // All splits but the last pass on their sums; the last one writes dweight.
-        if (item.split < z.splits - 1) {
+        if (item.split < splits - 1) {
 #pragma unroll
             for (int j = 0; j < QUADS; j++) {
                 __stcg(tile_partials + j * WARPGROUP, float4{quad(j)[0], quad(j)[1], quad(j)[2], quad(j)[3]});
@@ -545,7 +535,7 @@ __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4
             if (leads_warpgroup()) announce(done + item.tile, item.split + 1);
             return;
         }
-        if (z.splits > 1 && leads_warpgroup()) done[item.tile] = 0;
+        if (splits > 1 && leads_warpgroup()) done[item.tile] = 0;
         const Layout at;
 #pragma unroll
         for (int s = 0; s < BN / STRIP_COLUMNS; s++) {
@@ -562,19 +552,4 @@ __device__ __forceinline__ void backward_weight(const TensorMap& dweight, float4
             store_strip(dweight, strip, item, STRIP_COLUMNS * s);
         }
     });
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
-                       const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp, float scale,
-                       int M, int N, int K, int band, int splits) {
-    backward_weight<WIDE_BN>(dweight, partials, done, dout, inp, scale, {M, N, K, band, splits});
-}
-
-// 768 columns are 5 narrow tiles: 3072 x 768 has 120 tiles, one for nearly every multiprocessor of an H200.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_backward_weight_narrow(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
-                              const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp,
-                              float scale, int M, int N, int K, int band, int splits) {
-    backward_weight<NARROW_BN>(dweight, partials, done, dout, inp, scale, {M, N, K, band, splits});
 }

@@ -1,4 +1,4 @@
-"""Compiling kernels for a GPU, which itself needs no GPU, and the cache that keeps them from one start to the next."""
+"""Compiling kernels, which needs no GPU, and the cache that keeps them from one start to the next."""
 
 import contextlib
 import glob
@@ -13,89 +13,47 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None
-
 from llmc.errors import UserError
 from llmc.files import replacing
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the cache: compiled kernels and chosen algorithms
+# the cache of compiled kernels
 
 
 class Cache:
-    """A directory of files that can be made again, each with its digest in its name; a damaged one counts as absent.
+    """A directory of files that can be made again, each with its digest in its name: a corrupt one counts as absent."""
 
-    If the directory is not writable, files go to a temporary one, with one warning.
-    """
-
-    def __init__(self, path=None, speaks=True):
-        """speaks: whether to print warnings; of several ranks, the first on its machine does."""
+    def __init__(self, path=None):
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.path = path or os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
-        self.speaks = speaks
-        self.temporary, self.lock = None, threading.Lock()  # kernels are compiled, and kept, by several threads
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            print(f"warning: {self.path}: cannot be written ({error.strerror}); the next start compiles again."
+                  " TRAIN_GPT2_CACHE=DIR names another directory", file=sys.stderr)
+            self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
+            self.path = self.temporary.name
 
-    def find(self, key, suffix):
-        """(path, content) of the file kept for `key`, a text; None if there is none."""
-        for directory in filter(None, (self.path, self.temporary and self.temporary.name)):
-            for path in glob.glob(os.path.join(glob.escape(directory), f"{digest(key.encode())}-*{suffix}")):
-                with contextlib.suppress(OSError), open(path, "rb") as f:
-                    content = f.read()
-                    if path.endswith(f"-{digest(content)}{suffix}"):
-                        return path, content
-                self.say(f"warning: {path}: is damaged, and made again")
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+    def find(self, key):
+        """The path of the file kept for `key`, a text; None if there is none."""
+        for path in glob.glob(os.path.join(glob.escape(self.path), f"{digest(key.encode())}-*.cubin")):
+            with contextlib.suppress(OSError), open(path, "rb") as f:
+                if path.endswith(f"-{digest(f.read())}.cubin"):
+                    return path
+            print(f"warning: {path}: corrupt, rebuilding", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         return None
 
-    def keep(self, key, suffix, content):
+    def keep(self, key, content):
         """Write `content` as the file for `key`, and return its path."""
-        name = f"{digest(key.encode())}-{digest(content)}{suffix}"
-        with self.lock, self.exclusive("writing"):
-            if self.temporary is None:
-                try:
-                    os.makedirs(self.path, exist_ok=True)
-                    return self.write(os.path.join(self.path, name), content)
-                except (OSError, UserError) as error:
-                    self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
-                    reason = getattr(error, "strerror", None) or error
-                    self.say(f"warning: {self.path}: cannot be written ({reason}); the next start compiles and searches"
-                             " again, and may round differently. TRAIN_GPT2_CACHE=DIR names another directory")
-            return self.write(os.path.join(self.temporary.name, name), content)
-
-    def write(self, path, content):
-        with replacing(path) as f:
+        path = os.path.join(self.path, f"{digest(key.encode())}-{digest(content)}.cubin")
+        with replacing(f"{path}.{os.getpid()}") as f:  # another process may be writing the same file
             f.write(content)
-        prefix = os.path.basename(path)[:33]  # the key's digest: other files of this key are out of date
-        for other in glob.glob(os.path.join(glob.escape(os.path.dirname(path)), prefix + "*")):
-            if other != path:
-                with contextlib.suppress(OSError):
-                    os.unlink(other)
+        os.replace(f"{path}.{os.getpid()}", path)
         return path
-
-    @contextlib.contextmanager
-    def exclusive(self, work, notice=""):
-        """Context manager: inside it, no other process does `work` on the same directory. A process that has to wait
-        prints `notice`. There is no lock if the system has none, or the directory is not writable."""
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):
-                os.makedirs(self.path, exist_ok=True)
-                file = stack.enter_context(open(os.path.join(self.path, f"{work}.lock"), "ab"))
-                if fcntl:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        if notice:
-                            self.say(notice)
-                        fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def say(self, text):
-        if self.speaks:
-            print(text, file=sys.stderr, flush=True)
 
 
 def digest(content):
@@ -177,17 +135,10 @@ def kernel_key(name, arch, constants):
 def prepare_kernels(cache, arch, files):
     """Compile the files that the cache lacks, several at once; return the cubins' paths, and how many were compiled."""
     keys = [kernel_key(file.name, arch, file.constants) for file in files]
+    found = [cache.find(key) for key in keys]
 
-    def prepare(file, key):
-        found = cache.find(key, ".cubin")
-        if found:
-            return found[0], False
-        return cache.keep(key, ".cubin", compile_kernels(file.name, arch, file.constants)), True
+    def prepare(path, file, key):
+        return path or cache.keep(key, compile_kernels(file.name, arch, file.constants))
 
-    found = [cache.find(key, ".cubin") for key in keys]
-    if all(found):
-        return [path for path, _ in found], 0
-    with (cache.exclusive("compiling", "another process compiles the kernels: this one waits for it"),
-          ThreadPoolExecutor(len(files)) as pool):
-        results = list(pool.map(prepare, files, keys))
-    return [path for path, _ in results], sum(compiled for _, compiled in results)
+    with ThreadPoolExecutor(len(files)) as pool:
+        return list(pool.map(prepare, found, files, keys)), found.count(None)

@@ -26,9 +26,8 @@ try:
     import cupy as cp
     from cuda.bindings import driver
 
-    for package in ("cuda.core", "nvmath"):  # slow to import: left to compiler.py and matmul.py
-        if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(name=package)
+    if importlib.util.find_spec("cuda.core") is None:  # slow to import: left to compiler.py
+        raise ModuleNotFoundError(name="cuda.core")
     MISSING, GPU_ERRORS = None, {cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError}
 except ImportError as error:
     MISSING, GPU_ERRORS = error, set()

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 from llmc.gpu.compiler import KernelFile
 from llmc.errors import UserError
-from llmc.gpu.zero import CHUNK
+from llmc.gpu.cublaslt import LONGEST_CHAIN
+from llmc.gpu.shares import CHUNK
 
 
 def blocks(n, block):
@@ -26,7 +27,6 @@ THREADS = 256  # per block, for kernels that take any number
 MATMUL_ROWS = 128  # of an output tile of a matmul, which writes one row of column sums
 ENCODER_PIECE = 32  # positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
 ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column sums is written
-LONGEST_CHAIN = 6400  # TF32 products in one sum: see llmc/gpu/matmul.py
 
 KERNELS = {  # layer -> its kernels
     "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut", "encoder_backward_wpe"),
@@ -48,7 +48,7 @@ DECODE = {  # text generation, which not every run needs
     "decode_many": ("decode_qkv_many", "decode_attproj_many", "decode_fc_many", "decode_fcproj_many"),
     "decode_logits": ("decode_logits", "decode_logits_many"),
 }
-MATMUL_NARROW = ("matmul_forward_narrow", "matmul_backward_inp_narrow", "matmul_backward_weight_narrow")  # Hopper only
+MATMUL_NARROW = ("matmul_forward_narrow",)  # Hopper only
 
 
 def check_sizes(config):
@@ -200,7 +200,7 @@ def attention_hopper_geometry(HS):
 
 def matmul_geometry(precision, arch):
     """BM, BN: rows and columns of an output tile. BK: a step along the inner dimension, 64 bytes, or 128 on Hopper.
-    There, tiles may also be NARROW_BN columns wide: 1280 and 1600 are multiples of 160, but not of 192. STRIP: columns
+    There, tiles of the forward pass may also be NARROW_BN columns wide. STRIP: columns
     that TMA writes at once."""
     if hopper_matmul(precision, arch):
         stages, BM, BN, BK, strip = 4, MATMUL_ROWS, 192, 64, 64

@@ -6,10 +6,10 @@ import dataclasses
 from llmc.gpu.batch import batch_table
 from llmc.gpu.device import cp
 from llmc.errors import UserError
-from llmc.gpu.matmul import ALIGN, WORKSPACE
-from llmc.progress import print_memory
+from llmc.gpu.cublaslt import WORKSPACE
+from llmc.gpu.matmul import ALIGN
 from llmc.tensors import table_bytes
-from llmc.gpu.zero import Shares
+from llmc.gpu.shares import Shares
 
 RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, the graph, small tables and rounding up
 MOST_BLOCKS = 65535  # in y and z of a CUDA grid: attention's z is the sequence, transpose's y is 64 positions
@@ -52,8 +52,8 @@ def text_bytes(architecture, config, settings, device):
 
 
 def check_memory(architecture, config, settings, device):
-    """Print what will be allocated. If it does not fit, raise UserError: memory needed, memory free, what would fit.
-    Raises UserError, too, if B, B*T or -d is beyond what the kernels can index."""
+    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what would fit. Raises
+    UserError, too, if B, B*T or -d is beyond what the kernels can index."""
 
     def needed(**changed):
         plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device)
@@ -82,7 +82,7 @@ def check_memory(architecture, config, settings, device):
     if table_bytes(batch_table(settings.B, settings.T, settings.own_micro_steps)) // 4 >= 2**31:
         raise UserError(f"-d {settings.total_batch_size}: too many tokens for an update, whose tables would have 2^31"
                         " numbers or more: take a smaller -d")
-    print_memory(memory_plan(architecture, config, settings, device), settings.verbose or settings.lines == "llmc")
+    return memory_plan(architecture, config, settings, device)
 
 
 def free_memory():

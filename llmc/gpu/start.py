@@ -11,7 +11,6 @@ import numpy as np
 
 from llmc.gpu.device import cp, gpu_errors_as_lines
 from llmc.errors import UserError
-from llmc.files import lock_holder
 from llmc.gpu.launchers import find_launch, start_ranks
 from llmc.gpu.ranks import join
 from llmc.settings import flag_of, parse_settings
@@ -81,17 +80,3 @@ def check_same_files(ranks, config, params, train_loader, val_loader, examples):
             if found[what] != first:
                 raise UserError(f"rank {rank} has another {what} than rank 0, or other contents: {found[what][0]}"
                                 f" beside {first[0]}: pass the same files to all")
-
-
-def check_same_output(ranks, settings):
-    """Raise UserError if a rank does not see rank 0's lock in -o DIR, to which each writes its part of a checkpoint."""
-    if ranks.size == 1 or settings.output_dir is None:
-        return
-    holder = functools.partial(lock_holder, settings.output, settings.output_dir)
-    first, deadline = ranks.gather(holder())[0], time.monotonic() + 5  # other machines may see it a moment later
-    while holder() != first and time.monotonic() < deadline:
-        time.sleep(0.2)
-    for rank, sees_it in enumerate(ranks.gather(holder() == first)):
-        if not sees_it:
-            raise UserError(f"-o {settings.output}: rank {rank} does not see there what rank 0 writes: expected one"
-                            " directory, on a file system of all machines")

@@ -3,7 +3,7 @@ Training a model on GPUs: buffers, batches, the captured step, AdamW over this r
 
 Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py. It has parameter_table
 and tables, which say what to allocate, and a Decoder for text. Its instances have activations (among them `losses`,
-(B, T)), trunk, classify, and backward, which waits for what the other two left on the side stream.
+(B, T)), trunk, classify, and backward, which joins the side stream.
 """
 
 import functools
@@ -11,16 +11,19 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmc.gpu.batch import batch_table, sort_tokens
-from llmc.checkpoint import Owned
-from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer, to_float32
+from llmc.alone import ALONE
 from llmc.errors import UserError
-from llmc.gpu.geometry import THREADS, blocks, pack
+from llmc.gpu.batch import batch_table, sort_tokens
+from llmc.gpu.compiler import Cache
+from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, to_float32
+from llmc.gpu.geometry import THREADS, blocks, check_sizes, decode_files, kernel_files, launch_geometry, pack
+from llmc.gpu.matmul import Matmul
 from llmc.gpu.memory import check_memory, group_bytes, makes_text
+from llmc.gpu.shares import CHUNKS, REST, OwnedShare, Shares
+from llmc.gpu.zero import Messages, Nccl
+from llmc.loop import Update
 from llmc.outliers import RECENT, reason_to_skip
-from llmc.gpu.ranks import ALONE
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
-from llmc.gpu.zero import CHUNKS, REST, Messages, Nccl, Shares
 
 # ----------------------------------------------------------------------------------------------------------------------
 # launches of kernels/update.cu, and its structs
@@ -38,7 +41,7 @@ def round_weights(device, out, exact):
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
     """sums (elements of the chunks,) = (+= if not first) the gradients of one micro-batch of each rank, added in the
-    order of ranks. gradients: the receive buffer; chunks: CHUNKS of zero.py as bytes, which say what is where."""
+    order of ranks. gradients: the receive buffer; chunks: CHUNKS of shares.py as bytes, which say what is where."""
     device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums,
                   gradients, chunks, ranks, int(first))
 
@@ -60,6 +63,42 @@ def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, c
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# opening a model on a GPU
+
+STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels declare themselves, at most
+
+
+def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
+    """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
+    that the kernels, or this GPU, have no room for."""
+    check_sizes(config)
+    files = kernel_files(config, precision, gpu.arch, matmul)
+    needed = max(files["attention"].shared.values()) + STATIC_SHARED
+    if needed > gpu.shared:
+        raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block,"
+                        f" {gpu.name} has {gpu.shared}: train this model with: python train_gpt2.py")
+    geometry = launch_geometry(config, precision, gpu.arch, gpu.shared if text else None)
+    files = [*files.values(), *(decode_files(config, precision, geometry) if text else ())]
+    device = Device(gpu, Cache(), files, geometry)
+    return device, Matmul(device, precision, matmul)
+
+
+def open_trainer(architecture, gpu, config, params, settings, ranks=ALONE):
+    """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the samples."""
+    text = settings.sample_every > 0 and ranks.is_first
+    device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
+    print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
+    return Trainer(architecture, config, settings, matmul, params, ranks)
+
+
+def open_evaluator(architecture, gpu, config, params):
+    """An Evaluator of this model on this GPU, in float32 with TF32 matmuls where the GPU has them."""
+    settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
+    _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
+    return Evaluator(architecture, config, settings, matmul, params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # the trainer
 
 
@@ -74,14 +113,13 @@ class Trainer:
         everything fits into the GPU's free memory."""
         self.config, self.settings, self.precision = config, settings, settings.precision
         self.device, self.matmul, self.ranks = matmul.device, matmul, ranks
-        self.want_norm = bool(settings.grad_clip or settings.output_dir or settings.skips_outliers)
         B, T, device = settings.B, settings.T, self.device
         self.messages = self.peers = None
         if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
             self.peers = Nccl(ranks)
             with device.stream:
                 self.peers.connect(device.stream)
-        check_memory(architecture, config, settings, device)
+        self.plan = check_memory(architecture, config, settings, device)
         with device.stream:
             table = architecture.parameter_table(config)
             self.params, self.grads = (self.allocate_shared(architecture.parameter_table(config, dtype))
@@ -105,7 +143,7 @@ class Trainer:
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
             # both: losses of micro-batches, then sums of squares of chunks. own: this rank's, 0 for the other ranks'
-            self.own_parts = cp.zeros(settings.micro_steps + (count if self.want_norm else 0), np.float32)
+            self.own_parts = cp.zeros(settings.micro_steps + (count if self.settings.needs_norm else 0), np.float32)
             self.all_parts = self.own_parts
             if ranks.size > 1:
                 self.all_parts = cp.zeros(self.own_parts.size, np.float32)
@@ -148,14 +186,13 @@ class Trainer:
     # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
 
     def prepare(self):
-        """Choose the matmuls' algorithms on a batch of random tokens, and capture the step as a graph. Changes no
-        weight."""
+        """Run a batch of random tokens, which loads all kernels, and capture the step as a graph. Changes no weight."""
         settings, rng = self.settings, np.random.default_rng(0)
         with self.device.stream:
             batch = rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
             self.stage(0, [batch] * self.settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
-            self.choose_algorithms()
+            self.compute(0)
             if self.messages:  # all kinds once before the capture, because two ranks connect at their first message
                 for key in self.messages.gradient_sends:
                     self.send_gradients(key)
@@ -167,18 +204,6 @@ class Trainer:
                 self.launch_step()
                 self.graph = self.device.stream.end_capture()
                 self.graph.upload(self.device.stream)
-
-    def choose_algorithms(self):
-        """Search for the fastest way to do each matmul, on the batch in self.batch. Rank 0 chooses for all."""
-        if not self.ranks.is_first:
-            choices = self.ranks.gather(None)[0]
-            if not self.matmul.recall(choices):
-                raise UserError(f"matmuls here are by {self.matmul.identity}, on rank 0 by"
-                                f" {self.matmul.identity_in(choices)}: install the same packages on all machines")
-        with self.matmul.search(alone=self.ranks.is_first):
-            self.compute(0)
-        if self.ranks.is_first:
-            self.ranks.gather(self.matmul.choices())
 
     def begin_step(self, batches, learning_rate):
         """Start one update with own_micro_steps batches (inputs, targets), and return its number. The GPU may still be
@@ -198,13 +223,13 @@ class Trainer:
         return self.steps_begun - 1
 
     def end_step(self, number):
-        """Wait for update `number`, one of the last two; returns (loss, gradient norm or None, milliseconds, why it was
-        skipped or None)."""
+        """Wait for update `number`, one of the last two; returns its Update."""
         half = number % 2
         self.finished[half].synchronize()
         loss, norm, *z_scores = self.reports[half].item()
-        milliseconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half])
-        return loss, norm if self.want_norm else None, milliseconds, reason_to_skip(self.settings, *z_scores)
+        seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
+        norm = norm if self.settings.needs_norm else None
+        return Update(loss, norm, seconds, reason_to_skip(self.settings, *z_scores))
 
     def stage(self, half, batches, learning_rate):
         """Write learning rate, own_micro_steps batches, and their sorted positions to one half of the pinned memory."""
@@ -350,7 +375,7 @@ class Trainer:
 
     def global_norm(self, group="all"):
         chunks = self.groups[group]
-        if self.want_norm and chunks.size:
+        if self.settings.needs_norm and chunks.size:
             with self.device.span(f"norm {group}"):
                 global_norm(self.device, self.own_parts[self.settings.micro_steps :], self.gradient_sums, self.received,
                             chunks, self.ranks.size)
@@ -400,24 +425,27 @@ class Trainer:
     def state_room(self, with_exact):
         """Allocate room on the host for this rank's share of the optimizer state."""
         share = self.m.size
-        return Owned(self.shares, self.ranks.rank, np.empty(share, np.float32), np.empty(share, np.float32),
-                     np.empty(share, np.float32) if with_exact else None)
+        return self.owned(np.empty(share, np.float32), np.empty(share, np.float32),
+                          np.empty(share, np.float32) if with_exact else None)
 
     def state_now(self):
         """Copy this rank's share of the optimizer state to the host."""
         with self.device.stream:
-            return Owned(self.shares, self.ranks.rank, self.m.get(), self.v.get(),
-                         None if self.master is None else self.master.get())
+            return self.owned(self.m.get(), self.v.get(), None if self.master is None else self.master.get())
 
-    def set_state(self, owned, step, recent):
-        """Continue from a checkpoint. owned: this rank's share; owned.exact may be None; recent: (2,) RECENT. A
-        bfloat16 model keeps the weights that it was made with, which need not be owned.exact rounded to nearest."""
+    def owned(self, m, v, exact):
+        return OwnedShare(self.params.table, m, v, exact, self.shares, self.ranks.rank)
+
+    def set_state(self, owned, has_exact, step, recent):
+        """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32 weights; recent: (2,)
+        RECENT. A bfloat16 model keeps the weights that it was made with, which need not be owned.exact rounded to
+        nearest."""
         with self.device.stream:
             copy_to_gpu(self.m, owned.m)
             copy_to_gpu(self.v, owned.v)
-            if owned.exact is not None and self.precision.bf16:
+            if has_exact and self.master is not None:
                 copy_to_gpu(self.master, owned.exact)
-            elif owned.exact is not None:
+            elif has_exact and not self.precision.bf16:
                 for piece in self.shares.pieces(self.ranks.rank):
                     copy_to_gpu(flat(self.params)[piece.begin : piece.begin + piece.size],
                                 owned.exact[piece.local : piece.local + piece.size])

@@ -1,0 +1,143 @@
+"""cuBLASLt, NVIDIA's library of matmuls, through ctypes. Each matmul takes the first algorithm that cuBLASLt proposes.
+
+https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
+"""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+
+from llmc.errors import UserError
+
+WORKSPACE = 32 << 20  # bytes, as cuBLAS recommends for Hopper
+FLOAT32, BFLOAT16 = 0, 14  # cudaDataType_t
+COMPUTE_FLOAT32, COMPUTE_TF32 = 68, 77  # cublasComputeType_t
+TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t
+MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK, MIN_ALIGNMENT_A_BYTES = 1, 3, 5  # cublasLtMatmulPreferenceAttributes_t
+ADD_BIAS, ADD_UP_IN_FLOAT32 = 4, 2  # cublasLtEpilogue_t; cublasLtReductionScheme_t
+PROPOSAL = np.dtype([("algorithm", "u8", 8), ("workspace", "u8"), ("state", "i4"), ("waves", "f4"), ("rest", "i4", 4)])
+# Tensor cores truncate each addend to the last bit of the sum. With 50304 TF32 products in one chain, as in the
+# gradient of lnf, the losses show it. So in the gradients of inputs, a chain has at most LONGEST_CHAIN products, if K
+# can be halved that often, and chains are added up in float32: dev/matmul.md.
+LONGEST_CHAIN = 6400
+
+POINTER, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
+FUNCTIONS = {
+    "cublasLtCreate": (POINTER,),
+    "cublasLtMatmulDescCreate": (POINTER, INT, INT),
+    "cublasLtMatmulDescSetAttribute": (POINTER, INT, POINTER, SIZE),
+    "cublasLtMatrixLayoutCreate": (POINTER, INT, SIZE, SIZE, SIZE),
+    "cublasLtMatmulPreferenceCreate": (POINTER,),
+    "cublasLtMatmulPreferenceSetAttribute": (POINTER, INT, POINTER, SIZE),
+    "cublasLtMatmulAlgoGetHeuristic": (*[POINTER] * 7, INT, POINTER, POINTER),
+    "cublasLtMatmul": (*[POINTER] * 14, SIZE, POINTER),
+}
+
+
+def load_library():
+    """The library's functions, with their signatures; raises UserError if it is not installed."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        library = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(f"cuBLASLt cannot be loaded ({str(error).splitlines()[0]}): pip install"
+                        " -r requirements-gpu.txt nvidia-cublas") from None
+    for name, arguments in FUNCTIONS.items():
+        getattr(library, name).argtypes = arguments
+    library.cublasLtGetVersion.restype = SIZE
+    return library
+
+
+class CublasLt:
+    """Matmuls of bfloat16 or float32 arrays on the GPU, with float32 sums."""
+
+    def __init__(self, device, precision, workspace):
+        """workspace(): an array of WORKSPACE bytes for the current stream."""
+        self.device, self.precision, self.workspace, self.library = device, precision, workspace, load_library()
+        self.version = self.library.cublasLtGetVersion()
+        self.handle, self.plans = self.create("cublasLtCreate"), {}
+
+    def call(self, name, *arguments):
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            raise UserError(f"{name} failed with status {status}: see nvidia-smi for the GPU's memory and driver")
+
+    def create(self, name, *arguments):
+        handle = ctypes.c_void_p()
+        self.call(name, ctypes.byref(handle), *arguments)
+        return handle
+
+    def multiply(self, out, a, b, bias=None, accumulate=False, scale=1.0):
+        """out (M,N) = (+=) scale * a (M,K) @ b (K,N) + bias (N,). Arrays are row-major; a and b may be transposed."""
+        plan = self.plan(out, a, b, bias)
+        scales = np.array([scale, accumulate], np.float32)
+        if bias is not None:
+            self.set("MatmulDesc", plan.description, BIAS_POINTER, np.uint64(bias.data.ptr))
+        with self.device.observe("cublaslt", (out, a, b)):
+            self.call("cublasLtMatmul", self.handle, plan.description, scales.ctypes.data, b.data.ptr, plan.b,
+                      a.data.ptr, plan.a, scales.ctypes.data + 4, out.data.ptr, plan.out, out.data.ptr, plan.out,
+                      plan.proposal.ctypes.data, self.workspace().data.ptr, WORKSPACE, self.device.stream.ptr)
+
+    def multiply_in_chains(self, out, a, b, scale=1.0):
+        """out (M,N) = scale * a (M,K) @ b (K,N), with at most LONGEST_CHAIN TF32 products in one sum, if K allows."""
+        K, parts = b.shape[0], 1
+        limited = self.precision.matmul == "tf32"
+        while limited and K > parts * LONGEST_CHAIN and K % (8 * parts) == 0:  # rows of a part: multiples of 16 bytes
+            parts *= 2
+        length = K // parts
+        for begin in range(0, K, length):
+            part = slice(begin, begin + length)
+            self.multiply(out, a[:, part], b[part], accumulate=begin > 0, scale=scale)
+
+    def plan(self, out, a, b, bias):
+        """A matmul's description for cuBLASLt, made once for each shape. cuBLASLt is column-major: our (M,N) array is
+        its (N,M) matrix, so our b is its first operand (m,k) and our a its second (k,n)."""
+        (n, k), m = a.shape, b.shape[1]
+        first, second = is_transposed(b), is_transposed(a)  # whether cuBLASLt has to transpose its operand
+        stride = (a.T if second else a).strides[0] // a.itemsize  # from one column of the second operand to the next
+        to = FLOAT32 if out.dtype == np.float32 else BFLOAT16
+        aligned = tuple(min(256, array.data.ptr & -array.data.ptr) for array in (b, a, out))
+        key = first, second, m, n, k, stride, bias is None, to, aligned
+        if key not in self.plans:
+            compute = COMPUTE_TF32 if self.precision.matmul == "tf32" else COMPUTE_FLOAT32
+            description = self.create("cublasLtMatmulDescCreate", compute, FLOAT32)
+            self.set("MatmulDesc", description, TRANSA, np.int32(first))
+            self.set("MatmulDesc", description, TRANSB, np.int32(second))
+            if bias is not None:
+                self.set("MatmulDesc", description, EPILOGUE, np.uint32(ADD_BIAS))
+            dtype, shapes = BFLOAT16 if self.precision.bf16 else FLOAT32, ((k, m) if first else (m, k),
+                                                                            (n, k) if second else (k, n))
+            plan = SimpleNamespace(description=description,
+                                   b=self.create("cublasLtMatrixLayoutCreate", dtype, *shapes[0], shapes[0][0]),
+                                   a=self.create("cublasLtMatrixLayoutCreate", dtype, *shapes[1], stride),
+                                   out=self.create("cublasLtMatrixLayoutCreate", to, m, n, m))
+            plan.proposal = self.propose(plan, aligned)
+            self.plans[key] = plan
+        return self.plans[key]
+
+    def propose(self, plan, aligned):
+        """cuBLASLt's first proposal, whose parts of sums, if it cuts them, are added up in float32."""
+        preference = self.create("cublasLtMatmulPreferenceCreate")
+        self.set("MatmulPreference", preference, MAX_WORKSPACE_BYTES, np.uint64(WORKSPACE))
+        self.set("MatmulPreference", preference, REDUCTION_SCHEME_MASK, np.uint32(ADD_UP_IN_FLOAT32))
+        for i, size in enumerate((*aligned, aligned[2])):
+            self.set("MatmulPreference", preference, MIN_ALIGNMENT_A_BYTES + i, np.uint32(size))
+        proposal, count = np.zeros(1, PROPOSAL), np.zeros(1, np.int32)
+        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, plan.description, plan.b, plan.a, plan.out, plan.out,
+                  preference, 1, proposal.ctypes.data, count.ctypes.data)
+        if not count[0] or proposal["state"][0]:
+            raise UserError(f"cuBLASLt {self.version} has no algorithm for a matmul of this model on"
+                            f" {self.device.gpu.name}")
+        return proposal
+
+    def set(self, kind, target, attribute, value):
+        """Set an attribute of a cuBLASLt matmul's description or preference; value: a NumPy scalar of its size."""
+        value = np.array([value])
+        self.call(f"cublasLt{kind}SetAttribute", target, attribute, value.ctypes.data, value.nbytes)
+
+
+def is_transposed(array):
+    """Whether a two-dimensional array is the transpose of a row-major one."""
+    return array.strides[1] != array.itemsize
