@@ -25,13 +25,14 @@ import sys
 import numpy as np
 
 from llmc.checkpoint import read_model
+from llmc.gpu.decoder import open_decoder
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.errors import UserError, describe, run_main
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.tokenizer import read_tokenizer
 from train_gpt2 import Decoder, parameter_table
-from train_gpt2_cuda import open_decoder
+from train_gpt2_cuda import GPT2
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model and prompt
@@ -48,7 +49,8 @@ def load_model(path):
 
 def make_decoder(config, params, args):
     """Return a decoder on the GPU, if there is one that can run this model, else in NumPy."""
-    found = try_gpu(args.device, lambda gpu: open_decoder(gpu, config, params, args.samples, config.maxT, args.dtype))
+    found = try_gpu(args.device, lambda gpu: open_decoder(GPT2, gpu, config, params, args.samples, config.maxT,
+                                                          args.dtype))
     if found:
         return found
     if args.dtype == "bfloat16":

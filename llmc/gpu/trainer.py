@@ -2,7 +2,7 @@
 Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
 
 Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py. It has parameter_table
-and tables, which say what to allocate, and a Decoder for text. Its instances have activations (among them `losses`,
+and tables, which say what to allocate, and what llmc/gpu/decoder.py asks of it for text. Its instances have activations (among them `losses`,
 (B, T)), trunk, classify, and backward, which waits for what the other two left on the side stream.
 """
 
@@ -13,11 +13,13 @@ import numpy as np
 
 from llmc.gpu.batch import batch_table, sort_tokens
 from llmc.checkpoint import Owned
+from llmc.gpu.decoder import Decoder
 from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer, to_float32
 from llmc.errors import UserError
-from llmc.gpu.geometry import THREADS, blocks, pack
+from llmc.gpu.geometry import THREADS, blocks
 from llmc.gpu.memory import check_memory, group_bytes, makes_text
 from llmc.outliers import RECENT, reason_to_skip
+from llmc.gpu.precision import round_weights
 from llmc.gpu.ranks import ALONE
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 from llmc.gpu.zero import CHUNKS, REST, Messages, Nccl, Shares
@@ -28,12 +30,6 @@ from llmc.gpu.zero import CHUNKS, REST, Messages, Nccl, Shares
 CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
                     ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
 REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
-
-
-def round_weights(device, out, exact):
-    """out (N,) bfloat16 = exact (N,) float32, rounded to nearest."""
-    threads = device.geometry.UPDATE_THREADS
-    device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
 
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
@@ -115,7 +111,7 @@ class Trainer:
                                          self.received)
         self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
         if makes_text(device):
-            self.decoder = architecture.Decoder(device, config, self.params, self.precision, 1, T)
+            self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, T)
 
         # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
         table = self.batch.table
