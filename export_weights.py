@@ -218,7 +218,7 @@ def find_weights(folder):
 
 
 def read_hf_folder(folder):
-    """Read (GPT2, config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors (never a pickle)."""
+    """Read (GPT2, config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors, no pickle."""
     path = config_path = os.path.join(folder, "config.json")
     try:
         with open(config_path, encoding="utf-8") as f:

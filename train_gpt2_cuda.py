@@ -33,27 +33,27 @@ import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
 import train_gpt2
 from llmc.errors import UserError, run_main
 from llmc.files import locked
-from llmc.gpu.compiler import Cache
-from llmc.gpu.device import Device, copy_to_gpu, cp, open_gpu, pinned_array, pointer
-from llmc.gpu.geometry import (ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, check_sizes,
-                               decode_files, decode_shared, kernel_files, launch_geometry, pack)
+from llmc.gpu.decoder import (Normed, decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project,
+                              decode_qkv)
+from llmc.gpu.device import cp, open_gpu
+from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
-from llmc.gpu.precision import Precision, describe_precision
+from llmc.gpu.precision import Precision, describe_precision, resolve_dtype
 from llmc.gpu.saver import TrainerSaver
 from llmc.gpu.start import check_alike, check_same_files, on_ranks
-from llmc.gpu.trainer import open_trainer, round_weights
+from llmc.gpu.trainer import open_trainer
 from llmc.loop import Loop
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, with_default
-from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
+from llmc.tensors import Row, layer, views
 from train_gpt2 import cache_table, parameter_table, random_model
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,10 +130,7 @@ def resolve_auto(settings, arch):
     has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
     if settings.arch != "native" and not has_bfloat16:
         raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
-    if settings.dtype == "auto":
-        settings.dtype = "bfloat16" if has_bfloat16 else "float32"
-    if settings.dtype == "bfloat16" and not has_bfloat16:
-        raise UserError(f"--dtype bfloat16: this GPU is {arch}, expected sm_80 or newer: pass --dtype float32")
+    settings.dtype = resolve_dtype(settings.dtype, arch)
     if settings.dtype == "bfloat16" and not settings.tf32:
         raise UserError("--tf32 0: this run is in bfloat16, whose matmuls know no TF32: pass --dtype float32, too")
     if not has_bfloat16:
@@ -375,6 +372,51 @@ def loss_mean(device, loss, losses, scale, N):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# text: what llmc/gpu/decoder.py's Decoder asks of GPT-2, beside its parameters and the table of its KV cache
+
+
+def decode_table(config, N, dtype):
+    """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
+    C = config.C
+    return {
+        "residual": Row((2, N, C)),  # one is made from the other and `branches`
+        "branches": Row((4, N, C)),  # of attproj, fcproj: the part of its sum for each C of the inner dimension
+        "zeros": Row((C,), dtype),  # in place of a bias
+        "normed": Row((N, C), dtype),
+        "query": Row((N, C), dtype),
+        "atty": Row((N, C), dtype),
+        "fch_gelu": Row((N, 4 * C), dtype),
+    }
+
+
+def decode_layers(decoder, B, T):
+    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, and its weight."""
+    device, params, acts, N = decoder.device, decoder.params, decoder.acts, B * T
+    C, NH = decoder.config.C, decoder.config.NH
+    inp, residual = acts.residual
+
+    def normed(weight, bias, branch_bias, parts):
+        nonlocal inp, residual
+        x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, bias)
+        inp, residual = residual, inp
+        return decode_layernorm(device, x, parts, N)
+
+    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, acts.control, B, T)
+    fcprojb_below = acts.zeros
+    for p, cache in decoder.layers:
+        x = normed(p.ln1w, p.ln1b, fcprojb_below, 4)
+        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, acts.control, B, T, C)
+        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
+                         acts.control, B, T, NH)
+        decode_project(device, acts.branches, acts.atty, p.attprojw, N, C, C)
+        x = normed(p.ln2w, p.ln2b, p.attprojb, 1)
+        decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, N, C)
+        decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, N, C, 4 * C)
+        fcprojb_below = p.fcprojb
+    return normed(params.lnfw, params.lnfb, fcprojb_below, 4), params.wte
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # model
 
 
@@ -384,7 +426,8 @@ class GPT2:
 
     TITLE, MAGIC, Config, Settings = train_gpt2.GPT2.TITLE, train_gpt2.GPT2.MAGIC, train_gpt2.Config, CudaSettings
     parameter_table, random_model = staticmethod(parameter_table), staticmethod(random_model)
-    resolve_auto = staticmethod(resolve_auto)
+    cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
+    decode_layers, resolve_auto = staticmethod(decode_layers), staticmethod(resolve_auto)
 
     @staticmethod
     def tables(config, settings, B, T, sm_count, geometry):
@@ -551,300 +594,6 @@ def nearest_power_of_2(x):
     """x rounded to a power of 2: what dlogits carry instead of the scale x. A target's dlogit is about -x: rounded to
     bfloat16, it would have the same error in every row (0.2 percent for 1/51)."""
     return 2.0 ** round(math.log2(x))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# text: forward passes over T new positions of each of B sequences, with a KV cache
-
-CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
-                    ("top_p", "f4")])  # struct Control of decode.cuh
-PROMPT_ROWS = 64  # tokens of prompts in one pass
-
-
-def decode_table(config, B, T, dtype, geometry):
-    """name -> Row for what passes over B sequences of up to T positions need beside the cache."""
-    N, C, NH, g = max(B, PROMPT_ROWS), config.C, config.NH, geometry
-    return {
-        "residual": Row((2, N, C)),  # one is made from the other and `branches`
-        "branches": Row((4 * g.DECODE_PIECES, N, C)),  # of attproj, fcproj: pieces of each C of the inner dimension
-        "zeros": Row((C,), dtype),  # in place of a bias
-        "normed": Row((N, C), dtype),
-        "query": Row((N, C), dtype),
-        "atty": Row((N, C), dtype),
-        "parts": Row((N, NH, blocks(T, g.DECODE_SPLIT), C // NH + 2)),  # of attention, for each split of the positions
-        "fch_gelu": Row((N, 4 * C), dtype),
-        "logits": Row((B, config.Vp)),
-        "tiles": Row((B, config.Vp // g.DECODE_ROWS, 3)),  # struct Tile of decode.cuh
-        "tokens": Row((N,), "int32"),
-        "randoms": Row((B,), "uint64"),
-        "control": Row((CONTROL.itemsize,), "uint8"),
-        "arrived": Row((N, NH), "int32"),  # blocks of attention
-    }
-
-
-class Normed(NamedTuple):
-    """A matmul's input: the layernorm of the new residual stream, inp + branch_bias + parts of branches (.,N,C).
-    Kernels take the fields as arguments, in this order."""
-
-    residual: object
-    inp: object
-    branches: object
-    branch_bias: object
-    normed: object  # made by decode_layernorm; None: the matmul does it
-    weight: object
-    bias: object
-
-
-def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T, C):
-    """residual (B,T,C) = wte[tokens] + wpe, branches (4,B,T,C) = 0. tokens (B,T) int32; the first position is
-    control's, here and below."""
-    device.launch("decode_embed", (B * T,), (THREADS,), residual, branches, tokens, wte, wpe, control, T, early=True)
-
-
-def decode_layernorm(device, x, count, N, pieces=1):
-    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + `count` parts of x.branches (.,N,C), each the sum of
-    `pieces`; x.normed (N,C) = its layernorm. Returns the Normed for the matmul that follows, which does all this itself
-    where N is small."""
-    if N <= device.geometry.DECODE_FEW:
-        return x._replace(normed=None)
-    device.launch("decode_layernorm" + "_many" * (pieces > 1), (N,), (WARP * device.geometry.DECODE_WARPS,), x.normed,
-                  x.residual, x.inp, x.branches, x.branch_bias, x.weight, x.bias, count, early=True)
-    return x
-
-
-def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
-    """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
-    if decode_is_many(device, B * T):
-        arguments = query, keys, values, x.normed, weight, bias, control, keys.shape[2], T
-        return decode_many(device, "qkv", arguments, B * T, 3 * C)
-    arguments = query, keys, values, *x, weight, bias, control, keys.shape[2], T
-    decode_matmul(device, "decode_qkv", arguments, B * T, 3 * C, normalizes=x.normed is None)
-
-
-def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, C, NH):
-    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. arrived: 0 before and after."""
-    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
-    name = "decode_attention" + "_many" * (B * T > 32)  # H200, 12 heads: at 32 rows, both take as long
-    device.launch(name, (NH, splits, B * T), (WARP * device.geometry.DECODE_WARPS,), atty, parts, arrived, query, keys,
-                  values, control, keys.shape[2], T, early=True)
-
-
-def decode_project(device, branches, inp, weight, B, T, C, IC):
-    """branches (IC/C,B,T,C) = inp (B,T,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes; for many
-    rows (IC/C,pieces,B,T,C)."""
-    if decode_is_many(device, B * T):
-        name = "attproj" if IC == C else "fcproj"
-        pieces = IC // C * device.geometry.DECODE_PIECES
-        return decode_many(device, name, (branches, inp, weight), B * T, C, pieces)
-    decode_matmul(device, "decode_project", (branches, inp, weight), B * T, C, parts=IC // C)
-
-
-def decode_fc(device, fch_gelu, x, weight, bias, B, T, C):
-    """fch_gelu (B,T,4C) = GELU(x @ weight (4C,C)^T + bias)."""
-    if decode_is_many(device, B * T):
-        return decode_many(device, "fc", (fch_gelu, x.normed, weight, bias), B * T, 4 * C)
-    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), B * T, 4 * C, normalizes=x.normed is None)
-
-
-def decode_logits(device, logits, tiles, x, wte, control, B, Vp):
-    """logits (B,Vp) = x @ wte (Vp,C)^T; tiles (B,Vp/DECODE_ROWS,3) =, for decode_sample."""
-    g = device.geometry
-    if not decode_is_many(device, B) or not g.DECODE_LOGITS_STAGES:
-        arguments = logits, tiles, *x, wte, control
-        return decode_matmul(device, "decode_logits", arguments, B, Vp, normalizes=x.normed is None)
-    grid = min(device.sm_count, Vp // g.DECODE_LOGITS_COLUMNS), blocks(B, 16 * g.DECODE_LOGITS_TILES)
-    device.launch("decode_logits_many", grid, (WARP * g.DECODE_WARPS,), logits, tiles, x.normed, wte, control, B,
-                  shared=g.DECODE_LOGITS_SHARED, early=True)
-
-
-def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
-    """Launch a matmul of N rows with a weight (OC, parts * C). normalizes: it does the layernorm, too."""
-    g = device.geometry
-    shared = {stages: decode_shared(g, stages, N, normalizes) for stages in range(1, g.DECODE_STAGES + 1)}
-    resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages, size in shared.items()}
-    tiles, groups = OC // g.DECODE_ROWS, blocks(N, g.DECODE_X_ROWS)
-    grid = min(tiles, max(1, device.sm_count * resident[1] // (groups * parts)))
-    if groups > 1:
-        grid = blocks(tiles, blocks(tiles, grid))  # equally many tiles each: fewer blocks, which read x less often
-    stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
-    device.launch(name, (groups, grid, parts), (WARP * g.DECODE_WARPS,), *arguments, N, stages, shared=shared[stages],
-                  early=True)
-
-
-def decode_is_many(device, N):
-    """Whether N rows of x are so many that the matmuls have other kernels."""
-    return N > device.geometry.DECODE_X_ROWS
-
-
-def decode_many(device, name, arguments, N, OC, pieces=1):
-    """Launch the matmul `name` for many rows: N, with a weight (OC,.); pieces: of the whole inner dimension."""
-    g = device.geometry
-    tiles, columns, shared = (getattr(g, f"DECODE_{name.upper()}_{what}") for what in ("TILES", "COLUMNS", "SHARED"))
-    device.launch(f"decode_{name}_many", (blocks(N, 16 * tiles), blocks(OC, columns), pieces),
-                  (WARP * g.DECODE_WARPS,), *arguments, N, shared=shared, early=True)
-
-
-def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, tiles, B):
-    """tokens (B,) = the next ones, drawn with randoms (B,) and control's Choice; they also go, with their
-    log-probabilities, to the host: the step's row of drawn and logprobs (ring,B). control: position and step += 1."""
-    device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms, control,
-                  pointer(drawn), pointer(logprobs), logits, tiles, len(drawn), early=True)
-
-
-class Decoder:
-    """GPT-2 for text on the GPU, as train_gpt2.py's in NumPy. A step, from a token to the next one, is one CUDA graph;
-    the host reads its tokens while the next steps run."""
-
-    AHEAD = 3  # steps in flight while the host waits for one
-
-    def __init__(self, device, config, params, precision, B, T):
-        """Allocate for B sequences of at most T positions. params: on the GPU; device: with decode_files' kernels."""
-        self.device, self.config, self.params, self.B, self.T = device, config, params, B, T
-        for name, function in device.functions.items():
-            if name.startswith("decode"):  # the same for all: otherwise two kernels cannot share a multiprocessor
-                function.preferred_shared_memory_carveout = 100
-        with device.stream:
-            self.cache, self.acts = (views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
-                                     for table in self.tables(config, precision, B, T, device.geometry))
-        self.layers = [(layer(params, l), layer(self.cache, l)) for l in range(config.L)]
-        ring = self.AHEAD + 1
-        self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
-        self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
-        self.done = [cp.cuda.Event(disable_timing=True) for _ in range(ring)]
-        self.graph = None
-
-    @staticmethod
-    def tables(config, precision, B, T, geometry):
-        """What is allocated: the KV cache, and what the passes need."""
-        return cache_table(config, B, T, precision.dtype), decode_table(config, B, T, precision.dtype, geometry)
-
-    def draw(self, prompt, count, randoms, choice, want_logprobs=True):
-        """llmc/sampler.py's draw, on the GPU; the log-probabilities come in any case."""
-        first, end = prompt.shape[1], prompt.shape[1] + count
-        tokens = np.empty((self.B, end), np.int32)
-        tokens[:, :first] = prompt
-        self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature, top_p=choice.top_p)
-        with self.device.stream:
-            copy_to_gpu(self.acts.randoms, np.array([random.state for random in randoms], np.uint64))
-        begin, begun = 0, first  # where the window begins; tokens drawn, or in flight
-        for t in range(first, end):
-            while begun < end and begun <= t + self.AHEAD and (begun == t or begun - begin <= self.T):
-                if begun - begin > self.T:
-                    begin = begun - max(1, self.T // 2)
-                    self.read(tokens[:, begin:begun])
-                elif begun == first:
-                    self.read(tokens[:1, :first])
-                self.step((begun - first) % len(self.done))
-                begun += 1
-            turn = (t - first) % len(self.done)
-            self.done[turn].synchronize()
-            tokens[:, t] = self.drawn[turn]
-            for random in randoms:
-                random.u32()  # as the GPU did
-            yield tokens[:, t], self.logprobs[turn].copy()
-
-    def set(self, **values):
-        """Set fields of `control`."""
-        control = np.zeros(1, CONTROL)
-        with self.device.stream:
-            for name, value in values.items():
-                control[name] = value
-                kind, at = CONTROL.fields[name]
-                copy_to_gpu(self.acts.control[at : at + kind.itemsize], control[name])
-
-    def read(self, tokens):
-        """Prefill: all sequences continue from tokens (B, P), or (1, P) where they have the same ones. The last token
-        is left for the next step."""
-        B, last = len(tokens), tokens.shape[1] - 1
-        each = max(1, PROMPT_ROWS // B)
-        for begin in range(0, last, each):
-            piece = np.ascontiguousarray(tokens[:, begin : min(begin + each, last)])
-            self.set(position=begin)
-            with self.device.stream:
-                copy_to_gpu(self.acts.tokens[: piece.size], piece)
-            self.trunk(*piece.shape)
-        if B < self.B and last:
-            for tensor in (self.cache.keys, self.cache.values):
-                share_first(tensor, self.device.stream)
-        self.set(position=last)
-        with self.device.stream:
-            copy_to_gpu(self.acts.tokens[: self.B], np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
-
-    def step(self, turn):
-        """Launch the step that draws each sequence's next token, for the host in row `turn`."""
-        stream = self.device.stream
-        if self.graph:
-            self.graph.launch(stream)
-        else:
-            self.launch_step()
-        self.done[turn].record(stream)
-        if not self.graph:  # after the first step, which has loaded all kernels
-            stream.begin_capture()
-            self.launch_step()
-            self.graph = stream.end_capture()
-
-    def launch_step(self):
-        device, params, acts = self.device, self.params, self.acts
-        x = self.trunk(self.B, 1)
-        decode_logits(device, acts.logits, acts.tiles, x, params.wte, acts.control, self.B, self.config.Vp)
-        decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs, acts.logits,
-                      acts.tiles, self.B)
-
-    def trunk(self, B, T):
-        """acts.tokens (B, T) -> the Normed for the classifier."""
-        device, params, acts, C, NH = self.device, self.params, self.acts, self.config.C, self.config.NH
-        inp, residual = acts.residual
-        pieces = 1  # of each part of `branches`: of decode_embed's; later, of decode_project's
-
-        def normed(weight, bias, branch_bias, count):
-            nonlocal inp, residual
-            x = Normed(residual, inp, acts.branches, branch_bias, acts.normed, weight, bias)
-            inp, residual = residual, inp
-            return decode_layernorm(device, x, count, B * T, pieces)
-
-        decode_embed(device, inp, acts.branches, acts.tokens, params.wte, params.wpe, acts.control, B, T, C)
-        fcprojb_below = acts.zeros
-        for p, cache in self.layers:
-            x = normed(p.ln1w, p.ln1b, fcprojb_below, 4)
-            decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, acts.control, B, T, C)
-            decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
-                             acts.control, B, T, C, NH)
-            decode_project(device, acts.branches, acts.atty, p.attprojw, B, T, C, C)
-            pieces = device.geometry.DECODE_PIECES if decode_is_many(device, B * T) else 1
-            x = normed(p.ln2w, p.ln2b, p.attprojb, 1)
-            decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, B, T, C)
-            decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, B, T, C, 4 * C)
-            fcprojb_below = p.fcprojb
-        return normed(params.lnfw, params.lnfb, fcprojb_below, 4)
-
-
-GPT2.Decoder = Decoder  # what a Trainer samples with
-
-
-def share_first(tensor, stream):
-    """tensor (L,B,...) [:, 1:] = tensor[:, :1]."""
-    row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
-    for b in range(1, tensor.shape[1]):
-        cp.cuda.runtime.memcpy2DAsync(tensor[0, b].data.ptr, pitch, tensor.data.ptr, pitch, row, len(tensor),
-                                      cp.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
-
-
-def open_decoder(gpu, config, params, B, T, dtype="auto"):
-    """A Decoder on this GPU for a model on the host. Raises UserError for a model that the kernels, or this GPU, have
-    no room for, MemoryError when there is too little memory."""
-    check_sizes(config)
-    precision = resolve_auto(CudaSettings(dtype=dtype), gpu.arch).precision._replace(tf32=0)
-    geometry = launch_geometry(config, precision, gpu.arch, gpu.shared)
-    update = kernel_files(config, precision, gpu.arch, "cublaslt")["update"]
-    device = Device(gpu, Cache(), [update, *decode_files(config, precision, geometry)], geometry)
-    with device.stream:
-        exact = allocate(params.table, cp)
-        copy_to_gpu(exact.buffer, params.buffer)
-        on_gpu = exact
-        if precision.bf16:
-            on_gpu = allocate(parameter_table(config, precision.dtype), cp)
-            round_weights(device, flat(on_gpu), flat(exact))
-    return Decoder(device, config, on_gpu, precision, B, T)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

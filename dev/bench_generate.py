@@ -26,11 +26,13 @@ import numpy as np
 
 from generate import streams
 from llmc.checkpoint import write_model
+from llmc.gpu.decoder import open_decoder
 from llmc.gpu.device import cp, gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.sampler import Choice
 from llmc.tensors import flat
 from train_gpt2 import Decoder, random_model
+from train_gpt2_cuda import GPT2
 
 TOKENS, V = 256, 50257
 
@@ -117,9 +119,7 @@ def main():
 
     for B in args.batches:
         if gpu:
-            from train_gpt2_cuda import open_decoder
-
-            decoder = open_decoder(gpu, config, params, B, config.maxT)
+            decoder = open_decoder(GPT2, gpu, config, params, B, config.maxT)
         else:
             decoder = Decoder(config, params, B, config.maxT)
         row("ours", B, bench_ours(decoder, B, Choice()))

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import llmc.gpu.cublaslt
+import llmc.gpu.decoder
 import llmc.gpu.device
 import llmc.gpu.matmul
 import llmc.gpu.memory
@@ -445,8 +446,8 @@ def fake_gpu(monkeypatch, tmp_path):
     """A FakeGPU, which the modules of the GPU use until the test is over; kernels are not compiled."""
     fake = FakeGPU()
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
-    for module in (llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.start, llmc.gpu.trainer,
-                   train_gpt2_cuda):
+    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.start,
+                   llmc.gpu.trainer, train_gpt2_cuda):
         monkeypatch.setattr(module, "cp", fake.cp)
     monkeypatch.setattr(llmc.gpu.device, "driver", fake.driver)
     monkeypatch.setattr(llmc.gpu.cublaslt, "load_library", lambda: fake.cublaslt)

@@ -41,13 +41,6 @@ KERNELS = {  # layer -> its kernels
     "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
                "round_weights", "hold", "fill_random"),
 }
-DECODE = {  # text generation, which not every run needs
-    "decode": ("decode_embed", "decode_layernorm", "decode_layernorm_many", "decode_attention", "decode_attention_many",
-               "decode_sample"),
-    "decode_matmul": ("decode_qkv", "decode_project", "decode_fc"),
-    "decode_many": ("decode_qkv_many", "decode_attproj_many", "decode_fc_many", "decode_fcproj_many"),
-    "decode_logits": ("decode_logits", "decode_logits_many"),
-}
 MATMUL_NARROW = ("matmul_forward_narrow",)  # Hopper only
 
 
@@ -84,19 +77,6 @@ def kernel_files(config, precision, arch, matmul="kernels"):
     return files
 
 
-def decode_files(config, precision, geometry):
-    """The KernelFiles of text generation; geometry: launch_geometry's."""
-    model = model_constants(config, precision)
-    model |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
-    files = []
-    for name, kernels in DECODE.items():
-        if not geometry.DECODE_LOGITS_STAGES:
-            kernels = tuple(kernel for kernel in kernels if kernel != "decode_logits_many")
-        shared = {} if name == "decode" else dict.fromkeys(kernels, geometry.DECODE_SHARED)
-        files.append(KernelFile(name, kernels, model, shared))
-    return files
-
-
 def model_constants(config, precision):
     """The -D constants of every file."""
     return {"MODEL_C": config.C, "MODEL_NH": config.NH, "MODEL_V": config.V, "MODEL_VP": config.Vp,
@@ -117,11 +97,9 @@ def shared_memory(layer, kernels, geometry):
 # launch geometry
 
 
-def launch_geometry(config, precision, arch, shared=None):
-    """All of layer_geometry's numbers as attributes, for the launches. With `shared`, the bytes of shared memory that a
-    block can have, also decode_geometry's."""
-    layers = list(layer_geometry(config, precision, arch).values())
-    layers += [decode_geometry(config, precision, arch, shared)] if shared else []
+def launch_geometry(config, precision, arch):
+    """All of layer_geometry's numbers as attributes, for the launches."""
+    layers = layer_geometry(config, precision, arch).values()
     return SimpleNamespace(**{name: value for numbers in layers for name, value in numbers.items()})
 
 
@@ -226,65 +204,3 @@ def classifier_geometry(config, precision, arch):
     rows = 0 if arch != "sm_90a" or row > 220 << 10 else 2 if row <= 110 << 10 else 1
     return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": row if rows else 0,
             "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024}
-
-
-def decode_geometry(config, precision, arch, shared):
-    """Constants of text generation; raises UserError if `shared`, the bytes that a block can have, is too small.
-
-    A matmul has tiles of ROWS rows of the weight, up to STAGES of them at a time, and of X_ROWS rows of the other
-    operand, x; and BLOCKS on a multiprocessor. TMA: whether that brings the weights. FEW: up to this many rows of x, it
-    does the layernorm itself. ROW_BYTES: of a row in shared memory. In attention, ROW_LANES lanes read a head's row, 16
-    bytes each; a block works on SPLIT positions at a time, 8 for each group of lanes. SHARED: bytes that a block may
-    use.
-
-    For more than X_ROWS rows of x, QKV, FC, ATTPROJ, FCPROJ and LOGITS have blocks of TILES * 16 of them by COLUMNS
-    rows of the weight, a ring of STAGES stages, and SHARED bytes. A block of ATTPROJ and FCPROJ has one of PIECES
-    pieces of each C of the inner dimension. LOGITS_STAGES is 0 if there is no room for decode_logits_many.
-    """
-    warps, bf16 = 8, precision.bf16
-    row = config.C * (2 if bf16 else 4)
-    lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
-    geometry = SimpleNamespace(
-        DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: a quarter-warp reads all banks
-        DECODE_WARPS=warps, DECODE_FEW=4 if bf16 else 1, DECODE_BLOCKS=2, DECODE_STAGES=4,
-        DECODE_TMA=int(int(arch.removeprefix("sm_").rstrip("a")) >= 90),
-        DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
-        DECODE_PIECES=4, DECODE_QKV_TILES=2, DECODE_QKV_COLUMNS=48, DECODE_FC_TILES=2, DECODE_FC_COLUMNS=48,
-        DECODE_ATTPROJ_TILES=4, DECODE_ATTPROJ_COLUMNS=32, DECODE_FCPROJ_TILES=4, DECODE_FCPROJ_COLUMNS=96,
-        DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
-    for geometry.DECODE_ROWS in (16, 8):
-        sizes = decode_shared(geometry, 1, geometry.DECODE_FEW, True), decode_shared(geometry, 1, 16, False)
-        if max(sizes) <= geometry.DECODE_SHARED:
-            break
-    else:
-        raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a"
-                        " block of this GPU can have: pass -s 0 to train without samples")
-    for name in ("QKV", "FC", "ATTPROJ", "FCPROJ"):
-        for stages in range(1, min(4, blocks(row, 64 * warps)) + 1):  # one fits on every GPU
-            size = decode_many_shared(geometry, name, stages)
-            if size <= geometry.DECODE_SHARED:
-                vars(geometry).update({f"DECODE_{name}_STAGES": stages, f"DECODE_{name}_SHARED": size})
-    for geometry.DECODE_LOGITS_TILES, geometry.DECODE_LOGITS_COLUMNS in ((4, 128), (4, 64), (2, 128), (2, 64)):
-        stage = 64 * geometry.DECODE_LOGITS_COLUMNS * blocks(row, 64 * warps)  # bytes that a warp has of these rows
-        rows = 16 * geometry.DECODE_LOGITS_TILES * geometry.DECODE_ROW_BYTES
-        geometry.DECODE_LOGITS_STAGES = max(0, min(5, (geometry.DECODE_SHARED - rows) // stage))
-        geometry.DECODE_LOGITS_SHARED = rows + geometry.DECODE_LOGITS_STAGES * stage
-        if geometry.DECODE_LOGITS_STAGES >= 2:
-            return vars(geometry)
-    return {**vars(geometry), "DECODE_LOGITS_STAGES": 0}
-
-
-def decode_shared(geometry, stages, N, normalizes):
-    """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums for N rows of x, and these rows,
-    if it normalizes them."""
-    g = geometry
-    sums = min(stages, 2) * 4 * g.DECODE_WARPS * min(N, g.DECODE_X_ROWS) * g.DECODE_ROWS
-    return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
-
-
-def decode_many_shared(geometry, name, stages):
-    """Bytes of shared memory of a block of matmul `name` for many rows: stages or, later, sums; a bias."""
-    g = vars(geometry)
-    rows, columns = 16 * g[f"DECODE_{name}_TILES"], g[f"DECODE_{name}_COLUMNS"]
-    ways = g["DECODE_WARPS"] // (g["DECODE_PIECES"] if "PROJ" in name else 1)
-    return max(stages * 64 * ways * (rows + columns), 4 * ways * rows * (columns | 8)) + 4 * columns

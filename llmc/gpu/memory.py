@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 
 from llmc.gpu.batch import batch_table
+from llmc.gpu.decoder import Decoder
 from llmc.gpu.device import cp
 from llmc.errors import UserError
 from llmc.gpu.cublaslt import WORKSPACE
@@ -47,7 +48,7 @@ def makes_text(device):
 
 def text_bytes(architecture, config, settings, device):
     """Bytes that a decoder for samples allocates."""
-    tables = architecture.Decoder.tables(config, settings.precision, 1, settings.T, device.geometry)
+    tables = Decoder.tables(architecture, config, settings.precision, 1, settings.T, device.geometry)
     return sum(table_bytes(table, ALIGN) for table in tables)
 
 

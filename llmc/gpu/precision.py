@@ -2,6 +2,11 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
+from llmc.errors import UserError
+from llmc.gpu.geometry import blocks, pack
+
 
 class Precision(NamedTuple):
     """The dtypes of a run. Parameters and activations have `dtype`, except the residual stream; statistics, losses and
@@ -40,6 +45,20 @@ class Precision(NamedTuple):
     def matmul(self):
         """What matmuls round their operands to; they accumulate in float32."""
         return "bf16" if self.bf16 else "tf32" if self.tf32 else "float32"
+
+
+def resolve_dtype(dtype, arch):
+    """The dtype of a run on this GPU; "auto" is bfloat16 where there is one. Raises UserError where there is not."""
+    has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
+    if dtype == "bfloat16" and not has_bfloat16:
+        raise UserError(f"--dtype bfloat16: this GPU is {arch}, expected sm_80 or newer: pass --dtype float32")
+    return dtype if dtype != "auto" else "bfloat16" if has_bfloat16 else "float32"
+
+
+def round_weights(device, out, exact):
+    """out (N,) bfloat16 = exact (N,) float32, rounded to nearest."""
+    threads = device.geometry.UPDATE_THREADS
+    device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
 
 
 def describe_precision(settings):

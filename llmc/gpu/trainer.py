@@ -2,8 +2,8 @@
 Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
 
 Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py. It has parameter_table
-and tables, which say what to allocate, and a Decoder for text. Its instances have activations (among them `losses`,
-(B, T)), trunk, classify, and backward, which joins the side stream.
+and tables, which say what to allocate, and what decoder.py asks for. Its instances have activations (among them
+`losses`, (B, T)), trunk, classify, and backward, which joins the side stream.
 """
 
 import functools
@@ -15,10 +15,12 @@ from llmc.alone import ALONE
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens
 from llmc.gpu.compiler import Cache
+from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, to_float32
-from llmc.gpu.geometry import THREADS, blocks, check_sizes, decode_files, kernel_files, launch_geometry, pack
+from llmc.gpu.geometry import THREADS, blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.memory import check_memory, group_bytes, makes_text
+from llmc.gpu.precision import round_weights
 from llmc.gpu.shares import CHUNKS, REST, OwnedShare, Shares
 from llmc.gpu.zero import Messages, Nccl
 from llmc.loop import Update
@@ -31,12 +33,6 @@ from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
                     ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
 REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
-
-
-def round_weights(device, out, exact):
-    """out (N,) bfloat16 = exact (N,) float32, rounded to nearest."""
-    threads = device.geometry.UPDATE_THREADS
-    device.launch("round_weights", (blocks(out.size, threads * pack(out)),), (threads,), out, exact, np.int64(out.size))
 
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
@@ -77,8 +73,10 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
     if needed > gpu.shared:
         raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block,"
                         f" {gpu.name} has {gpu.shared}: train this model with: python train_gpt2.py")
-    geometry = launch_geometry(config, precision, gpu.arch, gpu.shared if text else None)
-    files = [*files.values(), *(decode_files(config, precision, geometry) if text else ())]
+    geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
+    if text:
+        vars(geometry).update(decode_geometry(config, precision, gpu.shared))
+        files += decode_files(config, precision, geometry)
     device = Device(gpu, Cache(), files, geometry)
     return device, Matmul(device, precision, matmul)
 
@@ -153,7 +151,7 @@ class Trainer:
                                          self.received)
         self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
         if makes_text(device):
-            self.decoder = architecture.Decoder(device, config, self.params, self.precision, 1, T)
+            self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, T)
 
         # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
         table = self.batch.table

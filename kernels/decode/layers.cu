@@ -1,0 +1,33 @@
+// The embedding, and the layernorm where there are too many rows for each block of a matmul to do it. Both move a few
+// rows of C channels: latency bounds them.
+
+#include "decode/layernorm.cuh"
+
+// Block (any number); grid (N). residual (N,C) = wte[tokens] + wpe; branches (4,N,C) = 0, for the first layernorm.
+extern "C" __global__ void decode_embed(float* residual, float* branches, const int* tokens, const element* wte,
+                                        const element* wpe, const Control* control, int T) {
+    let_next_begin();
+    wait_for_inputs();
+    const int n = blockIdx.x;
+    const element *token = wte + int64(tokens[n]) * C, *position = wpe + int64(control->position + n % T) * C;
+    for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
+        Floats x = load(token + c);
+        const Floats y = load(position + c);
+#pragma unroll
+        for (int k = 0; k < PACK; k++) x.x[k] += y.x[k];
+        store(residual + int64(n) * C + c, x);
+        for (int part = 0; part < 4; part++) store(branches + (int64(part) * gridDim.x + n) * C + c, Floats{});
+    }
+}
+
+// Block (THREADS); grid (N). count: of the parts of branches, 1 or 4.
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode_layernorm(element* normed, float* residual, const float* inp, const float* branches, const element* branch_bias,
+                 const element* weight, const element* bias, int count) {
+    let_next_begin();
+    const Vectors vectors(branch_bias, weight, bias);
+    normed += int64(blockIdx.x) * C;
+    wait_for_inputs();
+    if (count == 1) normalize<1>(normed, {residual, inp, branches}, vectors, blockIdx.x, gridDim.x, true);
+    else normalize<4>(normed, {residual, inp, branches}, vectors, blockIdx.x, gridDim.x, true);
+}

@@ -1,0 +1,49 @@
+// Text generation: a forward pass over T more positions of each of B sequences, whose keys and values are kept, and the
+// next token of each.
+//
+//     decode_embed      wte[token] + wpe[position]                                      residual, branches =
+//     decode_layernorm  residual, layernorm, unless the matmul does both                residual, normed =
+//     decode_qkv        residual, layernorm, matmul; keys and values go to the cache    residual, query, keys, values =
+//     decode_attention  softmax(query @ keys^T / sqrt(HS)) @ values                     atty =
+//     decode_project    matmul, of atty or fch_gelu                                     branches =
+//     decode_fc         residual, layernorm, matmul, GELU                               residual, fch_gelu =
+//     decode_logits     residual, layernorm, matmul                                     residual, logits =
+//     decode_sample     draws the next token                                            tokens, randoms, control =
+//
+// train_gpt2.py's Decoder is the specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows.
+// residual (N,C) and logits (B,Vp) are float32; query and atty (N,C), fch_gelu (N,4C), keys and values (B,NH,maxT,HS)
+// are elements. "residual" above: branches, which decode_project wrote, is added to the residual stream. The position
+// is in GPU memory, so that one graph is every step. A row has the same bits whatever the other rows are.
+//
+// A step reads all weights once; the rest of its time is the latency of a chain of kernels. So each begins before the
+// previous one ends, requests its weights, and only then waits for its inputs (programmatic dependent launch).
+
+#pragma once
+
+#include "common.cuh"
+
+constexpr int WARPS = DECODE_WARPS, THREADS = 32 * WARPS;  // of a block; decode_sample has more
+
+typedef unsigned long long uint64;
+
+// The state of a step beside its tensors; the host sets it before the first one.
+struct Control {
+    int position;  // of the token that is about to be read, the first one of each sequence
+    int step;      // how many tokens were drawn so far
+    int arrived;   // blocks of decode_sample that are done
+    int top_k;     // these three: llmc/sampler.py's Choice
+    float temperature, top_p;
+};
+
+// The next kernel may begin, as soon as all blocks of this one have.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until then, nothing that this pass writes may be read. Control is: only the last kernel of a step writes it.
+__device__ inline void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

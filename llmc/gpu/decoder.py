@@ -1,0 +1,301 @@
+"""Text on a GPU: forward passes over T new positions of each of B sequences, with a KV cache, and sampling.
+
+Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py, which has for text
+
+    cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NH,T,HS)
+    decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
+    decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
+                                        input, a Normed, and its weight (Vp,C)
+
+and here are the launches of kernels/decode/, in the order of step.cuh, with their geometry.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.errors import UserError
+from llmc.gpu.compiler import Cache, KernelFile
+from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
+from llmc.gpu.geometry import WARP, blocks, check_sizes, kernel_files, launch_geometry, model_constants
+from llmc.gpu.matmul import ALIGN
+from llmc.gpu.precision import Precision, resolve_dtype, round_weights
+from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
+
+# ----------------------------------------------------------------------------------------------------------------------
+# launches of kernels/decode/, and their geometry
+
+DECODE = {  # file -> its kernels
+    "decode/layers": ("decode_embed", "decode_layernorm"),
+    "decode/matmul": ("decode_qkv", "decode_project", "decode_fc", "decode_logits"),
+    "decode/attention": ("decode_attention",),
+    "decode/sample": ("decode_sample",),
+}
+
+
+def decode_files(config, precision, geometry):
+    """The KernelFiles of text generation. geometry: with decode_geometry's numbers."""
+    numbers = {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
+    constants = model_constants(config, precision) | numbers
+    return [KernelFile(name, kernels, constants,
+                       dict.fromkeys(kernels, geometry.DECODE_SHARED) if name == "decode/matmul" else {})
+            for name, kernels in DECODE.items()]
+
+
+def decode_geometry(config, precision, shared):
+    """{constant: int} of kernels/decode/; raises UserError if `shared`, the bytes of shared memory that a block can
+    have, is too small.
+
+    A matmul has tiles of ROWS rows of the weight, up to STAGES of them at a time, and of X_ROWS rows of the other
+    operand, x; and BLOCKS on a multiprocessor. FEW: up to this many rows of x, it does the layernorm itself. ROW_BYTES:
+    of a row in shared memory. In attention, ROW_LANES lanes read a head's row, 16 bytes each; a block works on SPLIT
+    positions at a time, 8 for each group of lanes. SHARED: bytes that a block may use.
+    """
+    warps, row = 8, config.C * (2 if precision.bf16 else 4)
+    lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
+    geometry = SimpleNamespace(
+        DECODE_WARPS=warps, DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: no bank conflicts
+        DECODE_FEW=4 if precision.bf16 else 1, DECODE_BLOCKS=2, DECODE_STAGES=4,
+        DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
+        DECODE_SHARED=shared - 2048)  # less what kernels declare and the driver keeps
+    for geometry.DECODE_ROWS in (16, 8):
+        sizes = (decode_shared(geometry, 1, geometry.DECODE_FEW, True),
+                 decode_shared(geometry, 1, geometry.DECODE_X_ROWS, False))
+        if max(sizes) <= geometry.DECODE_SHARED:
+            return vars(geometry)
+    raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a block"
+                    " of this GPU can have: pass -s 0 to train without samples")
+
+
+def decode_shared(geometry, stages, N, normalizes):
+    """Bytes of shared memory of a matmul's block: tiles of the weight, its warps' sums for N rows of x, and these rows,
+    if it normalizes them."""
+    g = geometry
+    sums = min(stages, 2) * 4 * g.DECODE_WARPS * min(N, g.DECODE_X_ROWS) * g.DECODE_ROWS
+    return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
+
+
+class Normed(NamedTuple):
+    """A matmul's input: the layernorm of the new residual stream, inp + branch_bias + parts of branches (.,N,C).
+    Kernels take the fields as arguments, in this order."""
+
+    residual: object
+    inp: object
+    branches: object
+    branch_bias: object
+    normed: object  # made by decode_layernorm; None: the matmul does it
+    weight: object
+    bias: object
+
+
+def launch(device, name, grid, *arguments, shared=None):
+    device.launch(name, grid, (WARP * device.geometry.DECODE_WARPS,), *arguments, shared=shared, early=True)
+
+
+def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T):
+    """residual (B,T,C) = wte[tokens] + wpe, branches (4,B,T,C) = 0. tokens (B,T) int32; the first position is
+    control's, here and below."""
+    launch(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, control, T)
+
+
+def decode_layernorm(device, x, parts, N):
+    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + x.branches (parts,N,C); x.normed (N,C) = its layernorm.
+    Returns the Normed for the matmul that follows, which does all this itself where N is small."""
+    if N <= device.geometry.DECODE_FEW:
+        return x._replace(normed=None)
+    launch(device, "decode_layernorm", (N,), x.normed, x.residual, x.inp, x.branches, x.branch_bias, x.weight, x.bias,
+           parts)
+    return x
+
+
+def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
+    """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
+    arguments = query, keys, values, *x, weight, bias, control, keys.shape[2], T
+    decode_matmul(device, "decode_qkv", arguments, B * T, 3 * C, normalizes=x.normed is None)
+
+
+def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
+    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. arrived: 0 before and after."""
+    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
+    launch(device, "decode_attention", (NH, splits, B * T), atty, parts, arrived, query, keys, values, control,
+           keys.shape[2], T)
+
+
+def decode_project(device, branches, inp, weight, N, C, IC):
+    """branches (IC/C,N,C) = inp (N,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes."""
+    decode_matmul(device, "decode_project", (branches, inp, weight), N, C, parts=IC // C)
+
+
+def decode_fc(device, fch_gelu, x, weight, bias, N, C):
+    """fch_gelu (N,4C) = GELU(x @ weight (4C,C)^T + bias)."""
+    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), N, 4 * C, normalizes=x.normed is None)
+
+
+def decode_logits(device, logits, x, weight, B, Vp):
+    """logits (B,Vp) = x @ weight (Vp,C)^T."""
+    decode_matmul(device, "decode_logits", (logits, *x, weight), B, Vp, normalizes=x.normed is None)
+
+
+def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
+    """Launch a matmul of N rows with a weight (OC, parts * C). normalizes: it does the layernorm, too."""
+    g = device.geometry
+    shared = {stages: decode_shared(g, stages, N, normalizes) for stages in range(1, g.DECODE_STAGES + 1)}
+    resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages, size in shared.items()}
+    tiles, groups = OC // g.DECODE_ROWS, blocks(N, g.DECODE_X_ROWS)
+    grid = min(tiles, max(1, device.sm_count * resident[1] // (groups * parts)))
+    if groups > 1:
+        grid = blocks(tiles, blocks(tiles, grid))  # equally many tiles each: fewer blocks, which read x less often
+    stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
+    launch(device, name, (groups, grid, parts), *arguments, N, stages, shared=shared[stages])
+
+
+def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
+    """tokens (B,) = the next ones, drawn with randoms (B,) and control's Choice; they also go, with their
+    log-probabilities, to the host: the step's row of drawn and logprobs (ring,B). control: position and step += 1."""
+    device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms, control,
+                  pointer(drawn), pointer(logprobs), logits, len(drawn), early=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the decoder
+
+CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
+                    ("top_p", "f4")])  # struct Control of step.cuh
+PROMPT_ROWS = 64  # tokens of prompts in one pass
+
+
+class Decoder:
+    """A model for text on the GPU, as train_gpt2.py's Decoder is in NumPy. A step, from a token to the next one, is one
+    CUDA graph; the host reads its tokens while the next steps run."""
+
+    AHEAD = 3  # steps in flight while the host waits for one
+
+    def __init__(self, architecture, device, config, params, precision, B, T):
+        """Allocate for B sequences of at most T positions. params: on the GPU; device: with decode_files' kernels."""
+        self.architecture, self.device, self.config, self.params = architecture, device, config, params
+        self.B, self.T = B, T
+        for name, function in device.functions.items():
+            if name.startswith("decode"):  # the same for all: otherwise two kernels cannot share a multiprocessor
+                function.preferred_shared_memory_carveout = 100
+        with device.stream:
+            self.cache, self.acts = (views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
+                                     for table in self.tables(architecture, config, precision, B, T, device.geometry))
+        self.layers = [(layer(params, l), layer(self.cache, l)) for l in range(config.L)]
+        ring = self.AHEAD + 1
+        self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
+        self.logprobs = pinned_array(4 * ring * B).view(np.float32).reshape(ring, B)
+        self.done = [cp.cuda.Event(disable_timing=True) for _ in range(ring)]
+        self.graph = None
+
+    @staticmethod
+    def tables(architecture, config, precision, B, T, geometry):
+        """What is allocated: the KV cache, and what the passes need."""
+        N, NH, HS = max(B, PROMPT_ROWS), config.NH, config.C // config.NH
+        return architecture.cache_table(config, B, T, precision.dtype), {
+            "tokens": Row((N,), "int32"),
+            **architecture.decode_table(config, N, precision.dtype),
+            "parts": Row((N, NH, blocks(T, geometry.DECODE_SPLIT), HS + 4)),  # of attention, for each split
+            "arrived": Row((N, NH), "int32"),  # blocks of attention
+            "logits": Row((B, config.Vp)),
+            "randoms": Row((B,), "uint64"),
+            "control": Row((CONTROL.itemsize,), "uint8"),
+        }
+
+    def draw(self, prompt, count, randoms, choice, want_logprobs=True):
+        """llmc/sampler.py's draw, on the GPU; the log-probabilities come in any case."""
+        first, end = prompt.shape[1], prompt.shape[1] + count
+        tokens = np.empty((self.B, end), np.int32)
+        tokens[:, :first] = prompt
+        self.set(step=0, top_k=min(choice.top_k, self.config.V), temperature=choice.temperature, top_p=choice.top_p)
+        with self.device.stream:
+            copy_to_gpu(self.acts.randoms, np.array([random.state for random in randoms], np.uint64))
+        begin, begun = 0, first  # where the window begins; tokens drawn, or in flight
+        for t in range(first, end):
+            while begun < end and begun <= t + self.AHEAD and (begun == t or begun - begin <= self.T):
+                if begun - begin > self.T:
+                    begin = begun - max(1, self.T // 2)
+                    self.read(tokens[:, begin:begun])
+                elif begun == first:
+                    self.read(tokens[:1, :first])
+                self.step((begun - first) % len(self.done))
+                begun += 1
+            turn = (t - first) % len(self.done)
+            self.done[turn].synchronize()
+            tokens[:, t] = self.drawn[turn]
+            for random in randoms:
+                random.u32()  # as the GPU did
+            yield tokens[:, t], self.logprobs[turn].copy()
+
+    def set(self, **values):
+        """Set fields of `control`."""
+        control = np.zeros(1, CONTROL)
+        with self.device.stream:
+            for name, value in values.items():
+                control[name] = value
+                kind, at = CONTROL.fields[name]
+                copy_to_gpu(self.acts.control[at : at + kind.itemsize], control[name])
+
+    def read(self, tokens):
+        """Prefill: all sequences continue from tokens (B, P), or (1, P) where they have the same ones. The last token
+        is left for the next step."""
+        B, last = len(tokens), tokens.shape[1] - 1
+        each = max(1, PROMPT_ROWS // B)
+        for begin in range(0, last, each):
+            piece = np.ascontiguousarray(tokens[:, begin : min(begin + each, last)])
+            self.set(position=begin)
+            with self.device.stream:
+                copy_to_gpu(self.acts.tokens[: piece.size], piece)
+            self.architecture.decode_layers(self, *piece.shape)
+        if B < self.B and last:
+            for tensor in (self.cache.keys, self.cache.values):
+                share_first(tensor, self.device.stream)
+        self.set(position=last)
+        with self.device.stream:
+            copy_to_gpu(self.acts.tokens[: self.B], np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
+
+    def step(self, turn):
+        """Launch the step that draws each sequence's next token, for the host in row `turn`."""
+        stream = self.device.stream
+        if self.graph:
+            self.graph.launch(stream)
+        else:
+            self.launch_step()
+        self.done[turn].record(stream)
+        if not self.graph:  # after the first step, which has loaded all kernels
+            stream.begin_capture()
+            self.launch_step()
+            self.graph = stream.end_capture()
+
+    def launch_step(self):
+        device, acts, B = self.device, self.acts, self.B
+        x, weight = self.architecture.decode_layers(self, B, 1)
+        decode_logits(device, acts.logits, x, weight, B, self.config.Vp)
+        decode_sample(device, acts.tokens, acts.randoms, acts.control, self.drawn, self.logprobs, acts.logits, B)
+
+
+def share_first(tensor, stream):
+    """tensor (L,B,...) [:, 1:] = tensor[:, :1]."""
+    row, pitch = tensor[0, 0].nbytes, tensor[0].nbytes
+    for b in range(1, tensor.shape[1]):
+        cp.cuda.runtime.memcpy2DAsync(tensor[0, b].data.ptr, pitch, tensor.data.ptr, pitch, row, len(tensor),
+                                      cp.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
+
+
+def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
+    """A Decoder on this GPU for a model on the host. Raises UserError for a model that the kernels, or this GPU, have
+    no room for, MemoryError when there is too little memory."""
+    check_sizes(config)
+    precision = Precision(resolve_dtype(dtype, gpu.arch), tf32=0)
+    geometry = launch_geometry(config, precision, gpu.arch)
+    vars(geometry).update(decode_geometry(config, precision, gpu.shared))
+    update = kernel_files(config, precision, gpu.arch, "cublaslt")["update"]
+    device = Device(gpu, Cache(), [update, *decode_files(config, precision, geometry)], geometry)
+    with device.stream:
+        exact = allocate(params.table, cp)
+        copy_to_gpu(exact.buffer, params.buffer)
+        on_gpu = exact
+        if precision.bf16:
+            on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
+            round_weights(device, flat(on_gpu), flat(exact))
+    return Decoder(architecture, device, config, on_gpu, precision, B, T)
