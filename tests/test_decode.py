@@ -12,7 +12,7 @@ import generate
 import llmc.gpu.decoder
 import train_gpt2
 from conftest import random_params
-from llmc.checkpoint import Config, write_model
+from llmc.checkpoint import write_model
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.decoder import (CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
                               open_decoder)
@@ -20,6 +20,7 @@ from llmc.gpu.device import to_float32
 from llmc.gpu.geometry import launch_geometry
 from llmc.sampler import Choice, Random
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
+from train_gpt2 import Config
 from test_kernels import PRECISIONS, accepts, signatures
 from train_gpt2_cuda import GPT2
 

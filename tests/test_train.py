@@ -29,7 +29,7 @@ import train_gpt2
 import train_gpt2_cuda
 from conftest import (GPT2_124M, ROOT, SMALL, SMALL_HEADS, assert_one_line_error, random_params, remove_after,
                       run_program)
-from llmc.checkpoint import Config, owned_by_one, read_model, read_optimizer_state, write_model
+from llmc.checkpoint import owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import Interruption, UserError
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint, stopped
@@ -38,7 +38,7 @@ from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings
 from llmc.tensors import allocate, flat, table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
-from train_gpt2 import GPT2, activation_table, parameter_table
+from train_gpt2 import activation_table, Config, GPT2, parameter_table
 
 FAST = ("-b", 2, "-t", 8, "-g", 16, "--lines", "llmc")  # whose losses have more digits
 
@@ -811,7 +811,7 @@ def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace):
         assert process.wait(timeout=60) == -signal.SIGKILL, process.stderr.read()
         step = newest_checkpoint("killed")
         model, state, _ = checkpoint_paths("killed", step)
-        config, params = read_model(model, parameter_table)
+        config, params = read_model(model, GPT2)
         moments_read = [allocate(parameter_table(config)) for _ in range(2)]
         assert read_optimizer_state(state, owned_by_one(*moments_read))[0].step == step
         progress.append(step)

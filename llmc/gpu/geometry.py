@@ -63,8 +63,9 @@ def hopper_matmul(precision, arch):
 
 
 def kernel_files(config, precision, arch, matmul="kernels"):
-    """{layer: KernelFile} of a run; matmul "cublaslt": without our matmuls."""
-    names = {layer: layer for layer in KERNELS if layer != "matmul" or matmul != "cublaslt"}
+    """{layer: KernelFile} of a run. matmul: as Matmul's library; "auto" has our matmuls on Hopper in bfloat16 alone."""
+    ours = matmul == "kernels" or matmul == "auto" and hopper_matmul(precision, arch)
+    names = {layer: layer for layer in KERNELS if layer != "matmul" or ours}
     if hopper_attention(config, precision, arch):
         names["attention"] = "hopper/attention"
     if "matmul" in names and hopper_matmul(precision, arch):

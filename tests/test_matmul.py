@@ -1,0 +1,136 @@
+"""Matmuls on a GPU, of every kernel, tile and split, and by the rule, against float64; and, with no GPU, the rule."""
+
+import numpy as np
+import pytest
+
+import train_gpt2
+import train_gpt2_cuda as cuda
+from llmc.debugstate import check_tensor
+from llmc.gpu.device import to_float32
+from llmc.gpu.geometry import blocks, hopper_matmul
+from llmc.gpu.matmul import Linear
+from llmc.gpu.precision import Precision
+from llmc.gpu.trainer import open_device
+from test_kernels import (BF16, MODELS, PRECISIONS, SUMS, TF32, assert_close, get_matmul, on_gpu, random, unwritten,
+                          wide)
+
+SIZES = [(291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720), (2100, 168, 504)]  # N, C, OC
+LIBRARIES = ("auto", "cublaslt", "kernels", "kernels, portable", "kernels, two blocks")
+
+
+def get(gpu, tmp_path_factory, monkeypatch, precision, library, config=MODELS[0]):
+    """A Matmul with these libraries. "portable": of every GPU; "two blocks": each computes many tiles."""
+    precision, (library, *kind) = PRECISIONS[precision], library.split(", ")
+    if kind and not hopper_matmul(precision, gpu.arch):
+        pytest.skip("the kernels are the portable ones")
+    matmul = get_matmul(gpu, config, precision, tmp_path_factory, kind == ["portable"], library)
+    if kind == ["two blocks"]:
+        monkeypatch.setattr(matmul.device, "sm_count", 2)
+    return matmul
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("N, C, OC", SIZES)
+def test_matmuls(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, library):
+    matmul = get(gpu, tmp_path_factory, monkeypatch, precision, library)
+    e, g, kernels = PRECISIONS[precision].dtype, PRECISIONS[precision].grads, matmul.kernels
+    shapes = (N, C), (OC, C), (OC,), (N, OC)
+    inp, weight, bias, dout = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(shapes))
+    inp_gpu, weight_gpu, bias_gpu, dout_gpu = on_gpu(inp, weight, bias, dout, dtype=e)
+    tolerance = TF32 if precision == "tf32" else SUMS
+    out, dinp, dweight = unwritten(N, OC, dtype=e), unwritten(N, C, dtype=e), unwritten(OC, C, dtype=g)
+
+    exact = inp.astype(np.float64) @ weight.T.astype(np.float64)
+    widths = [matmul.device.geometry.MATMUL_BN, *([160] if matmul.hopper else [])] if kernels else []
+    for b in (None, bias_gpu):
+        linear = Linear(matmul, weight_gpu, b, dweight)
+        calls = [lambda: linear.forward(out, inp_gpu)]
+        calls += [lambda width=width: kernels.forward(out, inp_gpu, weight_gpu, b, width) for width in widths]
+        for call in calls:
+            out[...] = unwritten(N, OC, dtype=e)
+            call()
+            assert_close(tolerance, out=(out, exact + (0 if b is None else bias)))
+
+    exact = dout.astype(np.float64) @ weight.astype(np.float64)
+    for scale in (1.0, 0.7):
+        dinp[...] = unwritten(N, C, dtype=e)
+        linear.backward_inp(dinp, dout_gpu, scale)
+        assert_close(tolerance, dinp=(dinp, scale * exact))
+
+    exact = dout.T.astype(np.float64) @ inp.astype(np.float64)
+    transposed = None if e == "bfloat16" else unwritten(min(C, OC) + 8, N)  # a trainer's may have too many rows, too
+    calls = [lambda: linear.backward_weight(dout_gpu, inp_gpu, transposed, 0.7)]
+    if kernels:
+        room = blocks(OC, 128) * blocks(C, 128) <= kernels.done.shape[1]
+        calls += [lambda splits=splits: kernels.backward_weight(dweight, dout_gpu, inp_gpu, 0.7, splits)
+                  for splits in (1, 2, 5, 11) if splits == 1 or room and N >= 64 * splits]
+    for call in calls:
+        dweight[...] = unwritten(OC, C, dtype=g)
+        call()
+        assert_close(tolerance, dweight=(dweight, 0.7 * exact))
+
+
+@pytest.mark.parametrize("library", ("cublaslt", "kernels"))
+@pytest.mark.parametrize("OC", (50304, 12808, 6400))
+def test_long_chains(gpu, tmp_path_factory, monkeypatch, OC, library):
+    """In TF32, sums do not shrink with the number of their additions. All numbers are positive and exact in TF32; in
+    one chain of 50304, 8 at a time and half a bit lost each time, sums would be 1.4e-4 too small."""
+    matmul, N, C = get(gpu, tmp_path_factory, monkeypatch, "tf32", library), 130, 72
+    dout, weight = (np.random.default_rng(i).integers(512, 1024, shape).astype(np.float32) / 1024
+                    for i, shape in enumerate(((N, OC), (OC, C))))
+    dinp, exact = unwritten(N, C), dout.astype(np.float64) @ weight.astype(np.float64)
+    dout, weight = on_gpu(dout, weight)
+    Linear(matmul, weight).backward_inp(dinp, dout, 0.5)
+    lost = 1 - 2 * dinp.get() / exact
+    assert abs(lost).max() < 5e-5, lost.mean()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("precision", ("tf32", "float32", "bf16"))
+@pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[1], 391), (MODELS[3], 1000)),
+                         ids=("C768-291", "C64-1", "C64-391", "C240-1000"))
+def test_matmuls_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, precision, library):
+    """fc and its GELU; the gradient of what goes into fcproj, through GELU. GELU is that of the rounded result, the
+    same to the bit as by itself."""
+    matmul = get(gpu, tmp_path_factory, monkeypatch, precision, library, config)
+    C, e, device = config.C, PRECISIONS[precision].dtype, matmul.device
+    tolerance = TF32 if precision == "tf32" else SUMS
+    shapes = (N, C), (4 * C, C), (4 * C,), (N, C), (C, 4 * C), (N, 4 * C)
+    inp, fcw, fcb, dout, fcprojw, pre = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(shapes))
+    pre *= 4  # exactly, and to where exp(-2u) is infinite
+    inp_gpu, fcw_gpu, fcb_gpu, dout_gpu, fcprojw_gpu, pre_gpu = on_gpu(inp, fcw, fcb, dout, fcprojw, pre, dtype=e)
+    out, gelu, alone, dinp, again = (unwritten(N, 4 * C, dtype=e) for _ in range(5))
+    cuda.matmul_gelu_forward(device, Linear(matmul, fcw_gpu, fcb_gpu), out, gelu, inp_gpu, N, 4 * C)
+    assert_close(tolerance, out=(out, inp.astype(np.float64) @ fcw.T.astype(np.float64) + fcb))
+    cuda.gelu_forward(device, alone, out, N, 4 * C)
+    assert np.array_equal(gelu.get(), alone.get())
+
+    expected, dgelu = np.empty((N, 4 * C)), dout.astype(np.float64) @ fcprojw.astype(np.float64)
+    train_gpt2.gelu_backward(expected, *wide(pre), dgelu, pre.size)
+    sums = unwritten(blocks(N, 128), 4 * C)
+    cuda.matmul_gelu_backward_inp(device, Linear(matmul, fcprojw_gpu), dinp, sums, again, dout_gpu, pre_gpu, N, 4 * C)
+    twice = 2 * BF16 if e == "bfloat16" else 0.0  # cuBLASLt's result is rounded before GELU's derivative comes in
+    assert_close(max(tolerance, twice), dinp=(dinp, expected))
+    scale = max(tolerance, twice) * np.abs(expected).max() * N**0.5
+    assert check_tensor("sums", to_float32(sums).sum(axis=0), expected.sum(axis=0), scale)
+    cuda.gelu_forward(device, alone, pre_gpu, N, 4 * C)
+    assert np.array_equal(again.get(), alone.get())
+
+
+@pytest.mark.parametrize("C, launched", ((768, 192), (1600, 160), (1024, 0)))
+def test_the_rule(fake_gpu, C, launched):
+    """On Hopper in bfloat16: whose tiles divide the width of a result."""
+    config = train_gpt2.Config(64, 257, 1, C // 64, C, 384)
+    matmul = open_device(cuda.GPT2, fake_gpu.gpu, config, Precision("bfloat16"))[1]
+    assert matmul.tile(C, narrow=True) == launched and matmul.tile(C) == (192 if C == 768 else 0)
+    matmul = open_device(cuda.GPT2, fake_gpu.gpu, config, Precision("float32"))[1]
+    assert matmul.tile(C) == 0 and matmul.kernels is None
+
+
+def test_parts_of_a_weight_gradient(fake_gpu):
+    """As many as fill an H100's 132 multiprocessors; one where rows are few."""
+    matmul = open_device(cuda.GPT2, fake_gpu.gpu, MODELS[0], Precision("bfloat16"), "kernels")[1]
+    splits = matmul.kernels.splits
+    assert [splits(3072, 768, N) for N in (512, 4096, 32768)] == [1, 1, 4] and splits(768, 768, 65536) == 5
+    assert splits(50304, 768, 65536) == 1
