@@ -38,6 +38,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from llmc.alone import ALONE
 from llmc.checkpoint import count_parameters
 from llmc.gpu.compiler import Cache
 from llmc.dataloader import open_data
@@ -51,13 +52,12 @@ from llmc.logger import Log
 from llmc.gpu.matmul import ALIGN, Matmul
 from llmc.gpu.precision import Precision, describe_precision
 from llmc.progress import Console, flops_per_token, peak_flops, print_start, print_table
-from llmc.gpu.ranks import ALONE
+from llmc.gpu.ranks import check_alike, on_ranks
 from llmc.resume import check_steps, find_checkpoint, read_start, stopped
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.gpu.saver import Saver, resume
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, print_changed_settings, with_default
-from llmc.gpu.start import check_alike, check_same_files, check_same_output, on_ranks
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
 from llmc.gpu.trainer import Evaluator, Trainer, round_weights
@@ -1014,18 +1014,14 @@ def run(settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
     first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    check_alike(ranks, gpu, settings)
-    check_same_output(ranks, settings)
-    with ranks.said_once():
-        tokenizer = load_tokenizer(settings)
+    tokenizer = load_tokenizer(settings)
     given, settings = settings, settle(settings, gpu.arch)
     loading = time.perf_counter()
-    with ranks.said_once():
-        config, params, start = read_start(settings, first_step, tokenizer, parameter_table, random_model)
+    config, params, start = read_start(settings, first_step, tokenizer, parameter_table, random_model)
     loading = time.perf_counter() - loading
     train_loader, val_loader = open_data(settings, config.V, ranks.rank, ranks.size)
     examples = load_hellaswag(settings, config)
-    check_same_files(ranks, config, params, train_loader, val_loader, examples)
+    check_alike(ranks, gpu, settings, config, params, train_loader, val_loader)
     if ranks.is_first:
         keep_tokenizer(settings, tokenizer, first_step)
     random = Random()

@@ -175,12 +175,6 @@ def lock_path(output, directory):
     return f"{os.path.join(output, 'main.log') if directory else output}.lock"  # -o DIR/main.log is the same file
 
 
-def lock_holder(output, directory):
-    """The process id, as text, in the lock file, which a killed run leaves behind; None if there is no such file."""
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(lock_path(output, directory)) as f:
-        return f.read()
-
-
 def open_lock(path, output, flag):
     """Open the lock file and lock it, until it is closed; raises UserError when another run holds it."""
     try:

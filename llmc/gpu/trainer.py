@@ -7,18 +7,19 @@ and tables, which say what to allocate, and a Decoder for text. Its instances ha
 """
 
 import functools
+import time
 from types import SimpleNamespace
 
 import numpy as np
 
+from llmc.alone import ALONE
 from llmc.gpu.batch import batch_table, sort_tokens
 from llmc.checkpoint import Owned
-from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer, to_float32
+from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer, record_event, to_float32
 from llmc.errors import UserError
 from llmc.gpu.geometry import THREADS, blocks, pack
 from llmc.gpu.memory import check_memory, group_bytes, makes_text
 from llmc.outliers import RECENT, reason_to_skip
-from llmc.gpu.ranks import ALONE
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 from llmc.gpu.zero import CHUNKS, REST, Messages, Nccl, Shares
 
@@ -184,7 +185,7 @@ class Trainer:
         """Start one update with own_micro_steps batches (inputs, targets), and return its number. The GPU may still be
         running the one before."""
         half = self.steps_begun % 2
-        self.finished[half].synchronize()  # the update before the last one has read this half
+        self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
         with self.device.stream as stream:
             self.started[half].record(stream)
@@ -201,10 +202,19 @@ class Trainer:
         """Wait for update `number`, one of the last two; returns (loss, gradient norm or None, milliseconds, why it was
         skipped or None)."""
         half = number % 2
-        self.finished[half].synchronize()
+        self.wait(self.finished[half])
         loss, norm, *z_scores = self.reports[half].item()
         milliseconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half])
         return loss, norm if self.want_norm else None, milliseconds, reason_to_skip(self.settings, *z_scores)
+
+    def wait(self, event):
+        """Wait for an event of the GPU. On several GPUs, raise UserError if another rank, or NCCL, fails meanwhile: the
+        GPU would wait for its messages for ever."""
+        while self.peers and not event.done:
+            self.peers.check()
+            self.ranks.check()
+            time.sleep(0.0002)
+        event.synchronize()
 
     def stage(self, half, batches, learning_rate):
         """Write learning rate, own_micro_steps batches, and their sorted positions to one half of the pinned memory."""
@@ -297,8 +307,9 @@ class Trainer:
     def complete_weights(self):
         """Between two updates, complete self.params on every rank. All ranks must call this."""
         if self.weights_behind:
-            with self.device.stream:
+            with self.device.stream as stream:
                 self.send_all_weights()
+            self.wait(record_event(stream))
         self.weights_behind = False
 
     def send_all_weights(self):

@@ -1,0 +1,29 @@
+"""A run of a single process: what it has in common with the ranks of a run on several GPUs (llmc/gpu/ranks.py)."""
+
+
+class Alone:
+    """Rank 0 of 1."""
+
+    rank, size, local_rank, is_first, has_launcher = 0, 1, 0, True, False
+
+    def gather(self, value):
+        """Return the values of all ranks, in order, on every rank."""
+        return [value]
+
+    def attempt(self, function):
+        """Call function() on each rank, and return all results, in order. A UserError on one rank is raised on all."""
+        return self.gather(function())
+
+    def largest(self, number):
+        """Return the largest of all ranks' numbers, with None as 0; None if all are None."""
+        return number
+
+    def starmap(self, function, items, check):
+        """Yield function(*item) for each item; each rank computes every size'th item. All ranks call `check` before
+        each round of `size` items."""
+        for item in items:
+            check()
+            yield function(*item)
+
+
+ALONE = Alone()
