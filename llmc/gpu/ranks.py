@@ -30,15 +30,13 @@ LAUNCHERS = (  # variables of rank, size, local rank
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # srun
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 
 
 def translate_launcher(environ):
     """Set torchrun's variables if mpirun or srun started this process; return whether a launcher started several."""
-    step = environ.get("SLURM_STEP_ID", "")
-    is_srun = step.isdecimal() and int(step) < 0xFFFFFFF0  # from here on: batch scripts and interactive shells
+    is_srun = 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 0xFFFFFFF0  # or a batch script, an interactive shell
     names = next((names for names in LAUNCHERS if all(name in environ for name in names)
                   and (is_srun or names[0] != "SLURM_PROCID")), None)
     if names is None or environ[names[1]] == "1":
@@ -135,8 +133,8 @@ class Ranks(Alone, contextlib.AbstractContextManager):
         with contextlib.suppress(OSError, RuntimeError):  # nobody reads stderr; rank 0 is gone, and with it the store
             if text and self.store.add("errors", 1) == 1:
                 rank = "" if self.is_first else f"rank {self.rank}: "
-                text = textwrap.indent(f"{os.path.basename(sys.argv[0])}: {text}\n", rank, lambda line: True)
-                print(text, end="", file=sys.__stderr__, flush=True)
+                text = textwrap.indent(f"{os.path.basename(sys.argv[0])}: {text}", rank)
+                print(text, file=sys.__stderr__, flush=True)
             sys.stdout.flush()
         os._exit(status)  # at a normal exit, destructors would wait for the GPU, and it for a rank that is gone
 
@@ -170,8 +168,10 @@ def start_ranks(count):
         run.run(run.parse_args(["--standalone", f"--nproc-per-node={count}", f"--signals-to-handle={signals}",
                                 *sys.argv]))
     except ChildFailedError as failure:
-        status = failure.get_first_failure()[1].exitcode
-        return 128 - status if status < 0 else status
+        rank, first = failure.get_first_failure()
+        if first.exitcode < 0:
+            raise UserError(f"rank {rank} died of {signal.Signals(-first.exitcode).name}: resume with -y 1") from None
+        return first.exitcode
     except SignalException as stop:
         return 128 + stop.sigval
     return 0
