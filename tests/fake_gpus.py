@@ -5,6 +5,7 @@ processes.
     python tests/fake_gpus.py --gpus 2 -b 2 -t 8 ...      # as train_gpt2_cuda.py
 """
 
+import functools
 import math
 import multiprocessing
 import os
@@ -195,18 +196,20 @@ class Messages(Collectives):
 SERVER = multiprocessing.get_context("forkserver")
 
 
-def fork_ranks(work, size, port, flags=lambda rank: (), names=LAUNCHERS[0], **variables):
-    """Start work() in `size` processes with the variables of a launcher; what rank r prints goes to out<r> and err<r>
-    in the current directory. flags(rank): its sys.argv[1:]."""
+def fork_ranks(function, size, port, *arguments, flags=(), names=LAUNCHERS[0], **variables):
+    """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to
+    out<r> and err<r> in the current directory. flags: sys.argv[1:]."""
     SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), before])
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as Ranks sets it before it imports torch
     processes = []
     for rank in range(size):
-        environ = dict(zip(names, map(str, (rank, size, rank)))) | {"MASTER_PORT": str(port)} | variables
-        arguments = (work, [work.__name__, *map(str, flags(rank))], environ, os.getcwd(), rank)
-        processes.append(SERVER.Process(target=run_rank, args=arguments))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environ = dict(zip(names, map(str, (rank, size, rank)))) | place | variables
+        argv = [(arguments or (function,))[0].__name__, *map(str, flags)]
+        work = functools.partial(function, *arguments)
+        processes.append(SERVER.Process(target=run_rank, args=(work, argv, environ, os.getcwd(), rank)))
         processes[-1].start()
     os.environ["PYTHONPATH"] = before
     return processes
