@@ -188,7 +188,7 @@ def check_alike(ranks, gpu, settings, config, params, train_loader=None, val_loa
     found |= {"GPU": gpu, "model": (config, zlib.crc32(np.ascontiguousarray(sample)))}
     for what, loader in (("training data", train_loader), ("validation data", val_loader)):
         with loader.shards[0].open() if loader else contextlib.nullcontext() as f:
-            found[what] = f and ([s.size for s in loader.shards], zlib.crc32(loader.shards[0].read(f, 0, 1000)))
+            found[what] = f and ([s.size for s in loader.shards], zlib.crc32(loader.shards[0].read(f, 0, loader.T)))
     place = f"{cp.cuda.Device().pci_bus_id} of {socket.gethostname()}"
     everyone = ranks.gather((place, found))
     twin = [place for place, _ in everyone].index(place)
