@@ -47,8 +47,8 @@ from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREAD
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
 from llmc.gpu.precision import Precision, describe_precision, resolve_dtype
+from llmc.gpu.ranks import check_alike, on_ranks
 from llmc.gpu.saver import TrainerSaver
-from llmc.gpu.start import check_alike, check_same_files, on_ranks
 from llmc.gpu.trainer import open_trainer
 from llmc.loop import Loop
 from llmc.schedulers import learning_rate_at
@@ -612,14 +612,13 @@ def main():
 def run(settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    check_alike(ranks, gpu, settings)
     resolve = functools.partial(resolve_auto, arch=gpu.arch)
     resolve(settings)  # refuses at once what this GPU lacks
     loading = time.perf_counter()
     with (locked(settings.output_dir if ranks.is_first else None),
           Loop(settings, GPT2, ranks, resolve, LlmcCudaLines) as loop):
         loading, settings = time.perf_counter() - loading, loop.settings
-        check_same_files(ranks, loop.config, loop.params, loop.train_loader, loop.val_loader, loop.examples)
+        check_alike(ranks, gpu, settings, loop.config, loop.params, loop.train_loader, loop.val_loader)
         peak = peak_rate(gpu, ranks.size, settings, loop.config, loop.parameters)
         loop.print_header(f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}", peak)
         trainer = open_trainer(GPT2, gpu, loop.config, loop.params, settings, ranks)

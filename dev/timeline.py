@@ -26,7 +26,7 @@ import train_gpt2_cuda as cuda
 from llmc.gpu.device import cp, open_gpu
 from llmc.errors import run_main
 from llmc.resume import read_start
-from llmc.gpu.start import check_alike, on_ranks
+from llmc.gpu.ranks import check_alike, on_ranks
 from plot_log import picture
 from train_gpt2 import parameter_table, random_model
 
@@ -73,10 +73,10 @@ def draw(spans, title):
 
 def work(settings, ranks):
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    check_alike(ranks, gpu, settings)
     settings = cuda.settle(settings, gpu.arch)
     settings.sample_every = 0
     config, params, _ = read_start(settings, None, None, parameter_table, random_model)
+    check_alike(ranks, gpu, settings, config, params)
     trainer = cuda.open_trainer(gpu, config, params, settings, ranks)
     trainer.device.spans = []
     trainer.prepare()

@@ -9,10 +9,10 @@ import re
 import shlex
 import sys
 
+from llmc.alone import ALONE
 from llmc.checkpoint import rank_path, read_model, read_optimizer_state, write_model, write_optimizer_state
 from llmc.errors import DIVERGED, UserError
 from llmc.files import OPTIMIZER_MAGIC, file_crc, open_input, read_header, replacing
-from llmc.alone import ALONE
 from llmc.tensors import check_finite
 from llmc.tokenizer import is_vocabulary
 

@@ -30,7 +30,7 @@ import llmc.gpu.decoder
 import llmc.gpu.device
 import llmc.gpu.matmul
 import llmc.gpu.memory
-import llmc.gpu.start
+import llmc.gpu.ranks
 import llmc.gpu.trainer
 import train_gpt2
 import train_gpt2_cuda
@@ -342,7 +342,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    recorded, ptr = False, 0
+    recorded, ptr, done = False, 0, True
 
     def __init__(self, disable_timing=False):
         pass
@@ -446,7 +446,7 @@ def fake_gpu(monkeypatch, tmp_path):
     """A FakeGPU, which the modules of the GPU use until the test is over; kernels are not compiled."""
     fake = FakeGPU()
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
-    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.start,
+    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
                    llmc.gpu.trainer, train_gpt2_cuda):
         monkeypatch.setattr(module, "cp", fake.cp)
     monkeypatch.setattr(llmc.gpu.device, "driver", fake.driver)

@@ -1,11 +1,14 @@
 """train_gpt2_cuda.py on fake GPUs that compute, for tests of several ranks: update.cu's kernels in NumPy; in place of
-the model, gradients and losses that are a function of the batch; messages over the ranks' connections.
+the model, gradients and losses that are a function of the batch; messages over torch.distributed. Also, ranks as
+processes.
 
     python tests/fake_gpus.py --gpus 2 -b 2 -t 8 ...      # as train_gpt2_cuda.py
 """
 
-import base64
+import functools
 import math
+import multiprocessing
+import os
 import sys
 import threading
 from pathlib import Path
@@ -20,11 +23,12 @@ import numpy as np
 import llmc.gpu.device
 import llmc.gpu.matmul
 import llmc.gpu.memory
-import llmc.gpu.start
+import llmc.gpu.ranks
 import llmc.gpu.trainer
 import train_gpt2_cuda as cuda
 from conftest import FakeGPU
 from llmc.errors import run_main
+from llmc.gpu.ranks import LAUNCHERS
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.gpu.trainer import CONTROL
 from llmc.gpu.zero import CHUNKS
@@ -151,8 +155,7 @@ class Collectives:
     def connect(self, stream):
         pass
 
-    def close(self):
-        pass
+    check = close = lambda self: None
 
     def allocate(self, size):
         self.window = cuda.cp.zeros(size, np.uint8)
@@ -178,15 +181,58 @@ class Messages(Collectives):
         self.ranks, self.rank, self.size, self.gather = ranks, ranks.rank, ranks.size, ranks.gather
 
     def exchange(self, sends, receives, stream):
-        mine = [(peer, base64.b64encode(array.tobytes()).decode()) for peer, array in sends]
-        sent = self.ranks.gather(mine)
-        for rank, messages in enumerate(sent):
-            arrived = [base64.b64decode(text) for peer, text in messages if peer == self.ranks.rank]
+        for rank, messages in enumerate(self.ranks.gather([(peer, np.array(array)) for peer, array in sends])):
+            arrived = [array for peer, array in messages if peer == self.rank]
             for array, data in zip([array for peer, array in receives if peer == rank], arrived, strict=True):
-                array[...] = np.frombuffer(data, array.dtype)
+                array[...] = data
 
     def add_up(self, total, addend, stream):
-        total[...] = np.sum(self.ranks.gather(addend.tolist()), axis=0)
+        total[...] = np.sum(self.ranks.gather(np.array(addend)), axis=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ranks as processes, forked from a process that has imported torch
+
+SERVER = multiprocessing.get_context("forkserver")
+
+
+def fork_ranks(function, size, port, *arguments, flags=(), names=LAUNCHERS[0], **variables):
+    """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to
+    out<r> and err<r> in the current directory. flags: sys.argv[1:]."""
+    SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), before])
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as Ranks sets it before it imports torch
+    processes = []
+    for rank in range(size):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environ = dict(zip(names, map(str, (rank, size, rank)))) | place | variables
+        argv = [(arguments or (function,))[0].__name__, *map(str, flags)]
+        work = functools.partial(function, *arguments)
+        processes.append(SERVER.Process(target=run_rank, args=(work, argv, environ, os.getcwd(), rank)))
+        processes[-1].start()
+    os.environ["PYTHONPATH"] = before
+    return processes
+
+
+def run_rank(work, argv, environ, directory, rank):
+    os.setsid()
+    os.chdir(directory)
+    for number, name in ((1, f"out{rank}"), (2, f"err{rank}")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+    os.environ.update(environ)
+    sys.argv = argv
+    run_main(work)
+
+
+def end_ranks(processes, timeout=30):
+    """([exit status], rank 0's stdout, what all wrote on stderr), once they have ended."""
+    for process in processes:
+        process.join(timeout)
+        process.kill()
+    texts = [Path(f"err{rank}").read_text() for rank in range(len(processes))]
+    assert not any(Path(f"out{rank}").read_text() for rank in range(1, len(processes)))
+    return [process.exitcode for process in processes], Path("out0").read_text(), "".join(texts)
 
 
 def main():
@@ -205,7 +251,7 @@ def main():
             chosen.append(self.index)
 
     fake.cp.cuda.Device = Device
-    for module in (llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.start, llmc.gpu.trainer, cuda):
+    for module in (llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks, llmc.gpu.trainer, cuda):
         module.cp = fake.cp
     llmc.gpu.device.driver, llmc.gpu.device.MISSING = fake.driver, None
     sys.modules["nvmath.bindings"] = fake

@@ -38,6 +38,7 @@ import prepro_text
 import train_gpt2
 import train_gpt2_cuda
 from conftest import ROOT, SMALL, make_state, random_params, run_program
+from llmc.alone import ALONE
 from llmc.checkpoint import Progress, owned_by_one, read_debug_state, write_debug_state, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
@@ -46,7 +47,6 @@ from llmc.logger import COLUMNS
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.saver import resume
 from llmc.settings import field_flags, parse_settings
-from llmc.gpu.ranks import ALONE
 from llmc.resume import save_checkpoint
 from llmc.shuffle import first_position
 from llmc.tensors import flat

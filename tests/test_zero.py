@@ -6,38 +6,31 @@ import ctypes
 import os
 import queue
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-import uuid
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import bench_scale
+import fake_gpus
 import llmc.gpu.trainer
 import timeline
 import train_gpt2
 import train_gpt2_cuda as cuda
-from conftest import ROOT, SMALL_HEADS, FakeGPU, assert_one_line_error, random_params, run_program
-from fake_gpus import Collectives, compute_on, here, stored
+from conftest import SMALL_HEADS, FakeGPU, random_params
+from fake_gpus import Collectives, compute_on, end_ranks, fork_ranks, here, stored
 from llmc.checkpoint import (Config, Owned, Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
                              write_optimizer_state)
-from llmc.dataloader import open_data
-from llmc.evaluation import Example
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
 from llmc.gpu.ranks import Ranks
 from llmc.resume import (checkpoint_paths, delete_old_checkpoints, find_checkpoint, newest_checkpoint,
                          save_checkpoint)
-from llmc.settings import parse_settings
 from llmc.shuffle import Position
-from llmc.gpu.start import check_alike, check_same_files
 from llmc.tensors import Row, allocate, flat
 from llmc.gpu.zero import CHUNK, PARTS, Nccl, Shares
 
@@ -430,16 +423,14 @@ def test_old_checkpoints_are_deleted(tmp_path, monkeypatch, killed_after):
 
 RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc",
        "--graph", 0, "-o")
-MANY = ("-x", 100000, "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--graph", 0, "-o", "run")
+MANY = ("-x", 100000, "-b", 2, "-t", 8, "-d", 64, "-v", 0, "-s", 0, "-n", 1, "-nk", 3, "--graph", 0, "-o", "run")
 
 
-def fake_run(*flags, check=True):
-    return run_program("tests/fake_gpus.py", *flags, check=check)
-
-
-def start(*flags):
-    return subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", *map(str, flags)],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start(workplace, free_port):
+    """start(ranks, flag, ...): processes of train_gpt2_cuda.py with a model that fits its kernels."""
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    return lambda size, *flags: fork_ranks(fake_gpus.main, size, free_port, flags=flags)
 
 
 def results(directory):
@@ -448,80 +439,63 @@ def results(directory):
     return {name: (directory / name).read_bytes() for name in names}
 
 
-@pytest.fixture
-def heads(workplace):
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    return workplace
-
-
-def test_logs_and_models_are_equal(heads):
+def test_logs_and_models_are_equal(workplace, start):
     """Of 1, 2 and 4 processes, all that is printed but the times; and of a run that goes on with another number."""
     printed = {}
     for size in (1, 2, 4):
-        done = fake_run("--gpus", size, "-x", 5, "-n", 2, *RUN, f"run{size}")
-        assert done.stderr == ""
-        printed[size] = re.findall("^(val loss .*|step .*loss [0-9.]+|generating:|[0-9 ]{8,})", done.stdout,
-                                   re.MULTILINE)
-        assert results(heads / f"run{size}") == results(heads / "run1")
+        statuses, out, err = end_ranks(start(size, "-x", 5, "-n", 2, *RUN, f"run{size}"))
+        assert statuses == [0] * size and err == ""
+        printed[size] = re.findall("^(val loss .*|step .*loss [0-9.]+|generating:|[0-9 ]{8,})", out, re.MULTILINE)
+        assert results(workplace / f"run{size}") == results(workplace / "run1")
     assert len(printed[1]) > 10 and printed[1] == printed[2] == printed[4]
-    fake_run("--gpus", 4, "-x", 3, *RUN, "parts")
-    fake_run("--gpus", 2, "-x", 5, *RUN, "parts", "-y", 1)
-    assert (heads / "parts" / "model_00000005.bin").read_bytes() == (heads / "run1" / "model_00000005.bin").read_bytes()
-    logs = [(heads / directory / "main.log").read_text() for directory in ("parts", "run1")]
+    end_ranks(start(4, "-x", 3, *RUN, "parts"))
+    end_ranks(start(2, "-x", 5, *RUN, "parts", "-y", 1))
+    name = "model_00000005.bin"
+    assert (workplace / "parts" / name).read_bytes() == (workplace / "run1" / name).read_bytes()
+    logs = [(workplace / directory / "main.log").read_text() for directory in ("parts", "run1")]
     assert re.findall(".* trl:.*", logs[0]) == re.findall(".* trl:.*", logs[1])
 
 
-def test_what_a_checkpoint_lacks_is_said_once(heads):
-    fake_run("--gpus", 2, "-n", 1, "-d", 64, *MANY, "-x", 2)
-    os.unlink(heads / "run" / "state_00000002_00001.bin")
-    for tokenizer in heads.rglob("*tokenizer.bin"):
-        tokenizer.unlink()
-    lines = fake_run("--gpus", 4, "-d", 64, *MANY, "-x", 3, "-y", 1, "--stochastic_rounding", 3).stderr.splitlines()
-    assert len(lines) == 3 and "state_00000002_00001.bin: no such file" in lines[0] and lines[0].endswith("from step 1")
-    assert "tokenizer.bin: no such file" in lines[1]
-    assert lines[2].startswith("note: the checkpoint is of a run in bfloat16, float32 master weights, this one")
-
-
 @pytest.mark.parametrize("killed", (0, 1))
-def test_a_rank_that_dies(heads, killed):
-    """All end at once, the last checkpoint is whole, and a run goes on from it to the same end, by other numbers."""
-    process = start("--gpus", 2, "-n", 1, "-nk", 3, "-d", 64, *MANY)
+def test_a_rank_that_dies(workplace, start, killed):
+    """All end at once, the last checkpoint is whole, and a run goes on from it to the same end."""
+    ranks = start(2, *MANY)
     while newest_checkpoint("run") is None:
         time.sleep(0.01)
-        assert process.poll() is None, process.stderr.read()
-    pids = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).stdout.split()]
+        assert ranks[0].exitcode is None
     time.sleep(0.1)
-    os.kill(pids[killed], signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode in (1, 137) and f"rank {killed} (" in errors and "Traceback" not in errors
+    ranks[killed].kill()
+    statuses, _, err = end_ranks(ranks, 10)
+    assert statuses == [-9 if rank == killed else 1 for rank in range(2)] and "Traceback" not in err
     step = newest_checkpoint("run")
-    for size, directory in ((1, "whole"), (2, "run")):
-        resume = ("-y", 1) if directory == "run" else ()
-        fake_run("--gpus", size, "-d", 64, *MANY, "-x", step + 2, "-o", directory, *resume)
+    for size, *flags in ((1, "-o", "whole"), (2, "-y", 1)):
+        assert end_ranks(start(size, *MANY, "-x", step + 2, *flags))[0] == [0] * size
     name = f"model_{step + 2:08d}.bin"
-    assert (heads / "run" / name).read_bytes() == (heads / "whole" / name).read_bytes()
+    assert (workplace / "run" / name).read_bytes() == (workplace / "whole" / name).read_bytes()
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
-def test_a_signal_stops_all_at_one_step(heads, number):
-    process = start("--gpus", 2, "-d", 32, *MANY)
-    while not process.stdout.readline().startswith("step"):
-        assert process.poll() is None, process.stderr.read()
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+def test_a_signal_stops_all_at_one_step(start, number):
+    ranks = start(2, *MANY, "-n", 0)
+    while "\nstep" not in (open("out0").read() if os.path.exists("out0") else ""):
+        time.sleep(0.01)
+        assert ranks[0].exitcode is None
+    os.kill(ranks[1].pid, number)
+    statuses, _, err = end_ranks(ranks)
     step = newest_checkpoint("run")
-    assert process.returncode == 128 + number and errors.count(f"stopped after step {step}; go on with: ") == 1
-    assert errors.count("finishing this step") == 1
+    assert statuses == [128 + number] * 2 and err.count(f"stopped after step {step}; go on with the same command") == 1
+    assert err.count("finishing this step") == 1
     assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
 
 
-@pytest.mark.parametrize("flags, words", (
-    (("--gpus", 3, "-b", 2, "-t", 8, "-d", 32), ("-d/--total_batch_size 32", "B*T*GPUs = 2 * 8 * 3 = 48")),
-    (("--gpus", 2, "-b", 2, "-t", 8, "-e", "none.bin"), ("none.bin",)),
-    (("--gpus", 5, "-b", 2, "-t", 8), ("5 processes or more on this machine, which has 4 GPUs", "--gpus 4")),
-))
-def test_what_all_ranks_find_is_said_once(heads, flags, words):
-    assert_one_line_error(fake_run(*flags, check=False), *words)
+@pytest.mark.parametrize("size, flags, words", (
+    (3, ("-b", 2, "-t", 8, "-d", 32), "-d/--total_batch_size 32: expected a multiple of B*T*GPUs = 2 * 8 * 3 = 48"),
+    (2, ("-b", 2, "-t", 8, "-e", "none.bin"), "none.bin: no such file"), (2, ("-b", 0), "-b/--batch_size 0"),
+    (2, ("--gpus", 4), "--gpus 4: a launcher has started 2 ranks"),
+    (5, ("-b", 2, "-t", 8), "5 processes or more on this machine, which has 4 GPUs")))
+def test_an_error_is_one_line(start, size, flags, words):
+    statuses, _, err = end_ranks(start(size, *flags))
+    assert statuses == [1] * size and words in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ("model_00000002.bin", "state_00000002_00000.bin", "state_00000002_00001.bin",
@@ -553,82 +527,7 @@ def test_moments_of_one_rank_that_are_not_finite(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_is_said_once(heads):
-    (heads / "file").write_text("")
-    flags = ("--gpus", 2, "-d", 32, *MANY, "-x", 1)
-    done = run_program("tests/fake_gpus.py", *flags, TRAIN_GPT2_CACHE=str(heads / "file" / "cache"))
-    assert len(re.findall("warning: .*file/cache: cannot be written", done.stderr)) == 1
-
-
-@pytest.mark.parametrize("bus, kind, may_share, words", (
-    (1, "sm_90a", "0", "ranks 0 and 1 have the same GPU"), (1, "sm_90a", "1", None), (2, "sm_90a", "0", None),
-    (2, "sm_80", "1", "expected GPUs of one kind")))
-def test_gpus_of_ranks(fake_gpu, monkeypatch, bus, kind, may_share, words):
-    def gather(value):
-        return [value, [value[0], bus, list(fake_gpu.gpu._replace(arch=kind))] if len(value) == 3 else value]
-
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)
-    fake_gpu.cp.cuda.Device = lambda: SimpleNamespace(pci_bus_id=1)
-    with pytest.raises(cuda.UserError, match=words) if words else contextlib.nullcontext():
-        check_alike(SimpleNamespace(size=2, gather=gather), fake_gpu.gpu, cuda.CudaSettings())
-
-
-@pytest.mark.parametrize("what", ("model", "training data", "validation data", "HellaSwag"))
-def test_files_of_ranks(workplace, what):
-    ranks = SimpleNamespace(size=2, gather=lambda read: [read, {**read, what: ["another", 0]}])
-    example = Example(np.arange(2), [np.arange(3)] * 4, 0)
-    with pytest.raises(cuda.UserError, match=f"rank 1 has another {what} than rank 0"):
-        check_same_files(ranks, SMALL_HEADS, random_params(SMALL_HEADS),
-                         *open_data(cuda.CudaSettings(B=2, T=8), SMALL_HEADS.V), [example])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# speed
-
-
-@pytest.fixture
-def small_runs(monkeypatch, tmp_path):
-    """dev/bench_scale.py with a small model, on fake GPUs."""
-    model, write = str(tmp_path / "model.bin"), bench_scale.write_tokens
-    write_model(model, SMALL_HEADS, random_params(SMALL_HEADS))
-    for name, value in dict(
-            PROGRAM=str(ROOT / "tests" / "fake_gpus.py"), T=8, V=SMALL_HEADS.V, count_gpus=lambda: 4,
-            write_tokens=lambda path, tokens, count, format: write(path, [tokens[0][:5000]], 5000, format),
-            RUNS={"small": ("small, B=2", ("-e", model, "-b", 2, "-x", 3, "--graph", 0))},
-            SAME=("-e", model, "-b", 2, "-d", 32, "-v", 1, "-m", 2, "--graph", 0)).items():
-        monkeypatch.setattr(bench_scale, name, value)
-    monkeypatch.chdir(tmp_path)
-
-
-def test_scaling_is_measured(small_runs, run_here):
-    lines = run_here(bench_scale, "--gpus", "1,2", "--only", "small", "--same", 2).stdout.splitlines()
-    # A fake step takes 1 ms.
-    assert re.fullmatch(r"\| small, B=2 \| 1 \| 1\.00 \| 16,000 \| 100\.0% \| \d\.\d \|", lines[2])
-    assert re.fullmatch(r"\| small, B=2 \| 2 \| 1\.00 \| 32,000 \| 100\.0% \| \d\.\d \|", lines[3])
-    assert lines[4] == "logs of 2 updates on 1, 2 GPUs: equal"
-
-
-def test_a_run_that_fails_is_named(small_runs, run_here):
-    assert_one_line_error(run_here(bench_scale, "--gpus", "8", check=False), "--gpus 8: this machine has 4")
-    bench_scale.RUNS["small"] = "small", ("-e", "none.bin")
-    assert_one_line_error(run_here(bench_scale, "--gpus", "1", check=False), "-e none.bin", "none.bin: no such file")
-
-
-def test_the_script_for_eight_gpus_runs(tmp_path):
-    """Its flags are those of the two programs."""
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / "python").chmod(0o755)
-    script = (ROOT / "scripts" / "scale_8.sh").read_text().replace("$PWD/.venv/bin", str(tmp_path))
-    script = script.replace('cd "$(dirname "$0")/.."\n', "")
-    lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
-    (program, *flags), (other, *its_flags) = map(shlex.split, lines)
-    assert (program, other) == ("dev/bench_scale.py", "dev/timeline.py")
-    assert max(bench_scale.parse_arguments(flags).gpus) == 8
-    assert [bench_scale.divides(("-b", 64, "-d", 524288), gpus) for gpus in (3, 8, 16)] == [False, True, False]
-    assert parse_settings(cuda.CudaSettings, "", its_flags).gpus == 8
-
-
-def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
+def test_a_timeline(workplace, start, fake_gpu, run_here, monkeypatch):
     """Of a step of two micro-batches: what runs on each stream, and a picture."""
     monkeypatch.setattr(timeline, "cp", fake_gpu.cp)
     for graph in (0, 1):
@@ -636,24 +535,4 @@ def test_a_timeline(heads, fake_gpu, run_here, monkeypatch):
         table = lines[lines.index(next(line for line in lines if line.split() == ["begin", "end", "ms"])) + 1 :]
         names = [re.match(r"(\w+ \w+) +1\.000 +1\.000 +0\.000$", line)[1].strip() for line in table]
         assert sorted(names) == sorted(["forward 0", "forward 1", "backward 0", "backward 1", "add 0", "adamw all"])
-        assert (heads / "timeline.png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize("first, second, words", (
-    ("-b 4", "", "-b/--batch_size: rank 1 has 2, rank 0 4"),
-    ("-l 0.5", "", "-l/--learning_rate: rank 1 has 0.0001, rank 0 0.5"),
-    ("-o run", "", "-o/--output: rank 1 has no directory, rank 0 a direct"),
-    ("-o one", "-o two", "-o one: rank 1 does not see there what rank 0 writes"),
-    ("-e other.bin", "", "rank 1 has another model than rank 0, or other"),
-    ("--gpus 4", "", "--gpus 4: a launcher has started 2 on this machine")))
-def test_flags_of_ranks_are_compared(heads, free_port, first, second, words):
-    """Of those that somebody starts by hand; and what is in their files."""
-    write_model("other.bin", SMALL_HEADS, random_params(SMALL_HEADS, seed=9))
-    place = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port),
-                 TORCHELASTIC_RUN_ID=uuid.uuid4().hex)
-    flags = ("-b", "2", "-t", "8", "-d", "64", "-v", "0", "-s", "0", "-x", "1")
-    ranks = [subprocess.Popen([sys.executable, ROOT / "tests" / "fake_gpus.py", *flags, *more.split()],
-                              env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True) for rank, more in enumerate((first, second))]
-    ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1] and words in ends[0][1] and ends[1][1] == ""
+        assert (workplace / "timeline.png").stat().st_size > 5000

@@ -9,6 +9,6 @@
     batch       a micro-batch as the GPU takes it: tokens, and their positions sorted
     memory      what the trainer allocates, and whether it fits
     saver       checkpoints of a trainer, written while training goes on
-    ranks, launchers, start   the processes of a run on several GPUs
+    ranks       the processes of a run on several GPUs: torchrun and torch.distributed
     zero        ZeRO: which rank owns which parameters; sending gradients and weights by NCCL
 """

@@ -1,445 +1,200 @@
-"""The ranks of a run on several GPUs, one process each: how they meet, exchange small values, and end together.
-
-Each rank keeps one TCP connection to rank 0, for small values in JSON: NCCL's id, then whatever all must agree on.
-Tensors go over NCCL. A broken connection also shows at once that a process has died, while other GPUs may wait for it.
-
-Only rank 0 prints: the other ranks' stdout is discarded, and each of their lines on stderr begins with the rank.
-"""
+"""The ranks of a run on several GPUs, a process each. torchrun starts and watches them (--gpus N is torchrun on this
+machine; mpirun and `srun -K` work, too), torch.distributed (gloo) carries the few values that they agree on, and NCCL
+carries tensors (zero.py). On several machines, -o is a directory that all of them share."""
 
 import contextlib
-import io
-import json
+import dataclasses
+import datetime
+import logging
 import os
-import queue
+import re
 import signal
 import socket
-import struct
 import sys
-import threading
+import textwrap
 import time
+import traceback
+import zlib
 
+import numpy as np
+
+from llmc.alone import ALONE, Alone
 from llmc.errors import UserError, describe
-from llmc.gpu.launchers import PARENT, Launch, find_launch, meeting_place, names_of
-from llmc.threads import leave_signals_alone
+from llmc.gpu.device import cp, gpu_errors_as_lines
+from llmc.settings import flag_of, parse_settings
+from llmc.tensors import flat
 
-MEETING_SECONDS = 300  # for all ranks to connect
-FIRST_NOTE_SECONDS = 5  # after which rank 0 prints which ranks it is waiting for
-ANSWER_SECONDS = 3  # for rank 0 to answer a connection; other programs may listen on its ports
-GRACE_SECONDS = 2  # for rank 0 to end with an error of its own, after another rank has reported one
-END_SECONDS = 10  # for rank 0 to exit first, after it has told the other ranks to end
-
-# ----------------------------------------------------------------------------------------------------------------------
-# frames: magic, length, and a list in JSON whose first item is the frame's kind
-
-HEADER = struct.Struct(">4sI")
-MAGIC = b"rank"
-LIMIT = 1 << 24  # bytes
+LOST = "a rank ended unexpectedly, or does not answer; the last checkpoint, if any, is whole: resume with -y 1"
+PATIENCE = datetime.timedelta(minutes=10)  # for the ranks to meet, and for an answer of a rank that lives
+LAUNCHERS = (  # variables of rank, size, local rank
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
 
 
-def send_frame(connection, *frame):
-    data = json.dumps(frame).encode()
-    assert len(data) <= LIMIT, f"a frame of {len(data)} bytes"
-    connection.sendall(HEADER.pack(MAGIC, len(data)) + data)
+def translate_launcher(environ):
+    """Set torchrun's variables if mpirun or srun started this process; return whether a launcher started several."""
+    is_srun = 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 0xFFFFFFF0  # or a batch script, an interactive shell
+    names = next((names for names in LAUNCHERS if all(name in environ for name in names)
+                  and (is_srun or names[0] != "SLURM_PROCID")), None)
+    if names is None or environ[names[1]] == "1":
+        return False
+    environ.update({ours: environ[theirs] for ours, theirs in zip(LAUNCHERS[0], names)})
+    nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1") if is_srun else "127.0.0.1"
+    environ.setdefault("MASTER_ADDR", re.sub(r"\[([^],-]*)[^]]*\]|,.*", r"\1", nodes))  # node01 of node[01-04,7],other
+    environ.setdefault("MASTER_PORT", str(29500 + int(environ.get("SLURM_JOB_ID", 0)) % 1000))  # jobs share machines
+    return True
 
 
-def receive_frame(connection):
-    """The next frame, None at the end; raises ValueError for a malformed frame, OSError if the connection breaks."""
-    header = receive_bytes(connection, HEADER.size)
-    if not header:
-        return None
-    magic, length = HEADER.unpack(header)
-    if magic != MAGIC or length > LIMIT:
-        raise ValueError("no frame")
-    try:
-        frame = json.loads(receive_bytes(connection, length))
-    except RecursionError:
-        raise ValueError("no frame") from None
-    if not (isinstance(frame, list) and frame and isinstance(frame[0], str)):
-        raise ValueError("no frame")
-    return frame
+class Ranks(Alone, contextlib.AbstractContextManager):
+    """The processes of a run, seen from one; Alone says what the methods do. A program's outermost `with` block: an
+    error on one rank ends all, with one line on stderr. Only rank 0 prints; what others print is discarded."""
 
-
-def receive_bytes(connection, count):
-    """Receive `count` bytes, or none at the end; raises ValueError if the connection ends in between."""
-    data = bytearray()
-    while len(data) < count:
-        more = connection.recv(min(count - len(data), 1 << 16))
-        if not more:
-            if data:
-                raise ValueError("cut short")
-            return b""
-        data += more
-    return bytes(data)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the ranks
-
-
-class Peer:
-    """The other end of a connection: on rank 0, another rank; on the others, rank 0."""
-
-    def __init__(self, connection, rank, host, pid, size=None):
-        self.connection, self.rank, self.host, self.pid, self.size = connection, rank, host, pid, size
-        self.frames = queue.SimpleQueue()  # received by its reader thread
-        self.sending = threading.Lock()
-        self.over = False  # it has said goodbye
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that loses power sends nothing
-        for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):  # 30 s
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30000)  # ms, for sent data
-
-    def __str__(self):
-        return f"rank {self.rank} (pid {self.pid} on {self.host})"
-
-    def send(self, *frame, seconds=-1):
-        """Send a frame, unless another thread is still sending after `seconds` (-1: wait for it however long)."""
-        if self.sending.acquire(timeout=seconds):
-            try:
-                with contextlib.suppress(OSError):  # its reader thread reports a broken connection
-                    send_frame(self.connection, *frame)
-            finally:  # also after Ctrl-C
-                self.sending.release()
-
-
-class Ranks:
-    """The processes of a run, seen from one: its rank, size, local_rank and local_size (on this machine), is_first.
-
-    Use it as the outermost `with` block of the program. All ranks leave it together: when one fails, all processes end
-    with its exit status and one line on stderr. Ranks() is a single process; its methods return at once.
-    """
-
-    def __init__(self, launch=Launch()):
-        self.rank, self.size = launch.rank, launch.size
-        self.local_rank, self.local_size = launch.local_rank or 0, 1
+    def __init__(self, environ):
+        """Meet the others, as torchrun's variables in environ say; raises UserError if that fails."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a closed connection is a UserError here, and no warning
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no Python handler runs during the meeting
+        from torch import distributed, tensor
+        self.distributed, self.tensor = distributed, tensor
+        try:
+            self.rank, self.size, self.local_rank = (int(environ[name]) for name in LAUNCHERS[0])
+            self.store = next(distributed.rendezvous("env://", timeout=PATIENCE))[0]
+            distributed.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size,
+                                           timeout=PATIENCE)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"the ranks cannot meet ({str(error).splitlines()[0]}): set MASTER_ADDR to the host of"
+                            " rank 0, and MASTER_PORT to a free port of it, for all") from None
+        signal.signal(signal.SIGINT, before)
         self.is_first = self.rank == 0
-        self.has_launcher = False  # whether torchrun, mpirun or srun started the ranks
-        self.peers = []  # on rank 0 all other ranks, in order; on the others rank 0
-        self.reader = None  # on the others: the thread that reads what rank 0 sends
-        self.arrivals = queue.SimpleQueue()  # on rank 0: Peers that have just connected
-        self.ended = threading.Event()  # on rank 0: its block has ended with an error
-        self.last_words = threading.Lock()  # held by the thread that ends the process; never released
+        if not self.is_first:
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+        places = self.gather((socket.gethostname(), f"/proc/{os.getpid()}"))  # hidden, in another container
+        self.neighbours = [path for host, path in places if host == socket.gethostname() and os.path.exists(path)]
 
     def gather(self, value):
-        """Return the values of all ranks, in order, on every rank. JSON carries them; floats keep every bit."""
-        if self.size == 1:
-            return [value]
-        if not self.is_first:
-            self.peers[0].send("value", value)
-            return self.next_frame(self.peers[0], "values")[0]
-        values = [value, *(self.next_frame(peer, "value")[0] for peer in self.peers)]
-        for peer in self.peers:
-            peer.send("values", values)
+        values = [None] * self.size
+        self.carry(self.distributed.all_gather_object, values, value)
         return values
 
     def attempt(self, function):
-        """Call function() on each rank, and return all results, in order, on every rank. If it raises UserError on
-        one rank, all ranks raise it."""
-        value, error = None, None
         try:
-            value = function()
-        except UserError as raised:
-            error = str(raised)
-        results = self.gather([value, error])
-        for rank, (_, failed) in enumerate(results):
-            if failed is not None:
-                raise UserError(f"rank {rank}: {failed}" if rank else failed)
-        return [value for value, _ in results]
+            result = function()
+        except UserError as error:
+            result = error
+        results = self.gather(result)
+        for rank, result in enumerate(results):
+            if isinstance(result, UserError):
+                raise UserError(f"rank {rank}: {result}" if rank else str(result))
+        return results
 
     def largest(self, number):
-        """Return the largest of all ranks' numbers, with None as 0; None if all are None."""
-        numbers = self.gather(number)
-        return None if all(number is None for number in numbers) else max(number or 0 for number in numbers)
+        largest = self.tensor(-1 if number is None else number)  # not pickled, as each step asks for it
+        self.carry(self.distributed.all_reduce, largest, self.distributed.ReduceOp.MAX)
+        return None if largest < 0 else largest.item()
 
-    def starmap(self, function, items, check=lambda: None):
-        """Return [function(*item) for item in items] on every rank; each rank computes every size'th item. All ranks
-        call `check` before each round of `size` items."""
-        mine, count = [], 0
-        for count, item in enumerate(items, 1):
-            if (count - 1) % self.size == 0:
+    def starmap(self, function, items, check):
+        mine = {}
+        for i, item in enumerate(items):
+            if i % self.size == 0:
                 check()
-            if (count - 1) % self.size == self.rank:
-                mine.append(function(*item))
-        results = self.gather(mine)
-        return [results[i % self.size][i // self.size] for i in range(count)]
+            if i % self.size == self.rank:
+                mine[i] = function(*item)
+        results = dict(pair for share in self.gather(mine) for pair in share.items())
+        return [results[i] for i in range(len(results))]
 
-    @contextlib.contextmanager
-    def said_once(self):
-        """Context manager for messages that are the same on all ranks: only rank 0 prints them. If another rank exits
-        inside it, as argparse does after a bad flag, the last line it wrote goes to rank 0, like any error."""
-        if self.is_first:
-            yield
-            return
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            try:
-                yield
-            except SystemExit as end:
-                if not end.code:
-                    raise
-                raise UserError((said.getvalue().splitlines() or [f"exit status {end.code}"])[-1]) from None
-
-    def next_frame(self, peer, kind):
-        found, *rest = peer.frames.get()
-        if found != kind:
-            raise RuntimeError(f"{peer} sent {found!r} where rank {self.rank} waited for {kind!r}")
-        return rest
-
-    # -- the meeting
-
-    def lead(self, place, seconds):
-        """Rank 0: wait for all others, then tell them the host names of all ranks, in order, and return these."""
-        began, noted = time.monotonic(), False
-        with listen(place) as listener:
-            where = f"{place.host}:{listener.getsockname()[1]}"
-            listener.settimeout(0.02)
-            while len(self.peers) < self.size - 1:
-                with contextlib.suppress(TimeoutError):
-                    start_thread(self.serve, listener.accept()[0], place)
-                for peer in self.take_arrivals():
-                    self.admit(peer)
-                missing = set(range(1, self.size)) - {peer.rank for peer in self.peers}
-                waited = time.monotonic() - began
-                if missing and waited > seconds:
-                    raise UserError(f"{names_of(missing)} of {self.size} did not come to {where} within {seconds:g} s:"
-                                    " start a process for each rank, with the same MASTER_ADDR and MASTER_PORT")
-                if missing and waited > FIRST_NOTE_SECONDS and not noted:
-                    noted = True
-                    print(f"waiting for {names_of(missing)} of {self.size} at {where}", file=sys.stderr)
-        self.peers.sort(key=lambda peer: peer.rank)
-        hosts = [socket.gethostname(), *(peer.host for peer in self.peers)]
-        for peer in self.peers:
-            peer.send("welcome", hosts)
-        return hosts
-
-    def take_arrivals(self):
-        """Yield the Peers that have connected; another thread may be doing the same."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self.arrivals.get_nowait()
-
-    def admit(self, peer):
-        same = [other for other in self.peers if other.rank == peer.rank]
-        self.peers.append(peer)
-        if peer.size != self.size:
-            raise UserError(f"{peer} is of {peer.size} ranks, rank 0 of {self.size}: start all with the same number")
-        if same or not 0 < peer.rank < self.size:
-            who = f"{same[0]} has come" if same else "rank 0 is here"
-            raise UserError(f"{peer} has come after {who}: start one process for each rank of 0 to {self.size - 1}")
-
-    def follow(self, place, seconds):
-        """Other ranks: connect to rank 0, and return the host names of all ranks, in order."""
-        deadline, trouble = time.monotonic() + seconds, "no answer"
-        host, pid = socket.gethostname(), os.getpid()
-        while True:
-            for port in place.ports:
-                connection = None
-                try:
-                    connection = socket.create_connection((place.host, port), ANSWER_SECONDS)
-                    send_frame(connection, "hello", place.run, self.rank, self.size, host, pid)
-                    kind, *first = receive_frame(connection) or [None]
-                    if kind == "met":
-                        peer = Peer(connection, 0, *first)
-                        self.reader = start_thread(self.read, peer)
-                        self.peers = [peer]
-                        return self.next_frame(peer, "welcome")[0]
-                except (OSError, ValueError) as error:
-                    trouble = getattr(error, "strerror", None) or trouble
-                if connection:
-                    connection.close()
-            if time.monotonic() > deadline:
-                raise UserError(f"cannot reach rank 0 at {place.host}, ports {place.ports[0]} to {place.ports[-1]}, in"
-                                f" {seconds:g} s ({trouble}): set MASTER_ADDR to the host of rank 0, and the same free"
-                                " MASTER_PORT for all ranks")
-            time.sleep(0.05)
-
-    # -- threads, one for each connection
-
-    def serve(self, connection, place):
-        """Rank 0's thread for one connection: drop a stranger; read the frames of a rank of this run until it ends."""
+    def carry(self, operation, *arguments):
         try:
-            connection.settimeout(10)
-            kind, run, rank, size, host, pid = receive_frame(connection) or [None] * 6
-            if kind != "hello" or run != place.run or not isinstance(rank, int) or not isinstance(size, int):
-                raise ValueError
-            peer = Peer(connection, rank, host, pid, size)
-            peer.send("met", socket.gethostname(), os.getpid())
-        except (OSError, ValueError):
-            connection.close()
-            return
-        self.arrivals.put(peer)
-        self.read(peer)
+            operation(*arguments)
+        except RuntimeError:  # a connection is closed
+            raise UserError(LOST) from None
 
-    def read(self, peer):
-        """Pass a connection's frames to the main thread; act at once on those that end the run."""
-        while True:
-            try:
-                frame = receive_frame(peer.connection)
-            except (OSError, ValueError):
-                frame = None
-            if frame is None:
-                if not peer.over:
-                    self.fail(f"error: {peer} ended unexpectedly; the last checkpoint, if any, is whole: -y 1 resumes"
-                              " from it")
-                return
-            if frame[0] == "error":
-                text, status = frame[1:]
-                if not self.ended.wait(GRACE_SECONDS):
-                    self.fail("\n".join(f"rank {peer.rank}: {line}" for line in text.splitlines()), status)
-            elif frame[0] == "end":  # wait for rank 0 to exit: launchers kill the other ranks once one has
-                peer.connection.settimeout(END_SECONDS)
-                with contextlib.suppress(OSError, ValueError):
-                    while receive_frame(peer.connection):
-                        pass
-                leave_process(frame[1])
-            else:
-                peer.over = frame[0] == "goodbye"
-                peer.frames.put(frame)
+    def check(self):
+        """Raise UserError if a rank on this machine has died, for which a GPU here may be waiting."""
+        if not all(map(os.path.exists, self.neighbours)):
+            raise UserError(LOST)
 
-    def fail(self, text, status=1):
-        """End this process and, on rank 0, all: a main thread may be waiting on its GPU for a rank that is gone."""
-        if not self.last_words.acquire(blocking=False):
-            return
-        for peer in [*self.peers, *self.take_arrivals()] if self.is_first else ():
-            peer.send("end", status, seconds=1)
-        begin = "\n" if sys.stderr.isatty() else ""  # after a progress bar or ^C
-        leave_process(status, f"{begin}{os.path.basename(sys.argv[0])}: {text}\n" if text else "")
-
-    # -- the end
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if self.size == 1:
-            return
-        text, status = describe(error) if error else (None, 0)
-        if status == 0:
-            try:
-                return self.part()
-            except BaseException as error:
-                text, status = describe(error)
-        if self.is_first:  # no normal exit: the GPU may be waiting for a rank that is gone
-            self.ended.set()
-            self.fail(text, status)
-            time.sleep(END_SECONDS)  # another thread is in fail(), and ends the process
-        elif self.peers:
-            self.peers[0].send("error", text or f"exit status {status}", status, seconds=GRACE_SECONDS)
-            self.reader.join(GRACE_SECONDS + END_SECONDS)  # rank 0 ends this process, or has gone
-            leave_process(status)
-
-    def part(self):
-        """Exchange goodbyes, which waits until all ranks have come to the end."""
-        if not self.is_first:
-            self.peers[0].send("goodbye")
-            self.next_frame(self.peers[0], "goodbye")
+    def __exit__(self, kind, error, trace):
+        try:
+            if error is None or isinstance(error, SystemExit) and not error.code:
+                self.gather(None)
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by torchrun, once a stopped rank has left with 128 + n
+                return self.distributed.destroy_process_group()
+        except UserError as lost:
+            error = lost
+        if isinstance(error, SystemExit):  # argparse has said why
+            text, status = None, error.code
+        elif isinstance(error, (UserError, MemoryError, OSError, KeyboardInterrupt)):
+            text, status = describe(error)
         else:
-            for peer in self.peers:
-                self.next_frame(peer, "goodbye")
-            for peer in self.peers:
-                peer.send("goodbye")
-
-
-ALONE = Ranks()
-
-
-def join(environ=os.environ, seconds=MEETING_SECONDS):
-    """Return the Ranks of this run, once all have met; a process that no launcher started is alone.
-
-    seconds: how long to wait for the others. When a rank does not come or comes twice, or sizes differ, rank 0 prints
-    an error and ends all. Raises UserError when rank 0 cannot be reached, or a launcher's variable is invalid.
-    """
-    launch = find_launch(environ)
-    ranks = Ranks(launch)
-    ranks.has_launcher = launch.launcher is not None and PARENT not in environ
-    if PARENT in environ:
-        start_thread(stop_without, int(environ[PARENT]))
-    if ranks.size == 1:
-        return ranks
-    if not ranks.is_first:
-        speak_as(ranks.rank)
-    place = meeting_place(launch, environ)
-    try:
-        hosts = ranks.lead(place, seconds) if ranks.is_first else ranks.follow(place, seconds)
-    except BaseException:
-        ranks.__exit__(*sys.exc_info())
-        raise
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
-    ranks.local_size = len(here)
-    if launch.local_rank is None:
-        ranks.local_rank = here.index(ranks.rank)
-    return ranks
-
-
-def listen(place):
-    """Listen on the first free port, for this machine only if all ranks are on it; raises UserError if none is free."""
-    here = place.host in ("127.0.0.1", "localhost")
-    for port in place.ports:
-        try:
-            if here or not socket.has_dualstack_ipv6():
-                return socket.create_server(("127.0.0.1" if here else "", port), backlog=1024)
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-        except OSError as error:
-            trouble = error.strerror
-    raise UserError(f"cannot listen on any port of {place.ports[0]} to {place.ports[-1]} ({trouble}): set MASTER_PORT"
-                    " to a free one, for all ranks")
-
-
-def start_thread(function, *arguments):
-    def run():
-        leave_signals_alone()
-        function(*arguments)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
-def stop_without(pipe):
-    """Send SIGTERM to this process when the process that holds the other end of the pipe is gone."""
-    with contextlib.suppress(OSError):
-        if not os.read(pipe, 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def leave_process(status, text=""):
-    """Exit even if the main thread is busy. Prints text on stderr and flushes stdout, unless nobody reads a full pipe
-    for a second."""
-    def say():
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            text, status = "".join(traceback.format_exception(error)).rstrip(), 1
+        time.sleep(0 if self.is_first else 0.5)  # rank 0 reports what all have
+        with contextlib.suppress(OSError, RuntimeError):  # nobody reads stderr; rank 0 is gone, and with it the store
+            if text and self.store.add("errors", 1) == 1:
+                rank = "" if self.is_first else f"rank {self.rank}: "
+                text = textwrap.indent(f"{os.path.basename(sys.argv[0])}: {text}", rank)
+                print(text, file=sys.__stderr__, flush=True)
             sys.stdout.flush()
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    thread.join(1)
-    os._exit(status)
+        os._exit(status)  # at a normal exit, destructors would wait for the GPU, and it for a rank that is gone
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# what they print
+def on_ranks(settings_class, description, work):
+    """Run work(settings, ranks) on each rank, and return the exit status. --gpus starts them if no launcher did."""
+    if not translate_launcher(os.environ):
+        settings = parse_settings(settings_class, description)
+        with gpu_errors_as_lines():
+            return work(settings, ALONE) if settings.gpus == 1 else start_ranks(settings.gpus)
+    with Ranks(os.environ) as ranks, gpu_errors_as_lines():
+        settings = parse_settings(settings_class, description)
+        ranks.has_launcher = settings.gpus == 1
+        if settings.gpus not in (1, ranks.size):
+            raise UserError(f"--gpus {settings.gpus}: a launcher has started {ranks.size} ranks: leave --gpus out")
+        settings = dataclasses.replace(settings, gpus=ranks.size)
+        settings.check()
+        return work(settings, ranks)
 
 
-class RankOutput(io.TextIOWrapper):
-    """stderr of a rank other than 0: each line begins with the rank."""
+def start_ranks(count):
+    """Run this program as `count` ranks under torchrun; return the exit status of the first that failed, or 0."""
+    logging.disable()  # torchrun's; the ranks say what is wrong
+    os.environ.setdefault("OMP_NUM_THREADS", str((os.cpu_count() or 1) // count or 1))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # seconds to save after Ctrl-C
+    from torch.distributed import run
+    from torch.distributed.launcher.api import ChildFailedError, SignalException
+    signals = ",".join(name for name in ("SIGINT", "SIGTERM", "SIGHUP")
+                       if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN)  # as under nohup
+    try:
+        run.run(run.parse_args(["--standalone", f"--nproc-per-node={count}", f"--signals-to-handle={signals}",
+                                *sys.argv]))
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        if first.exitcode < 0:
+            raise UserError(f"rank {rank} died of {signal.Signals(-first.exitcode).name}: resume with -y 1") from None
+        return first.exitcode
+    except SignalException as stop:
+        return 128 + stop.sigval
+    return 0
 
-    prefix, begins = "", True
 
-    def write(self, text):
-        lines = text.splitlines(keepends=True)
-        prefixed = "".join(self.prefix + line if self.begins or i else line for i, line in enumerate(lines))
-        self.begins = text.endswith("\n") if text else self.begins
-        super().write(prefixed)
-        return len(text)
-
-    def isatty(self):
-        return False  # only rank 0 draws a progress bar
-
-
-def speak_as(rank):
-    RankOutput.prefix = f"rank {rank}: "
-    sys.stdout = open(os.devnull, "w")
-    sys.stderr.flush()
-    sys.stderr = RankOutput(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+def check_alike(ranks, gpu, settings, config, params, train_loader=None, val_loader=None):
+    """Raise UserError if ranks have different flags, models, data or kinds of GPU, or share a GPU, which NCCL 2.30 can
+    with NCCL_MULTI_RANK_GPU_ENABLE=1. File names may differ between machines."""
+    if ranks.size == 1:
+        return
+    fields = [field for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
+    found = {flag_of(settings, field.name): getattr(settings, field.name) for field in fields}
+    sample = flat(params)[:: 1 + (flat(params).size >> 20)]  # all of them would take seconds
+    found |= {"GPU": gpu, "model": (config, zlib.crc32(np.ascontiguousarray(sample)))}
+    for what, loader in (("training data", train_loader), ("validation data", val_loader)):
+        with loader.shards[0].open() if loader else contextlib.nullcontext() as f:
+            found[what] = f and ([s.size for s in loader.shards], zlib.crc32(loader.shards[0].read(f, 0, loader.T)))
+    place = f"{cp.cuda.Device().pci_bus_id} of {socket.gethostname()}"
+    everyone = ranks.gather((place, found))
+    twin = [place for place, _ in everyone].index(place)
+    if twin != ranks.rank and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise UserError(f"ranks {twin} and {ranks.rank} have the same GPU ({place}): start one process for each GPU")
+    for what, first in everyone[0][1].items():
+        if found[what] != first:
+            raise UserError(f"{what}: rank {ranks.rank} has {found[what]}, rank 0 {first}: expected the same flags,"
+                            " files and kind of GPU on all ranks")

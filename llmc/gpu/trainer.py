@@ -7,6 +7,7 @@ and tables, which say what to allocate, and what decoder.py asks for. Its instan
 """
 
 import functools
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens
 from llmc.gpu.compiler import Cache
 from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
-from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, to_float32
+from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, record_event, to_float32
 from llmc.gpu.geometry import THREADS, blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.memory import check_memory, group_bytes, makes_text
@@ -207,7 +208,7 @@ class Trainer:
         """Start one update with own_micro_steps batches (inputs, targets), and return its number. The GPU may still be
         running the one before."""
         half = self.steps_begun % 2
-        self.finished[half].synchronize()  # the update before the last one has read this half
+        self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
         with self.device.stream as stream:
             self.started[half].record(stream)
@@ -223,11 +224,20 @@ class Trainer:
     def end_step(self, number):
         """Wait for update `number`, one of the last two; returns its Update."""
         half = number % 2
-        self.finished[half].synchronize()
+        self.wait(self.finished[half])
         loss, norm, *z_scores = self.reports[half].item()
         seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
         norm = norm if self.settings.needs_norm else None
         return Update(loss, norm, seconds, reason_to_skip(self.settings, *z_scores))
+
+    def wait(self, event):
+        """Wait for an event of the GPU. On several GPUs, raise UserError if another rank, or NCCL, fails meanwhile: the
+        GPU would wait for its messages for ever."""
+        while self.peers and not event.done:
+            self.peers.check()
+            self.ranks.check()
+            time.sleep(0.0002)
+        event.synchronize()
 
     def stage(self, half, batches, learning_rate):
         """Write learning rate, own_micro_steps batches, and their sorted positions to one half of the pinned memory."""
@@ -320,8 +330,9 @@ class Trainer:
     def complete_weights(self):
         """Between two updates, complete self.params on every rank. All ranks must call this."""
         if self.weights_behind:
-            with self.device.stream:
+            with self.device.stream as stream:
                 self.send_all_weights()
+            self.wait(record_event(stream))
         self.weights_behind = False
 
     def send_all_weights(self):

@@ -117,6 +117,14 @@ class Nccl:
             self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, self.nccl.NCCL_FLOAT32,
                                         self.nccl.NCCL_SUM, stream.ptr)
 
+    def check(self):
+        """Raise UserError if a message has failed since it was launched."""
+        try:
+            self.communicator.check_async_error()
+        except self.nccl.NcclError as error:
+            raise UserError(f"NCCL lost another GPU ({error}); the last checkpoint, if any, is whole: resume with -y 1;"
+                            " NCCL_DEBUG=INFO says more") from None
+
     def close(self):
         """Leave the communicator; nothing may be in flight. (Not by `destroy`, which waits for the other ranks.)"""
         self.communicator.abort()
