@@ -2,6 +2,7 @@
 kernels are NumPy's; their checkpoints go on with another number of ranks."""
 
 import contextlib
+import dataclasses
 import ctypes
 import os
 import queue
@@ -23,7 +24,7 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import SMALL_HEADS, FakeGPU, random_params
 from fake_gpus import Collectives, compute_on, end_ranks, fork_ranks, here, stored
-from llmc.checkpoint import (Config, Owned, Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
+from llmc.checkpoint import (owned_by_one, Progress, rank_path, read_optimizer_state, write_model,
                              write_optimizer_state)
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
@@ -32,7 +33,10 @@ from llmc.resume import (checkpoint_paths, delete_old_checkpoints, find_checkpoi
                          save_checkpoint)
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
-from llmc.gpu.zero import CHUNK, PARTS, Nccl, Shares
+from llmc.gpu.zero import Nccl
+from llmc.gpu.shares import CHUNK, OwnedShare, PARTS, Shares
+from llmc.gpu.trainer import open_trainer
+from train_gpt2 import Config
 
 TABLES = {
     "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
@@ -149,7 +153,7 @@ def on_ranks(size, work):
 @pytest.fixture
 def computing_gpu(fake_gpu, monkeypatch):
     """A fake GPU on which a training step has results."""
-    monkeypatch.setattr(cuda.cp, "RawModule", compute_on(fake_gpu))
+    monkeypatch.setattr(llmc.gpu.device.cp, "RawModule", compute_on(fake_gpu))
     monkeypatch.setattr(llmc.gpu.trainer, "Nccl", lambda ranks: ranks)
     return fake_gpu
 
@@ -157,12 +161,12 @@ def computing_gpu(fake_gpu, monkeypatch):
 def train(ranks, settings, params, steps, resume=None, save=None):
     """(reports, weights, moments and float32 weights of the share) after some steps from a checkpoint's or none."""
     rng, directory = np.random.default_rng(0), settings.output
-    trainer = here.trainer = cuda.open_trainer(FakeGPU().gpu, SMALL_HEADS, params, settings, ranks)
+    trainer = here.trainer = open_trainer(cuda.GPT2, FakeGPU().gpu, SMALL_HEADS, params, settings, ranks)
     first, reports = 0, []
     if resume:
         owned = trainer.state_room(with_exact=trainer.master is not None or not trainer.precision.bf16)
         progress, has_exact = read_optimizer_state(checkpoint_paths(directory, resume)[1], owned)
-        trainer.set_state(owned if has_exact else owned._replace(exact=None), progress.step, np.zeros(2, RECENT))
+        trainer.set_state(owned, has_exact, progress.step, np.zeros(2, RECENT))
         first = progress.step
     trainer.prepare()
     for step in range(first + steps):
@@ -186,11 +190,11 @@ def test_the_same_bits_on_any_number_of_gpus(computing_gpu, tmp_path, changes):
     """
     settings = cuda.CudaSettings(B=2, T=8, total_batch_size=64, sample_every=0, output=str(tmp_path / "run"), graph=0,
                                  **changes)
-    settings = cuda.settle(settings, "sm_90a")
+    settings = cuda.resolve_auto(settings, "sm_90a")
     params, found = random_params(SMALL_HEADS), {}
     for size in (1, 2, 4):
         def work(ranks, **more):
-            return train(ranks, cuda.dataclasses.replace(settings, gpus=size), params, **more)
+            return train(ranks, dataclasses.replace(settings, gpus=size), params, **more)
 
         (tmp_path / "run").mkdir()
         first = on_ranks(size, lambda ranks: work(ranks, steps=2, save=True))
@@ -218,10 +222,10 @@ def test_the_same_bits_on_any_number_of_gpus(computing_gpu, tmp_path, changes):
 def test_shares_of_different_sizes(computing_gpu, tmp_path, monkeypatch):
     """Of three ranks, which no tensor divides: the weights are those of one, and what arrives has its place."""
     monkeypatch.setitem(globals(), "SMALL_HEADS", Config(maxT=64, V=257, L=3, NH=5, C=80, Vp=384))
-    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=48, sample_every=0, output=str(tmp_path),
+    settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=8, total_batch_size=48, sample_every=0, output=str(tmp_path),
                                              graph=0), "sm_90a")
     params = random_params(SMALL_HEADS)
-    one, three = (on_ranks(size, lambda ranks: train(ranks, cuda.dataclasses.replace(settings, gpus=size), params, 3))
+    one, three = (on_ranks(size, lambda ranks: train(ranks, dataclasses.replace(settings, gpus=size), params, 3))
                   for size in (1, 3))
     assert len({rank[2].m.size for rank in three}) > 1 and all(np.array_equal(rank[1], one[0][1]) for rank in three)
 
@@ -239,7 +243,7 @@ def test_messages_have_a_stream_of_their_own(computing_gpu, tmp_path, monkeypatc
 
     monkeypatch.setattr(ThreadRanks, "exchange", noted(exchange))
     monkeypatch.setattr(ThreadRanks, "add_up", noted(add_up))
-    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32, sample_every=0, gpus=2, graph=0), "sm_90a")
+    settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=8, total_batch_size=32, sample_every=0, gpus=2, graph=0), "sm_90a")
     on_ranks(2, lambda ranks: train(ranks, settings, random_params(SMALL_HEADS), steps=2))
     assert streams and all(streams)
 
@@ -247,10 +251,10 @@ def test_messages_have_a_stream_of_their_own(computing_gpu, tmp_path, monkeypatc
 @pytest.mark.parametrize("micro_steps", (1, 2))
 def test_a_step_of_two_ranks_is_captured(computing_gpu, tmp_path, monkeypatch, micro_steps):
     """As CUDA wants it: all streams of a graph are joined at its end, and wait for no event from before."""
-    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32 * micro_steps, gpus=2), "sm_90a")
+    settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=8, total_batch_size=32 * micro_steps, gpus=2), "sm_90a")
 
     def work(ranks):
-        here.trainer = cuda.open_trainer(FakeGPU().gpu, SMALL_HEADS, random_params(SMALL_HEADS), settings, ranks)
+        here.trainer = open_trainer(cuda.GPT2, FakeGPU().gpu, SMALL_HEADS, random_params(SMALL_HEADS), settings, ranks)
         here.trainer.prepare()
         assert here.trainer.graph
 
@@ -279,28 +283,19 @@ def test_nccl_s_errors_are_lines(monkeypatch):
     for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
                  lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
                  lambda: peers.allocate(8)):
-        with pytest.raises(cuda.UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
+        with pytest.raises(UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
             call()
     nccl.get_version = lambda: 22707
-    with pytest.raises(cuda.UserError, match=r"is 2\.27, expected 2\.28 or newer: pip install -r requirements-gpu.txt"):
+    with pytest.raises(UserError, match=r"is 2\.27, expected 2\.28 or newer: pip install -r requirements-gpu.txt"):
         Nccl(ranks)
-
-
-def test_ranks_of_different_libraries(computing_gpu, tmp_path, monkeypatch):
-    """Would choose different algorithms, and have other bits."""
-    settings = cuda.settle(cuda.CudaSettings(B=2, T=8, total_batch_size=32, sample_every=0, gpus=2, graph=0), "sm_90a")
-
-    def work(ranks):
-        here.trainer = cuda.open_trainer(FakeGPU().gpu, SMALL_HEADS, random_params(SMALL_HEADS), settings, ranks)
-        here.trainer.matmul.identity += f" {ranks.rank}"
-        here.trainer.prepare()
-
-    with pytest.raises(cuda.UserError, match="install the same packages on all machines"):
-        on_ranks(2, work)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # states of several ranks
+
+
+def owned_share(shares, rank, m, v, exact=None):
+    return OwnedShare(shares.table, m, v, exact, shares, rank)
 
 
 def write_states(path, ranks, table, rng, exact=True, ours=True):
@@ -308,7 +303,7 @@ def write_states(path, ranks, table, rng, exact=True, ours=True):
     shares = Shares(table, ranks, llmc=not ours)
     whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(2 + exact)]
     for rank in range(ranks):
-        owned = Owned(shares, rank, *(shares.take(array, rank) for array in whole))
+        owned = owned_share(shares, rank, *(shares.take(array, rank) for array in whole))
         write_optimizer_state(rank_path(path, rank), owned,
                               Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0)))
         if not ours:  # which is of version 1
@@ -328,10 +323,10 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
         for reads in (1, 2, 5, 16):
             shares = Shares(TABLES[table], reads)
             for rank in range(reads):
-                owned = Owned(shares, rank, *(np.zeros(shares.share_size(rank), np.float32) for _ in range(3)))
+                owned = owned_share(shares, rank, *(np.zeros(shares.share_size(rank), np.float32) for _ in range(3)))
                 progress, has_exact = read_optimizer_state(path, owned)
                 assert has_exact and progress.position.sample == (6 if ours else 6 * wrote)
-                for got, array in zip(owned[2:], whole):
+                for got, array in zip((owned.m, owned.v, owned.exact), whole):
                     assert np.array_equal(got, shares.take(array, rank))
 
 
@@ -341,8 +336,8 @@ def test_ours_of_version_1_has_other_shares(tmp_path):
     with open(path, "r+b") as f:
         f.seek(4)
         f.write(np.int32(1).tobytes())
-    with pytest.raises(cuda.UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
-        read_optimizer_state(path, Owned(shares, 0, *np.zeros((2, shares.size), np.float32)))
+    with pytest.raises(UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
+        read_optimizer_state(path, owned_share(shares, 0, *np.zeros((2, shares.size), np.float32)))
 
 
 def test_llm_c_s_ranks_without_zero_have_all(tmp_path):
@@ -390,7 +385,7 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
         find_checkpoint(settings)
         read_optimizer_state(state, owned)
 
-    with pytest.raises(cuda.UserError, match=os.path.basename(bad)):
+    with pytest.raises(UserError, match=os.path.basename(bad)):
         resume()
     assert not owned.m.any()
 
@@ -504,7 +499,7 @@ def test_a_checkpoint_that_one_rank_cannot_write(tmp_path, name):
     """None of its files is left, on any rank; the one before stays."""
     (tmp_path / f"{name}.tmp").mkdir()
     save(tmp_path, 1)
-    with pytest.raises(cuda.UserError, match=f"{name}: cannot be written"):
+    with pytest.raises(UserError, match=f"{name}: cannot be written"):
         save(tmp_path, 2)
     assert [path for path in os.listdir(tmp_path) if "00000002" in path] == [f"{name}.tmp"]
     assert newest_checkpoint(tmp_path) == 1
@@ -515,14 +510,14 @@ def save(directory, step, moment_of_rank_1=0.0):
     def work(ranks):
         params, shares = random_params(SMALL_HEADS), Shares(TABLES["small"], 2)
         moments = np.full((2, shares.share_size(ranks.rank)), moment_of_rank_1 if ranks.rank else 0.0, np.float32)
-        save_checkpoint(str(directory), SMALL_HEADS, params, Owned(shares, ranks.rank, *moments),
+        save_checkpoint(str(directory), SMALL_HEADS, params, owned_share(shares, ranks.rank, *moments),
                         Progress(step, 1, Position(), (2, 8, 0)), ranks=ranks)
 
     on_ranks(2, work)
 
 
 def test_moments_of_one_rank_that_are_not_finite(tmp_path):
-    with pytest.raises(cuda.UserError, match="^rank 1: after 3 steps: .*AdamW's m"):
+    with pytest.raises(UserError, match="^rank 1: after 3 steps: .*AdamW's m"):
         save(tmp_path, 3, np.nan)
     assert not os.listdir(tmp_path)
 
