@@ -8,14 +8,13 @@ import shutil
 import subprocess
 import sys
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 import export_weights as e
-from conftest import ROOT, SMALL, assert_one_line_error, hub, random_params, run_program, serve
+from conftest import ROOT, SMALL, assert_one_line_error, random_params, serve
 from llmc.checkpoint import Config, padded, read_debug_state, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -103,26 +102,6 @@ def test_export_with_gpt2_s_tokenizer(tmp_path, vocabulary_here, run_here):
     text = "First Citizen:\nBefore we proceed any further, hear me speak. naïve 123<|endoftext|>"
     assert tokenizer.encode(text) == load_encoding("gpt2").encode(text, allowed_special="all")
     assert tokenizer.eos_token_id == 50256 and tokenizer.model_max_length == 16
-
-
-def test_export_without_gpt2_s_tokenizer(tmp_path, monkeypatch, run_here):
-    """Where it cannot be had, the weights are written without it; but not beside another vocabulary."""
-    def fails(name):
-        raise UserError("no network")
-
-    monkeypatch.setattr(e, "load_encoding", fails)
-    config = Config(maxT=16, V=50257, L=1, NH=1, C=8, Vp=50304)
-    write_model(tmp_path / "model.bin", config, random_params(config))
-    (tmp_path / "hf").mkdir()
-    for name in ("tokenizer.json", "vocab.json", "tokenizer.bin", "README.md"):
-        (tmp_path / "hf" / name).touch()
-    done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf", check=False)
-    assert done.returncode == 1 and "hf: has another vocabulary's tokenizer.json, tokenizer.bin: rem" in done.stderr
-    for name in ("tokenizer.json", "tokenizer.bin"):
-        (tmp_path / "hf" / name).unlink()
-    done = run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    assert sorted(os.listdir(tmp_path / "hf")) == ["README.md", "config.json", "model.safetensors", "vocab.json"]
-    assert done.stderr == "warning: no vocab.json and merges.txt: no network\n"
 
 
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
@@ -213,24 +192,21 @@ def hub_pages(folder, repository):
     return pages
 
 
-def test_pretrained_from_a_hub_then_from_its_cache_then_offline(tmp_path):
-    """HF_ENDPOINT names the hub; a second time the cache has it, with HF_HUB_OFFLINE and no hub at all."""
+def test_pretrained_from_a_hub_then_from_its_cache(tmp_path, run_here, use_hub):
     hf_model(V=257).save_pretrained(tmp_path / "repository")
-    command = "export_weights.py", "--output_dir", tmp_path
-    environment = hub("", tmp_path / "home")
+    command = e, "--output_dir", tmp_path / "out"
     with serve(hub_pages(tmp_path / "repository", "openai-community/gpt2")) as (url, _):
-        run_program(*command, **{**environment, "HF_ENDPOINT": url})
-    first = (tmp_path / "gpt2_124M.bin").read_bytes()
-    (tmp_path / "gpt2_124M.bin").unlink()
-    faults = ("gpt2-xl", {"HF_HUB_OFFLINE": "1"}), ("gpt2-large", {"HF_ENDPOINT": "http://127.0.0.1:9"})
-    with ThreadPoolExecutor() as pool:
-        again = pool.submit(run_program, *command, **{**environment, "HF_HUB_OFFLINE": "1"})
-        runs = pool.map(lambda fault: run_program(*command, "--model", fault[0], check=False,
-                                                  **{**environment, **fault[1]}), faults)
-        for (name, _), done in zip(faults, runs):
-            assert_one_line_error(done, f"openai-community/{name}", "--model d12")
-    again.result()
-    assert (tmp_path / "gpt2_124M.bin").read_bytes() == first
+        use_hub(url, tmp_path / "home")
+        run_here(*command)
+    first = (tmp_path / "out" / "gpt2_124M.bin").read_bytes()
+    (tmp_path / "out" / "gpt2_124M.bin").unlink()
+    use_hub(None, tmp_path / "home")
+    run_here(*command)
+    assert (tmp_path / "out" / "gpt2_124M.bin").read_bytes() == first
+    for name, url in (("gpt2-xl", None), ("gpt2-large", "http://127.0.0.1:9")):
+        use_hub(url, tmp_path / "home")
+        done = run_here(*command, "--model", name, check=False)
+        assert_one_line_error(done, f"openai-community/{name}", "--model d12", after_bar=True)
 
 
 @pytest.fixture
@@ -241,21 +217,6 @@ def export(tmp_path, monkeypatch, run_here):
     write_tokens(tmp_path / "data" / "tiny_shakespeare_val.bin", [tokens], 1000)
     monkeypatch.chdir(tmp_path)
     return functools.partial(run_here, e, "--model", "d2", "--vocabulary", "bytes", "--output_dir", "out")
-
-
-def test_random_weights_need_no_data(tmp_path, export):
-    """They are those of -e d2, on any number of threads."""
-    shutil.rmtree(tmp_path / "data")
-    output = export().stdout
-    assert sorted(os.listdir(tmp_path / "out")) == ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin"]
-    assert output.count("wrote ") == 3 and "iteration" not in output and "generating" not in output
-    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
-    for threads in (1, 3):
-        code = ("import llmc, zlib, train_gpt2; from llmc.tensors import flat;"
-                "print(zlib.crc32(flat(train_gpt2.random_model('d2', 257)[1])))")
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT,
-                              env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-        assert int(done.stdout) == zlib.crc32(flat(params))
 
 
 def test_random_model_files(tmp_path, export):
@@ -280,29 +241,14 @@ def test_random_model_files(tmp_path, export):
     export("--debug_state", 1)
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in files}, "the same command, the same files"
 
-
-def test_all_files_or_none(tmp_path, run_here, monkeypatch):
-    """Ctrl-C while the steps of the debug state run, a full disk at the last file: what was there before is whole."""
-    write_model(tmp_path / "model.bin", SMALL, random_params(SMALL))
-    write_tokens(tmp_path / "val.bin", [np.arange(17)], 17)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "gpt2_model.bin").write_bytes(b"before")
-    real = e.write_debug_state
-
-    def fail(error):
-        def write(*arguments):
-            real(*arguments)
-            raise error
-
-        return write
-
-    for error, status in ((KeyboardInterrupt(), 130), (UserError("No space"), 1)):
-        monkeypatch.setattr(e, "write_debug_state", fail(error))
-        done = run_here(e, "--model", tmp_path / "model.bin", "--output_dir", tmp_path / "out", "--input",
-                        tmp_path / "val.bin", "--debug_state", 1, "--batch_size", 2, "--sequence_length", 8,
-                        "--num_iterations", 1, check=False)
-        assert done.returncode == status
-        assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"before"]
+    shutil.rmtree(tmp_path / "data")  # which random weights alone do not need
+    shutil.rmtree(tmp_path / "out")
+    assert "iteration" not in export().stdout and sorted(os.listdir(tmp_path / "out")) == files[:3]
+    code = ("import llmc, zlib, train_gpt2; from llmc.tensors import flat;"
+            "print(zlib.crc32(flat(train_gpt2.random_model('d2', 257)[1])))")  # of -e d2, on any number of threads
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT,
+                          env={**os.environ, "OMP_NUM_THREADS": "3"})
+    assert int(done.stdout) == zlib.crc32(flat(params))
 
 
 def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
@@ -318,12 +264,6 @@ def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
     assert len(read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
 
 
-def test_a_model_named_like_a_file_of_the_vocabulary(tmp_path, run_here):
-    hf_model().save_pretrained(tmp_path / "tokenizer")
-    done = run_here(e, "--model", tmp_path / "tokenizer", "--output_dir", tmp_path / "out", check=False)
-    assert_one_line_error(done, "its weights would be gpt2_tokenizer.bin", "rename it")
-
-
 def test_the_model_that_is_read_is_not_written_over(tmp_path, export, run_here):
     export()
     write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table), 1)
@@ -336,8 +276,7 @@ def test_the_model_that_is_read_is_not_written_over(tmp_path, export, run_here):
 
 
 @pytest.mark.parametrize("flags", (
-    ("--dtype", "bfloat16"), ("--dtype", "float16"), ("--flash", 1), ("--inference_only", 1), ("--tensorcores", 1),
-    ("--batch_size", 2, "--sequence_length", 32, "--device", "cpu"),
+    ("--dtype", "bfloat16"), ("--flash", 1), ("--inference_only", 1), ("--batch_size", 2, "--sequence_length", 32),
 ))  # fmt: skip
 def test_benchmark_flags(tmp_path, export, flags):
     output = export("--write_tensors", 0, "--num_iterations", 3, *flags).stdout
@@ -357,9 +296,6 @@ def test_benchmark_flags(tmp_path, export, flags):
     (("--sequence_length", 2000, "--debug_state", 1), "--sequence_length 2000.*1024"),
     (("--model", "d3"), "--model d3.*d12"),
     (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
-    (("--to_hf", "none.bin", "hf", "--model", "gpt2", "--vocabulary", "gpt2"), "--output_dir .*--to_hf"),
-    (("--to_hf", "none.bin", "hf", "--model", "gpt2", "--vocabulary", "gpt2", "--output_dir", ".", "--write_tensors",
-      0), "--write_tensors 0.*--to_hf"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
     (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
     (("--input", "none.bin", "--debug_state", 1), "none.bin.*python prepro_tinyshakespeare.py"),
@@ -367,38 +303,6 @@ def test_benchmark_flags(tmp_path, export, flags):
 def test_faults(tmp_path, export, flags, words):
     assert_one_line_error(export(*flags, check=False), *words.split(".*"))
     assert not list(tmp_path.glob("**/gpt2_*"))
-
-
-def test_no_steps(tmp_path, export):
-    """The files of a model that has not been trained: its state has gradients, and no losses. --device cpu is where
-    they come from anyway."""
-    export("--debug_state", 1, "--num_iterations", 0, "--device", "cpu")
-    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
-    state = read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params)
-    assert state.losses is None and state.loss == pytest.approx(np.log(257), rel=0.01) and state.grads.wte.any()
-
-
-def test_pytorch_out_of_memory_is_one_line(export, monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand so on")
-
-    monkeypatch.setattr(e, "overfit", fails)
-    done = export("--debug_state", 1, check=False)
-    assert_one_line_error(done, "PyTorch: DefaultCPUAllocator: can't allocate memory")
-
-
-def test_time_of_an_iteration(capsys):
-    e.print_iteration(3, 5.0, 0.25)
-    assert capsys.readouterr().out == "iteration 3, loss: 5.000000, time: 250.000 ms\n"
-
-
-def test_a_vocabulary_that_cannot_be_had_is_a_warning(monkeypatch, capsys):
-    def fails(name):
-        raise UserError("no network")
-
-    monkeypatch.setattr(e, "load_encoding", fails)
-    assert e.vocabulary_of(Config(1, 50257, 1, 1, 8, 50304)) is None
-    assert capsys.readouterr().err == "warning: no tokenizer file: no network\n"
 
 
 def test_hugging_face_folder_faults(tmp_path):
