@@ -260,17 +260,6 @@ def test_parquet(tmp_path, tokenize, monkeypatch, processes):
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*_0*")}
 
 
-def test_text_that_ends_with_a_shard(tmp_path, folder, arrow, tokenize, monkeypatch):
-    """It is known to be used up, as each of its files is: nothing is opened again."""
-    for name in ("x0.parquet", "x1.parquet"):
-        arrow(name, [""] * 40)  # as many tokens
-    flags = ("--input", "x?.parquet", "--shard_tokens", 20)
-    tokenize(*flags)
-    assert [len(shard) for shard in shards_of(tmp_path / "out")] == [20] * 4
-    monkeypatch.setattr(prepro_fineweb, "shards_from", None)
-    assert "4 shards of them made, about 0.0 GB to come" in tokenize(*flags).stdout
-
-
 def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch):
     """At each shard in turn: shards that are there are neither made again nor lost, and no text is read again that is
     in them."""
