@@ -15,13 +15,11 @@ import export_weights
 import generate
 import prepro_hellaswag
 import train_gpt2
-import train_gpt2_cuda
 from conftest import SMALL, SMALL_HEADS, assert_one_line_error, random_params, serve
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.evaluation import Example, count_correct, read_examples, write_examples
-from llmc.files import make_header
 from llmc.settings import Settings
 from llmc.tokenizer import Tokenizer, write_tokenizer
 
@@ -303,13 +301,16 @@ def test_several_files_and_their_first_tokens(examples, run_here):
     tokens = np.fromfile("data/tiny_shakespeare_val.bin", "<i4")
     for i, piece in enumerate((tokens[:100], tokens[100:110], tokens[110:])):
         write_tokens(f"data/part_{i}.bin", [piece], len(piece), "uint16")
-    flags = ("gpt2_124M.bin", "--context", 32, "--stride", 8, "--json", "--data")
-    parts = [json.loads(run_here(evaluate, *flags, f"data/part_{i}.bin").stdout) for i in range(3)]
-    whole = json.loads(run_here(evaluate, *flags, "data/part_*.bin").stdout)
+
+    def found(files, *flags):
+        flags = ("gpt2_124M.bin", "--context", 32, "--stride", 8, "--json", "--data", f"data/part_{files}.bin", *flags)
+        return json.loads(run_here(evaluate, *flags).stdout)
+
+    parts, whole = [found(i) for i in range(3)], found("*")
     assert whole["tokens"] == sum(part["tokens"] for part in parts) == 597
     mean = sum(part["tokens"] * math.log(part["perplexity"]) for part in parts) / 597
     assert math.log(whole["perplexity"]) == pytest.approx(mean)
-    assert json.loads(run_here(evaluate, *flags, "data/part_*.bin", "--tokens", 105).stdout)["tokens"] == 103
+    assert found("*", "--tokens", 105)["tokens"] == 103
 
 
 @pytest.mark.parametrize("flags, words", (
@@ -384,33 +385,23 @@ def test_a_run_evaluates_at_each_validation(examples, run_here):
     with open("run/main.log") as f:
         events = re.findall(r"s:(\d) eval:(\S+)", f.read())
     assert events == [(str(2 * i), f"{int(correct) / 60:.4f}") for i, (correct, _) in enumerate(found)]
+    with open("run/main.csv") as f:
+        rows = [line.rstrip("\n").split(",") for line in f]
+    assert [row[-1] for row in rows[1:] if row[-1]] == [f"{int(correct) / 60:.6f}" for correct, _ in found]
     last = json.loads(run_here(evaluate, "run", "--hellaswag", HELLASWAG, "--json").stdout)["hellaswag"]
     assert last["correct"] == int(found[-1][0])
     plain = run_here(train_gpt2, *FLAGS, "-l", 0.01).stdout
     assert re.findall(r"(?:val|train) loss \S+", plain) == re.findall(r"(?:val|train) loss \S+", done.stdout)
     assert re.search(r"HellaSwag \d/9 = ", run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout)
-    with open("run/main.csv") as f:
-        rows = [line.rstrip("\n").split(",") for line in f]
-    assert [row[-1] for row in rows[1:] if row[-1]] == [f"{int(correct) / 60:.6f}" for correct, _ in found]
 
 
-def test_a_run_on_a_gpu_evaluates(examples, fake_gpu, run_here):
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    done = run_here(train_gpt2_cuda, *FLAGS, "-o", "run", "--hellaswag", 1)
-    correct = sum(example.label == 0 for example in examples)
-    lines = rf"val loss 0.0000\nstep ./4 \| HellaSwag {correct}/60 = {correct / 60:.4f}\n"
-    assert len(re.findall(lines, done.stdout)) == 3
-
-
-def test_what_a_run_cannot_evaluate(examples, run_here):
-    def fails(*flags, words):
-        assert_one_line_error(run_here(train_gpt2, *FLAGS, "--hellaswag", *flags, check=False), *words)
-
-    fails(-1, words=("--hellaswag -1",))
-    fails(1, "-v", 0, words=("--hellaswag 1", "-v STEPS"))
-    fails(1, "-t", 16, words=(HELLASWAG, "sequence of 16", "pass -t 28 or more"))
-    write_examples(HELLASWAG, make_examples(9, V=300))
-    fails(1, words=(HELLASWAG, "token id", "expected 0 to 256"))
-    with open(HELLASWAG, "wb") as f:
-        f.write(make_header(20240522, 1, 1))
-    fails(1, words=(HELLASWAG, "record 0 of 1 is damaged", "python prepro_hellaswag.py"))
+@pytest.mark.parametrize("flags, words", (
+    ((-1,), ("--hellaswag -1",)), ((1, "-v", 0), ("--hellaswag 1", "-v STEPS")),
+    ((1, "-t", 16), (HELLASWAG, "sequence of 16", "pass -t 28 or more")),
+    ((1, "-e", "d2", "--tokenizer", "two.bin", "-i", "two"), (HELLASWAG, "token id", "expected 0 to 1")),
+))  # fmt: skip
+def test_what_a_run_cannot_evaluate(examples, run_here, flags, words):
+    write_tokenizer("two.bin", [b"a", b"b"], 1)
+    for split in ("train", "val"):
+        write_tokens(f"two_{split}.bin", [np.zeros(100, np.int32)], 100)
+    assert_one_line_error(run_here(train_gpt2, *FLAGS, "--hellaswag", *flags, check=False), *words)
