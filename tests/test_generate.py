@@ -107,27 +107,18 @@ def test_samples_do_not_depend_on_how_many_there_are(samples_of):
 def test_choice():
     logits = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
     coins = (np.arange(1000) + 0.5) / 1000
-
-    def shares(*arguments):  # of the ids
+    for arguments, shares in (
+            ((), [0.1, 0.4, 0.05, 0.25, 0.2]), ((1.0, 99), [0.1, 0.4, 0.05, 0.25, 0.2]),
+            ((0.0,), [0, 1, 0, 0, 0]), ((1.0, 1), [0, 1, 0, 0, 0]), ((1.0, 0, 0.3), [0, 1, 0, 0, 0]),
+            ((1.0, 2), [0, 0.615, 0, 0.385, 0]), ((1.0, 0, 0.6), [0, 0.615, 0, 0.385, 0]),
+            ((1.0, 3, 0.9), [0, 0.471, 0, 0.294, 0.235]),  # top_p of what top_k leaves
+            ((0.5,), [0.036, 0.582, 0.009, 0.227, 0.145])):
         ids = [Choice(*arguments).draw(logits, coin) for coin in coins]
-        return pytest.approx((np.bincount(ids, minlength=5) / 1000).tolist(), abs=0.006)
-
-    assert shares() == [0.1, 0.4, 0.05, 0.25, 0.2]
-    for one in ((0.0,), (1.0, 1), (1.0, 0, 0.3)):
-        assert shares(*one) == [0, 1, 0, 0, 0]
-    for two in ((1.0, 2), (1.0, 0, 0.6)):
-        assert shares(*two) == [0, 0.615, 0, 0.385, 0]
-    assert shares(1.0, 3, 0.9) == [0, 0.471, 0, 0.294, 0.235], "top_p of what top_k leaves"
-    assert shares(1.0, 99) == [0.1, 0.4, 0.05, 0.25, 0.2]
-    assert shares(0.5) == [0.036, 0.582, 0.009, 0.227, 0.145]
-
-
-@pytest.mark.parametrize("choice", (Choice(), Choice(0.0), Choice(1.0, 2), Choice(1.0, 0, 0.5), Choice(1e-30, 3),
-                                    Choice(1e-45), Choice(1e-46)))
-def test_equal_logits_and_extreme_coins(choice):
-    logits = np.zeros(4, np.float32)
-    assert choice.draw(logits, 0.0) == 0 and choice.draw(logits, 1 - 2.0**-24) in range(4)
-    assert choice.draw(np.array([-np.inf, 0, -np.inf], np.float32), 0.999) == 1
+        assert (np.bincount(ids, minlength=5) / 1000).tolist() == pytest.approx(shares, abs=0.006), arguments
+        extremes = [Choice(*arguments).draw(np.zeros(4, np.float32), coin) for coin in (0.0, 1 - 2.0**-24)]
+        assert extremes[0] == 0 and extremes[1] in range(4)
+        assert Choice(*arguments).draw(np.array([-np.inf, 0, -np.inf], np.float32), 0.999) == 1
+    assert Choice(1e-46).draw(logits, 0.5) == 1, "a temperature that is 0 in float32"
 
 
 def test_the_streams_of_samples_differ():
@@ -264,12 +255,3 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
 def test_wrong_flags_and_models(workplace, run_here, flags, words):
     model = () if not flags[0].startswith("-") else (MODEL,)
     assert_one_line_error(run_here(generate, *model, *flags, check=False), *words)
-
-
-def test_unknown_vocabulary_prints_ids(workplace, run_here):
-    config = dataclasses.replace(SMALL, V=300)
-    write_model(MODEL, config, random_params(config))
-    done = run_here(generate, MODEL, "--prompt_ids", 1, 2, "--tokens", 3)
-    assert len(done.stdout.split()) == 5 and "--tokenizer" in done.stderr
-    done = run_here(generate, MODEL, "--prompt", "a", check=False)
-    assert done.returncode == 1 and "--prompt_ids" in done.stderr.splitlines()[-1]

@@ -67,14 +67,6 @@ def test_an_epoch_does_not_wrap(workplace, tokens, batches, shuffle):
     assert settings.steps == batches
 
 
-def test_loader_wraps_as_llm_c_does(tmp_path):
-    loader = DataLoader([count_up(tmp_path / "a.bin", 25)], 25, 2, 4)
-    assert loader.num_batches == 3 and firsts(loader, 5) == [0, 8, 16, 0, 8]
-    count_up(tmp_path / "a.bin", 24)  # the third batch has no last target any more
-    loader = DataLoader([tmp_path / "a.bin"], 25, 2, 4)
-    assert loader.num_batches == 3 and firsts(loader, 3) == [0, 8, 0]
-
-
 @pytest.mark.parametrize("shuffle", (False, True))
 def test_spread_rows_cover_the_data_once(tmp_path, shuffle):
     loader = DataLoader([count_up(tmp_path / "a.bin", 25)], 25, 2, 4, shuffle, spread=True)
@@ -93,13 +85,24 @@ def test_shards_follow_one_another(workplace):
     assert [loader.next_batch()[0][0, 0] for _ in range(8)] == [0, 0, 1, 1, 2, 2, 0, 0]
     loader.seek(Position(2, 1))
     assert [loader.next_batch()[0][0, 0] for _ in range(2)] == [2, 0]
+
+
+def test_what_is_beside_the_training_data(tmp_path, monkeypatch):
+    """The names of validation data and of a vocabulary follow from its name, which may have brackets."""
     assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
-    assert data_paths(Settings(data="x.bin", val_data="x.bin"))[1] == ["x.bin"]
-    for train, val in (("train/x_train.bin", "train/x_val.bin"), ("a/train/x.bin", "a/val/x.bin"),
-                       ("a_train/x.bin", "a_val/x.bin"), ("train_set/x.bin", "val_set/x.bin")):
-        assert data_paths(Settings(data=train))[1] == [val]
+    for train, val, tokenizer in (("train/x_train.bin", "train/x_val.bin", "train/x_tokenizer.bin"),
+                                  ("a/train/x.bin", "a/val/x.bin", ""), ("a_train/x.bin", "a_val/x.bin", None),
+                                  ("train_set/x.bin", "val_set/x.bin", None)):
+        assert data_paths(Settings(data=train))[1] == [val] and tokenizer in (tokenizer_beside(train), None)
+    assert [tokenizer_beside(data) for data in ("data/x", "d/x_train_*.bin")] == [
+        "data/x_tokenizer.bin", "d/x_tokenizer.bin"]
     with pytest.raises(UserError, match="no 'train' in it"):
         data_paths(Settings(data="training/x.bin"))
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("d[1]")
+    for name in ("x_train", "x_val"):
+        count_up(f"d[1]/{name}.bin", 9)
+    assert data_paths(Settings(data="d[1]/x")) == [["d[1]/x_train.bin"], ["d[1]/x_val.bin"]]
 
 
 @pytest.mark.parametrize("tokens, rows", ((25, [2, 2, 2]), (29, [2, 2, 2, 1]), (5, [1]), (8, [1]), (9, [2]),
@@ -115,14 +118,6 @@ def test_the_whole_set(tmp_path, tokens, rows):
     assert starts == list(range(0, 8 * len(rows), 8))
     mean = np.concatenate([inputs.ravel() for inputs, _ in batches]).mean()
     assert validate(lambda inputs, targets: float(inputs.mean()), loader, 99, 0) == pytest.approx(mean)
-
-
-@pytest.mark.parametrize("data, path", (
-    ("data/x", "data/x_tokenizer.bin"), ("data/x_train.bin", "data/x_tokenizer.bin"),
-    ("train/x_train_*.bin", "train/x_tokenizer.bin"), ("train/x.bin", ""),
-))  # fmt: skip
-def test_where_the_vocabulary_of_data_is(data, path):
-    assert tokenizer_beside(data) == path
 
 
 # ----------------------------------------------------------------------------------------------------------------------

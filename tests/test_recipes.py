@@ -48,18 +48,12 @@ def run(recipe, *flags, cwd=None, **variables):
     return done.stdout
 
 
-def commands(recipe, *flags):
-    """The command lines of a recipe in a project that has no data."""
-    run(recipe, *flags)
-    with open("commands") as f:
-        return [json.loads(line) for line in f]
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
     project(NOTES)
+    run(recipe, "-x", 7)
     programs = set()
-    for program, *flags in commands(recipe, "-x", 7):
+    for program, *flags in map(json.loads, open("commands")):
         programs.add(program.split("_")[0])
         assert program == "-m" or (ROOT / program).is_file()
         monkeypatch.setattr(sys, "argv", [program, *flags])
