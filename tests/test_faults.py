@@ -14,7 +14,7 @@ import pytest
 import llmc.checkpoint
 import train_gpt2
 from conftest import ROOT, SMALL, assert_one_line_error, make_state, random_params
-from llmc.checkpoint import Config, Progress, owned_by_one, read_debug_state, read_model, write_debug_state, write_model
+from llmc.checkpoint import Progress, owned_by_one, read_debug_state, read_model, write_debug_state, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC

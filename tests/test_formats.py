@@ -123,27 +123,19 @@ def test_debug_state_offsets_are_llm_c_s():
 
 
 def test_debug_state_of_llm_c_has_no_trailer(tmp_path):
+    """Of ours, it is checked."""
     path, params = tmp_path / "state.bin", random_params(SMALL)
-    write_debug_state(path, SMALL, make_state(params))
+    state = make_state(params)
+    write_debug_state(path, SMALL, state)
     data = bytearray(path.read_bytes()[: -(40 + 40)])
     data[32:44] = bytes(12)  # header ints [8] to [10]
     path.write_bytes(data)
     read = read_debug_state(path, SMALL, params)
     assert read.losses is None and read.optimizer is None
-
-
-@pytest.mark.parametrize("setting, value", (("learning_rate", np.nan), ("beta1", 1.0), ("beta2", -0.1), ("eps", 0.0),
-                                            ("weight_decay", np.inf), ("losses", np.nan)))
-def test_debug_state_with_impossible_settings(tmp_path, setting, value):
-    params = random_params(SMALL)
-    state = make_state(params)
-    if setting == "losses":
-        state.losses[3] = value
-    else:
-        state.optimizer[setting] = value
-    write_debug_state(tmp_path / "state.bin", SMALL, state)
+    state.optimizer["beta1"] = 1.0
+    write_debug_state(path, SMALL, state)
     with pytest.raises(UserError, match="state.bin: impossible optimizer settings or losses"):
-        read_debug_state(tmp_path / "state.bin", SMALL, params)
+        read_debug_state(path, SMALL, params)
 
 
 @pytest.mark.parametrize("version, eot", ((1, 50256), (2, 2)))

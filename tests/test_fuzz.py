@@ -30,7 +30,6 @@ import numpy as np
 import pytest
 
 import export_weights
-import generate
 import prepro_text
 import train_gpt2
 import train_gpt2_cuda
@@ -296,22 +295,6 @@ def test_strange_flags(specimens):
     failed, refused = fuzz_flags(200, 1)
     assert not failed, "\n".join(failed)
     assert 50 < refused < 190
-
-
-def test_strange_flags_of_generate(specimens):
-    rng = random.Random(1)
-    flags = ("model", "--prompt", "--prompt_ids", "--tokens", "--samples", "--temperature", "--top_k", "--top_p",
-             "--seed", "--tokenizer")
-    for flag, value in [(rng.choice(flags), rng.choice(VALUES)) for _ in range(100)]:
-        if flag == "model" and value.startswith("-"):
-            continue  # which argparse takes for a flag
-        if flag in ("--tokens", "--samples") and re.fullmatch(r"[\d_]+", value) and len(value) in range(2, 12):
-            continue  # as many as that: no fault, but no end either, or no memory
-        chosen = [value, "--tokens", "3"] if flag == "model" else ["model1.bin", "--tokens", "3", flag, value]
-        sys.argv = ["generate.py", *chosen]
-        ending = run(generate.main)
-        names = [value.replace("\n", "\\n").rstrip("/") or "''"]
-        assert fault(ending, flag, *names) is None, (flag, value[:50], ending[2][-500:])
 
 
 @pytest.mark.parametrize("text, threads", ((" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("9" * 5000, None)))
