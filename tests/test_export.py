@@ -103,21 +103,21 @@ def test_export_with_gpt2_s_tokenizer(tmp_path, vocabulary_here, run_here):
 
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
     """Both ways; end of text need not be the vocabulary's last token."""
-    run, params = tmp_path / "run", random_params(SMALL)
+    run = tmp_path / "run"
     run.mkdir()
     for step in (3, 20):
         model, _, done = checkpoint_paths(run, step)
-        write_model(model, SMALL, params if step == 20 else random_params(SMALL, 1))
+        write_model(model, SMALL, random_params(SMALL, step))
         open(done, "wb").close()
     write_tokenizer(run / "tokenizer.bin", [EOT.encode(), *(bytes([i]) for i in range(256))], 0)
     run_here(e, "--to_hf", run, tmp_path / "hf")
-    assert np.array_equal(flat(e.read_hf_folder(tmp_path / "hf")[1]), flat(params))
+    run_here(e, "--model", run, "--output_dir", tmp_path / "out")
+    for params in (e.read_hf_folder(tmp_path / "hf")[1],
+                   read_model(tmp_path / "out" / "gpt2_model_00000020.bin", parameter_table)[1]):
+        assert np.array_equal(flat(params), flat(random_params(SMALL, 20)))
     config = transformers.GPT2Config.from_pretrained(tmp_path / "hf")
     assert (config.bos_token_id, config.eos_token_id) == (0, 0)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").encode(f"A{EOT}") == [66, 0]
-    run_here(e, "--model", run, "--output_dir", tmp_path / "out")
-    assert np.array_equal(flat(read_model(tmp_path / "out" / "gpt2_model_00000020.bin", parameter_table)[1]),
-                          flat(params))
 
 
 @pytest.mark.parametrize("vocabulary", ("bytes", "chars"))

@@ -4,7 +4,6 @@ import functools
 import os
 import re
 import resource
-import shutil
 import struct
 import threading
 from pathlib import Path
@@ -16,7 +15,7 @@ import llmc.dataloader
 import train_gpt2
 import train_gpt2_cuda
 from conftest import SMALL, assert_one_line_error, remove_after
-from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_optimizer_state
+from llmc.checkpoint import Progress, owned_by_one, read_optimizer_state, write_optimizer_state
 from llmc.dataloader import DataLoader, TokenFile, data_paths, tokenizer_beside, write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES
@@ -323,19 +322,6 @@ def test_a_run_of_llm_c_s_goes_on(workplace, train, step):
     order.seed = 0xCCCCCCCC  # llm.c leaves it as it finds it
     ours.write_bytes(header + moments + order.trailer())
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[step:]
-
-
-def test_shuffled_ranks_of_llm_c_s_begin_anew(workplace, train):
-    """Each of them has an order of its own, of which the first one's is in the file."""
-    order = LlmcOrder(split_data())
-    train(*SHARDS, "-x", 2, "-n", 2, "-o", "run")
-    state = checkpoint_paths("run", 2)[1]
-    header = bytearray(order.header(2))
-    struct.pack_into("<i", header, 8, 2)  # ranks
-    Path(state).write_bytes(header + Path(state).read_bytes()[HEADER_BYTES:])
-    shutil.copy(state, rank_path(state, 1))
-    assert "begins anew" in train(*SHARDS, "-x", 3, "-o", "run", "-y", 1).stderr
-    assert np.fromfile(checkpoint_paths("run", 3)[1], "<i4", 256)[[30, 32]].tolist() == [0, 1]
 
 
 def test_a_shuffled_run_goes_on_with_its_own_flags(workplace, train):
