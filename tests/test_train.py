@@ -115,7 +115,7 @@ def test_lines(workplace, run_here):
         assert found, line
         if "train" in line:
             seconds = float(found[1]) / (1000 if found[2] == "ms" else 1)
-            assert int(found[3]) == pytest.approx(256 / seconds, rel=0.01)
+            assert int(found[3]) == pytest.approx(256 / seconds, rel=0.06)  # which is rounded
     assert re.fullmatch(r"41 steps in \d+ s, \d+ tok/s while training; the model is in run", lines[-1])
     events = re.findall(r"^step +(\d+)/41 \| (train|val)", "\n".join(steps), re.MULTILINE)
     assert events == [(str(step + (what == "train")), what) for step in range(41)
@@ -488,7 +488,7 @@ def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, fl
     write_tokens("data/tiny_shakespeare_val.bin", [np.zeros(2 * 10**6, np.int32)], 2 * 10**6)
 
     def interrupt():  # once the run has begun
-        while not os.path.exists("run/main.csv"):
+        while not (workplace / "run" / "main.csv").exists():
             time.sleep(0.01)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
