@@ -181,13 +181,14 @@ def run_program(*command, check=True, cwd=None, timeout=120, **environment):
     return done
 
 
-def assert_one_line_error(done, *words):
-    """Exit status 1, and one line on stderr that has all these words and is no traceback."""
+def assert_one_line_error(done, *words, after_bar=False):
+    """Exit status 1, and one line on stderr that has all these words and is no traceback; after_bar: a progress bar may
+    stand before it."""
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert len(lines) == 1 and "error: " in lines[0], done.stderr
+    assert (after_bar or len(lines) == 1) and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr
     for word in words:
-        assert str(word) in lines[0], f"{word!r} is not in {lines[0]!r}"
+        assert str(word) in lines[-1], f"{word!r} is not in {lines[-1]!r}"
 
 
 @pytest.fixture
@@ -248,7 +249,7 @@ def serve(pages):
 
     class Server(http.server.ThreadingHTTPServer):
         def __enter__(self):
-            threading.Thread(target=self.serve_forever, daemon=True).start()
+            threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
             return f"http://127.0.0.1:{self.server_port}", seen
 
         def __exit__(self, *args):
@@ -259,10 +260,19 @@ def serve(pages):
     return Server(("127.0.0.1", 0), Handler)
 
 
-def hub(url, home):
-    """The environment in which huggingface_hub asks this server."""
-    return dict(HF_ENDPOINT=url, HF_HOME=str(home), HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0",
-                HF_HUB_DISABLE_TELEMETRY="1")
+@pytest.fixture
+def use_hub(monkeypatch):
+    """use_hub(url, home): huggingface_hub asks this server, and keeps its files in `home`; url None: it is offline."""
+    def use(url, home):
+        import huggingface_hub.constants
+
+        values = dict(ENDPOINT=url, HUGGINGFACE_CO_URL_TEMPLATE=f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+                      HF_HUB_CACHE=str(home), HF_HUB_OFFLINE=url is None, HF_HUB_DISABLE_XET=True,
+                      HF_HUB_DISABLE_TELEMETRY=True)
+        for name, value in values.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+
+    return use
 
 
 # ----------------------------------------------------------------------------------------------------------------------

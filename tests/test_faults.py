@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +12,9 @@ import numpy as np
 import pytest
 
 import llmc.checkpoint
-import llmc.files
 import train_gpt2
 from conftest import ROOT, SMALL, assert_one_line_error, make_state, random_params
-from llmc.checkpoint import Config, Progress, owned_by_one, read_debug_state, read_model, write_debug_state, write_model
+from llmc.checkpoint import Progress, owned_by_one, read_debug_state, read_model, write_debug_state, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC
@@ -43,10 +41,6 @@ def patch_header(path, **fields):
     Path(path).write_bytes(data)
 
 
-def cut(path, size):
-    os.truncate(path, size)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # each kind of input file: missing, a directory, empty, another kind
 
@@ -60,18 +54,15 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "a FIFO", "a device",
-                                    "unreadable"))
+@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "a FIFO", "unreadable"))
 def test_input_files(workplace, name, damage, train):
-    path = workplace / name
-    mend = FILES[name]
+    path, mend = workplace / name, FILES[name]
+    content = path.read_bytes()
+    path.unlink()
     if damage == "missing" and "tokenizer" in name:
-        path.unlink()
         done = train("-x", 1, check=True)
         assert "warning" in done.stderr and str(name) in done.stderr and mend in done.stderr
         return
-    content = path.read_bytes()
-    path.unlink()
     if damage == "directory":
         path.mkdir()
     elif damage == "empty":
@@ -79,18 +70,12 @@ def test_input_files(workplace, name, damage, train):
         if "data" in name:
             mend = "at least 17" if "train" in name else "at least 9"
     elif damage == "another kind":
-        other = OPTIMIZER_MAGIC
-        path.write_bytes(np.int32(other).tobytes() + content[4:])
+        path.write_bytes(np.int32(OPTIMIZER_MAGIC).tobytes() + content[4:])
         mend = "optimizer state"
     elif damage == "a FIFO":
         os.mkfifo(path)
-    elif damage == "a device":
-        path.symlink_to("/dev/zero")
     elif damage == "unreadable":
-        if os.geteuid() == 0:
-            path.symlink_to(path)  # root reads everything but a link to itself
-        else:
-            path.touch(0)
+        path.symlink_to(path)  # a link to itself, which not even root can read
     if "val" in name:
         assert train().returncode == 0, "with -v 0, nobody reads it"
     assert_one_line_error(train("-v", 1), name, mend)
@@ -100,63 +85,42 @@ def test_input_files(workplace, name, damage, train):
 # model checkpoints
 
 
-def section_borders():
-    """The byte after the header and after each of the 16 tensors."""
-    borders = [HEADER_BYTES]
+@pytest.fixture
+def model_path(tmp_path):
+    write_model(tmp_path / "model.bin", SMALL, random_params(SMALL))
+    return tmp_path / "model.bin"
+
+
+def test_model_cut_short_at_every_border(model_path):
+    """After the header and each of the tensors; one byte too many is as bad."""
+    data, borders = model_path.read_bytes(), [HEADER_BYTES]
     for row in parameter_table(SMALL).values():
         borders.append(borders[-1] + 4 * int(np.prod(row.shape)))
-    return borders
+    assert borders[-1] == len(data)
+    for size in (*borders[:-1], len(data) - 1, len(data) + 1, 1, 1023):
+        model_path.write_bytes((data + b"x")[:size])
+        with pytest.raises(UserError, match=f"model.bin: {size} bytes, expected"):
+            read_model(model_path, parameter_table)
 
 
-@pytest.mark.parametrize("size", [*section_borders()[:-1], section_borders()[-1] - 1, 1, 1023])
-def test_model_cut_short(tmp_path, size):
-    path = tmp_path / "model.bin"
-    write_model(path, SMALL, random_params(SMALL))
-    assert path.stat().st_size == section_borders()[-1]
-    cut(path, size)
-    with pytest.raises(UserError, match=f"model.bin: {size} bytes, expected"):
-        read_model(path, parameter_table)
-
-
-def test_model_too_long(tmp_path):
-    path = tmp_path / "model.bin"
-    write_model(path, SMALL, random_params(SMALL))
-    path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(UserError, match="too long"):
-        read_model(path, parameter_table)
-
-
-@pytest.mark.parametrize("version, words", ((0, "1, 3 or 5"), (2, "version 2"), (4, "version 4"), (6, "1, 3 or 5"),
-                                            (-1, "1, 3 or 5")))
-def test_model_version(tmp_path, version, words):
-    path = tmp_path / "model.bin"
-    write_model(path, SMALL, random_params(SMALL))
-    patch_header(path, h1=version)
+@pytest.mark.parametrize("version, words", ((0, "1, 3 or 5"), (2, "version 2"), (4, "version 4"), (-1, "1, 3 or 5")))
+def test_model_version(model_path, version, words):
+    patch_header(model_path, h1=version)
     with pytest.raises(UserError, match=words):
-        read_model(path, parameter_table)
+        read_model(model_path, parameter_table)
 
 
 @pytest.mark.parametrize("slot, name", ((2, "maxT"), (3, "V"), (4, "L"), (5, "NH"), (6, "C"), (7, "Vp")))
-@pytest.mark.parametrize("value", (0, -1, 2**31 - 1))
-def test_model_header_fields(tmp_path, monkeypatch, slot, name, value):
+def test_model_header_fields(model_path, monkeypatch, slot, name):
     """A huge field must not be believed: the check is arithmetic, before anything is allocated."""
-    path = tmp_path / "model.bin"
-    write_model(path, SMALL, random_params(SMALL))
-    patch_header(path, **{f"h{slot}": value})
     monkeypatch.setattr(llmc.checkpoint, "allocate", lambda table: pytest.fail("allocated"))
-    with pytest.raises(UserError, match=str(name) if value < 1 else "expected|divisible|smaller") as error:
-        read_model(path, parameter_table)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("slot, value, words", ((5, 5, "C=24 is not divisible by NH=5"),
-                                                (7, 256, "Vp=256 is smaller than V=257")))
-def test_model_header_fields_that_contradict(tmp_path, slot, value, words):
-    path = tmp_path / "model.bin"
-    write_model(path, SMALL, random_params(SMALL))
-    patch_header(path, **{f"h{slot}": value})
-    with pytest.raises(UserError, match=words):
-        read_model(path, parameter_table)
+    contradicts = {5: (5, "C=24 is not divisible by NH=5"), 7: (256, "Vp=256 is smaller than V=257")}
+    for value, words in ((0, name), (-1, name), (2**31 - 1, "expected|divisible|smaller"),
+                         contradicts.get(slot, (0, name))):
+        patch_header(model_path, **{f"h{slot}": value})
+        with pytest.raises(UserError, match=words) as error:
+            read_model(model_path, parameter_table)
+        assert str(model_path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))
@@ -183,16 +147,17 @@ def test_debug_state_cut_short_at_every_border(state_path):
     borders = np.cumsum([1024, 40, 40, 40 * SMALL.V, 4, *gradients, 40, 40])
     assert borders[-1] == size
     for border in reversed([3, *borders[:-1].tolist(), size - 1]):
-        cut(state_path, border)
+        os.truncate(state_path, border)
         with pytest.raises(UserError, match=f"state.bin: {border} bytes, expected"):
             read_debug_state(state_path, SMALL, random_params(SMALL))
         write_debug_state(state_path, SMALL, make_state(random_params(SMALL)))
 
 
 @pytest.mark.parametrize("slot, value, words", (
-    (1, 3, "version 3"), (2, 0, "B=0"), (3, -4, "T=-4"), (3, 33, "T=33, expected B of"), (2, 2**31 - 1, "expected"),
-    (8, 9, "trailer"), (9, -1, "trailer"), (9, 2**30, "expected")))
-def test_debug_state_header(state_path, slot, value, words):
+    (1, 3, "version 3"), (2, 0, "B=0"), (3, 33, "T=33, expected B of"), (2, 2**31 - 1, "expected"), (8, 9, "trailer"),
+    (9, -1, "trailer"), (256, SMALL.V, "token id outside 0 to 256"),  # x[0, 0]
+    (266, SMALL.V, "token id outside 0 to 256")))  # y[0, 0]
+def test_debug_state_header_and_tokens(state_path, slot, value, words):
     patch_header(state_path, **{f"h{slot}": value})
     with pytest.raises(UserError, match=words):
         read_debug_state(state_path, SMALL, random_params(SMALL))
@@ -201,51 +166,28 @@ def test_debug_state_header(state_path, slot, value, words):
 def test_debug_state_of_another_model(state_path):
     with pytest.raises(UserError, match="another model"):
         read_debug_state(state_path, SMALL, random_params(SMALL, seed=1))
-    with pytest.raises(UserError, match="expected .* for version 2"):
-        other = Config(maxT=32, V=300, L=2, NH=3, C=24, Vp=384)
-        read_debug_state(state_path, other, random_params(other))
-
-
-@pytest.mark.parametrize("slot", ("h256", "h266"))  # the first int after the header: x[0, 0]; y[0, 0]
-def test_debug_state_with_a_wrong_token(state_path, slot):
-    patch_header(state_path, **{slot: SMALL.V})
-    with pytest.raises(UserError, match="token id outside 0 to 256"):
-        read_debug_state(state_path, SMALL, random_params(SMALL))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # tokenizers and tokens
 
 
-@pytest.mark.parametrize("size, words", ((1000, "header"), (1024, "vocabulary of 257"), (1300, "cut short"),
-                                         (-1, "cut short")))
-def test_tokenizer_cut_short(workplace, size, words, train):
-    path = workplace / "gpt2_tokenizer.bin"
-    cut(path, size % path.stat().st_size)
-    assert_one_line_error(train(), "gpt2_tokenizer.bin", words)
-
-
-def test_tokenizer_faults(workplace):
+def test_tokenizer_faults(workplace, train):
     path = workplace / "gpt2_tokenizer.bin"
     good = path.read_bytes()
-
-    def fails(words, data=good, **header):
+    for words, data, header in (
+            ("1000 bytes, expected a tokenizer with a 1024-byte header", good[:1000], {}),
+            ("vocabulary of 257", good[:1024], {}), ("cut short", good[:1300], {}), ("cut short", good[:-1], {}),
+            ("token 0 of 257 has length zero", good[:1024] + b"\x00" + good[1025:], {}),
+            ("bytes too many", good + b"x", {}), ("version 3", good, dict(h1=3)), ("vocabulary of 0", good, dict(h2=0)),
+            ("vocabulary of -1", good, dict(h2=-1)), ("vocabulary of 2147483647", good, dict(h2=2**31 - 1)),
+            ("end of text 257", good, dict(h3=257))):
         path.write_bytes(data)
-        patch_header(path, **header)
+        if header:
+            patch_header(path, **header)
         with pytest.raises(UserError, match=words):
             read_tokenizer(path)
-
-    fails("token 0 of 257 has length zero", good[:1024] + b"\x00" + good[1025:])
-    fails("bytes too many", good + b"x")
-    fails("version 3", h1=3)
-    fails("vocabulary of 0", h2=0)
-    fails("vocabulary of -1", h2=-1)
-    fails("vocabulary of 2147483647", h2=2**31 - 1)
-    fails("end of text 257", h3=257)
-
-
-def test_tokenizer_of_another_vocabulary(workplace, train):
-    write_tokenizer("gpt2_tokenizer.bin", [b"a", b"b"], 1)
+    write_tokenizer(path, [b"a", b"b"], 1)
     assert_one_line_error(train(), "gpt2_tokenizer.bin", "2 tokens", "V=257", "--tokenizer")
 
 
@@ -273,7 +215,7 @@ def test_token_file_faults(workplace, train):
     write_tokens(path, [[*tokens, -3]], 41)
     fails("token id -3")
     write_tokens(path, [tokens], 40, "uint16")
-    cut(path, path.stat().st_size - 1)
+    os.truncate(path, path.stat().st_size - 1)
     fails("1103 bytes", "expected 1104")
     patch_header(path, h1=2)
     fails("version 2")
@@ -287,17 +229,12 @@ def test_token_file_faults(workplace, train):
 
 @pytest.mark.parametrize("flags, words", (
     (("-b", 0), ("-b/--batch_size 0", "at least 1")),
-    (("-t", 0), ("-t/--sequence_length 0", "at least 1")),
     (("-t", 33), ("-t/--sequence_length 33", "32")),
     (("-g", 0), ("-g/--sample_tokens 0", "at least 1")),
-    (("-x", 0), ("-x/--steps 0", "at least 1")),
     (("-x", -5), ("-x/--steps -5", "at least 1")),
     (("-m", 0), ("-m/--val_batches 0",)),
     (("-l", "nan"), ("-l/--learning_rate nan",)),
-    (("-l", -1), ("-l/--learning_rate -1",)),
-    (("--eps", 0), ("--eps 0", "more than 0")),
     (("--eps", 1e-46), ("--eps 1e-46", "more than 0")),
-    (("--eps", "inf"), ("--eps inf", "finite")),
     (("--eps", 1e39), ("--eps 1e+39", "finite")),
     (("-e", ""), ("-e/--model", "empty")),
     (("-i", "a\nb"), ("a\\nb_train.bin",)),
@@ -305,22 +242,18 @@ def test_token_file_faults(workplace, train):
     (("--beta1", 1), ("--beta1 1", "expected 0 <= beta1 < 1")),
     (("-q", 2), ("-q/--final_fraction 2",)),
     (("--grad_clip", -1), ("--grad_clip -1", "at least 0")),
-    (("-nk", -1), ("-nk/--checkpoints_keep -1", "at least 0")),
-    (("-u", -1), ("-u/--warmup_steps -1", "at least 0")),
     (("-d", 17), ("-d/--total_batch_size 17", "multiple of B*T = 16")),
     (("-n", 5), ("-n", "-o DIR")),
     (("-y", 1, "-o", "run.log"), ("-y", "run.log is a log file")),
     (("-b", 10**6), ("tokens", "-b or -t")),
     (("-i", "nothing_*.bin", "-j", "x.bin"), ("nothing_*.bin", "no file matches")),
     (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")),
+    (("-o", "run", "-e", "none.bin"), ("none.bin",)),
+    (("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), ("step 1: the validation loss is nan",)),
 ))  # fmt: skip
 def test_flags(workplace, flags, words, train):
     assert_one_line_error(train(*flags), *words)
-
-
-def test_an_unknown_flag_is_argparse_s(workplace, train):
-    done = train("--no-such-flag")
-    assert done.returncode == 2 and "unrecognized arguments" in done.stderr
+    assert not (workplace / "run").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -337,19 +270,23 @@ def test_output_that_cannot_be_written(workplace, train):
 
 
 def test_full_disk_while_a_checkpoint_is_written(workplace, train):
-    """A limit on the size of files stands in for a full disk: first the state
-    cannot be written, twice the model's size."""
+    """A limit on the size of files stands in for a full disk: first the state cannot be written, twice the model's
+    size."""
+    def files():
+        return {path.name: path.read_bytes() for path in (workplace / "run").iterdir() if "main." not in path.name}
+
     train("-x", 2, "-n", 2, "-o", "run", check=True)
-    before = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
-    before = {name: content for name, content in before.items() if "main." not in name}
+    before, limits = files(), resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit, name in ((120000, "state_00000004_00000.bin"), (60000, "model_00000004.bin")):
-        command = [sys.executable, ROOT / "train_gpt2.py", *TRAIN, "-x", 4, "-n", 2, "-o", "run", "-y", 1]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=workplace,
-                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            done = train("-x", 4, "-n", 2, "-o", "run", "-y", 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, old)
         assert_one_line_error(done, name, "cannot be written")
-        after = {path.name: path.read_bytes() for path in (workplace / "run").iterdir()}
-        assert after.pop("main.log").count(b"\n") == 4 and after.pop("main.csv").count(b"\n") == 5
-        assert after == before, "the older checkpoint is whole, and nothing half-written is left"
+        assert files() == before, "the older checkpoint is whole, and nothing half-written is left"
     train("-x", 4, "-n", 2, "-o", "run", "-y", 1, check=True)
 
 
@@ -361,13 +298,7 @@ def test_a_loss_that_becomes_nan_stops_the_run(workplace, train):
     read_model(checkpoint_paths("run", step)[0], parameter_table)
 
 
-def test_a_validation_loss_that_is_nan_stops_the_run(workplace, train):
-    done = train("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1)
-    assert_one_line_error(done, "step 1: the validation loss is nan")
-
-
-@pytest.mark.parametrize("which, words", ((0, "tensor qkvb"), (1, "AdamW's m: tensor qkvb"),
-                                          (2, "AdamW's v: tensor qkvb")))
+@pytest.mark.parametrize("which, words", ((0, "tensor qkvb"), (2, "AdamW's v: tensor qkvb")))
 def test_weights_or_moments_that_became_nan_are_not_saved(tmp_path, which, words):
     params, m, v = tensors = [random_params(SMALL) for _ in range(3)]
     flat(v)[:] **= 2
@@ -390,61 +321,33 @@ def test_out_of_memory_is_one_line(workplace):
 # checkpoints
 
 
-def test_a_second_run_does_not_write_into_the_first_one_s_directory(workplace, train):
-    train("-x", 2, "-n", 1, "-o", "run", check=True)
-    assert_one_line_error(train("-x", 2, "-n", 1, "-o", "run"), "run", "step 2", "-y 1")
-    assert_one_line_error(train("-x", 1, "-n", 1, "-o", "run", "-y", 1), "step 2", "-x 1")
+def test_two_runs_with_one_output(workplace, train):
+    """The second one is told who the first is, until that ends, by kill -9, too."""
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *map(str, TRAIN), "-x", "100000", "-o", "run"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert any(line.startswith("step      2/") for line in first.stdout)
+    assert_one_line_error(train("-o", "run"), "run", f"process {first.pid} ", "another -o")
+    first.kill()
+    first.communicate()
+    assert "step 1/1 " in train("-o", "run", check=True).stdout
+    assert not [name for name in os.listdir("run") if "lock" in name]
 
 
-def test_resume_with_other_flags(workplace, train):
-    train("-x", 2, "-n", 2, "-o", "run", check=True)
+def test_what_a_run_resumes_from(workplace, train):
+    """A second run does not write into the first one's directory, nor resume it with other flags."""
+    assert "no complete checkpoint in run" in train("-x", 2, "-o", "run", "-y", 1, check=True).stdout
+    assert_one_line_error(train("-x", 2, "-o", "run"), "run", "step 2", "-y 1")
+    assert_one_line_error(train("-x", 1, "-o", "run", "-y", 1), "step 2", "-x 1")
     assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1, "-b", 1), "-b 2 -t 8", "-b 1 -t 8")
 
 
-def test_two_runs_with_one_output(workplace, train):
-    """The second one is told who the first is, until that ends; kill -9 leaves a file, but no lock."""
-    for output, lock in (("run", "run/main.log.lock"), ("notes.log", "notes.log.lock")):
-        command = [sys.executable, str(ROOT / "train_gpt2.py"), *map(str, TRAIN), "-x", "100000", "-o", output]
-        for _ in range(2):
-            first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            for line in first.stdout:
-                if line.startswith("step      2/"):
-                    break
-            assert_one_line_error(train("-o", output), output, f"process {first.pid} ", "another -o")
-            first.kill()
-            first.communicate()
-            assert (workplace / lock).exists()
-        done = train("-o", output, check=True)
-        assert "step 1/1 " in done.stdout and not (workplace / lock).exists()
-
-
-def test_a_lock_that_the_run_before_removes_meanwhile(tmp_path, monkeypatch):
-    real, opened = llmc.files.open_lock, []
-
-    def late(path, *arguments):
-        opened.append(real(path, *arguments))
-        if len(opened) == 1:
-            os.unlink(path)
-        return opened[-1]
-
-    monkeypatch.setattr(llmc.files, "open_lock", late)
-    with llmc.files.locked(str(tmp_path), True):
-        assert len(opened) == 2 and (tmp_path / "main.log.lock").exists()
-
-
-def test_a_refused_run_leaves_no_directory(workplace, train):
-    assert_one_line_error(train("-o", "run", "-e", "none.bin"), "none.bin")
-    assert not (workplace / "run").exists()
-
-
-def test_model_and_state_belong_together(workplace, train, monkeypatch):
+def test_model_and_state_belong_together(workplace, train):
     """A model of another step, or with one bit more, is not taken; a state that does not say its model's CRC-32 is."""
-    monkeypatch.setattr(llmc.files, "CHUNK", 5000)  # the CRC-32 is that of several pieces
     train("-x", 2, "-n", 1, "-o", "run", check=True)
     model, state, marker = map(Path, checkpoint_paths("run", 2))
     good, zeros = model.read_bytes(), dict(h43=0, h44=0)
     header = np.fromfile(state, "<i4", 256)
-    assert header[43] == 1 and header[44:45].view("<u4")[0] == zlib.crc32(good) == llmc.files.file_crc(model)
+    assert header[43] == 1 and header[44:45].view("<u4")[0] == zlib.crc32(good)
     for data in (Path(checkpoint_paths("run", 1)[0]).read_bytes(), good[:-4] + bytes([good[-4] ^ 1]) + good[-3:]):
         model.write_bytes(data)
         assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1), state, model, "CRC-32", f"remove {marker}")
@@ -475,11 +378,6 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
-def test_resume_without_a_checkpoint_starts_afresh(workplace, train):
-    done = train("-x", 1, "-o", "run", "-y", 1, check=True)
-    assert "no complete checkpoint in run" in done.stdout
-
-
 def test_damaged_optimizer_state(workplace, train):
     train("-x", 1, "-n", 1, "-o", "run", check=True)
     state = workplace / "run" / "state_00000001_00000.bin"
@@ -500,67 +398,19 @@ def test_damaged_optimizer_state(workplace, train):
     fails(state.name, "step -1 and sampler state 1337", h10=-1)
     fails(state.name, "sampler state 0", h20=0, h21=0)
     fails("batch 9999", h32=9999)
-    shutil.rmtree("run")
 
 
-def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace, train):
+@pytest.mark.parametrize("name", ("main.csv", "main.log"))
+def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace, train, name):
     train("-x", 1, "-n", 1, "-o", "run", check=True)
-    for name in ("main.csv", "main.log"):
-        (workplace / "run" / name).write_text("notes\n")
-        assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), name, "not a training log")
-        assert (workplace / "run" / name).read_text() == "notes\n"
-
-
-def test_interruption_while_loading_is_quiet(workplace):
-    """Ctrl-C between the imports and the first step: no traceback. (A shell in whose background the tests run has it
-    ignored.)"""
-    code = """import os, signal, llmc.errors
-signal.signal(signal.SIGINT, signal.default_int_handler)
-llmc.errors.run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"""
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, cwd=ROOT)
-    assert process.wait(timeout=60) == 128 + signal.SIGINT
-    assert b"Traceback" not in process.stderr.read()
-
-
-@pytest.mark.parametrize("program", ("train_gpt2.py", "export_weights.py"))
-def test_interruption_during_the_imports_is_quiet(workplace, program):
-    """A module that sends Ctrl-C stands in for one that takes its time."""
-    (workplace / "numpy.py").write_text("""import os, signal, time
-os.kill(os.getpid(), signal.SIGINT)
-time.sleep(10)""")
-    code = "import signal, sys; sys.path.insert(0, '.'); signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += f"sys.argv = ['{ROOT / program}']; sys.path.insert(1, '{ROOT}'); __file__ = sys.argv[0]\n"
-    process = subprocess.run([sys.executable, "-c", code + "exec(open(__file__).read())"], capture_output=True)
-    assert process.returncode == -signal.SIGINT and process.stderr == b""
-
-
-@pytest.mark.parametrize("when, status, words", (("Interrupted()\n            time.sleep(60)", 130, "-c: interrupted"),
-                                                 ("sys.kept = Interrupted()", 0, "")))
-def test_an_interruption_of_a_destructor_counts(when, status, words):
-    """While the program runs, and at its end, which goes on."""
-    program = f"""if True:
-        import signal, sys, time
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.path.insert(0, sys.argv[1])
-        from llmc.errors import run_main
-        class Interrupted:
-            def __del__(self):
-                raise KeyboardInterrupt
-        def main():
-            {when}
-        run_main(main)"""
-    done = subprocess.run([sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr.strip()) == (status, words)
+    (workplace / "run" / name).write_text("notes\n")
+    assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), name, "not a training log")
+    assert (workplace / "run" / name).read_text() == "notes\n"
 
 
 def test_a_closed_pipe_is_quiet(workplace):
     command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2000"
     done = subprocess.run(f"{command} | head -n 3", shell=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("\n") == 3 and "Traceback" not in done.stderr
-
-
-def test_a_stdout_that_takes_nothing(workplace):
-    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 0 -s 0 -x 2"
-    done = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True)
-    assert_one_line_error(done, "standard output", "No space left")
-    assert subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True).returncode == 0
+    done = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True, timeout=60)
+    assert_one_line_error(done, "No space left")

@@ -3,32 +3,26 @@
 import functools
 import hashlib
 import http.server
-import itertools
 import json
 import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 import urllib.parse
 from types import SimpleNamespace
 
+import huggingface_hub.file_download as download
 import numpy as np
 import pytest
 
 import prepro
 import prepro_fineweb
-import train_gpt2
-from conftest import ROOT, assert_one_line_error, hub, run_program
+from conftest import assert_one_line_error
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
 from prepro_fineweb import READY_MADE
 
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
-DAMAGED = "the download is damaged"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -50,11 +44,10 @@ class Hub(http.server.ThreadingHTTPServer):
 
             def do_GET(self):
                 path = urllib.parse.unquote(self.path.split("?")[0])
-                name = path.removeprefix(file)
-                if path == tree or path.startswith(f"{tree}/"):
-                    folder = path.removeprefix(tree).lstrip("/")
-                    self.answer(200, {"Content-Type": "application/json"}, json.dumps(hub.tree(folder)).encode())
-                elif name in hub.files:
+                if path.startswith(tree):
+                    listing = hub.tree(path.removeprefix(tree).lstrip("/"))
+                    self.answer(200, {"Content-Type": "application/json"}, json.dumps(listing).encode())
+                elif (name := path.removeprefix(file)) in hub.files:
                     self.send_file(name)
                 else:
                     self.answer(404, {}, b"nothing here")
@@ -62,7 +55,7 @@ class Hub(http.server.ThreadingHTTPServer):
             do_HEAD = do_GET
 
             def send_file(self, name):
-                data, first = hub.files[name], 0
+                data, first, most = hub.files[name], 0, None
                 headers = {"ETag": f'"{hub.hashes[name]}"', "X-Repo-Commit": "0123456789abcdef" * 2 + "01234567",
                            "Accept-Ranges": "bytes"}
                 if found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
@@ -70,10 +63,8 @@ class Hub(http.server.ThreadingHTTPServer):
                     headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
                 if self.command == "GET":
                     hub.seen.append((name, first))
-                    if hub.cuts:
-                        hub.cuts -= 1
-                        return self.answer(200 + 6 * (first > 0), headers, data[first:], hub.after)
-                self.answer(200 + 6 * (first > 0), headers, data[first:])
+                    most, hub.cuts = hub.after if hub.cuts else None, max(0, hub.cuts - 1)
+                self.answer(206 if first else 200, headers, data[first:], most)
 
             def answer(self, status, headers, body, most=None):
                 self.send_response(status)
@@ -95,12 +86,11 @@ class Hub(http.server.ThreadingHTTPServer):
         files = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40,
                   "lfs": {"oid": self.hashes[name], "size": len(data), "pointerSize": 134}}
                  for name, data in self.files.items() if os.path.dirname(name) == folder]
-        others = [{"type": "file", "path": "README.md", "size": 3, "oid": "0" * 40},
-                  {"type": "directory", "path": "sample", "oid": "0" * 40}]
-        return files + others
+        return [*files, {"type": "file", "path": "README.md", "size": 3, "oid": "0" * 40},
+                {"type": "directory", "path": "sample", "oid": "0" * 40}]
 
     def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *args):
@@ -120,28 +110,16 @@ def make_shards(prefix, counts, directory):
 
 
 @pytest.fixture
-def fetch(tmp_path, gpt2_vocabulary, monkeypatch):
-    """fetch(hub, flag, ...): the program, in a process of its own, as huggingface_hub reads its settings when it is
-    imported; it retries without waiting."""
-    code = f"""import sys
-sys.path.insert(0, {str(ROOT)!r})
-import huggingface_hub.file_download as download
-import prepro_fineweb
-download.time.sleep = lambda seconds: None
-download.constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
-prepro_fineweb.shutil.disk_usage = lambda path: prepro_fineweb.shutil._ntuple_diskusage(0, 0, FREE)
-if __name__ == "__main__":
-    prepro_fineweb.run_main(prepro_fineweb.main)
-"""
+def fetch(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
+    """fetch(hub, flag, ...): the program, in this process; huggingface_hub tries again without waiting."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(download.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    monkeypatch.setattr(prepro_fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
 
-    def run(server, *flags, check=True, free=10**12):
-        (tmp_path / "program.py").write_text(code.replace("FREE", str(free)))
-        done = run_program(tmp_path / "program.py", *flags, check=check, **gpt2_vocabulary,
-                           **hub(server if isinstance(server, str) else server.url, tmp_path / "home"))
-        last = (done.stderr.splitlines() or [""])[-1]  # after the progress bars
-        done.last = SimpleNamespace(returncode=done.returncode, stdout="", stderr=last)
-        return done
+    def run(server, *flags, check=True):
+        use_hub(server if isinstance(server, str) else server.url, tmp_path / "home")
+        return run_here(prepro_fineweb, *flags, check=check)
 
     return run
 
@@ -168,8 +146,7 @@ def test_ready_made_shards(tmp_path, fetch):
 
 
 @pytest.mark.parametrize("flags, prefix, directory, name", (
-    (("--edu",), "finewebedu", "data/edu_fineweb10B", "edu_fineweb"),
-    (("--edu", "--size", "100B"), "edu_fineweb", "data/edu_fineweb100B", "edu_fineweb"),
+    (("--edu", "--size", "100B"), "finewebedu", "data/edu_fineweb100B", "edu_fineweb"),
     (("--size", "100B", "--output", "here"), "fineweb", "here", "fineweb"),
 ))  # fmt: skip
 def test_the_other_sets(tmp_path, fetch, flags, prefix, directory, name):
@@ -181,58 +158,39 @@ def test_the_other_sets(tmp_path, fetch, flags, prefix, directory, name):
     assert {path.name: path.read_bytes() for path in (tmp_path / directory).glob("*_0*")} == expected
 
 
-def test_a_connection_that_breaks_goes_on_where_it_was(tmp_path, fetch):
-    files = make_shards("fineweb", [100, 400000], tmp_path)
-    with Hub("kjj0/fineweb10B-gpt2", files) as server:
-        fetch(server, "--shards", 1)
-        shutil.rmtree("data")
-        server.seen, server.cuts, server.after = [], 3, 300000
-        fetch(server)
-        firsts = [first for name, first in server.seen if name == NAMES[1]]
-        assert firsts == [0, 4 << 16, 8 << 16], "not from the start again"
-    assert (tmp_path / "data" / "fineweb10B" / NAMES[1]).read_bytes() == files[NAMES[1]]
-
-
-def test_a_server_that_stays_away_leaves_whole_shards(tmp_path, fetch):
-    files = make_shards("fineweb", [100, 200, 300], tmp_path)
+def test_a_connection_that_breaks_goes_on_where_it_was(tmp_path, fetch, monkeypatch):
+    """And where the server stays away, whole shards stay, with which the same command goes on."""
+    files, folder = make_shards("fineweb", [100, 200, 400000], tmp_path), tmp_path / "data" / "fineweb10B"
     with Hub("kjj0/fineweb10B-gpt2", files) as server:
         fetch(server, "--shards", 1)
         server.cuts = 10**6
         done = fetch(server, check=False)
-        assert_one_line_error(done.last, NAMES[2], "the download failed", "the same command goes on")
-        folder = tmp_path / "data" / "fineweb10B"
+        assert_one_line_error(done, NAMES[2], "the download failed", "the same command", after_bar=True)
         assert {path.name: path.read_bytes() for path in folder.glob("*_0*")} == dict(list(files.items())[:2])
-        server.cuts = 0
-        assert "3 shards, 1 to download" in fetch(server).stdout and (folder / NAMES[2]).exists()
-        assert not (folder / ".download").exists()
-        url = server.url
-    done = fetch(url, check=False)
-    assert_one_line_error(done.last, "kjj0/fineweb10B-gpt2: cannot be listed", "refused")
+        server.seen, server.cuts, server.after = [], 3, 300000
+        assert "3 shards, 1 to download" in fetch(server).stdout
+        assert [first for _, first in server.seen] == [0, 4 << 16, 8 << 16], "not from the start again"
+        assert (folder / NAMES[2]).read_bytes() == files[NAMES[2]] and not (folder / ".download").exists()
+        monkeypatch.setattr(prepro_fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        done = fetch(server, "--output", "other", check=False)
+        assert_one_line_error(done, "other", "0.0 GB free", "--shards N", "--output", after_bar=True)
+    done = fetch("http://127.0.0.1:9", check=False)
+    assert_one_line_error(done, "kjj0/fineweb10B-gpt2: cannot be listed", "refused", after_bar=True)
 
 
 def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
     files = make_shards("fineweb", [100, 200], tmp_path)
-    folder = tmp_path / "data" / "fineweb10B"
     with Hub("kjj0/fineweb10B-gpt2", files) as server:
         server.hashes[NAMES[0]] = "0" * 64
-        assert_one_line_error(fetch(server, check=False).last, NAMES[0], "SHA-256", "expected 0000", DAMAGED)
-        assert not list(folder.glob("*_0*")) and not list(folder.glob(".download/*.bin"))
-    for data, what in ((files[NAMES[0]][:-2], "cut short"), (np.array([50257], "<i4").tobytes(), "token id 50257")):
-        with Hub("kjj0/fineweb10B-gpt2", {**files, NAMES[0]: data}) as server:
-            assert_one_line_error(fetch(server, check=False).last, NAMES[0], what)
-        assert not list(folder.glob("*_0*"))
-    with Hub("kjj0/fineweb10B-gpt2", {"fineweb_000000.npy": b"another kind"}) as server:
-        assert_one_line_error(fetch(server, check=False).last, "holds no shards", "--parquet")
-    with Hub("somebody/else", files) as server:
-        assert_one_line_error(fetch(server, check=False).last, "kjj0/fineweb10B-gpt2: cannot be listed", "404")
-
-
-def test_a_disk_without_room(tmp_path, fetch):
-    files = make_shards("fineweb", [100, 200], tmp_path)
-    with Hub("kjj0/fineweb10B-gpt2", files) as server:
-        done = fetch(server, check=False, free=1000)
-        assert_one_line_error(done.last, "data/fineweb10B", "0.0 GB free", "--shards N", "--output")
-        assert not server.seen
+        assert_one_line_error(fetch(server, check=False), NAMES[0], "SHA-256", "expected 0000", after_bar=True)
+    for repository, changed, words in (
+            ("kjj0/fineweb10B-gpt2", {**files, NAMES[0]: files[NAMES[0]][:-2]}, (NAMES[0], "cut short")),
+            ("kjj0/fineweb10B-gpt2", {**files, NAMES[0]: np.int32(50257).tobytes()}, (NAMES[0], "token id 50257")),
+            ("kjj0/fineweb10B-gpt2", {"fineweb_000000.npy": b"another kind"}, ("holds no shards", "--parquet")),
+            ("somebody/else", files, ("kjj0/fineweb10B-gpt2: cannot be listed", "404"))):
+        with Hub(repository, changed) as server:
+            assert_one_line_error(fetch(server, check=False), *words, after_bar=True)
+    assert not list((tmp_path / "data" / "fineweb10B").glob("*_0*"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -284,69 +242,27 @@ def tokenize(folder, run_here):
                              "--shard_tokens", 50000)
 
 
-def test_parquet(tmp_path, tokenize, run_here):
-    """Shards of that many tokens, the last one shorter; the trainer reads them."""
-    done = tokenize()
-    shards = shards_of(tmp_path / "out")
-    assert joined(shards) == expected_tokens() and len(shards) > 3
-    assert {len(shard) for shard in shards[:-1]} == {50000} and 0 < len(shards[-1]) <= 50000
-    assert done.stdout.startswith("3 parquet files of 0.0 GB, 0 shards of them made, about 0.0 GB to come; out has ")
-    assert f"Saved 50000 tokens to out/{NAMES[1]}" in done.stdout
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*_0*")}
-    assert f"{len(shards)} shards of them made" in tokenize().stdout
-    assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*_0*")}
-
-
-def test_text_that_ends_with_a_shard(tmp_path, folder, arrow, tokenize, monkeypatch):
-    """It is known to be used up, as each of its files is: nothing is opened again."""
-    for name in ("x0.parquet", "x1.parquet"):
-        arrow(name, [""] * 40)  # as many tokens
-    flags = ("--input", "x?.parquet", "--shard_tokens", 20)
-    tokenize(*flags)
-    assert [len(shard) for shard in shards_of(tmp_path / "out")] == [20] * 4
-    notes = json.loads((tmp_path / "out" / "parquet.json").read_text())
-    assert notes["shards"] == [[20, 0, 20, 0], [20, 1, 0, 0], [20, 1, 20, 0], [20, 2, 0, 0]]
-    monkeypatch.setattr(prepro_fineweb, "shards_from", None)
-    assert "4 shards of them made, about 0.0 GB to come" in tokenize(*flags).stdout
-
-
-def test_text_that_is_too_short_to_train_on(tmp_path, folder, arrow, tokenize):
-    """Nothing is written, so that the same command with smaller shards goes on."""
-    import pyarrow
-
-    arrow("none.parquet", pyarrow.array([], pyarrow.string()))
-    arrow("short.parquet", [""] * 40)
-    for name, size, tokens in (("none", 40, 0), ("short", 100, 40), ("short", 40, 40)):
-        done = tokenize("--input", f"{name}.parquet", "--shard_tokens", size, check=False)
-        done.stderr = done.stderr.splitlines()[-1]
-        assert_one_line_error(done, f"{tokens} tokens of text, expected more than the {size} ", "--shard_tokens")
-        assert not os.listdir(tmp_path / "out")
-    tokenize("--input", "short.parquet", "--shard_tokens", 39)
-    assert [len(shard) for shard in shards_of(tmp_path / "out")] == [39, 1]
-
-
-def test_shards_feed_the_trainer(tmp_path, tokenize, run_here, monkeypatch):
-    monkeypatch.setitem(train_gpt2.SIZES, "d2", (1, 1, 8))
-    tokenize("--edu", "--shards", 2)
-    done = run_here(train_gpt2, "-e", "d2", "-i", "out/edu_fineweb_train_*.bin", "-b", 1, "-t", 8, "-x", 1, "-m", 1,
-                    "-s", 0)
-    assert ": 12498 batches of 1 x 8 tokens, " in done.stdout and " V=50257, " in done.stdout
-
-
 @pytest.mark.parametrize("processes", (1, 2))
-def test_pieces_and_processes_change_nothing(tmp_path, tokenize, monkeypatch, processes):
+def test_parquet(tmp_path, tokenize, monkeypatch, processes):
+    """Shards of that many tokens, the last one shorter, whatever the processes and their portions; made once."""
     monkeypatch.setattr(prepro_fineweb, "DOCUMENTS", 7)
     monkeypatch.setattr(prepro_fineweb, "in_processes", lambda function, jobs, _: prepro.in_processes(
         function, jobs, processes))
-    tokenize("--shard_tokens", 33333)
-    assert joined(shards_of(tmp_path / "out")) == expected_tokens()
+    done = tokenize("--edu")
+    shards = shards_of(tmp_path / "out", "edu_fineweb")
+    assert joined(shards) == expected_tokens() and len(shards) > 3
+    assert {len(shard) for shard in shards[:-1]} == {50000} and 0 < len(shards[-1]) <= 50000
+    assert done.stdout.startswith("3 parquet files of 0.0 GB, 0 shards of them made, about 0.0 GB to come; out has ")
+    assert f"Saved 50000 tokens to out/edu_{NAMES[1]}" in done.stdout
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*_0*")}
+    assert f"{len(shards)} shards of them made" in tokenize("--edu").stdout
+    assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*_0*")}
 
 
-@pytest.mark.parametrize("size", (20000, 30001))
-def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch, size):
+def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch):
     """At each shard in turn: shards that are there are neither made again nor lost, and no text is read again that is
     in them."""
-    tokenized, real = [], prepro_fineweb.tokenize
+    tokenized, real, size = [], prepro_fineweb.tokenize, 30001
     monkeypatch.setattr(prepro_fineweb, "DOCUMENTS", 16)
     monkeypatch.setattr(prepro_fineweb, "tokenize", lambda job: tokenized.append(len(job[2])) or real(job))
     out = tmp_path / "out"
@@ -363,112 +279,65 @@ def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch, size)
     assert joined(shards_of(out)) == expected_tokens()
 
 
-def test_killed_at_any_moment_it_goes_on(tmp_path, folder, gpt2_vocabulary):
-    """With no time to clean up: once a shard is said to be saved, it is."""
-    command = [sys.executable, str(ROOT / "prepro_fineweb.py"), "--input", "*.parquet", "--output", "out",
-               "--shard_tokens", "9000", "--processes", "1"]
-    ended = []
-    for lines in (1, 2, 3, 4, None):  # of what it prints
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                              env={**os.environ, **gpt2_vocabulary}) as running:
-            saved = [line.split()[-1] for line in itertools.islice(running.stdout, lines) if line.startswith("Saved")]
-            if lines:
-                running.kill()
-        ended.append(running.returncode)
-        assert all(os.path.exists(path) for path in saved)
-    assert joined(shards_of(tmp_path / "out")) == expected_tokens()
-    assert ended[0] == -signal.SIGKILL and ended[-1] == 0, "the others may have been done by then"
-
-
-def test_killed_before_a_shard_is_noted_it_goes_on(tmp_path, tokenize, monkeypatch):
-    def interrupted(*arguments):
-        write_tokens(*arguments)
-        raise KeyboardInterrupt
+def test_what_ends_it_before_a_shard_is_noted_loses_no_text(tmp_path, tokenize, monkeypatch):
+    def interrupted(path, *arguments):
+        write_tokens(path, *arguments)
+        if "train_000002" in path:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(prepro_fineweb, "write_tokens", interrupted)
-        assert tokenize(check=False).returncode == 130 and len(shards_of(tmp_path / "out")) == 1
-    tokenize()
-    assert joined(shards_of(tmp_path / "out")) == expected_tokens()
-
-
-def test_a_disk_that_is_full_half_way(tmp_path, tokenize, monkeypatch):
-    """The shards before stay, nothing of the next; then it goes on."""
-    def fail(path, *arguments):
-        if "train_000002" in path:
-            raise prepro_fineweb.UserError(f"{path}: cannot be written (No space left on device)")
-        write_tokens(path, *arguments)
-
-    monkeypatch.setattr(prepro_fineweb, "write_tokens", fail)
-    done = tokenize(check=False)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith("(No space left on device)")
-    assert len(shards_of(tmp_path / "out")) == 2
-    monkeypatch.setattr(prepro_fineweb, "write_tokens", write_tokens)
+        assert tokenize(check=False).returncode == 130 and len(shards_of(tmp_path / "out")) == 3
     assert "2 shards of them made" in tokenize().stdout
     assert joined(shards_of(tmp_path / "out")) == expected_tokens()
-    monkeypatch.setattr(prepro_fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    assert_one_line_error(tokenize("--output", "other", check=False), "other", "0.0 GB free", "--output")
 
 
 def test_parquet_from_the_hub(tmp_path, folder, fetch):
     """A file at a time, each removed once its text is in shards; restarted where the server failed."""
     files = {f"sample/10BT/{i:03}.parquet": (folder / f"{i}.parquet").read_bytes() for i in range(3)}
-    flags = ("--parquet", "--shard_tokens", 20000, "--processes", 1)
+    flags, out = ("--parquet", "--shard_tokens", 50000, "--processes", 1), tmp_path / "data" / "fineweb10B"
     with Hub("HuggingFaceFW/fineweb", files) as server:
         fetch(server, *flags, "--shards", 1)
-        assert [name for name, _ in server.seen] == ["sample/10BT/000.parquet"]
+        assert [name for name, _ in server.seen] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
         server.cuts = 10**6
         done = fetch(server, *flags, check=False)
-        assert_one_line_error(done.last, "000.parquet", "the download failed", "the same command goes on")
+        assert_one_line_error(done, ".parquet", "the download failed", "the same command", after_bar=True)
         server.cuts = 0
-        done = fetch(server, *flags)
-        assert "3 parquet files of 0.0 GB, 2 shards of them made" in done.stdout
-    out = tmp_path / "data" / "fineweb10B"
+        assert "3 parquet files of 0.0 GB, 2 shards of them made" in fetch(server, *flags).stdout
     assert joined(shards_of(out)) == expected_tokens() and not (out / ".download").exists()
 
 
-def test_a_file_of_the_hub_is_removed_once_it_is_in_shards(tmp_path, folder, run_here, monkeypatch):
-    """So there is room for the shards and the largest file, which is asked for."""
-    asked, sizes, sources = [], [os.path.getsize(f"{i}.parquet") for i in range(3)], prepro_fineweb.hub_sources
-    files = [SimpleNamespace(path=f"{i}.parquet", size=size) for i, size in enumerate(sizes)]
-    for name, value in dict(list_files=lambda *_: files, fetch=lambda repository, file, directory: file.path,
-                            hub_sources=lambda repository, folder, directory: sources(repository, folder, "."),
-                            check_room=lambda what, directory, needed: asked.append(needed)).items():
-        monkeypatch.setattr(prepro_fineweb, name, value)
-    run_here(prepro_fineweb, "--parquet", "--output", "out", "--processes", 1, "--shard_tokens", 50000, "--shards", 1)
-    assert asked == [2 * min(0.375 * sum(sizes), 100000) + max(sizes)]
-    assert sorted(path.name for path in tmp_path.glob("*.parquet")) == ["1.parquet", "2.parquet"]
-
-
-def test_what_is_refused(tmp_path, tokenize, folder, arrow, run_here, fetch, monkeypatch):
-    def fails(*flags, words):
-        done = run_here(prepro_fineweb, "--processes", 1, *flags, check=False)
-        done.stderr = done.stderr.splitlines()[-1]  # after the progress bar
-        assert_one_line_error(done, *words)
-
-    tokenize("--shards", 1)
-    fails("--shards", 0, words=("--shards 0",))
-    fails("--processes", 0, words=("--processes 0",))
-    fails("--shard_tokens", 5, words=("--shard_tokens 5", "--parquet"))
-    fails("--input", "none*.parquet", words=("none*.parquet", "no file matches"))
-    fails("--input", "none.parquet", words=("none.parquet", "no such file"))
-    fails("--input", "*.parquet", "--output", "out", words=("out/parquet.json", "--shard_tokens", "another --output"))
-    (folder / "text.parquet").write_text("no parquet")
-    fails("--input", "text.parquet", "--output", "o", words=("text.parquet", "not a parquet file"))
-    arrow("other.parquet", ["x"], title=["y"])
-    whole = (folder / "other.parquet").read_bytes()
-    (folder / "cut.parquet").write_bytes(whole[:-9])
-    fails("--input", "cut.parquet", "--output", "o", words=("cut.parquet", "not a parquet file"))
+def test_what_is_refused(tmp_path, tokenize, folder, arrow, run_here, monkeypatch):
     from pyarrow import parquet, table
 
+    def fails(*flags, words):
+        assert_one_line_error(run_here(prepro_fineweb, "--processes", 1, *flags, check=False), *words, after_bar=True)
+
+    tokenize("--shards", 1)
+    for name in ("damaged", "cut"):
+        (folder / f"{name}.parquet").write_bytes((folder / "1.parquet").read_bytes())
+    with open("damaged.parquet", "r+b") as f:
+        f.seek(200)
+        f.write(bytes(1800))
+    os.truncate("cut.parquet", 9999)
     parquet.write_table(table({"title": ["a"], "id": [1]}), "title.parquet")
-    fails("--input", "title.parquet", "--output", "o", words=("title.parquet", "columns title, id", "'text'"))
     parquet.write_table(table({"text": [1]}), "number.parquet")
-    fails("--input", "number.parquet", "--output", "o", words=("number.parquet", "int64", "strings"))
-    damaged = bytearray((folder / "1.parquet").read_bytes())
-    damaged[200:2000] = bytes(1800)
-    (folder / "damaged.parquet").write_bytes(damaged)
-    fails("--input", "damaged.parquet", "--output", "o", words=("damaged.parquet", "row group 0 cannot be read"))
+    arrow("short.parquet", [""] * 40)
+    for flags, words in (
+            (("--shards", 0), ("--shards 0",)), (("--processes", 0), ("--processes 0",)),
+            (("--shard_tokens", 5), ("--shard_tokens 5", "--parquet")),
+            (("--input", "none*.parquet"), ("none*.parquet", "no file matches")),
+            (("--input", "none.parquet"), ("none.parquet", "no such file")),
+            (("--input", "*.parquet", "--output", "out"), ("not a parquet file",)),
+            (("--input", "0.parquet", "--output", "out"), ("out/parquet.json", "--shard_tokens", "another --output")),
+            (("--output", "out"), ("out: its shards are made from parquet", "another --output")),
+            (("--input", "cut.parquet", "--output", "o"), ("cut.parquet", "not a parquet file")),
+            (("--input", "title.parquet", "--output", "o"), ("title.parquet", "columns title, id", "'text'")),
+            (("--input", "number.parquet", "--output", "o"), ("number.parquet", "int64", "strings")),
+            (("--input", "damaged.parquet", "--output", "o"), ("damaged.parquet", "row group 0 cannot be read")),
+            (("--input", "short.parquet", "--output", "o", "--shard_tokens", 40),
+             ("40 tokens of text, expected more than the 40 ", "--shard_tokens"))):
+        fails(*flags, words=words)
     (folder / "out" / "parquet.json").write_text('{"shards": 1}')
     fails("--input", "0.parquet", "--output", "out", words=("parquet.json", "cannot be read", "remove it"))
     (folder / "out" / "parquet.json").unlink()
@@ -477,9 +346,3 @@ def test_what_is_refused(tmp_path, tokenize, folder, arrow, run_here, fetch, mon
         fails("--input", "0.parquet", "--output", "out", words=(f"process {os.getpid()} ", "another --output"))
     monkeypatch.setattr(prepro_fineweb, "parquet", None)
     fails("--input", "0.parquet", words=("pyarrow", "pip install pyarrow"))
-
-
-def test_ready_made_shards_do_not_mix_with_others(tmp_path, tokenize, run_here):
-    tokenize("--shards", 1)
-    done = run_here(prepro_fineweb, "--output", "out", check=False)
-    assert_one_line_error(done, "out: its shards are made from parquet", "another --output")

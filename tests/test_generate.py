@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -108,27 +107,18 @@ def test_samples_do_not_depend_on_how_many_there_are(samples_of):
 def test_choice():
     logits = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
     coins = (np.arange(1000) + 0.5) / 1000
-
-    def shares(*arguments):  # of the ids
+    for arguments, shares in (
+            ((), [0.1, 0.4, 0.05, 0.25, 0.2]), ((1.0, 99), [0.1, 0.4, 0.05, 0.25, 0.2]),
+            ((0.0,), [0, 1, 0, 0, 0]), ((1.0, 1), [0, 1, 0, 0, 0]), ((1.0, 0, 0.3), [0, 1, 0, 0, 0]),
+            ((1.0, 2), [0, 0.615, 0, 0.385, 0]), ((1.0, 0, 0.6), [0, 0.615, 0, 0.385, 0]),
+            ((1.0, 3, 0.9), [0, 0.471, 0, 0.294, 0.235]),  # top_p of what top_k leaves
+            ((0.5,), [0.036, 0.582, 0.009, 0.227, 0.145])):
         ids = [Choice(*arguments).draw(logits, coin) for coin in coins]
-        return pytest.approx((np.bincount(ids, minlength=5) / 1000).tolist(), abs=0.006)
-
-    assert shares() == [0.1, 0.4, 0.05, 0.25, 0.2]
-    for one in ((0.0,), (1.0, 1), (1.0, 0, 0.3)):
-        assert shares(*one) == [0, 1, 0, 0, 0]
-    for two in ((1.0, 2), (1.0, 0, 0.6)):
-        assert shares(*two) == [0, 0.615, 0, 0.385, 0]
-    assert shares(1.0, 3, 0.9) == [0, 0.471, 0, 0.294, 0.235], "top_p of what top_k leaves"
-    assert shares(1.0, 99) == [0.1, 0.4, 0.05, 0.25, 0.2]
-    assert shares(0.5) == [0.036, 0.582, 0.009, 0.227, 0.145]
-
-
-@pytest.mark.parametrize("choice", (Choice(), Choice(0.0), Choice(1.0, 2), Choice(1.0, 0, 0.5), Choice(1e-30, 3),
-                                    Choice(1e-45), Choice(1e-46)))
-def test_equal_logits_and_extreme_coins(choice):
-    logits = np.zeros(4, np.float32)
-    assert choice.draw(logits, 0.0) == 0 and choice.draw(logits, 1 - 2.0**-24) in range(4)
-    assert choice.draw(np.array([-np.inf, 0, -np.inf], np.float32), 0.999) == 1
+        assert (np.bincount(ids, minlength=5) / 1000).tolist() == pytest.approx(shares, abs=0.006), arguments
+        extremes = [Choice(*arguments).draw(np.zeros(4, np.float32), coin) for coin in (0.0, 1 - 2.0**-24)]
+        assert extremes[0] == 0 and extremes[1] in range(4)
+        assert Choice(*arguments).draw(np.array([-np.inf, 0, -np.inf], np.float32), 0.999) == 1
+    assert Choice(1e-46).draw(logits, 0.5) == 1, "a temperature that is 0 in float32"
 
 
 def test_the_streams_of_samples_differ():
@@ -162,24 +152,16 @@ def test_it_stops_at_end_of_text_unless_told_not_to(always, text_of, samples_of)
     assert found["ids"] == 5 * [256] and found["text"] == 5 * "<|endoftext|>"
 
 
-def test_samples_end_one_by_one():
-    steps = [(np.array(ids), None) for ids in ([1, 2], [2, 1], [3, 3])]
-    assert len(list(generate.until_all_stop(steps, 1))) == 2 and len(list(generate.until_all_stop(steps, None))) == 3
-
-
 def test_prompts(always, text_of, monkeypatch):
+    def typed(text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8"))
+
     always(ord("!"))
     assert text_of("--prompt", "größer 🙂", "--tokens", 1) == "größer 🙂!\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert text_of("--prompt", "-", "--tokens", 2) == "two\nlines!!\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
-    assert text_of("--interactive", "--tokens", 1) == "one!\ntwo!\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xffa\n\n"), "utf-8"))
-    assert text_of("--prompt", "-", "--tokens", 1) == "\ufffda\n!\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xffa\nb"), "utf-8"))
-    assert text_of("--interactive", "--tokens", 1) == "\ufffda!\nb!\n"
-    monkeypatch.setattr(sys, "stdin", None)
-    assert text_of("--interactive") == ""
+    typed(b"two\n\xff\n")
+    assert text_of("--prompt", "-", "--tokens", 2) == "two\n\ufffd!!\n"
+    typed(b"one\n\n\xffa\nb")
+    assert text_of("--interactive", "--tokens", 1) == "one!\n\ufffda!\nb!\n"
     assert text_of("--samples", 2, "--tokens", 2) == "!!\n---\n!!\n"
     always(0xC3)  # half a letter
     assert text_of("--prompt", "a", "--tokens", 1) == "a\ufffd\n"
@@ -197,7 +179,7 @@ def test_a_prompt_in_gpt_2_s_vocabulary(vocabulary_here):
 
 
 def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, monkeypatch):
-    """tokenizer.bin in the model's directory counts; --tokenizer more; a V that is not known needs one or the other."""
+    """tokenizer.bin in the model's directory counts; --tokenizer more."""
     always(33)
     letters = [*map(chr, range(0x3B1, 0x3B1 + 256)), "<|endoftext|>"]
     write_tokenizer("tokenizer.bin", [letter.encode() for letter in letters], 256)
@@ -205,12 +187,11 @@ def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, mon
     assert_one_line_error(run_here(generate, MODEL, "--prompt", "abc", check=False), "--prompt", "'a'")
     monkeypatch.setattr(sys, "stdin", io.StringIO("abc\nα\n"))
     done = run_here(generate, MODEL, "--interactive", "--tokens", 1, check=False)
-    assert done.returncode == 1 and done.stdout == "α" + chr(0x3B1 + 33) + "\n"
-    assert re.fullmatch("> generate.py: error: --prompt: the letter 'a' .*\n> > ", done.stderr)
+    assert done.returncode == 1 and done.stdout == "α" + chr(0x3B1 + 33) + "\n" and "--prompt: the let" in done.stderr
     assert text_of("--tokenizer", "gpt2_tokenizer.bin", "--prompt", "a", "--tokens", 1) == "a!\n"
 
 
-def test_what_it_does_not_need_is_not_imported(workplace):
+def test_what_it_does_not_need_is_not_imported(workplace, run_here, vocabulary_here):
     """With the vocabulary that export_weights.py writes beside the model, ids become text without tiktoken."""
     config = dataclasses.replace(SMALL, V=50257, Vp=50304)
     write_model(MODEL, config, random_params(config))
@@ -220,30 +201,24 @@ def test_what_it_does_not_need_is_not_imported(workplace):
     command = [sys.executable, "-c", code, MODEL, "--prompt_ids", "1", "2", "--tokens", "3", "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout == "!!!!!\n"
-
-
-def test_a_vocabulary_of_gpt2_s_size_that_is_another(workplace, run_here, vocabulary_here):
-    config = dataclasses.replace(SMALL, V=50257, Vp=50304)
-    write_model(MODEL, config, random_params(config))
-    write_tokenizer("gpt2_tokenizer.bin", [b"!"] * 50257, 50256)
     done = run_here(generate, MODEL, "--prompt", "a", check=False)
     assert_one_line_error(done, "not GPT-2's vocabulary", "--prompt_ids")
 
 
 def test_the_newest_model_of_a_run(workplace, run_here):
     (workplace / "run").mkdir()
-    for step in (3, 20):
+    for step in (3, 20, 30):
         model, _, done = checkpoint_paths("run", step)
         write_model(model, SMALL, random_params(SMALL, step))
-        open(done, "wb").close()
-    write_model(checkpoint_paths("run", 30)[0], SMALL, random_params(SMALL, 30))  # without its marker
-    flags = ("--tokens", 9, "--json")
-    assert run_here(generate, "run", *flags).stdout == run_here(generate, "run/model_00000020.bin", *flags).stdout
-    assert run_here(generate, "run", *flags).stdout != run_here(generate, "run/model_00000030.bin", *flags).stdout
+        if step < 30:  # which is not complete
+            open(done, "wb").close()
+
+    def ids(model):
+        return json.loads(run_here(generate, model, "--tokens", 9, "--json").stdout)["ids"]
+
+    assert ids("run") == ids("run/model_00000020.bin") != ids("run/model_00000030.bin")
     os.unlink("run/model_00000020.bin")
-    done = run_here(generate, "run", *flags)
-    assert done.stdout == run_here(generate, "run/model_00000003.bin", *flags).stdout
-    assert re.search("run/model_00000020.bin: no such file: taking run/model_00000003.bin", done.stderr)
+    assert ids("run") == ids("run/model_00000003.bin")
 
 
 def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
@@ -254,22 +229,12 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "until_all_stop", interrupted)
-    flags = MODEL, "--prompt_ids", 65, "--samples", 2, "--ignore_eot"
-    done = run_here(generate, *flags, "--json", check=False)
+    done = run_here(generate, MODEL, "--prompt_ids", 65, "--samples", 2, "--ignore_eot", "--json", check=False)
     assert done.returncode == 130
     assert [len(json.loads(line)["ids"]) for line in done.stdout.splitlines()] == [3, 3]
-    assert run_here(generate, *flags, check=False).stdout.count("---") == 1
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
     done = run_here(generate, MODEL, "--interactive", "--samples", 2, "--tokens", 5)
-    assert done.stdout.count("---") == 2 and done.stderr == "> \n> \n> ", "an answer ends, not the program"
-
-
-def test_beyond_the_longest_sequence_is_said_once(workplace, run_here, monkeypatch):
-    done = run_here(generate, MODEL, "--prompt", "a", "--tokens", 99, "--ignore_eot")
-    assert len(done.stderr.splitlines()) == 1 and re.match("note: the model sees 32 tokens at a time", done.stderr)
-    assert run_here(generate, MODEL, "--prompt", "a", "--tokens", 32, "--ignore_eot").stderr == ""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\nabc\n"))
-    assert run_here(generate, MODEL, "--interactive", "--tokens", 40).stderr.count("note:") == 1
+    assert done.stdout.count("---") == 2, "an answer ends, not the program"
 
 
 @pytest.mark.parametrize("flags, words", (
@@ -284,37 +249,9 @@ def test_beyond_the_longest_sequence_is_said_once(workplace, run_here, monkeypat
     (("--top_p", 0), ("--top_p 0",)),
     (("--seed", 0), ("--seed 0",)),
     (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer")),
+    (("data",), ("data: holds no checkpoint", "-o DIR")),
+    (("nowhere.bin",), ("nowhere.bin: no such file",)),
 ))
-def test_wrong_flags(workplace, run_here, flags, words):
-    assert_one_line_error(run_here(generate, MODEL, *flags, check=False), *words)
-
-
-def test_out_of_memory_is_one_line(workplace, run_here, monkeypatch):
-    def fails(*_):
-        raise MemoryError("Unable to allocate 9 GiB\nmore")
-
-    monkeypatch.setattr(generate, "make_decoder", fails)
-    done = run_here(generate, MODEL, "--samples", 9, check=False)
-    assert_one_line_error(done, "--samples 9: out of memory (Unable to allocate 9 GiB)", "pass fewer")
-
-
-def test_wrong_models(workplace, run_here):
-    (workplace / "empty").mkdir()
-    assert_one_line_error(run_here(generate, "empty", check=False), "empty: holds no checkpoint", "-o DIR")
-    assert_one_line_error(run_here(generate, "nowhere.bin", check=False), "nowhere.bin: no such file")
-
-
-def test_unknown_vocabulary_prints_ids(workplace, run_here):
-    config = dataclasses.replace(SMALL, V=300)
-    write_model(MODEL, config, random_params(config))
-    done = run_here(generate, MODEL, "--prompt_ids", 1, 2, "--tokens", 3)
-    assert len(done.stdout.split()) == 5 and "--tokenizer" in done.stderr
-    done = run_here(generate, MODEL, "--prompt", "a", check=False)
-    assert done.returncode == 1 and "--prompt_ids" in done.stderr.splitlines()[-1]
-
-
-def test_a_reader_that_leaves_ends_it_quietly(workplace):
-    command = f"{sys.executable} {ROOT / 'generate.py'} {MODEL} --tokens 400 --ignore_eot 2> errors | head -c 5"
-    subprocess.run(command, shell=True, check=True, timeout=60, stdout=subprocess.DEVNULL)
-    errors = (workplace / "errors").read_text().splitlines()
-    assert [line for line in errors if not line.startswith("note: ")] == []
+def test_wrong_flags_and_models(workplace, run_here, flags, words):
+    model = () if not flags[0].startswith("-") else (MODEL,)
+    assert_one_line_error(run_here(generate, *model, *flags, check=False), *words)

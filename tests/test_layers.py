@@ -101,30 +101,6 @@ def test_attention(B, T, C, NH):
     assert_gradient("dinp", dinp, forward, inp, dout)
 
 
-def test_attention_looks_back_only():
-    B, T, C, NH = 1, 6, 8, 2
-    inp, out, att = normal(B, T, 3 * C), nan(B, T, C), nan(B, NH, T, T)
-    t.attention_forward(out, att.copy(), att, inp, B, T, C, NH)
-    changed, other = inp.copy(), nan(B, T, C)
-    changed[:, 4:] += 1.0
-    t.attention_forward(other, att.copy(), att, changed, B, T, C, NH)
-    assert np.array_equal(out[:, :4], other[:, :4]) and not np.allclose(out[:, 4:], other[:, 4:])
-
-
-@pytest.mark.parametrize("T", (64, 65))
-def test_attention_treats_batch_rows_alike(T):
-    """T=65 is beyond what OpenBLAS computes on one thread, with heads of 64: the other division of the work."""
-    B, C, NH = 3, 128, 2
-    assert t.attention_block(B, T, C // NH) == (1 if T == 64 else B)
-    inp = normal(B, T, 3 * C).astype(np.float32)
-    out, att = np.empty((B, T, C), np.float32), np.empty((B, NH, T, T), np.float32)
-    t.attention_forward(out, att.copy(), att, inp, B, T, C, NH)
-    for b in range(B):
-        alone = np.empty((1, T, C), np.float32)
-        t.attention_forward(alone, att[b : b + 1].copy(), att[b : b + 1].copy(), inp[b : b + 1], 1, T, C, NH)
-        assert check_tensor(f"row {b}", out[b : b + 1], alone, 1e-6)
-
-
 @pytest.mark.parametrize("N", (1, 7, 1000))
 def test_gelu(N):
     inp, dout = 3.0 * normal(N), normal(N, seed=3)
@@ -143,13 +119,19 @@ def test_gelu(N):
     assert np.array_equal(dout, dinp)
 
 
-def test_gelu_is_finite_far_out():
+def test_what_is_huge_or_impossible_stays_finite():
     inp = np.array([-1e4, -20.0, -0.0, 0.0, 20.0, 1e4], np.float32)
     out, dinp = np.empty_like(inp), np.empty_like(inp)
     t.gelu_forward(out, inp, inp.size)
     t.gelu_backward(dinp, inp, np.ones_like(inp), inp.size)
     assert np.array_equal(out, np.array([0, 0, 0, 0, 20, 1e4], np.float32)), out
     assert np.array_equal(dinp, np.array([0, 0, 0.5, 0.5, 1, 1], np.float32)), dinp
+    logits = np.array([[[1e4, -1e4, 9999.0]]], np.float32)
+    probs, losses = np.empty_like(logits), np.empty((1, 2), np.float32)
+    t.softmax_forward(probs, logits, 1, 1, 3)
+    assert check_tensor("probs", probs, [[[0.7310586, 0.0, 0.2689414]]], 1e-6)
+    t.crossentropy_forward(losses, np.array([[[1.0, 0.0], [np.nan, 0.0]]], np.float32), np.array([[1, 0]]), 1, 2, 2)
+    assert losses[0, 0] == pytest.approx(87.3365) and np.isnan(losses[0, 1]), "but NaN stays NaN"
 
 
 @pytest.mark.parametrize("B, T, V", [(1, 1, 3), (2, 5, 257)])
@@ -167,19 +149,6 @@ def test_softmax_and_cross_entropy(B, T, V):
     assert np.allclose(probs.sum(-1), 1.0, atol=1e-6)
     t.crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V)
     assert_gradient("dlogits", dlogits, forward, logits, dlosses)
-
-
-def test_the_loss_of_an_impossible_target_is_finite():
-    probs, losses = np.array([[[1.0, 0.0], [np.nan, 0.0]]], np.float32), np.empty((1, 2), np.float32)
-    t.crossentropy_forward(losses, probs, np.array([[1, 0]]), 1, 2, 2)
-    assert losses[0, 0] == pytest.approx(87.3365) and np.isnan(losses[0, 1])
-
-
-def test_softmax_of_huge_logits_is_finite():
-    logits = np.array([[[1e4, -1e4, 9999.0]]], np.float32)
-    probs = np.empty_like(logits)
-    t.softmax_forward(probs, logits, 1, 1, 3)
-    assert check_tensor("probs", probs, [[[0.7310586, 0.0, 0.2689414]]], 1e-6)
 
 
 @pytest.mark.parametrize("B, T, C, NH", SHAPES)
@@ -262,7 +231,7 @@ def test_float32_stays_float32(small_model):
         model.params.wte * np.float64(2.0)
 
 
-@pytest.mark.parametrize("parts", ((1,) * 12, (12,), (5, 1, 6), (3, 9)))
+@pytest.mark.parametrize("parts", ((1,) * 12, (12,), (5, 1, 6)))
 @pytest.mark.parametrize("chunk", (256, 2))
 def test_the_decoder_agrees_with_the_forward_pass(monkeypatch, parts, chunk):
     """Whatever the parts in which it sees the positions, and the chunks in which it computes them."""

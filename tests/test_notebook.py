@@ -1,9 +1,11 @@
-"""doc/first_run.ipynb: it runs from the first cell to the last, and what is stored in it is what a run prints."""
+"""doc/first_run.ipynb: its cells run one after the other, and what is stored in it is what a run prints."""
 
 import base64
+import importlib
 import json
 import re
-import shutil
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -12,61 +14,52 @@ from conftest import ROOT
 from llmc.errors import UserError
 
 PAGE = ROOT / "doc" / "first_run.ipynb"
+CELLS = [cell for cell in json.loads(PAGE.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 
-def outputs(notebook):
-    """(all that the cells printed, the pictures that they show, as PNG)."""
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    printed, pictures = "", []
-    for output in (output for cell in cells for output in cell["outputs"]):
-        assert output["output_type"] != "error"
-        printed += "".join(output.get("text", ""))
-        if "image/png" in output.get("data", {}):
-            pictures.append(base64.b64decode("".join(output["data"]["image/png"])))
-    return printed, pictures
-
-
-def check(printed, pictures, steps):
+def check(printed, steps):
     assert re.search(rf"^step +{steps}/{steps} \| train loss \d\.\d{{4}} \|", printed, re.MULTILINE)
     assert re.search(r"^Saved \d+ tokens to data/first_run_train.bin", printed, re.MULTILINE)
     assert "the model is in runs/first_run" in printed and "wrote losses.png" in printed
     assert "First Citizen:" in printed and "ROMEO:" in printed
-    assert len(pictures) == 1 and pictures[0].startswith(b"\x89PNG")
 
 
 def test_what_is_stored():
-    notebook = json.loads(PAGE.read_text(encoding="utf-8"))
-    printed, pictures = outputs(notebook)
-    check(printed, pictures, 700)
+    outputs = [output for cell in CELLS for output in cell["outputs"]]
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    pictures = ["".join(output["data"]["image/png"]) for output in outputs if "image/png" in output.get("data", {})]
+    check(printed, 700)
+    assert len(pictures) == 1 and base64.b64decode(pictures[0]).startswith(b"\x89PNG")
     assert not re.search(r"^/|[ '\"](/work|/tmp|/home|/root)|\x1b|\r(?!\n)|Warning", printed, re.MULTILINE)
-    counts = [cell["execution_count"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert counts == list(range(1, len(counts) + 1)), "the cells were run once, in their order"
+    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1)), "run once, in their order"
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A copy of what the notebook runs, with a short text, and settings for seconds instead of minutes."""
-    for name in ("llmc", "dev"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for path in ROOT.glob("*.py"):
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "doc").mkdir()
-    shutil.copy(PAGE, tmp_path / "doc")
+def test_it_runs(tmp_path, monkeypatch, run_here):
+    """In this process: a line that begins with ! is a program with its flags."""
+    pytest.importorskip("IPython")
+    monkeypatch.chdir(tmp_path)
+    for name, value in dict(FIRST_RUN_STEPS="12", FIRST_RUN_TEXT="my text.txt", TQDM_DISABLE="1").items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "train_gpt2.py").touch()  # so the cells know where they are
     (tmp_path / "my text.txt").write_text("First Citizen: what, ROMEO!\n" * 1000)
-    monkeypatch.setenv("FIRST_RUN_STEPS", "12")
-    monkeypatch.setenv("FIRST_RUN_TEXT", "my text.txt")
-    return tmp_path
+
+    def run(command):
+        program, *flags = shlex.split(command)
+        printed.append(run_here(importlib.import_module(Path(program).stem), *flags).stdout)
+
+    printed = []
+    names = {"run": run, "print": printed.append}
+    for cell in CELLS:
+        code = "".join(cell["source"]).replace("\\\n", "")
+        code = re.sub(r"^!\{python\} (.*)", r"run(f'''\1''')", code, flags=re.MULTILINE)
+        exec(re.sub(r"^( *)(!rm|%pip) .*", r"\1pass", code, flags=re.MULTILINE), names)
+    check("".join(printed), 12)
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_runs(project):
-    pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    check(*outputs(run_notebook.execute(project / "doc" / "first_run.ipynb", str(project / "doc"))), 12)
-
-
-def test_a_cell_that_fails_is_an_error(project, monkeypatch):
+def test_a_cell_that_fails_is_an_error(monkeypatch):
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("FIRST_RUN_STEPS", "no number")
     with pytest.raises(UserError, match="first_run.ipynb"):
-        run_notebook.execute(project / "doc" / "first_run.ipynb", str(project / "doc"))
+        run_notebook.execute(PAGE, str(ROOT / "doc"))

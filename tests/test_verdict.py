@@ -135,10 +135,6 @@ def skip_in_layer(call, a):
     return {"inp2": np.zeros_like(a["inp2"])} if call % (2 * CONFIG.L) == 3 else {}
 
 
-def twice_in_layer(name):
-    return scaled(name, 2.0, only=1)
-
-
 def zero_last(name):
     def change(call, a):
         if a[name] is not None:
