@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_gpt2_cuda as cuda
-from llmc.checkpoint import Config
 from llmc.gpu.compiler import Cache
 from llmc.gpu.device import cp, gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.gpu.geometry import check_sizes
 from llmc.gpu.precision import Precision
+from train_gpt2 import Config
 from profile_gpu import attention_flops
 
 BATCHES, LENGTHS = (1, 4, 16, 64), (256, 1024, 4096)

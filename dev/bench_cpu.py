@@ -35,13 +35,12 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 from tqdm import tqdm
 
-from llmc.checkpoint import Config
 from llmc.errors import UserError, run_main
 from llmc.settings import Settings
 from llmc.tensors import allocate, flat, layer
 from llmc.threads import THREADS
 from readme import SPEED, put_between_markers, split_at_markers
-from train_gpt2 import GPT2, parameter_table
+from train_gpt2 import Config, GPT2, parameter_table
 
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 NAMES = {

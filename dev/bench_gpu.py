@@ -44,14 +44,13 @@ import numpy as np
 from tqdm import tqdm
 
 from bench_cpu import GPT2_124M, last_line, random_parameters
-from llmc.checkpoint import Config
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.geometry import launch_geometry
 from llmc.progress import flops_per_token, peak_flops
 from llmc.tensors import table_elements
 from readme import SPEED, put_between_markers, split_at_markers
-from train_gpt2 import parameter_table
+from train_gpt2 import Config, parameter_table
 
 RESULTS = os.path.join(ROOT, "dev", "bench_gpu.json")  # for plot_bench.py
 BESIDE_LLMC = os.path.join(ROOT, "dev", "bench_llmc.json")  # ours, llm.c and PyTorch, measured by hand in one sitting
@@ -111,7 +110,7 @@ def bench_ours(job):
     dtype = "bfloat16" if job.precision == "bfloat16" else "float32"
     settings = cuda.CudaSettings(B=job.B or 4, T=T, dtype=dtype, tf32=int(job.precision != "float32"),
                                  recompute=job.recompute)
-    settings = cuda.settle(settings, gpu.arch)
+    settings = cuda.resolve_auto(settings, gpu.arch)
     if job.B == 0:
         settings.B = largest_batch(gpu, config, settings)
     trainer = cuda.open_trainer(gpu, config, params, settings)

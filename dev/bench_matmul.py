@@ -186,7 +186,7 @@ def main():
     if args.markdown:
         split_at_markers("matmul", args.markdown)  # fail now, not after all the work
     gpu, config, cache = open_gpu(), MODELS["124M"], Cache()
-    precision = cuda.settle(cuda.CudaSettings(dtype=args.dtype), gpu.arch).precision
+    precision = cuda.resolve_auto(cuda.CudaSettings(dtype=args.dtype), gpu.arch).precision
     device, okay = cuda.open_device(gpu, config, precision, cache, "kernels")[0], True
     with device.stream:
         sides = both_sides(device, cache, precision)

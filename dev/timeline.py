@@ -73,7 +73,7 @@ def draw(spans, title):
 
 def work(settings, ranks):
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    settings = cuda.settle(settings, gpu.arch)
+    settings = cuda.resolve_auto(settings, gpu.arch)
     settings.sample_every = 0
     config, params, _ = read_start(settings, None, None, parameter_table, random_model)
     check_alike(ranks, gpu, settings, config, params)

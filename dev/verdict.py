@@ -26,11 +26,11 @@ import numpy as np
 from tqdm import tqdm
 
 from export_weights import VOCABULARIES
-from llmc.checkpoint import Config, padded
+from llmc.checkpoint import padded
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
 from test_gpt2 import ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_adamw, precision_of, replay, require
-from train_gpt2 import parameter_table, random_model
+from train_gpt2 import Config, parameter_table, random_model
 
 
 def draw(seed, HS_multiple=4):

@@ -42,7 +42,7 @@ def fake(fake_gpu, monkeypatch):
 def open_trainer(fake, tmp_path, monkeypatch, config=SMALL_HEADS, arch="sm_90a", **settings):
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path))
     gpu = fake.gpu._replace(arch=arch)
-    settings = cuda.settle(cuda.CudaSettings(**{"B": B, "T": T, **settings}), arch)
+    settings = cuda.resolve_auto(cuda.CudaSettings(**{"B": B, "T": T, **settings}), arch)
     trainer = cuda.open_trainer(gpu, config, random_params(config), settings)
     trainer.prepare()
     fake.clear()

@@ -263,7 +263,7 @@ def test_random_weights_are_for_sequences_of_the_run(examples, run_here):
     """evaluate.py shows the model no position that was not trained; others begin as they always do."""
     def train(T):
         run_here(train_gpt2, "-e", "d2", "-t", T, "-b", 1, "-x", 1, "-l", 0, "-v", 0, "-s", 0, "-o", f"run{T}")
-        return read_model(f"run{T}/model_00000001.bin", train_gpt2.parameter_table)[1]
+        return read_model(f"run{T}/model_00000001.bin", train_gpt2.GPT2)[1]
 
     short, long = train(16), train(1100)
     assert short.wpe.shape == (16, 128) and long.wpe.shape == (1100, 128)

@@ -15,14 +15,15 @@ import torch
 
 import export_weights as e
 from conftest import ROOT, SMALL, assert_one_line_error, random_params, serve
-from llmc.checkpoint import Config, padded, read_debug_state, read_model, write_model
+from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.resume import checkpoint_paths
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
+from llmc.debugstate import read_debug_state
 from prepro import EOT, load_encoding, save_vocabulary
-from train_gpt2 import GPT2, parameter_table
+from train_gpt2 import Config, GPT2, parameter_table
 
 transformers = pytest.importorskip("transformers")
 
@@ -113,7 +114,7 @@ def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
     run_here(e, "--to_hf", run, tmp_path / "hf")
     run_here(e, "--model", run, "--output_dir", tmp_path / "out")
     for params in (e.read_hf_folder(tmp_path / "hf")[1],
-                   read_model(tmp_path / "out" / "gpt2_model_00000020.bin", parameter_table)[1]):
+                   read_model(tmp_path / "out" / "gpt2_model_00000020.bin", GPT2)[1]):
         assert np.array_equal(flat(params), flat(random_params(SMALL, 20)))
     config = transformers.GPT2Config.from_pretrained(tmp_path / "hf")
     assert (config.bos_token_id, config.eos_token_id) == (0, 0)
@@ -219,13 +220,13 @@ def test_random_model_files(tmp_path, export):
     files = ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == files
     assert output.count("iteration ") == 10 and "generating:\n---\n" in output
-    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
+    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2)
     assert (config.L, config.NH, config.C, config.V, config.Vp, config.maxT) == (2, 2, 128, 257, 384, 1024)
     for tensor, spread in ((params.wte[:257], 0.02), (params.wpe, 0.02), (params.qkvw, 0.02), (params.fcprojw, 0.01),
                            (params.attprojw, 0.01)):
         assert tensor.std() == pytest.approx(spread, rel=0.02)
     assert (params.ln1w == 1).all() and not params.fcb.any() and not params.wte[257:].any()
-    bf16_config, bf16 = read_model(tmp_path / "out" / "gpt2_d2_bf16.bin", parameter_table)
+    bf16_config, bf16 = read_model(tmp_path / "out" / "gpt2_d2_bf16.bin", GPT2)
     assert bf16_config == config and np.array_equal(flat(bf16), bf16_to_float32(bf16_bits(flat(params))))
     state = read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params)
     read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, bf16)  # one model in two precisions
@@ -254,14 +255,14 @@ def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
     assert [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in names] == [1, 1, 1]
     found = hashlib.sha256((tmp_path / "out" / "gpt2_tokenizer.bin").read_bytes()).hexdigest()
     assert found == "72c44782644dccc955e1b775d0d7552a594bbb54bfc6141e31373324d486956d"
-    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table)
+    config, params = read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2)
     assert config.V == 50257
     assert len(read_debug_state(tmp_path / "out" / "gpt2_d2_debug_state.bin", config, params).losses) == 2
 
 
 def test_the_model_that_is_read_is_not_written_over(tmp_path, export, run_here):
     export()
-    write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", parameter_table), 1)
+    write_model(tmp_path / "out" / "gpt2_d2.bin", *read_model(tmp_path / "out" / "gpt2_d2.bin", GPT2), 1)
     for name, found in (("gpt2_d2.bin", 1), ("gpt2_d2_bf16.bin", 5)):
         path = tmp_path / "out" / name
         before = path.read_bytes()

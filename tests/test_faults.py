@@ -14,7 +14,7 @@ import pytest
 import llmc.checkpoint
 import train_gpt2
 from conftest import ROOT, SMALL, assert_one_line_error, make_state, random_params
-from llmc.checkpoint import Progress, owned_by_one, read_debug_state, read_model, write_debug_state, write_model
+from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC
@@ -22,7 +22,8 @@ from llmc.resume import checkpoint_paths, newest_checkpoint, save_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
-from train_gpt2 import parameter_table
+from llmc.debugstate import read_debug_state, write_debug_state
+from train_gpt2 import GPT2, parameter_table
 
 TRAIN = ("-b", 2, "-t", 8, "-x", 1, "-v", 0, "-s", 0)
 
@@ -100,14 +101,14 @@ def test_model_cut_short_at_every_border(model_path):
     for size in (*borders[:-1], len(data) - 1, len(data) + 1, 1, 1023):
         model_path.write_bytes((data + b"x")[:size])
         with pytest.raises(UserError, match=f"model.bin: {size} bytes, expected"):
-            read_model(model_path, parameter_table)
+            read_model(model_path, GPT2)
 
 
 @pytest.mark.parametrize("version, words", ((0, "1, 3 or 5"), (2, "version 2"), (4, "version 4"), (-1, "1, 3 or 5")))
 def test_model_version(model_path, version, words):
     patch_header(model_path, h1=version)
     with pytest.raises(UserError, match=words):
-        read_model(model_path, parameter_table)
+        read_model(model_path, GPT2)
 
 
 @pytest.mark.parametrize("slot, name", ((2, "maxT"), (3, "V"), (4, "L"), (5, "NH"), (6, "C"), (7, "Vp")))
@@ -119,7 +120,7 @@ def test_model_header_fields(model_path, monkeypatch, slot, name):
                          contradicts.get(slot, (0, name))):
         patch_header(model_path, **{f"h{slot}": value})
         with pytest.raises(UserError, match=words) as error:
-            read_model(model_path, parameter_table)
+            read_model(model_path, GPT2)
         assert str(model_path) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -295,7 +296,7 @@ def test_a_loss_that_becomes_nan_stops_the_run(workplace, train):
     assert_one_line_error(done, " steps: the loss is nan", "-l")
     step = newest_checkpoint("run")
     assert step is not None
-    read_model(checkpoint_paths("run", step)[0], parameter_table)
+    read_model(checkpoint_paths("run", step)[0], GPT2)
 
 
 @pytest.mark.parametrize("which, words", ((0, "tensor qkvb"), (2, "AdamW's v: tensor qkvb")))

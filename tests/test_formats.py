@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from conftest import GPT2_124M, SMALL, make_state, random_params
-from llmc.checkpoint import (Progress, count_parameters, fingerprint, owned_by_one, read_debug_state, read_model,
-                             read_optimizer_state, write_debug_state, write_model, write_optimizer_state)
+from llmc.checkpoint import (count_parameters, owned_by_one, Progress, read_model, read_optimizer_state, write_model,
+                             write_optimizer_state)
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header, replacing
@@ -17,7 +17,8 @@ from llmc.sampler import Random, sample_multinomial
 from llmc.shuffle import Position
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, layer, table_elements
 from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
-from train_gpt2 import activation_table, parameter_table
+from llmc.debugstate import fingerprint, read_debug_state, write_debug_state
+from train_gpt2 import activation_table, GPT2, parameter_table
 
 OFFSETS = {  # byte offset of each tensor at 124M: version 1, version 3
     "wte": (1024, 1024), "wpe": (154390528, 154534912), "ln1w": (157536256, 157680640), "ln1b": (157573120, 157717504),
@@ -55,7 +56,7 @@ def test_views_are_one_buffer():
 def test_model_round_trip(tmp_path, version):
     path, params = tmp_path / "model.bin", random_params(SMALL)
     write_model(path, SMALL, params, version)
-    config, read = read_model(path, parameter_table)
+    config, read = read_model(path, GPT2)
     assert config == SMALL
     want = bf16_to_float32(bf16_bits(flat(params))) if version == 5 else flat(params)
     assert np.array_equal(flat(read), want)
@@ -83,11 +84,11 @@ def test_padding(tmp_path):
     config = dataclasses.replace(SMALL, Vp=SMALL.V)
     params, filled = random_params(config), random_params(SMALL)
     write_model(tmp_path / "model.bin", config, params)
-    padded, read = read_model(tmp_path / "model.bin", parameter_table)
+    padded, read = read_model(tmp_path / "model.bin", GPT2)
     assert padded == SMALL and fingerprint(SMALL, read) == fingerprint(config, params)
     filled.wte[SMALL.V :] = 5.0
     write_model(tmp_path / "model.bin", SMALL, filled)
-    assert not read_model(tmp_path / "model.bin", parameter_table)[1].wte[SMALL.V :].any()
+    assert not read_model(tmp_path / "model.bin", GPT2)[1].wte[SMALL.V :].any()
 
 
 def test_bf16_rounds_to_nearest_even():

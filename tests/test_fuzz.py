@@ -31,7 +31,7 @@ import pytest
 import train_gpt2
 import train_gpt2_cuda
 from conftest import SMALL, make_state, random_params
-from llmc.checkpoint import Progress, owned_by_one, read_debug_state, write_debug_state, write_model
+from llmc.checkpoint import owned_by_one, Progress, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
 from llmc.files import KINDS
@@ -43,6 +43,7 @@ from llmc.shuffle import first_position
 from llmc.tensors import flat
 from llmc.threads import count_threads
 from llmc.tokenizer import read_tokenizer, write_tokenizer
+from llmc.debugstate import read_debug_state, write_debug_state
 
 TRAIN = ("-e", "model3.bin", "-i", "int32", "--tokenizer", "tokenizer2.bin", "-b", 2, "-t", 8, "-x", 1, "-v", 0,
          "-s", 0)  # fmt: skip
@@ -223,7 +224,7 @@ def fuzz_files(count, seed):
 
 def parse_cuda(*flags):
     settings = parse_settings(train_gpt2_cuda.CudaSettings, "", [*map(str, flags)])
-    train_gpt2_cuda.settle(settings, "sm_90a")
+    train_gpt2_cuda.resolve_auto(settings, "sm_90a")
 
 
 def fuzz_flags(count, seed):

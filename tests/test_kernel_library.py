@@ -23,12 +23,12 @@ import llmc.gpu.device
 import llmc.gpu.matmul
 import train_gpt2_cuda as cuda
 from lab import AWKWARD, LAYERS
-from llmc.checkpoint import Config
 from llmc.gpu.compiler import Cache, compile_kernels
 from llmc.errors import UserError, run_main
 from llmc.gpu.geometry import blocks, kernel_files
 from llmc.gpu.precision import Precision
 from llmc.tensors import Row, bf16_bits
+from train_gpt2 import Config
 
 FILES = sorted({file for layer in LAYERS.values() for file in (layer.file, *layer.uses)})
 GPU = llmc.gpu.device.GPU("a GPU", "sm_90a", 132, 227 << 10)

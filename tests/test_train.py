@@ -28,7 +28,7 @@ import llmc.logger
 import llmc.progress
 import train_gpt2
 from conftest import GPT2_124M, ROOT, SMALL, assert_one_line_error, random_params, remove_after
-from llmc.checkpoint import Config, owned_by_one, read_model, read_optimizer_state, write_model
+from llmc.checkpoint import owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import UserError
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint, stopped

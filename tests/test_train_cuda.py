@@ -33,7 +33,7 @@ from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoin
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
 from llmc.tokenizer import read_tokenizer, write_tokenizer
-from train_gpt2 import Config, parameter_table
+from train_gpt2 import Config, GPT2
 
 FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits
 IGNORED = r"^(settings|resuming|first step|kernels|total average|allocated|[|+]).*\n"
@@ -422,7 +422,7 @@ def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace, dtyp
 def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
     """From the second step to the last, with validation, samples and checkpoints between them: no allocation in CuPy's
     pool, nor beside it but by the first sample, whose graph is made then."""
-    config, params = read_model("gpt2_124M.bin", parameter_table)
+    config, params = read_model("gpt2_124M.bin", GPT2)
     settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
     trainer = cuda.open_trainer(gpu, config, params, settings)
     trainer.prepare()
@@ -467,7 +467,7 @@ def test_a_bfloat16_checkpoint(gpu_workplace):
     model, state, _ = checkpoint_paths("run", 5)
     with open(model, "rb") as f:
         assert read_config(f, "")[0] == 5
-    config, params = read_model(model, parameter_table)
+    config, params = read_model(model, GPT2)
     moments, master = [allocate(params.table) for _ in range(2)], views(params.table, params.buffer.copy())
     assert read_optimizer_state(state, owned_by_one(*moments, master))[1]
     assert not np.array_equal(flat(master), flat(params))
@@ -524,7 +524,7 @@ def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
         run.kill()
         run.communicate()
         model, state, _ = checkpoint_paths("run", newest_checkpoint("run"))
-        config, params = read_model(model, parameter_table)
+        config, params = read_model(model, GPT2)
         read_optimizer_state(state, owned_by_one(*(allocate(params.table) for _ in range(3))))
     done = train("-x", newest_checkpoint("run") + 2, "-v", 0, "-s", 0, "-o", "run", "-y", 1)
     assert "resuming at step" in done.stdout

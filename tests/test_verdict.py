@@ -11,8 +11,8 @@ import pytest
 import llmc.gpu.compiler
 import train_gpt2 as t
 from conftest import ROOT
-from llmc.checkpoint import Config
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
+from train_gpt2 import Config
 from test_gpt2 import ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_adamw, precision_of, replay
 
 CONFIG = Config(maxT=24, V=61, L=3, NH=2, C=32, Vp=128)

@@ -28,6 +28,7 @@ from llmc.checkpoint import (owned_by_one, Progress, rank_path, read_optimizer_s
                              write_optimizer_state)
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.outliers import RECENT
+from llmc.errors import UserError
 from llmc.gpu.ranks import Ranks
 from llmc.resume import (checkpoint_paths, delete_old_checkpoints, find_checkpoint, newest_checkpoint,
                          save_checkpoint)

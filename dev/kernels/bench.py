@@ -42,13 +42,13 @@ import torch
 import llmc.gpu.device
 from bench_gpu import MODELS, describe
 from lab import AWKWARD, LAYERS, SHAPES, Lab, check_layer, cuda, time_layer
-from llmc.checkpoint import Config
 from llmc.gpu.compiler import Cache, compiler_version
 from llmc.gpu.device import gpu_errors_as_lines, open_gpu
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.geometry import check_sizes
 from llmc.gpu.precision import Precision
+from train_gpt2 import Config
 from profile_gpu import measure_copy, measure_matmul
 from readme import read_text
 
@@ -378,7 +378,7 @@ def main(argv=None):
     if args.plot and not os.path.isdir(os.path.dirname(os.path.abspath(args.plot))):
         raise UserError(f"--plot {args.plot}: there is no such directory")
     labs = Labs()
-    settled = cuda.settle(cuda.CudaSettings(dtype=args.dtype or "auto"), labs.gpu.arch).dtype
+    settled = cuda.resolve_auto(cuda.CudaSettings(dtype=args.dtype or "auto"), labs.gpu.arch).dtype
     dtypes = list(dict.fromkeys((settled, "float32") if (args.all or args.results) and not args.dtype else (settled,)))
     results = Results(labs.gpu.name, dtypes) if args.results else None  # now, not after all the work
     if not all([check_all(labs, chosen, args.version, config, dtype) for dtype in dtypes]):

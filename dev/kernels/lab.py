@@ -27,13 +27,14 @@ import torch
 import llmc.gpu.device
 import train_gpt2  # noqa: F401  (for the layers, too)
 import train_gpt2_cuda as cuda
-from llmc.checkpoint import Config
 from llmc.gpu.compiler import KERNEL_DIRECTORY, compile_kernels, kernel_key
 from llmc.errors import UserError
 from llmc.files import chunks
 from llmc.gpu.geometry import blocks, kernel_files, launch_geometry  # noqa: F401  (for the layers)
 from llmc.gpu.matmul import MatmulKernels
-from llmc.tensors import Row, bf16_bits, bf16_to_float32, check_tensor
+from llmc.tensors import bf16_bits, bf16_to_float32, Row
+from llmc.debugstate import check_tensor
+from train_gpt2 import Config
 from profile_gpu import size_of  # noqa: F401
 
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes

@@ -9,7 +9,7 @@ from lab import EXACT, SUMS, SWEEP, Layer, blocks, cuda, np, size_of, torch, tra
 from llmc.gpu.batch import sort_tokens
 from llmc.tensors import bf16_bits
 from llmc.gpu.trainer import adamw_update, global_norm
-from llmc.gpu.zero import CHUNK, CHUNKS
+from llmc.gpu.shares import CHUNK, CHUNKS
 
 F = torch.nn.functional
 

@@ -33,14 +33,14 @@ import llmc.gpu.device
 import train_gpt2
 import train_gpt2_cuda as cuda
 from bench_gpu import describe
-from llmc.checkpoint import Config
 from llmc.gpu.compiler import Cache
 from llmc.gpu.device import gpu_errors_as_lines, open_gpu, pinned_array
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.geometry import blocks
 from llmc.gpu.precision import Precision
-from llmc.tensors import check_tensor
+from llmc.debugstate import check_tensor
+from train_gpt2 import Config
 
 T, C = 1024, 768
 BATCHES = (8, 32, 128, 512)
