@@ -3,8 +3,8 @@ GPT-2 training on a GPU: the loop of train_gpt2.py, with CUDA kernels of our own
 
 What it is: the same chapters in the same order, over the same tables of parameters, files, data loader and checkpoints.
 CuPy holds the memory and launches; kernels/*.cu do the work, one file a layer, compiled at the first start for the GPU
-and the model at hand; matmuls are cuBLASLt's or our own, whichever is faster. What it needs: an NVIDIA driver and pip
-packages, no CUDA toolkit.
+and the model at hand; matmuls are our own or cuBLASLt's, by a rule. What it needs: an NVIDIA driver and pip packages, no
+CUDA toolkit.
 
     python prepro_tinyshakespeare.py
     python export_weights.py
@@ -15,11 +15,11 @@ packages, no CUDA toolkit.
 
 A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the
 host prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every
-sum has a fixed order, there are no atomic additions of floats, and the matmuls' algorithms, once searched, are kept in
-a cache and recorded in checkpoints. The same holds on 1, 2, 4, 8 and 16 GPUs: llmc/gpu/zero.py says how.
+sum has a fixed order, and there are no atomic additions of floats. The same holds on 1, 2, 4, 8 and 16 GPUs:
+llmc/gpu/zero.py says how.
 
 GPT-2's tables, launches and passes are here, and the main program. llmc/gpu/trainer.py has the step: buffers, the
-captured graph, AdamW, several GPUs.
+captured graph, AdamW, several GPUs. llmc/loop.py has what happens between steps.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -42,7 +42,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import locked
 from llmc.gpu.decoder import (Normed, decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project,
                               decode_qkv)
-from llmc.gpu.device import cp, open_gpu
+from llmc.gpu.device import describe_gpu, open_gpu
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
@@ -178,8 +178,7 @@ def activation_table(config, B, T, precision, recompute):
 
 
 def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
-    """phase -> table of what lives in that phase alone. The three share their memory, whose size is mostly that of the
-    logits: each phase overwrites what the one before left there."""
+    """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, Vp, dtype = config.L, config.NH, config.C, config.Vp, precision.dtype
     recomputed = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
     recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
@@ -229,7 +228,7 @@ def gradient_table(config, B, T, precision):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layers, in network order. A layer that train_gpt2.py has, too, keeps its name and the order of its arguments here,
-# after the Device or, for matmuls, the Matmul, which picks the fastest implementation.
+# after the Device. Matmuls are Linear's: llmc/gpu/matmul.py.
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
@@ -598,11 +597,6 @@ def nearest_power_of_2(x):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # main
-
-
-def describe_gpu(gpu, count=1):
-    driver = cp.cuda.runtime.driverGetVersion()
-    return f"{f'{count} x ' if count > 1 else ''}{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
 def main():

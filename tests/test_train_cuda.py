@@ -513,7 +513,7 @@ def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
                 break
         run.send_signal(number)
         _, errors = run.communicate(timeout=60)
-        assert run.returncode == 128 + number and "go on with: python " in errors
+        assert run.returncode == 128 + number and "resume with: python " in errors
     rng = np.random.default_rng()
     for _ in range(4):
         run = subprocess.Popen([*command, "-y", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -110,6 +110,12 @@ def try_gpu(device, open_on):
     return None
 
 
+def describe_gpu(gpu, count=1):
+    """The GPU as a run's header names it; count: GPUs of the run."""
+    driver = cp.cuda.runtime.driverGetVersion()
+    return f"{f'{count} x ' if count > 1 else ''}{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
+
+
 def arch_name(major, minor):
     """The compiler's name for a GPU; the suffix "a" enables instructions of this generation only (wgmma on Hopper)."""
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
