@@ -1,0 +1,69 @@
+"""
+How large the house is: lines by folder beside their budgets, and what a CPU run and a GPU run import.
+
+    python dev/lines.py
+"""
+
+import ast
+import os
+import subprocess
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+BUDGETS = {  # what: (files, as git's patterns), lines at most
+    "train_gpt2.py": (("train_gpt2.py",), 750),
+    "train_gpt2_cuda.py": (("train_gpt2_cuda.py",), 850),
+    "llmc/": (("llmc/*.py", ":!llmc/gpu"), 2400),
+    "llmc/gpu/": (("llmc/gpu/*.py",), 2300),
+    "kernels/": (("kernels/*.cu", "kernels/*.cuh"), 5000),
+    "kernels/decode/": (("kernels/decode/*",), 750),
+    "tests/": (("tests/*.py",), 8000),
+    "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/kernels/*.md"), 6000),
+    "doc/ and dev/*.md": (("doc/*.md", "dev/*.md", ":!dev/kernels"), 2000),
+}
+
+
+def files(*patterns):
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
+def count(path):
+    with open(os.path.join(ROOT, path), "rb") as f:
+        return sum(1 for _ in f)
+
+
+def imports(path, whole=False):
+    """The project's files that a file imports when it is loaded; whole: within its functions, too."""
+    with open(os.path.join(ROOT, path), "rb") as f:
+        tree = ast.parse(f.read())
+    nodes = ast.walk(tree) if whole else tree.body
+    names = {name for node in nodes for name in (
+        [alias.name for alias in node.names] if isinstance(node, ast.Import) else
+        [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)] if isinstance(node, ast.ImportFrom)
+        else [])}
+    names |= {name.rpartition(".")[0] for name in names if "." in name}
+    found = {name.replace(".", "/") + end for name in names for end in (".py", "/__init__.py")}
+    return sorted(path for path in found if os.path.exists(os.path.join(ROOT, path)))
+
+
+def closure(path):
+    """All files that a program loads: itself, what it imports, what these import."""
+    loaded, left = set(), [path]
+    while left:
+        path = left.pop()
+        if path not in loaded:
+            loaded.add(path)
+            left += imports(path)
+    return sorted(loaded)
+
+
+def main():
+    for what, (patterns, most) in BUDGETS.items():
+        print(f"{what:<20} {sum(map(count, files(*patterns))):>6} lines of {most}")
+    for program in ("train_gpt2.py", "train_gpt2_cuda.py"):
+        loaded = closure(program)
+        print(f"\n{program} loads {sum(map(count, loaded))} lines in {len(loaded)} files:\n  {' '.join(loaded)}")
+
+
+if __name__ == "__main__":
+    main()

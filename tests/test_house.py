@@ -1,0 +1,22 @@
+"""Who imports whom: dev/lines.py's findings."""
+
+from lines import closure, count, files, imports
+
+
+def test_a_cpu_run_loads_nothing_of_a_gpu():
+    loaded = closure("train_gpt2.py")
+    assert not [path for path in loaded if path.startswith("llmc/gpu")] and sum(map(count, loaded)) <= 3000
+    assert "llmc/loop.py" in loaded and "llmc/loop.py" in closure("train_gpt2_cuda.py")
+
+
+def test_nothing_runs_in_circles():
+    """Nor from llmc/ up to the programs, or from a CPU's files to a GPU's."""
+    after = {path: set(imports(path)) - {path} for path in files("llmc/*.py", "train_*.py")}
+    for path, used in after.items():
+        assert not path.startswith("llmc/") or all(name.startswith("llmc/") for name in used), path
+        assert path.startswith(("llmc/gpu/", "train_")) or not any(name.startswith("llmc/gpu/") for name in used), path
+    while after:
+        last = [path for path, used in after.items() if not used & after.keys()]
+        assert last, f"a circle of {sorted(after)}"
+        for path in last:
+            del after[path]
