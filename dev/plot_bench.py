@@ -5,7 +5,7 @@ Draw what was measured: README.md's picture, and that of doc/speed.md.
 
 doc/overview.png: the losses of `make train` on a CPU (doc/logs/make_train_losses.txt, by dev/readme.py train), and
 tokens a second beside llm.c and PyTorch (dev/bench_llmc.json, one sitting on one GPU). doc/bench_gpu.png: ms a step
-against B, and where the time of a step goes (dev/bench_gpu.json, by dev/bench_gpu.py --readme).
+against B, and where the time of a step goes (dev/bench_gpu.json, by dev/bench.py gpu --readme).
 """
 
 import argparse
@@ -124,11 +124,11 @@ def draw(machine, results, output):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("results", nargs="?", default=os.path.join(ROOT, "dev", "bench_gpu.json"),
-                        help="what dev/bench_gpu.py --readme wrote")
+                        help="what dev/bench.py gpu --readme wrote")
     parser.add_argument("-o", "--output", default=os.path.join(ROOT, "doc", "bench_gpu.png"), help="their picture")
     parser.add_argument("--overview", default=os.path.join(ROOT, "doc", "overview.png"), help="README.md's picture")
     args = parser.parse_args()
-    mend = "make it with: python dev/bench_gpu.py --readme"
+    mend = "make it with: python dev/bench.py gpu --readme"
     found = read_json(args.results, mend, "machine", "results")
     with damage(args.results, mend):
         draw(*found, args.output)

@@ -12,9 +12,9 @@ and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespea
     python dev/readme.py losses_tf32     # the same, in float32 with TF32 matmuls
     python dev/readme.py losses_float32  # the same, in float32 throughout
     python dev/readme.py profile    # dev/profile_gpu.py at B=64: doc/speed.md
-    python dev/readme.py attention  # dev/bench_attention.py: doc/speed.md
+    python dev/readme.py attention  # dev/bench.py attention: doc/speed.md
 
-The tables of steps come from dev/bench_cpu.py --readme and dev/bench_gpu.py --readme.
+The tables of steps come from dev/bench.py cpu --readme and dev/bench.py gpu --readme.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def sections():
         "losses_float32": Section([*compare, "--dtype", "float32", "--tf32", "0"], CORRECTNESS, "losses_float32_gpu"),
         "losses500": Section([*compare, "-b", "32", "-t", "256", "-x", "500"], CORRECTNESS, "losses500_gpu"),
         "profile": Section(profile, SPEED, "profile_gpu"),
-        "attention": Section([python, "dev/bench_attention.py"], SPEED, "attention_gpu"),
+        "attention": Section([python, "dev/bench.py", "attention"], SPEED, "attention_gpu"),
     }
 
 

@@ -27,5 +27,9 @@ if not hasattr(trainer, "open_trainer"):
         self.backward_weight_ways(dweight, dout, inp, scale)[f"kernels {splits}{' narrow' * narrow}"]()
 
     MatmulKernels.backward_weight = backward_weight
+    Matmul.backward_inp = lambda self, dinp, dout, weight: cuda.matmul_backward_inp(
+        self, dinp, dout, weight, *dinp.shape, weight.shape[0])
+    Matmul.backward_weight = lambda self, dweight, dout, inp: cuda.matmul_backward_weight(
+        self, dweight, dout, inp, None, *inp.shape, dweight.shape[0])
     Matmul.forward = lambda self, out, inp, weight, bias, gelu=None: cuda.matmul_forward(
         self, out, inp, weight, bias, *inp.shape, weight.shape[0])

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import ROOT, SMALL_HEADS, Array, assert_one_line_error, random_params
 
-sys.path.insert(0, str(ROOT / "dev" / "kernels"))
+sys.path.append(str(ROOT / "dev" / "kernels"))
 import check_gpu
 import lab
 import profile_gpu

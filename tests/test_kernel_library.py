@@ -16,7 +16,7 @@ import pytest
 
 from conftest import GPT2_124M, ROOT, Array
 
-sys.path.insert(0, str(ROOT / "dev" / "kernels"))
+sys.path.append(str(ROOT / "dev" / "kernels"))
 import lab
 import llmc.gpu.device
 from lab import AWKWARD, LAYERS

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import bench_scale
+import bench
 import llmc.gpu.trainer
 import timeline
 import train_gpt2
@@ -588,20 +588,20 @@ def test_files_of_ranks(workplace, what):
 
 @pytest.fixture
 def small_runs(monkeypatch, tmp_path):
-    """dev/bench_scale.py with a small model, on fake GPUs."""
-    model, write = str(tmp_path / "model.bin"), bench_scale.write_tokens
+    """dev/bench.py scale with a small model, on fake GPUs."""
+    model, write = str(tmp_path / "model.bin"), bench.write_tokens
     write_model(model, SMALL_HEADS, random_params(SMALL_HEADS))
     for name, value in dict(
             PROGRAM=str(ROOT / "tests" / "fake_gpus.py"), T=8, V=SMALL_HEADS.V, count_gpus=lambda: 4,
             write_tokens=lambda path, tokens, count, format: write(path, [tokens[0][:5000]], 5000, format),
             RUNS={"small": ("small, B=2", ("-e", model, "-b", 2, "-x", 3, "--graph", 0))},
             SAME=("-e", model, "-b", 2, "-d", 32, "-v", 1, "-m", 2, "--graph", 0)).items():
-        monkeypatch.setattr(bench_scale, name, value)
+        monkeypatch.setattr(bench, name, value)
     monkeypatch.chdir(tmp_path)
 
 
 def test_scaling_is_measured(small_runs, run_here):
-    lines = run_here(bench_scale, "--gpus", "1,2", "--only", "small", "--same", 2).stdout.splitlines()
+    lines = run_here(bench, "scale", "--gpus", 1, 2, "--only", "small", "--same", 2).stdout.splitlines()
     # A fake step takes 1 ms.
     assert re.fullmatch(r"\| small, B=2 \| 1 \| 1\.00 \| 16,000 \| 100\.0% \| \d\.\d \|", lines[2])
     assert re.fullmatch(r"\| small, B=2 \| 2 \| 1\.00 \| 32,000 \| 100\.0% \| \d\.\d \|", lines[3])
@@ -609,9 +609,10 @@ def test_scaling_is_measured(small_runs, run_here):
 
 
 def test_a_run_that_fails_is_named(small_runs, run_here):
-    assert_one_line_error(run_here(bench_scale, "--gpus", "8", check=False), "--gpus 8: this machine has 4")
-    bench_scale.RUNS["small"] = "small", ("-e", "none.bin")
-    assert_one_line_error(run_here(bench_scale, "--gpus", "1", check=False), "-e none.bin", "none.bin: no such file")
+    assert_one_line_error(run_here(bench, "scale", "--gpus", 8, check=False), "--gpus 8: this machine has 4")
+    bench.RUNS["small"] = "small", ("-e", "none.bin", "-b", 2)
+    done = run_here(bench, "scale", "--gpus", 1, "--only", "small", check=False)
+    assert_one_line_error(done, "-e none.bin", "none.bin: no such file")
 
 
 def test_the_script_for_eight_gpus_runs(tmp_path):
@@ -622,9 +623,8 @@ def test_the_script_for_eight_gpus_runs(tmp_path):
     script = script.replace('cd "$(dirname "$0")/.."\n', "")
     lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     (program, *flags), (other, *its_flags) = map(shlex.split, lines)
-    assert (program, other) == ("dev/bench_scale.py", "dev/timeline.py")
-    assert max(bench_scale.parse_arguments(flags).gpus) == 8
-    assert [bench_scale.divides(("-b", 64, "-d", 524288), gpus) for gpus in (3, 8, 16)] == [False, True, False]
+    assert (program, other) == ("dev/bench.py", "dev/timeline.py")
+    assert max(bench.parse_arguments(flags).gpus) == 8
     assert parse_settings(cuda.CudaSettings, "", its_flags).gpus == 8
 
 

@@ -21,12 +21,12 @@ LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EF
 TILES = {64: 8, 256: 16, 1024: 32}  # threads of a block -> rows and columns of its tile
 
 
-def attend(qkv, NH):
+def attend(qkv, NH, backends):
     """Return PyTorch's attention of qkv (B,T,3C), and its three operands, views (B,NH,T,HS)."""
     B, T, C3 = qkv.shape
     C = C3 // 3
     operands = [part.view(B, T, NH, C // NH).transpose(1, 2).requires_grad_() for part in qkv.detach().split(C, dim=2)]
-    with sdpa_kernel(LIBRARY, set_priority=True):
+    with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(*operands, is_causal=True), operands
 
 
@@ -42,6 +42,8 @@ class SideBySide:
 
 class Attention(Layer):
     """What both directions share."""
+
+    backend, keeps_scores = None, True  # for dev/bench.py: PyTorch's; whether there is memory for (T,T) matrices
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -73,7 +75,7 @@ class Attention(Layer):
 
     def scratch(self):
         """Memory for the rungs that store a (T,T) matrix per head."""
-        return self.unwritten(self.B, self.NH, self.T, self.T, dtype="float32")
+        return self.unwritten(*(self.B, self.NH, self.T, self.T)[: 4 * self.keeps_scores], dtype="float32")
 
 
 class AttentionForward(Attention):
@@ -102,7 +104,7 @@ class AttentionForward(Attention):
         return attention_flops(self.B, self.T, self.C, 2)
 
     def library(self, t):
-        return lambda: {"out": attend(t.inp, self.NH)[0].detach().transpose(1, 2)}
+        return lambda: {"out": attend(t.inp, self.NH, self.backend or LIBRARY)[0].detach().transpose(1, 2)}
 
     @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):
@@ -152,11 +154,11 @@ class AttentionBackward(Attention):
                 "sums": self.unwritten(sums, 3 * C, dtype="float32")}
 
     def forward_pass(self):
-        """Return inp, out and lse of at most two different sequences, repeated: NumPy is slow for a large batch.
+        """Return inp, out and lse of one or two different sequences, repeated: NumPy is slow for a large batch.
 
         In float32, inp is rounded to bfloat16, which TF32 keeps, so that lse is that of each rung's forward pass.
         """
-        few = AttentionForward(self.config, self.precision, self.gpu, min(self.B, 2), self.T)
+        few = AttentionForward(self.config, self.precision, self.gpu, min(self.B, 2 if self.T <= 1024 else 1), self.T)
         tensors = few.tensors()
         if not self.precision.bf16:
             tensors["inp"] = bf16_to_float32(bf16_bits(tensors["inp"]))
@@ -175,7 +177,7 @@ class AttentionBackward(Attention):
         return attention_flops(self.B, self.T, self.C, 5)
 
     def library(self, t):
-        out, operands = attend(t.inp, self.NH)
+        out, operands = attend(t.inp, self.NH, self.backend or LIBRARY)
         dout = t.dout.view(self.B, self.T, self.NH, -1).transpose(1, 2)
         return lambda: {"dinp": SideBySide(torch.autograd.grad(out, operands, dout, retain_graph=True))}
 
