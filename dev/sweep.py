@@ -167,7 +167,8 @@ def draw(swept, results, loss, path):
             axes.set_xscale("log")
         axes.set_xlabel(along.replace("_", " "))
         axes.set_ylabel(f"{loss.replace('_', ' ')}, nats a token")
-        add_legend(axes)
+        if len(lines) > 1:
+            add_legend(axes)
 
 
 def main():
