@@ -125,16 +125,13 @@ class Layer:
     def __init__(self, config, precision, gpu, B, T):
         self.config, self.precision, self.gpu = config, precision, gpu
         self.B, self.T, self.N = B, T, B * T
+        self.work = self.N
         self.C, self.NH, self.V, self.Vp = config.C, config.NH, config.V, config.Vp
         self.pack, self.geometry = precision.pack, launch_geometry(config, precision, gpu.arch)
         self.rng = np.random.default_rng((B, T, config.C))
 
     def __str__(self):
         return f"B={self.B} T={self.T} C={self.C} {self.precision.dtype}"
-
-    @property
-    def work(self):
-        return self.N
 
     def sizes(self):
         return self.B, self.T, self.C
@@ -156,7 +153,7 @@ class Layer:
         return size_of(*(getattr(a, name) for name in self.moved))
 
     def random(self, *shape, spread=1.0, mean=0.0, dtype=None):
-        """Normal numbers, by default in the dtype of activations; they repeat after 2^24, which is enough for timing."""
+        """Normal numbers, by default in the dtype of activations; they repeat after 2^24, which will do for timing."""
         count, dtype = math.prod(shape), dtype or self.precision.dtype
         numbers = self.rng.standard_normal(min(count, 1 << 24), dtype=np.float32)
         numbers = numbers * np.float32(spread) + np.float32(mean)
@@ -194,11 +191,6 @@ def signatures(source):
     text = re.sub(r"//[^\n]*", "", source)
     return {name: [" ".join(parameter.split()) for parameter in parameters.split(",")]
             for name, parameters in EXTERN.findall(text)}
-
-
-def read_source(path):
-    with open(path) as f:
-        return f.read()
 
 
 def portable(config, precision, arch):
@@ -245,11 +237,11 @@ class Lab:
         path, constants = os.path.join(HERE, f"{file}.cu"), constants_of(self.config, self.precision, arch)
         # a file of this library may include any of these
         included = sorted(glob.glob(os.path.join(HERE, "*.cuh")) + glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cu")))
-        key = "\n".join([kernel_key(name, arch, constants), *map(read_source, included)])
+        key = "\n".join([kernel_key(name, arch, constants), *(open(path).read() for path in included)])
         found = cache.find(key, ".cubin")
         cubin = found[0] if found else cache.keep(key, ".cubin", compile_kernels(name, arch, constants))
         module = llmc.gpu.device.cp.RawModule(path=cubin)
-        self.device.functions |= {kernel: module.get_function(kernel) for kernel in signatures(read_source(path))}
+        self.device.functions |= {kernel: module.get_function(kernel) for kernel in signatures(open(path).read())}
         self.loaded.add(file)
 
     def launch(self, name, grid, block, *arguments, shared=0):
@@ -344,10 +336,10 @@ def check_layer(layer, lab, names, with_library):
             got = total(layer, name, arrays[name].get())
             wrong += not agrees(f"{layer.name} {found.name}, block {block}, {layer}", name, got, expected[name],
                                 fraction)
-    if with_library:
+    call = library_call(layer, copies(fresh)) if with_library else None
+    if call:
         with torch_beside(lab):
-            call = library_call(layer, copies(fresh))
-            results = call() if call else {}
+            results = call()
         for name, got in results.items():
             fraction = max(LIBRARY[layer.precision.dtype], layer.checked[name])
             wrong += not agrees(f"{layer.name} {layer.library_name}, {layer}", name, got.double().cpu().numpy(),
@@ -359,7 +351,7 @@ def check_layer(layer, lab, names, with_library):
 # time
 
 FLUSH = 512 << 20  # bytes, several times any L2 cache; writing them also takes longer than a call from Python
-SAMPLE = 2 << 20  # elements at either end of a result that rungs are compared in, at the timed size
+SAMPLE = 2 << 20  # elements at either end of a result in which rungs are compared, at the timed size
 
 
 def milliseconds(lab, flush, call):
@@ -386,35 +378,27 @@ class Timing(NamedTuple):
     rungs: dict  # {rung: {block size: milliseconds}}
 
 
-def sample(layer, name, array):
-    """The ends of a result on the host, or the total of partial sums."""
-    if name in layer.partial:
-        return total(layer, name, array.get())
-    flat = array.reshape(-1)
-    return np.concatenate([flat[:SAMPLE].get(), flat[-SAMPLE:].get()])
-
-
 def time_layer(layer, lab, names, with_library):
     """Time every rung at every block size; return a Timing. NumPy would take minutes at this size, so each rung has to
     agree with the first one, which was checked at others: raises UserError if one does not."""
     fresh, flush = upload(layer.tensors()), llmc.gpu.device.cp.empty(FLUSH, np.uint8)
-    times, first = {}, None
+    times, first = {}, {}
     for found, block in layer.runs(names):
         if found.name not in times:
             arrays, times[found.name] = copies(fresh), {}
             run_rung(layer, lab, arrays, found, block)
-            results = {name: sample(layer, name, arrays[name]) for name in layer.checked}
-            first = first or {name: widen(result) for name, result in results.items()}
-            where = f"{layer.name} {found.name}, block {block}, {layer}, beside the first rung"
-            if not all([agrees(where, name, got, first[name], 2 * max(layer.checked[name], BF16 * (got.itemsize < 4)))
-                        for name, got in results.items()]):
-                raise UserError(f"{layer.name} {found.name} is wrong at the size that was to be timed")
+            for name, fraction in layer.checked.items():
+                flat = arrays[name].reshape(-1)
+                got = (total(layer, name, arrays[name].get()) if name in layer.partial else
+                       np.concatenate([flat[:SAMPLE].get(), flat[-SAMPLE:].get()]))
+                expected = first.setdefault(name, widen(got))
+                if not agrees(f"{layer.name} {found.name}, block {block}, {layer}, beside the first rung", name, got,
+                              expected, 2 * max(fraction, BF16 * (got.itemsize < 4))):
+                    raise UserError(f"{layer.name} {found.name} is wrong at the size that was to be timed")
             a = SimpleNamespace(**arrays)
         times[found.name][block] = milliseconds(lab, flush, lambda: found.run(layer, lab, a, block))
-    library = None
-    if with_library:
+    call, library = library_call(layer, fresh) if with_library else None, None
+    if call:
         with torch_beside(lab):
-            call = library_call(layer, fresh)
-            library = milliseconds(lab, flush, call) if call else None
-    moved = 0 if layer.flops() else layer.bytes(SimpleNamespace(**fresh))
-    return Timing(layer, moved, layer.flops(), library, times)
+            library = milliseconds(lab, flush, call)
+    return Timing(layer, 0 if layer.flops() else layer.bytes(SimpleNamespace(**fresh)), layer.flops(), library, times)

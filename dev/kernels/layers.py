@@ -5,8 +5,8 @@ layer is; the kernels are in the .cu files beside this one, each under a comment
 
 import math
 
-from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Launcher, Layer, bf16_bits, blocks, cuda, np, rung,
-                 size_of, torch, train_gpt2)
+from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Launcher, Layer, bf16_bits, blocks, cuda, np,
+                 rung, size_of, torch, train_gpt2)
 from llmc.gpu.batch import sort_tokens
 from llmc.gpu.trainer import CONTROL, adamw_update, global_norm
 from llmc.gpu.zero import CHUNK, CHUNKS
@@ -15,13 +15,14 @@ F = torch.nn.functional
 
 
 class Elements(Layer):
-    """A layer whose kernels and NumPy function take the number of elements."""
+    """A layer whose kernels and NumPy function take the number of elements, N rows of `channels` times C."""
 
-    channels = 1  # of a row, in units of C
+    channels = 1
 
-    @property
-    def work(self):
-        return self.N * self.channels * self.C
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.shape = self.B, self.T, self.channels * self.C
+        self.work = math.prod(self.shape)
 
     def sizes(self):
         return (self.work,)
@@ -45,6 +46,7 @@ class EncoderForward(Layer):
     name, file, shapes, checked, moved = "encoder_forward", "encoder", ((3, 97),), {"out": EXACT}, ("out", "out")
 
     def tensors(self):
+        self.work = self.N * self.C
         return {"out": self.unwritten(*self.sizes(), dtype=self.precision.residual), "inp": self.tokens(),
                 "wte": self.random(self.Vp, self.C), "wpe": self.random(self.config.maxT, self.C)}
 
@@ -53,10 +55,6 @@ class EncoderForward(Layer):
 
     def arguments(self, a):
         return *self.given(a), self.B, self.T
-
-    @property
-    def work(self):
-        return self.N * self.C
 
     thread_an_element, pack_a_thread, live = Kernel(THREAD), Kernel(PACK), Launcher()
 
@@ -194,9 +192,9 @@ class ResidualForward(Elements):
     name, file, checked, moved = "residual_forward", "residual", {"out": EXACT}, ("out", "inp1", "inp2")
 
     def tensors(self):
-        shape, stream = (self.B, self.T, self.C), self.precision.residual
-        return {"out": self.unwritten(*shape, dtype=stream), "inp1": self.random(*shape, dtype=stream),
-                "inp2": self.random(*shape)}
+        stream = self.precision.residual
+        return {"out": self.unwritten(*self.shape, dtype=stream), "inp1": self.random(*self.shape, dtype=stream),
+                "inp2": self.random(*self.shape)}
 
     def library(self, t):
         inp1 = t.inp1.to(t.inp2.dtype)  # a sum of two dtypes would have a third
@@ -262,8 +260,7 @@ class GeluForward(Elements):
     name, file, channels, checked, moved = "gelu_forward", "gelu", 4, {"out": EXACT}, ("out", "inp")
 
     def tensors(self):
-        shape = self.B, self.T, 4 * self.C
-        return {"out": self.unwritten(*shape), "inp": self.random(*shape, spread=3)}
+        return {"out": self.unwritten(*self.shape), "inp": self.random(*self.shape, spread=3)}
 
     def library(self, t):
         return lambda: {"out": F.gelu(t.inp, approximate="tanh")}
@@ -282,8 +279,8 @@ class GeluBackward(Elements):
     signature = moved = ("dinp", "inp", "dout")
 
     def tensors(self):
-        shape = self.B, self.T, 4 * self.C
-        return {"dinp": self.unwritten(*shape), "inp": self.random(*shape, spread=3), "dout": self.random(*shape),
+        return {"dinp": self.unwritten(*self.shape), "inp": self.random(*self.shape, spread=3),
+                "dout": self.random(*self.shape),
                 "sums": self.unwritten(self.sum_rows().gelu, 4 * self.C, dtype="float32")}
 
     def library(self, t):
@@ -303,7 +300,7 @@ class BiasGradient(Layer):
     signature = ("dbias", "dout")
 
     def tensors(self):
-        OC = 4 * self.C
+        self.work = OC = 4 * self.C
         return {"dbias": self.unwritten(OC, dtype="float32"), "dout": self.random(self.B, self.T, OC),
                 "partials": self.unwritten(32 * self.gpu.sm_count, OC, dtype="float32")}
 
@@ -316,10 +313,6 @@ class BiasGradient(Layer):
     def parts(self, lab, block, columns):
         """How many parts to split the rows into, so that blocks of that many columns fill the GPU."""
         return max(1, min(waves(lab, block) // blocks(self.work, columns), blocks(self.N, block // 32)))
-
-    @property
-    def work(self):
-        return 4 * self.C
 
     thread_a_column, shared_memory = Kernel(THREAD), Kernel(lambda self, block: 32)
 
@@ -421,6 +414,7 @@ class CrossentropySoftmaxBackward(Logits):
     checked, moved = {"dlogits": EXACT}, ("dlogits", "probs")
 
     def tensors(self):
+        self.work = self.N * self.Vp
         return {"dlogits": self.unwritten(self.B, self.T, self.Vp), "probs": self.logits(),  # any numbers will do
                 "targets": self.tokens()}
 
@@ -429,10 +423,6 @@ class CrossentropySoftmaxBackward(Logits):
 
     def arguments(self, a):
         return *self.given(a), 1.0 / self.N, self.N
-
-    @property
-    def work(self):
-        return self.N * self.Vp
 
     thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
 
