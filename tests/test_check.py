@@ -21,7 +21,6 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 from llmc.checkpoint import write_model
 from llmc.gpu.geometry import KERNELS, kernel_files
-from llmc.tensors import flat
 
 B, T = 2, 32
 
