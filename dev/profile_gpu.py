@@ -26,7 +26,6 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 
 import until_merge  # noqa: F401
-from llmc.checkpoint import Config
 from llmc.errors import UserError, run_main
 from llmc.gpu.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
 from llmc.gpu.geometry import blocks
@@ -39,12 +38,6 @@ from llmc.tensors import Row
 from train_gpt2 import parameter_table, random_model
 from train_gpt2_cuda import GPT2, JOB, CudaSettings, resolve_auto
 
-MODELS = {  # for the benchmarks
-    "124M": Config(1024, 50257, 12, 12, 768, 50304),
-    "355M": Config(1024, 50257, 24, 16, 1024, 50304),
-    "774M": Config(1024, 50257, 36, 20, 1280, 50304),
-    "1558M": Config(1024, 50257, 48, 25, 1600, 50304),
-}
 STEPS = 10
 
 # ----------------------------------------------------------------------------------------------------------------------

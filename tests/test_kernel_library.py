@@ -21,7 +21,7 @@ import lab
 import llmc.gpu.device
 from lab import AWKWARD, LAYERS
 from llmc.checkpoint import Config
-from llmc.errors import UserError, run_main
+from llmc.errors import run_main
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.geometry import kernel_files
 from llmc.gpu.precision import Precision
@@ -196,10 +196,3 @@ def test_with_a_wrong_element_there_are_no_times(fake_cupy, monkeypatch, capsys,
         return
     assert end.value.code == 1 if wrong_at == (3, 97) else "wrong is wrong at the size" in end.value.code
     assert "layernorm_forward wrong, block 64" in printed and "rstd" in printed and "2.0000" not in printed
-
-
-def test_models():
-    assert bench.find_config("1024/16", 2048) == Config(2048, 50257, 1, 16, 1024, 50304)
-    for text, words in (("125M", "expected one of 124M"), ("100/3", "a multiple of NH"), ("100/10", "expect")):
-        with pytest.raises(UserError, match=words):
-            bench.find_config(text, 1024)

@@ -75,7 +75,7 @@ class Attention(Layer):
 
     def scratch(self):
         """Memory for the rungs that store a (T,T) matrix per head."""
-        return self.unwritten(*(self.B, self.NH, self.T, self.T)[: 4 * self.keeps_scores], dtype="float32")
+        return self.float32(*(self.B, self.NH, self.T, self.T)[: 4 * self.keeps_scores])
 
 
 class AttentionForward(Attention):
@@ -91,7 +91,7 @@ class AttentionForward(Attention):
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
-        return {"out": self.unwritten(B, T, C), "lse": self.unwritten(B, self.NH, T, dtype="float32"),
+        return {"out": self.unwritten(B, T, C), "lse": self.float32(B, self.NH, T),
                 "inp": self.random(B, T, 3 * C, spread=1.5), "att": self.scratch()}
 
     def oracle(self, t):
@@ -150,8 +150,8 @@ class AttentionBackward(Attention):
         inp, out, lse = self.forward_pass()
         sums = self.sum_rows().attention
         return {"dinp": self.unwritten(B, T, 3 * C), "dout": self.random(B, T, C), "inp": inp, "out": out, "lse": lse,
-                "D": self.unwritten(B, NH, T, dtype="float32"), "att": self.scratch(), "datt": self.scratch(),
-                "sums": self.unwritten(sums, 3 * C, dtype="float32")}
+                "D": self.float32(B, NH, T), "att": self.scratch(), "datt": self.scratch(),
+                "sums": self.float32(sums, 3 * C)}
 
     def forward_pass(self):
         """Return inp, out and lse of one or two different sequences, repeated: NumPy is slow for a large batch.

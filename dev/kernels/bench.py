@@ -15,10 +15,7 @@ the library's: PyTorch's, and for matmuls cuBLASLt's.
 """
 
 import argparse
-import contextlib
-import dataclasses
 import os
-import subprocess
 import sys
 
 import lab  # first: it finds the project's modules
@@ -35,9 +32,9 @@ from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.compiler import compiler_version
 from llmc.gpu.device import gpu_errors_as_lines, open_gpu
-from llmc.gpu.geometry import check_sizes
 from llmc.gpu.precision import Precision
-from profile_gpu import MODELS, describe, measure_copy, measure_matmul
+from profile_gpu import describe, measure_copy, measure_matmul
+from train_gpt2 import SIZES
 
 RESULTS = os.path.join(lab.HERE, "RESULTS.md")
 
@@ -50,33 +47,10 @@ def parse_arguments(argv=None):
                         help="of activations (default: bfloat16 where the GPU has it)")
     parser.add_argument("-b", type=int, default=32, metavar="B", help="batch size of the timing")
     parser.add_argument("-t", type=int, default=1024, metavar="T", help="sequence length of the timing")
-    parser.add_argument("--model", default="124M", help=f"{', '.join(MODELS)}, or C/NH")
+    parser.add_argument("--model", choices=tuple(SIZES), default="d12", help="whose C, NH (default: d12)")
     parser.add_argument("--check_only", action="store_true", help="check, and time nothing")
     parser.add_argument("--all", action="store_true", help="all layers in each dtype, into dev/kernels/RESULTS.md")
-    args = parser.parse_args(argv)
-    if min(args.b, args.t) < 1:
-        parser.error("-b and -t: expected at least 1")
-    return args
-
-
-def find_config(model, T):
-    """The Config of a model of MODELS, or of C/NH; raises UserError for sizes that the kernels cannot do."""
-    config = MODELS.get(model)
-    if config is None:
-        try:
-            C, NH = map(int, model.split("/"))
-            config = Config(1024, 50257, 1, NH, C, 50304)
-            if min(C, NH) < 1 or C % NH:
-                raise ValueError
-        except ValueError:
-            raise UserError(f"--model {model}: expected one of {', '.join(MODELS)}, or C/NH like 768/12, C a multiple"
-                            " of NH") from None
-    check_sizes(config)
-    return dataclasses.replace(config, maxT=max(T, config.maxT))
-
-
-def about(layer):
-    return layer.__doc__.strip().split("\n")[0]
+    return parser.parse_args(argv)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -129,12 +103,8 @@ def time_all(labs, chosen, names, config, dtype, B, T):
 
 
 def machine_text(bench):
-    """GPU, driver and versions in one line."""
-    driver = "unknown"
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
-    return f"{describe(bench.matmul)}, driver {driver}, {compiler_version()}, PyTorch {torch.__version__}"
+    """GPU and versions in one line."""
+    return f"{describe(bench.matmul)}, {compiler_version()}, PyTorch {torch.__version__}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,11 +130,11 @@ def table(timings, peaks):
 
 
 def rate(timing, ms, peaks):
-    """The rate as text, and the part of the peak as text."""
-    copy, matmul = peaks
-    if timing.flops:
-        return f"{timing.flops / ms / 1e9:.1f} TFLOP/s", f"{timing.flops / ms * 1000 / matmul:.1%}"
-    return f"{timing.bytes / ms / 1e6:.0f} GB/s", f"{timing.bytes / ms * 1000 / copy:.1%}"
+    """The rate and its part of the peak, as text."""
+    (copy, matmul), moved, flops = peaks, 1000 * timing.bytes / ms, 1000 * timing.flops / ms
+    if flops:
+        return f"{flops / 1e12:.1f} TFLOP/s", f"{flops / matmul:.1%}"
+    return f"{moved / 1e9:.0f} GB/s", f"{moved / copy:.1%}"
 
 
 def results(config, B, T, machine, sections):
@@ -186,13 +156,13 @@ def main(argv=None):
     args = parse_arguments(argv)
     if not args.layers and not args.all:
         for name, layer in LAYERS.items():
-            print(f"{name}: {about(layer)}\n    {', '.join(layer.rungs)}")
+            print(f"{name}: {layer.__doc__.splitlines()[0]}\n    {', '.join(layer.rungs)}")
         return 0
     known = {*LAYERS, *(rung for name in args.layers if name in LAYERS for rung in LAYERS[name].rungs)}
     for name in (*args.layers, *(args.rung or ())):
         if name not in known:
             raise UserError(f"{name}: expected names that python dev/kernels/bench.py lists")
-    chosen, config, labs = [LAYERS[name] for name in args.layers or LAYERS], find_config(args.model, args.t), Labs()
+    chosen, config, labs = [LAYERS[name] for name in args.layers or LAYERS], Config(max(args.t, 1024), 50257, *SIZES[args.model], 50304), Labs()
     default = "float32" if labs.gpu.arch == "sm_75" else "bfloat16"
     dtypes = [args.dtype] if args.dtype else list(dict.fromkeys([default, "float32"])) if args.all else [default]
     if not all([check_all(labs, chosen, args.rung, config, dtype) for dtype in dtypes]):

@@ -163,6 +163,9 @@ class Layer:
         """An output: NaN before each call."""
         return Row(shape, dtype or self.precision.dtype)
 
+    def float32(self, *shape):
+        return self.unwritten(*shape, dtype="float32")
+
     def tokens(self):
         """(B,T) int32, all below V, the first and last of the vocabulary among them."""
         tokens = self.rng.integers(0, self.V, (self.B, self.T), dtype=np.int32)

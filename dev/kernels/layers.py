@@ -70,8 +70,8 @@ class EncoderBackward(Layer):
         inp, order, begins, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
         sort_tokens(order, begins, tokens, inp)
         self.different = np.unique(inp).size
-        return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.unwritten(maxT, C, dtype="float32"),
-                "partials": self.unwritten(self.sum_rows().wte, C, dtype="float32"), "dout": self.random(B, T, C),
+        return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.float32(maxT, C),
+                "partials": self.float32(self.sum_rows().wte, C), "dout": self.random(B, T, C),
                 "inp": inp, "order": order, "begins": begins, "tokens": tokens}
 
     def bytes(self, a):
@@ -117,8 +117,8 @@ class LayernormForward(Layer):
 
     def tensors(self):
         shape = self.sizes()
-        return {"out": self.unwritten(*shape), "mean": self.unwritten(*shape[:2], dtype="float32"),
-                "rstd": self.unwritten(*shape[:2], dtype="float32"),
+        return {"out": self.unwritten(*shape), "mean": self.float32(*shape[:2]),
+                "rstd": self.float32(*shape[:2]),
                 "inp": self.random(*shape, mean=1, dtype=self.precision.residual), "weight": self.random(self.C),
                 "bias": self.random(self.C)}
 
@@ -154,12 +154,12 @@ class LayernormBackward(Layer):
         inp = self.random(B, T, C, mean=1, dtype=self.precision.residual)
         mean = inp.mean(axis=-1, dtype=np.float32)
         rstd = 1 / np.sqrt(inp.var(axis=-1, dtype=np.float32) + np.float32(1e-5))
-        return {"dinp": self.random(B, T, C), "dweight": self.unwritten(C, dtype="float32"),
-                "dbias": self.unwritten(C, dtype="float32"), "dout": self.random(B, T, C), "inp": inp,
+        return {"dinp": self.random(B, T, C), "dweight": self.float32(C),
+                "dbias": self.float32(C), "dout": self.random(B, T, C), "inp": inp,
                 "weight": self.random(C), "mean": mean, "rstd": rstd,
-                "partials": self.unwritten(32 * self.gpu.sm_count, 2 * C, dtype="float32"),
+                "partials": self.float32(32 * self.gpu.sm_count, 2 * C),
                 "done": np.zeros(1, np.int32),
-                "live_partials": self.unwritten(self.sum_rows().layernorm, 3 * C, dtype="float32")}
+                "live_partials": self.float32(self.sum_rows().layernorm, 3 * C)}
 
     def library(self, t):
         inp = t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
@@ -213,8 +213,8 @@ class ResidualLayernormForward(Layer):
     def tensors(self):
         shape, stream = (self.B, self.T, self.C), self.precision.residual
         return {"residual": self.unwritten(*shape, dtype=stream), "out": self.unwritten(*shape),
-                "mean": self.unwritten(*shape[:2], dtype="float32"),
-                "rstd": self.unwritten(*shape[:2], dtype="float32"),
+                "mean": self.float32(*shape[:2]),
+                "rstd": self.float32(*shape[:2]),
                 "inp1": self.random(*shape, mean=1, dtype=stream), "inp2": self.random(*shape),
                 "weight": self.random(self.C), "bias": self.random(self.C)}
 
@@ -281,7 +281,7 @@ class GeluBackward(Elements):
     def tensors(self):
         return {"dinp": self.unwritten(*self.shape), "inp": self.random(*self.shape, spread=3),
                 "dout": self.random(*self.shape),
-                "sums": self.unwritten(self.sum_rows().gelu, 4 * self.C, dtype="float32")}
+                "sums": self.float32(self.sum_rows().gelu, 4 * self.C)}
 
     def library(self, t):
         return lambda: {"dinp": torch.ops.aten.gelu_backward(t.dout, t.inp, approximate="tanh")}
@@ -301,8 +301,8 @@ class BiasGradient(Layer):
 
     def tensors(self):
         self.work = OC = 4 * self.C
-        return {"dbias": self.unwritten(OC, dtype="float32"), "dout": self.random(self.B, self.T, OC),
-                "partials": self.unwritten(32 * self.gpu.sm_count, OC, dtype="float32")}
+        return {"dbias": self.float32(OC), "dout": self.random(self.B, self.T, OC),
+                "partials": self.float32(32 * self.gpu.sm_count, OC)}
 
     def oracle(self, t):
         np.sum(t.dout, axis=(0, 1), out=t.dbias)
@@ -347,7 +347,7 @@ class Logits(Layer):
         return logits
 
     def losses(self):
-        return self.unwritten(self.B, self.T, dtype="float32")
+        return self.float32(self.B, self.T)
 
     def probabilities(self, logits):
         """(B,T,V) float64"""
@@ -561,8 +561,8 @@ class GlobalNorm(Layer):
     def tensors(self):
         count = self.N * 4 * self.C
         partials = max(32 * self.gpu.sm_count, blocks(count, CHUNK))
-        return {"squares": self.unwritten(1, dtype="float32"), "grads": self.random(count),
-                "partials": self.unwritten(partials, dtype="float32"), "chunks": chunks_of(count)}
+        return {"squares": self.float32(1), "grads": self.random(count),
+                "partials": self.float32(partials), "chunks": chunks_of(count)}
 
     def oracle(self, t):
         t.squares[0] = train_gpt2.global_norm(t.grads, t.grads.size) ** 2

@@ -213,7 +213,7 @@ class MatmulBackwardInpGelu(Matmul):
 
     def tensors(self):
         rows = self.sum_rows().gelu
-        return {"dinp": self.unwritten(self.N, self.OC), "sums": self.unwritten(rows, self.OC, dtype="float32"),
+        return {"dinp": self.unwritten(self.N, self.OC), "sums": self.float32(rows, self.OC),
                 "dout": self.random(self.N, self.C), "weight": self.random(self.C, self.OC),
                 "pre": self.random(self.N, self.OC)}
 
