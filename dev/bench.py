@@ -50,9 +50,7 @@ from llmc.settings import Settings
 from llmc.tensors import Row, bf16_bits, flat, layer, table_elements
 from llmc.threads import THREADS
 from readme import SPEED, put_between_markers, split_at_markers
-from train_gpt2 import GPT2, SIZES, Decoder, parameter_table, random_model
-
-# What needs a GPU's packages is imported where it is used: profile_gpu.py has most of it.
+from train_gpt2 import GPT2, SIZES, Decoder, parameter_table, random_model  # a GPU's are imported where they are used
 
 V, T = 50257, 1024
 MODELS = {"124M": "d12", "355M": "d24", "774M": "d36", "1558M": "d48"}  # name in the tables -> in train_gpt2.SIZES
@@ -73,10 +71,6 @@ def times_of(call, warmup, count):
     return found[warmup:]
 
 
-def random_batch(B, T):
-    return np.random.default_rng(0).integers(0, V, (2, B, T), dtype=np.int32)
-
-
 class Job(NamedTuple):
     """One program at one size, measured in a process of its own."""
 
@@ -88,10 +82,6 @@ class Job(NamedTuple):
     model: str = "124M"
     recompute: int = -1  # ours on a GPU: see CudaSettings
 
-    @property
-    def title(self):
-        return NAMES[self.name] + (f", --recompute {self.recompute}" if self.recompute >= 0 else "")
-
 
 NAMES = {
     "numpy": "train_gpt2.py",
@@ -101,6 +91,10 @@ NAMES = {
     "best": "PyTorch, torch.compile, flash, fused AdamW",
     "reduce-overhead": "PyTorch, torch.compile, reduce-overhead",
 }
+
+
+def random_batch(job):
+    return np.random.default_rng(0).integers(0, V, (2, job.B, job.T), np.int32)
 
 
 def measure(job, cache):
@@ -136,22 +130,21 @@ def bench_cpu(args):
     with tempfile.TemporaryDirectory() as cache:
         for job in tqdm(TURNS * CPU_JOBS, leave=False):
             results[job].append(measure(job, cache))
-    columns = ("GPT-2 124M, float32", "B", "T", "seconds a step", "tokens/s", "peak memory", "matmuls alone",
-               "step / matmuls")
-    table, summary = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"], [
-        "| GPT-2 124M, float32, B=4, T=64 | seconds a step | tokens/s | peak memory |", "|---|---|---|---|"]
+    table = ["| GPT-2 124M, float32 | B | T | seconds a step | tokens/s | peak memory | matmuls alone | step / matmuls"
+             " |", "|---" * 8 + "|"]
+    summary = ["| GPT-2 124M, float32, B=4, T=64 | seconds a step | tokens/s | peak memory |", "|---|---|---|---|"]
     for job, turns in results.items():
         failed = [turn["failed"] for turn in turns if "failed" in turn]
         if failed:
-            table.append(f"| {job.title} | {job.B} | {job.T} | failed: {failed[0]} | | | | |")
+            table.append(f"| {NAMES[job.name]} | {job.B} | {job.T} | failed: {failed[0]} | | | | |")
             continue
         step, matmuls = (statistics.median(seconds for turn in turns for seconds in turn.get(call, [0.0]))
                          for call in ("step", "matmuls"))
         figures = f"{step:.3f} | {job.B * job.T / step:.0f} | {turns[0]['peak'] / 2**30:.2f} GiB"
         floor = f"{matmuls:.3f} s | {step / matmuls:.2f}" if matmuls else "|"
-        table.append(f"| {job.title} | {job.B} | {job.T} | {figures} | {floor} |")
+        table.append(f"| {NAMES[job.name]} | {job.B} | {job.T} | {figures} | {floor} |")
         if (job.B, job.T) == (4, 64):
-            summary.append(f"| {job.title} | {figures} |")
+            summary.append(f"| {NAMES[job.name]} | {figures} |")
     print("\n".join([*machine, *table]))
     if args.readme:
         put_between_markers("bench_cpu", "\n".join([*machine, "", *table]), SPEED)
@@ -167,8 +160,8 @@ def time_calls(calls):
 
 def matmuls_alone(model, B, T):
     """All matmuls of one step, forward and backward, and nothing else."""
-    config, params, grads, acts, scratch = model.config, model.params, model.grads, model.acts, model.scratch
-    L, NH, C = config.L, config.NH, config.C
+    params, grads, acts, scratch = model.params, model.grads, model.acts, model.scratch
+    L, NH, C = model.config.L, model.config.NH, model.config.C
 
     def linear(inp, out, weight, dweight, dinp):
         out, inp, dinp = (x.reshape(B * T, -1) for x in (out, inp, dinp))
@@ -188,12 +181,12 @@ def matmuls_alone(model, B, T):
             np.matmul(q, np.swapaxes(k, 2, 3), out=a.preatt)
         for _ in range(4):  # into (T, HS): att @ value forward, the gradients of query, key and value backward
             np.matmul(a.att, v, out=heads)
-    linear(acts.lnf, acts.logits, params.wte[: config.V], grads.wte[: config.V], scratch.dbranch)
+    linear(acts.lnf, acts.logits, params.wte[:V], grads.wte[:V], scratch.dbranch)
 
 
 def step_of_numpy(job):
     settings, counter = Settings(B=job.B, T=job.T), itertools.count(1)
-    model, (x, y) = GPT2(*random_model(MODELS[job.model], V)), random_batch(job.B, job.T)
+    model, (x, y) = GPT2(*random_model(MODELS[job.model], V)), random_batch(job)
     model.allocate_activations(job.B, job.T)
     model.allocate_training(job.B, job.T)
 
@@ -212,20 +205,18 @@ def describe_cpu():
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, TypeError), open("/proc/cpuinfo") as f:
         cpu = re.search(r"model name\s*: (.*)", f.read())[1]
-    child = subprocess.run([sys.executable, "-c", "import train_gpt2"], cwd=ROOT,
-                           env={**os.environ, "OPENBLAS_VERBOSE": "2"}, capture_output=True, text=True)
-    core = re.search(r"Core: (\S+)", child.stdout + child.stderr)
-    return [f"{cpu}, {THREADS} threads; {datetime.date.today()}",
-            f"Python {platform.python_version()}, NumPy {np.__version__}, PyTorch {torch.__version__},"
-            f" OpenBLAS core {core[1] if core else 'unknown'}"]
+    child = subprocess.run([sys.executable, "-c", "import train_gpt2"], cwd=ROOT, capture_output=True, text=True,
+                           env={**os.environ, "OPENBLAS_VERBOSE": "2"})
+    core = re.search(r"Core: (\S+)|$", child.stdout + child.stderr)[1]
+    return [f"{cpu}, {THREADS} threads; {datetime.date.today()}", f"Python {platform.python_version()}, NumPy"
+            f" {np.__version__}, PyTorch {torch.__version__}, OpenBLAS core {core or 'unknown'}"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # gpu
 
 RESULTS, BESIDE_LLMC = (os.path.join(ROOT, "dev", f"bench_{of}.json") for of in ("gpu", "llmc"))  # for plot_bench.py
-GPU_WARMUP, GPU_STEPS, BATCHES = 10, 30, (4, 32, 64)
-RIVALS = "eager", "compile", "reduce-overhead"
+GPU_WARMUP, GPU_STEPS, BATCHES, RIVALS = 10, 30, (4, 32, 64), ("eager", "compile", "reduce-overhead")
 TABLES = {
     "bfloat16": [*(Job("gpu", name, "bfloat16", B, T) for B in BATCHES for name in ("ours", *RIVALS)
                    if B == 4 or name != "eager"),
@@ -240,15 +231,12 @@ TABLES = {
 def bench_gpu(args):
     """One training step at T=1024 on random tokens on a GPU: train_gpt2_cuda.py beside PyTorch.
 
-    Each runs in a process of its own, one after the other. A step is forward, backward and AdamW; its time is the
-    median over CUDA events. PyTorch is export_weights.py's model with fused AdamW, flash attention and a vocabulary
-    padded like ours: bfloat16 under autocast, float32 with matmuls in the same precision as ours.
-
-    first step: from the start of the process, without the time to make the weights; "warm" with cached kernels. memory:
-    the most that the trainer or PyTorch has allocated; in use: all that the GPU counts. MFU: 6 N + 6 L C T operations a
-    token, over the GPU's dense bfloat16 rate or, if unknown, that of a large matmul. roofline: the time of the step's
-    matmuls at the rate of a large matmul, plus that of AdamW's bytes at the bandwidth of a copy, over the step's; peaks
-    are the best measured in its precision.
+    Each runs in a process of its own. A step is forward, backward and AdamW; its time is the median over CUDA events.
+    PyTorch is export_weights.py's model with fused AdamW, flash attention and a vocabulary padded like ours: bfloat16
+    under autocast, float32 with matmuls in the same precision as ours. first step: from the start of the process,
+    without the time to make the weights; "warm" with cached kernels. in use: all that the GPU counts. MFU: 6 N + 6 LCT
+    operations a token, over the GPU's dense bfloat16 rate or, if unknown, that of a large matmul. roofline: the time of
+    the step's matmuls at that rate, plus that of AdamW's bytes at the bandwidth of a copy, over the step's.
     """
     count_gpus()
     tables = [args.only] if args.only else list(TABLES)
@@ -259,8 +247,7 @@ def bench_gpu(args):
         ours = next((r for job, r in results if job.name == "ours"), {})
         rival = next((f", PyTorch {r['torch']}" for _, r in results if "torch" in r), "")
         machine = [f"{ours['machine']}{rival}; {datetime.date.today()}"]
-        if "matmul" in ours:
-            machine.append(f"copy {ours['bandwidth'] / 1e9:.0f} GB/s, large matmul {ours['matmul'] / 1e12:.0f} TFLOP/s")
+        machine.append(f"copy {ours['bandwidth'] / 1e9:.0f} GB/s, large matmul {ours['matmul'] / 1e12:.0f} TFLOP/s")
         lines = gpu_table(table, results)
         print("\n".join([*machine, *lines]))
         if args.readme:
@@ -280,32 +267,25 @@ def step_of_ours(job):
     from train_gpt2_cuda import GPT2, CudaSettings, resolve_auto
 
     making, (config, params) = time.perf_counter(), random_model(MODELS[job.model], V)
-    making, gpu = time.perf_counter() - making, open_gpu()
+    making, gpu, batch = time.perf_counter() - making, open_gpu(), random_batch(job)
     settings = CudaSettings(B=job.B, T=T, dtype="bfloat16" if job.precision == "bfloat16" else "float32",
                             tf32=int(job.precision != "float32"), recompute=job.recompute)
     trainer = open_trainer(GPT2, gpu, config, params, resolve_auto(settings, gpu.arch))
     trainer.prepare()
-    batch, small = random_batch(job.B, T), job.model == "124M"
 
     def step():
         return trainer.end_step(trainer.begin_step([batch], settings.learning_rate))[2]
 
     step()
     first = time.perf_counter() - START - making
-    warmup, steps = (GPU_WARMUP, GPU_STEPS) if small else (3, 10)
-    ms = statistics.median([step() for _ in range(warmup + steps)][warmup:])
-    free, total = cp.cuda.runtime.memGetInfo()
+    ms = statistics.median([step() for _ in range(GPU_WARMUP + GPU_STEPS)][GPU_WARMUP:])
+    (free, total), C, L = cp.cuda.runtime.memGetInfo(), config.C, config.L
     result = {"B": job.B, "ms": ms, "first": first, "memory": cp.get_default_memory_pool().total_bytes(),
               "used": total - free, "gpu": gpu.name, "machine": describe(trainer.matmul)}
-    if small or peak_flops(gpu.name, "bf16") is None:
-        result["matmul"] = measure_matmul(trainer.matmul)
-    if small:
-        C, L = config.C, config.L
-        flops = 6 * (config.Vp * C + L * 12 * C * C) * job.B * T + L * attention_flops(job.B, T, C, 7)
-        result |= {"bandwidth": measure_copy(trainer.device), "flops": flops,
-                   "moved": 28 * table_elements(parameter_table(config)),  # by AdamW
-                   "profile": {name: row.ms for name, row in time_launches(trainer, 5).items()}}
-    return result
+    flops = 6 * (config.Vp * C + L * 12 * C * C) * job.B * T + L * attention_flops(job.B, T, C, 7)
+    return {**result, "matmul": measure_matmul(trainer.matmul), "bandwidth": measure_copy(trainer.device),
+            "flops": flops, "moved": 28 * table_elements(parameter_table(config)),  # by AdamW
+            "profile": {name: row.ms for name, row in time_launches(trainer, 5).items()}}
 
 
 def step_of_pytorch(job):
@@ -327,7 +307,7 @@ def step_of_pytorch(job):
 
     mode = {"mode": "reduce-overhead"} if job.name == "reduce-overhead" else {}
     forward = loss_of if job.name == "eager" else torch.compile(loss_of, **mode)
-    x, y = (torch.from_numpy(ids).long().to(device) for ids in random_batch(job.B, job.T))
+    x, y = (torch.from_numpy(ids).long().to(device) for ids in random_batch(job))
 
     def step():
         with torch.autocast(device, torch.bfloat16, enabled=job.precision == "bfloat16"):
@@ -370,18 +350,13 @@ def measure_all(jobs):
     return results
 
 
-def roofline(result, alike):
-    """The time of a step's work at peak rates, the best of `alike`, over the measured time."""
-    matmul, bandwidth = (max(other.get(rate, 0) for other in alike) for rate in ("matmul", "bandwidth"))
-    return 1000 * (result["flops"] / matmul + result["moved"] / bandwidth) / result["ms"]
-
-
 def gpu_table(table, results):
     lines = [f"| GPT-2, T={T} | B | precision | ms a step | tokens/s | MFU | first step | memory | in use | roofline |",
              "|---|---|---|---|---|---|---|---|---|---|"]
     measured = next((r["matmul"] for _, r in results if "matmul" in r), None)
     for job, r in results:
-        start = f"| {job.title}, {job.model} |" if table == "models" else f"| {job.title} |"
+        start = f"| {NAMES[job.name]}" + (f", --recompute {job.recompute}" if job.recompute >= 0 else "")
+        start += f", {job.model} |" if table == "models" else " |"
         if "failed" in r:
             lines.append(f"{start} {job.B} | {job.precision} | failed: {r['failed']} | | | | | | |")
             continue
@@ -392,8 +367,10 @@ def gpu_table(table, results):
                              for row in parameter_table(config).values())
             mfu = f"{rate * flops_per_token(parameters, config, T) / fastest:.1%}"
         first = f"{r['cold']:.1f} s, warm {r['first']:.1f} s" if "cold" in r else f"{r['first']:.1f} s"
-        alike = [other for of, other in results if of.precision == job.precision]
-        share = f"{roofline(r, alike):.0%}" if "flops" in r else ""
+        alike, share = [other for of, other in results if of.precision == job.precision], ""
+        if "flops" in r:  # at the best of the peaks that were measured in this precision
+            matmul, bandwidth = (max(other.get(rate, 0) for other in alike) for rate in ("matmul", "bandwidth"))
+            share = f"{1000 * (r['flops'] / matmul + r['moved'] / bandwidth) / r['ms']:.0%}"
         precision = "TF32" if job.precision == "tf32" else job.precision
         memory = f"{r['memory'] / 2**30:.2f} GiB | {r['used'] / 2**30:.2f} GiB"
         lines.append(f"{start} {r['B']} | {precision} | {r['ms']:.2f} | {rate:.0f} | {mfu} | {first} | {memory}"
@@ -452,6 +429,7 @@ def bench_attention(args):
             for layer in layers:
                 at_size = layer(bench.config, bench.precision, bench.gpu, B, T)
                 at_size.keeps_scores = False
+                at_size.tensors = functools.cache(at_size.tensors)
                 for name, at_size.backend in (("flash", [SDPBackend.FLASH_ATTENTION]),
                                               ("cuDNN", [SDPBackend.CUDNN_ATTENTION])):
                     timing = lab.time_layer(at_size, bench, names if name == "flash" else ("none",), True)
@@ -467,7 +445,6 @@ def bench_attention(args):
 # ----------------------------------------------------------------------------------------------------------------------
 # matmul
 
-ROUNDS = 11  # timings of each way
 METHODS = {"forward": "forward", "dinp": "backward_inp", "dweight": "backward_weight"}
 
 
@@ -475,9 +452,8 @@ def bench_matmul(args):
     """The matmuls of a training step, each by itself: our kernels beside cuBLASLt's first proposal.
 
     A row is a matmul, without biases and GELU. Ours are named by their tiles and, in a weight gradient, by the number
-    of parts of the inner dimension; the one that training takes is in bold. Operands are as large as in training, and
-    random, because zeros would be too fast. All are timed in turns, so that a warmer GPU slows all alike: microseconds,
-    medians over CUDA events, without launch overhead.
+    of parts of the inner dimension; the one that training takes is in bold. Operands are random, because zeros would be
+    too fast. All take turns, so that a warmer GPU slows all alike: medians over CUDA events, without launch overhead.
     """
     from llmc.gpu.device import cp, measure, open_gpu
     from profile_gpu import describe, open_device
@@ -495,7 +471,7 @@ def bench_matmul(args):
         for B, (name, *sizes), kind in itertools.product(args.b, weights, METHODS):
             ways, out, inner, rule = matmul_ways(matmul, kind, B * T, *sizes)
             launched = {way: launches_of(device, call) for way, call in {**ways, "rule": rule}.items()}
-            times = [[measure(device, call, 1) for call in ways.values()] for _ in range(ROUNDS)]
+            times = [[measure(device, call, 1) for call in ways.values()] for _ in range(11)]
             for way, seconds in zip(ways, np.median(times, axis=0)):
                 mark = "**" if launched[way] == launched["rule"] else ""
                 launched[way] = f"{mark}{1e6 * seconds:.1f}{mark}"
@@ -534,8 +510,7 @@ def matmul_ways(matmul, kind, N, C, OC):
 
 
 def launches_of(device, call):
-    """What a call launches: kernels, and the last argument of each, which for a weight gradient is the number of
-    parts."""
+    """[(kernel, last argument)]; for a weight gradient, that is the number of parts."""
     found = []
 
     def observer(name, arguments):
@@ -564,20 +539,17 @@ def bench_generate(args):
     from llmc.sampler import Choice
 
     config, params = random_model(args.model, V)
-    try:
+    gpu = floor = None
+    with contextlib.suppress(UserError):
         gpu = open_gpu()
-    except UserError:
-        gpu = None
     print(f"{args.model} on {gpu.name if gpu else 'CPU'}, {'bfloat16' if gpu else 'float32'}, {TOKENS} tokens")
-    floor = None
 
     def row(what, B, seconds):
         share = f"  {floor / (seconds / TOKENS):4.0%} of the floor" if floor and B == 1 else ""
         print(f"B={B:<3} {what:<20} {B * TOKENS / seconds:9.0f} tok/s  {seconds / TOKENS * 1e6:8.1f} us a step{share}",
               flush=True)
 
-    def draw(decoder, B, choice):
-        prompt = np.array([[V - 1]], np.int32)
+    def draw(decoder, B, choice, prompt=np.array([[V - 1]], np.int32)):
         return min(times_of(lambda: sum(1 for _ in decoder.draw(prompt, TOKENS, streams(1, B), choice)), 1, 3))
 
     for B in args.b:
@@ -595,9 +567,8 @@ def bench_generate(args):
         del decoder
         if gpu:
             cp.get_default_memory_pool().free_all_blocks()
-    if not args.no_transformers:
-        for B, seconds in time_transformers(config, args.b, "cuda" if gpu else "cpu").items():
-            row("transformers", B, seconds)
+    for B, seconds in time_transformers(config, args.b, "cuda" if gpu else "cpu").items():
+        row("transformers", B, seconds)
 
 
 def time_transformers(config, batches, device):
@@ -610,10 +581,8 @@ def time_transformers(config, batches, device):
 
     def run(B):
         prompt = torch.full((B, 1), V - 1, device=device)
-        options = dict(max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=True, top_k=0, pad_token_id=V - 1)
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, min_new_tokens=TOKENS,
+                       do_sample=True, top_k=0, pad_token_id=V - 1).cpu()
 
     return {B: min(times_of(lambda: run(B), 1, 1)) for B in batches}
 
@@ -644,14 +613,11 @@ def bench_scale(args):
         tokens = np.random.default_rng(0).integers(0, V, 20_000_000)
         write_tokens("tokens_train.bin", [tokens], len(tokens), "uint16")
         write_tokens("tokens_val.bin", [tokens[: 1 << 17]], 1 << 17, "uint16")
-        if args.only:
-            print("| bfloat16, T=1024 | GPUs | ms a step | tokens/s | of linear | GiB a GPU |")
-            print("|---|---|---|---|---|---|")
+        print("| bfloat16, T=1024 | GPUs | ms a step | tokens/s | of linear | GiB a GPU |\n|---|---|---|---|---|---|")
         for (what, flags), gpus in itertools.product([RUNS[name] for name in args.only], counts):
             given = dict(zip(flags[::2], flags[1::2]))
             if given.get("-d", 0) % (given["-b"] * T * gpus):
-                print(f"note: {what}: does not divide among {gpus} GPUs", file=sys.stderr)
-                continue
+                continue  # an update does not divide into whole batches
             with ThreadPoolExecutor(gpus) as pool:
                 alone = pool.map(lambda only: time_training(1, flags, only)[1], range(gpus)) if gpus > 1 else ()
             ms, rate, size = time_training(gpus, flags)
@@ -714,7 +680,6 @@ def parse_arguments(argv=None):
         add = command(run)
         add("--model", choices=tuple(SIZES), default="d12", help="(default: d12)")
         add("-b", type=int, nargs="+", default=BATCHES if run == bench_matmul else (1, 8, 64), help="batch sizes")
-    add("--no_transformers", action="store_true", help="ours alone")
     add = command(bench_scale)
     add("--gpus", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of all)")
     add("--only", nargs="*", choices=tuple(RUNS), default=tuple(RUNS), help="which runs (default: all)")

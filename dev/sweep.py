@@ -8,10 +8,10 @@ flag, and each combination is a run: here nine, in runs/sweep/l=0.0003_seed=1 an
 output.txt. Each GPU trains one run at a time; so does a CPU. Unlike the trainer, a sweep draws no samples, and
 validates after the last step, unless -s and --final_reports say so.
 
-At the end it prints a table, best validation loss first, writes it to runs/sweep/sweep.csv, and draws sweep.png: the
-last validation loss against the flag with the most values, a line for each combination of the others, through the mean
-of several seeds. Ctrl-C saves the runs and stops; the same command resumes them, also after a crash, and also with
-other values of the same flags. If a run fails, it is named, the others go on, and the exit status is 1.
+At the end it prints a table, best validation loss first, writes it to sweep.csv there, and draws sweep.png: the last
+validation loss against the flag with the most values, a line for each combination of the others, through the mean of
+several seeds. Ctrl-C saves the runs and stops; the same command resumes them, also after a crash, and also with other
+values of the same flags. If a run fails, it is named, the others go on, and the exit status is 1.
 """
 
 import csv
@@ -40,7 +40,6 @@ from llmc.gpu.device import count_gpus
 from llmc.settings import Settings, field_flags, flag_of, parse_settings, with_default
 from plot_log import add_legend, picture
 
-LAST = 10  # updates whose mean is the training loss
 RESULTS = {"val_loss": ".6f", "best_val_loss": ".6f", "train_loss": ".6f", "seconds": ".1f"}
 
 
@@ -68,9 +67,9 @@ def plan(argv, trainer):
     swept = [field.name for field in dataclasses.fields(first)
              if len({getattr(settings, field.name) for settings in lines}) > 1]
     swept.sort(key=lambda name: name == "seed")  # the seed last
-    for name in {"output", "resume"}.intersection(swept):
+    for name in {"output", "resume", "gpus"}.intersection(swept):
         raise UserError(f"{flag_of(first, name)}: expected one value, for the whole sweep")
-    if any(getattr(settings, "gpus", 1) > 1 for settings in lines):
+    if getattr(first, "gpus", 1) > 1:
         raise UserError("--gpus: a sweep trains each run on one GPU: leave the flag out")
     if not first.output_dir:
         raise UserError(f"-o {first.output}: expected the sweep's directory, for its runs and table: pass -o DIR")
@@ -141,7 +140,7 @@ def result(run, state):
     if "val_loss" in found:
         row["val_loss"], row["best_val_loss"] = found["val_loss"][-1], min(found["val_loss"])
     if "train_loss" in found:
-        row["train_loss"], row["seconds"] = float(np.mean(found["train_loss"][-LAST:])), found["seconds"][-1]
+        row["train_loss"], row["seconds"] = float(np.mean(found["train_loss"][-10:])), found["seconds"][-1]
     return row
 
 
@@ -162,7 +161,7 @@ def draw(swept, results, loss, path):
             x = sorted(points)
             axes.plot(x, [np.mean(points[value]) for value in x], color=f"C{index}", label=label or None)
             axes.plot(*zip(*((value, y) for value in x for y in points[value])), f"C{index}o")
-        x = sorted({row[along] for row in results})
+        x = sorted(row[along] for row in results)
         if isinstance(x[0], float) and x[0] > 0 and x[-1] > 5 * x[0]:
             axes.set_xscale("log")
         axes.set_xlabel(along.replace("_", " "))
@@ -188,8 +187,7 @@ def main():
         try:
             failed = train_all(waiting, program, slots or [{}])
         except KeyboardInterrupt:
-            print(f"stopped; to go on: {shlex.join(['python', *sys.argv])}", file=sys.stderr)
-            return 128 + signal.SIGINT
+            sys.exit(f"stopped; to go on: {shlex.join(['python', *sys.argv])}")
         results = [result(run, "failed" if run.directory in failed else "finished") for run in runs]
         results.sort(key=lambda row: (row["state"] != "finished", row.get("best_val_loss", row.get("train_loss", 0.0))))
         table = [[*swept, "state", *RESULTS]]
@@ -204,7 +202,6 @@ def main():
         print(f"wrote {path}.csv and {path}.png")
     if failed:
         raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(map(os.path.basename, failed))}")
-    return 0
 
 
 if __name__ == "__main__":
