@@ -44,8 +44,6 @@ RESULTS = {"val_loss": ".6f", "best_val_loss": ".6f", "train_loss": ".6f", "seco
 
 
 class Run(NamedTuple):
-    """One combination of values."""
-
     values: dict  # of the swept flags: {field of the settings: value}
     arguments: list  # for the trainer
     directory: str
@@ -58,10 +56,8 @@ def plan(argv, trainer):
         ("sample_every", int, with_default(trainer, "sample_every", 0)),
         ("final_reports", int, with_default(trainer, "final_reports", 1)),
     ], bases=(trainer,))
-    choices = []  # for each word of the command line
-    for word in argv:
-        flag, values = re.fullmatch(r"(--?\w+=)?(.*)", word, re.DOTALL).groups("")
-        choices.append([flag + value for value in values.split(",")])
+    words = (re.fullmatch(r"(--?\w+=)?(.*)", word, re.DOTALL).groups("") for word in argv)
+    choices = [[flag + value for value in values.split(",")] for flag, values in words]
     lines = [parse_settings(settings_class, __doc__.split("\n")[1], line) for line in itertools.product(*choices)]
     first = lines[0]
     swept = [field.name for field in dataclasses.fields(first)
@@ -97,7 +93,7 @@ def train_all(runs, program, slots):
     queue, free, running, failed = list(runs), list(slots), {}, []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    with tqdm(total=len(runs), unit="run", desc="sweep") as bar:
+    with tqdm(total=len(runs), unit="run") as bar:
         try:
             while running or queue:
                 while queue and free:
@@ -118,7 +114,7 @@ def train_all(runs, program, slots):
                     else:
                         failed.append(run.directory)
                         with open(os.path.join(run.directory, "output.txt"), errors="replace") as f:
-                            last = ([line.strip() for line in f if line.strip()] or ["it printed nothing"])[-1]
+                            last = (f.read().strip().splitlines() or ["it printed nothing"])[-1]
                         bar.write(f"{run.directory}: failed ({process.returncode}): {last}", file=sys.stderr)
                     bar.update()
                 time.sleep(0.1)
@@ -145,12 +141,10 @@ def result(run, state):
 
 
 def draw(swept, results, loss, path):
-    """Draw the column `loss` of the finished runs that have it."""
+    """Draw the finished runs' losses, against the flag with the most values that is not the seed."""
     results = [row for row in results if row["state"] == "finished" and loss in row]
     if not results:
         return
-
-    # along the x axis: the flag with the most values, and not the seed
     along = max(swept, key=lambda name: (name != "seed", len({row[name] for row in results})))
     lines = {}  # the other flags but the seed -> value along the axis -> losses
     for row in results:
@@ -159,22 +153,19 @@ def draw(swept, results, loss, path):
     with picture(path) as axes:
         for index, (label, points) in enumerate(lines.items()):
             x = sorted(points)
-            axes.plot(x, [np.mean(points[value]) for value in x], color=f"C{index}", label=label or None)
+            axes.plot(x, [np.mean(points[value]) for value in x], color=f"C{index}", label=label or "runs")
             axes.plot(*zip(*((value, y) for value in x for y in points[value])), f"C{index}o")
-        x = sorted(row[along] for row in results)
         if isinstance(x[0], float) and x[0] > 0 and x[-1] > 5 * x[0]:
             axes.set_xscale("log")
         axes.set_xlabel(along.replace("_", " "))
         axes.set_ylabel(f"{loss.replace('_', ' ')}, nats a token")
-        if len(lines) > 1:
-            add_legend(axes)
+        add_legend(axes)
 
 
 def main():
     try:
         count = count_gpus()
-        names = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = names.split(",")[:count] if names else list(map(str, range(count)))
+        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
         from train_gpt2_cuda import CudaSettings as trainer
     except UserError:
         gpus, trainer = [], Settings
@@ -187,7 +178,8 @@ def main():
         try:
             failed = train_all(waiting, program, slots or [{}])
         except KeyboardInterrupt:
-            sys.exit(f"stopped; to go on: {shlex.join(['python', *sys.argv])}")
+            print(f"stopped; to go on: {shlex.join(['python', *sys.argv])}", file=sys.stderr)
+            return 128 + signal.SIGINT
         results = [result(run, "failed" if run.directory in failed else "finished") for run in runs]
         results.sort(key=lambda row: (row["state"] != "finished", row.get("best_val_loss", row.get("train_loss", 0.0))))
         table = [[*swept, "state", *RESULTS]]

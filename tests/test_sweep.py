@@ -49,7 +49,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(workplace, run_here):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "stopped; to go on: python " in errors, errors
+    assert process.returncode == 130 and "stopped; to go on: python " in errors, errors
     assert 0 < newest_checkpoint("s/l=0.001") < 600
     run_here(sweep, *flags)
     assert [newest_checkpoint(f"s/l=0.00{n}") for n in (1, 2)] == [600, 600]
