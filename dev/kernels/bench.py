@@ -162,7 +162,8 @@ def main(argv=None):
     for name in (*args.layers, *(args.rung or ())):
         if name not in known:
             raise UserError(f"{name}: expected names that python dev/kernels/bench.py lists")
-    chosen, config, labs = [LAYERS[name] for name in args.layers or LAYERS], Config(max(args.t, 1024), 50257, *SIZES[args.model], 50304), Labs()
+    chosen, labs = [LAYERS[name] for name in args.layers or LAYERS], Labs()
+    config = Config(max(args.t, 1024), 50257, *SIZES[args.model], 50304)
     default = "float32" if labs.gpu.arch == "sm_75" else "bfloat16"
     dtypes = [args.dtype] if args.dtype else list(dict.fromkeys([default, "float32"])) if args.all else [default]
     if not all([check_all(labs, chosen, args.rung, config, dtype) for dtype in dtypes]):

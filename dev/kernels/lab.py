@@ -84,11 +84,12 @@ class Kernel(Rung):
 
 
 class Launcher(Rung):
-    """The live kernel of a layer whose launcher in train_gpt2_cuda.py takes what the NumPy function takes."""
+    """The live kernel: call(layer, Device, a); without one, the launcher of the layer's name in train_gpt2_cuda.py, which
+    takes what the NumPy function takes. Its block size is its own; in the tables it is 256."""
 
-    def __init__(self):
-        super().__init__(lambda layer, lab, a, block: getattr(cuda, layer.name)(
-            lab.device, *layer.given(a), *layer.sizes()), (256,))
+    def __init__(self, call=None):
+        call = call or (lambda layer, device, a: getattr(cuda, layer.name)(device, *layer.given(a), *layer.sizes()))
+        super().__init__(lambda layer, lab, a, block: call(layer, lab.device, a), (256,))
 
 
 # Shares of a Kernel's block: an element or a row for each thread; 16 bytes for each; a row for each warp; one row.

@@ -71,8 +71,8 @@ class EncoderBackward(Layer):
         sort_tokens(order, begins, tokens, inp)
         self.different = np.unique(inp).size
         return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.float32(maxT, C),
-                "partials": self.float32(self.sum_rows().wte, C), "dout": self.random(B, T, C),
-                "inp": inp, "order": order, "begins": begins, "tokens": tokens}
+                "partials": self.float32(self.sum_rows().wte, C), "dout": self.random(B, T, C), "inp": inp,
+                "order": order, "begins": begins, "tokens": tokens}
 
     def bytes(self, a):
         return size_of(a.dout, a.dwpe) + 2 * self.different * self.C * 4
@@ -99,10 +99,8 @@ class EncoderBackward(Layer):
         lab.launch("encoder_backward_wpe", (blocks(a.dwpe.size, 256 * self.pack),), (256,), a.dwpe, a.dout, self.B,
                    self.T, a.dwpe.shape[0])
 
-    @rung(256)
-    def live(self, lab, a, block):
-        cuda.encoder_backward(lab.device, a.dwte, a.dwpe, a.partials, a.dout, a.order, a.begins, a.tokens, self.B,
-                              self.T, self.C)
+    live = Launcher(lambda self, device, a: cuda.encoder_backward(
+        device, a.dwte, a.dwpe, a.partials, a.dout, a.order, a.begins, a.tokens, *self.sizes()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,11 +114,10 @@ class LayernormForward(Layer):
     checked = {"out": SUMS, "mean": SUMS, "rstd": SUMS}
 
     def tensors(self):
-        shape = self.sizes()
-        return {"out": self.unwritten(*shape), "mean": self.float32(*shape[:2]),
-                "rstd": self.float32(*shape[:2]),
-                "inp": self.random(*shape, mean=1, dtype=self.precision.residual), "weight": self.random(self.C),
-                "bias": self.random(self.C)}
+        B, T, C = self.sizes()
+        return {"out": self.unwritten(B, T, C), "mean": self.float32(B, T), "rstd": self.float32(B, T),
+                "inp": self.random(B, T, C, mean=1, dtype=self.precision.residual), "weight": self.random(C),
+                "bias": self.random(C)}
 
     def library(self, t):
         inp = t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
@@ -136,10 +133,8 @@ class LayernormForward(Layer):
     warp_a_row, one_pass, block_a_row = Kernel(WARP), Kernel(WARP), Kernel(BLOCK)
     shared_memory = Kernel(WARP, shared=lambda self, block: (2 + block // 32) * self.C * 16 // self.pack)
 
-    @rung(256)
-    def live(self, lab, a, block):
-        cuda.residual_layernorm_forward(lab.device, None, a.out, a.mean, a.rstd, a.inp, None, a.weight, a.bias, self.B,
-                                        self.T, self.C)
+    live = Launcher(lambda self, device, a: cuda.residual_layernorm_forward(
+        device, None, a.out, a.mean, a.rstd, a.inp, None, a.weight, a.bias, *self.sizes()))
 
 
 class LayernormBackward(Layer):
@@ -150,15 +145,13 @@ class LayernormBackward(Layer):
     signature = ("dinp", "dweight", "dbias", "dout", "inp", "weight", "mean", "rstd")
 
     def tensors(self):
-        B, T, C = self.B, self.T, self.C
+        B, T, C = self.sizes()
         inp = self.random(B, T, C, mean=1, dtype=self.precision.residual)
         mean = inp.mean(axis=-1, dtype=np.float32)
         rstd = 1 / np.sqrt(inp.var(axis=-1, dtype=np.float32) + np.float32(1e-5))
-        return {"dinp": self.random(B, T, C), "dweight": self.float32(C),
-                "dbias": self.float32(C), "dout": self.random(B, T, C), "inp": inp,
-                "weight": self.random(C), "mean": mean, "rstd": rstd,
-                "partials": self.float32(32 * self.gpu.sm_count, 2 * C),
-                "done": np.zeros(1, np.int32),
+        return {"dinp": self.random(B, T, C), "dweight": self.float32(C), "dbias": self.float32(C),
+                "dout": self.random(B, T, C), "inp": inp, "weight": self.random(C), "mean": mean, "rstd": rstd,
+                "partials": self.float32(32 * self.gpu.sm_count, 2 * C), "done": np.zeros(1, np.int32),
                 "live_partials": self.float32(self.sum_rows().layernorm, 3 * C)}
 
     def library(self, t):
@@ -211,12 +204,11 @@ class ResidualLayernormForward(Layer):
     checked = {"residual": EXACT, "out": SUMS, "mean": SUMS, "rstd": SUMS}
 
     def tensors(self):
-        shape, stream = (self.B, self.T, self.C), self.precision.residual
-        return {"residual": self.unwritten(*shape, dtype=stream), "out": self.unwritten(*shape),
-                "mean": self.float32(*shape[:2]),
-                "rstd": self.float32(*shape[:2]),
-                "inp1": self.random(*shape, mean=1, dtype=stream), "inp2": self.random(*shape),
-                "weight": self.random(self.C), "bias": self.random(self.C)}
+        B, T, C, stream = *self.sizes(), self.precision.residual
+        return {"residual": self.unwritten(B, T, C, dtype=stream), "out": self.unwritten(B, T, C),
+                "mean": self.float32(B, T), "rstd": self.float32(B, T),
+                "inp1": self.random(B, T, C, mean=1, dtype=stream), "inp2": self.random(B, T, C),
+                "weight": self.random(C), "bias": self.random(C)}
 
     def oracle(self, t):
         np.add(t.inp1, t.inp2, out=t.residual)
@@ -229,8 +221,8 @@ class ResidualLayernormForward(Layer):
 
         def call():
             residual = inp1 + t.inp2
-            return dict(zip(self.checked, (residual, *torch.native_layer_norm(residual, (self.C,), t.weight, t.bias,
-                                                                              1e-5))))
+            normed = torch.native_layer_norm(residual, (self.C,), t.weight, t.bias, 1e-5)
+            return dict(zip(self.checked, (residual, *normed)))
 
         return call
 
@@ -239,15 +231,11 @@ class ResidualLayernormForward(Layer):
         """The best addition, then the live layernorm of the stored sum."""
         lab.launch("residual_forward_pack_a_thread", (blocks(a.out.size, self.pack * block),), (block,), a.residual,
                    a.inp1, a.inp2, np.int64(a.out.size))
-        self.fused(lab, a, None, a.residual, None)
+        cuda.residual_layernorm_forward(lab.device, None, a.out, a.mean, a.rstd, a.residual, None, a.weight, a.bias,
+                                        *self.sizes())
 
-    @rung(256)
-    def live(self, lab, a, block):
-        self.fused(lab, a, a.residual, a.inp1, a.inp2)
-
-    def fused(self, lab, a, residual, inp1, inp2):
-        cuda.residual_layernorm_forward(lab.device, residual, a.out, a.mean, a.rstd, inp1, inp2, a.weight, a.bias,
-                                        self.B, self.T, self.C)
+    live = Launcher(lambda self, device, a: cuda.residual_layernorm_forward(
+        device, a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, *self.sizes()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -267,9 +255,7 @@ class GeluForward(Elements):
 
     thread_an_element, pack_a_thread, sigmoid = Kernel(THREAD), Kernel(PACK), Kernel(PACK)
 
-    @rung(256)
-    def live(self, lab, a, block):
-        cuda.gelu_forward(lab.device, a.out, a.inp, self.N, 4 * self.C)
+    live = Launcher(lambda self, device, a: cuda.gelu_forward(device, a.out, a.inp, self.N, 4 * self.C))
 
 
 class GeluBackward(Elements):
@@ -280,17 +266,15 @@ class GeluBackward(Elements):
 
     def tensors(self):
         return {"dinp": self.unwritten(*self.shape), "inp": self.random(*self.shape, spread=3),
-                "dout": self.random(*self.shape),
-                "sums": self.float32(self.sum_rows().gelu, 4 * self.C)}
+                "dout": self.random(*self.shape), "sums": self.float32(self.sum_rows().gelu, 4 * self.C)}
 
     def library(self, t):
         return lambda: {"dinp": torch.ops.aten.gelu_backward(t.dout, t.inp, approximate="tanh")}
 
     thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
 
-    @rung(256)
-    def live(self, lab, a, block):
-        cuda.gelu_backward(lab.device, a.dinp, a.sums, None, a.inp, a.dout, self.N, 4 * self.C)
+    live = Launcher(lambda self, device, a: cuda.gelu_backward(device, a.dinp, a.sums, None, a.inp, a.dout, self.N,
+                                                               4 * self.C))
 
 
 class BiasGradient(Layer):
@@ -315,7 +299,6 @@ class BiasGradient(Layer):
         return max(1, min(waves(lab, block) // blocks(self.work, columns), blocks(self.N, block // 32)))
 
     thread_a_column, shared_memory = Kernel(THREAD), Kernel(lambda self, block: 32)
-
     atomics = Kernel(grid=lambda self, lab, block: (self.work // 32, self.parts(lab, block, 32)), adds_to=("dbias",))
 
     @rung(*SWEEP)
@@ -330,10 +313,6 @@ class BiasGradient(Layer):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # softmax and cross entropy, over the whole vocabulary
-
-
-def live_block(layer, block):
-    return block == layer.geometry.CLASSIFIER_THREADS
 
 
 class Logits(Layer):
@@ -402,9 +381,8 @@ class CrossentropyForward(Logits):
 
     thread_a_row, warp_a_row, block_a_row = Kernel(THREAD), Kernel(WARP), Kernel(BLOCK)
 
-    @rung(256, 512, 1024, fits=live_block)
-    def live(self, lab, a, block):
-        cuda.classifier(lab.device, a.losses, a.logits, a.targets, 1.0, 0, self.B, self.T)
+    live = Launcher(lambda self, device, a: cuda.classifier(device, a.losses, a.logits, a.targets, 1.0, 0, self.B,
+                                                            self.T))
 
 
 class CrossentropySoftmaxBackward(Logits):
@@ -465,9 +443,8 @@ class Classifier(Logits):
 
     fused = Kernel(BLOCK)
 
-    @rung(256, 512, 1024, fits=live_block)
-    def live(self, lab, a, block):
-        cuda.classifier(lab.device, a.losses, a.logits, a.targets, 1.0 / self.N, 1, self.B, self.T)
+    live = Launcher(lambda self, device, a: cuda.classifier(device, a.losses, a.logits, a.targets, 1.0 / self.N, 1,
+                                                            self.B, self.T))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -547,9 +524,8 @@ class AdamWUpdate(Layer):
                    a.grads, self.rate, self.beta1, self.beta2, self.scaled_eps,
                    1 - self.learning_rate * self.weight_decay, self.grad_scale, np.int64(a.m.size))
 
-    @rung(256)
-    def live(self, lab, a, block):
-        adamw_update(lab.device, *self.updated(a), None, a.grads, a.chunks, 1, a.control, self.beta1, self.beta2, 0)
+    live = Launcher(lambda self, device, a: adamw_update(
+        device, *self.updated(a), None, a.grads, a.chunks, 1, a.control, self.beta1, self.beta2, 0))
 
 
 class GlobalNorm(Layer):
