@@ -28,21 +28,12 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 
 from llmc.errors import UserError, run_main
-from llmc.files import open_input, replacing
+from llmc.files import replacing
 
 README = os.path.join(ROOT, "README.md")
 SPEED, CORRECTNESS = (os.path.join(ROOT, "doc", name) for name in ("speed.md", "correctness.md"))
 LOGS = os.path.join(ROOT, "doc", "logs")
 LOSSES = os.path.join(LOGS, "make_train_losses.txt")  # what dev/plot_bench.py draws
-
-
-def read_text(path, mend="expected a text file of this project"):
-    """Return the content of a text file; raises UserError if it cannot be read or is not UTF-8."""
-    with open_input(path, mend) as f:
-        try:
-            return f.read().decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: no text in UTF-8, found other bytes at {error.start}; {mend}") from None
 
 
 def write_text(path, text):
@@ -53,7 +44,8 @@ def write_text(path, text):
 def split_at_markers(name, path=README):
     """Return the text up to and including `<!-- NAME begin -->`, and that from `<!-- NAME end -->` on."""
     begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
-    before, _, rest = read_text(path).partition(begin)
+    with open(path, encoding="utf-8") as f:
+        before, _, rest = f.read().partition(begin)
     _, found, after = rest.partition(end)
     if not found:
         raise UserError(f"{path}: the markers {begin} and {end} are not in it")

@@ -84,8 +84,8 @@ class Kernel(Rung):
 
 
 class Launcher(Rung):
-    """The live kernel: call(layer, Device, a); without one, the launcher of the layer's name in train_gpt2_cuda.py, which
-    takes what the NumPy function takes. Its block size is its own; in the tables it is 256."""
+    """The live kernel: call(layer, Device, a); without one, the launcher of the layer's name in train_gpt2_cuda.py,
+    which takes what the NumPy function takes. Its block size is its own; in the tables it is 256."""
 
     def __init__(self, call=None):
         call = call or (lambda layer, device, a: getattr(cuda, layer.name)(device, *layer.given(a), *layer.sizes()))
