@@ -340,10 +340,10 @@ def check_layer(layer, lab, names, with_library):
             got = total(layer, name, arrays[name].get())
             wrong += not agrees(f"{layer.name} {found.name}, block {block}, {layer}", name, got, expected[name],
                                 fraction)
-    call = library_call(layer, copies(fresh)) if with_library else None
-    if call:
+    if with_library and layer.library:
         with torch_beside(lab):
-            results = call()
+            call = library_call(layer, copies(fresh))
+            results = call() if call else {}
         for name, got in results.items():
             fraction = max(LIBRARY[layer.precision.dtype], layer.checked[name])
             wrong += not agrees(f"{layer.name} {layer.library_name}, {layer}", name, got.double().cpu().numpy(),
@@ -401,8 +401,9 @@ def time_layer(layer, lab, names, with_library):
                     raise UserError(f"{layer.name} {found.name} is wrong at the size that was to be timed")
             a = SimpleNamespace(**arrays)
         times[found.name][block] = milliseconds(lab, flush, lambda: found.run(layer, lab, a, block))
-    call, library = library_call(layer, fresh) if with_library else None, None
-    if call:
+    library = None
+    if with_library and layer.library:
         with torch_beside(lab):
-            library = milliseconds(lab, flush, call)
+            call = library_call(layer, fresh)
+            library = call and milliseconds(lab, flush, call)
     return Timing(layer, 0 if layer.flops() else layer.bytes(SimpleNamespace(**fresh)), layer.flops(), library, times)

@@ -249,6 +249,11 @@ def can_split(layer, block):
     return has_few_tiles(layer, block) and layer.N >= 11 * 256
 
 
+def parts(splits, narrow=False):
+    """A call for on_hopper_by: the inner dimension in so many parts."""
+    return lambda kernels, *operands: kernels.backward_weight(*operands, 1.0, narrow=narrow, splits=splits)
+
+
 class MatmulBackwardWeight(Matmul):
     """dweight = dout^T @ inp"""
 
@@ -268,12 +273,7 @@ class MatmulBackwardWeight(Matmul):
 
     thread_an_element, shared_tiles = Matmul.thread_an_element, Matmul.shared_tiles
     register_tiles = Matmul.register_tiles
-    mma_sync = anywhere_by(lambda kernels, *operands: kernels.backward_weight(*operands, 1.0, narrow=False, splits=1))
-    live = on_hopper_by(lambda kernels, *operands: kernels.backward_weight(*operands, 1.0, narrow=False, splits=1))
-    live_narrow = on_hopper_by(
-        lambda kernels, *operands: kernels.backward_weight(*operands, 1.0, narrow=True, splits=1), fits=has_few_tiles)
-    live_in_4_parts = on_hopper_by(
-        lambda kernels, *operands: kernels.backward_weight(*operands, 1.0, narrow=False, splits=4), fits=can_split)
-    live_in_11_parts = on_hopper_by(
-        lambda kernels, *operands: kernels.backward_weight(*operands, 1.0, narrow=False, splits=11), fits=can_split)
+    mma_sync, live = anywhere_by(parts(1)), on_hopper_by(parts(1))
+    live_narrow = on_hopper_by(parts(1, narrow=True), fits=has_few_tiles)
+    live_in_4_parts, live_in_11_parts = (on_hopper_by(parts(splits), fits=can_split) for splits in (4, 11))
     cublaslt = library_by(lambda multiply, device, dweight, dout, inp: multiply(dweight, dout.T, inp))
