@@ -1,5 +1,5 @@
 """Today's core under the names of the coming one, for the programs of dev/. Goes when the core is merged, with the two
-`import until_merge` lines of profile_gpu.py and bench.py."""
+`import until_merge` lines of profile_gpu.py and timeline.py."""
 
 import sys
 from types import SimpleNamespace
