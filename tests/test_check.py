@@ -120,23 +120,12 @@ def test_every_row_is_written_by_a_launch(fake, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("fault, line", (
     ({"attention_forward": (2, 1.0)}, "first wrong: atty of layer 1, from attention_forward"),
+    ({"attention_forward": (2, None)}, "never written: atty of layer 1, lse of layer 1"),
     ({"layernorm_backward": (2, 1.0)}, "first wrong: dattprojb of layer 1, from matmul fc dinp or layernorm_backward"
-                                       " or column_sums"),
-    ({"matmul_backward_weight": (3, 1.0)}, "first wrong: dfcw of layer 1, from matmul fc dweight"),
-))
+                                       " or column_sums")))
 def test_what_went_wrong_first(fake, tmp_path, monkeypatch, capsys, fault, line):
     okay, _, _ = run_check(fake, tmp_path, monkeypatch, zeros_but(**fault))
-    *_, found, last = capsys.readouterr().out.splitlines()
-    assert not okay and (found, last) == (line, "overall okay: 0")
-
-
-def test_a_kernel_that_leaves_its_row_unwritten(fake, tmp_path, monkeypatch, capsys):
-    """The rows that stay poison are named, and red."""
-    okay, got, recorder = run_check(fake, tmp_path, monkeypatch, zeros_but(attention_forward=(2, None)))
-    printed = capsys.readouterr().out
-    assert not okay and "never written: atty of layer 1, lse of layer 1\n" in printed
-    assert np.isnan(got["atty"][1]).all() and not np.isnan(got["atty"][0]).any()
-    assert re.search(r"^lse .*nan.*FAIL$", printed, re.MULTILINE) and ("lse", 1) not in recorder.place
+    assert not okay and line in capsys.readouterr().out.splitlines()[-3:]
 
 
 @pytest.fixture
@@ -191,40 +180,26 @@ def observed_step(trainer):
     return step
 
 
-KINDS = ({"matmul": "kernels"}, {"matmul": "cublaslt"}, {"matmul": "kernels", "arch": "sm_80", "recompute": 2},
-         {"dtype": "float32", "matmul": "cublaslt"}, {"dtype": "float32", "matmul": "kernels"})
-
-
-def test_the_work_of_every_kernel_of_a_step_is_known(fake, tmp_path, monkeypatch):
-    """Of all kernels, but those that a step never launches."""
-    launched, known = set(), {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.BYTES}
-    for settings in (*KINDS, {"total_batch_size": 2 * B * T}):
-        trainer = open_trainer(fake, tmp_path, monkeypatch, grad_clip=1.0, **settings)
-        for name, arguments in observed_step(trainer):
-            moved, computed = profile_gpu.work(name, arguments)
-            idle = name in ("prepare_update", "encoder_backward_wte_cut")  # the latter here, where no token is cut
-            assert (moved > 0) + (computed > 0) == (not idle), name
-            launched.add(name.removesuffix("_narrow"))
-    assert launched | {"transpose"} == known  # which is one of the ways to do a weight gradient in float32
+@pytest.mark.parametrize("settings", ({"matmul": "kernels", "total_batch_size": 2 * B * T}, {"matmul": "cublaslt"},
+                                      {"matmul": "kernels", "arch": "sm_80", "recompute": 2}, {"dtype": "float32"}))
+def test_the_launches_of_a_step_have_labels_and_work(fake, tmp_path, monkeypatch, settings):
+    """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a step never launches."""
+    trainer = open_trainer(fake, tmp_path, monkeypatch, grad_clip=1.0, **settings)
+    labels, flops = set(), 0
+    for name, arguments in observed_step(trainer):
+        labels.add(profile_gpu.label(name, arguments, trainer.params, trainer.grads))
+        moved, computed = profile_gpu.work(name, arguments)
+        flops += computed * profile_gpu.is_matmul(name)
+        idle = name in ("prepare_update", "encoder_backward_wte_cut")  # the latter here, where no token is cut
+        assert (moved > 0) + (computed > 0) == (not idle), name
+    weights = "qkv", "attproj", "fc", "fcproj", "logits"
+    assert {what for what in labels if what.startswith("matmul")} == {
+        f"matmul {weight}{of}" for weight in weights for of in ("", " dinp", " dweight")}
+    L, C, Vp = trainer.config.L, trainer.config.C, trainer.config.Vp
+    assert flops == trainer.settings.micro_steps * 6 * B * T * (12 * L * C * C + Vp * C)
     kernels = {kernel for kernels in KERNELS.values() for kernel in kernels}
+    known = {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.BYTES}
     assert kernels - known == {"round_weights", "hold", "fill_random"}
-
-
-def test_the_matmuls_of_a_step_have_labels(fake, tmp_path, monkeypatch):
-    """Each weight's three, once a layer, whoever does them."""
-    weights = [*("qkv", "attproj", "fc", "fcproj"), "logits"]
-    expected = {f"matmul {weight}{of}" for weight in weights for of in ("", " dinp", " dweight")}
-    for settings in KINDS:
-        trainer = open_trainer(fake, tmp_path, monkeypatch, **settings)
-        step, counts = observed_step(trainer), {}
-        for name, arguments in step:
-            what = profile_gpu.label(name, arguments, trainer.params, trainer.grads)
-            counts[what] = counts.get(what, 0) + 1
-            assert profile_gpu.is_matmul(name) or what == name
-        assert {what for what in counts if what.startswith("matmul")} == expected
-        flops = sum(profile_gpu.work(*launch)[1] for launch in step if profile_gpu.is_matmul(launch[0]))
-        L, C, Vp = trainer.config.L, trainer.config.C, trainer.config.Vp
-        assert flops == 6 * B * T * (12 * L * C * C + Vp * C)
 
 
 def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake, tmp_path, monkeypatch):
