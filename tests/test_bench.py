@@ -1,4 +1,4 @@
-"""The programs of dev/ that measure: what they print of results, and that those for a GPU say so where there is none."""
+"""The programs of dev/ that measure: what they print of results, and what those for a GPU say where there is none."""
 
 import json
 import subprocess
@@ -64,7 +64,8 @@ def test_the_matmuls_of_a_step(fake_gpu, run_here, monkeypatch):
 
 @pytest.mark.parametrize("command", ("cpu", "gpu", "attention", "matmul", "generate", "scale"))
 def test_every_command_has_help(command):
-    done = subprocess.run([sys.executable, ROOT / "dev" / "bench.py", command, "--help"], capture_output=True, text=True)
+    program = ROOT / "dev" / "bench.py"
+    done = subprocess.run([sys.executable, program, command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "usage: bench.py" in done.stdout
 
 
