@@ -46,7 +46,7 @@ test-124M: $(TEST_ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
 
 bench: $(ENVIRONMENT)
-	$(PYTHON) $(if $(GPU),dev/bench_gpu.py --readme,dev/bench_cpu.py)
+	$(PYTHON) dev/bench.py $(if $(GPU),gpu --readme,cpu)
 
 # On a GPU. check: one batch, compared with train_gpt2.py; profile: where the time of a step goes. Another model:
 # make profile MODEL=gpt2_d12.bin ARGS="-b 64"

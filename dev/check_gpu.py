@@ -26,10 +26,9 @@ import train_gpt2
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
 from llmc.settings import parse_settings, with_default
-from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
-from llmc.debugstate import check_tensor
-from profile_gpu import array_of, label, open_model
-from train_gpt2_cuda import JOB, CudaSettings, activation_table, open_trainer, nearest_power_of_2
+from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
+from profile_gpu import array_of, label, open_model, open_trainer
+from train_gpt2_cuda import GPT2, JOB, CudaSettings, activation_table, nearest_power_of_2
 
 # The largest error allowed in a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4
 # through all layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
@@ -210,7 +209,7 @@ def check(gpu, config, params, settings):
     if settings.precision.bf16:
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
     inputs, targets = np.random.default_rng(0).integers(0, config.V, (2, settings.B, settings.T), dtype=np.int32)
-    trainer = open_trainer(gpu, config, params, settings)
+    trainer = open_trainer(GPT2, gpu, config, params, settings)
     trainer.prepare()
     got, recorder = run_on_gpu(trainer, inputs, targets)
     return compare(got, run_on_cpu(config, params, inputs, targets), recorder, TOLERANCES[settings.precision.matmul])

@@ -5,11 +5,10 @@ Draw what was measured: README.md's picture, and that of doc/speed.md.
 
 doc/overview.png: the losses of `make train` on a CPU (doc/logs/make_train_losses.txt, by dev/readme.py train), and
 tokens a second beside llm.c and PyTorch (dev/bench_llmc.json, one sitting on one GPU). doc/bench_gpu.png: ms a step
-against B, and where the time of a step goes (dev/bench_gpu.json, by dev/bench_gpu.py --readme).
+against B, and where the time of a step goes (dev/bench_gpu.json, by dev/bench.py gpu --readme).
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -43,32 +42,9 @@ def group_of(kernel):
     return next(group for group, starts in GROUPS.items() if kernel.startswith(starts))
 
 
-def read_json(path, mend, *keys):
-    """Return the values of these keys in a JSON file; raises UserError, ending in `mend`, if it has no such content."""
-    with open_input(path, mend) as f, damage(path, mend):
-        found = json.load(f)
-        return [found[key] for key in keys]
-
-
-@contextlib.contextmanager
-def damage(path, mend):
-    """Turn the errors of reading or drawing unexpected JSON into a UserError that ends in `mend`."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, StopIteration, TypeError,
-            ValueError) as error:
-        raise UserError(f"{path}: not the JSON that was expected ({error!r:.100}); {mend}") from None
-
-
-def save(figure, path):
-    with replacing(path) as f:
-        figure.savefig(f, format="png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
-    print(f"wrote {os.path.relpath(path)}")
-
-
-def draw_overview(curves, machine, ms, output):
-    """Draw README.md's picture. curves: from plot_log.read_log; ms: {program: {B: ms a step}}."""
+def draw_overview(beside):
+    """README.md's picture. beside: {"machine": text, "ms": {program: {B: ms a step}}}."""
+    ms, curves = beside["ms"], read_log(LOSSES)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     draw_losses(left, {"training": curves})
     left.set_ylabel("loss, nats a byte")
@@ -83,12 +59,14 @@ def draw_overview(curves, machine, ms, output):
     right.set_xticks(range(len(row)), [f"B={B}" for B in row])
     right.set_ylabel("thousand tokens a second")
     right.set_ylim(top=1.8 * max(rates))  # room for the legend
-    right.set_title(f"training GPT-2 124M in bfloat16, T=1024\n{machine}", fontsize=9)
+    right.set_title(f"training GPT-2 124M in bfloat16, T=1024\n{beside['machine']}", fontsize=9)
     right.legend(fontsize=8, loc="upper left")
-    save(figure, output)
+    return figure
 
 
-def draw(machine, results, output):
+def draw(measured):
+    """doc/speed.md's picture. measured: what dev/bench.py gpu --readme wrote."""
+    results = measured["results"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     labels = {"ours": "train_gpt2_cuda.py", "eager": "PyTorch, eager", "compile": "torch.compile",
               "reduce-overhead": "torch.compile, reduce-overhead"}
@@ -117,25 +95,28 @@ def draw(machine, results, output):
     right.set_ylabel("percent of the step, launch by launch")
     right.set_title("where the time goes")
     right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
-    figure.suptitle(machine, fontsize=8)
-    save(figure, output)
+    figure.suptitle(measured["machine"], fontsize=8)
+    return figure
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("results", nargs="?", default=os.path.join(ROOT, "dev", "bench_gpu.json"),
-                        help="what dev/bench_gpu.py --readme wrote")
+                        help="what dev/bench.py gpu --readme wrote")
     parser.add_argument("-o", "--output", default=os.path.join(ROOT, "doc", "bench_gpu.png"), help="their picture")
     parser.add_argument("--overview", default=os.path.join(ROOT, "doc", "overview.png"), help="README.md's picture")
     args = parser.parse_args()
-    mend = "make it with: python dev/bench_gpu.py --readme"
-    found = read_json(args.results, mend, "machine", "results")
-    with damage(args.results, mend):
-        draw(*found, args.output)
-    mend = "it comes with this project: git checkout dev/bench_llmc.json"
-    found = read_json(BESIDE_LLMC, mend, "machine", "ms")
-    with damage(BESIDE_LLMC, mend):
-        draw_overview(read_log(LOSSES), *found, args.overview)
+    for path, picture in ((args.results, draw), (BESIDE_LLMC, draw_overview)):
+        try:
+            with open_input(path, "make it with: python dev/bench.py gpu --readme") as f:
+                found = json.load(f)
+            figure, output = picture(found), args.output if picture is draw else args.overview
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, StopIteration, TypeError,
+                ValueError) as error:
+            raise UserError(f"{path}: not the JSON that was expected ({error!r:.100})") from None
+        with replacing(output) as f:
+            figure.savefig(f, format="png", dpi=110, metadata={"Software": None})
+        print(f"wrote {os.path.relpath(output)}")
 
 
 if __name__ == "__main__":

@@ -25,16 +25,18 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-from llmc.gpu.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
+import until_merge  # noqa: F401
 from llmc.errors import UserError, run_main
+from llmc.gpu.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
 from llmc.gpu.geometry import blocks
 from llmc.gpu.matmul import is_transposed
 from llmc.gpu.precision import describe_precision
+from llmc.gpu.trainer import open_device, open_trainer  # noqa: F401  (for the kernel library, too)
 from llmc.resume import read_start
 from llmc.settings import parse_settings
 from llmc.tensors import Row
 from train_gpt2 import parameter_table, random_model
-from train_gpt2_cuda import JOB, CudaSettings, matmul_forward, open_trainer, settle
+from train_gpt2_cuda import GPT2, JOB, CudaSettings, resolve_auto
 
 STEPS = 10
 
@@ -201,7 +203,14 @@ def measure_matmul(matmul):
         a, b, out = (cp.empty((n, n), Row((), matmul.precision.dtype).stored_as) for _ in range(3))
         for array in (a, b):
             device.launch("fill_random", (blocks(n * n, 256),), (256,), array, np.int64(n * n))
-        return 2 * n**3 / measure(device, lambda: matmul_forward(matmul, out, a, b, None, n, n, n))
+        return 2 * n**3 / measure(device, lambda: matmul.forward(out, a, b, None))
+
+
+def describe(matmul):
+    """The GPU and versions as text; `matmul` must have cuBLASLt."""
+    driver = cp.cuda.runtime.driverGetVersion()
+    return (f"{matmul.device.gpu.name}, CUDA {driver // 1000}.{driver % 1000 // 10}, CuPy {cp.__version__}, cuBLASLt"
+            f" {matmul.cublaslt.version}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -224,11 +233,11 @@ def print_profile(rows, bandwidth, peak):
 
 
 def open_model(settings):
-    """Return (GPU, config, params, settled settings) as the trainer would; raises UserError for several GPUs."""
+    """(GPU, config, params, settings without "auto") as the trainer would; raises UserError for several GPUs."""
     if settings.gpus > 1:
         raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
     gpu = open_gpu(settings.arch)
-    settings = settle(settings, gpu.arch)
+    settings = resolve_auto(settings, gpu.arch)
     config, params, _ = read_start(settings, None, None, parameter_table, random_model)
     print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
     return gpu, config, params, settings
@@ -238,7 +247,7 @@ def open_model(settings):
 def main():
     settings = parse_settings(CudaSettings, "Time a training step kernel by kernel.")
     settings.verbose = True  # the memory of each part, too
-    trainer = open_trainer(*open_model(settings))
+    trainer = open_trainer(GPT2, *open_model(settings))
     trainer.prepare()
     peaks = measure_copy(trainer.device), measure_matmul(trainer.matmul)
     print_profile(time_launches(trainer, settings.steps or STEPS), *peaks)

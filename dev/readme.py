@@ -11,9 +11,9 @@ and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespea
     python dev/readme.py losses500  # the same, 500 steps
     python dev/readme.py losses_tf32     # the same, in float32 with TF32 matmuls
     python dev/readme.py profile    # dev/profile_gpu.py at B=64: doc/speed.md
-    python dev/readme.py attention  # dev/bench_attention.py: doc/speed.md
+    python dev/readme.py attention  # dev/bench.py attention: doc/speed.md
 
-The tables of steps come from dev/bench_cpu.py --readme and dev/bench_gpu.py --readme.
+The tables of steps come from dev/bench.py cpu --readme and dev/bench.py gpu --readme.
 """
 
 import argparse
@@ -27,21 +27,12 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 
 from llmc.errors import UserError, run_main
-from llmc.files import open_input, replacing
+from llmc.files import replacing
 
 README = os.path.join(ROOT, "README.md")
 SPEED, CORRECTNESS = (os.path.join(ROOT, "doc", name) for name in ("speed.md", "correctness.md"))
 LOGS = os.path.join(ROOT, "doc", "logs")
 LOSSES = os.path.join(LOGS, "make_train_losses.txt")  # what dev/plot_bench.py draws
-
-
-def read_text(path, mend="expected a text file of this project"):
-    """Return the content of a text file; raises UserError if it cannot be read or is not UTF-8."""
-    with open_input(path, mend) as f:
-        try:
-            return f.read().decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: no text in UTF-8, found other bytes at {error.start}; {mend}") from None
 
 
 def write_text(path, text):
@@ -52,7 +43,8 @@ def write_text(path, text):
 def split_at_markers(name, path=README):
     """Return the text up to and including `<!-- NAME begin -->`, and that from `<!-- NAME end -->` on."""
     begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
-    before, _, rest = read_text(path).partition(begin)
+    with open(path, encoding="utf-8") as f:
+        before, _, rest = f.read().partition(begin)
     _, found, after = rest.partition(end)
     if not found:
         raise UserError(f"{path}: the markers {begin} and {end} are not in it")
@@ -126,7 +118,7 @@ def sections():
         "losses_tf32": Section([*compare, "--dtype", "float32"], CORRECTNESS, "losses_tf32_gpu"),
         "losses500": Section([*compare, "-b", "32", "-t", "256", "-x", "500"], CORRECTNESS, "losses500_gpu"),
         "profile": Section(profile, SPEED, "profile_gpu"),
-        "attention": Section([python, "dev/bench_attention.py"], SPEED, "attention_gpu"),
+        "attention": Section([python, "dev/bench.py", "attention"], SPEED, "attention_gpu"),
     }
 
 

@@ -5,22 +5,18 @@ Train a run for each combination of flags (-l 3e-4,6e-4 are two), on this machin
 
 The flags are those of train_gpt2_cuda.py if there is a GPU, else of train_gpt2.py. Commas separate the values of a
 flag, and each combination is a run: here nine, in runs/sweep/l=0.0003_seed=1 and so on, each with its output in
-output.txt. Each GPU (of CUDA_VISIBLE_DEVICES, if set) trains one run at a time; on a CPU, one run has all cores, or
-with `--jobs N`, N runs share them. Unlike the trainer, a sweep draws no samples, and validates after the last step,
-unless -s and --final_reports say otherwise.
+output.txt. Each GPU trains one run at a time; so does a CPU. Unlike the trainer, a sweep draws no samples, and
+validates after the last step, unless -s and --final_reports say so.
 
-At the end it prints a table, best validation loss first, writes it to runs/sweep/sweep.csv, and draws sweep.png: the
-last validation loss against the flag with the most values, one line per combination of the others, through the mean of
-several seeds. Ctrl-C (SIGTERM, SIGHUP) saves the runs and stops; the same command resumes them, also after a crash, and
-also with other values of the same flags. If a run fails, say because its learning rate is too high, it is named, the
-others go on, and the exit status is 1.
+At the end it prints a table, best validation loss first, writes it to sweep.csv there, and draws sweep.png: the last
+validation loss against the flag with the most values, a line for each combination of the others, through the mean of
+several seeds. Ctrl-C saves the runs and stops; the same command resumes them, also after a crash, and also with other
+values of the same flags. If a run fails, it is named, the others go on, and the exit status is 1.
 """
 
 import csv
 import dataclasses
-import io
 import itertools
-import json
 import os
 import re
 import shlex
@@ -38,360 +34,166 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 from tqdm import tqdm
 
+from llmc.errors import UserError, run_main
+from llmc.files import locked, make_directory, replacing
 from llmc.gpu.device import count_gpus
-from llmc.errors import Interruption, UserError, run_main
-from llmc.files import errors_of_writing, locked, make_directory, open_input, replacing
-from llmc.settings import Settings, field_flags, flag_of, option, parse_settings, with_default
-from llmc.threads import THREADS
+from llmc.settings import Settings, field_flags, flag_of, parse_settings, with_default
 from plot_log import add_legend, picture
-from to_tensorboard import read_table
 
-LAST = 10  # updates whose mean is the training loss
-RESULTS = ("val_loss", "best_val_loss", "train_loss", "seconds", "tokens_per_second")
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the runs
+RESULTS = {"val_loss": ".6f", "best_val_loss": ".6f", "train_loss": ".6f", "seconds": ".1f"}
 
 
 class Run(NamedTuple):
-    """One combination of values."""
-
-    name: str  # of its directory in the sweep's
     values: dict  # of the swept flags: {field of the settings: value}
     arguments: list  # for the trainer
     directory: str
-
-
-def visible_gpus():
-    """Return ([the name of each GPU for CUDA_VISIBLE_DEVICES], why there are none, or None)."""
-    try:
-        count = count_gpus()
-    except UserError as error:
-        return [], re.split("[:;] ", str(error))[0]
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names.split(",")[:count] if names else [str(i) for i in range(count)], None
-
-
-def sweep_settings(trainer):
-    """Return the trainer's settings class, extended by a sweep's own flags."""
-    own = [
-        ("sample_every", int, with_default(trainer, "sample_every", 0)),
-        ("final_reports", int, with_default(trainer, "final_reports", 1)),
-        ("jobs", int, option(0, group="sweep", help="runs at a time (0: one a GPU; on a CPU one)")),
-        ("dark", bool, option(False, group="sweep", help="the picture on black")),
-    ]
-    namespace = {"AT_LEAST": {**trainer.AT_LEAST, "jobs": 0}}
-    return dataclasses.make_dataclass("SweepSettings", own, bases=(trainer,), namespace=namespace)
-
-
-def combinations(argv):
-    """Return all command lines that one with commas stands for."""
-    choices = []
-    for argument in argv:
-        flag, values = re.fullmatch(r"(--?\w+=)?(.*)", argument, re.DOTALL).groups("")
-        choices.append([flag + value for value in values.split(",")])
-    return itertools.product(*choices)
+    finished: str  # the file that says so, with the arguments inside
 
 
 def plan(argv, trainer):
     """Return (settings of the first run, swept fields, runs); the trainer's parser checks every combination."""
-    settings_class, title = sweep_settings(trainer), __doc__.strip().split("\n")[0]
-    all_settings = [parse_settings(settings_class, title, line) for line in combinations(argv)]
-    first = all_settings[0]
+    settings_class = dataclasses.make_dataclass("SweepSettings", [
+        ("sample_every", int, with_default(trainer, "sample_every", 0)),
+        ("final_reports", int, with_default(trainer, "final_reports", 1)),
+    ], bases=(trainer,))
+    words = (re.fullmatch(r"(--?\w+=)?(.*)", word, re.DOTALL).groups("") for word in argv)
+    choices = [[flag + value for value in values.split(",")] for flag, values in words]
+    lines = [parse_settings(settings_class, __doc__.split("\n")[1], line) for line in itertools.product(*choices)]
+    first = lines[0]
     swept = [field.name for field in dataclasses.fields(first)
-             if len({getattr(settings, field.name) for settings in all_settings}) > 1]
+             if len({getattr(settings, field.name) for settings in lines}) > 1]
     swept.sort(key=lambda name: name == "seed")  # the seed last
-    for name in ("output", "resume", "jobs", "dark"):
-        if name in swept:
-            raise UserError(f"{flag_of(first, name)}: expected one value, for the whole sweep")
-    if any(getattr(settings, "gpus", 1) > 1 for settings in all_settings):
+    for name in {"output", "resume", "gpus"}.intersection(swept):
+        raise UserError(f"{flag_of(first, name)}: expected one value, for the whole sweep")
+    if getattr(first, "gpus", 1) > 1:
         raise UserError("--gpus: a sweep trains each run on one GPU: leave the flag out")
     if not first.output_dir:
-        found = f"-o {first.output}" if first.output else "no -o"
-        raise UserError(f"{found}: expected the sweep's directory, for its runs and their table: pass -o DIR")
+        raise UserError(f"-o {first.output}: expected the sweep's directory, for its runs and table: pass -o DIR")
     if not swept:
         raise UserError("no flag has several values: separate them by commas, as in -l 3e-4,6e-4")
     runs = {}
-    for settings in all_settings:
+    for settings in lines:
         values = {name: getattr(settings, name) for name in swept}
-        name = "_".join(f"{short_name(first, key)}={printable(value)}" for key, value in values.items())
+        name = "_".join(f"{field_flags(settings.__dataclass_fields__[key])[0].lstrip('-')}="
+                        + re.sub(r"[^\w.+-]", "-", str(value)) for key, value in values.items())
         if name in runs:
             raise UserError(f"{name}: two runs would have this name: give each value once")
-        directory = os.path.join(first.output, name)
-        settings = dataclasses.replace(settings, output=directory, resume=1)
+        settings = dataclasses.replace(settings, output=os.path.join(first.output, name), resume=1)
         settings.check()  # also the name of the directory
-        runs[name] = Run(name, values, list(arguments(settings, trainer).values()), directory)
+        changed = [(field_flags(field)[-1], getattr(settings, field.name)) for field in dataclasses.fields(trainer)
+                   if getattr(settings, field.name) != field.default]
+        arguments = [flag if value is True else f"{flag}={value}" for flag, value in changed]
+        runs[name] = Run(values, arguments, settings.output, os.path.join(settings.output, "finished.txt"))
     return first, swept, list(runs.values())
 
 
-def short_name(settings, name):
-    """Return a field's flag without dashes: l for learning_rate."""
-    field = settings.__dataclass_fields__[name]
-    return field_flags(field)[0].lstrip("-")
-
-
-def printable(value):
-    """Return a value as a part of a directory's name."""
-    return re.sub(r"[^\w.+-]", "-", str(value))
-
-
-def arguments(settings, trainer):
-    """Return {field: argument} for the trainer's settings that are not at their defaults."""
-    found = {}
-    for field in dataclasses.fields(trainer):
-        value = getattr(settings, field.name)
-        if value != field.default:
-            flag = field_flags(field)[-1]
-            found[field.name] = flag if value is True else f"{flag}={value}"
-    return found
-
-
-def shared_arguments(settings, swept, trainer):
-    """Return the arguments that all runs share, and the swept flags as `flag=...`."""
-    shared = arguments(dataclasses.replace(settings, output="", resume=0), trainer)
-    return [*(argument for name, argument in shared.items() if name not in swept),
-            *(f"{field_flags(settings.__dataclass_fields__[name])[-1]}=..." for name in swept)]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# what is kept between starts
-
-
-class Record:
-    """SWEEP/sweep.json: what the runs have in common, and which of them have finished."""
-
-    def __init__(self, directory, command):
-        """Read an earlier start's record; raises UserError if it is of another sweep. command: the trainer, the flags
-        that all runs share, and the swept ones."""
-        self.path, self.command, self.finished = os.path.join(directory, "sweep.json"), command, []
-        if not os.path.lexists(self.path):
-            return
-        mend = "remove it to start each run that is not finished, and finished ones for their last validation"
-        with open_input(self.path, mend) as f:
-            try:
-                found = json.load(f)
-                before, self.finished = ([str(item) for item in found[key]] for key in ("command", "finished"))
-            except (ValueError, LookupError, TypeError, RecursionError):
-                raise UserError(f"{self.path}: not a sweep's record; {mend}") from None
-        theirs, ours = ([item for item in one if item not in other] or ["none of it"]
-                        for one, other in ((before, command), (command, before)))
-        if before != command:
-            raise UserError(f"{directory}: is of another sweep, with {' '.join(theirs)}, where this one has"
-                            f" {' '.join(ours)}: choose another -o")
-        self.finished = [name for name in self.finished if os.path.exists(os.path.join(directory, name, "main.csv"))]
-
-    def add(self, run):
-        self.finished.append(run.name)
-        self.write()
-
-    def write(self):
-        with replacing(self.path) as f:
-            f.write(json.dumps({"command": self.command, "finished": self.finished}, indent=1).encode() + b"\n")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# training
-
-
-def train_all(runs, trainer, slots, record):
-    """Train the runs, one per slot at a time; a slot is the environment variables for one.
-
-    Returns ({name of a failed run: why}, the signal that stopped the sweep or None).
-    """
-    queue, free, running, failed, interruption = list(runs), list(slots), {}, {}, Interruption()
-    passed_on = False
-    with tqdm(total=len(runs), unit="run", desc="sweep", dynamic_ncols=True) as bar:
+def train_all(runs, program, slots):
+    """Train the runs, one per slot at a time; a slot is the environment variables for one. Returns the directories of
+    runs that failed. On Ctrl-C, SIGTERM or SIGHUP, the runs save and stop, and KeyboardInterrupt is raised."""
+    queue, free, running, failed = list(runs), list(slots), {}, []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    with tqdm(total=len(runs), unit="run") as bar:
         try:
-            while running or queue and interruption.signal is None:
-                if interruption.signal and not passed_on:
-                    passed_on = True
-                    for process in running:
-                        process.send_signal(interruption.signal)
-                while queue and free and interruption.signal is None:
+            while running or queue:
+                while queue and free:
                     run, slot = queue.pop(0), free.pop(0)
-                    running[start(run, trainer, slot)] = run, slot
+                    make_directory(run.directory)
+                    with open(os.path.join(run.directory, "output.txt"), "ab") as f:
+                        command = [sys.executable, os.path.join(ROOT, program), *run.arguments]
+                        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f,
+                                                   stderr=subprocess.STDOUT, env={**os.environ, **slot},
+                                                   start_new_session=True)  # no signals from the terminal
+                    running[process] = run, slot
                 for process in [process for process in running if process.poll() is not None]:
                     run, slot = running.pop(process)
                     free.append(slot)
                     if process.returncode == 0:
-                        record.add(run)
-                    elif interruption.signal is None:
-                        failed[run.name] = ending(process.returncode, run)
-                        bar.write(f"{run.directory}: {failed[run.name]}", file=sys.stderr)
-                    bar.update(interruption.signal is None or process.returncode == 0)
-                bar.set_postfix_str(", ".join(position(run) for run, _ in running.values()), sys.stderr.isatty())
+                        with replacing(run.finished) as f:
+                            f.write(shlex.join(run.arguments).encode())
+                    else:
+                        failed.append(run.directory)
+                        with open(os.path.join(run.directory, "output.txt"), errors="replace") as f:
+                            last = (f.read().strip().splitlines() or ["it printed nothing"])[-1]
+                        bar.write(f"{run.directory}: failed ({process.returncode}): {last}", file=sys.stderr)
+                    bar.update()
                 time.sleep(0.1)
-        finally:  # after a second Ctrl-C, runs are left: stop them
+        finally:  # after Ctrl-C, runs are left: they save, as after one of their own
             for process in running:
                 process.send_signal(signal.SIGINT)
             for process in running:
                 process.wait()
-    return failed, interruption.signal
-
-
-def start(run, trainer, slot):
-    """Start a process that trains this run from its newest checkpoint, and gets no signals from the terminal."""
-    make_directory(run.directory)
-    path, program = os.path.join(run.directory, "output.txt"), os.path.normpath(os.path.join(ROOT, trainer))
-    with errors_of_writing(path), open(path, "ab") as f:
-        return subprocess.Popen([sys.executable, program, *run.arguments], stdin=subprocess.DEVNULL, stdout=f,
-                                stderr=subprocess.STDOUT, env={**os.environ, **slot}, start_new_session=True)
-
-
-def ending(status, run):
-    """Describe how a run failed: its exit status or the signal that ended it, and the last line that it printed."""
-    with open(os.path.join(run.directory, "output.txt"), errors="replace") as f:
-        last = ([line.strip() for line in f if line.strip()] or ["it printed nothing"])[-1]
-    how = f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
-    return f"failed ({how}): {last}"
-
-
-def position(run):
-    """Return how far a run is, by the last row of its table: 'l=0.0003 step 120'."""
-    try:
-        with open(os.path.join(run.directory, "main.csv"), "rb") as f:
-            f.seek(max(0, os.fstat(f.fileno()).st_size - 500))
-            row = f.read().split(b"\n")[-2]
-        return f"{run.name} step {int(row.split(b',')[0])}"
-    except (OSError, LookupError, ValueError):  # it has just begun
-        return run.name
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the results
+    return failed
 
 
 def result(run, state):
-    """Return a run's row of the table, {column: value}, without the values that it does not have yet."""
-    row = {**run.values, "state": state}
-    path = os.path.join(run.directory, "main.csv")
-    rows = read_table(path) if os.path.exists(path) else []
-    found = {name: [r[name] for r in rows if name in r] for name in ("val_loss", "train_loss", "tokens_per_second")}
-    if found["val_loss"]:
+    """A run's row of the table, {column: value}, without the values that it does not have."""
+    row, path, found = {**run.values, "state": state}, os.path.join(run.directory, "main.csv"), {}
+    if os.path.exists(path):
+        with open(path, newline="") as f:
+            for name, value in (item for line in csv.DictReader(f) for item in line.items() if item[1]):
+                found.setdefault(name, []).append(float(value))
+    if "val_loss" in found:
         row["val_loss"], row["best_val_loss"] = found["val_loss"][-1], min(found["val_loss"])
-    if found["train_loss"]:
-        row["train_loss"] = float(np.mean(found["train_loss"][-LAST:]))
-        row["tokens_per_second"] = float(np.median(found["tokens_per_second"]))
-    if rows:
-        row["seconds"] = rows[-1]["seconds"]
+    if "train_loss" in found:
+        row["train_loss"], row["seconds"] = float(np.mean(found["train_loss"][-10:])), found["seconds"][-1]
     return row
 
 
-def make_table(swept, results):
-    """Return [[text of a cell]], column names first; finished runs before the others, lower losses before higher."""
-    def order(row):
-        return row["state"] != "finished", row.get("best_val_loss", row.get("train_loss", np.inf))
-
-    formats = dict.fromkeys(RESULTS, "{:.6f}") | {"seconds": "{:.1f}", "tokens_per_second": "{:.0f}"}
-    columns = [*swept, "state", *RESULTS]
-    return [columns, *([formats.get(name, "{}").format(row[name]) if name in row else "" for name in columns]
-                       for row in sorted(results, key=order))]
-
-
-def print_table(table):
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for row in table:
-        print("  ".join(f"{cell or '-':>{width}}" for cell, width in zip(row, widths)))
-
-
-def write_csv(table, path):
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
-    with replacing(path) as f:
-        f.write(text.getvalue().encode(errors="surrogateescape"))
-
-
-def draw(settings, swept, results, path):
-    """Draw the picture; returns whether there is anything to draw."""
-    loss = "val_loss" if settings.val_every else "train_loss"
+def draw(swept, results, loss, path):
+    """Draw the finished runs' losses, against the flag with the most values that is not the seed."""
     results = [row for row in results if row["state"] == "finished" and loss in row]
     if not results:
-        return False
-
-    def rank(name):
-        """Rank a flag for the x axis: best are numbers other than seeds, and of these, the one with the most values."""
-        values = {row[name] for row in results}
-        return all(isinstance(value, (int, float)) for value in values), name != "seed", len(values)
-
-    along = max(swept, key=rank)
+        return
+    along = max(swept, key=lambda name: (name != "seed", len({row[name] for row in results})))
     lines = {}  # the other flags but the seed -> value along the axis -> losses
     for row in results:
         label = ", ".join(f"{name} {row[name]}" for name in swept if name not in (along, "seed"))
         lines.setdefault(label, {}).setdefault(row[along], []).append(row[loss])
-    with picture(path, settings.dark) as axes:
+    with picture(path) as axes:
         for index, (label, points) in enumerate(lines.items()):
             x = sorted(points)
-            seeds = max(map(len, points.values()))
-            label = ", ".join(filter(None, (label, f"mean of {seeds} seeds" if seeds > 1 else "")))
-            axes.plot(x, [np.mean(points[value]) for value in x], color=f"C{index}", marker="o" if seeds == 1 else None,
-                      label=label or None)
-            if seeds > 1:
-                axes.plot(*zip(*((value, y) for value in x for y in points[value])), color=f"C{index}", marker="o",
-                          markersize=4, linestyle="none", alpha=0.6)
-        best = min(results, key=lambda row: row[loss])
-        axes.plot(best[along], best[loss], color="C3", marker="*", markersize=13, linestyle="none", zorder=3,
-                  label=f"best {best[loss]:.4f}: " + ", ".join(f"{name} {best[name]}" for name in swept))
-        x = sorted({row[along] for row in results})
-        if rank(along)[0]:
-            if x[0] > 0 and len(x) > 2 and x[-1] - x[-2] > 1.5 * (x[1] - x[0]):  # values a factor apart
-                axes.set_xscale("log")
-            axes.set_xticks(x, [f"{value:g}" for value in x])
-            axes.minorticks_off()
+            axes.plot(x, [np.mean(points[value]) for value in x], color=f"C{index}", label=label or "runs")
+            axes.plot(*zip(*((value, y) for value in x for y in points[value])), f"C{index}o")
+        if isinstance(x[0], float) and x[0] > 0 and x[-1] > 5 * x[0]:
+            axes.set_xscale("log")
         axes.set_xlabel(along.replace("_", " "))
-        axes.set_ylabel(f"{'validation' if loss == 'val_loss' else 'training'} loss, nats a token")
-        axes.grid(alpha=0.3)
+        axes.set_ylabel(f"{loss.replace('_', ' ')}, nats a token")
         add_legend(axes)
-    return True
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# main
 
 
 def main():
-    gpus, why_none = visible_gpus()
-    trainer, settings_class = "train_gpt2.py", Settings
-    if gpus:
-        from train_gpt2_cuda import CudaSettings
-
-        trainer, settings_class = "train_gpt2_cuda.py", CudaSettings
-    settings, swept, runs = plan(sys.argv[1:], settings_class)
-    jobs = settings.jobs or len(gpus) or 1
-    if gpus:
-        slots = [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} for i in range(jobs)]
-        where = f"on GPU {', '.join(gpus)}"
-    else:
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, THREADS // jobs))
-        slots = [{"OMP_NUM_THREADS": threads}] * jobs
-        where = f"on the CPU with {threads} thread{'s' * (threads != '1')} each ({why_none})"
+    try:
+        count = count_gpus()
+        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
+        from train_gpt2_cuda import CudaSettings as trainer
+    except UserError:
+        gpus, trainer = [], Settings
+    settings, swept, runs = plan(sys.argv[1:], trainer)
+    program, slots = "train_gpt2_cuda.py" if gpus else "train_gpt2.py", [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
     with locked(settings.output, True):
-        record = Record(settings.output, [trainer, *shared_arguments(settings, swept, settings_class)])
-        return sweep(settings, swept, runs, trainer, slots, where, record)
-
-
-def sweep(settings, swept, runs, trainer, slots, where, record):
-    """Train the unfinished runs, then compare all; returns the exit status."""
-    waiting = [run for run in runs if run.name not in record.finished]
-    before = f", {len(runs) - len(waiting)} finished before" if len(waiting) < len(runs) else ""
-    print(f"{len(runs)} runs of {trainer}{before}; {min(len(slots), len(runs))} at a time {where}")
-    record.write()
-    failed, stopped_by = train_all(waiting, trainer, slots, record) if waiting else ({}, None)
-    if stopped_by:
-        finished = sum(run.name in record.finished for run in runs)
-        print(f"stopped with {finished} of {len(runs)} runs finished; go on with:"
-              f" {shlex.join(['python', *sys.argv])}", file=sys.stderr)
-        return 128 + stopped_by
-
-    results = [result(run, "failed" if run.name in failed else "finished") for run in runs]
-    table = make_table(swept, results)
-    print_table(table)
-    paths = [os.path.join(settings.output, name) for name in ("sweep.csv", "sweep.png")]
-    write_csv(table, paths[0])
-    drawn = draw(settings, swept, results, paths[1])
-    print(f"wrote {', '.join(paths if drawn else paths[:1])}")
+        waiting = [run for run in runs if not os.path.exists(run.finished)
+                   or open(run.finished).read() != shlex.join(run.arguments)]
+        print(f"{len(runs)} runs of {program}, {len(waiting)} to train; on {len(gpus) or 'no'} GPUs")
+        try:
+            failed = train_all(waiting, program, slots or [{}])
+        except KeyboardInterrupt:
+            print(f"stopped; to go on: {shlex.join(['python', *sys.argv])}", file=sys.stderr)
+            return 128 + signal.SIGINT
+        results = [result(run, "failed" if run.directory in failed else "finished") for run in runs]
+        results.sort(key=lambda row: (row["state"] != "finished", row.get("best_val_loss", row.get("train_loss", 0.0))))
+        table = [[*swept, "state", *RESULTS]]
+        table += [[format(row[name], RESULTS.get(name, "")) if name in row else "" for name in table[0]]
+                  for row in results]
+        widths, path = [max(map(len, column)) for column in zip(*table)], os.path.join(settings.output, "sweep")
+        for row in table:
+            print("  ".join(f"{cell or '-':>{width}}" for cell, width in zip(row, widths)))
+        with replacing(f"{path}.csv") as f:  # no value has a comma
+            f.write("".join(",".join(row) + "\n" for row in table).encode(errors="surrogateescape"))
+        draw(swept, results, "val_loss" if settings.val_every else "train_loss", f"{path}.png")
+        print(f"wrote {path}.csv and {path}.png")
     if failed:
-        raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
-    return 0
+        raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(map(os.path.basename, failed))}")
 
 
 if __name__ == "__main__":

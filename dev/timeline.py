@@ -23,10 +23,12 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 
 import train_gpt2_cuda as cuda
+import until_merge  # noqa: F401
 from llmc.gpu.device import cp, open_gpu
 from llmc.errors import run_main
+from llmc.gpu.trainer import open_trainer
 from llmc.resume import read_start
-from llmc.gpu.ranks import check_alike, on_ranks
+from llmc.gpu.start import check_alike, on_ranks
 from plot_log import picture
 from train_gpt2 import parameter_table, random_model
 
@@ -73,11 +75,11 @@ def draw(spans, title):
 
 def work(settings, ranks):
     gpu = open_gpu(settings.arch, ranks.local_rank)
+    check_alike(ranks, gpu, settings)
     settings = cuda.resolve_auto(settings, gpu.arch)
     settings.sample_every = 0
     config, params, _ = read_start(settings, None, None, parameter_table, random_model)
-    check_alike(ranks, gpu, settings, config, params)
-    trainer = cuda.open_trainer(gpu, config, params, settings, ranks)
+    trainer = open_trainer(cuda.GPT2, gpu, config, params, settings, ranks)
     trainer.device.spans = []
     trainer.prepare()
     trainer.device.spans = list({span[:2]: span for span in trainer.device.spans}.values())  # the graph's come last

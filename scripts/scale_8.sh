@@ -8,5 +8,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
-python dev/bench_scale.py --gpus 1,4,8 --same 50 "$@"
+python dev/bench.py scale --gpus 1 4 8 --same 50 "$@"
 python dev/timeline.py --gpus 8 -e d12 -b 4 -t 1024

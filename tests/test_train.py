@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import fcntl
 import functools
-import json
 import os
 import pty
 import random
@@ -18,7 +17,6 @@ import sys
 import termios
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -307,79 +305,6 @@ def test_plots(workplace, run_here):
     assert (workplace / "losses.png").read_bytes().startswith(b"\x89PNG")
     (workplace / "bad.log").write_text("s:0 trl:4.1\nhello\n")
     assert_one_line_error(run_here(plot_log, "bad.log", check=False), "bad.log:2", "hello")
-
-
-class Writer:
-    """TensorBoard's SummaryWriter, of JSON."""
-
-    def __init__(self, directory, filename_suffix):
-        os.makedirs(directory, exist_ok=True)
-        self.path, self.events = f"{directory}/{time.time_ns()}{filename_suffix}", {}
-
-    def __enter__(self):
-        return self
-
-    def add_scalar(self, tag, value, step, wall_time):
-        self.events.setdefault(tag, []).append((step, wall_time, value))
-
-    def __exit__(self, *_):
-        with open(self.path, "w") as f:
-            json.dump(self.events, f)
-
-
-@pytest.mark.parametrize("real", (True, False))
-def test_tensorboard(workplace, run_here, train, monkeypatch, real):
-    import to_tensorboard
-
-    if real:
-        pytest.importorskip("tensorboard")
-    else:
-        pytest.importorskip("torch")
-        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-
-    def events():
-        if not real:
-            name, = os.listdir("board/run")
-            with open(f"board/run/{name}") as f:
-                return json.load(f)
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        accumulator = EventAccumulator("board/run")
-        accumulator.Reload()
-        return {tag: [(event.step, event.wall_time, event.value) for event in accumulator.Scalars(tag)]
-                for tag in accumulator.Tags()["scalars"]}
-
-    train("-x", 3, "-v", 2, "-s", 0, "-o", "run")
-    rows = read_table("run/main.csv")
-    for _ in range(2):  # the second time, in place of the first
-        assert run_here(to_tensorboard, "run", "-o", "board").stdout == "5 rows of run to board/run\n"
-        found = events()
-        assert set(found) == {"loss/train", "loss/validation", "learning_rate", "gradient_norm", "tokens_per_second"}
-        for column, tag in (("train_loss", "loss/train"), ("val_loss", "loss/validation"), ("norm", "gradient_norm")):
-            want = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
-            assert np.allclose([(step, value) for step, _, value in found[tag]], want, rtol=1e-6), tag
-        times = [time for _, time, _ in found["loss/train"]]
-        assert times == sorted(times) and abs(times[-1] - os.path.getmtime("run/main.csv")) < 5
-
-
-def test_tensorboard_says_what_is_wrong(workplace, run_here, monkeypatch):
-    import to_tensorboard
-
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
-        assert_one_line_error(run_here(to_tensorboard, "run", check=False), "pip install tensorboard")
-    (workplace / "x.csv").write_text(",".join(llmc.logger.COLUMNS) + "\n0,16,0.5,5.5,,0.0001,1.0,100,\n1,2,what\n")
-    with pytest.raises(UserError, match="x.csv:3: '1,2,what', expected a row of numbers"):
-        to_tensorboard.read_table("x.csv")
-    (workplace / "x.csv").write_text(",".join(llmc.logger.COLUMNS) + "\n0,16,0.5,5.5,,0.0001,1.0,100,\n30,76")
-    assert [row["seconds"] for row in to_tensorboard.read_table("x.csv")] == [0.5]
-    with open("x.csv", "a") as f:
-        f.write("\n")
-    with pytest.raises(UserError, match="x.csv:3: '30,76', expected a row of numbers"):
-        to_tensorboard.read_table("x.csv")
-    (workplace / "x.csv").write_text("a,b\n")
-    with pytest.raises(UserError, match="x.csv: expected the columns step,tokens,"):
-        to_tensorboard.read_table("x.csv")
 
 
 def test_two_runs_are_bit_equal(workplace, train):

@@ -1,11 +1,11 @@
-// AdamW. RESULTS.md has what each version measured.
+// AdamW. RESULTS.md has what each rung measured.
 //
 //     m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g^2,  g = grads * grad_scale           m =, v =
 //     p = p * (1 - learning_rate * weight_decay)
 //         - learning_rate * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)              params =, master =
 //
 // All N elements; m, v float32. In bfloat16, p is master, float32, and params its rounded copy; in float32, master is
-// null and p is params. Bound by bytes: 28 per parameter. The live version is adamw_update of kernels/update.cu: what
+// null and p is params. Bound by bytes: 28 per parameter. The live rung is adamw_update of kernels/update.cu: what
 // changes from step to step is in device memory, so that one captured graph serves every step, and parts of the
 // parameters have their own weight decay.
 
@@ -31,7 +31,7 @@ adamw_update_thread_an_element(element* params, float* master, float* m, float* 
 
 // pack_a_thread. PACK elements per thread, in 16-byte accesses; the corrections are folded into rate = learning_rate *
 // sqrt(1 - beta2^step) / (1 - beta1^step) and eps * sqrt(1 - beta2^step), which the host computes once. keep = 1 -
-// learning_rate * weight_decay. In float32, the live version gains nothing over this one and has more to look up. In
+// learning_rate * weight_decay. In float32, the live rung gains nothing over this one and has more to look up. In
 // bfloat16 it is 3.5 percent faster: with four numbers per thread instead of eight, a warp's accesses to m, v and
 // master are contiguous.
 extern "C" __global__ void __launch_bounds__(1024)

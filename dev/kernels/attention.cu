@@ -1,4 +1,4 @@
-// Causal attention, forward and backward, from one thread per row to the tensor cores. RESULTS.md has what each version
+// Causal attention, forward and backward, from one thread per row to the tensor cores. RESULTS.md has what each rung
 // measured.
 //
 //     forward   S = query @ key^T / sqrt(HS), only keys up to the query;  lse = log(sum over keys of exp(S))
@@ -11,7 +11,7 @@
 // needs.
 //
 // Bound by operations: two matmuls forward, five backward, of 2 * HS operations for each of the T * (T + 1) / 2 pairs
-// of a head, while the tensors are read and written once. Two versions are live: mma_sync, at the end of this file, and
+// of a head, while the tensors are read and written once. Two rungs are live: mma_sync, at the end of this file, and
 // wgmma, in kernels/attention_hopper.cu and attention_hopper_bf16.cu, where four warps multiply together and their
 // tiles stay in shared memory. attention_hopper.cu in this folder is the step from one to the other.
 
@@ -223,7 +223,7 @@ attention_forward_online(element* out, float* lse, const element* inp, int T) {
 // ---------------------------------------------------------------------------------------------------------------------
 // backward
 
-// For all versions but the live ones: D, one warp per row of a head. Block (256), grid (B * NH * T / 8).
+// For all rungs but the live ones: D, one warp per row of a head. Block (256), grid (B * NH * T / 8).
 extern "C" __global__ void __launch_bounds__(256)
 attention_backward_row_sums(float* D, const element* dout, const element* out, int rows, int T) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -240,7 +240,7 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
 // one thread per key goes over the queries that see it and sums dkey and dvalue. P and dS of a pair are computed in
 // both, so there are seven matmuls instead of five, but none of the masked half, and no (T,T) matrix. Nothing is in
 // shared memory: every product reads both its numbers from memory or the cache, and neighbouring threads read rows 3C
-// apart. The next version reads a number once for a whole row of a tile, which is faster where reads are the
+// apart. The next rung reads a number once for a whole row of a tile, which is faster where reads are the
 // bottleneck, but needs matrices; `recompute` has the tiles without the matrices.
 // Both: block (any size up to 256), grid (T / block, NH, B).
 __device__ inline float row_product(const element* a, const element* b) {

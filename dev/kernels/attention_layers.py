@@ -1,35 +1,32 @@
 """
 Attention in the kernel library, forward and backward. lab.py says what a layer is; the kernels are in attention.cu, and
-the first one that uses wgmma is in attention_hopper.cu. Two versions are live: wgmma on Hopper for heads of 64, else
-mma_sync.
+the first one that uses wgmma is in attention_hopper.cu. Two rungs are live: wgmma on Hopper for heads of 64 in
+bfloat16, else mma_sync.
 
 The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in float32, where cuDNN has none;
-dev/bench_attention.py compares with FlashAttention-2, too.
+dev/bench.py attention compares with FlashAttention-2, too.
 """
 
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lab import (SUMS, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected_results, np, torch, train_gpt2,
-                 version)
+from lab import (SUMS, TF32, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected_results, np, rung, torch,
+                 train_gpt2)
 from llmc.gpu.geometry import hopper_attention
 from profile_gpu import attention_flops
 
-# Tensor cores round float32 operands to TF32; in bfloat16, the result that one matmul passes to the next is rounded,
-# too. As in tests/test_kernels.py.
-TF32, BF16_TWICE = 2e-3, 1e-2
-
+BF16_TWICE = 1e-2  # in bfloat16, the result that one matmul passes to the next is rounded, too
 LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
            SDPBackend.MATH]  # the first that can run is used
 TILES = {64: 8, 256: 16, 1024: 32}  # threads of a block -> rows and columns of its tile
 
 
-def attend(qkv, NH):
+def attend(qkv, NH, backends):
     """Return PyTorch's attention of qkv (B,T,3C), and its three operands, views (B,NH,T,HS)."""
     B, T, C3 = qkv.shape
     C = C3 // 3
     operands = [part.view(B, T, NH, C // NH).transpose(1, 2).requires_grad_() for part in qkv.detach().split(C, dim=2)]
-    with sdpa_kernel(LIBRARY, set_priority=True):
+    with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(*operands, is_causal=True), operands
 
 
@@ -46,6 +43,8 @@ class SideBySide:
 class Attention(Layer):
     """What both directions share."""
 
+    backend, keeps_scores = None, True  # for dev/bench.py: PyTorch's; whether there is memory for (T,T) matrices
+
     def __init__(self, *arguments):
         super().__init__(*arguments)
         if self.precision.bf16:
@@ -54,6 +53,13 @@ class Attention(Layer):
     def uses_wgmma(self, block):
         """Whether the live kernels are Hopper's; otherwise they are those of mma_sync."""
         return hopper_attention(self.config, self.precision, self.gpu.arch)
+
+    def sizes(self):
+        return self.B, self.T, self.C, self.NH
+
+    def thread_launch(self, lab, name, rows, block, *arguments):
+        """Launch a thread for each row of each head, or several: `rows` of them share a block."""
+        lab.launch(name, (blocks(self.T, rows), self.NH, self.B), (block,), *arguments, self.T)
 
     def tile_launch(self, lab, name, columns, block, *arguments):
         """Launch a tiled matmul for all heads with a result of (T, columns), a thread for each element."""
@@ -68,8 +74,8 @@ class Attention(Layer):
         lab.launch(name, (blocks(rows, 8),), (256,), *arguments, rows, self.T)
 
     def scratch(self):
-        """Memory for the versions that store a (T,T) matrix per head."""
-        return self.unwritten(self.B, self.NH, self.T, self.T, dtype="float32")
+        """Memory for the rungs that store a (T,T) matrix per head."""
+        return self.float32(*(self.B, self.NH, self.T, self.T)[: 4 * self.keeps_scores])
 
 
 class AttentionForward(Attention):
@@ -85,12 +91,12 @@ class AttentionForward(Attention):
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
-        return {"out": self.unwritten(B, T, C), "lse": self.unwritten(B, self.NH, T, dtype="float32"),
+        return {"out": self.unwritten(B, T, C), "lse": self.float32(B, self.NH, T),
                 "inp": self.random(B, T, 3 * C, spread=1.5), "att": self.scratch()}
 
     def oracle(self, t):
         preatt, att = np.empty((2, self.B, self.NH, self.T, self.T))
-        train_gpt2.attention_forward(t.out, preatt, att, t.inp, self.B, self.T, self.C, self.NH)
+        train_gpt2.attention_forward(t.out, preatt, att, t.inp, *self.sizes())
         largest = preatt.max(axis=-1, keepdims=True)
         t.lse[:] = largest[..., 0] + np.log(np.exp(preatt - largest).sum(axis=-1))
 
@@ -98,39 +104,34 @@ class AttentionForward(Attention):
         return attention_flops(self.B, self.T, self.C, 2)
 
     def library(self, t):
-        return lambda: {"out": attend(t.inp, self.NH)[0].detach().transpose(1, 2)}
+        return lambda: {"out": attend(t.inp, self.NH, self.backend or LIBRARY)[0].detach().transpose(1, 2)}
 
-    @version(32, 64, 128, 256)
+    @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):
-        grid = blocks(self.T, block), self.NH, self.B
-        lab.launch("attention_forward_thread_a_row", grid, (block,), a.out, a.lse, a.inp, self.T)
+        self.thread_launch(lab, "attention_forward_thread_a_row", block, block, a.out, a.lse, a.inp)
 
-    @version(*TILES)
+    @rung(*TILES)
     def products_apart(self, lab, a, block):
         self.tile_launch(lab, "attention_forward_scores", self.T, block, a.att, a.inp)
         self.row_launch(lab, "attention_forward_softmax", a.att, a.lse)
         self.tile_launch(lab, "attention_forward_values", self.C // self.NH, block, a.out, a.att, a.inp)
 
-    @version(32, 64, 128, 256)
+    @rung(32, 64, 128, 256)
     def online(self, lab, a, block):
-        grid = blocks(self.T, block), self.NH, self.B
-        lab.launch("attention_forward_online", grid, (block,), a.out, a.lse, a.inp, self.T)
+        self.thread_launch(lab, "attention_forward_online", block, block, a.out, a.lse, a.inp)
 
-    @version(128)
+    @rung(128)
     def mma_sync(self, lab, a, block):
-        cuda.attention_forward(lab.portable, a.out, a.lse, a.inp, self.B, self.T, self.C, self.NH)
+        cuda.attention_forward(lab.portable, a.out, a.lse, a.inp, *self.sizes())
 
-    def uses_wgmma_in_bfloat16(self, block):
-        return self.precision.bf16 and self.uses_wgmma(block)
-
-    @version(128, fits=uses_wgmma_in_bfloat16)
+    @rung(128, fits=Attention.uses_wgmma)
     def warpgroup(self, lab, a, block):
         grid, map = (self.NH, blocks(self.T, 64), self.B), lab.device.tensor_map(a.inp, 64, self.C // self.NH)
         lab.launch("attention_forward_warpgroup", grid, (block,), a.out, a.lse, a.inp, self.T, map)
 
-    @version(384, fits=Attention.uses_wgmma)
+    @rung(384, fits=Attention.uses_wgmma)
     def wgmma(self, lab, a, block):
-        cuda.attention_forward(lab.device, a.out, a.lse, a.inp, self.B, self.T, self.C, self.NH)
+        cuda.attention_forward(lab.device, a.out, a.lse, a.inp, *self.sizes())
 
 
 class AttentionBackward(Attention):
@@ -149,15 +150,15 @@ class AttentionBackward(Attention):
         inp, out, lse = self.forward_pass()
         sums = self.sum_rows().attention
         return {"dinp": self.unwritten(B, T, 3 * C), "dout": self.random(B, T, C), "inp": inp, "out": out, "lse": lse,
-                "D": self.unwritten(B, NH, T, dtype="float32"), "att": self.scratch(), "datt": self.scratch(),
-                "sums": self.unwritten(sums, 3 * C, dtype="float32")}
+                "D": self.float32(B, NH, T), "att": self.scratch(), "datt": self.scratch(),
+                "sums": self.float32(sums, 3 * C)}
 
     def forward_pass(self):
-        """Return inp, out and lse of at most two different sequences, repeated: NumPy is slow for a large batch.
+        """Return inp, out and lse of one or two different sequences, repeated: NumPy is slow for a large batch.
 
-        In float32, inp is rounded to bfloat16, which TF32 keeps, so that lse is that of each version's forward pass.
+        In float32, inp is rounded to bfloat16, which TF32 keeps, so that lse is that of each rung's forward pass.
         """
-        few = AttentionForward(self.config, self.precision, self.gpu, min(self.B, 2), self.T)
+        few = AttentionForward(self.config, self.precision, self.gpu, min(self.B, 2 if self.T <= 1024 else 1), self.T)
         tensors = few.tensors()
         if not self.precision.bf16:
             tensors["inp"] = bf16_to_float32(bf16_bits(tensors["inp"]))
@@ -167,7 +168,7 @@ class AttentionBackward(Attention):
         return tensors["inp"][repeated], (bf16_bits(out) if self.precision.bf16 else out)[repeated], lse[repeated]
 
     def oracle(self, t):
-        sizes = self.B, self.T, self.C, self.NH
+        sizes = self.sizes()
         att, scratch1, scratch2 = np.empty((3, self.B, self.NH, self.T, self.T))
         train_gpt2.attention_forward(np.empty_like(t.dout), scratch1, att, t.inp, *sizes)
         train_gpt2.attention_backward(t.dinp, scratch1, scratch2, t.dout, t.inp, att, *sizes)
@@ -176,25 +177,23 @@ class AttentionBackward(Attention):
         return attention_flops(self.B, self.T, self.C, 5)
 
     def library(self, t):
-        out, operands = attend(t.inp, self.NH)
+        out, operands = attend(t.inp, self.NH, self.backend or LIBRARY)
         dout = t.dout.view(self.B, self.T, self.NH, -1).transpose(1, 2)
         return lambda: {"dinp": SideBySide(torch.autograd.grad(out, operands, dout, retain_graph=True))}
 
     def backward(self, device, a):
-        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, self.B, self.T, self.C,
-                                self.NH)
+        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, *self.sizes())
 
     def row_sums(self, lab, a):
         self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
 
-    @version(32, 64, 128, 256)
+    @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):
         self.row_sums(lab, a)
         for name in ("attention_backward_dquery_thread_a_row", "attention_backward_dkv_thread_a_row"):
-            grid = blocks(self.T, block), self.NH, self.B
-            lab.launch(name, grid, (block,), a.dinp, a.dout, a.inp, a.lse, a.D, self.T)
+            self.thread_launch(lab, name, block, block, a.dinp, a.dout, a.inp, a.lse, a.D)
 
-    @version(*TILES)
+    @rung(*TILES)
     def matrices(self, lab, a, block):
         HS = self.C // self.NH
         self.row_sums(lab, a)
@@ -204,17 +203,16 @@ class AttentionBackward(Attention):
         self.tile_launch(lab, "attention_backward_dquery_product", HS, block, a.dinp, a.datt, a.inp)
         self.tile_launch(lab, "attention_backward_dkey_product", HS, block, a.dinp, a.datt, a.inp)
 
-    @version(32, 64, 128, 256)
+    @rung(32, 64, 128, 256)
     def recompute(self, lab, a, block):
-        grid = blocks(self.T, block // 4), self.NH, self.B
         self.row_sums(lab, a)
         for name in ("attention_backward_dquery_recompute", "attention_backward_dkv_recompute"):
-            lab.launch(name, grid, (block,), a.dinp, a.dout, a.inp, a.lse, a.D, self.T)
+            self.thread_launch(lab, name, block // 4, block, a.dinp, a.dout, a.inp, a.lse, a.D)
 
-    @version(128)
+    @rung(128)
     def mma_sync(self, lab, a, block):
         self.backward(lab.portable, a)
 
-    @version(384, fits=Attention.uses_wgmma)
+    @rung(384, fits=Attention.uses_wgmma)
     def wgmma(self, lab, a, block):
         self.backward(lab.device, a)

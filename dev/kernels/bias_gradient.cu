@@ -1,4 +1,4 @@
-// The gradient of a bias: column sums of a gradient. RESULTS.md has what each version measured.
+// The gradient of a bias: column sums of a gradient. RESULTS.md has what each rung measured.
 //
 //     dbias[c] = the sum over n of dout[n,c]                                                         dbias =
 //

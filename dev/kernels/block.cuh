@@ -1,4 +1,4 @@
-// What the versions of several layers share beyond kernels/common.cuh: reductions over a block of any size, and
+// What the rungs of several layers share beyond kernels/common.cuh: reductions over a block of any size, and
 // softmax's two statistics.
 
 #pragma once

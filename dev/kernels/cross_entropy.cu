@@ -1,10 +1,10 @@
-// Cross entropy: the loss of each row of logits, its gradient, and both at once. RESULTS.md has what each version
+// Cross entropy: the loss of each row of logits, its gradient, and both at once. RESULTS.md has what each rung
 // measured.
 //
 //     losses[n] = log(the sum over v of exp(logits[n,v])) - logits[n,targets[n]]                      losses =
 //     dlogits[n,v] = (probs[n,v] - (v is the target)) * dloss, 0 for v >= V                           dlogits =
 //
-// logits, probs, dlogits (N,Vp); losses (N) float32; targets (N) int32. Bound by bytes. The live version is
+// logits, probs, dlogits (N,Vp); losses (N) float32; targets (N) int32. Bound by bytes. The live rung is
 // kernels/classifier.cu, which does it all: it reads a row of logits and writes its loss and its gradient. On Hopper, a
 // row that fits into shared memory is read once and waits there for its gradient; otherwise it is read twice, the
 // second time from the L2 cache.
@@ -40,7 +40,7 @@ crossentropy_forward_warp_a_row(float* losses, const element* logits, const int*
 // threads seven. A little faster with 64 to 256 threads in bfloat16, and no faster in float32, where warp_a_row already
 // runs at the speed of a copy.
 extern "C" __global__ void __launch_bounds__(1024)
-crossentropy_forward_block_a_row(float* losses, const element* logits, const int* targets) {
+crossentropy_forward_block_a_row(float* losses, const element* logits, const int* targets, int N) {
     const int n = blockIdx.x;
     const element* row = logits + int64(n) * Vp;
     const MaxAndSum whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
@@ -78,7 +78,7 @@ crossentropy_softmax_backward_pack_a_thread(element* dlogits, const element* pro
 // backwards from its end, which the cache still has. Three separate kernels move a row six times, this one two or three
 // times: half the time.
 extern "C" __global__ void __launch_bounds__(1024)
-classifier_fused(float* losses, element* logits, const int* targets, float dloss) {
+classifier_fused(float* losses, element* logits, const int* targets, float dloss, int N) {
     const int n = blockIdx.x, target = targets[n];
     element* row = logits + int64(n) * Vp;
     const MaxAndSum part = online_part(row, threadIdx.x, blockDim.x);

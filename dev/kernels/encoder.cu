@@ -1,11 +1,11 @@
-// Token and position embedding. RESULTS.md has what each version measured.
+// Token and position embedding. RESULTS.md has what each rung measured.
 //
 //     forward   out[b,t] = wte[inp[b,t]] + wpe[t]                                                    out =
 //     backward  dwte[token] += the sum of dout over the positions of the token                       dwte +=
 //               dwpe[t] = the sum of dout over b, 0 for t >= T                                       dwpe =
 //
 // out, dout (B,T,C), out of the residual stream's type; inp (B,T) int32; wte (Vp,C), wpe (maxT,C); dwte, dwpe float32.
-// Bound by bytes. The live versions are those of kernels/encoder.cu: forward, one warp per row, all of its loads in
+// Bound by bytes. The live rungs are those of kernels/encoder.cu: forward, one warp per row, all of its loads in
 // flight at once; backward, the host sorts the positions by token, and a warp adds up one token's rows in that order,
 // with no atomics and the same bits in every run.
 
@@ -24,7 +24,7 @@ encoder_forward_thread_an_element(residual_element* out, const int* inp, const e
 }
 
 // pack_a_thread. 16 bytes per thread all over the tensor: an eighth (bfloat16) or a quarter of the threads and
-// instructions. Each thread looks up its own row, after a division to find out which; the live version has one warp per
+// instructions. Each thread looks up its own row, after a division to find out which; the live rung has one warp per
 // row, and does both once.
 extern "C" __global__ void __launch_bounds__(1024)
 encoder_forward_pack_a_thread(residual_element* out, const int* inp, const element* wte, const element* wpe, int B,

@@ -1,9 +1,9 @@
-// GELU, its tanh form. RESULTS.md has what each version measured.
+// GELU, its tanh form. RESULTS.md has what each rung measured.
 //
 //     forward   out = x/2 * (1 + tanh(u)),  u = sqrt(2/pi) * (x + 0.044715 x^3)                       out =
 //     backward  dinp = dout * (1/2 * (1 + tanh(u)) + x/2 * (1 - tanh(u)^2) * u')                      dinp =
 //
-// All N elements. Bound by bytes: forward moves two elements, backward three. The live versions are those of
+// All N elements. Bound by bytes: forward moves two elements, backward three. The live rungs are those of
 // kernels/gelu.cu; the backward one also writes column sums of dinp, the gradient of a bias, which would be an extra
 // pass.
 
@@ -60,7 +60,7 @@ gelu_backward_thread_an_element(element* dinp, const element* inp, const element
 }
 
 // pack_a_thread. 16 bytes per thread, as in forward. The slope costs one tanhf, hidden by the three accesses: the speed
-// of a copy. It takes less time than the live version, which also writes the column sums.
+// of a copy. It takes less time than the live rung, which also writes the column sums.
 extern "C" __global__ void __launch_bounds__(1024)
 gelu_backward_pack_a_thread(element* dinp, const element* inp, const element* dout, int64 N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;

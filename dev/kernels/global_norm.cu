@@ -1,8 +1,8 @@
-// The norm of the gradient, before the square root. RESULTS.md has what each version measured.
+// The norm of the gradient, before the square root. RESULTS.md has what each rung measured.
 //
 //     squares = the sum of grads[i]^2                                                                squares =
 //
-// grads (N); squares (1) float32. Bound by bytes: every gradient is read once. The live version is global_norm of
+// grads (N); squares (1) float32. Bound by bytes: every gradient is read once. The live rung is global_norm of
 // kernels/update.cu, the first of two stages; prepare_update adds up its partial sums, along with everything else that
 // is done once per step.
 
@@ -45,7 +45,7 @@ global_norm_partials(float* partials, const gradient* grads, int64 N) {
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// The second stage, also of the live version: one block.
+// The second stage, also of the live rung: one block.
 extern "C" __global__ void __launch_bounds__(1024) global_norm_total(float* squares, const float* partials, int count) {
     float sum = 0.0f;
     for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partials[i];

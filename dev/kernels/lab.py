@@ -1,19 +1,17 @@
 """
-What all layers of the kernel library share: what a layer is, how a version is checked, and how it is timed.
+The workbench of the kernel library: what a layer and its rungs are, how a rung is checked, how it is timed.
 
-A layer is a class with the tensors that its kernels work on, the NumPy function that computes their expected results,
-and its versions, from the simplest to the one in kernels/. To add one, write a class in layers.py (or in a module that
-bench.py imports) and a .cu file beside this one; see Layer.
+A layer is a class with the tensors that its kernels work on, the NumPy function that computes the expected results, and
+its rungs, from the naive kernel to the one in kernels/. README.md has the steps to add one.
 """
 
-import contextlib
 import glob
 import math
 import os
 import re
 import sys
 from types import SimpleNamespace
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, "..", "..")
@@ -25,54 +23,78 @@ import numpy as np
 import torch
 
 import llmc.gpu.device
-import train_gpt2  # noqa: F401  (for the layers, too)
+import train_gpt2
 import train_gpt2_cuda as cuda
-from llmc.gpu.compiler import KERNEL_DIRECTORY, compile_kernels, kernel_key
+from llmc.checkpoint import Config
 from llmc.errors import UserError
-from llmc.files import chunks
-from llmc.gpu.geometry import blocks, kernel_files, launch_geometry  # noqa: F401  (for the layers)
+from llmc.gpu.compiler import KERNEL_DIRECTORY, Cache, compile_kernels, kernel_key
+from llmc.gpu.geometry import blocks, kernel_files, launch_geometry
 from llmc.gpu.matmul import MatmulKernels
-from llmc.tensors import bf16_bits, bf16_to_float32, Row
-from llmc.debugstate import check_tensor
-from train_gpt2 import Config
-from profile_gpu import size_of  # noqa: F401
+from llmc.tensors import Row, bf16_bits, bf16_to_float32, check_tensor
+from profile_gpu import open_device, size_of
 
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
 
 # The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in
-# any order to about sqrt(n) times that; stored bfloat16 is rounded to 2e-3, the float16 residual stream to 2.5e-4.
-# LIBRARY only shows that PyTorch was asked for the same function; if our own versions may have a larger error, so may
-# PyTorch.
-EXACT, SUMS, BF16, HALF = 1e-6, 5e-6, 4e-3, 5e-4
+# any order to about sqrt(n) times that; TF32 operands to 5e-4, stored bfloat16 to 2e-3, the float16 residual stream to
+# 2.5e-4. LIBRARY only shows that PyTorch was asked for the same function.
+EXACT, SUMS, TF32, BF16, HALF = 1e-6, 5e-6, 2e-3, 4e-3, 5e-4
 LIBRARY = {"float32": 1e-4, "bfloat16": 2e-2}
 
 SHAPES = ((1, 1), (3, 97), (2, 1024))  # (B, T) of the checks
-# Sizes that are checked beside the model's: rows that are not a multiple of a warp's 16-byte accesses, V % 8 = 3, few
-# channels.
+# Checked beside the model's sizes: rows that are not a multiple of a warp's 16-byte accesses, V % 8 = 3, few channels.
 AWKWARD = (Config(1024, 1003, 1, 25, 1600, 1024), Config(1024, 131, 1, 3, 240, 256))
 
 # ----------------------------------------------------------------------------------------------------------------------
-# layers and versions
+# layers and rungs
 
 LAYERS = {}  # name -> class, in the order of their definition
 
 
-class Version(NamedTuple):
-    name: str
-    blocks: tuple  # the block sizes to try
-    run: Callable  # run(layer, lab, tensors on the GPU, block)
-    fits: Callable  # fits(layer, block): whether the kernel can do this size
+class Rung:
+    """One version of a layer. run(layer, lab, a, block) launches its kernels on the tensors `a`, with each of the block
+    sizes `blocks` that fits(layer, block)."""
+
+    def __init__(self, run, blocks, fits=lambda layer, block: True):
+        self.run, self.blocks, self.fits = run, blocks, fits
+
+    def __set_name__(self, layer, name):
+        self.name = name
 
 
-def version(*block_sizes, fits=lambda layer, block: True):
-    """Mark a method of a Layer as one of its versions: run(self, lab, a, block) launches its kernels on the tensors
-    `a`."""
+def rung(*blocks, **options):
+    """Decorator: make a method run(self, lab, a, block) of a Layer a Rung."""
+    return lambda run: Rung(run, blocks, **options)
 
-    def mark(run):
-        run.version = Version(run.__name__, block_sizes, run, fits)
-        return run
 
-    return mark
+class Kernel(Rung):
+    """A rung of one kernel, <layer>_<rung>(*layer.arguments, *scratch). share(layer, block): how much of layer.work a
+    block does; or grid(layer, lab, block). shared(layer, block): bytes of dynamic shared memory. adds_to: results that
+    are set to 0 first."""
+
+    def __init__(self, share=None, grid=None, shared=lambda layer, block: 0, adds_to=(), scratch=()):
+        super().__init__(self.launch, SWEEP, lambda layer, block: shared(layer, block) <= layer.gpu.shared)
+        self.grid = grid or (lambda layer, lab, block: (blocks(layer.work, share(layer, block)),))
+        self.shared, self.adds_to, self.scratch = shared, adds_to, scratch
+
+    def launch(self, layer, lab, a, block):
+        lab.clear(*(getattr(a, name) for name in self.adds_to))
+        lab.launch(f"{layer.name}_{self.name}", self.grid(layer, lab, block), (block,), *layer.arguments(a),
+                   *(getattr(a, name) for name in self.scratch), shared=self.shared(layer, block))
+
+
+class Launcher(Rung):
+    """The live kernel: call(layer, Device, a); without one, the launcher of the layer's name in train_gpt2_cuda.py,
+    which takes what the NumPy function takes. Its block size is its own; in the tables it is 256."""
+
+    def __init__(self, call=None):
+        call = call or (lambda layer, device, a: getattr(cuda, layer.name)(device, *layer.given(a), *layer.sizes()))
+        super().__init__(lambda layer, lab, a, block: call(layer, lab.device, a), (256,))
+
+
+# Shares of a Kernel's block: an element or a row for each thread; 16 bytes for each; a row for each warp; one row.
+THREAD, PACK = lambda layer, block: block, lambda layer, block: block * layer.pack
+WARP, BLOCK = lambda layer, block: block // 32, lambda layer, block: 1
 
 
 class Layer:
@@ -80,56 +102,70 @@ class Layer:
 
     - its docstring: the formula; the first line is printed;
     - file: its kernels are in dev/kernels/<file>.cu; uses: other files with kernels that it launches;
+    - tensors(): {name: data, or the Row of an output}, as the GPU stores them;
     - checked: {tensor: the error allowed, as a fraction of its largest value} for all that the layer writes; partial:
-      those of them with a row of partial sums per block: only the sum of the rows is the same for all versions, and
-      compared;
-    - tensors(): {name: data, or the Row of an output}, in the order of the kernels' arguments;
-    - oracle(t): does to float64 NumPy arrays what the kernels do;
-    - bytes(a) or flops(): what a perfect kernel would move, or compute;
-    - library(t), if PyTorch has the layer: given its tensors, a call that returns {tensor: result}; its row is called
-      library_name;
-    - versions: methods marked with @version, the simplest first. They may differ only in speed. library_version: the
-      one that calls a library without PyTorch, if any; it is row 0 of the tables, and PyTorch's row comes after it.
+      those of them with a row of partial sums per block, of which only the total is compared;
+    - oracle(t): does to float64 NumPy arrays what the kernels do; by default the function of train_gpt2.py of the same
+      name, on the tensors of `signature` (if not given: all) and sizes();
+    - moved: the tensors that a perfect kernel would read or write; or flops(), its operations;
+    - library(t): given PyTorch tensors, a function that returns {tensor: result}, for a row called library_name;
+    - arguments(a) and work: what a Kernel is launched on, by default the same tensors and N rows;
+    - Rungs, the simplest first; library_rung: the one that calls a library without PyTorch, if any.
     """
 
     shapes = SHAPES  # of the checks at the model's sizes; AWKWARD sizes are always checked at SHAPES
-    uses = ()
-    partial = ()
+    uses = partial = moved = signature = ()
     float32_grads = False  # True: gradients of weights are float32 in bfloat16 runs, too
-    library, library_name, library_version = None, "PyTorch", None
+    library, library_name, library_rung = None, "PyTorch", None
 
     def __init_subclass__(cls):
         if "name" in vars(cls):
-            cls.versions = {name: run.version for name, run in vars(cls).items() if hasattr(run, "version")}
+            cls.rungs = {name: rung for name, rung in vars(cls).items() if isinstance(rung, Rung)}
             LAYERS[cls.name] = cls
 
     def __init__(self, config, precision, gpu, B, T):
         self.config, self.precision, self.gpu = config, precision, gpu
         self.B, self.T, self.N = B, T, B * T
+        self.work = self.N
         self.C, self.NH, self.V, self.Vp = config.C, config.NH, config.V, config.Vp
         self.pack, self.geometry = precision.pack, launch_geometry(config, precision, gpu.arch)
         self.rng = np.random.default_rng((B, T, config.C))
 
-    def describe(self):
+    def __str__(self):
         return f"B={self.B} T={self.T} C={self.C} {self.precision.dtype}"
 
+    def sizes(self):
+        return self.B, self.T, self.C
+
+    def given(self, a):
+        return [getattr(a, name) for name in self.signature or vars(a)]
+
+    def arguments(self, a):
+        return *self.given(a), self.N
+
+    def oracle(self, t):
+        getattr(train_gpt2, self.name)(*self.given(t), *self.sizes())
+
     def flops(self):
-        """Operations to count; 0: the layer is bound by bytes."""
+        """0: the layer is bound by bytes."""
         return 0
 
-    # -- tensors, as they are stored; dtype None: that of activations and weights
+    def bytes(self, a):
+        return size_of(*(getattr(a, name) for name in self.moved))
 
     def random(self, *shape, spread=1.0, mean=0.0, dtype=None):
-        """Normal numbers; they repeat after 2^24, which is enough for timing."""
-        count = math.prod(shape)
-        numbers = self.rng.standard_normal(min(count, 1 << 24),
-                                           dtype=np.float32) * np.float32(spread) + np.float32(mean)
-        dtype = dtype or self.precision.dtype
+        """Normal numbers, by default in the dtype of activations; they repeat after 2^24, which will do for timing."""
+        count, dtype = math.prod(shape), dtype or self.precision.dtype
+        numbers = self.rng.standard_normal(min(count, 1 << 24), dtype=np.float32)
+        numbers = numbers * np.float32(spread) + np.float32(mean)
         return np.resize(bf16_bits(numbers) if dtype == "bfloat16" else numbers.astype(dtype), shape)
 
     def unwritten(self, *shape, dtype=None):
         """An output: NaN before each call."""
         return Row(shape, dtype or self.precision.dtype)
+
+    def float32(self, *shape):
+        return self.unwritten(*shape, dtype="float32")
 
     def tokens(self):
         """(B,T) int32, all below V, the first and last of the vocabulary among them."""
@@ -138,44 +174,14 @@ class Layer:
         return tokens
 
     def sum_rows(self):
-        """Return how many rows of partial sums the live kernels leave."""
+        """How many rows of partial sums the live kernels leave."""
         return cuda.partial_rows(self.B, self.T, self.gpu.sm_count, self.geometry)
 
-    # -- versions
-
     def runs(self, names=None):
-        """Yield (version, block size) for all that fit this size; only of the named versions, if any are."""
-        for found in self.versions.values():
+        """Yield (rung, block size) for all that fit this size; only of the named rungs, if any are."""
+        for found in self.rungs.values():
             if not names or found.name in names:
                 yield from ((found, block) for block in found.blocks if found.fits(self, block))
-
-
-def widen(array):
-    """Convert an array as it is stored to float64; integers stay."""
-    if array.dtype == np.uint16:
-        array = bf16_to_float32(array)
-    return array.astype(np.float64) if array.dtype in (np.float32, np.float16) else array.copy()
-
-
-def expected_results(layer, tensors):
-    """Run the oracle and return {name: float64 array} of what the layer writes."""
-    t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x) for name,
-                           x in tensors.items()})
-    layer.oracle(t)
-    return {name: together(layer, name, getattr(t, name)) for name in layer.checked}
-
-
-def together(layer, name, array):
-    """Return a result on the host as it is compared: partial sums are added up."""
-    return array.sum(axis=0, dtype=np.float64) if name in layer.partial else array
-
-
-def allowed_error(layer, name, array, expected):
-    """Return the largest error that a result may have; `array` is the result as it is stored."""
-    fraction = layer.checked[name]
-    if array.dtype in (np.uint16, np.float16):
-        fraction = max(fraction, BF16 if array.dtype == np.uint16 else HALF)
-    return fraction * max(float(np.abs(expected).max()), 1e-30)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,24 +193,18 @@ EXTERN = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()
 def signatures(source):
     """The text of a .cu file -> {kernel: [its parameters]}."""
     text = re.sub(r"//[^\n]*", "", source)
-    return {name: [" ".join(parameter.split()) for parameter in parameters.split(",")] for name,
-            parameters in EXTERN.findall(text)}
+    return {name: [" ".join(parameter.split()) for parameter in parameters.split(",")]
+            for name, parameters in EXTERN.findall(text)}
 
 
-def read_source(path):
-    with open(path) as f:
-        return f.read()
-
-
-def portable(arch):
-    """Return the architecture of the live kernels that this library includes: the portable ones, at most sm_80's."""
-    return arch if arch == "sm_75" else "sm_80"
+def portable(config, precision, arch):
+    """The KernelFiles of the live kernels that this library includes: those for every GPU, of sm_80 at most."""
+    return list(kernel_files(config, precision, arch if arch == "sm_75" else "sm_80").values())
 
 
 def constants_of(config, precision, arch):
-    """Return the constants that this library is compiled with: all of the live files, some of which it includes."""
-    files = kernel_files(config, precision, portable(arch)).values()
-    return {name: value for live in files for name, value in live.constants.items()}
+    """The constants that this library is compiled with: all of the live files, some of which it includes."""
+    return {name: value for file in portable(config, precision, arch) for name, value in file.constants.items()}
 
 
 class PortableDevice:
@@ -212,43 +212,40 @@ class PortableDevice:
 
     def __init__(self, lab):
         self.lab, self.device, self.sm_count = lab, self, lab.sm_count  # for MatmulKernels, it is the Matmul, too
-        run = lab.config, lab.precision, portable(lab.gpu.arch)
-        self.geometry, files = launch_geometry(*run), kernel_files(*run).values()
+        files = portable(lab.config, lab.precision, lab.gpu.arch)
+        self.geometry = SimpleNamespace(**{name: value for file in files for name, value in file.constants.items()})
         self.shared = {name: size for file in files for name, size in file.shared.items()}
-        self.stream_workspace, self.side = lab.matmul.stream_workspace, lab.device.side
-        self.kernels = MatmulKernels(self)
-
-    @property
-    def stream(self):
-        return self.lab.stream
+        self.stream, self.side = lab.stream, lab.device.side
+        self.stream_workspace, self.kernels = lab.matmul.stream_workspace, MatmulKernels(self)
 
     def launch(self, name, *arguments):
         self.lab.launch(f"{name}_mma", *arguments, shared=self.shared.get(name, 0))
 
 
 class Lab:
-    """A Device with the live kernels of train_gpt2_cuda.py and, beside them, those of this library."""
+    """The live kernels of train_gpt2_cuda.py for one model and precision and, beside them, those of this library."""
 
-    def __init__(self, gpu, config, precision, cache):
-        self.device, self.matmul = cuda.open_device(gpu, config, precision, cache)
-        self.matmul.allocate()
-        self.gpu, self.sm_count, self.stream = gpu, gpu.sm_count, self.device.stream
-        self.config, self.precision, self.cache, self.loaded = config, precision, cache, set()
-        self.portable = PortableDevice(self)
+    def __init__(self, gpu, config, precision):
+        self.gpu, self.config, self.precision, self.loaded = gpu, config, precision, set()
+        self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
+        self.sm_count, self.stream = gpu.sm_count, self.device.stream
+        with self.stream:
+            self.matmul.allocate()
+            self.portable = PortableDevice(self)
 
     def load(self, file):
         """Compile the kernels of dev/kernels/<file>.cu, if need be."""
         if file in self.loaded:
             return
-        name, arch = os.path.join("..", "dev", "kernels", file), self.gpu.arch
+        name, arch, cache = os.path.join("..", "dev", "kernels", file), self.gpu.arch, Cache()
         path, constants = os.path.join(HERE, f"{file}.cu"), constants_of(self.config, self.precision, arch)
         # a file of this library may include any of these
         included = sorted(glob.glob(os.path.join(HERE, "*.cuh")) + glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cu")))
-        key = "\n".join([kernel_key(name, arch, constants), *map(read_source, included)])
-        found = self.cache.find(key, ".cubin")
-        cubin = found[0] if found else self.cache.keep(key, ".cubin", compile_kernels(name, arch, constants))
+        key = "\n".join([kernel_key(name, arch, constants), *(open(path).read() for path in included)])
+        found = cache.find(key, ".cubin")
+        cubin = found[0] if found else cache.keep(key, ".cubin", compile_kernels(name, arch, constants))
         module = llmc.gpu.device.cp.RawModule(path=cubin)
-        self.device.functions |= {kernel: module.get_function(kernel) for kernel in signatures(read_source(path))}
+        self.device.functions |= {kernel: module.get_function(kernel) for kernel in signatures(open(path).read())}
         self.loaded.add(file)
 
     def launch(self, name, grid, block, *arguments, shared=0):
@@ -258,118 +255,111 @@ class Lab:
         self.device.shared[name] = shared
         self.device.launch(name, grid, block, *arguments)
 
-    def clear(self, array):
-        """Set an array to 0, as a part of a version."""
-        llmc.gpu.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
+    def clear(self, *arrays):
+        """Set arrays to 0, as a part of a rung."""
+        for array in arrays:
+            llmc.gpu.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
 
 
 def upload(tensors):
-    """Return {name: array on the GPU}; outputs are NaN."""
-    xp, arrays = llmc.gpu.device.cp, {}
-    for name, x in tensors.items():
-        if isinstance(x, Row):
-            arrays[name] = xp.full(x.shape, 0xFFFF if x.dtype == "bfloat16" else np.nan, x.stored_as)
-        else:
-            arrays[name] = xp.asarray(x)
-    return arrays
+    """{name: array on the GPU}; outputs are NaN."""
+    xp = llmc.gpu.device.cp
+    return {name: xp.full(x.shape, 0xFFFF if x.dtype == "bfloat16" else np.nan, x.stored_as)
+            if isinstance(x, Row) else xp.asarray(x) for name, x in tensors.items()}
 
 
-def run_version(layer, lab, arrays, found, block):
-    """Call a version once; raises UserError if the GPU refuses it."""
+def run_rung(layer, lab, arrays, found, block):
+    """Call a rung once; raises UserError if the GPU refuses it."""
     try:
         found.run(layer, lab, SimpleNamespace(**arrays), block)
         lab.stream.synchronize()
     except tuple(llmc.gpu.device.GPU_ERRORS) as error:
-        raise UserError(f"{layer.name} {found.name}, block {block}, {layer.describe()}: {error}") from None
-
-
-@contextlib.contextmanager
-def torch_as(precision):
-    """Let PyTorch's matmuls round float32 operands to TF32 if this precision does."""
-    settings = torch.backends.cuda.matmul
-    before, settings.allow_tf32 = settings.allow_tf32, bool(precision.tf32)
-    try:
-        yield
-    finally:
-        settings.allow_tf32 = before
-
-
-@contextlib.contextmanager
-def torch_beside(lab):
-    """Run PyTorch on the stream of the kernels, in their precision."""
-    with torch_as(lab.precision), torch.cuda.stream(torch.cuda.ExternalStream(lab.stream.ptr)):
-        yield
-
-
-def as_torch(array):
-    """View a CuPy or NumPy array as a PyTorch tensor; uint16 is bfloat16's bits."""
-    if array.dtype == np.uint16:
-        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_dlpack(array)
+        raise UserError(f"{layer.name} {found.name}, block {block}, {layer}: {error}") from None
 
 
 def library_call(layer, arrays):
-    """Return PyTorch's call for this layer on these arrays, or None if it has none."""
-    return layer.library(SimpleNamespace(**{name: as_torch(array) for name,
-                                            array in arrays.items()})) if layer.library else None
+    """PyTorch's call for this layer on these CuPy or NumPy arrays, or None if it has none."""
+    def tensor(array):  # uint16 is bfloat16's bits
+        bf16 = array.dtype == np.uint16
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16) if bf16 else torch.from_dlpack(array)
+
+    torch.backends.cuda.matmul.allow_tf32 = bool(layer.precision.tf32)  # round operands where ours do
+    return layer.library and layer.library(SimpleNamespace(**{name: tensor(x) for name, x in arrays.items()}))
+
+
+def torch_beside(lab):
+    """Context manager: PyTorch runs on the stream of the kernels."""
+    return torch.cuda.stream(torch.cuda.ExternalStream(lab.stream.ptr))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # check
 
 
-def agrees(where, name, got, expected, tolerance):
-    """Return whether a result is as expected; print a row that names `where` and the tensor if it is not."""
-    okay = check_tensor(name, got, expected, tolerance, print_row=False)
-    return okay or check_tensor(f"{where}: {name}", got, expected, tolerance)
+def widen(array):
+    """An array as it is stored -> float64; integers stay."""
+    array = bf16_to_float32(array) if array.dtype == np.uint16 else array
+    return array.astype(np.float64) if array.dtype in (np.float32, np.float16) else array.copy()
 
 
-def check_layer(layer, lab, names, with_library):
-    """Compare every version at every block size with the NumPy function; print wrong tensors, return their number."""
-    tensors = layer.tensors()
-    expected, fresh, wrong = expected_results(layer, tensors), upload(tensors), 0
-    for found, block in layer.runs(names):
-        arrays = copies(fresh)
-        run_version(layer, lab, arrays, found, block)
-        for name in layer.checked:
-            got = together(layer, name, arrays[name].get())
-            where = f"{layer.name} {found.name}, block {block}, {layer.describe()}"
-            wrong += not agrees(where, name, widen(got), expected[name],
-                                allowed_error(layer, name, got, expected[name]))
-    if with_library:
-        arrays = copies(fresh)
-        with torch_beside(lab):
-            call = library_call(layer, arrays)
-            results = {name: result.double().cpu().numpy() for name, result in call().items()} if call else {}
-        for name, got in results.items():
-            tolerance = max(LIBRARY[layer.precision.dtype], layer.checked[name]) * float(np.abs(expected[name]).max())
-            got = got.reshape(expected[name].shape)
-            wrong += not agrees(f"{layer.name} {layer.library_name}, {layer.describe()}", name, got, expected[name],
-                                tolerance)
-    return wrong
+def total(layer, name, array):
+    """A result on the host as it is compared: partial sums are added up."""
+    return array.sum(axis=0, dtype=np.float64) if name in layer.partial else array
+
+
+def expected_results(layer, tensors):
+    """Run the oracle; {name: float64 array} of what the layer writes."""
+    t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x)
+                           for name, x in tensors.items()})
+    layer.oracle(t)
+    return {name: total(layer, name, getattr(t, name)) for name in layer.checked}
+
+
+def agrees(where, name, got, expected, fraction):
+    """Whether a result is as expected up to this fraction of the largest value; prints a row that names `where` and the
+    tensor if it is not."""
+    stored = {np.dtype(np.uint16): BF16, np.dtype(np.float16): HALF}.get(got.dtype, 0.0)  # what storing it rounds off
+    tolerance = max(fraction, stored) * max(float(np.abs(expected).max()), 1e-30)
+    got = widen(got).reshape(expected.shape)
+    return (check_tensor(name, got, expected, tolerance, print_row=False)
+            or check_tensor(f"{where}: {name}", got, expected, tolerance))
 
 
 def copies(arrays):
     return {name: array.copy() for name, array in arrays.items()}
 
 
-def sample(layer, name, array):
-    """Copy some 4 million elements of a result to the host, the first and the last among them."""
-    if name in layer.partial:
-        return together(layer, name, array.get())
-    pieces = list(chunks(array.reshape(-1)))
-    chosen = sorted({round(i * (len(pieces) - 1) / 3) for i in range(4)})
-    return np.concatenate([pieces[i].get() for i in chosen])
+def check_layer(layer, lab, names, with_library):
+    """Compare every rung at every block size with the NumPy function; print wrong tensors, return their number."""
+    tensors = layer.tensors()
+    expected, fresh, wrong = expected_results(layer, tensors), upload(tensors), 0
+    for found, block in layer.runs(names):
+        arrays = copies(fresh)
+        run_rung(layer, lab, arrays, found, block)
+        for name, fraction in layer.checked.items():
+            got = total(layer, name, arrays[name].get())
+            wrong += not agrees(f"{layer.name} {found.name}, block {block}, {layer}", name, got, expected[name],
+                                fraction)
+    if with_library and layer.library:
+        with torch_beside(lab):
+            call = library_call(layer, copies(fresh))
+            results = call() if call else {}
+        for name, got in results.items():
+            fraction = max(LIBRARY[layer.precision.dtype], layer.checked[name])
+            wrong += not agrees(f"{layer.name} {layer.library_name}, {layer}", name, got.double().cpu().numpy(),
+                                expected[name], fraction)
+    return wrong
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # time
 
 FLUSH = 512 << 20  # bytes, several times any L2 cache; writing them also takes longer than a call from Python
+SAMPLE = 2 << 20  # elements at either end of a result in which rungs are compared, at the timed size
 
 
 def milliseconds(lab, flush, call):
-    """Return the median time of several calls, the L2 cache flushed before each; what is slow is called less often."""
+    """The median time of several calls, the L2 cache flushed before each; what is slow is called less often."""
     cp, times, repeats = llmc.gpu.device.cp, [], 20
     while len(times) < repeats + 2:
         start, end = cp.cuda.Event(), cp.cuda.Event()
@@ -389,40 +379,31 @@ class Timing(NamedTuple):
     bytes: int
     flops: int
     library: float  # milliseconds; None: PyTorch has no such layer
-    versions: dict  # {version: {block size: milliseconds}}
-
-
-def time_version(layer, lab, fresh, found, first, flush):
-    """Return ({block size: ms}, {tensor: sample of the result}, how many differ from the first version's)."""
-    sizes, arrays, wrong = [block for _, block in layer.runs([found.name])], copies(fresh), 0
-    run_version(layer, lab, arrays, found, sizes[0])
-    results = {name: sample(layer, name, arrays[name]) for name in layer.checked}
-    for name, got in results.items() if first else ():
-        where = f"{layer.name} {found.name}, block {sizes[0]}, {layer.describe()}, beside the first version"
-        wrong += not agrees(where, name, widen(got), first[name], 2 * allowed_error(layer, name, got, first[name]))
-    a, times = SimpleNamespace(**arrays), {}
-    for block in sizes:
-        times[block] = milliseconds(lab, flush, lambda size=block: found.run(layer, lab, a, size))
-    return times, {name: widen(result) for name, result in results.items()}, wrong
+    rungs: dict  # {rung: {block size: milliseconds}}
 
 
 def time_layer(layer, lab, names, with_library):
-    """Time every version at every block size; return a Timing, or None if a version was wrong.
-
-    NumPy would take minutes at sizes worth timing, so each version has to agree with the first one, which has been
-    checked at others.
-    """
+    """Time every rung at every block size; return a Timing. NumPy would take minutes at this size, so each rung has to
+    agree with the first one, which was checked at others: raises UserError if one does not."""
     fresh, flush = upload(layer.tensors()), llmc.gpu.device.cp.empty(FLUSH, np.uint8)
-    times, first, wrong = {}, None, 0
-    for found in dict.fromkeys(found for found, _ in layer.runs(names)):
-        times[found.name], results, count = time_version(layer, lab, fresh, found, first, flush)
-        first, wrong = first or results, wrong + count
-    if wrong:
-        return None
+    times, first = {}, {}
+    for found, block in layer.runs(names):
+        if found.name not in times:
+            arrays, times[found.name] = copies(fresh), {}
+            run_rung(layer, lab, arrays, found, block)
+            for name, fraction in layer.checked.items():
+                flat = arrays[name].reshape(-1)
+                got = (total(layer, name, arrays[name].get()) if name in layer.partial else
+                       np.concatenate([flat[:SAMPLE].get(), flat[-SAMPLE:].get()]))
+                expected = first.setdefault(name, widen(got))
+                if not agrees(f"{layer.name} {found.name}, block {block}, {layer}, beside the first rung", name, got,
+                              expected, 2 * max(fraction, BF16 * (got.itemsize < 4))):
+                    raise UserError(f"{layer.name} {found.name} is wrong at the size that was to be timed")
+            a = SimpleNamespace(**arrays)
+        times[found.name][block] = milliseconds(lab, flush, lambda: found.run(layer, lab, a, block))
     library = None
-    if with_library:
+    if with_library and layer.library:
         with torch_beside(lab):
             call = library_call(layer, fresh)
-            library = milliseconds(lab, flush, call) if call else None
-    flops = layer.flops()
-    return Timing(layer, layer.bytes(SimpleNamespace(**fresh)) if not flops else 0, flops, library, times)
+            library = call and milliseconds(lab, flush, call)
+    return Timing(layer, 0 if layer.flops() else layer.bytes(SimpleNamespace(**fresh)), layer.flops(), library, times)

@@ -1,12 +1,12 @@
 // Layer normalization, backward: one result for each element, and two sums over all rows. RESULTS.md has what each
-// version measured.
+// rung measured.
 //
 //     with n = (inp - mean) * rstd and dn = dout * weight, over each row,
 //     dinp += rstd * (dn - mean(dn) - n * mean(dn * n));  dweight = the sum over rows of dout * n, dbias = that of dout
 //
 // dinp, dout, inp (N,C), inp of the residual stream's type; mean, rstd (N), dweight, dbias (C) float32; weight (C).
-// Bound by bytes: three rows read, one written. The versions differ in how the rows of different threads are combined
-// in dweight and dbias. The live version is layernorm_backward of kernels/layernorm.cu with column_sums.cu: rows and
+// Bound by bytes: three rows read, one written. The rungs differ in how the rows of different threads are combined
+// in dweight and dbias. The live rung is layernorm_backward of kernels/layernorm.cu with column_sums.cu: rows and
 // sums stay in registers, while the next rows are copied to shared memory; each block writes one row of sums, and a
 // second kernel adds those up. No atomics, and the same bits in every run.
 
@@ -100,9 +100,9 @@ layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, co
 // nearly all of its time. Any number of blocks, partials (gridDim.x, 2C); *done must be 0, and is 0 again afterwards.
 // Dynamic shared memory: 2 * C floats.
 extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, float* partials, int* done,
-                              const element* dout, const residual_element* inp, const element* weight,
-                              const float* mean, const float* rstd, int N) {
+layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, const element* dout,
+                              const residual_element* inp, const element* weight, const float* mean,
+                              const float* rstd, int N, float* partials, int* done) {
     extern __shared__ float block_sums[];  // each thread reads and writes its own columns only
     for (int c = threadIdx.x; c < C; c += blockDim.x) block_sums[c] = block_sums[C + c] = 0.0f;
     for (int row = blockIdx.x; row < N; row += gridDim.x) {

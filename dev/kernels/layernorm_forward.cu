@@ -1,10 +1,10 @@
-// Layer normalization, forward, from one thread per row to rows in shared memory. RESULTS.md has what each version
+// Layer normalization, forward, from one thread per row to rows in shared memory. RESULTS.md has what each rung
 // measured.
 //
 //     out = (inp - mean) * rstd * weight + bias                                               out =, mean =, rstd =
 //
 // inp, out (N,C), inp of the residual stream's type; mean, rstd (N) float32; weight, bias (C). Bound by bytes: a row is
-// read once and written once. The live version is residual_layernorm_forward of kernels/layernorm.cu: a row stays in
+// read once and written once. The live rung is residual_layernorm_forward of kernels/layernorm.cu: a row stays in
 // the registers of one warp (or several) from its only read to its write, and the addition to the residual stream
 // before it needs no extra pass.
 
@@ -113,7 +113,7 @@ layernorm_forward_one_pass(element* out, float* mean, float* rstd, const residua
 // flight.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
-                              const element* weight, const element* bias) {
+                              const element* weight, const element* bias, int N) {
     const int64 start = int64(blockIdx.x) * C;
     float sum = 0.0f, squares = 0.0f;
     for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);

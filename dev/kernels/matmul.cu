@@ -1,5 +1,5 @@
 // Matmuls, from one thread per element to the tensor cores of every GPU; matmul_hopper.cu continues with Hopper's.
-// RESULTS.md has what each version measured.
+// RESULTS.md has what each rung measured.
 //
 //     matmul_forward           out = inp @ weight^T + bias        out =
 //     matmul_backward_inp      dinp = dout @ weight               dinp =

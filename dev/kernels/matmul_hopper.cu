@@ -1,5 +1,5 @@
 // The matmul of the forward pass with Hopper's own instructions (sm_90a), bfloat16: the steps from matmul.cu to the
-// live kernel, kernels/hopper/matmul.cu. RESULTS.md has what each version measured.
+// live kernel, kernels/hopper/matmul.cu. RESULTS.md has what each rung measured.
 //
 //     out (M,N) = inp (M,K) @ weight^T (K,N) + bias        out =
 //

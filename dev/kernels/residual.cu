@@ -1,4 +1,4 @@
-// The addition to the residual stream. RESULTS.md has what each version measured.
+// The addition to the residual stream. RESULTS.md has what each rung measured.
 //
 //     out = inp1 + inp2                                                                              out =
 //
@@ -53,4 +53,4 @@ residual_forward_packs_a_thread(residual_element* out, const residual_element* i
 }
 
 // apart: residual_layernorm_forward as two kernels, the best addition (pack_a_thread) and the live layernorm of the
-// stored sum. Each is near a copy's speed, but the sum is read from memory once more than in the live version.
+// stored sum. Each is near a copy's speed, but the sum is read from memory once more than in the live rung.

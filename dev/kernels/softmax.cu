@@ -1,9 +1,9 @@
-// Softmax over long rows: the logits of the whole vocabulary. RESULTS.md has what each version measured.
+// Softmax over long rows: the logits of the whole vocabulary. RESULTS.md has what each rung measured.
 //
 //     probs[n,v] = exp(logits[n,v] - the row's maximum) / their sum over the row, 0 for v >= V        probs =
 //
 // logits, probs (N,Vp). Bound by bytes: a row is written once and, if it can be kept or the L2 cache still has it, read
-// from memory once. There is no live version: kernels/classifier.cu computes a row's loss and gradient while it has the
+// from memory once. There is no live rung: kernels/classifier.cu computes a row's loss and gradient while it has the
 // row, and probabilities are never stored.
 
 #include "common.cuh"
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* p
 // as warp_a_row, not faster. With 256 threads, 1056 rows or 106 MB are in flight, and it is slower, as it is with all
 // blocks in float32, where 264 rows are 53 MB. The machine code shows why: the compiler does not know the step of the
 // loops and leaves one load per iteration, where warp_a_row has up to 16.
-extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* probs, const element* logits) {
+extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* probs, const element* logits, int N) {
     const int64 start = int64(blockIdx.x) * Vp;
     float largest = -INFINITE, sum = 0.0f;
     for (int v = threadIdx.x; v < V; v += blockDim.x) largest = fmaxf(largest, to_float(logits[start + v]));
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* 
 // online. Maximum and sum in one read: when a larger value turns up, the sum so far is scaled down. Two reads instead
 // of three, 16 bytes per thread, and the second one begins at the end of the row, which was read last and is likeliest
 // to be in the cache.
-extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits) {
+extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits, int N) {
     const element* row = logits + int64(blockIdx.x) * Vp;
     const MaxAndSum whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
     const float scale = 1.0f / whole.sum;
