@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import os
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +32,7 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.gpu.trainer import CONTROL
 from llmc.gpu.zero import CHUNKS
 
-here = threading.local()  # .trainer: of this thread
+here = SimpleNamespace()  # .trainer: of this process
 
 
 def floats(array):
@@ -66,6 +65,7 @@ def layernorm_backward(*arguments):
     if targets is not None:
         grads = flat(here.trainer.grads)
         grads[...] = stored(random_gradient(grads.size, targets), grads)
+        here.trainer.grads.wte[here.trainer.config.V :] = 0  # of padding
 
 
 def loss_mean(loss, losses, scale, N):
@@ -149,8 +149,11 @@ def compute_on(fake):
     return load
 
 
-class Collectives:
-    """Those of zero.py's Nccl, by its `exchange`."""
+class Messages:
+    """zero.py's Nccl, over torch.distributed: what is sent goes to all."""
+
+    def __init__(self, ranks):
+        self.rank, self.size, self.gather = ranks.rank, ranks.size, ranks.gather
 
     def connect(self, stream):
         pass
@@ -173,21 +176,18 @@ class Collectives:
         others = [rank for rank in range(self.size) if rank != self.rank]
         self.exchange([(rank, parts[self.rank]) for rank in others], [(rank, parts[rank]) for rank in others], stream)
 
-
-class Messages(Collectives):
-    """zero.py's Nccl: what is sent goes to all."""
-
-    def __init__(self, ranks):
-        self.ranks, self.rank, self.size, self.gather = ranks, ranks.rank, ranks.size, ranks.gather
-
     def exchange(self, sends, receives, stream):
-        for rank, messages in enumerate(self.ranks.gather([(peer, np.array(array)) for peer, array in sends])):
+        assert stream is here.trainer.device.comm, "NCCL needs one order of all messages: that of one stream"
+        stream.launched += 1
+        for rank, messages in enumerate(self.gather([(peer, np.array(array)) for peer, array in sends])):
             arrived = [array for peer, array in messages if peer == self.rank]
             for array, data in zip([array for peer, array in receives if peer == rank], arrived, strict=True):
                 array[...] = data
 
     def add_up(self, total, addend, stream):
-        total[...] = np.sum(self.ranks.gather(np.array(addend)), axis=0)
+        assert stream is here.trainer.device.comm
+        stream.launched += 1
+        total[...] = np.sum(self.gather(np.array(addend)), axis=0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""The ranks of a run, with no GPU: processes under each launcher's variables, under torchrun and --gpus; and each way to
-fail."""
+"""The ranks of a run, with no GPU: processes under each launcher's variables, torchrun and --gpus; each way to fail."""
 
 import contextlib
 import os
@@ -9,7 +8,7 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,27 +25,22 @@ from llmc.errors import Interrupted, Interruption, UserError, run_main
 from llmc.gpu.ranks import LAUNCHERS, LOST, Ranks, check_alike, on_ranks, translate_launcher
 from llmc.settings import Settings, option
 
+SomeSettings = make_dataclass("SomeSettings", [("gpus", int, option(1, group="gpu", help=""))], bases=(Settings,))
 NUMBERS = [0.1, 1e-320, -0.0, 1 / 3, float("inf")]
 
 
-@dataclass
-class SomeSettings(Settings):
-    gpus: int = option(1, group="gpu", help="")
-
-
 def join(work):
-    """Call work(ranks) on this rank."""
-    assert translate_launcher(os.environ)
+    translate_launcher(os.environ)
     with Ranks(os.environ) as ranks:
         return work(ranks)
 
 
 def exchange(ranks):
     checks = []
-    values = ranks.gather((ranks.rank, ranks.local_rank, NUMBERS)), ranks.attempt(lambda: -ranks.rank), [
-        ranks.largest(number) for number in (None, ranks.rank, None if ranks.rank else 0)]
+    values = ranks.gather((ranks.rank, ranks.local_rank, NUMBERS)), ranks.attempt(lambda: -ranks.rank)
+    largest = [ranks.largest(number) for number in (None, ranks.rank, None if ranks.rank else 0)]
     results = ranks.starmap(lambda i: 10 * i, [(i,) for i in range(7)], lambda: checks.append(1))
-    print(repr((values, results, len(checks))).replace("inf", "1e999"))
+    print(repr((*values, largest, results, len(checks))).replace("inf", "1e999"))
     print("a warning that all have", file=sys.stderr)
 
 
@@ -107,7 +101,7 @@ def test_values(fork, names):
     """They come back on all ranks, in order, floats to the bit; only rank 0 prints."""
     statuses, out, err = end_ranks(fork(exchange, 3, names=names, SLURM_STEP_ID="0"))
     assert statuses == [0, 0, 0] and err == "a warning that all have\n"
-    (gathered, attempted, largest), results, checks = eval(out)
+    gathered, attempted, largest, results, checks = eval(out)
     assert [place[:2] for place in gathered] == [(0, 0), (1, 1), (2, 2)] and attempted == [0, -1, -2]
     assert all(struct.pack("5d", *numbers) == struct.pack("5d", *NUMBERS) for *_, numbers in gathered)
     assert largest == [None, 2, 0] and results == list(range(0, 70, 10)) and checks == 3
@@ -123,7 +117,6 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
     (BATCH_SCRIPT, None), ({**STEP, "SLURM_STEP_ID": "4294967290"}, None),
     ({**STEP, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, ["3", "4", "1", "127.0.0.1", "29517"]),
     ({**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[07-8,11],x"}, ["0", "2", "0", "n07", "29517"]),
-    ({**STEP, "SLURM_STEP_NODELIST": "x,n[1-2]", "MASTER_PORT": "7"}, ["0", "4", "0", "x", "7"]),
     ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "9"}, ["0", "4", "0", "127.0.0.1", "29517"]),  # srun --mpi=pmi2
     ({**BATCH_SCRIPT, **MPICH, "MASTER_ADDR": "box"}, ["1", "2", "1", "box", "29517"])))
 def test_launchers(environ, expected):
@@ -176,13 +169,11 @@ def test_a_killed_rank_ends_all(fork):
     ranks = fork(take_steps, 3)
     wait_until_ready()
     ranks[1].kill()
-    began = time.monotonic()
-    statuses, _, err = end_ranks(ranks)
-    assert statuses == [1, -9, 1] and time.monotonic() < began + 10 and err == f"take_steps: error: {LOST}\n"
+    statuses, _, err = end_ranks(ranks, timeout=10)
+    assert statuses == [1, -9, 1] and err == f"take_steps: error: {LOST}\n"
 
 
 def start(*command):
-    """Start this program; returns (process, pids of its ranks)."""
     process = subprocess.Popen([sys.executable, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     name, *pids = process.stdout.readline().split()
     assert name == "ready", process.communicate()
