@@ -72,13 +72,8 @@ def take_steps(ranks):
         return 128 + interruption.signal
 
 
-def main():
-    return on_ranks(SomeSettings, "", lambda settings, ranks: take_steps(ranks))
-
-
 if __name__ == "__main__":
-    run_main(main)
-    sys.exit()
+    run_main(lambda: on_ranks(SomeSettings, "", lambda settings, ranks: take_steps(ranks)))
 
 
 @pytest.fixture
