@@ -21,7 +21,7 @@ from fake_gpus import end_ranks, fork_ranks
 from llmc.checkpoint import (Config, Owned, Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
                              write_optimizer_state)
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
-from llmc.gpu.trainer import Trainer
+from llmc.gpu.trainer import NOT_READY, Trainer
 from llmc.resume import checkpoint_paths, delete_old_checkpoints, find_checkpoint, newest_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
@@ -75,7 +75,7 @@ def test_every_element_has_one_owner(table):
             assert same[fields].tolist() == np.sort(alone.chunks(0)[0], order="flat")[fields].tolist()
 
 
-def test_nccl_s_errors_are_lines(monkeypatch):
+def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
     """Also those of the first messages, which connect the ranks and take memory for it; and a library that is too old.
     """
     class NcclError(Exception):
@@ -100,8 +100,9 @@ def test_nccl_s_errors_are_lines(monkeypatch):
                  lambda: peers.allocate(8)):
         with pytest.raises(cuda.UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
             call()
-    ended, event = SimpleNamespace(done=True, synchronize=lambda: None), SimpleNamespace(done=False)
-    Trainer.wait(SimpleNamespace(peers=peers), ended)
+    event = SimpleNamespace(ptr=0, synchronize=lambda: None)
+    Trainer.wait(SimpleNamespace(peers=peers), event)
+    monkeypatch.setattr(fake_gpu.cp.cuda.runtime, "eventQuery", lambda ptr: NOT_READY)
     with pytest.raises(cuda.UserError, match=r"NCCL lost another GPU \(unhandled cuda error\)"):
         Trainer.wait(SimpleNamespace(peers=peers), event)
     nccl.get_version = lambda: 22707
