@@ -352,7 +352,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    recorded, ptr, done = False, 0, True
+    recorded, ptr = False, 0
 
     def __init__(self, disable_timing=False):
         pass
@@ -409,7 +409,7 @@ class FakeGPU:
         runtime = SimpleNamespace(
             CUDARuntimeError=error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
             memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000, getDeviceCount=lambda: 1,
-            getDevice=lambda: 0, getDeviceProperties=properties)
+            getDevice=lambda: 0, getDeviceProperties=properties, eventQuery=lambda ptr: 0)
         return SimpleNamespace(
             zeros=zeros, empty=zeros, asarray=lambda array: np.array(array).view(Array),
             RawModule=lambda path: SimpleNamespace(get_function=functools.partial(FakeFunction, self)),

@@ -100,6 +100,8 @@ def open_evaluator(architecture, gpu, config, params):
 # ----------------------------------------------------------------------------------------------------------------------
 # the trainer
 
+NOT_READY = 600  # cudaErrorNotReady
+
 
 class Trainer:
     """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once.
@@ -233,7 +235,7 @@ class Trainer:
     def wait(self, event):
         """Wait for an event of the GPU. On several GPUs, raise UserError if another rank, or NCCL, fails meanwhile: the
         GPU would wait for its messages for ever."""
-        while self.peers and not event.done:
+        while self.peers and cp.cuda.runtime.eventQuery(event.ptr) == NOT_READY:
             self.peers.check()
             self.ranks.check()
             time.sleep(0.0002)
