@@ -3,8 +3,8 @@ GPT-2 training on a GPU: the loop of train_gpt2.py, with CUDA kernels of our own
 
 What it is: the same chapters in the same order, over the same tables of parameters, files, data loader and checkpoints.
 CuPy holds the memory and launches; kernels/*.cu do the work, one file a layer, compiled at the first start for the GPU
-and the model at hand; matmuls are our own or cuBLASLt's, by a rule. What it needs: an NVIDIA driver and pip packages, no
-CUDA toolkit.
+and the model at hand; matmuls are our own or cuBLASLt's, by a rule. What it needs: an NVIDIA driver and pip packages,
+no CUDA toolkit.
 
     python prepro_tinyshakespeare.py
     python export_weights.py

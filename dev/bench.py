@@ -40,17 +40,17 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 from tqdm import tqdm
 
-from llmc.checkpoint import Config, padded
+from llmc.checkpoint import padded
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.device import count_gpus, gpu_errors_as_lines
-from llmc.progress import flops_per_token, peak_flops
+from llmc.gpu.lines import flops_per_token, peak_flops
 from llmc.settings import Settings
 from llmc.tensors import Row, bf16_bits, flat, layer, table_elements
 from llmc.threads import THREADS
 from readme import SPEED, put_between_markers, split_at_markers
-from train_gpt2 import GPT2, SIZES, Decoder, parameter_table, random_model  # a GPU's are imported where they are used
+from train_gpt2 import GPT2, SIZES, Config, Decoder, parameter_table, random_model  # a GPU's: where they are used
 
 V, T = 50257, 1024
 MODELS = {"124M": "d12", "355M": "d24", "774M": "d36", "1558M": "d48"}  # name in the tables -> in train_gpt2.SIZES
@@ -485,6 +485,7 @@ def bench_matmul(args):
 def matmul_ways(matmul, kind, N, C, OC):
     """Return ({way: call}, the result that all of them write, the inner dimension, the call of training)."""
     from llmc.gpu.device import cp
+    from llmc.gpu.matmul import Linear
 
     device, g, rng = matmul.device, matmul.device.geometry, np.random.default_rng(0)
 
@@ -499,14 +500,16 @@ def matmul_ways(matmul, kind, N, C, OC):
         "dweight": ((OC, C), N, (dout, inp), (1.0,), (dout.T, inp))}[kind]
     out = cp.empty(shape, Row((), matmul.precision.grads).stored_as if kind == "dweight" else inp.dtype)
     few = kind == "dweight" and -(-OC // g.MATMUL_BM) * -(-C // g.MATMUL_BN) <= 2 * device.sm_count
-    ways = {}
-    for narrow, splits in itertools.product((False, True), (1, 2, 3, 4, 5, 7, 9, 11) if few else (1,)):
-        if matmul.kernels and (hasattr(g, "MATMUL_NARROW_BN") and splits < 5 or not narrow) and N >= 256 * splits:
-            options = {"narrow": narrow, **({"splits": splits} if kind == "dweight" else {})}
-            ways[f"{'narrow' if narrow else 'wide'}{f' in {splits}' if splits > 1 else ''}"] = functools.partial(
-                getattr(matmul.kernels, METHODS[kind]), out, *given, *scale, **options)
+    options = {"forward": [{"columns": width} for width in (g.MATMUL_BN, g.MATMUL_NARROW_BN)], "dinp": [{}],
+               "dweight": [{"splits": splits} for splits in (1, 2, 3, 4, 5, 7, 9, 11)
+                           if splits == 1 or few and N >= 256 * splits]}[kind] if matmul.kernels else []
+    ways = {" ".join(f"{value} {name}" for name, value in option.items()) or "ours": functools.partial(
+        getattr(matmul.kernels, METHODS[kind]), out, *given, *scale, **option) for option in options}
     ways["cuBLASLt"] = functools.partial(matmul.cublaslt.multiply, out, *library)
-    return ways, out, inner, functools.partial(getattr(matmul, METHODS[kind]), out, *given)
+    linear = Linear(matmul, weight, None, out)
+    rule = {"forward": lambda: linear.forward(out, inp), "dinp": lambda: linear.backward_inp(out, dout),
+            "dweight": lambda: linear.backward_weight(dout, inp)}[kind]
+    return ways, out, inner, rule
 
 
 def launches_of(device, call):

@@ -26,7 +26,8 @@ import train_gpt2
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
 from llmc.settings import parse_settings, with_default
-from llmc.tensors import bf16_bits, bf16_to_float32, check_tensor, flat, views
+from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
+from llmc.debugstate import check_tensor
 from profile_gpu import array_of, label, open_model, open_trainer
 from train_gpt2_cuda import GPT2, JOB, CudaSettings, activation_table, nearest_power_of_2
 

@@ -44,7 +44,7 @@ from llmc.settings import field_flags, option, parse_settings
 from llmc.tensors import views
 from llmc.tokenizer import load_tokenizer
 from plot_log import read_log
-from train_gpt2 import parameter_table, random_model
+from train_gpt2 import GPT2
 from train_gpt2_cuda import CudaSettings
 
 SCORES = 16 << 20  # attention scores, B*T*T, that PyTorch may keep at a time, where it stores them
@@ -105,7 +105,7 @@ def make_optimizer(model, settings, fused):
 
 def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=False, fast=False, device="cuda"):
     """Return the loss of each update. others: use other kernels, and another order of sums. fast: compile."""
-    config, params, _ = read_start(settings, None, load_tokenizer(settings), parameter_table, random_model)
+    config, params, _ = read_start(settings, None, load_tokenizer(settings), GPT2)
     params = reorder_channels(config, params, seed=0) if others else params
     fused = others or autocast or fast
     rows = 1 if others else settings.B if autocast else 32 if fast else max(1, SCORES // settings.T**2)  # at a time

@@ -25,17 +25,16 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-import until_merge  # noqa: F401
 from llmc.errors import UserError, run_main
 from llmc.gpu.device import TensorMap, cp, gpu_errors_as_lines, measure, open_gpu
 from llmc.gpu.geometry import blocks
-from llmc.gpu.matmul import is_transposed
+from llmc.gpu.cublaslt import is_transposed
+from llmc.gpu.matmul import Linear
 from llmc.gpu.precision import describe_precision
 from llmc.gpu.trainer import open_device, open_trainer  # noqa: F401  (for the kernel library, too)
 from llmc.resume import read_start
 from llmc.settings import parse_settings
 from llmc.tensors import Row
-from train_gpt2 import parameter_table, random_model
 from train_gpt2_cuda import GPT2, JOB, CudaSettings, resolve_auto
 
 STEPS = 10
@@ -203,7 +202,7 @@ def measure_matmul(matmul):
         a, b, out = (cp.empty((n, n), Row((), matmul.precision.dtype).stored_as) for _ in range(3))
         for array in (a, b):
             device.launch("fill_random", (blocks(n * n, 256),), (256,), array, np.int64(n * n))
-        return 2 * n**3 / measure(device, lambda: matmul.forward(out, a, b, None))
+        return 2 * n**3 / measure(device, lambda: Linear(matmul, b).forward(out, a))
 
 
 def describe(matmul):
@@ -238,7 +237,7 @@ def open_model(settings):
         raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
     gpu = open_gpu(settings.arch)
     settings = resolve_auto(settings, gpu.arch)
-    config, params, _ = read_start(settings, None, None, parameter_table, random_model)
+    config, params, _ = read_start(settings, None, None, GPT2)
     print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
     return gpu, config, params, settings
 

@@ -23,14 +23,12 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 
 import train_gpt2_cuda as cuda
-import until_merge  # noqa: F401
-from llmc.gpu.device import cp, open_gpu
+from llmc.gpu.device import cp, describe_gpu, open_gpu
 from llmc.errors import run_main
 from llmc.gpu.trainer import open_trainer
 from llmc.resume import read_start
-from llmc.gpu.start import check_alike, on_ranks
+from llmc.gpu.ranks import check_alike, on_ranks
 from plot_log import picture
-from train_gpt2 import parameter_table, random_model
 
 PICTURE, STEPS = "timeline.png", 20
 STREAMS = {"main": "compute", "comm": "between GPUs"}  # name -> its label
@@ -75,10 +73,10 @@ def draw(spans, title):
 
 def work(settings, ranks):
     gpu = open_gpu(settings.arch, ranks.local_rank)
-    check_alike(ranks, gpu, settings)
     settings = cuda.resolve_auto(settings, gpu.arch)
     settings.sample_every = 0
-    config, params, _ = read_start(settings, None, None, parameter_table, random_model)
+    config, params, _ = read_start(settings, None, None, cuda.GPT2)
+    check_alike(ranks, gpu, settings, config, params)
     trainer = open_trainer(cuda.GPT2, gpu, config, params, settings, ranks)
     trainer.device.spans = []
     trainer.prepare()
@@ -86,7 +84,7 @@ def work(settings, ranks):
     spans = time_spans(trainer, STEPS)
     trainer.close()
     if ranks.is_first:
-        title = f"{cuda.describe_gpu(gpu, ranks.size)}, {settings.model}, B={settings.B} a GPU, T={settings.T}"
+        title = f"{describe_gpu(gpu, ranks.size)}, {settings.model}, B={settings.B} a GPU, T={settings.T}"
         print(f"{title}\n{'':<22} {'begin':>9} {'end':>9} {'ms':>9}")
         for (name, _), (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
             print(f"{name:<22} {begin:>9.3f} {end:>9.3f} {end - begin:>9.3f}")

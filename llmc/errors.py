@@ -56,7 +56,7 @@ class Interruption:
                 signal.signal(number, self.remember)
 
     def remember(self, number, frame):
-        if self.received and number == signal.SIGINT:
+        if self.received and signal.SIGINT in (number, self.received):  # torchrun passes on Ctrl-C as SIGTERM, too
             raise KeyboardInterrupt
         if not self.received:
             self.tell()

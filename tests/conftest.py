@@ -457,7 +457,7 @@ def fake_gpu(monkeypatch, tmp_path):
     fake = FakeGPU()
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
     for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
-                   llmc.gpu.trainer, train_gpt2_cuda):
+                   llmc.gpu.trainer):
         monkeypatch.setattr(module, "cp", fake.cp)
     monkeypatch.setattr(llmc.gpu.device, "driver", fake.driver)
     monkeypatch.setattr(llmc.gpu.cublaslt, "load_library", lambda: fake.cublaslt)

@@ -19,6 +19,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
+import llmc.gpu.cublaslt
+import llmc.gpu.decoder
 import llmc.gpu.device
 import llmc.gpu.matmul
 import llmc.gpu.memory
@@ -30,7 +32,7 @@ from llmc.errors import run_main
 from llmc.gpu.ranks import LAUNCHERS
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.gpu.trainer import CONTROL
-from llmc.gpu.zero import CHUNKS
+from llmc.gpu.shares import CHUNKS
 
 here = SimpleNamespace()  # .trainer: of this process
 
@@ -161,7 +163,7 @@ class Messages:
     check = close = lambda self: None
 
     def allocate(self, size):
-        self.window = cuda.cp.zeros(size, np.uint8)
+        self.window = llmc.gpu.device.cp.zeros(size, np.uint8)
         return self.window
 
     def all_to_all(self, target, source, stream):
@@ -251,10 +253,11 @@ def main():
             chosen.append(self.index)
 
     fake.cp.cuda.Device = Device
-    for module in (llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks, llmc.gpu.trainer, cuda):
+    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
+                   llmc.gpu.trainer):
         module.cp = fake.cp
     llmc.gpu.device.driver, llmc.gpu.device.MISSING = fake.driver, None
-    sys.modules["nvmath.bindings"] = fake
+    llmc.gpu.cublaslt.load_library = lambda: fake.cublaslt
     llmc.gpu.device.launch_early = lambda function, *arguments: function(*arguments)
     llmc.gpu.device.prepare_kernels = lambda cache, arch, files: ([file.name for file in files], 0)
     llmc.gpu.trainer.Nccl = Messages

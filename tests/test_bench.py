@@ -59,7 +59,7 @@ def test_the_matmuls_of_a_step(fake_gpu, run_here, monkeypatch):
         monkeypatch.setattr(module, name, value)
     lines = run_here(bench, "matmul", "--model", "d2", "-b", 1).stdout.splitlines()
     assert len(lines) == 4 + 15 and all(line.count("**3.0**") == 1 for line in lines[4:])
-    assert lines[6].startswith("| qkv dweight | 384 x 128 x 512 | wide ") and ", narrow in 2 3.0 | " in lines[6]
+    assert lines[6] == "| qkv dweight | 384 x 128 x 512 | 1 splits 3.0, 2 splits 3.0 | **3.0** |"
 
 
 @pytest.mark.parametrize("command", ("cpu", "gpu", "attention", "matmul", "generate", "scale"))

@@ -20,12 +20,12 @@ sys.path.append(str(ROOT / "dev" / "kernels"))
 import lab
 import llmc.gpu.device
 from lab import AWKWARD, LAYERS
-from llmc.checkpoint import Config
 from llmc.errors import run_main
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.geometry import kernel_files
 from llmc.gpu.precision import Precision
 from llmc.tensors import Row
+from train_gpt2 import Config
 
 spec = importlib.util.spec_from_file_location("kernels_bench", ROOT / "dev" / "kernels" / "bench.py")
 bench = importlib.util.module_from_spec(spec)  # dev/bench.py is another one

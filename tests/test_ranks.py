@@ -62,7 +62,7 @@ def fail(ranks):
 
 
 def take_steps(ranks):
-    interruption = Interruption(ranks.largest, speaks=ranks.is_first)
+    interruption = Interruption(ranks)
     print("ready", *ranks.gather(os.getpid()), flush=True)
     try:
         for step in interruption.watching(range(100000)):

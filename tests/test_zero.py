@@ -18,14 +18,17 @@ import train_gpt2
 import train_gpt2_cuda as cuda
 from conftest import SMALL_HEADS, random_params, remove_after
 from fake_gpus import end_ranks, fork_ranks
-from llmc.checkpoint import (Config, Owned, Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
+from llmc.checkpoint import (Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
                              write_optimizer_state)
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
+from llmc.errors import UserError
 from llmc.gpu.trainer import NOT_READY, Trainer
 from llmc.resume import checkpoint_paths, delete_old_checkpoints, find_checkpoint, newest_checkpoint
 from llmc.shuffle import Position
-from llmc.tensors import Row, allocate, flat
-from llmc.gpu.zero import CHUNK, PARTS, Nccl, Shares
+from llmc.tensors import Row, allocate, flat, table_elements
+from llmc.gpu.zero import Nccl
+from llmc.gpu.shares import CHUNK, OwnedShare, PARTS, Shares
+from train_gpt2 import Config
 
 TABLES = {
     "gpt2": train_gpt2.parameter_table(Config(maxT=64, V=1003, L=3, NH=3, C=96, Vp=1024)),
@@ -98,15 +101,15 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
     for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
                  lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
                  lambda: peers.allocate(8)):
-        with pytest.raises(cuda.UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
+        with pytest.raises(UserError, match=r"NCCL cannot connect the GPUs \(unhandled cuda error\)"):
             call()
     event = SimpleNamespace(ptr=0, synchronize=lambda: None)
     Trainer.wait(SimpleNamespace(peers=peers), event)
     monkeypatch.setattr(fake_gpu.cp.cuda.runtime, "eventQuery", lambda ptr: NOT_READY)
-    with pytest.raises(cuda.UserError, match=r"NCCL lost another GPU \(unhandled cuda error\)"):
+    with pytest.raises(UserError, match=r"NCCL lost another GPU \(unhandled cuda error\)"):
         Trainer.wait(SimpleNamespace(peers=peers), event)
     nccl.get_version = lambda: 22707
-    with pytest.raises(cuda.UserError, match=r"is 2\.27, expected 2\.28 or newer: pip install -r requirements-gpu.txt"):
+    with pytest.raises(UserError, match=r"is 2\.27, expected 2\.28 or newer: pip install -r requirements-gpu.txt"):
         Nccl(ranks)
 
 
@@ -114,12 +117,16 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
 # states of several ranks
 
 
+def owned_share(shares, rank, m, v, exact=None):
+    return OwnedShare(shares.table, m, v, exact, shares, rank)
+
+
 def write_states(path, ranks, table, rng, exact=True, ours=True):
     """Random states; returns m, v and float32 weights, whole."""
     shares = Shares(table, ranks, llmc=not ours)
     whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(2 + exact)]
     for rank in range(ranks):
-        owned = Owned(shares, rank, *(shares.take(array, rank) for array in whole))
+        owned = owned_share(shares, rank, *(shares.take(array, rank) for array in whole))
         write_optimizer_state(rank_path(path, rank), owned,
                               Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0)))
         if not ours:  # which is of version 1
@@ -139,10 +146,10 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
         for reads in (1, 2, 5, 16):
             shares = Shares(TABLES[table], reads)
             for rank in range(reads):
-                owned = Owned(shares, rank, *(np.zeros(shares.share_size(rank), np.float32) for _ in range(3)))
+                owned = owned_share(shares, rank, *(np.zeros(shares.share_size(rank), np.float32) for _ in range(3)))
                 progress, has_exact = read_optimizer_state(path, owned)
                 assert has_exact and progress.position.sample == (6 if ours else 6 * wrote)
-                for got, array in zip(owned[2:], whole):
+                for got, array in zip((owned.m, owned.v, owned.exact), whole):
                     assert np.array_equal(got, shares.take(array, rank))
 
 
@@ -152,8 +159,8 @@ def test_ours_of_version_1_has_other_shares(tmp_path):
     with open(path, "r+b") as f:
         f.seek(4)
         f.write(np.int32(1).tobytes())
-    with pytest.raises(cuda.UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
-        read_optimizer_state(path, Owned(shares, 0, *np.zeros((2, shares.size), np.float32)))
+    with pytest.raises(UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
+        read_optimizer_state(path, owned_share(shares, 0, *np.zeros((2, shares.size), np.float32)))
 
 
 def test_llm_c_s_ranks_without_zero_have_all(tmp_path):
@@ -195,13 +202,13 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
         with open(bad, "wb") as f:
             f.write(header.tobytes() + good[HEADER_BYTES : len(good) - (damage == "short")])
         assert find_checkpoint(settings) == 2
-    owned = owned_by_one(*(allocate(TABLES["small"]) for _ in range(2)))
+    owned = owned_share(Shares(TABLES["small"], 1), 0, *np.zeros((2, table_elements(TABLES["small"])), np.float32))
 
     def resume():
         find_checkpoint(settings)
         read_optimizer_state(state, owned)
 
-    with pytest.raises(cuda.UserError, match=os.path.basename(bad)):
+    with pytest.raises(UserError, match=os.path.basename(bad)):
         resume()
     assert not owned.m.any()
 
@@ -233,9 +240,9 @@ def start(workplace, free_port):
 def results(directory):
     """What does not depend on time: logs and models; and whole moments and float32 weights of all ranks."""
     files = [path.read_bytes() for path in sorted(directory.iterdir()) if path.name.startswith(("main.log", "model"))]
-    owned = owned_by_one(*(allocate(TABLES["small"]) for _ in range(3)))
+    owned = owned_share(Shares(TABLES["small"], 1), 0, *np.zeros((3, table_elements(TABLES["small"])), np.float32))
     read_optimizer_state(str(directory / "state_00000005_00000.bin"), owned)
-    return files, [array.tobytes() for array in owned[2:]]
+    return files, [array.tobytes() for array in (owned.m, owned.v, owned.exact)]
 
 
 @pytest.mark.parametrize("first, second, flags", (
@@ -298,7 +305,7 @@ def test_a_signal_stops_all_at_one_step(start, number=signal.SIGTERM):
     os.kill(ranks[1].pid, number)
     statuses, _, err = end_ranks(ranks)
     step = newest_checkpoint("run")
-    assert statuses == [128 + number] * 2 and err.count(f"stopped after step {step}; go on with the same command") == 1
+    assert statuses == [128 + number] * 2 and err.count(f"stopped after step {step}; resume with the same command") == 1
     assert err.count("finishing this step") == 1
     assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
 

@@ -27,14 +27,13 @@ import torch
 
 import llmc.gpu.device
 from lab import AWKWARD, LAYERS, SHAPES, SWEEP, Lab, check_layer, time_layer
-from llmc.checkpoint import Config
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.compiler import compiler_version
 from llmc.gpu.device import gpu_errors_as_lines, open_gpu
 from llmc.gpu.precision import Precision
 from profile_gpu import describe, measure_copy, measure_matmul
-from train_gpt2 import SIZES
+from train_gpt2 import Config, SIZES
 
 RESULTS = os.path.join(lab.HERE, "RESULTS.md")
 

@@ -25,12 +25,13 @@ import torch
 import llmc.gpu.device
 import train_gpt2
 import train_gpt2_cuda as cuda
-from llmc.checkpoint import Config
 from llmc.errors import UserError
 from llmc.gpu.compiler import KERNEL_DIRECTORY, Cache, compile_kernels, kernel_key
 from llmc.gpu.geometry import blocks, kernel_files, launch_geometry
 from llmc.gpu.matmul import MatmulKernels
-from llmc.tensors import Row, bf16_bits, bf16_to_float32, check_tensor
+from llmc.tensors import bf16_bits, bf16_to_float32, Row
+from llmc.debugstate import check_tensor
+from train_gpt2 import Config
 from profile_gpu import open_device, size_of
 
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
@@ -216,7 +217,8 @@ class PortableDevice:
         self.geometry = SimpleNamespace(**{name: value for file in files for name, value in file.constants.items()})
         self.shared = {name: size for file in files for name, size in file.shared.items()}
         self.stream, self.side = lab.stream, lab.device.side
-        self.stream_workspace, self.kernels = lab.matmul.stream_workspace, MatmulKernels(self)
+        self.hopper, self.workspace = False, lab.matmul.workspace
+        self.kernels = MatmulKernels(self)
 
     def launch(self, name, *arguments):
         self.lab.launch(f"{name}_mma", *arguments, shared=self.shared.get(name, 0))
@@ -242,8 +244,7 @@ class Lab:
         # a file of this library may include any of these
         included = sorted(glob.glob(os.path.join(HERE, "*.cuh")) + glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cu")))
         key = "\n".join([kernel_key(name, arch, constants), *(open(path).read() for path in included)])
-        found = cache.find(key, ".cubin")
-        cubin = found[0] if found else cache.keep(key, ".cubin", compile_kernels(name, arch, constants))
+        cubin = cache.find(key) or cache.keep(key, compile_kernels(name, arch, constants))
         module = llmc.gpu.device.cp.RawModule(path=cubin)
         self.device.functions |= {kernel: module.get_function(kernel) for kernel in signatures(open(path).read())}
         self.loaded.add(file)

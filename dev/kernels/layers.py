@@ -9,7 +9,7 @@ from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Launcher
                  rung, size_of, torch, train_gpt2)
 from llmc.gpu.batch import sort_tokens
 from llmc.gpu.trainer import CONTROL, adamw_update, global_norm
-from llmc.gpu.zero import CHUNK, CHUNKS
+from llmc.gpu.shares import CHUNK, CHUNKS
 
 F = torch.nn.functional
 

@@ -135,7 +135,7 @@ class MatmulForward(Matmul):
         self.hopper_launch(lab, a, "cluster_multicast", 256, 192, (2 * min(pairs, lab.sm_count // 2),), block, 4, BAND)
 
     live = on_hopper_by(lambda kernels, *operands: kernels.forward(*operands))
-    live_narrow = on_hopper_by(lambda kernels, *operands: kernels.forward(*operands, narrow=True))
+    live_narrow = on_hopper_by(lambda kernels, *operands: kernels.forward(*operands, columns=160))
     cublaslt = library_by(lambda multiply, device, out, inp, weight, bias: multiply(out, inp, weight.T, bias))
 
 
@@ -195,7 +195,6 @@ class MatmulBackwardInp(Matmul):
     register_tiles = Matmul.register_tiles
     mma_sync = anywhere_by(lambda kernels, *operands: kernels.backward_inp(*operands, 1.0))
     live = on_hopper_by(lambda kernels, *operands: kernels.backward_inp(*operands, 1.0))
-    live_narrow = on_hopper_by(lambda kernels, *operands: kernels.backward_inp(*operands, 1.0, narrow=True))
     cublaslt = library_by(lambda multiply, device, *operands: multiply(*operands))
 
 
@@ -249,9 +248,9 @@ def can_split(layer, block):
     return has_few_tiles(layer, block) and layer.N >= 11 * 256
 
 
-def parts(splits, narrow=False):
+def parts(splits):
     """A call for on_hopper_by: the inner dimension in so many parts."""
-    return lambda kernels, *operands: kernels.backward_weight(*operands, 1.0, narrow=narrow, splits=splits)
+    return lambda kernels, *operands: kernels.backward_weight(*operands, 1.0, splits)
 
 
 class MatmulBackwardWeight(Matmul):
@@ -274,6 +273,5 @@ class MatmulBackwardWeight(Matmul):
     thread_an_element, shared_tiles = Matmul.thread_an_element, Matmul.shared_tiles
     register_tiles = Matmul.register_tiles
     mma_sync, live = anywhere_by(parts(1)), on_hopper_by(parts(1))
-    live_narrow = on_hopper_by(parts(1, narrow=True), fits=has_few_tiles)
     live_in_4_parts, live_in_11_parts = (on_hopper_by(parts(splits), fits=can_split) for splits in (4, 11))
     cublaslt = library_by(lambda multiply, device, dweight, dout, inp: multiply(dweight, dout.T, inp))

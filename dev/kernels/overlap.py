@@ -21,10 +21,10 @@ import numpy as np
 import llmc.gpu.device
 import train_gpt2
 import train_gpt2_cuda as cuda
-from llmc.checkpoint import Config
 from llmc.errors import UserError, run_main
 from llmc.gpu.device import gpu_errors_as_lines, open_gpu, pinned_array
 from llmc.gpu.precision import Precision
+from train_gpt2 import Config
 from plot_log import picture
 from profile_gpu import describe
 
