@@ -253,6 +253,8 @@ def parse_arguments():
 @gpu_errors_as_lines()
 def main():
     args = parse_arguments()
+    if hasattr(sys.stdin, "reconfigure"):  # a test's has none
+        sys.stdin.reconfigure(errors="surrogateescape")  # as in sys.argv: what is read may not be UTF-8
     architecture, config, params = models.load_model(args.model)
     tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     try:

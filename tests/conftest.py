@@ -33,7 +33,6 @@ import llmc.gpu.memory
 import llmc.gpu.ranks
 import llmc.gpu.trainer
 import train_gpt2
-import train_gpt2_cuda
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint

@@ -23,6 +23,7 @@ from llmc.checkpoint import read_config
 from llmc.dataloader import open_tokens
 from llmc.resume import checkpoint_paths
 from llmc.tokenizer import read_tokenizer
+from train_gpt2 import GPT2
 
 HASHES = {
     ("int32", "val"): "5dcd79e2f05f2f6cbc3a440565105367c12f148c4e01a3283a4307921f5f9945",
@@ -83,7 +84,7 @@ def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
 def test_text_faults(tmp_path, vocabulary_here, run_here):
     (tmp_path / "short.txt").write_text("To be")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    for name, words in (("none.txt", ("none.txt", "No such file")), ("", (tmp_path, "directory")),
+    for name, words in (("none.txt", ("none.txt", "no such file")), ("", (tmp_path, "directory")),
                         ("short.txt", ("3 tokens of text", "--val_fraction")),
                         ("latin.txt", ("not UTF-8", "byte 3"))):
         done = run_here(prepro_tinyshakespeare, "--input", tmp_path / name, "--output", tmp_path / "o", check=False)
@@ -117,7 +118,7 @@ def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_
     assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
     assert prepro.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
     assert_one_line_error(split("--val_fraction", 1, check=False), "--val_fraction 1.0")
-    assert_one_line_error(split("--val_fraction", 1e-9, check=False), "0 would validate", "--val_fraction")
+    assert_one_line_error(split("--val_fraction", 1e-9, check=False), "of which 0 for validation", "--val_fraction")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def write_folder(folder):
 
 @pytest.mark.parametrize("vocabulary, V", (("gpt2", 50257), ("bytes", 257), ("chars", None)))
 def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
-    """Sorted, each document after an end of text; what is hidden or not text is left out, and counted."""
+    """Sorted, each document after an end of text; hidden and binary files are skipped, and counted."""
     expected = write_folder(tmp_path / "folder")
     tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary)
     assert text_of(tokens, tokenizer) == "".join(f"{prepro.EOT}{document}" for document in expected)
@@ -171,7 +172,7 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
     assert len(tokenizer.tokens) == (V or len(characters) + 1)
     if vocabulary == "chars":
         assert [token.decode() for token in tokenizer.tokens[:-1]] == characters
-    assert printed.startswith("13 documents in 12 files; left out: 2 hidden names, 3 files not of text, such as ")
+    assert printed.startswith("13 documents in 12 files; skipped 2 hidden names, 3 binary files, such as ")
     again = prepare("folder/*.md", "folder", "folder/a.md", "--vocabulary", vocabulary, "--format", "uint16")
     assert again[0] == tokens, "a file is read once"
 
@@ -291,7 +292,7 @@ def test_training_on_own_text_needs_numpy_alone(tmp_path, prepare):
     sample = done.stdout.split("---\n")[1]
     assert len(re.findall("[äöü]", sample)) > 8 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
     with open(checkpoint_paths(tmp_path / "run", 40)[0], "rb") as f:
-        assert read_config(f, "")[1].V == len(read_tokenizer(tmp_path / "run" / "tokenizer.bin").tokens)
+        assert read_config(f, GPT2, "")[1].V == len(read_tokenizer(tmp_path / "run" / "tokenizer.bin").tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

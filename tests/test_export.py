@@ -23,7 +23,7 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state
 from prepro import EOT, load_encoding, save_vocabulary
-from train_gpt2 import Config, GPT2, parameter_table
+from train_gpt2 import Config, GPT2
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,7 +52,7 @@ def test_import_from_transformers(tmp_path):
         for parameter in theirs.parameters():  # biases and layernorms too, which start as 0 and 1
             parameter.add_(torch.randn_like(parameter) * 0.1)
     theirs.save_pretrained(tmp_path)
-    config, params = e.read_hf_folder(tmp_path)
+    _, config, params = e.read_hf_folder(tmp_path)
     assert (config.V, config.Vp, config.C, config.NH, config.L, config.maxT) == (50, 128, 48, 3, 2, 40)
     ids = np.random.default_rng(0).integers(0, 50, (2, 40), dtype=np.int32)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_import_from_transformers(tmp_path):
 def test_import_of_shards(tmp_path):
     for name, options in (("one", {}), ("many", {"max_shard_size": "50KB"})):
         hf_model().save_pretrained(tmp_path / name, **options)
-    one, many = (e.read_hf_folder(tmp_path / name) for name in ("one", "many"))
+    one, many = (e.read_hf_folder(tmp_path / name)[1:] for name in ("one", "many"))
     assert many[0] == one[0] and np.array_equal(flat(many[1]), flat(one[1]))
     shards = sorted((tmp_path / "many").glob("model-*"))
     assert len(shards) > 1
@@ -88,7 +88,7 @@ def test_export_to_transformers(tmp_path, run_here):
     with torch.no_grad():
         expected = theirs.eval()(torch.from_numpy(ids).long()).logits.numpy()
     assert relative(our_logits(SMALL, params, ids), expected) < 2e-4
-    config, again = e.read_hf_folder(tmp_path / "hf")
+    _, config, again = e.read_hf_folder(tmp_path / "hf")
     assert config == SMALL and np.array_equal(flat(again), flat(params))
 
 
@@ -113,7 +113,7 @@ def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
     write_tokenizer(run / "tokenizer.bin", [EOT.encode(), *(bytes([i]) for i in range(256))], 0)
     run_here(e, "--to_hf", run, tmp_path / "hf")
     run_here(e, "--model", run, "--output_dir", tmp_path / "out")
-    for params in (e.read_hf_folder(tmp_path / "hf")[1],
+    for params in (e.read_hf_folder(tmp_path / "hf")[2],
                    read_model(tmp_path / "out" / "gpt2_model_00000020.bin", GPT2)[1]):
         assert np.array_equal(flat(params), flat(random_params(SMALL, 20)))
     config = transformers.GPT2Config.from_pretrained(tmp_path / "hf")
@@ -158,7 +158,7 @@ def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
 def test_the_reference_computes_what_transformers_does(tmp_path):
     theirs = hf_model()
     theirs.save_pretrained(tmp_path)
-    config, params = e.read_hf_folder(tmp_path)
+    _, config, params = e.read_hf_folder(tmp_path)
     ids = torch.randint(0, 50, (2, 17))
     for flash in (False, True):
         ours = e.to_reference(config, params, flash)

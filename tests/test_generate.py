@@ -187,7 +187,7 @@ def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, mon
     assert_one_line_error(run_here(generate, MODEL, "--prompt", "abc", check=False), "--prompt", "'a'")
     monkeypatch.setattr(sys, "stdin", io.StringIO("abc\nα\n"))
     done = run_here(generate, MODEL, "--interactive", "--tokens", 1, check=False)
-    assert done.returncode == 1 and done.stdout == "α" + chr(0x3B1 + 33) + "\n" and "--prompt: the let" in done.stderr
+    assert done.returncode == 1 and done.stdout == "α" + chr(0x3B1 + 33) + "\n" and "--prompt: the char" in done.stderr
     assert text_of("--tokenizer", "gpt2_tokenizer.bin", "--prompt", "a", "--tokens", 1) == "a!\n"
 
 

@@ -465,7 +465,7 @@ def test_a_bfloat16_checkpoint(gpu_workplace):
     assert re.search(r"^\| model +\| gpt2_124M.bin, rounded from float32 to bfloat16 +\|$", done.stdout, re.MULTILINE)
     model, state, _ = checkpoint_paths("run", 5)
     with open(model, "rb") as f:
-        assert read_config(f, "")[0] == 5
+        assert read_config(f, cuda.GPT2, "")[0] == 5
     config, params = read_model(model, GPT2)
     moments, master = [allocate(params.table) for _ in range(2)], views(params.table, params.buffer.copy())
     assert read_optimizer_state(state, owned_by_one(*moments, master))[1]
