@@ -130,8 +130,7 @@ def test_ready_made_shards(tmp_path, fetch):
     with Hub("kjj0/fineweb10B-gpt2", files) as server:
         done = fetch(server, "--shards", 1)
         assert done.stdout == (
-            "kjj0/fineweb10B-gpt2: 2 shards, 2 to download, about 0.0 GB to come; data/fineweb10B has room for 1000.0"
-            " GB\n"
+            "kjj0/fineweb10B-gpt2: 2 shards, 2 to download, about 0.0 GB to write; data/fineweb10B has 1000.0 GB free\n"
             "Saved 3000 tokens to data/fineweb10B/fineweb_val_000000.bin\n"
             "Saved 5000 tokens to data/fineweb10B/fineweb_train_000001.bin\n")
         assert [name for name, _ in server.seen] == NAMES[:2]
@@ -252,10 +251,10 @@ def test_parquet(tmp_path, tokenize, monkeypatch, processes):
     shards = shards_of(tmp_path / "out", "edu_fineweb")
     assert joined(shards) == expected_tokens() and len(shards) > 3
     assert {len(shard) for shard in shards[:-1]} == {50000} and 0 < len(shards[-1]) <= 50000
-    assert done.stdout.startswith("3 parquet files of 0.0 GB, 0 shards of them made, about 0.0 GB to come; out has ")
+    assert done.stdout.startswith("3 parquet files of 0.0 GB, 0 shards done, about 0.0 GB to write; out has ")
     assert f"Saved 50000 tokens to out/edu_{NAMES[1]}" in done.stdout
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*_0*")}
-    assert f"{len(shards)} shards of them made" in tokenize("--edu").stdout
+    assert f"{len(shards)} shards done" in tokenize("--edu").stdout
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*_0*")}
 
 
@@ -288,7 +287,7 @@ def test_what_ends_it_before_a_shard_is_noted_loses_no_text(tmp_path, tokenize, 
     with monkeypatch.context() as patch:
         patch.setattr(prepro_fineweb, "write_tokens", interrupted)
         assert tokenize(check=False).returncode == 130 and len(shards_of(tmp_path / "out")) == 3
-    assert "2 shards of them made" in tokenize().stdout
+    assert "2 shards done" in tokenize().stdout
     assert joined(shards_of(tmp_path / "out")) == expected_tokens()
 
 
@@ -303,7 +302,7 @@ def test_parquet_from_the_hub(tmp_path, folder, fetch):
         done = fetch(server, *flags, check=False)
         assert_one_line_error(done, ".parquet", "the download failed", "the same command", after_bar=True)
         server.cuts = 0
-        assert "3 parquet files of 0.0 GB, 2 shards of them made" in fetch(server, *flags).stdout
+        assert "3 parquet files of 0.0 GB, 2 shards done" in fetch(server, *flags).stdout
     assert joined(shards_of(out)) == expected_tokens() and not (out / ".download").exists()
 
 
@@ -343,6 +342,6 @@ def test_what_is_refused(tmp_path, tokenize, folder, arrow, run_here, monkeypatc
     (folder / "out" / "parquet.json").unlink()
     fails("--input", "0.parquet", "--output", "out", words=(NAMES[0], "not made from parquet", "another --output"))
     with locked("out", True):
-        fails("--input", "0.parquet", "--output", "out", words=(f"process {os.getpid()} ", "another --output"))
+        fails("--input", "0.parquet", "--output", "out", words=("another run writes there", "another --output"))
     monkeypatch.setattr(prepro_fineweb, "parquet", None)
     fails("--input", "0.parquet", words=("pyarrow", "pip install pyarrow"))
