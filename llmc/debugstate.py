@@ -1,10 +1,9 @@
 """A debug state: one batch, and what PyTorch computed from it, for the parity test.
 
-In llm.c's format: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the
-gradients of the parameters, with V rows in version 1 and Vp in version 2: what a PyTorch run saw and computed, for
-the parity test. This project adds a trailer: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32
-[n] the losses of n training steps on that batch; and in the header [8] trailer version (0: none), [9] n, [10]
-CRC-32 of the weights.
+In llm.c's format: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the gradients of the
+parameters, with V rows in version 1 and Vp in version 2. This project adds a trailer: float64 [5] learning rate, beta1,
+beta2, eps, weight decay; float32 [n] the losses of n training steps on that batch; and in the header [8] trailer
+version (0: none), [9] n, [10] CRC-32 of the weights.
 """
 
 import math
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmc.dataloader import check_ids
 from llmc.errors import UserError
 from llmc.files import (EXPORT, HEADER_BYTES, STATE_MAGIC, check_size, chunks, make_header, open_input, read_header,
                         read_into, replacing)
@@ -71,9 +71,7 @@ def read_debug_state(path, config, params):
         grads = allocate(params.table)
         for part in (x, y, logits, loss, *unpadded(grads, rows)):
             read_into(f, part)
-        for ids in (x, y):
-            if ids.min() < 0 or ids.max() >= config.V:
-                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT_STATE}")
+        check_ids(path, np.concatenate((x, y)), config.V)
         state = DebugState(x, y, logits, float(loss[0]), grads)
         if trailer and n:  # without a step, the settings mean nothing
             settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
@@ -81,11 +79,6 @@ def read_debug_state(path, config, params):
             read_into(f, losses)
             state.optimizer = dict(zip(("learning_rate", "beta1", "beta2", "eps", "weight_decay"), settings.tolist()))
             state.losses, state.crc = losses, crc
-            learning_rate, beta1, beta2, eps, weight_decay = settings
-            if not (0 <= learning_rate < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf
-                    and 0 <= weight_decay < np.inf and np.isfinite(losses).all()):
-                raise UserError(f"{path}: impossible optimizer settings or losses: {state.optimizer},"
-                                f" losses {losses.tolist()}; {EXPORT_STATE}")
     return state
 
 

@@ -34,13 +34,13 @@ def describe(error):
         return f"error: out of memory ({error or 'no details'}); try a smaller batch or model", 1
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130
-    if isinstance(error, BrokenPipeError):  # `... | head`: nobody needs a message
+    if isinstance(error, BrokenPipeError):  # `... | head`
         return None, 1
     return f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", 1
 
 
 class Interrupted(Exception):
-    """Raised between the batches of a validation, or the tokens of a sample, once a signal has come."""
+    """A signal has come: raised between the batches of a validation, or the tokens of a sample."""
 
 
 class Interruption:
@@ -50,32 +50,25 @@ class Interruption:
     def __init__(self, ranks):
         """ranks: see alone.py; all of them stop on the signal that one has received."""
         self.ranks, self.received, self.signal = ranks, None, None
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.remember)
 
-    def remember(self, number, frame):
+    def remember(self, number, frame=None):
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.received:
-            self.tell()
-        self.received = number
-
-    def tell(self):
-        if self.ranks.is_first:
+        if self.ranks.is_first and not self.received:
             os.write(2, b"\nfinishing this step; Ctrl-C once more to stop at once\n")  # print may be interrupted itself
+        self.received = number
 
     def agreed(self):
         """Return the signal to stop on, None while there is none: the same on all ranks, which must all call this."""
         self.signal = self.ranks.largest(self.received)
         if self.signal and not self.received:
-            self.received = self.signal
-            self.tell()
+            self.remember(self.signal)
         return self.signal
 
     def check(self):
-        """Raise Interrupted once a signal has come."""
         if self.agreed() is not None:
             raise Interrupted
 
