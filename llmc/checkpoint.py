@@ -18,10 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (EXPORT, HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, make_header,
-                        open_input, read_header, read_into, replacing)
+from llmc.files import (EXPORT, HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, make_header, open_input, read_header,
+                        read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
+
 
 def padded(V):
     """V rounded up to the next multiple of 128."""
@@ -72,8 +73,7 @@ def read_model(path, architecture, hint=EXPORT):
 
 
 def write_model(path, config, params, version=3):
-    """Write a model checkpoint, version 1, 3 (float32) or 5 (bfloat16; float32 params are rounded to nearest even).
-    Returns the file's CRC-32."""
+    """Write a model checkpoint: version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even). Returns its CRC-32."""
     header = config.to_header(version)
     crc = zlib.crc32(header)
     with replacing(path) as f:
@@ -99,7 +99,7 @@ class Progress(NamedTuple):
 
     step: int  # updates done
     rng_state: int
-    position: Position  # in the training data; None if it cannot be continued: see llmc_position
+    position: Position  # in the training data; None if it cannot be continued
     batch: tuple  # (B, T, spread), which the position depends on; (0, 0, 0) from llm.c
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None from llm.c
 

@@ -14,14 +14,13 @@ import numpy as np
 from llmc.errors import UserError
 from llmc.files import (CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
                         read_into, replacing)
-from llmc.shuffle import SEED, Position, first_position, samples_from
+from llmc.shuffle import SEED, first_position, samples_from
 
 TOKENS_HINT = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
 
 
 def write_tokens(path, pieces, count, format="int32"):
-    """Write `count` tokens from an iterable of integer arrays, as 'int32' or 'uint16'; ValueError for another count."""
-    written = 0
+    """Write `count` tokens, all that an iterable of integer arrays has, as 'int32' or 'uint16'."""
     with replacing(path) as f:
         if format == "uint16":
             header = make_header(TOKENS_MAGIC, 1)
@@ -29,24 +28,17 @@ def write_tokens(path, pieces, count, format="int32"):
             f.write(header)
         for piece in pieces:
             f.write(np.asarray(piece).astype("<i4" if format == "int32" else "<u2"))
-            written += len(piece)
-        if written != count:
-            raise ValueError(f"{path}: {count} tokens announced, {written} given")
 
 
 class TokenFile:
-    """Where a file's tokens are: dtype, offset in bytes, and size, the number of tokens.
-
-    Raises UserError for fewer than `least` tokens (`why` ends the message), or an impossible size. Ids are checked when
-    they are read.
-    """
+    """Where a file's tokens are: dtype, offset in bytes, and size, the number of tokens. Raises UserError for an
+    impossible size, or fewer than `least` tokens (`why` ends the message). Ids are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V = path, V
         with open_input(path, TOKENS_HINT) as f:
-            size = os.fstat(f.fileno()).st_size
-            magic = int.from_bytes(f.read(4), "little")
-            if magic == TOKENS_MAGIC:
+            size, has_header = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little") in KINDS
+            if has_header:
                 f.seek(0)
                 header = read_header(f, TOKENS_MAGIC, TOKENS_HINT)
                 version, self.size = int(header[1]), int(header[2:4].view("<u8")[0])
@@ -54,8 +46,6 @@ class TokenFile:
                     raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_HINT}")
                 check_size(f, HEADER_BYTES + 2 * self.size, f"{self.size} uint16 tokens", TOKENS_HINT)
                 self.dtype, self.offset = np.dtype("<u2"), HEADER_BYTES
-            elif magic in KINDS:
-                raise UserError(f"{path}: it is a {KINDS[magic]} (magic {magic}), expected a token file; {TOKENS_HINT}")
             elif size % 4:
                 raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {TOKENS_HINT}")
             else:
@@ -108,8 +98,7 @@ def names_shards(data):
 
 
 def tokenizer_beside(data):
-    """Return PREFIX_tokenizer.bin, where a prepro script writes the vocabulary of PREFIX_train.bin; "" if shards are
-    not named like this."""
+    """PREFIX_tokenizer.bin, the vocabulary that a prepro script writes beside PREFIX_train.bin; "" for other names."""
     if not names_shards(data):
         return f"{data}_tokenizer.bin"
     directory, name = os.path.split(data)
@@ -187,8 +176,7 @@ class DataLoader:
         self.position, self.samples = position, samples_from(position, self.counts)
 
     def next_batch(self):
-        """Return inputs (B, T) and targets (B, T), int32. The end of a file, with fewer than B*T targets, is skipped,
-        as in llm.c."""
+        """Return inputs and targets (B, T), int32. A file's end with fewer than B*T targets is skipped, as in llm.c."""
         samples = list(itertools.islice(self.samples, self.ranks))  # one for each rank
         (_, number, index), self.position = samples[self.rank], samples[-1][0]
         if not self.spread:
@@ -199,8 +187,8 @@ class DataLoader:
         """Yield batches that cover each file once, from the start. The ends of the files come last, each a smaller
         batch of whole rows. (If one lacks only the last target of a full batch, llm.c reads the first batch again.)"""
         B = self.B
-        for _, number, index in itertools.islice(samples_from(Position(), self.counts), sum(self.counts)):
-            yield self.read(number, range(index * B, (index + 1) * B))
+        for number, count in enumerate(self.counts):
+            yield from (self.read(number, range(index * B, (index + 1) * B)) for index in range(count))
         for number, (shard, count) in enumerate(zip(self.shards, self.counts)):
             if rows := range(count * B, (shard.size - 1) // self.T):
                 yield self.read(number, rows)

@@ -52,13 +52,10 @@ def read_debug_state(path, config, params):
     with open_input(path, EXPORT_STATE) as f:
         header = read_header(f, STATE_MAGIC, EXPORT_STATE)
         version, B, T = (int(x) for x in header[1:4])
-        if version not in (1, 2):
-            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; {EXPORT_STATE}")
-        if B < 1 or not 1 <= T <= config.maxT:
-            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; {EXPORT_STATE}")
         trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
-        if trailer not in (0, TRAILER_VERSION) or n < 0:
-            raise UserError(f"{path}: trailer version {trailer} with {n} losses, expected version {TRAILER_VERSION}")
+        if version not in (1, 2) or B < 1 or not 1 <= T <= config.maxT or trailer not in (0, TRAILER_VERSION) or n < 0:
+            raise UserError(f"{path}: version {version}, B={B} T={T}, trailer version {trailer} with {n} losses,"
+                            f" expected version 1 or 2, T of 1 to {config.maxT}, trailer 0 or 1; {EXPORT_STATE}")
         rows = config.V if version == 1 else config.Vp
         gradients = sum(tensor.size for tensor in unpadded(params, rows))
         size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
@@ -99,13 +96,11 @@ def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_
         return False
     difference = np.abs(np.subtract(got, expected, dtype=np.float64)).reshape(-1)
     tolerance = np.broadcast_to(tolerance, np.shape(got)).reshape(-1)
-    worst = int(np.argmax(difference - tolerance)) if difference.size else 0  # argmax finds a NaN first
-    largest, allowed = (float(array[worst]) if array.size else 0.0 for array in (difference, tolerance))
-    norm = float(np.linalg.norm(difference))
-    okay = largest <= allowed and norm <= norm_tolerance
+    worst = int(np.argmax(difference - tolerance))  # argmax finds a NaN first
+    largest, allowed, norm = difference[worst], tolerance[worst], np.linalg.norm(difference)
+    okay = bool(largest <= allowed and norm <= norm_tolerance)
     if print_row:
-        at = ",".join(map(str, np.unravel_index(worst, np.shape(got))))
+        at, verdict = ",".join(map(str, np.unravel_index(worst, np.shape(got)))), "ok" if okay else "FAIL"
         norms = "" if norm_tolerance == math.inf else f"  2-norm {norm:.3e} of {norm_tolerance:.3e}"
-        row = f"max diff {largest:.3e} at [{at}]  tolerance {allowed:.3e}{norms}"
-        print(f"{name:<12} {row}  {'ok' if okay else 'FAIL'}")
+        print(f"{name:<12} max diff {largest:.3e} at [{at}]  tolerance {allowed:.3e}{norms}  {verdict}")
     return okay

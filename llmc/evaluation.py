@@ -27,11 +27,6 @@ class Example(NamedTuple):
     endings: list  # of 4 arrays of token ids
     label: int  # the right one
 
-    @property
-    def longest(self):
-        """Tokens of the context and the longest ending."""
-        return len(self.context) + max(map(len, self.endings))
-
 
 def read_examples(path, V):
     """Read all Examples of a file; raises UserError for a damaged one, and for token ids that are not below V."""
@@ -69,9 +64,8 @@ def load_hellaswag(settings, config):
 
 
 def check_fits(path, examples, T, hint):
-    """Raise UserError if an example is too long for a sequence of T. (llm.c refuses such a file, too: with cut examples
-    it would be another benchmark.)"""
-    longest = max(example.longest for example in examples)
+    """Raise UserError if an example is too long for T: with cut examples it would be another benchmark."""
+    longest = max(len(example.context) + max(map(len, example.endings)) for example in examples)
     if longest > T + 1:  # the last token is only a target
         raise UserError(f"{path}: its longest example has {longest} tokens, expected at most {T + 1}, for a"
                         f" sequence of {T}: {hint} {longest - 1} or more")
@@ -85,8 +79,7 @@ def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
     starmap: like itertools.starmap; Ranks.starmap shares the batches between GPUs.
     """
     rows = [(example.context, ending) for example in examples for ending in example.endings]
-    lengths = [len(context) + len(ending) for context, ending in rows]
-    order = np.argsort(lengths, kind="stable")  # rows of similar length together: little padding
+    order = np.argsort([len(context) + len(ending) for context, ending in rows], kind="stable")  # little padding
 
     def means_of(*batch):
         """The mean losses of the endings in a batch of up to B rows."""

@@ -8,9 +8,8 @@ from llmc.errors import UserError
 from llmc.files import errors_of_writing, make_directory, replacing
 
 RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # separates a run's lines from those of earlier runs
-COLUMNS = ("step", "tokens", "seconds", "train_loss", "val_loss", "learning_rate", "norm", "tokens_per_second",
-           "hellaswag")
-HEAD = ",".join(COLUMNS) + "\n"
+HEAD = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag\n"  # of main.csv
+COLUMNS = tuple(HEAD.strip().split(","))
 LINE = re.compile(r"s:([0-9]{1,10}) ")
 ROW = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+(,[0-9a-z.+-]*){6}\n")
 
@@ -38,7 +37,7 @@ class Log:
         make_directory(os.path.dirname(path))
         self.file = opened(path, first_step, LINE)
         if self.file.tell() and not first_step:
-            write(self.file, time.strftime("--- %Y-%m-%d %H:%M:%S ---\n"))
+            append(self.file, time.strftime("--- %Y-%m-%d %H:%M:%S ---\n"))
         if self.detailed:
             self.tokens = settings.update_tokens
             self.open_table(os.path.join(settings.output, "main.csv"), first_step)
@@ -51,41 +50,40 @@ class Log:
             os.rename(path, old)
         self.table = opened(path, first_step, ROW)
         if not self.table.tell():
-            write(self.table, HEAD)
+            append(self.table, HEAD)
         self.table.seek(0)
         rows = [line.split(b",") for line in self.table.readlines()[1:]]
         self.began = time.perf_counter() - (float(rows[-1][2]) if rows else 0.0)
         tokens = max(int(row[1]) for row in rows) if rows else first_step * self.tokens  # -d may have changed
         self.tokens_before = tokens - first_step * self.tokens
 
-    def write_row(self, step, done, train="", val="", learning_rate="", norm="", rate="", hellaswag=""):
-        if self.table:
-            seconds, tokens = f"{time.perf_counter() - self.began:.3f}", self.tokens_before + done * self.tokens
-            row = (step, tokens, seconds, train, val, learning_rate, norm, rate, hellaswag)
-            write(self.table, ",".join(map(str, row)) + "\n")
-
     def validation(self, step, loss):
-        write(self.file, f"s:{step} tel:{loss:.4f}\n")
-        self.write_row(step, step, val=f"{loss:.6f}")
+        self.write(step, step, f"tel:{loss:.4f}", val_loss=f"{loss:.6f}")
 
     def evaluation(self, step, accuracy):
-        write(self.file, f"s:{step} eval:{accuracy:.4f}\n")
-        self.write_row(step, step, hellaswag=f"{accuracy:.6f}")
+        self.write(step, step, f"eval:{accuracy:.4f}", hellaswag=f"{accuracy:.6f}")
 
     def training(self, step, loss, learning_rate, norm, seconds):
-        """Log update number `step`, from 0, which took `seconds`. norm: the gradient norm; may be None for a plain .log
-        file."""
-        details = f" lr:{learning_rate:.6f} norm:{norm:.2f}" if self.detailed else ""
-        write(self.file, f"s:{step} trl:{loss:.4f}{details}\n")
+        """Log update number `step`, from 0, which took `seconds`. norm: the gradient norm; None for a .log file."""
+        if not self.detailed:
+            return self.write(step, step + 1, f"trl:{loss:.4f}")
+        self.write(step, step + 1, f"trl:{loss:.4f} lr:{learning_rate:.6f} norm:{norm:.2f}", train_loss=f"{loss:.6f}",
+                   learning_rate=f"{learning_rate:.6g}", norm=f"{norm:.4f}",
+                   tokens_per_second=f"{self.tokens / seconds:.0f}")
+
+    def write(self, step, done, event, **row):
+        """Write an event after `done` updates to the log and, as a row, to the table."""
+        if self.file:
+            append(self.file, f"s:{step} {event}\n")
         if self.table:
-            self.write_row(step, step + 1, f"{loss:.6f}", "", f"{learning_rate:.6g}", f"{norm:.4f}",
-                           f"{self.tokens / seconds:.0f}")
+            row |= {"step": step, "tokens": self.tokens_before + done * self.tokens,
+                    "seconds": f"{time.perf_counter() - self.began:.3f}"}
+            append(self.table, ",".join(str(row.get(name, "")) for name in COLUMNS) + "\n")
 
 
-def write(file, text):
-    if file:
-        with errors_of_writing(file.name):
-            file.write(text.encode())
+def append(file, text):
+    with errors_of_writing(file.name):
+        file.write(text.encode())
 
 
 def opened(path, first_step, pattern):

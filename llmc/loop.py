@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from llmc.resume import (delete_old_checkpoints, find_checkpoint, notes_of, read
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import print_changed_settings
-from llmc.tokenizer import keep_tokenizer, load_tokenizer
+from llmc.tokenizer import load_tokenizer, write_tokenizer
 
 
 class Update(NamedTuple):
@@ -41,11 +42,9 @@ class Loop:
 
         with Loop(settings, GPT2) as loop:     # reads tokenizer, model (loop.config, loop.params) and data
             loop.print_header(device)
-            loop.console.memory(plan)
             ...                                # makes the model
             loop.start(model, saver)           # resumes, if there is a checkpoint
             for step in loop:                  # validates, samples and saves between the updates; ends on a signal
-                ...                            # one update
                 loop.report(step, Update(...))
         return loop.status
     """
@@ -64,8 +63,9 @@ class Loop:
             from llmc.evaluation import load_hellaswag  # here: few runs need it
 
             self.examples = load_hellaswag(settings, self.config)
-        if ranks.is_first:
-            keep_tokenizer(settings, self.tokenizer, self.first_step)
+        if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
+            path = os.path.join(settings.output_dir, "tokenizer.bin")
+            write_tokenizer(path, self.tokenizer.tokens, self.tokenizer.eot)
         print_changed_settings(settings)
         self.settings = resolve(settings) if resolve else settings
         if self.settings.steps == 0:  # one epoch
@@ -117,8 +117,7 @@ class Loop:
                 self.random.state = before
                 if directory and step != self.saved:
                     self.save(step)
-                self.stop(step, self.interruption.signal)
-                return
+                return self.stop(step, self.interruption.signal)
             if last:
                 break
             yield step
@@ -129,8 +128,7 @@ class Loop:
                 self.finish()
                 self.save(done)
             if signal:
-                self.stop(done, signal)
-                return
+                return self.stop(done, signal)
         self.console.end()
 
     def is_due(self, step, every):
@@ -161,8 +159,7 @@ class Loop:
         self.console.wait_for("validating")
         loss = validate(self.model.forward, self.val_loader, settings.val_batches, starmap)
         if not math.isfinite(loss):
-            raise UserError(f"step {step}: the validation loss is {loss}; the last checkpoint, if any, is kept:"
-                            f" {DIVERGED}")
+            raise UserError(f"step {step}: the validation loss is {loss}; {DIVERGED}")
         self.console.validation(step, loss)
         self.log.validation(step, loss)
         if self.examples:
@@ -248,4 +245,4 @@ def validate(forward, loader, batches, starmap=itertools.starmap):
 def check_loss(step, loss):
     """Raise UserError when the loss of update number `step`, from 0, is not finite."""
     if not math.isfinite(loss):
-        raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
+        raise UserError(f"step {step + 1}: the loss is {loss}; {DIVERGED}")

@@ -1,7 +1,6 @@
 """What a run prints: a header, a line per update with the time left, and below them, on a terminal, a progress bar."""
 
 import contextlib
-import os
 import sys
 import time
 
@@ -84,7 +83,7 @@ class Console:
     def start(self):
         """Call this before the first update."""
         self.began = self.timed_from = time.perf_counter()
-        if self.has_bar and sys.stdout.isatty() and os.environ.get("TQDM_DISABLE", "0") in ("", "0"):
+        if self.has_bar and sys.stdout.isatty():
             with contextlib.suppress(ImportError):  # training does not need it
                 from tqdm import tqdm
 

@@ -12,12 +12,11 @@ from llmc.checkpoint import rank_path, read_model, read_optimizer_state, write_m
 from llmc.errors import DIVERGED, UserError
 from llmc.files import file_crc, replacing
 from llmc.tensors import check_finite
-from llmc.tokenizer import is_vocabulary
+from llmc.tokenizer import read_tokenizer
 
 
 def checkpoint_paths(directory, step):
-    """The paths (model, rank 0's optimizer state, DONE marker) of one step's checkpoint, complete once the marker
-    exists."""
+    """The paths (model, rank 0's optimizer state, DONE marker) of a checkpoint, complete once the marker exists."""
     return [os.path.join(directory, name) for name in
             (f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}")]
 
@@ -46,20 +45,18 @@ def model_file(path):
 
 def save_checkpoint(directory, config, params, owned, progress, notes=None, version=3, ranks=ALONE):
     """Write a checkpoint. Every rank writes its state; rank 0 also the model (only it needs `params`) and, when all
-    ranks have written, the marker.
+    ranks have written, the marker. Raises UserError on all ranks, and leaves no file of this step, when weights or
+    moments are not finite or a rank's disk is full.
 
-    notes: what else the run needs to continue as before, a dict for JSON. version: 3 for float32 weights, 5 for
-    bfloat16. Raises UserError on all ranks, and leaves no file of this step, when weights or moments are not finite or
-    a rank's disk is full.
+    notes: what else the run needs to continue as before, for JSON. version: of the model, 3 (float32) or 5 (bfloat16).
     """
     model, state, marker = checkpoint_paths(directory, progress.step)
     state = rank_path(state, ranks.rank)
 
     def check():
-        where, kept = f"after {progress.step} steps", f"the last checkpoint, if any, is kept: {DIVERGED}"
         if ranks.is_first:
-            check_finite(where, params, kept)
-        owned.check(where, kept)
+            check_finite(f"after {progress.step} steps", params, DIVERGED)
+        owned.check(f"after {progress.step} steps", DIVERGED)
 
     def write_marker():
         with replacing(marker) as f:
@@ -106,14 +103,13 @@ def find_checkpoint(settings):
 
 
 def read_start(settings, first_step, tokenizer, architecture):
-    """Return (config, params, their file or -e's name) of the model that a run begins with: that of -e or, if
-    first_step is not None, of its checkpoint.
+    """Return (config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at
+    first_step or, if that is None, of -e. Raises UserError if T or the tokenizer does not fit the model.
 
     A model with random weights, like d12, has the vocabulary size of the tokenizer or, without one, of GPT-2, and the
-    run's T as its maxT: positions beyond it would never be trained. Raises UserError if T or the tokenizer does not fit
-    the model.
+    run's T as its maxT: positions beyond it would never be trained.
     """
-    V, start = len(tokenizer.tokens) if tokenizer else 50257, settings.model
+    V, start, made = len(tokenizer.tokens) if tokenizer else 50257, settings.model, None
     if first_step is not None:
         start, _, marker = checkpoint_paths(settings.output_dir, first_step)
         config, params = read_model(start, architecture, hint=go_back(marker))
@@ -121,14 +117,13 @@ def read_start(settings, first_step, tokenizer, architecture):
         config, params = made
     else:
         if os.path.exists(os.path.join(start, "config.json")):
-            raise UserError(f"-e {start}: a Hugging Face folder; convert it with: python export_weights.py --model"
-                            f" {start}")
+            raise UserError(f"-e {start}: a Hugging Face folder; run: python export_weights.py --model {start}")
         start = model_file(start) if os.path.isdir(start) else start
         config, params = read_model(start, architecture)
-        beside = os.path.join(os.path.dirname(start), "tokenizer.bin")
-        if tokenizer and not is_vocabulary(beside, tokenizer):
-            raise UserError(f"{tokenizer.path}: is another vocabulary than {beside}, which {start} was trained with:"
-                            " choose a model and data of one vocabulary")
+    beside = os.path.join(os.path.dirname(start), "tokenizer.bin")
+    if tokenizer and not made and os.path.exists(beside) and tokenizer != read_tokenizer(beside):
+        raise UserError(f"{tokenizer.path}: is another vocabulary than {beside}: choose a model and data of one"
+                        " vocabulary")
     if settings.T > config.maxT:
         raise UserError(f"-t/--sequence_length {settings.T}: the model's longest sequence is {config.maxT}")
     if tokenizer and V != config.V:
@@ -158,8 +153,7 @@ def restore(settings, owned, step, loader, random):
     if progress.position is None:
         progress = progress._replace(position=loader.position)
         if owned.rank == 0:
-            print("note: llm.c's ranks shuffle the data each in an order of its own, which cannot be continued: it"
-                  " begins anew", file=sys.stderr)
+            print("note: each rank of llm.c shuffled the data on its own: their order begins anew", file=sys.stderr)
     shuffled = int(progress.position.shuffle is not None)
     given = settings.B, settings.T, settings.spread, shuffled if settings.shuffle == -1 else settings.shuffle
     found = *((*given[:2], 0) if progress.batch == (0, 0, 0) else progress.batch), shuffled

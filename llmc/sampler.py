@@ -26,13 +26,6 @@ class Random:
         return (self.u32() >> 8) / 16777216.0
 
 
-def softmax(logits):
-    """Probabilities (..., V), float32, of logits (..., V)."""
-    probs = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
-    probs *= np.float32(1.0) / np.add.reduce(probs, axis=-1, keepdims=True)
-    return probs
-
-
 def sample_multinomial(probs, coin):
     """The first id whose running sum of probs (V,) exceeds coin; the last id when rounding leaves none."""
     return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
@@ -53,15 +46,15 @@ class Choice(NamedTuple):
     top_p: float = 1.0  # only among the fewest of the likeliest tokens that together have this probability
 
     def draw(self, logits, coin):
-        """Draw an id from logits (V,) float32 with a coin in [0, 1). Of equally likely tokens, the lower id counts as
-        the likelier."""
+        """Draw an id from logits (V,) float32 with a coin in [0, 1). Equally likely tokens are ordered by id."""
         with np.errstate(over="ignore"):  # overflow to inf, and to logits of -inf, is right
             temperature = np.float32(self.temperature)
             if temperature == 0.0:
                 return int(np.argmax(logits))
             if temperature != 1.0:
                 logits = (logits - np.maximum.reduce(logits)) / temperature
-        probs = softmax(logits)
+        probs = np.exp(logits - np.maximum.reduce(logits))
+        probs *= np.float32(1.0) / np.add.reduce(probs)
         if not self.top_k and self.top_p == 1.0:
             return sample_multinomial(probs, coin)
         likeliest = sorted_ids(probs, self.top_k)
@@ -80,13 +73,12 @@ class Writer:
         self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, id):
-        self.print(self.decoder.decode(self.tokenizer.printable(id)) if self.tokenizer else f"{id} ")
+        text = self.decoder.decode(self.tokenizer.printable(id)) if self.tokenizer else f"{id} "
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
 
     def end(self):
-        self.print(self.decoder.decode(b"", final=True) + "\n")
-
-    def print(self, text):
-        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.write(self.decoder.decode(b"", final=True).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -46,13 +46,11 @@ class Settings:
     T: int = batch(64, "-t", "--sequence_length", help="tokens in a sequence, T")
     total_batch_size: int = batch(0, "-d", help="tokens in an update, a multiple of B*T: accumulates the gradients of"
                                   " several batches (0: B*T, on each GPU)")
-    shuffle: int = batch(-1, choices=(-1, 0, 1),
-                         help="1: read shards, and the batches of each, in llm.c's random order; 0: in order; -1: 1 if"
-                         " there are several shards (with -y 1: as the run began)")
+    shuffle: int = batch(-1, choices=(-1, 0, 1), help="1: shards, and the batches of each, in llm.c's random order; 0:"
+                         " in order; -1: 1 if there are several shards (with -y 1: as the run began)")
     spread: int = batch(0, choices=(0, 1), help="1: each row of a training batch reads from its own part of a shard,"
                         " because consecutive rows are too alike in a small batch")
-    seed: int = batch(42, help="random seed for the weights of -e dN and the order of --shuffle 1 (with -y 1: as the"
-                      " run began)")
+    seed: int = batch(42, help="random seed of -e dN's weights and --shuffle 1's order (with -y 1: as the run began)")
     steps: int = batch(41, "-x", help="number of updates")
 
     learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate")
@@ -72,20 +70,16 @@ class Settings:
 
     val_every: int = reports(10, "-v", help="validate every N steps (0: never)")
     val_batches: int = reports(5, "-m", help="validate on at most N batches")
-    hellaswag: int = reports(0, help=f"HellaSwag ({HELLASWAG}) at each validation: 1: all of it, N: its first N"
-                             " examples (0: never)")
+    hellaswag: int = reports(0, help=f"HellaSwag ({HELLASWAG}) at each validation: 1: all, N: N examples (0: never)")
     sample_every: int = reports(20, "-s", help="generate text every N steps (0: never)")
     sample_tokens: int = reports(64, "-g", help="tokens in a sample, including the first (end of text); beyond T, the"
                                  " model sees only the last T/2 to T")
-    final_reports: int = reports(0, choices=(0, 1), help="1: also validate and sample after the last update, unless -v"
-                                 " or -s is 0")
+    final_reports: int = reports(0, choices=(0, 1), help="1: validate and sample after the last update, too")
     print_every: int = reports(1, help="print a line every N steps (the log has every step)")
-    lines: str = reports("short", choices=("short", "llmc"),
-                         help="llmc: print the lines of llm.c of April 2024, to the byte")
+    lines: str = reports("short", choices=("short", "llmc"), help="llmc: llm.c's lines of April 2024, to the byte")
     verbose: bool = reports(False, help="first print all settings, and the memory for each part")
 
-    checkpoint_every: int = checkpoints(0, "-n", help="save every N updates, and after the last (0: only after the"
-                                        " last)")
+    checkpoint_every: int = checkpoints(0, "-n", help="save every N updates, and after the last (0: only then)")
     checkpoints_keep: int = checkpoints(0, "-nk", help="keep only the newest N checkpoints (0: keep all)")
     major_checkpoint_every: int = checkpoints(0, "-nm", help="with -nk: also keep those of every Nth step (0: none)")
     resume: int = checkpoints(0, "-y", choices=(0, 1), help="1: continue from the newest complete checkpoint in -o")
@@ -146,8 +140,7 @@ class Settings:
 
 def flag_of(settings, name):
     """'-b/--batch_size' for the field B: how messages name a setting."""
-    field = next(f for f in dataclasses.fields(settings) if f.name == name)
-    return "/".join(field_flags(field))
+    return "/".join(field_flags(settings.__dataclass_fields__[name]))
 
 
 def field_flags(field):

@@ -83,14 +83,13 @@ def samples_from(position, counts):
 
 # `left` is the number of unused words of the state plus 1: at 1, the next draw generates a new state.
 MT19937 = np.dtype([("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)])
-MATRIX = (0, 0x9908B0DF)
 
 
 def write_shuffle(f, shuffle):
     for permutation in (shuffle.shards, shuffle.samples):
         f.write(np.array([len(permutation)], "<u8"))
         f.write(permutation.astype("<i4"))
-    f.write(np.array([(shuffle.seed, 625 - shuffle.index, shuffle.index, shuffle.key, MATRIX)], MT19937))
+    f.write(np.array([(shuffle.seed, 625 - shuffle.index, shuffle.index, shuffle.key, (0, 0x9908B0DF))], MT19937))
 
 
 def read_shuffle(f, start, hint):

@@ -50,8 +50,7 @@ class Tensors(SimpleNamespace):
 
 
 def views(table, buffer, align=1):
-    """Lay a table's tensors over the start of a byte buffer (NumPy or CuPy), each at a multiple of `align` bytes from
-    it; allocates nothing."""
+    """Lay a table's tensors over the start of a byte buffer (NumPy or CuPy), each at a multiple of `align` bytes."""
     tensors, offset = {}, 0
     for name, row in table.items():
         tensors[name] = buffer[offset : offset + row.bytes()].view(row.stored_as).reshape(row.shape)

@@ -1,22 +1,22 @@
 """Tokenizer files, which turn ids into text, in llm.c's format: header [2] V [3] id of the end-of-text token (version
 2), then for each id a length byte and the token's bytes. The prepro scripts write such a file beside the tokens."""
 
+import dataclasses
 import os
 import sys
-from dataclasses import dataclass
 
 from llmc.dataloader import tokenizer_beside
 from llmc.errors import UserError
 from llmc.files import EXPORT, TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
 
-@dataclass
+@dataclasses.dataclass
 class Tokenizer:
     """A vocabulary: what each id stands for."""
 
     tokens: list  # id -> bytes
     eot: int
-    path: str = ""  # the file that it was read from
+    path: str = dataclasses.field(default="", compare=False)  # the file that it was read from
 
     def printable(self, id):
         """Return the bytes to print for an id, none for an unprintable ASCII character other than white space. Single
@@ -51,8 +51,7 @@ def read_tokenizer(path):
 
 
 def write_tokenizer(path, tokens, eot, version=2):
-    """Write a tokenizer file; `tokens` is a list of bytes, each 1 to 255 long. Raises UserError for version 1 with
-    another eot than 50256."""
+    """Write a tokenizer file; tokens: a list of bytes, each 1 to 255 long."""
     if version == 1 and eot != 50256:
         raise UserError(f"{path}: end of text is token {eot}, in version 1 always 50256: write version 2")
     with replacing(path) as f:
@@ -72,23 +71,3 @@ def load_tokenizer(settings):
         print(f"warning: {path}: no such file, samples are printed as token ids; {EXPORT}", file=sys.stderr)
         return None
     return read_tokenizer(path)
-
-
-def is_vocabulary(path, tokenizer):
-    """Whether a file has this vocabulary, or is missing or damaged."""
-    try:
-        found = read_tokenizer(path)
-    except UserError:
-        return True
-    return (found.tokens, found.eot) == (tokenizer.tokens, tokenizer.eot)
-
-
-def keep_tokenizer(settings, tokenizer, first_step):
-    """Write the vocabulary into the run's directory, if there is one, for programs that use the run's models. Raises
-    UserError when the checkpoint that the run resumes from (first_step is not None) has another one."""
-    if tokenizer and settings.output_dir:
-        path = os.path.join(settings.output_dir, "tokenizer.bin")
-        if first_step is not None and not is_vocabulary(path, tokenizer):
-            raise UserError(f"{tokenizer.path}: is another vocabulary than the run's, {path}: resume with the first"
-                            " run's data, or choose another -o")
-        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
