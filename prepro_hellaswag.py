@@ -17,12 +17,13 @@ import os
 import numpy as np
 
 from llmc.errors import UserError, run_main
-from llmc.evaluation import ENDINGS, HELLASWAG, Example, write_examples
-from llmc.files import make_directory
+from llmc.evaluation import BEGIN, ENDINGS, HELLASWAG, Example
+from llmc.files import EXAMPLES_MAGIC, make_directory, make_header, replacing
 from prepro import check_not_written_over, download, encode, load_encoding, read_input
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+MOST = (1 << 16) - 1  # the largest uint16
 
 
 def parse_line(where, line, encoding):
@@ -38,6 +39,24 @@ def parse_line(where, line, encoding):
         raise UserError(f"{where}: expected a JSON object with a text 'ctx', {ENDINGS} 'endings' and a 'label' of 0 to"
                         f" {ENDINGS - 1}, found: {error!r}") from None
     return Example(ids[0], ids[1:], label)
+
+
+def write_examples(path, examples):
+    """Write a list of Examples in the format of llmc/evaluation.py; raises UserError for what it cannot hold."""
+    if not 0 < len(examples) <= MOST:
+        raise UserError(f"{path}: {len(examples)} examples, expected 1 to {MOST}")
+    records = []
+    for index, (context, endings, label) in enumerate(examples):
+        parts = [part for ids in (context, *endings) for part in ([len(ids)], ids)]
+        size = 2 * (5 + sum(map(len, parts)))
+        if size > MOST or any(len(ids) == 0 for ids in (context, *endings)):
+            raise UserError(f"{path}: example {index} has {size} bytes, expected at most {MOST}, and at least one token"
+                            " in its context and in each ending")
+        records.append(np.concatenate([[BEGIN, size, index, label, len(endings)], *parts]).astype("<u2"))
+    with replacing(path) as f:
+        f.write(make_header(EXAMPLES_MAGIC, 1, len(records), max(record.nbytes for record in records)))
+        for record in records:
+            f.write(record)
 
 
 def main():

@@ -1,9 +1,8 @@
 """
 GPT-2 training on the CPU, in NumPy: forward, backward and AdamW written out by hand.
 
-What it is: GPT-2's layout, layers and model, and the training loop. Files, settings, data, sampling and logs, which
-train_gpt2_cuda.py shares, are in llmc/. What it is not: it knows no autograd and no PyTorch; export_weights.py is the
-PyTorch reference that test_gpt2.py compares this file with.
+GPT-2's layout, layers and model, and the training loop, without autograd or PyTorch. Files, settings, data, sampling
+and logs, which train_gpt2_cuda.py shares, are in llmc/. test_gpt2.py compares this file with PyTorch.
 
     python prepro_tinyshakespeare.py          # data/tiny_shakespeare_{train,val,tokenizer}.bin
     python export_weights.py                  # gpt2_124M.bin
@@ -19,8 +18,7 @@ their indices; N is a number of rows or of elements. `dx` is the gradient of the
 a tensor's shape where it first appears.
 
 Layers are functions: outputs first, then saved statistics, inputs, weights, sizes. Each says which outputs it writes
-(=) and which it adds to (+=). A CUDA kernel that does the same has the same name and order of arguments: these
-functions are the kernels' specification.
+(=) and which it adds to (+=). The CUDA kernel of that name has the same arguments: the function is its specification.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -32,7 +30,6 @@ import os
 import re
 import time
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,7 +48,7 @@ from llmc.threads import BLOCK, THREADS, parallel_blocks
 # layout: GPT-2's tensors as tables, from which sizes, offsets, views, files and tests derive
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The sizes of a GPT-2, in the order of a checkpoint's header."""
 
@@ -655,9 +652,8 @@ class Decoder:
 
     def logits(self, tokens, position):
         """tokens (B, T) at the positions from `position` on -> logits (B, V) of the token that follows them."""
-        B, T = tokens.shape
-        step = positions_at_once(B, self.T)
-        for begin in range(0, T, step):
+        step = positions_at_once(len(tokens), self.T)
+        for begin in range(0, tokens.shape[1], step):
             logits = self.forward(tokens[:, begin : begin + step], position + begin)
         return logits
 
@@ -682,9 +678,7 @@ class Decoder:
         matmul_few_rows(acts.logits, normed[:, -1].copy(), params.wte[:V], None, B, 1, C, V)
         return acts.logits
 
-    def draw(self, prompt, count, randoms, choice, want_logprobs=False):
-        """See llmc/sampler.py's draw."""
-        return draw(self, prompt, count, randoms, choice, want_logprobs)
+    draw = draw  # llmc/sampler.py's
 
     def share_first(self, B, T):
         """Copy the first sequence's cache to sequences 1 to B - 1, which continue the same prompt of T tokens."""
@@ -716,8 +710,7 @@ def main():
     settings = parse_settings(Settings, "Train GPT-2 on the CPU, in NumPy.")
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_loss stops at a loss that is not finite
     with locked(settings.output_dir), Loop(settings, GPT2) as loop:
-        device = f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32"
-        loop.print_header(device)
+        loop.print_header(f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32")
         loop.console.memory(memory_plan(loop.config, settings))
         model = GPT2(loop.config, loop.params)
         model.allocate_activations(settings.B, settings.T)
@@ -730,17 +723,14 @@ def main():
 
 
 def train_step(model, loader, settings, step):
-    """One update, number `step` from 0, from micro_steps batches; returns an Update. Raises UserError, before the
-    weights change, when the loss is not finite."""
+    """One update, number `step` from 0 -> Update. Raises UserError, before weights change, if a loss is not finite."""
     start, loss = time.perf_counter(), 0.0
     for micro_step in range(settings.micro_steps):
-        inputs, targets = loader.next_batch()
-        loss += model.forward(inputs, targets) / settings.micro_steps
+        loss += model.forward(*loader.next_batch()) / settings.micro_steps
         check_loss(step, loss)
         model.backward(micro_step, settings.micro_steps)
-    norm, grad_scale, skipped = None, 1.0, None
+    grads, norm, grad_scale, skipped = flat(model.grads), None, 1.0, None
     if settings.needs_norm:
-        grads = flat(model.grads)
         norm = global_norm(grads, grads.size)
         if settings.grad_clip and norm > settings.grad_clip:
             grad_scale = settings.grad_clip / norm

@@ -1,26 +1,23 @@
 """What the programs share: one idea a file, with llm.c's name where llm.c has the same file.
 
-    loop        what a run does around its updates: validate, sample, log, save, resume, stop on a signal
+    loop        what a run does around its updates: validates, samples, logs, saves, resumes, stops on a signal
     models      which page a model belongs to, by its checkpoint's magic number
     settings    one dataclass -> command line, help
     tensors     tables: name -> shape; one buffer for each table, and views of it
     files       headers, size checks, writes to a temporary file that is then renamed
-    checkpoint  the files of models and optimizer states
-    debugstate  the file of a debug state, with which test_gpt2.py checks parity
+    checkpoint, debugstate   the files of models and optimizer states; the file that test_gpt2.py checks parity with
     resume      a run's checkpoints: saving one, resuming from one
     dataloader, shuffle   token files, and the order in which they are read
-    evaluation  HellaSwag: examples, accuracy
-    tokenizer, sampler, schedulers
-    logger      main.log, main.csv
-    progress    what a run prints: header, step lines, a progress bar on a terminal
+    logger, progress   main.log and main.csv; what a run prints: header, step lines, a progress bar on a terminal
+    evaluation, tokenizer, sampler, schedulers
     outliers    which updates to skip
     threads     OpenBLAS's settings, and threads for what NumPy does on one core
     errors      one line and an exit status for every error that a user can cause; Ctrl-C and SIGTERM
     alone       a run of a single process, where a run on several GPUs has ranks
     gpu/        what only a run on GPUs uses
 
-No file here knows a model's forward or backward pass; functions that read a model take its architecture: the class of a
-page, with MAGIC, Config, parameter_table and random_model.
+No file here knows a forward or backward pass. An architecture, where a function has it as an argument, is the class of
+a page, with MAGIC, Config, parameter_table and random_model.
 """
 
 from llmc.threads import configure_openblas

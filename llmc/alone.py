@@ -19,8 +19,7 @@ class Alone:
         return number
 
     def starmap(self, function, items, check):
-        """Yield function(*item) for each item; each rank computes every size'th item. All ranks call `check` before
-        each round of `size` items."""
+        """Yield function(*item) for each item, of which each rank computes its part; all call `check` every `size`."""
         for item in items:
             check()
             yield function(*item)

@@ -1,6 +1,4 @@
-"""The files of models and optimizer states, with one reader and one writer for each.
-
-Functions that read a model take its architecture: a page's class, with MAGIC, Config and parameter_table.
+"""The files of models and optimizer states: a reader and a writer for each.
 
 Model, in llm.c's format: header [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, then the tensors of the table.
     Version 1: float32, V rows in the vocabulary's tensors. Version 3: float32, Vp rows. Version 5: bfloat16, Vp rows.
@@ -20,13 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (EXPORT, HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, make_header,
-                        open_input, read_header, read_into, replacing)
+from llmc.files import (EXPORT, HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, make_header, open_input, read_header,
+                        read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
-
-# ----------------------------------------------------------------------------------------------------------------------
-# models
 
 
 def padded(V):
@@ -38,11 +33,9 @@ def read_config(f, architecture, hint):
     """Return (version, Config) from the header of an open model checkpoint; raises UserError for an invalid field."""
     header = read_header(f, architecture.MAGIC, hint)
     version = int(header[1])
-    if version in (2, 4):
-        raise UserError(f"{f.name}: version {version}, a mixed bfloat16 layout that llm.c used for three days in May"
-                        f" 2024; expected 1, 3 or 5; {hint}")
     if version not in (1, 3, 5):
-        raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5; {hint}")
+        raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5 (2 and 4 are mixed layouts that llm.c"
+                        f" used for three days in May 2024); {hint}")
     config = architecture.Config.from_header(header)
     for name, value in vars(config).items():
         if value < 1:
@@ -55,11 +48,8 @@ def read_config(f, architecture, hint):
 
 
 def read_model(path, architecture, hint=EXPORT):
-    """Read a model checkpoint of version 1, 3 or 5.
-
-    Returns (config, params): params is float32 and padded to Vp rows, a multiple of 128, whatever the file has.
-    Raises UserError for anything but a whole, finite, well-formed model.
-    """
+    """Read a model checkpoint of version 1, 3 or 5. Returns (config, params): float32, padded to Vp rows, a multiple of
+    128, whatever the file has. Raises UserError for a damaged file, NaN and infinity included."""
     with open_input(path, hint) as f:
         version, config = read_config(f, architecture, hint)
         rows, elements = config.Vp, table_elements(architecture.parameter_table(config))
@@ -83,8 +73,7 @@ def read_model(path, architecture, hint=EXPORT):
 
 
 def write_model(path, config, params, version=3):
-    """Write a model checkpoint, version 1, 3 (float32) or 5 (bfloat16; float32 params are rounded to nearest even).
-    Returns the file's CRC-32."""
+    """Write a model checkpoint: version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even). Returns its CRC-32."""
     header = config.to_header(version)
     crc = zlib.crc32(header)
     with replacing(path) as f:
@@ -102,8 +91,7 @@ def count_parameters(config, params):
     return sum(tensor.size for tensor in unpadded(params, config.V))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# optimizer states: one file per rank, with its share
+U64 = [20, 21, 30, 31, 32, 33]  # header slots of three u64: sampler state, shard, sample
 
 
 class Progress(NamedTuple):
@@ -111,7 +99,7 @@ class Progress(NamedTuple):
 
     step: int  # updates done
     rng_state: int
-    position: Position  # in the training data; None if it cannot be continued: see llmc_position
+    position: Position  # in the training data; None if it cannot be continued
     batch: tuple  # (B, T, spread), which the position depends on; (0, 0, 0) from llm.c
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None from llm.c
 
@@ -135,14 +123,11 @@ class Owned:
             begin += row.size
 
     def check(self, where, hint):
-        """Raise UserError for values that are not finite, or for a negative v, which is a mean of squares."""
+        """Raise UserError for values that are not finite."""
         for kind, array in (("AdamW's m", self.m), ("AdamW's v", self.v), ("the float32 weights", self.exact)):
             for name, part in self.tensors(array) if array is not None else ():
-                for piece in chunks(part):
-                    finite = np.isfinite(piece).all()
-                    if not finite or array is self.v and (piece < 0).any():
-                        what = "negative" if finite else "NaN or infinite"
-                        raise UserError(f"{where}: {kind}: tensor {name} holds {what} values; {hint}")
+                if not all(np.isfinite(piece).all() for piece in chunks(part)):
+                    raise UserError(f"{where}: {kind}: tensor {name} holds NaN or infinite values; {hint}")
 
     def read(self, f, header, hint):
         """Fill the arrays from an open state file; returns the offset of the data order after them."""
@@ -158,19 +143,17 @@ class Owned:
 
 
 def owned_by_one(m, v, exact=None):
-    """The Owned of a run on one device; m, v and exact are Tensors."""
+    """The Owned of a run on one device. m, v, exact: Tensors."""
     return Owned(m.table, flat(m), flat(v), exact and flat(exact))
 
 
 def write_optimizer_state(path, owned, progress):
-    """Write a rank's share, and where the run stands. Several ranks write version 2, which llm.c refuses, because it
-    divides biases and layernorms differently."""
+    """Write a rank's share, and where the run stands."""
     (shard, sample, shuffle), ranks = progress.position, owned.ranks
     header = make_header(OPTIMIZER_MAGIC, 1 if ranks == 1 else 2, ranks, owned.rank, int(owned.exact is not None),
                          int(shuffle is not None))
     header[10] = progress.step
-    for slot, value in ((20, progress.rng_state), (30, shard), (32, sample)):
-        header[slot : slot + 2] = np.array([value], "<u8").view("<i4")
+    header[U64] = np.array([progress.rng_state, shard, sample], "<u8").view("<i4")
     header[40:43] = progress.batch
     if progress.model_crc is not None:
         header[43:45] = 1, np.uint32(progress.model_crc).view(np.int32)
@@ -183,34 +166,21 @@ def write_optimizer_state(path, owned, progress):
             write_shuffle(f, shuffle)
 
 
-TRAIN_AGAIN = "train again with: python train_gpt2.py ... -o DIR -n STEPS"
-
-
-def read_optimizer_state(path, owned, hint=TRAIN_AGAIN):
-    """Fill `owned` from a state; `path` is rank 0's file.
-
-    Returns (Progress, whether the files have float32 weights; without them, owned.exact is not filled). Raises
-    UserError for another model's state or a missing file, before anything is filled, and for values that no run can
-    have.
-    """
+def read_optimizer_state(path, owned, hint="train again"):
+    """Fill `owned` from a state; `path` is rank 0's file. Returns (Progress, whether the files have float32 weights;
+    without them, owned.exact is not filled). Raises UserError for a missing or damaged file, or another model's."""
     with open_input(path, hint) as f:
         header = read_state_header(f, hint)
-        if header[3] != 0:
-            raise UserError(f"{path}: is rank {header[3]}'s, expected the first one's; {hint}")
         end = owned.read(f, header, hint)
         shuffle = read_shuffle(f, end, hint) if header[5] else None
     has_exact = bool(header[4])
     dataclasses.replace(owned, exact=owned.exact if has_exact else None).check(path, hint)
-    numbers = {slot: int(header[slot : slot + 2].view("<u8")[0]) for slot in (20, 30, 32)}
+    rng_state, shard, sample = header[U64].view("<u8").tolist()
     crc = int(header[44:45].view("<u4")[0]) if header[43] == 1 else None
-    position = Position(numbers[30], numbers[32], shuffle)
-    progress = Progress(int(header[10]), numbers[20], position, tuple(header[40:43].tolist()), crc)
-    if progress.step < 0 or progress.rng_state == 0:
-        raise UserError(f"{path}: step {progress.step} and sampler state {progress.rng_state}; the file is damaged")
+    position = Position(shard, sample, shuffle)
     if header[2] > 1 and not is_ours(header):  # llm.c's ranks shuffle each in an order of its own: not to be continued
-        sample = position.sample * int(header[2])
-        progress = progress._replace(position=None if shuffle else position._replace(sample=sample))
-    return progress, has_exact
+        position = None if shuffle else position._replace(sample=position.sample * int(header[2]))
+    return Progress(int(header[10]), rng_state, position, tuple(header[40:43].tolist()), crc), has_exact
 
 
 def read_state_header(f, hint):

@@ -4,7 +4,6 @@ A token file is raw int32 (llm.c of April 2024), or a header with [2] the count,
 has 64 bits here; llm.c reads the lower half. Readers tell the two formats apart by the magic.
 """
 
-import contextlib
 import glob
 import itertools
 import os
@@ -15,16 +14,13 @@ import numpy as np
 from llmc.errors import UserError
 from llmc.files import (CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
                         read_into, replacing)
-from llmc.shuffle import SEED, Position, first_position, samples_from
-from llmc.threads import read_ahead
+from llmc.shuffle import SEED, first_position, samples_from
 
 TOKENS_HINT = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
-CHECK_AHEAD = 1 << 27  # tokens of a file that are checked before its use, in about a second; the others when read
 
 
 def write_tokens(path, pieces, count, format="int32"):
-    """Write `count` tokens from an iterable of integer arrays, as 'int32' or 'uint16'; ValueError for another count."""
-    written = 0
+    """Write `count` tokens, all that an iterable of integer arrays has, as 'int32' or 'uint16'."""
     with replacing(path) as f:
         if format == "uint16":
             header = make_header(TOKENS_MAGIC, 1)
@@ -32,25 +28,17 @@ def write_tokens(path, pieces, count, format="int32"):
             f.write(header)
         for piece in pieces:
             f.write(np.asarray(piece).astype("<i4" if format == "int32" else "<u2"))
-            written += len(piece)
-        if written != count:
-            raise ValueError(f"{path}: {count} tokens announced, {written} given")
 
 
 class TokenFile:
-    """Where a file's tokens are: dtype, offset in bytes, and size, the number of tokens, by its header and byte size.
-    The tokens themselves are checked later.
-
-    Raises UserError for fewer than `least` tokens (`why` ends the message), or an impossible size.
-    """
+    """Where a file's tokens are: dtype, offset in bytes, and size, the number of tokens. Raises UserError for an
+    impossible size, or fewer than `least` tokens (`why` ends the message). Ids are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V = path, V
         with open_input(path, TOKENS_HINT) as f:
-            self.bytes = os.fstat(f.fileno()).st_size
-            start = f.read(HEADER_BYTES)
-            magic = int(np.frombuffer(start[:4], "<i4")[0]) if len(start) >= 4 else None
-            if magic == TOKENS_MAGIC:
+            size, has_header = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little") in KINDS
+            if has_header:
                 f.seek(0)
                 header = read_header(f, TOKENS_MAGIC, TOKENS_HINT)
                 version, self.size = int(header[1]), int(header[2:4].view("<u8")[0])
@@ -58,40 +46,24 @@ class TokenFile:
                     raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_HINT}")
                 check_size(f, HEADER_BYTES + 2 * self.size, f"{self.size} uint16 tokens", TOKENS_HINT)
                 self.dtype, self.offset = np.dtype("<u2"), HEADER_BYTES
+            elif size % 4:
+                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {TOKENS_HINT}")
             else:
-                if magic in KINDS:
-                    raise UserError(f"{path}: it is a {KINDS[magic]} (magic {magic}), expected a token file;"
-                                    f" {TOKENS_HINT}")
-                if self.bytes % 4:
-                    raise UserError(f"{path}: {self.bytes} bytes, expected a whole number of int32 tokens;"
-                                    f" {TOKENS_HINT}")
-                self.dtype, self.offset, self.size = np.dtype("<i4"), 0, self.bytes // 4
+                self.dtype, self.offset, self.size = np.dtype("<i4"), 0, size // 4
         if self.size < least:
             raise UserError(f"{path}: {self.size} tokens, expected at least {least}{why}")
 
     def open(self):
-        """Open the file for reading; raises UserError if its size has changed."""
-        f = open_input(self.path, TOKENS_HINT)
-        if os.fstat(f.fileno()).st_size != self.bytes:
-            with f:
-                check_size(f, self.bytes, f"the {self.size} tokens that it had when the run began", TOKENS_HINT)
-        return f
+        """Open the file for reading."""
+        return open_input(self.path, TOKENS_HINT)
 
     def read(self, f, start, count):
-        """Read tokens start .. start + count - 1 from the open file; raises UserError for an id outside 0 .. V - 1, or
-        if the file has shrunk (which would kill the process if it were mapped)."""
+        """Read tokens start .. start + count - 1 from the open file; raises UserError for an id outside 0 .. V - 1."""
         tokens = np.empty(count, self.dtype)
         f.seek(self.offset + start * self.dtype.itemsize)
         read_into(f, tokens)
         check_ids(self.path, tokens, self.V)
         return tokens
-
-    def check(self, count):
-        """Check the first `count` tokens, or all if there are fewer: one piece each time the generator advances."""
-        with self.open() as f:
-            for start in range(0, min(count, self.size), CHUNK):
-                self.read(f, start, min(CHUNK, self.size - start))
-                yield
 
 
 def check_ids(path, tokens, V):
@@ -104,13 +76,10 @@ def check_ids(path, tokens, V):
 def open_tokens(path, V, least=1, why=""):
     """Check every token of a file, and map it into memory, as a 1-D integer array."""
     file = TokenFile(path, V, least, why)
-    exhaust(file.check(file.size))
+    with file.open() as f:
+        for start in range(0, file.size, CHUNK):
+            file.read(f, start, min(CHUNK, file.size - start))
     return np.memmap(path, file.dtype, "r", file.offset, (file.size,))
-
-
-def exhaust(iterator):
-    for _ in iterator:
-        pass
 
 
 def is_pattern(name):
@@ -119,11 +88,8 @@ def is_pattern(name):
 
 
 def find_files(pattern):
-    """Return the files of a name or a glob, sorted. An existing directory is taken literally, brackets and all."""
-    if not is_pattern(pattern):
-        return [pattern]
-    directory, name = os.path.split(pattern)
-    return sorted(glob.glob(os.path.join(glob.escape(directory) if os.path.isdir(directory) else directory, name)))
+    """Return the files of a name or a glob, sorted."""
+    return sorted(glob.glob(pattern)) if is_pattern(pattern) else [pattern]
 
 
 def names_shards(data):
@@ -132,8 +98,7 @@ def names_shards(data):
 
 
 def tokenizer_beside(data):
-    """Return PREFIX_tokenizer.bin, where a prepro script writes the vocabulary of PREFIX_train.bin; "" if shards are
-    not named like this."""
+    """PREFIX_tokenizer.bin, the vocabulary that a prepro script writes beside PREFIX_train.bin; "" for other names."""
     if not names_shards(data):
         return f"{data}_tokenizer.bin"
     directory, name = os.path.split(data)
@@ -155,14 +120,11 @@ def data_paths(settings):
     """Return (training shards, validation shards) that -i and -j name; with -v 0, no validation shards. Raises
     UserError when a pattern matches nothing, or when -j is needed and cannot be made from -i."""
     train = settings.data if names_shards(settings.data) else f"{settings.data}_train.bin"
-    val, val_flag = settings.val_data, "-j"
-    if not val:
-        val, val_flag = validation_name(train), "-j, made from -i,"
-        if val == train and settings.val_every:
-            raise UserError(f"-i {train}: there is no 'train' in it to make the validation files' name from: pass -j"
-                            " FILES too")
+    val = settings.val_data or validation_name(train)
+    if settings.val_every and val == train and not settings.val_data:
+        raise UserError(f"-i {train}: has no 'train' in it to replace by 'val' for the validation files: pass -j FILES")
     paths = []
-    for flag, pattern, needed in (("-i", train, True), (val_flag, val, settings.val_every)):
+    for flag, pattern, needed in (("-i", train, True), ("-j", val, settings.val_every)):
         paths.append(find_files(pattern) if needed else [])
         if needed and not paths[-1]:
             raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_HINT}")
@@ -174,9 +136,7 @@ def open_data(settings, V, rank=0, ranks=1):
     a single sequence; with -v 0, the second is None."""
     train_paths, val_paths = data_paths(settings)
     shuffle = len(train_paths) > 1 if settings.shuffle == -1 else bool(settings.shuffle)
-    ahead = 2 * settings.micro_steps // ranks
-    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, ahead, rank, ranks,
-                       seed=settings.seed),
+    return (DataLoader(train_paths, V, settings.B, settings.T, shuffle, settings.spread, rank, ranks, settings.seed),
             DataLoader(val_paths, V, settings.B, settings.T, least=settings.T + 1,
                        why=" for one sequence (T+1); take a smaller -t, or more text") if val_paths else None)
 
@@ -185,101 +145,60 @@ class DataLoader:
     """Reads (B, T) batches from one or more token files, in order or shuffled, and starts over when all are used up.
 
     A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
-    With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. With several GPUs, rank
-    `rank` of `ranks` takes every ranks-th sample, so that together they see the batches that one GPU would see.
+    With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. Rank `rank` of `ranks`
+    reads every ranks-th sample, so that together the ranks see the batches that one would see.
 
-    The constructor reads the headers of all files and checks the first shard's tokens. Each other shard is checked
-    while the one before it is in use, by the thread that reads up to `ahead` batches before they are asked for. Two
-    files are open at a time.
-
-    position: after the last batch taken and those that the other ranks took with it.
-    num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: only those whose last target is there, too.
+    position: after the last batch, and those that the other ranks read at the same time.
+    num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: only those whose last target is in the file, too.
     whole_batches: those of whole_set.
     """
 
-    def __init__(self, paths, V, B, T, shuffle=False, spread=False, ahead=2, rank=0, ranks=1, seed=SEED,
-                 least=None, why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
-        self.B, self.T, self.spread, self.ahead, self.rank, self.ranks = B, T, spread, ahead, rank, ranks
+    def __init__(self, paths, V, B, T, shuffle=False, spread=False, rank=0, ranks=1, seed=SEED, least=None,
+                 why=" for one batch (B*T+1); take a smaller -b or -t, or more text"):
+        self.B, self.T, self.spread, self.rank, self.ranks = B, T, spread, rank, ranks
         self.shards = [TokenFile(path, V, least or B * T + 1, why) for path in paths]
-        self.checks = [shard.check(CHECK_AHEAD) for shard in self.shards]
         self.counts = [(shard.size - 1) // (B * T) for shard in self.shards]  # samples with all their targets
         self.num_batches = max(1, sum(shard.size // (B * T) for shard in self.shards))
         self.batches_per_epoch = sum(self.counts)
         self.whole_batches = sum(count + ((shard.size - 1) // T > count * B)
                                  for shard, count in zip(self.shards, self.counts))
-        self.batches = None
         self.seek(first_position(self.counts, shuffle, seed))
 
     def seek(self, position, found_in="the checkpoint"):
         """Continue at a position; raises UserError, which names `found_in`, if these files do not have it."""
-        shards, shuffle = len(self.shards), position.shuffle
-        if not (position.shard < shards and (shuffle is None or len(shuffle.shards) == shards)
-                and position.sample <= self.counts[position.number()]
-                and (shuffle is None or len(shuffle.samples) == self.counts[position.number()])):
+        shards, shuffle, count = len(self.shards), position.shuffle, -1
+        if position.shard < shards and (shuffle is None or len(shuffle.shards) == shards):
+            count = self.counts[position.number()]
+        if position.sample > count or shuffle is not None and len(shuffle.samples) != count:
             shuffled = "" if shuffle is None else f", shuffled, of {len(shuffle.shards)}"
             raise UserError(f"{found_in}: is at batch {position.sample} of data shard {position.shard}{shuffled}, which"
                             " these token files do not have: resume with the -i, -b and -t of the first run")
-        if self.batches:
-            self.batches.close()
-        self.position = position
-        exhaust(self.checks[position.number()])
-        self.batches = read_ahead(self.read_from(position), self.ahead)
+        self.position, self.samples = position, samples_from(position, self.counts)
 
     def next_batch(self):
-        """Return inputs (B, T) and targets (B, T), int32. The end of a file, with fewer than B*T targets, is skipped,
-        as in llm.c."""
-        inputs, targets, self.position = next(self.batches)
-        return inputs, targets
-
-    def read_from(self, position):
-        """Yield this rank's batches from a position on, without end: (inputs, targets, Position after them)."""
-        samples = samples_from(position, self.counts)
-        with contextlib.closing(ShardReader(self)) as reader:
-            for group in zip(*[samples] * self.ranks):  # one for each rank
-                after, number, index = group[self.rank]
-                stride = self.counts[number] if self.spread else 1  # from one row to the next
-                first = index if self.spread else index * self.B
-                rows = range(first, first + self.B * stride, stride)
-                yield *reader.read(number, rows), group[-1][0]
-                upcoming = after.next_number(len(self.shards))
-                if upcoming is not None:
-                    next(self.checks[upcoming], None)
+        """Return inputs and targets (B, T), int32. A file's end with fewer than B*T targets is skipped, as in llm.c."""
+        samples = list(itertools.islice(self.samples, self.ranks))  # one for each rank
+        (_, number, index), self.position = samples[self.rank], samples[-1][0]
+        if not self.spread:
+            return self.read(number, range(index * self.B, (index + 1) * self.B))
+        return self.read(number, range(index, self.B * self.counts[number], self.counts[number]))
 
     def whole_set(self):
-        """Return batches that cover each file once, from the start. The ends of the files come last, each a smaller
+        """Yield batches that cover each file once, from the start. The ends of the files come last, each a smaller
         batch of whole rows. (If one lacks only the last target of a full batch, llm.c reads the first batch again.)"""
-        return read_ahead(self.read_whole_set(), self.ahead)
-
-    def read_whole_set(self):
-        B, T = self.B, self.T
-        with contextlib.closing(ShardReader(self)) as reader:
-            for _, number, index in itertools.islice(samples_from(Position(), self.counts), sum(self.counts)):
-                yield reader.read(number, range(index * B, (index + 1) * B))
-            for number, (shard, count) in enumerate(zip(self.shards, self.counts)):
-                rows = range(count * B, (shard.size - 1) // T)
-                if rows:
-                    yield reader.read(number, rows)
-
-
-class ShardReader:
-    """Reads rows from a loader's token files; keeps one of them open."""
-
-    def __init__(self, loader):
-        self.loader, self.number, self.file = loader, None, None
+        B = self.B
+        for number, count in enumerate(self.counts):
+            yield from (self.read(number, range(index * B, (index + 1) * B)) for index in range(count))
+        for number, (shard, count) in enumerate(zip(self.shards, self.counts)):
+            if rows := range(count * B, (shard.size - 1) // self.T):
+                yield self.read(number, rows)
 
     def read(self, number, rows):
         """Return inputs and targets (rows, T), int32, of rows of shard `number`; row i is T+1 tokens from i*T on."""
-        shard, T = self.loader.shards[number], self.loader.T
-        if number != self.number:
-            self.close()
-            exhaust(self.loader.checks[number])
-            self.number, self.file = number, shard.open()
-        if rows.step == 1:
-            tokens = shard.read(self.file, rows.start * T, len(rows) * T + 1).astype(np.int32)
-            return tokens[:-1].reshape(-1, T), tokens[1:].reshape(-1, T)
-        tokens = np.stack([shard.read(self.file, row * T, T + 1) for row in rows]).astype(np.int32)
-        return tokens[:, :-1], tokens[:, 1:]
-
-    def close(self):
-        if self.file:
-            self.file.close()
+        shard, T = self.shards[number], self.T
+        with shard.open() as f:
+            if rows.step == 1:
+                tokens = shard.read(f, rows.start * T, len(rows) * T + 1).astype(np.int32)
+                return tokens[:-1].reshape(-1, T), tokens[1:].reshape(-1, T)
+            tokens = np.stack([shard.read(f, row * T, T + 1) for row in rows]).astype(np.int32)
+            return tokens[:, :-1], tokens[:, 1:]

@@ -1,10 +1,9 @@
 """A debug state: one batch, and what PyTorch computed from it, for the parity test.
 
-In llm.c's format: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the
-gradients of the parameters, with V rows in version 1 and Vp in version 2: what a PyTorch run saw and computed, for
-the parity test. This project adds a trailer: float64 [5] learning rate, beta1, beta2, eps, weight decay; float32
-[n] the losses of n training steps on that batch; and in the header [8] trailer version (0: none), [9] n, [10]
-CRC-32 of the weights.
+In llm.c's format: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the gradients of the
+parameters, with V rows in version 1 and Vp in version 2. This project adds a trailer: float64 [5] learning rate, beta1,
+beta2, eps, weight decay; float32 [n] the losses of n training steps on that batch; and in the header [8] trailer
+version (0: none), [9] n, [10] CRC-32 of the weights.
 """
 
 import math
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmc.dataloader import check_ids
 from llmc.errors import UserError
 from llmc.files import (EXPORT, HEADER_BYTES, STATE_MAGIC, check_size, chunks, make_header, open_input, read_header,
                         read_into, replacing)
@@ -52,13 +52,10 @@ def read_debug_state(path, config, params):
     with open_input(path, EXPORT_STATE) as f:
         header = read_header(f, STATE_MAGIC, EXPORT_STATE)
         version, B, T = (int(x) for x in header[1:4])
-        if version not in (1, 2):
-            raise UserError(f"{path}: debug state version {version}, expected 1 or 2; {EXPORT_STATE}")
-        if B < 1 or not 1 <= T <= config.maxT:
-            raise UserError(f"{path}: B={B} T={T}, expected B of at least 1, T of 1 to {config.maxT}; {EXPORT_STATE}")
         trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
-        if trailer not in (0, TRAILER_VERSION) or n < 0:
-            raise UserError(f"{path}: trailer version {trailer} with {n} losses, expected version {TRAILER_VERSION}")
+        if version not in (1, 2) or B < 1 or not 1 <= T <= config.maxT or trailer not in (0, TRAILER_VERSION) or n < 0:
+            raise UserError(f"{path}: version {version}, B={B} T={T}, trailer version {trailer} with {n} losses,"
+                            f" expected version 1 or 2, T of 1 to {config.maxT}, trailer 0 or 1; {EXPORT_STATE}")
         rows = config.V if version == 1 else config.Vp
         gradients = sum(tensor.size for tensor in unpadded(params, rows))
         size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
@@ -71,9 +68,7 @@ def read_debug_state(path, config, params):
         grads = allocate(params.table)
         for part in (x, y, logits, loss, *unpadded(grads, rows)):
             read_into(f, part)
-        for ids in (x, y):
-            if ids.min() < 0 or ids.max() >= config.V:
-                raise UserError(f"{path}: holds a token id outside 0 to {config.V - 1}; {EXPORT_STATE}")
+        check_ids(path, np.concatenate((x, y)), config.V)
         state = DebugState(x, y, logits, float(loss[0]), grads)
         if trailer and n:  # without a step, the settings mean nothing
             settings, losses = np.empty(5, np.float64), np.empty(n, np.float32)
@@ -81,11 +76,6 @@ def read_debug_state(path, config, params):
             read_into(f, losses)
             state.optimizer = dict(zip(("learning_rate", "beta1", "beta2", "eps", "weight_decay"), settings.tolist()))
             state.losses, state.crc = losses, crc
-            learning_rate, beta1, beta2, eps, weight_decay = settings
-            if not (0 <= learning_rate < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf
-                    and 0 <= weight_decay < np.inf and np.isfinite(losses).all()):
-                raise UserError(f"{path}: impossible optimizer settings or losses: {state.optimizer},"
-                                f" losses {losses.tolist()}; {EXPORT_STATE}")
     return state
 
 
@@ -106,13 +96,11 @@ def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_
         return False
     difference = np.abs(np.subtract(got, expected, dtype=np.float64)).reshape(-1)
     tolerance = np.broadcast_to(tolerance, np.shape(got)).reshape(-1)
-    worst = int(np.argmax(difference - tolerance)) if difference.size else 0  # argmax finds a NaN first
-    largest, allowed = (float(array[worst]) if array.size else 0.0 for array in (difference, tolerance))
-    norm = float(np.linalg.norm(difference))
-    okay = largest <= allowed and norm <= norm_tolerance
+    worst = int(np.argmax(difference - tolerance))  # argmax finds a NaN first
+    largest, allowed, norm = difference[worst], tolerance[worst], np.linalg.norm(difference)
+    okay = bool(largest <= allowed and norm <= norm_tolerance)
     if print_row:
-        at = ",".join(map(str, np.unravel_index(worst, np.shape(got))))
+        at, verdict = ",".join(map(str, np.unravel_index(worst, np.shape(got)))), "ok" if okay else "FAIL"
         norms = "" if norm_tolerance == math.inf else f"  2-norm {norm:.3e} of {norm_tolerance:.3e}"
-        row = f"max diff {largest:.3e} at [{at}]  tolerance {allowed:.3e}{norms}"
-        print(f"{name:<12} {row}  {'ok' if okay else 'FAIL'}")
+        print(f"{name:<12} max diff {largest:.3e} at [{at}]  tolerance {allowed:.3e}{norms}  {verdict}")
     return okay

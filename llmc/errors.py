@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-DIVERGED = "try a lower -l, a warm-up (-u) or --grad_clip 1"  # the hint for a loss that is not finite
+DIVERGED = "the last checkpoint, if any, is kept: try a lower -l, a warm-up (-u) or --grad_clip 1"  # after NaN or inf
 
 
 class UserError(Exception):
@@ -17,65 +17,55 @@ def run_main(main):
     try:
         status = main()
         sys.stdout.flush()
+    except BrokenPipeError:  # `... | head`: nobody reads what is still buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     except (UserError, MemoryError, OSError, KeyboardInterrupt) as error:
         text, status = describe(error)
-        if text:
-            print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
-        if isinstance(error, BrokenPipeError):  # nobody reads what is still buffered
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
     sys.exit(status)
 
 
 def describe(error):
-    """Return (message or None, exit status) for an exception that ends a program."""
+    """Return (message, exit status) for an exception that ends a program."""
     if isinstance(error, UserError):
         return "error: " + str(error).replace("\n", "\\n"), 1  # from a file name
     if isinstance(error, MemoryError):
         return f"error: out of memory ({error or 'no details'}); try a smaller batch or model", 1
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130
-    if isinstance(error, BrokenPipeError):  # `... | head`: nobody needs a message
-        return None, 1
     return f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", 1
 
 
 class Interrupted(Exception):
-    """Raised between the batches of a validation, or the tokens of a sample, once a signal has come."""
+    """A signal has come: raised between the batches of a validation, or the tokens of a sample."""
 
 
 class Interruption:
-    """Remembers Ctrl-C, SIGTERM and SIGHUP (unless nohup ignores it), so that a run can save and stop at the next safe
-    point. A second Ctrl-C stops at once."""
+    """Remembers Ctrl-C, SIGTERM and SIGHUP, so that a run can save first. A second Ctrl-C stops at once."""
 
     def __init__(self, ranks):
         """ranks: see alone.py; all of them stop on the signal that one has received."""
         self.ranks, self.received, self.signal = ranks, None, None
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup ignores
                 signal.signal(number, self.remember)
 
-    def remember(self, number, frame):
+    def remember(self, number, frame=None):
         if self.received and signal.SIGINT in (number, self.received):  # torchrun passes on Ctrl-C as SIGTERM, too
             raise KeyboardInterrupt
-        if not self.received:
-            self.tell()
-        self.received = number
-
-    def tell(self):
-        if self.ranks.is_first:
+        if self.ranks.is_first and not self.received:
             os.write(2, b"\nfinishing this step; Ctrl-C once more to stop at once\n")  # print may be interrupted itself
+        self.received = number
 
     def agreed(self):
         """Return the signal to stop on, None while there is none: the same on all ranks, which must all call this."""
         self.signal = self.ranks.largest(self.received)
         if self.signal and not self.received:
-            self.received = self.signal
-            self.tell()
+            self.remember(self.signal)
         return self.signal
 
     def check(self):
-        """Raise Interrupted once a signal has come."""
         if self.agreed() is not None:
             raise Interrupted
 

@@ -13,13 +13,11 @@ import numpy as np
 
 from llmc.dataloader import check_ids
 from llmc.errors import UserError
-from llmc.files import EXAMPLES_MAGIC, make_header, open_input, read_header, replacing
+from llmc.files import EXAMPLES_MAGIC, HELLASWAG, open_input, read_header
 
-HELLASWAG = "data/hellaswag_val.bin"
 HELLASWAG_HINT = "make it with: python prepro_hellaswag.py"
 ENDINGS = 4
 BEGIN = 65535  # of a record; never a token id
-MOST = (1 << 16) - 1  # the largest uint16
 
 
 class Example(NamedTuple):
@@ -29,96 +27,48 @@ class Example(NamedTuple):
     endings: list  # of 4 arrays of token ids
     label: int  # the right one
 
-    @property
-    def longest(self):
-        """Tokens of the context and the longest ending."""
-        return len(self.context) + max(map(len, self.endings))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# files
-
-
-def write_examples(path, examples):
-    """Write a list of Examples. Raises UserError for what the format cannot hold."""
-    if not 0 < len(examples) <= MOST:
-        raise UserError(f"{path}: {len(examples)} examples, expected 1 to {MOST}")
-    records = []
-    for index, (context, endings, label) in enumerate(examples):
-        parts = [part for ids in (context, *endings) for part in ([len(ids)], ids)]
-        size = 2 * (5 + sum(map(len, parts)))
-        if size > MOST or any(len(ids) == 0 for ids in (context, *endings)):
-            raise UserError(f"{path}: example {index} takes {size} bytes, expected at most {MOST}, and at least one"
-                            " token in its context and in each ending")
-        records.append(np.concatenate([[BEGIN, size, index, label, len(endings)], *parts]).astype("<u2"))
-    with replacing(path) as f:
-        f.write(make_header(EXAMPLES_MAGIC, 1, len(records), max(record.nbytes for record in records)))
-        for record in records:
-            f.write(record)
-
 
 def read_examples(path, V):
     """Read all Examples of a file; raises UserError for a damaged one, and for token ids that are not below V."""
     with open_input(path, HELLASWAG_HINT) as f:
         header = read_header(f, EXAMPLES_MAGIC, HELLASWAG_HINT)
         data = f.read()
-    version, count, longest = (int(x) for x in header[1:4])
+    version, count = int(header[1]), int(header[2])
     if version != 1 or count < 1 or len(data) % 2:
         raise UserError(f"{path}: version {version} with {count} examples in {len(data)} bytes, expected version 1, at"
                         f" least one example, and 2 bytes a number; {HELLASWAG_HINT}")
-    numbers, examples, position, largest = np.frombuffer(data, "<u2"), [], 0, 0
+    numbers, examples, end = np.frombuffer(data, "<u2"), [], 0
     for index in range(count):
-        size = int(numbers[position + 1]) if position + 1 < len(numbers) else 0
-        example = parse_record(numbers[position : position + size // 2], index)
-        if example is None or size % 2:
+        begin, parts = end, []
+        head, end = numbers[begin : begin + 5].tolist(), begin + 5
+        for _ in range(1 + ENDINGS):
+            length = int(numbers[end]) if end < len(numbers) else 0
+            parts.append(numbers[end + 1 : end + 1 + length])
+            end += 1 + length
+        if (head != [BEGIN, 2 * (end - begin), index, *head[3:4], ENDINGS] or head[3] >= ENDINGS
+                or end > len(numbers) or min(map(len, parts)) == 0):
             raise UserError(f"{path}: record {index} of {count} is damaged; {HELLASWAG_HINT}")
-        check_ids(path, np.concatenate([example.context, *example.endings]), V)
-        examples.append(example)
-        position, largest = position + size // 2, max(largest, size)
-    if position != len(numbers) or largest != longest:
-        raise UserError(f"{path}: {2 * (len(numbers) - position)} bytes after the last record, whose longest has"
-                        f" {largest} bytes, expected 0 and {longest}; {HELLASWAG_HINT}")
+        check_ids(path, np.concatenate(parts), V)
+        examples.append(Example(parts[0], parts[1:], head[3]))
+    if end != len(numbers):
+        raise UserError(f"{path}: {2 * (len(numbers) - end)} bytes after the last record, expected 0; {HELLASWAG_HINT}")
     return examples
-
-
-def parse_record(record, index):
-    """Parse a whole record, a uint16 array, into an Example; None if it is damaged."""
-    if len(record) < 6 or (record[0], record[2], record[4]) != (BEGIN, index, ENDINGS) or record[3] >= ENDINGS:
-        return None
-    parts, position = [], 5
-    for _ in range(1 + ENDINGS):
-        length = int(record[position]) if position < len(record) else 0
-        parts.append(record[position + 1 : position + 1 + length])
-        if not 0 < len(parts[-1]) == length:
-            return None
-        position += 1 + length
-    return Example(parts[0], parts[1:], int(record[3])) if position == len(record) else None
 
 
 def load_hellaswag(settings, config):
-    """Read the Examples that --hellaswag asks for, [] for 0; raises UserError if one does not fit into T."""
-    if not settings.hellaswag:
-        return []
+    """Read the Examples that --hellaswag asks for; raises UserError if one does not fit into T."""
     examples = read_examples(HELLASWAG, config.V)
     examples = examples if settings.hellaswag == 1 else examples[: settings.hellaswag]
-    check_fits(HELLASWAG, examples, settings.T, "pass -t", config.maxT)
+    check_fits(HELLASWAG, examples, settings.T, "pass -t")
     return examples
 
 
-def check_fits(path, examples, T, hint, most=None):
-    """Raise UserError if an example is too long for a sequence of T. (llm.c refuses such a file, too: with cut examples
-    it would be another benchmark.)"""
-    longest = max(example.longest for example in examples)
+def check_fits(path, examples, T, hint):
+    """Raise UserError if an example is too long for T: with cut examples it would be another benchmark."""
+    longest = max(len(example.context) + max(map(len, example.endings)) for example in examples)
     if longest > T + 1:  # the last token is only a target
-        hint = f"{hint} {longest - 1} or more"
-        if most and longest > most + 1:
-            hint = f"the model sees {most} at most: leave out --hellaswag"
         raise UserError(f"{path}: its longest example has {longest} tokens, expected at most {T + 1}, for a"
-                        f" sequence of {T}: {hint}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# accuracy
+                        f" sequence of {T}: {hint} {longest - 1} or more")
 
 
 def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
@@ -129,8 +79,7 @@ def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
     starmap: like itertools.starmap; Ranks.starmap shares the batches between GPUs.
     """
     rows = [(example.context, ending) for example in examples for ending in example.endings]
-    lengths = [len(context) + len(ending) for context, ending in rows]
-    order = np.argsort(lengths, kind="stable")  # rows of similar length together: little padding
+    order = np.argsort([len(context) + len(ending) for context, ending in rows], kind="stable")  # little padding
 
     def means_of(*batch):
         """The mean losses of the endings in a batch of up to B rows."""

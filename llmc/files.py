@@ -3,13 +3,7 @@ writes to a temporary file that is renamed when complete."""
 
 import contextlib
 import os
-import stat
 import zlib
-
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None
 
 import numpy as np
 
@@ -18,27 +12,20 @@ from llmc.errors import UserError
 MODEL_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240327, 20240328
 TOKENS_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240522, 20240527
 KINDS = {
-    MODEL_MAGIC: "model checkpoint",
-    STATE_MAGIC: "debug state",
-    TOKENIZER_MAGIC: "tokenizer",
-    TOKENS_MAGIC: "token file",
-    EXAMPLES_MAGIC: "file of evaluation examples",
-    OPTIMIZER_MAGIC: "optimizer state",
-}
+    MODEL_MAGIC: "model checkpoint", STATE_MAGIC: "debug state", TOKENIZER_MAGIC: "tokenizer",
+    TOKENS_MAGIC: "token file", EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "optimizer state",
+}  # fmt: skip
 HEADER_BYTES = 1024
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
+HELLASWAG = "data/hellaswag_val.bin"
 
 
 def open_input(path, hint):
     """Open a file for reading, or raise UserError; its message ends in `hint`, which says how to get such a file."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):  # may block, or never end
-            raise UserError(f"{path}: is a FIFO, a socket or a device, expected a file; {hint}")
         return open(path, "rb")
     except FileNotFoundError:
         raise UserError(f"{path or repr(path)}: no such file; {hint}") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a directory, expected a file; {hint}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {hint}") from None
 
@@ -77,31 +64,27 @@ def locked(directory, flag="-o"):
     if not directory:
         yield
         return
-    is_new = not os.path.exists(directory)
+    import fcntl  # here: Windows has none
+
     make_directory(directory)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            if fcntl:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{directory}: another run writes there: choose another {flag}, or stop it first") from None
-        except OSError:
-            pass  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{directory}: another run writes there: choose another {flag}, or stop it first") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
         yield
     finally:
         os.close(descriptor)
-        if is_new:
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)  # if it is still empty
 
 
 def make_directory(path):
     try:
         os.makedirs(path or ".", exist_ok=True)
     except (OSError, RecursionError) as error:
-        reason = getattr(error, "strerror", "too many levels")
-        raise UserError(f"{path}: cannot make this directory ({reason})") from None
+        raise UserError(f"{path}: cannot make this directory ({getattr(error, 'strerror', error)})") from None
 
 
 def make_header(magic, version, *fields):
@@ -113,8 +96,7 @@ def make_header(magic, version, *fields):
 
 def read_header(f, magic, hint):
     """Read the header, (256,) int32; raises UserError if the file is of another kind."""
-    data = f.read(HEADER_BYTES)
-    kind = KINDS[magic]
+    data, kind = f.read(HEADER_BYTES), KINDS[magic]
     if len(data) < HEADER_BYTES:
         raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {HEADER_BYTES}-byte header; {hint}")
     header = np.frombuffer(data, "<i4")

@@ -8,8 +8,10 @@ from llmc.errors import UserError
 from llmc.files import errors_of_writing, make_directory, replacing
 
 RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # separates a run's lines from those of earlier runs
-COLUMNS = ("step", "tokens", "seconds", "train_loss", "val_loss", "learning_rate", "norm", "tokens_per_second",
-           "hellaswag")
+HEAD = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag\n"  # of main.csv
+COLUMNS = tuple(HEAD.strip().split(","))
+LINE = re.compile(r"s:([0-9]{1,10}) ")
+ROW = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+(,[0-9a-z.+-]*){6}\n")
 
 
 def last_run(lines):
@@ -33,90 +35,68 @@ class Log:
             return
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
         make_directory(os.path.dirname(path))
-        self.file = opened(path, first_step, kept_lines, "lines like 's:0 trl:4.1234'")
+        self.file = opened(path, first_step, LINE)
         if self.file.tell() and not first_step:
-            self.file.seek(-1, os.SEEK_END)
-            self.write("" if self.file.read() == b"\n" else "\n", end="")
-            self.write(time.strftime("--- %Y-%m-%d %H:%M:%S ---"))
+            append(self.file, time.strftime("--- %Y-%m-%d %H:%M:%S ---\n"))
         if self.detailed:
             self.tokens = settings.update_tokens
             self.open_table(os.path.join(settings.output, "main.csv"), first_step)
 
     def open_table(self, path, first_step):
-        if not first_step and os.path.lexists(path):
-            number = next(n for n in range(1, 1 << 30) if not os.path.lexists(numbered(path, n)))
-            with errors_of_writing(path):
-                os.rename(path, numbered(path, number))
-        self.table = opened(path, first_step, kept_rows, f"rows of {','.join(COLUMNS)}")
+        if not first_step and os.path.exists(path):
+            number = 1
+            while os.path.exists(old := f"{path.removesuffix('.csv')}.{number}.csv"):
+                number += 1
+            os.rename(path, old)
+        self.table = opened(path, first_step, ROW)
+        if not self.table.tell():
+            append(self.table, HEAD)
         self.table.seek(0)
-        head, *rows = [line.split(",") for line in self.table.read().decode().splitlines()] or [None]
-        if not head:
-            self.write(",".join(COLUMNS), file=self.table)
+        rows = [line.split(b",") for line in self.table.readlines()[1:]]
         self.began = time.perf_counter() - (float(rows[-1][2]) if rows else 0.0)
         tokens = max(int(row[1]) for row in rows) if rows else first_step * self.tokens  # -d may have changed
         self.tokens_before = tokens - first_step * self.tokens
 
-    def write(self, line, end="\n", file=None):
-        file = file or self.file
-        if file:
-            with errors_of_writing(file.name):
-                file.write((line + end).encode())
-
-    def write_row(self, step, done, train="", val="", learning_rate="", norm="", rate="", hellaswag=""):
-        if self.table:
-            seconds, tokens = f"{time.perf_counter() - self.began:.3f}", self.tokens_before + done * self.tokens
-            row = (step, tokens, seconds, train, val, learning_rate, norm, rate, hellaswag)
-            self.write(",".join(map(str, row)), file=self.table)
-
     def validation(self, step, loss):
-        self.write(f"s:{step} tel:{loss:.4f}")
-        self.write_row(step, step, val=f"{loss:.6f}")
+        self.write(step, step, f"tel:{loss:.4f}", val_loss=f"{loss:.6f}")
 
     def evaluation(self, step, accuracy):
-        self.write(f"s:{step} eval:{accuracy:.4f}")
-        self.write_row(step, step, hellaswag=f"{accuracy:.6f}")
+        self.write(step, step, f"eval:{accuracy:.4f}", hellaswag=f"{accuracy:.6f}")
 
     def training(self, step, loss, learning_rate, norm, seconds):
-        """Log update number `step`, from 0, which took `seconds`. norm: the gradient norm; may be None for a plain .log
-        file."""
-        self.write(f"s:{step} trl:{loss:.4f}" + (f" lr:{learning_rate:.6f} norm:{norm:.2f}" if self.detailed else ""))
+        """Log update number `step`, from 0, which took `seconds`. norm: the gradient norm; None for a .log file."""
+        if not self.detailed:
+            return self.write(step, step + 1, f"trl:{loss:.4f}")
+        self.write(step, step + 1, f"trl:{loss:.4f} lr:{learning_rate:.6f} norm:{norm:.2f}", train_loss=f"{loss:.6f}",
+                   learning_rate=f"{learning_rate:.6g}", norm=f"{norm:.4f}",
+                   tokens_per_second=f"{self.tokens / seconds:.0f}")
+
+    def write(self, step, done, event, **row):
+        """Write an event after `done` updates to the log and, as a row, to the table."""
+        if self.file:
+            append(self.file, f"s:{step} {event}\n")
         if self.table:
-            self.write_row(step, step + 1, f"{loss:.6f}", "", f"{learning_rate:.6g}", f"{norm:.4f}",
-                           f"{self.tokens / seconds:.0f}")
+            row |= {"step": step, "tokens": self.tokens_before + done * self.tokens,
+                    "seconds": f"{time.perf_counter() - self.began:.3f}"}
+            append(self.table, ",".join(str(row.get(name, "")) for name in COLUMNS) + "\n")
 
 
-def opened(path, first_step, kept, form):
-    """Open a log to append to; when a run resumes, keep only the lines that kept(lines, first_step) returns."""
+def append(file, text):
+    with errors_of_writing(file.name):
+        file.write(text.encode())
+
+
+def opened(path, first_step, pattern):
+    """Open a log to append to. When a run resumes, keep only the lines of earlier runs and of steps before first_step;
+    raises UserError if a line of the last run does not match `pattern`, which finds its step."""
     with errors_of_writing(path):
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f"{path}: is not a file; choose another -o")
         if first_step and os.path.exists(path):
-            with open(path, errors="surrogateescape", newline="") as f:
-                lines = [line + "\n" for line in f.read().split("\n")[:-1]]
-            try:
-                lines = kept(lines, first_step)
-            except (TypeError, ValueError):
-                raise UserError(f"{path}: is not a training log ({form}); move it away to go on") from None
+            with open(path, errors="replace") as f:
+                lines = f.readlines()
+            first = last_run(lines) + (lines[:1] == [HEAD])
+            steps = [pattern.match(line) for line in lines[first:] if line.endswith("\n")]  # a killed run may cut one
+            if None in steps:
+                raise UserError(f"{path}: is not a training log; move it away to go on")
             with replacing(path) as f:
-                f.write("".join(lines).encode(errors="surrogateescape"))
+                f.write("".join(lines[:first] + [step.string for step in steps if int(step[1]) < first_step]).encode())
         return open(path, "a+b", buffering=0)
-
-
-def kept_lines(lines, first_step):
-    """Return main.log's lines before the last run, and of the last run those of steps before first_step."""
-    first = last_run(lines)
-    return lines[:first] + [line for line in lines[first:] if int(re.match(r"s:([0-9]{1,10}) ", line)[1]) < first_step]
-
-
-def kept_rows(lines, first_step):
-    """Return main.csv's head and its rows before first_step; raises ValueError or TypeError for any other file."""
-    if lines and lines[0] != ",".join(COLUMNS) + "\n":
-        raise ValueError
-    rows = [re.fullmatch(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+(,[0-9a-z.+-]*){6}\n", line) for line in lines[1:]]
-    return lines[:1] + [row[0] for row in rows if int(row[1]) < first_step]
-
-
-def numbered(path, number):
-    """main.csv -> main.1.csv."""
-    stem, extension = os.path.splitext(path)
-    return f"{stem}.{number}{extension}"

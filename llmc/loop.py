@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -16,16 +17,15 @@ from llmc.alone import ALONE
 from llmc.checkpoint import Progress, count_parameters, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
-from llmc.evaluation import count_correct, load_hellaswag
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console, LlmcLines
-from llmc.resume import (check_steps, delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore,
-                         save_checkpoint, stopped)
+from llmc.resume import (delete_old_checkpoints, find_checkpoint, notes_of, read_start, restore, save_checkpoint,
+                         stopped)
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import print_changed_settings
-from llmc.tokenizer import keep_tokenizer, load_tokenizer
+from llmc.tokenizer import load_tokenizer, write_tokenizer
 
 
 class Update(NamedTuple):
@@ -42,11 +42,9 @@ class Loop:
 
         with Loop(settings, GPT2) as loop:     # reads tokenizer, model (loop.config, loop.params) and data
             loop.print_header(device)
-            loop.console.memory(plan)
             ...                                # makes the model
             loop.start(model, saver)           # resumes, if there is a checkpoint
             for step in loop:                  # validates, samples and saves between the updates; ends on a signal
-                ...                            # one update
                 loop.report(step, Update(...))
         return loop.status
     """
@@ -58,17 +56,25 @@ class Loop:
         self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
         self.tokenizer = load_tokenizer(settings)
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
+        self.parameters = count_parameters(self.config, self.params)
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
-        self.examples = load_hellaswag(settings, self.config)
-        if ranks.is_first:
-            keep_tokenizer(settings, self.tokenizer, self.first_step)
+        self.examples = []
+        if settings.hellaswag:
+            from llmc.evaluation import load_hellaswag  # here: few runs need it
+
+            self.examples = load_hellaswag(settings, self.config)
+        if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
+            path = os.path.join(settings.output_dir, "tokenizer.bin")
+            write_tokenizer(path, self.tokenizer.tokens, self.tokenizer.eot)
         print_changed_settings(settings)
         self.settings = resolve(settings) if resolve else settings
         if self.settings.steps == 0:  # one epoch
             self.settings.steps = max(1, self.train_loader.batches_per_epoch // self.settings.micro_steps)
-        check_steps(self.settings, self.first_step)
         self.random, self.running, self.saver = Random(), None, None
         self.begin = self.saved = self.first_step or 0
+        if self.begin > self.settings.steps:
+            raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
+                            f" {self.settings.steps}: pass a larger -x")
         self.console = (Console if settings.lines == "short" else lines)(self)
 
     def __enter__(self):
@@ -79,11 +85,6 @@ class Loop:
         if self.saver:
             self.saver.close(kind is not None)
 
-    @functools.cached_property
-    def parameters(self):
-        """The number of parameters, without padding."""
-        return count_parameters(self.config, self.params)
-
     def print_header(self, device, peak=None):
         """device: its name; peak: tokens/s at which matmuls would use all of its FLOP/s, for the MFU, or None."""
         self.console.header(device, peak)
@@ -93,8 +94,6 @@ class Loop:
         self.model, self.saver, self.params = model, saver, None
         if self.first_step is not None:
             saver.restore(self.first_step, self.train_loader, self.random)
-
-    # -- the loop
 
     def __iter__(self):
         settings, directory = self.settings, self.settings.output_dir
@@ -118,8 +117,7 @@ class Loop:
                 self.random.state = before
                 if directory and step != self.saved:
                     self.save(step)
-                self.stop(step, self.interruption.signal)
-                return
+                return self.stop(step, self.interruption.signal)
             if last:
                 break
             yield step
@@ -130,13 +128,11 @@ class Loop:
                 self.finish()
                 self.save(done)
             if signal:
-                self.stop(done, signal)
-                return
+                return self.stop(done, signal)
         self.console.end()
 
     def is_due(self, step, every):
-        final = step == self.settings.steps and self.settings.final_reports
-        return bool(every) and (step % every == 0 or bool(final))
+        return every and (step % every == 0 or self.settings.final_reports and step == self.settings.steps)
 
     def report(self, step, update):
         """Print and log update number `step`, from 0. Raises UserError when its loss is not finite."""
@@ -157,19 +153,18 @@ class Loop:
             (step, end), self.running = self.running, None
             self.report(step, end())
 
-    # -- between updates
-
     def evaluate(self, step):
         """Report the validation loss and, if there are examples, HellaSwag's accuracy."""
         settings, starmap = self.settings, functools.partial(self.ranks.starmap, check=self.interruption.check)
         self.console.wait_for("validating")
         loss = validate(self.model.forward, self.val_loader, settings.val_batches, starmap)
         if not math.isfinite(loss):
-            raise UserError(f"step {step}: the validation loss is {loss}; the last checkpoint, if any, is kept:"
-                            f" {DIVERGED}")
+            raise UserError(f"step {step}: the validation loss is {loss}; {DIVERGED}")
         self.console.validation(step, loss)
         self.log.validation(step, loss)
         if self.examples:
+            from llmc.evaluation import count_correct
+
             self.console.wait_for("HellaSwag")
             correct = count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
             self.console.hellaswag(step, correct, len(self.examples))
@@ -189,11 +184,10 @@ class Loop:
 
     def save(self, done):
         """Save the state after `done` updates."""
-        settings = self.settings
         self.console.wait_for("saving")
-        batch = (settings.B, settings.T, settings.spread)
+        batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
-        self.saver.save(progress, {"update_tokens": settings.update_tokens})
+        self.saver.save(progress, {"update_tokens": self.settings.update_tokens})
         self.saved = done
 
     def stop(self, done, signal):
@@ -226,36 +220,29 @@ class Saver:
                         {**notes, **notes_on(model.recent)})
         delete_old_checkpoints(self.settings, progress.step)
 
-    def complete(self):
-        """Before a validation or a sample: have all weights here. (Several GPUs may still be sending them.)"""
+    def nothing(self, *_):
+        """Here nothing is left to do; llmc/gpu/saver.py saves in the background."""
 
-    def wait(self):
-        """Wait until the last checkpoint is on the disk."""
-
-    def check(self):
-        """Raise the error of a checkpoint that could not be written, without waiting for it."""
-
-    def close(self, failed):
-        """The run is over; failed: by an exception."""
+    complete = nothing  # before a validation or a sample: wait for the weights that other GPUs still send
+    wait = nothing  # until the last checkpoint is on the disk
+    check = nothing  # raise the error of a checkpoint that could not be written, without waiting for it
+    close = nothing  # the run is over; argument: whether by an exception
 
 
 def validate(forward, loader, batches, starmap=itertools.starmap):
     """The mean loss of the first `batches` batches of the validation data, or of all if there are fewer.
     forward(inputs, targets) -> a batch's loss; starmap: shares batches among GPUs."""
-    weights = []
+    def weighed(inputs, targets):
+        return forward(inputs, targets), len(inputs) / loader.B  # less than 1 for a smaller batch at the end
 
-    def taken():
-        for inputs, targets in itertools.islice(loader.whole_set(), batches):
-            weights.append(len(inputs) / loader.B)  # 1, unless it is a smaller batch at the end
-            yield inputs, targets
-
-    total = 0.0
-    for loss, weight in zip(starmap(forward, taken()), weights):
+    total = weights = 0.0
+    for loss, weight in starmap(weighed, itertools.islice(loader.whole_set(), batches)):
         total += loss * weight
-    return total / sum(weights)
+        weights += weight
+    return total / weights
 
 
 def check_loss(step, loss):
     """Raise UserError when the loss of update number `step`, from 0, is not finite."""
     if not math.isfinite(loss):
-        raise UserError(f"step {step + 1}: the loss is {loss}; the last checkpoint, if any, is kept: {DIVERGED}")
+        raise UserError(f"step {step + 1}: the loss is {loss}; {DIVERGED}")

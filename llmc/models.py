@@ -3,21 +3,11 @@
 import importlib
 import os
 
-import numpy as np
-
 from llmc.checkpoint import read_model
 from llmc.files import EXPORT, MODEL_MAGIC, open_input
 from llmc.resume import model_file
 
 PAGES = {MODEL_MAGIC: ("train_gpt2", "GPT2")}  # magic number -> module and class; train_gpt2_cuda has the GPU's class
-
-
-def architecture_of(path, hint=EXPORT):
-    """The class of the page that reads the model file `path`; GPT-2's for a file of another kind, which it refuses."""
-    with open_input(path, hint) as f:
-        magic = int(np.frombuffer(f.read(4).ljust(4, b"\0"), "<i4")[0])
-    module, name = PAGES.get(magic, PAGES[MODEL_MAGIC])
-    return getattr(importlib.import_module(module), name)
 
 
 def on_gpu(architecture):
@@ -32,5 +22,8 @@ def load_model(path):
 
         return read_hf_folder(path)
     path = model_file(path)
-    architecture = architecture_of(path)
+    with open_input(path, EXPORT) as f:
+        magic = int.from_bytes(f.read(4), "little")
+    module, name = PAGES.get(magic, PAGES[MODEL_MAGIC])  # GPT-2's refuses a file of another kind
+    architecture = getattr(importlib.import_module(module), name)
     return architecture, *read_model(path, architecture)

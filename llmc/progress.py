@@ -1,20 +1,19 @@
-"""What a run prints: a header, a line per update with the time left, and on a terminal a progress bar below the lines."""
+"""What a run prints: a header, a line per update with the time left, and below them, on a terminal, a progress bar."""
 
-import os
-import shutil
+import contextlib
 import sys
 import time
 
 
 def print_table(groups):
     """Print groups of (name, value) in a box."""
-    groups = [[(name, str(value)) for name, value in rows] for rows in groups]
-    names, width = (max(least, *(len(row[i]) for rows in groups for row in rows)) for i, least in enumerate((21, 50)))
+    names, width = (max(least, *(len(str(row[i])) for rows in groups for row in rows))
+                    for i, least in enumerate((21, 50)))
     line = f"+-{'-' * names}-+-{'-' * width}-+"
     for rows in groups:
         print(line)
         for name, value in rows:
-            print(f"| {name:<{names}} | {value:<{width}} |")
+            print(f"| {name:<{names}} | {str(value):<{width}} |")
     print(line)
 
 
@@ -25,12 +24,11 @@ def step_time(seconds):
 
 def duration(seconds):
     """'45 s', '5 min', '2 h 10 min', '3 d 4 h'."""
+    hours, minutes = divmod(round(seconds / 60), 60)
     if seconds < 100:
         return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
+    if 60 * hours + minutes < 100:
+        return f"{60 * hours + minutes} min"
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
@@ -44,13 +42,12 @@ class Console:
     installed, its bar stays below the lines.
     """
 
-    counts_from = 1  # the number of a run's first update
+    counts_from, has_bar = 1, True  # the number of a run's first update; whether a terminal shows the bar
 
     def __init__(self, loop):
         self.loop, self.settings = loop, loop.settings
         self.done, self.seconds, self.skipped = loop.begin, 0.0, 0  # of all updates so far
-        self.doing, self.val_loss, self.peak, self.first_update = "", None, None, lambda: None
-        self.format_meter, self.bar, self.drawn = None, "", 0.0  # tqdm's, if there is a bar; its text; drawn when
+        self.peak, self.first_update, self.bar = None, lambda: None, None
 
     def header(self, device, peak):
         """Print what the run is; with --verbose, all settings, too. device: its name; peak: tokens/s at which matmuls
@@ -61,46 +58,46 @@ class Console:
         sizes = vars(self.loop.config)
         order = *(name for name in sizes if name not in ("maxT", "V", "Vp")), "maxT", "V"
         config = " ".join(f"{name}={sizes[name]}" for name in order)
-        rows = [
-            ("model", f"{self.loop.model_path}: {config}, {self.loop.parameters:,} parameters"),
-            ("data", f"{settings.data}: {loader.batches_per_epoch} batches of {settings.B} x {settings.T} tokens,"
-                     f" {validates} to validate"),
-            ("run", f"{settings.steps} steps of {settings.update_tokens} tokens: {epochs:.2f} epochs"),
-            ("device", device),
-            ("output", settings.output or "none; with -o DIR, the model is saved there"),
-        ]  # fmt: skip
+        rows = {
+            "model": f"{self.loop.model_path}: {config}, {self.loop.parameters:,} parameters",
+            "data": f"{settings.data}: {loader.batches_per_epoch} batches of {settings.B} x {settings.T} tokens,"
+                    f" {validates} to validate",
+            "run": f"{settings.steps} steps of {settings.update_tokens} tokens: {epochs:.2f} epochs",
+            "device": device,
+            "output": settings.output or "none; with -o DIR, the model is saved there",
+        }  # fmt: skip
         if settings.verbose:
-            print_table([list(vars(settings).items()), rows])
-            return
-        for name, value in rows:
-            print(f"{name:<9} {value}")
+            print_table([vars(settings).items(), rows.items()])
+        else:
+            print("\n".join(f"{name:<9} {value}" for name, value in rows.items()))
 
     def memory(self, plan):
         """Print [(bytes, what for)]: in one line or, with --verbose, a line per entry."""
-        if not self.settings.verbose:
+        if self.settings.verbose:
+            for size, what in plan:
+                print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
+        else:
             size = sum(size for size, _ in plan)
             print(f"memory    {f'{size / 2**30:.1f} GiB' if size >> 30 else f'{size / 2**20:.0f} MiB'}")
-            return
-        for size, what in plan:
-            print(f"allocated {-(-size // (1 << 20))} MiB for {what}")
 
     def start(self):
         """Call this before the first update."""
         self.began = self.timed_from = time.perf_counter()
-        if sys.stdout.isatty() and os.environ.get("TQDM_DISABLE", "0") in ("", "0"):
-            try:
+        if self.has_bar and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):  # training does not need it
                 from tqdm import tqdm
 
-                self.format_meter = tqdm.format_meter
-            except ImportError:  # training does not need it
-                pass
+                self.bar = tqdm(total=self.settings.steps, initial=self.loop.begin, file=sys.stdout, leave=False,
+                                miniters=1, dynamic_ncols=True,
+                                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}")
 
     def number(self, step):
         """The number that the lines give to update number `step`, from 0."""
         return step + self.counts_from
 
     def validation(self, step, loss):
-        self.val_loss = loss
+        if self.bar:
+            self.bar.set_postfix_str(f"val loss {loss:.4f}", refresh=False)
         self.print(f"{self.step_of(step)} | val loss {loss:.4f}")
 
     def hellaswag(self, step, correct, count):
@@ -109,12 +106,13 @@ class Console:
     def training(self, step, loss, seconds):
         """Print the line of update number `step`, from 0, which took `seconds`."""
         first = self.done == self.loop.begin
-        self.done, self.seconds, self.doing = step + 1, self.seconds + seconds, "training"
+        self.done, self.seconds = step + 1, self.seconds + seconds
         left = self.time_left(seconds)
-        if self.done % self.settings.print_every and not first and self.done != self.settings.steps:
-            self.draw()
-            return
-        self.print(self.training_line(step, loss, seconds, left))
+        if self.bar:
+            self.bar.set_description_str("training", refresh=False)
+            self.bar.update()
+        if first or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
+            self.print(self.training_line(step, loss, seconds, left))
         if first:
             self.first_update()
 
@@ -137,8 +135,8 @@ class Console:
         self.erase()
         if self.skipped:
             print(f"updates skipped: {self.skipped}")
-        if self.done > self.loop.begin:
-            self.print_end(self.done - self.loop.begin)
+        if steps := self.done - self.loop.begin:
+            self.print_end(steps)
 
     def print_end(self, steps):
         rate = f"{self.settings.update_tokens * steps / self.seconds:.0f} tok/s"
@@ -157,61 +155,38 @@ class Console:
         pace = (now - self.timed_from) / before if before else seconds
         return pace * (self.settings.steps - self.done)
 
-    # -- the bar: one line at the bottom, overwritten by the next line that is printed
-
     def wait_for(self, what):
         """Show in the bar what the run is doing now."""
-        self.doing = what
-        self.draw(at_once=True)
+        if self.bar:
+            self.bar.set_description_str(what)
 
     def print(self, line):
-        print(f"\r{line:<{len(self.bar)}}" if self.bar else line)
-        self.bar = ""
-        self.draw()
-
-    def draw(self, at_once=False):
-        """Redraw the bar, at most ten times a second unless at_once or hidden."""
-        now = time.perf_counter()
-        if not self.format_meter or self.bar and not at_once and now < self.drawn + 0.1:
-            return
-        postfix = f"val loss {self.val_loss:.4f}" if self.val_loss is not None else None
-        ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
-        bar = self.format_meter(self.done, self.settings.steps, now - self.began, shutil.get_terminal_size().columns - 3,
-                                self.doing, ascii_only, initial=self.loop.begin, postfix=postfix,
-                                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}")
-        print("\r" + bar.ljust(len(self.bar)), end="", flush=True)
-        self.bar, self.drawn = bar, now
+        """Print a line above the bar."""
+        (self.bar.write if self.bar else print)(line)
 
     def erase(self):
         if self.bar:
-            print("\r" + " " * len(self.bar) + "\r", end="", flush=True)
-            self.bar = ""
+            self.bar.clear()
 
 
 class LlmcLines(Console):
     """The lines of llm.c's CPU program of April 2024, to the byte, with --lines llmc."""
 
-    counts_from = 0
+    counts_from, has_bar = 0, False
 
     def header(self, device, peak):
         config, train, val = self.loop.config, self.loop.train_loader, self.loop.val_loader
         print(f"[{self.loop.architecture.TITLE}]")
-        print(f"max_seq_len: {config.maxT}")
-        print(f"vocab_size: {config.V}")
-        print(f"num_layers: {config.L}")
-        print(f"num_heads: {config.NH}")
-        print(f"channels: {config.C}")
-        print(f"num_parameters: {self.loop.parameters}")
-        print(f"train dataset num_batches: {train.num_batches}")
-        print(f"val dataset num_batches: {val.num_batches if val else 0}")
+        for name, value in (("max_seq_len", config.maxT), ("vocab_size", config.V), ("num_layers", config.L),
+                            ("num_heads", config.NH), ("channels", config.C), ("num_parameters", self.loop.parameters),
+                            ("train dataset num_batches", train.num_batches),
+                            ("val dataset num_batches", val.num_batches if val else 0)):
+            print(f"{name}: {value}")
 
     def memory(self, plan):
         if self.settings.verbose:
             super().memory(plan)
         print(f"num_activations: {next(size for size, what in plan if what == 'activations') // 4}")
-
-    def start(self):
-        self.began = self.timed_from = time.perf_counter()
 
     def validation(self, step, loss):
         print(f"val loss {loss:f}")

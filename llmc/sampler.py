@@ -26,25 +26,16 @@ class Random:
         return (self.u32() >> 8) / 16777216.0
 
 
-def softmax(logits):
-    """Probabilities (..., V), float32, of logits (..., V)."""
-    probs = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
-    probs *= np.float32(1.0) / np.add.reduce(probs, axis=-1, keepdims=True)
-    return probs
-
-
 def sample_multinomial(probs, coin):
     """The first id whose running sum of probs (V,) exceeds coin; the last id when rounding leaves none."""
     return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
 
 
-def sorted_ids(probs, top_k=0):
+def sorted_ids(probs, top_k):
     """The ids of probs (V,), the likeliest first; only the top_k first ones, unless it is 0."""
-    if not 0 < top_k < probs.size:
-        return np.argsort(-probs, kind="stable")
-    least = np.partition(probs, -top_k)[-top_k]
-    ids = np.flatnonzero(~(probs < least))  # a few, which sort 10 times faster than all (all, where there are NaNs)
-    return ids[np.argsort(-probs[ids], kind="stable")[:top_k]]
+    least = np.partition(probs, -top_k)[-top_k] if 0 < top_k < probs.size else 0.0
+    ids = np.flatnonzero(~(probs < least))  # a few sort 10 times faster than all
+    return ids[np.argsort(-probs[ids], kind="stable")[: top_k or None]]
 
 
 class Choice(NamedTuple):
@@ -55,15 +46,15 @@ class Choice(NamedTuple):
     top_p: float = 1.0  # only among the fewest of the likeliest tokens that together have this probability
 
     def draw(self, logits, coin):
-        """Draw an id from logits (V,) float32 with a coin in [0, 1). Of equally likely tokens, the lower id counts as
-        the likelier."""
+        """Draw an id from logits (V,) float32 with a coin in [0, 1). Equally likely tokens are ordered by id."""
         with np.errstate(over="ignore"):  # overflow to inf, and to logits of -inf, is right
             temperature = np.float32(self.temperature)
             if temperature == 0.0:
                 return int(np.argmax(logits))
             if temperature != 1.0:
                 logits = (logits - np.maximum.reduce(logits)) / temperature
-        probs = softmax(logits)
+        probs = np.exp(logits - np.maximum.reduce(logits))
+        probs *= np.float32(1.0) / np.add.reduce(probs)
         if not self.top_k and self.top_p == 1.0:
             return sample_multinomial(probs, coin)
         likeliest = sorted_ids(probs, self.top_k)
@@ -72,23 +63,6 @@ class Choice(NamedTuple):
         kept = np.sort(likeliest[:count])
         probs = probs[kept]
         return int(kept[sample_multinomial(probs, np.float32(coin) * np.add.reduce(probs))])
-
-
-class Context:
-    """Feeds a decoder the tokens that it has not seen. Beyond T positions, it starts over from the last T/2 tokens."""
-
-    def __init__(self, decode, T):
-        """decode(tokens (B, t), position of the first) -> logits (B, V) of the next token."""
-        self.decode, self.T, self.begin, self.seen = decode, T, 0, 0
-
-    def logits(self, tokens):
-        """All tokens (B, t) int32 so far -> logits (B, V) of the next one."""
-        t = tokens.shape[1]
-        if t - self.begin > self.T:
-            self.begin = self.seen = t - max(1, self.T // 2)
-        logits = self.decode(tokens[:, self.seen :], self.seen - self.begin)
-        self.seen = t
-        return logits
 
 
 class Writer:
@@ -100,28 +74,34 @@ class Writer:
 
     def write(self, id):
         text = self.decoder.decode(self.tokenizer.printable(id)) if self.tokenizer else f"{id} "
-        self.print(text)
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
 
     def end(self):
-        self.print(self.decoder.decode(b"", final=True) + "\n")
-
-    def print(self, text):
-        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.write(self.decoder.decode(b"", final=True).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
 def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
     """Draw `count` tokens after prompt (1, T) int32, in one sequence for each of `randoms`. Yields, for each position,
-    the ids (B,) int32, and their log-probabilities (B,) under the model or None."""
+    the ids (B,) int32, and their log-probabilities (B,) under the model or None.
+
+    decoder: logits(tokens (B, t), position of the first) -> logits (B, V) of the next token. Beyond its T positions, it
+    starts over from the last T/2 tokens.
+    """
     B, T = len(randoms), prompt.shape[1]
     tokens = np.empty((B, T + count), np.int32)
     tokens[:, :T] = prompt
-    context = Context(decoder.logits, decoder.T)
-    logits = np.repeat(context.logits(tokens[:1, :T]), B, axis=0)
-    decoder.share_first(B, T)
+    begin = seen = 0  # where its context begins; the tokens that it has seen
     for t in range(T, T + count):
-        if t > T:
-            logits = context.logits(tokens[:, :t])
+        if t - begin > decoder.T:
+            begin = seen = t - max(1, decoder.T // 2)
+        rows = 1 if t == T else B  # the prompt is the same in all sequences
+        logits = decoder.logits(tokens[:rows, seen:t], seen - begin)
+        seen = t
+        if t == T:
+            logits = np.repeat(logits, B, axis=0)
+            decoder.share_first(B, T)
         tokens[:, t] = [choice.draw(row, random.f32()) for row, random in zip(logits, randoms)]
         yield tokens[:, t], log_probabilities(logits, tokens[:, t]) if want_logprobs else None
 
@@ -138,7 +118,7 @@ def end_of_text(tokenizer, V):
 
 
 def print_sample(steps, tokenizer):
-    """Print a trainer's sample. steps: what a decoder's draw yields for one sequence."""
+    """Print a trainer's sample. steps: what draw yields for one sequence."""
     print("generating:\n---", flush=True)
     writer = Writer(tokenizer)
     for ids, _ in steps:

@@ -2,14 +2,13 @@
 
 import argparse
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from llmc.errors import UserError
-from llmc.evaluation import HELLASWAG
+from llmc.files import HELLASWAG
 
 
 def option(default, *flags, group, help, **argparse_options):
@@ -24,88 +23,70 @@ def with_default(settings_class, name, default, help=None):
     return dataclasses.field(default=default, metadata={**metadata, "help": help or metadata["help"]})
 
 
+GROUPS = "files", "batch", "optimizer", "reports", "checkpoints"
+files, batch, optimizer, reports, checkpoints = (functools.partial(option, group=group) for group in GROUPS)
+
+
 @dataclass
 class Settings:
     """What one training run does. The defaults are llm.c's CPU program of April 2024."""
 
-    model: str = option("gpt2_124M.bin", "-e", group="files",
-                        help="model to start from: a .bin file, or the directory of a run; or d2, d4, d6, d12 (GPT-2"
-                        " 124M), d24, d36, d48: random weights, for sequences of at most T tokens")
-    data: str = option("data/tiny_shakespeare", "-i", group="files",
-                       help="token files: a prefix to _train.bin and _val.bin, or the path or quoted glob of training"
-                       " shards")
-    val_data: str = option("", "-j", group="files",
-                           help="validation tokens, path or quoted glob (default: made from -i)")
-    tokenizer: str = option("", group="files",
-                            help="tokenizer file, to print samples with (default: PREFIX_tokenizer.bin beside the data,"
-                            " or gpt2_tokenizer.bin)")
-    output: str = option("", "-o", group="files",
-                         help="log file when it ends in .log, else a directory for main.log, checkpoints and the last"
-                         " model (default: nothing is saved)")
+    model: str = files("gpt2_124M.bin", "-e",
+                       help="model to start from: a .bin file, or the directory of a run; or d2, d4, d6, d12 (GPT-2"
+                       " 124M), d24, d36, d48: random weights, for sequences of at most T tokens")
+    data: str = files("data/tiny_shakespeare", "-i", help="token files: a prefix to _train.bin and _val.bin, or the"
+                      " path or quoted glob of training shards")
+    val_data: str = files("", "-j", help="validation tokens, path or quoted glob (default: made from -i)")
+    tokenizer: str = files("", help="tokenizer file, to print samples with (default: PREFIX_tokenizer.bin beside the"
+                           " data, or gpt2_tokenizer.bin)")
+    output: str = files("", "-o", help="log file when it ends in .log, else a directory for main.log, checkpoints and"
+                        " the last model (default: nothing is saved)")
 
-    B: int = option(4, "-b", "--batch_size", group="batch", help="sequences in a batch, B")
-    T: int = option(64, "-t", "--sequence_length", group="batch", help="tokens in a sequence, T")
-    total_batch_size: int = option(0, "-d", group="batch",
-                                   help="tokens in an update, a multiple of B*T: accumulates the gradients of several"
-                                   " batches (0: B*T, on each GPU)")
-    shuffle: int = option(-1, group="batch", choices=(-1, 0, 1),
-                          help="1: read shards, and the batches of each, in llm.c's random order; 0: in order; -1: 1"
-                          " if there are several shards (with -y 1: as the run began)")
-    spread: int = option(0, group="batch", choices=(0, 1),
-                         help="1: each row of a training batch reads from its own part of a shard, because consecutive"
-                         " rows are too alike in a small batch")
-    seed: int = option(42, group="batch",
-                       help="random seed for the weights of -e dN and the order of --shuffle 1 (with -y 1: as the run"
-                       " began)")
-    steps: int = option(41, "-x", group="batch", help="number of updates")
+    B: int = batch(4, "-b", "--batch_size", help="sequences in a batch, B")
+    T: int = batch(64, "-t", "--sequence_length", help="tokens in a sequence, T")
+    total_batch_size: int = batch(0, "-d", help="tokens in an update, a multiple of B*T: accumulates the gradients of"
+                                  " several batches (0: B*T, on each GPU)")
+    shuffle: int = batch(-1, choices=(-1, 0, 1), help="1: shards, and the batches of each, in llm.c's random order; 0:"
+                         " in order; -1: 1 if there are several shards (with -y 1: as the run began)")
+    spread: int = batch(0, choices=(0, 1), help="1: each row of a training batch reads from its own part of a shard,"
+                        " because consecutive rows are too alike in a small batch")
+    seed: int = batch(42, help="random seed of -e dN's weights and --shuffle 1's order (with -y 1: as the run began)")
+    steps: int = batch(41, "-x", help="number of updates")
 
-    learning_rate: float = option(1e-4, "-l", group="optimizer", help="peak learning rate")
-    warmup_steps: int = option(0, "-u", group="optimizer", help="steps of linear warm-up")
-    schedule: str = option("constant", "-k", group="optimizer", choices=("constant", "cosine", "linear", "wsd"),
-                           help="learning rate schedule after the warm-up")
-    final_fraction: float = option(0.0, "-q", group="optimizer",
-                                   help="learning rate at the end, as a fraction of the peak")
-    beta1: float = option(0.9, group="optimizer", help="AdamW: decay of the first moment")
-    beta2: float = option(0.999, group="optimizer", help="AdamW: decay of the second moment")
-    eps: float = option(1e-8, group="optimizer", help="AdamW: added to the denominator")
-    weight_decay: float = option(0.0, "-c", group="optimizer", help="AdamW: decoupled weight decay")
-    decay: str = option("matrices", group="optimizer", help="what weight decay applies to", choices=("matrices", "all"))
-    grad_clip: float = option(0.0, group="optimizer", help="largest global gradient norm (0: no clipping)")
-    skip_loss_zscore: float = option(0.0, "-sl", group="optimizer",
-                                     help="skip an update whose loss is an outlier: more than X standard"
-                                     " deviations above the mean of the last 128 (0: never)")
-    skip_norm_zscore: float = option(0.0, "-sg", group="optimizer",
-                                     help="the same for the gradient norm (0: never)")
+    learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate")
+    warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up")
+    schedule: str = optimizer("constant", "-k", choices=("constant", "cosine", "linear", "wsd"),
+                              help="learning rate schedule after the warm-up")
+    final_fraction: float = optimizer(0.0, "-q", help="learning rate at the end, as a fraction of the peak")
+    beta1: float = optimizer(0.9, help="AdamW: decay of the first moment")
+    beta2: float = optimizer(0.999, help="AdamW: decay of the second moment")
+    eps: float = optimizer(1e-8, help="AdamW: added to the denominator")
+    weight_decay: float = optimizer(0.0, "-c", help="AdamW: decoupled weight decay")
+    decay: str = optimizer("matrices", help="what weight decay applies to", choices=("matrices", "all"))
+    grad_clip: float = optimizer(0.0, help="largest global gradient norm (0: no clipping)")
+    skip_loss_zscore: float = optimizer(0.0, "-sl", help="skip an update whose loss is an outlier: more than X standard"
+                                        " deviations above the mean of the last 128 (0: never)")
+    skip_norm_zscore: float = optimizer(0.0, "-sg", help="the same for the gradient norm (0: never)")
 
-    val_every: int = option(10, "-v", group="reports", help="validate every N steps (0: never)")
-    val_batches: int = option(5, "-m", group="reports", help="validate on at most N batches")
-    hellaswag: int = option(0, group="reports",
-                            help=f"HellaSwag ({HELLASWAG}) at each validation: 1: all of it, N: its first N examples"
-                            " (0: never)")
-    sample_every: int = option(20, "-s", group="reports", help="generate text every N steps (0: never)")
-    sample_tokens: int = option(64, "-g", group="reports",
-                                help="tokens in a sample, including the first (end of text); beyond T, the model sees"
-                                " only the last T/2 to T")
-    final_reports: int = option(0, group="reports", choices=(0, 1),
-                                help="1: also validate and sample after the last update, unless -v or -s is 0")
-    print_every: int = option(1, group="reports", help="print a line every N steps (the log has every step)")
-    lines: str = option("short", group="reports", choices=("short", "llmc"),
-                        help="llmc: print the lines of llm.c of April 2024, to the byte")
-    verbose: bool = option(False, group="reports", help="first print all settings, and the memory for each part")
+    val_every: int = reports(10, "-v", help="validate every N steps (0: never)")
+    val_batches: int = reports(5, "-m", help="validate on at most N batches")
+    hellaswag: int = reports(0, help=f"HellaSwag ({HELLASWAG}) at each validation: 1: all, N: N examples (0: never)")
+    sample_every: int = reports(20, "-s", help="generate text every N steps (0: never)")
+    sample_tokens: int = reports(64, "-g", help="tokens in a sample, including the first (end of text); beyond T, the"
+                                 " model sees only the last T/2 to T")
+    final_reports: int = reports(0, choices=(0, 1), help="1: validate and sample after the last update, too")
+    print_every: int = reports(1, help="print a line every N steps (the log has every step)")
+    lines: str = reports("short", choices=("short", "llmc"), help="llmc: llm.c's lines of April 2024, to the byte")
+    verbose: bool = reports(False, help="first print all settings, and the memory for each part")
 
-    checkpoint_every: int = option(0, "-n", group="checkpoints",
-                                   help="save every N updates, and after the last (0: only after the last)")
-    checkpoints_keep: int = option(0, "-nk", group="checkpoints",
-                                   help="keep only the newest N checkpoints (0: keep all)")
-    major_checkpoint_every: int = option(0, "-nm", group="checkpoints",
-                                         help="with -nk: also keep those of every Nth step (0: none)")
-    resume: int = option(0, "-y", group="checkpoints", choices=(0, 1),
-                         help="1: continue from the newest complete checkpoint in -o")
+    checkpoint_every: int = checkpoints(0, "-n", help="save every N updates, and after the last (0: only then)")
+    checkpoints_keep: int = checkpoints(0, "-nk", help="keep only the newest N checkpoints (0: keep all)")
+    major_checkpoint_every: int = checkpoints(0, "-nm", help="with -nk: also keep those of every Nth step (0: none)")
+    resume: int = checkpoints(0, "-y", choices=(0, 1), help="1: continue from the newest complete checkpoint in -o")
 
     AT_LEAST: ClassVar = dict(
-        B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0,
-        sample_every=0, sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0,
-        major_checkpoint_every=0, seed=0,
+        B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0, sample_every=0,
+        sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0, seed=0,
         weight_decay=0.0, grad_clip=0.0, learning_rate=0.0, skip_loss_zscore=0.0, skip_norm_zscore=0.0)
 
     @property
@@ -135,29 +116,23 @@ class Settings:
 
     def check(self):
         """Raise UserError for a value that no run can have."""
+        def expect(name, is_right, expected):
+            if not is_right:
+                raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected {expected}")
+
         for name, least in self.AT_LEAST.items():
-            value = getattr(self, name)
-            if not least <= value < 2**31 and not (isinstance(value, float) and least <= value < math.inf):
-                raise UserError(f"{flag_of(self, name)} {value}: expected a number of at least {least}, and"
-                                f" {'finite' if isinstance(value, float) else 'below 2^31'}")
+            end, words = (math.inf, "finite") if isinstance(least, float) else (2**31, "below 2^31")
+            expect(name, least <= getattr(self, name) < end, f"a number of at least {least}, and {words}")
+        expect("beta1", 0.0 <= self.beta1 < 1.0, "0 <= beta1 < 1")
+        expect("beta2", 0.0 <= self.beta2 < 1.0, "0 <= beta2 < 1")
+        expect("eps", 1e-30 <= self.eps < 1e30, "1e-30 to 1e30 (the default is 1e-8)")
+        expect("final_fraction", 0.0 <= self.final_fraction <= 1.0, "0 to 1")
+        batch = self.B * self.T
+        expect("total_batch_size", self.total_batch_size % batch == 0, f"a multiple of B*T = {batch}")
+        expect("hellaswag", not self.hellaswag or self.val_every, "-v STEPS too: it comes with each validation")
         for name in ("model", "data"):
             if not getattr(self, name):
                 raise UserError(f"{flag_of(self, name)}: is empty, expected the name of a file")
-        for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise UserError(f"{flag_of(self, name)} {getattr(self, name)}: expected 0 <= {name} < 1")
-        largest = float(np.finfo(np.float32).max)
-        if not (self.eps <= largest and np.float32(self.eps * math.sqrt(1.0 - self.beta2)) > 0.0):  # else 0/0
-            raise UserError(f"{flag_of(self, 'eps')} {self.eps}: expected more than 0, and finite, in float32 (the"
-                            " default is 1e-8)")
-        if not 0.0 <= self.final_fraction <= 1.0:
-            raise UserError(f"{flag_of(self, 'final_fraction')} {self.final_fraction}: expected 0 to 1")
-        if self.total_batch_size % (self.B * self.T):
-            raise UserError(f"-d/--total_batch_size {self.total_batch_size}: expected a multiple of"
-                            f" B*T = {self.B * self.T}")
-        if self.hellaswag and not self.val_every:
-            raise UserError(f"--hellaswag {self.hellaswag}: comes with each validation, and -v 0 means none: pass -v"
-                            " STEPS")
         if (self.checkpoint_every or self.resume) and not self.output_dir:
             found = f"-o {self.output} is a log file" if self.output else "there is no -o"
             raise UserError(f"-n and -y need a directory for checkpoints, but {found}: pass -o DIR")
@@ -165,8 +140,7 @@ class Settings:
 
 def flag_of(settings, name):
     """'-b/--batch_size' for the field B: how messages name a setting."""
-    field = next(f for f in dataclasses.fields(settings) if f.name == name)
-    return "/".join(field_flags(field))
+    return "/".join(field_flags(settings.__dataclass_fields__[name]))
 
 
 def field_flags(field):

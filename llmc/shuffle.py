@@ -5,13 +5,11 @@ each shard once: in order, or shuffled, with the shards permuted for each epoch 
 Positions count the micro-steps of all GPUs together, so that they mean the same on any number of GPUs.
 """
 
-import os
 from typing import NamedTuple
 
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import check_size, read_into
 
 SEED = 42  # llm.c's
 
@@ -36,12 +34,6 @@ class Position(NamedTuple):
     def number(self):
         """The current shard, as an index into the sorted files."""
         return self.shard if self.shuffle is None else int(self.shuffle.shards[self.shard])
-
-    def next_number(self, shards):
-        """The next shard, as such an index; None if it belongs to an epoch that is yet to be shuffled."""
-        if self.shard + 1 < shards:
-            return self._replace(shard=self.shard + 1).number()
-        return 0 if self.shuffle is None else None
 
 
 def first_position(counts, shuffle, seed=SEED):
@@ -91,36 +83,28 @@ def samples_from(position, counts):
 
 # `left` is the number of unused words of the state plus 1: at 1, the next draw generates a new state.
 MT19937 = np.dtype([("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)])
-MATRIX = (0, 0x9908B0DF)
 
 
 def write_shuffle(f, shuffle):
     for permutation in (shuffle.shards, shuffle.samples):
         f.write(np.array([len(permutation)], "<u8"))
         f.write(permutation.astype("<i4"))
-    f.write(np.array([(shuffle.seed, 625 - shuffle.index, shuffle.index, shuffle.key, MATRIX)], MT19937))
+    f.write(np.array([(shuffle.seed, 625 - shuffle.index, shuffle.index, shuffle.key, (0, 0x9908B0DF))], MT19937))
 
 
 def read_shuffle(f, start, hint):
     """Read the Shuffle at the end of an open state file, from byte `start` on; raises UserError if it is damaged."""
     f.seek(start)
-    permutations = []
-    for what in ("shards", "samples"):
-        count = np.zeros(1, "<u8")
-        f.readinto(memoryview(count).cast("B"))
-        end = f.tell() + 4 * int(count[0])
-        if end > os.fstat(f.fileno()).st_size:
-            raise UserError(f"{f.name}: a data order of {count[0]} {what}, for which it is too short (cut short);"
-                            f" {hint}")
-        permutations.append(np.empty(int(count[0]), "<i4"))
-        read_into(f, permutations[-1])
-    check_size(f, f.tell() + MT19937.itemsize, f"data order of {len(permutations[0])} shards and"
-               f" {len(permutations[1])} samples", hint)
-    generator = np.empty(1, MT19937)
-    read_into(f, generator)
-    seed, left, index, key, matrix = generator[0]
+    data, spans, end = f.read(), [], 0
+    for _ in ("shards", "samples"):
+        count = int.from_bytes(data[end : end + 8], "little")
+        spans.append((count, end + 8))
+        end += 8 + 4 * count
+    if len(data) != end + MT19937.itemsize:
+        raise UserError(f"{f.name}: its data order has {len(data)} bytes, expected {end + MT19937.itemsize}; {hint}")
+    orders = [np.frombuffer(data, "<i4", *span) for span in spans]
+    seed, left, index, key, _ = np.frombuffer(data, MT19937, 1, end)[0]
     index = 624 if left == 1 else int(index)  # llm.c has 0 before the first draw: no word is left then either
-    if not (0 < index <= 624 and left == 625 - index and tuple(matrix) == MATRIX
-            and all(np.array_equal(np.sort(order), np.arange(len(order))) for order in permutations)):
+    if not 0 < index <= 624 or any((np.sort(order) != np.arange(len(order))).any() for order in orders):
         raise UserError(f"{f.name}: its data order is damaged; {hint}")
-    return Shuffle(*permutations, key, index, int(seed))
+    return Shuffle(*orders, key, index, int(seed))

@@ -1,6 +1,7 @@
 """One layout, as data: a model's tensors are a table, name -> Row. Sizes, offsets, the buffer, its views, the order in
 a checkpoint, the memory report, the optimizer's spans and the tests' loops all derive from the table."""
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -31,17 +32,17 @@ class Row(NamedTuple):
         return math.prod(self.shape)
 
 
+    def bytes(self, align=1):
+        """Rounded up to a multiple of `align`."""
+        return -(-self.size * self.stored_as.itemsize // align) * align
+
+
 def table_elements(table):
     return sum(row.size for row in table.values())
 
 
-def row_bytes(row, align=1):
-    """The bytes of one tensor, rounded up to a multiple of `align`."""
-    return -(-row.size * row.stored_as.itemsize // align) * align
-
-
 def table_bytes(table, align=1):
-    return sum(row_bytes(row, align) for row in table.values())
+    return sum(row.bytes(align) for row in table.values())
 
 
 class Tensors(SimpleNamespace):
@@ -49,12 +50,11 @@ class Tensors(SimpleNamespace):
 
 
 def views(table, buffer, align=1):
-    """Lay a table's tensors over the start of a byte buffer (NumPy or CuPy), each at a multiple of `align` bytes from
-    it; allocates nothing."""
+    """Lay a table's tensors over the start of a byte buffer (NumPy or CuPy), each at a multiple of `align` bytes."""
     tensors, offset = {}, 0
     for name, row in table.items():
-        tensors[name] = buffer[offset : offset + row_bytes(row)].view(row.stored_as).reshape(row.shape)
-        offset += row_bytes(row, align)
+        tensors[name] = buffer[offset : offset + row.bytes()].view(row.stored_as).reshape(row.shape)
+        offset += row.bytes(align)
     return Tensors(table=table, buffer=buffer[:offset], **tensors)
 
 
@@ -86,13 +86,9 @@ def unpadded(tensors, V):
 def decay_spans(table, weight_decay, decay_all):
     """Cut the flat parameter buffer into as few spans of one weight decay as possible: [(start, stop, decay)]."""
     spans, offset = [], 0
-    for row in table.values():
-        decay = weight_decay if decay_all or row.decays else 0.0
-        if spans and spans[-1][2] == decay:
-            spans[-1] = (spans[-1][0], offset + row.size, decay)
-        else:
-            spans.append((offset, offset + row.size, decay))
-        offset += row.size
+    for decay, rows in itertools.groupby(table.values(), lambda row: weight_decay if decay_all or row.decays else 0.0):
+        start, offset = offset, offset + sum(row.size for row in rows)
+        spans.append((start, offset, decay))
     return spans
 
 
@@ -109,9 +105,7 @@ def bf16_to_float32(bits, out=None):
 
 def check_finite(where, tensors, hint):
     """Raise UserError that names the first tensor, float32 or bfloat16, with a NaN or infinity, if there is one."""
-    def is_finite(piece):
-        return np.isfinite(piece) if piece.dtype == np.float32 else piece & 0x7F80 != 0x7F80
-
     for name in tensors.table:
-        if not all(is_finite(piece).all() for piece in chunks(getattr(tensors, name).reshape(-1))):
-            raise UserError(f"{where}: tensor {name} holds NaN or infinite values; {hint}")
+        for piece in chunks(getattr(tensors, name).reshape(-1)):
+            if not (np.isfinite(piece) if piece.dtype == np.float32 else piece & 0x7F80 != 0x7F80).all():
+                raise UserError(f"{where}: tensor {name} holds NaN or infinite values; {hint}")

@@ -1,23 +1,22 @@
-"""Tokenizer files, in llm.c's format: header [2] V [3] id of the end-of-text token (version 2), then for each id a
-length byte and the token's bytes. They turn ids into text. The prepro scripts turn text into ids with tiktoken, and
-write such a file beside the tokens."""
+"""Tokenizer files, which turn ids into text, in llm.c's format: header [2] V [3] id of the end-of-text token (version
+2), then for each id a length byte and the token's bytes. The prepro scripts write such a file beside the tokens."""
 
+import dataclasses
 import os
 import sys
-from dataclasses import dataclass
 
 from llmc.dataloader import tokenizer_beside
 from llmc.errors import UserError
 from llmc.files import EXPORT, TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
 
-@dataclass
+@dataclasses.dataclass
 class Tokenizer:
     """A vocabulary: what each id stands for."""
 
     tokens: list  # id -> bytes
     eot: int
-    path: str = ""  # the file that it was read from
+    path: str = dataclasses.field(default="", compare=False)  # the file that it was read from
 
     def printable(self, id):
         """Return the bytes to print for an id, none for an unprintable ASCII character other than white space. Single
@@ -33,32 +32,28 @@ def read_tokenizer(path):
     with open_input(path, EXPORT) as f:
         header = read_header(f, TOKENIZER_MAGIC, EXPORT)
         version, V, eot = (int(x) for x in header[1:4])
-        if version not in (1, 2):
-            raise UserError(f"{path}: tokenizer version {version}, expected 1 or 2; {EXPORT}")
-        eot = 50256 if version == 1 else eot
         data = f.read()
+    if version not in (1, 2):
+        raise UserError(f"{path}: tokenizer version {version}, expected 1 or 2; {EXPORT}")
+    eot = 50256 if version == 1 else eot
     if not 1 <= V <= len(data) or not 0 <= eot < V:
         raise UserError(f"{path}: vocabulary of {V} and end of text {eot} in {len(data)} bytes; {EXPORT}")
-    tokens, position = [], 0
+    tokens, end = [], 0
     for id in range(V):
-        length = data[position] if position < len(data) else 0
-        token = data[position + 1 : position + 1 + length]
-        if length == 0 or len(token) < length:
-            found = "has length zero" if position < len(data) and length == 0 else "is cut short"
-            raise UserError(f"{path}: token {id} of {V} {found}; {EXPORT}")
-        tokens.append(token)
-        position += 1 + length
-    if position != len(data):
-        raise UserError(f"{path}: {len(data) - position} bytes too many after {V} tokens; {EXPORT}")
+        length = data[end] if end < len(data) else 0
+        tokens.append(data[end + 1 : end + 1 + length])
+        end += 1 + length
+        if length == 0 or end > len(data):
+            raise UserError(f"{path}: token {id} of {V} {'is cut short' if end > len(data) else 'is empty'}; {EXPORT}")
+    if end < len(data):
+        raise UserError(f"{path}: {len(data) - end} bytes too many after {V} tokens; {EXPORT}")
     return Tokenizer(tokens, eot, path)
 
 
 def write_tokenizer(path, tokens, eot, version=2):
-    """Write a tokenizer file; `tokens` is a list of bytes, each 1 to 255 long. Version 1 implies eot 50256; raises
-    UserError for another."""
+    """Write a tokenizer file; tokens: a list of bytes, each 1 to 255 long."""
     if version == 1 and eot != 50256:
-        raise UserError(f"{path}: end of text is token {eot}, which version 1 cannot say (it means 50256):"
-                        " write version 2")
+        raise UserError(f"{path}: end of text is token {eot}, in version 1 always 50256: write version 2")
     with replacing(path) as f:
         f.write(make_header(TOKENIZER_MAGIC, version, len(tokens), *([eot] if version == 2 else [])))
         for token in tokens:
@@ -66,7 +61,7 @@ def write_tokenizer(path, tokens, eot, version=2):
 
 
 def load_tokenizer(settings):
-    """Read the tokenizer file: --tokenizer, else the one beside the data, to which it sets settings.tokenizer, else
+    """Read the tokenizer file: --tokenizer, else the one beside the data (which becomes settings.tokenizer), else
     gpt2_tokenizer.bin. Returns None, with a warning, if there is no such file."""
     beside = tokenizer_beside(settings.data)
     if not settings.tokenizer and os.path.lexists(beside):
@@ -76,23 +71,3 @@ def load_tokenizer(settings):
         print(f"warning: {path}: no such file, samples are printed as token ids; {EXPORT}", file=sys.stderr)
         return None
     return read_tokenizer(path)
-
-
-def is_vocabulary(path, tokenizer):
-    """Whether a file has this vocabulary, or is missing or damaged."""
-    try:
-        found = read_tokenizer(path)
-    except UserError:
-        return True
-    return (found.tokens, found.eot) == (tokenizer.tokens, tokenizer.eot)
-
-
-def keep_tokenizer(settings, tokenizer, first_step):
-    """Write the vocabulary into the run's directory, if there is one, for programs that use the run's models. Raises
-    UserError when the checkpoint that the run resumes from (first_step is not None) has another one."""
-    if tokenizer and settings.output_dir:
-        path = os.path.join(settings.output_dir, "tokenizer.bin")
-        if first_step is not None and not is_vocabulary(path, tokenizer):
-            raise UserError(f"{tokenizer.path}: is another vocabulary than the run's, {path}: resume with the first"
-                            " run's data, or choose another -o")
-        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
