@@ -65,6 +65,12 @@ class TokenFile:
         check_ids(self.path, tokens, self.V)
         return tokens
 
+    def check(self, count):
+        """Check the first `count` tokens, or all if there are fewer."""
+        with self.open() as f:
+            for start in range(0, min(count, self.size), CHUNK):
+                self.read(f, start, min(CHUNK, self.size - start))
+
 
 def check_ids(path, tokens, V):
     low, high = int(tokens.min()), int(tokens.max())
@@ -76,9 +82,7 @@ def check_ids(path, tokens, V):
 def open_tokens(path, V, least=1, why=""):
     """Check every token of a file, and map it into memory, as a 1-D integer array."""
     file = TokenFile(path, V, least, why)
-    with file.open() as f:
-        for start in range(0, file.size, CHUNK):
-            file.read(f, start, min(CHUNK, file.size - start))
+    file.check(file.size)
     return np.memmap(path, file.dtype, "r", file.offset, (file.size,))
 
 
@@ -162,6 +166,7 @@ class DataLoader:
         self.batches_per_epoch = sum(self.counts)
         self.whole_batches = sum(count + ((shard.size - 1) // T > count * B)
                                  for shard, count in zip(self.shards, self.counts))
+        self.shards[0].check(1 << 27)  # another vocabulary's file should end the run now, not hours later
         self.seek(first_position(self.counts, shuffle, seed))
 
     def seek(self, position, found_in="the checkpoint"):

@@ -18,7 +18,8 @@ from conftest import SMALL, SMALL_HEADS, assert_one_line_error, random_params, s
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.evaluation import Example, count_correct, read_examples, write_examples
+from llmc.evaluation import Example, count_correct, read_examples
+from prepro_hellaswag import write_examples
 from llmc.settings import Settings
 from llmc.tokenizer import Tokenizer, write_tokenizer
 

@@ -1,4 +1,4 @@
-"""The loader: order, shards, reading ahead, and runs that go on in the middle of shuffled data, llm.c's among them."""
+"""The loader: order, shards, and runs that resume in the middle of shuffled data, llm.c's among them."""
 
 import functools
 import os
@@ -23,7 +23,6 @@ from llmc.resume import checkpoint_paths, newest_checkpoint
 from llmc.settings import Settings
 from llmc.shuffle import Position
 from llmc.tensors import allocate
-from llmc.threads import read_ahead
 from train_gpt2 import parameter_table
 
 FAST = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "--lines", "llmc")  # whose losses have more digits
@@ -215,13 +214,13 @@ def test_ranks_share_the_batches_of_one(tmp_path, ranks, shuffle):
         assert len({str(loader.position) for loader in (one, *loaders)}) == 1
 
 
-def test_the_position_is_that_of_the_last_batch_taken(tmp_path, ahead=40, seed=7):
-    """However far the thread is ahead: each position of two epochs, written to a state file and read from it, goes on
-    with the batch that follows; the files are llm.c's, byte for byte."""
+def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
+    """Each position of two epochs, written to a state file and read from it, is followed by the next batch; the files
+    are llm.c's, byte for byte."""
     counts = (5, 3, 4)
     paths, order = shards_of(tmp_path, counts), LlmcOrder(counts, seed)
     whole = firsts(DataLoader(paths, 200, 2, 4, True, seed=seed), 40)
-    loader, state = DataLoader(paths, 200, 2, 4, True, ahead=ahead, seed=seed), tmp_path / "state.bin"
+    loader, state = DataLoader(paths, 200, 2, 4, True, seed=seed), tmp_path / "state.bin"
     moments = [allocate(parameter_table(SMALL)) for _ in range(2)]
     for taken in range(26):
         write_optimizer_state(state, owned_by_one(*moments), Progress(1, 1337, loader.position, (2, 4, 0)))
@@ -362,9 +361,8 @@ def test_many_shards_take_two_descriptors(tmp_path):
 
 
 @pytest.mark.parametrize("format, kept", (("int32", 4), ("uint16", 2)))
-def test_more_tokens_than_32_bits_count(tmp_path, monkeypatch, format, kept):
+def test_more_tokens_than_32_bits_count(tmp_path, format, kept):
     """5e9 tokens, nearly all of them in a hole of the file: sizes, positions and offsets are 64 bits."""
-    monkeypatch.setattr(llmc.dataloader, "CHECK_AHEAD", 1 << 20)
     tokens, path = 5 * 10**9 + 1, tmp_path / "large.bin"
     write_tokens(path, [[]], 0, format)
     offset = path.stat().st_size
@@ -412,30 +410,3 @@ def test_a_bad_shard_stops_the_run_and_leaves_its_checkpoint(workplace, train, m
     saved = newest_checkpoint("run")
     assert 0 < saved < 9 and losses(done) == whole[:saved]
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[saved:]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# reading ahead
-
-
-def test_the_thread_stays_ahead_and_no_farther():
-    """What it raises is raised here, after what came before."""
-    made, go = [], threading.Semaphore(0)
-
-    def items():
-        for i in range(9):
-            made.append((i, threading.current_thread()))
-            yield i
-            go.release()
-        raise UserError("the tenth")
-
-    ahead = read_ahead(items(), 3)
-    assert not made, "nothing begins before the first is asked for"
-    for i in range(3):
-        assert next(ahead) == i
-        for _ in range(3 if i == 0 else 1):
-            assert go.acquire(timeout=10)
-        assert len(made) == i + 4 and threading.main_thread() not in {thread for _, thread in made}
-    assert [next(ahead) for _ in range(6)] == [3, 4, 5, 6, 7, 8]
-    with pytest.raises(UserError, match="the tenth"):
-        next(ahead)
