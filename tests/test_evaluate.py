@@ -68,7 +68,7 @@ def test_prepro_hellaswag_writes_llm_c_s_bytes(tmp_path, vocabulary_here, run_he
     header = struct.pack("<256i", 20240522, 1, 2, 2 * 53, *[0] * 252)
     assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{53 + 18}H", *first, *second)
     examples = read_examples(HELLASWAG, 50257)
-    assert [example.label for example in examples] == [3, 0] and examples[0].longest == 20
+    assert [example.label for example in examples] == [3, 0]
     assert examples[1].context.tolist() == [464, 4252] and examples[1].endings[1].tolist() == [5621, 13]
 
 
@@ -111,7 +111,6 @@ def damaged(data):
     yield "version 2", put(2, 2, 0)
     yield "with 0 examples", put(4, 0, 0)
     yield "record 60 of 61", put(4, 61, 0)
-    yield "longest", put(6, 7, 0)
     for position, value in ((0, 1), (1, 9), (1, 0), (1, 60000), (2, 5), (3, 4), (4, 3), (5, 0), (5, 60000)):
         yield "record 0 of 60", put(position, value)
     yield "token id 300, expected 0 to 256", put(6, 300)

