@@ -27,7 +27,7 @@ from llmc.gpu.matmul import Linear
 from llmc.outliers import RECENT, z_score
 from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32
-from llmc.gpu.trainer import Trainer, adamw_update, add_gradients, global_norm, open_device
+from llmc.gpu.trainer import STATIC_SHARED, Trainer, adamw_update, add_gradients, global_norm, open_device
 from llmc.debugstate import check_tensor
 from llmc.gpu.shares import CHUNK, CHUNKS, Shares
 from train_gpt2 import Config
@@ -92,7 +92,7 @@ def test_blocks_fit_into_the_shared_memory_of_every_gpu():
     for arch, limit in (("sm_75", 64 << 10), ("sm_86", 99 << 10), ("sm_90a", 227 << 10)):
         for HS, precision in itertools.product((64,) if arch == "sm_75" else (16, 64, 80, 128), PRECISIONS.values()):
             file = kernel_files(Config(1024, 131, 1, 2, 2 * HS, 256), precision, arch)["attention"]
-            assert len(file.shared) == 3 and max(file.shared.values()) + cuda.STATIC_SHARED <= limit
+            assert len(file.shared) == 3 and max(file.shared.values()) + STATIC_SHARED <= limit
     for arch, C, precision in itertools.product(("sm_80", "sm_86", "sm_90a"), (64, 1600, 8192), PRECISIONS.values()):
         file = kernel_files(Config(1024, 131, 1, 1, C, 256), precision, arch)["layernorm"]
         shared = file.shared["layernorm_backward"]
