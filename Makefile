@@ -24,7 +24,7 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention an
 
 help:
 	@echo "make train       train a small GPT-2 on Python's own standard library: three minutes, no download of data"
-	@echo "make test        parity with PyTorch on small models, formats, errors: five minutes after installation"
+	@echo "make test        parity with PyTorch on small models, formats, errors: two minutes after installation"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 14 GB of memory"
 	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes, and into the docs)"
 	@echo "make check       on a GPU: one batch through both trainers, every activation and gradient side by side"
@@ -60,7 +60,7 @@ sanitize: $(TEST_ENVIRONMENT)
 	for tool in memcheck racecheck initcheck synccheck; do \
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
-	        $(PYTHON) -m pytest -q -x tests/test_kernels.py tests/test_decode.py \
+	        $(PYTHON) -m pytest -q -x tests/test_kernels.py tests/test_matmul.py tests/test_decode.py \
 	        -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
 	done
 
