@@ -46,7 +46,7 @@ from llmc.gpu.device import describe_gpu, open_gpu
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
-from llmc.gpu.precision import Precision, describe_precision, resolve_dtype
+from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, resolve_dtype
 from llmc.gpu.ranks import check_alike, on_ranks
 from llmc.gpu.saver import TrainerSaver
 from llmc.gpu.trainer import open_trainer
@@ -127,14 +127,13 @@ def resolve_auto(settings, arch):
     """A copy of the settings with everything that is left to the GPU filled in; raises UserError for a dtype that it
     lacks and for flags that would have no effect."""
     settings = dataclasses.replace(settings)
-    has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
-    if settings.arch != "native" and not has_bfloat16:
+    if settings.arch != "native" and not has_bfloat16(arch):
         raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
     settings.dtype = resolve_dtype(settings.dtype, arch)
     if settings.dtype == "bfloat16" and not settings.tf32:
         raise UserError("--tf32 0: this run is in bfloat16, whose matmuls know no TF32: pass --dtype float32, too")
-    if not has_bfloat16:
-        settings.tf32 = 0  # which came with the same tensor cores
+    if not has_bfloat16(arch):
+        settings.tf32 = 0
     if settings.dtype == "float32":
         for name, default in (("master_weights", 1), ("stochastic_rounding", 0), ("float32_grads", 0)):
             if getattr(settings, name) != default:
