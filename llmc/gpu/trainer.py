@@ -1,9 +1,8 @@
-"""
-Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
+"""Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
 
-Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py. It has parameter_table
-and tables, which say what to allocate, and what decoder.py asks for. Its instances have activations (among them
-`losses`, (B, T)), trunk, classify, and backward, which joins the side stream.
+Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py, with parameter_table and
+tables, which say what to allocate, and what decoder.py asks for. Its instances have activations (among them `losses`,
+(B, T)), trunk, classify, and backward, which joins the side stream.
 """
 
 import functools
@@ -67,7 +66,7 @@ STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels decla
 
 def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
     """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
-    that the kernels, or this GPU, have no room for."""
+    that is too large for the kernels or this GPU."""
     check_sizes(config)
     files = kernel_files(config, precision, gpu.arch, matmul)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
@@ -91,7 +90,7 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=ALONE):
 
 
 def open_evaluator(architecture, gpu, config, params):
-    """An Evaluator of this model on this GPU, in float32 with TF32 matmuls where the GPU has them."""
+    """An Evaluator of this model on this GPU, in float32, with TF32 matmuls where the GPU has them."""
     settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
     _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
     return Evaluator(architecture, config, settings, matmul, params)
@@ -103,17 +102,58 @@ def open_evaluator(architecture, gpu, config, params):
 NOT_READY = 600  # cudaErrorNotReady
 
 
-class Trainer:
-    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once.
+class Evaluator:
+    """A model on the GPU for forward passes alone: weights and activations, in float32."""
 
-    On several GPUs, each rank computes the gradients of its own micro-batches, and updates its share of the weights.
-    """
+    def __init__(self, architecture, config, settings, matmul, params):
+        """Arguments as of Trainer. B and T are set by allocate_activations."""
+        self.architecture, self.config, self.settings = architecture, config, settings
+        self.device, self.matmul = matmul.device, matmul
+        with self.device.stream:
+            self.params, self.grads = allocate(architecture.parameter_table(config), cp), None
+            copy_to_gpu(self.params.buffer, params.buffer)
+            self.loss = cp.zeros(1, np.float32)
+            matmul.allocate()
+
+    def allocate_activations(self, B, T):
+        """Make room for forward passes over (B, T) tokens, or fewer."""
+        self.model = self.batch = None  # frees the old buffers first
+        with self.device.stream:
+            self.model = self.make_model(B, T)
+            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
+
+    def make_model(self, B, T):
+        tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
+        buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
+        return self.architecture(self.config, self.settings, self.matmul, self.params, self.grads, buffers)
+
+    def forward(self, inputs, targets):
+        """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
+        B, T = inputs.shape
+        with self.device.stream:
+            acts = self.model.activations(B, T)
+            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
+                               for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
+            self.model.trunk(acts, inputs)
+            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
+            return float(self.loss.get()[0])
+
+    def losses(self, inputs, targets):
+        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T), float32."""
+        self.forward(inputs, targets)
+        with self.device.stream:
+            return self.model.activations(*inputs.shape).losses.get()
+
+
+class Trainer(Evaluator):
+    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
+    several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
 
     def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks. Raises UserError if not
         everything fits into the GPU's free memory."""
-        self.config, self.settings, self.precision = config, settings, settings.precision
-        self.device, self.matmul, self.ranks = matmul.device, matmul, ranks
+        self.architecture, self.config, self.settings = architecture, config, settings
+        self.device, self.matmul, self.ranks, self.precision = matmul.device, matmul, ranks, settings.precision
         B, T, device = settings.B, settings.T, self.device
         self.messages = self.peers = None
         if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
@@ -129,22 +169,21 @@ class Trainer:
             share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
             self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
             self.master = cp.zeros(share, np.float32) if settings.master else None
-            self.gradient_sums = cp.zeros(share, np.float32) if self.settings.own_micro_steps > 1 else None
+            self.gradient_sums = cp.zeros(share, np.float32) if settings.own_micro_steps > 1 else None
             self.received = flat(self.grads)  # gradients of all ranks
             chunks = cp.asarray(chunks.view(np.uint8))
             first, rest, end = (CHUNKS.itemsize * end for end in ends)
             self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:end],
                            "all": chunks}
             self.set_params(params)
-            tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
-            buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
+            self.model = self.make_model(B, T)
             matmul.allocate()
-            self.batch = allocate(batch_table(B, T, self.settings.own_micro_steps), cp)
+            self.batch = allocate(batch_table(B, T, settings.own_micro_steps), cp)
             self.control = cp.zeros(CONTROL.itemsize, np.uint8)
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
             # both: losses of micro-batches, then sums of squares of chunks. own: this rank's, 0 for the other ranks'
-            self.own_parts = cp.zeros(settings.micro_steps + (count if self.settings.needs_norm else 0), np.float32)
+            self.own_parts = cp.zeros(settings.micro_steps + (count if settings.needs_norm else 0), np.float32)
             self.all_parts = self.own_parts
             if ranks.size > 1:
                 self.all_parts = cp.zeros(self.own_parts.size, np.float32)
@@ -152,7 +191,6 @@ class Trainer:
                 self.received = self.received.view(flat(self.grads).dtype)
                 self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
                                          self.received)
-        self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
         if makes_text(device):
             self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, T)
 
@@ -188,10 +226,10 @@ class Trainer:
 
     def prepare(self):
         """Run a batch of random tokens, which loads all kernels, and capture the step as a graph. Changes no weight."""
-        settings, rng = self.settings, np.random.default_rng(0)
+        settings = self.settings
+        batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
         with self.device.stream:
-            batch = rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
-            self.stage(0, [batch] * self.settings.own_micro_steps, 0.0)
+            self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.compute(0)
             if self.messages:  # all kinds once before the capture, because two ranks connect at their first message
@@ -207,8 +245,8 @@ class Trainer:
                 self.graph.upload(self.device.stream)
 
     def begin_step(self, batches, learning_rate):
-        """Start one update with own_micro_steps batches (inputs, targets), and return its number. The GPU may still be
-        running the one before."""
+        """Start one update with own_micro_steps batches (inputs, targets), and return its number. The one before may
+        still be running."""
         half = self.steps_begun % 2
         self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
@@ -233,8 +271,8 @@ class Trainer:
         return Update(loss, norm, seconds, reason_to_skip(self.settings, *z_scores))
 
     def wait(self, event):
-        """Wait for an event of the GPU. On several GPUs, raise UserError if another rank, or NCCL, fails meanwhile: the
-        GPU would wait for its messages for ever."""
+        """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
+        because the GPU would wait for its messages for ever."""
         while self.peers and cp.cuda.runtime.eventQuery(event.ptr) == NOT_READY:
             self.peers.check()
             self.ranks.check()
@@ -256,24 +294,22 @@ class Trainer:
         with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
             self.copy_batch(first_words, words)
         for i in range(self.settings.own_micro_steps):
+            self.compute(i, batch_copied, functools.partial(self.weight_done, i) if self.messages else None,
+                         self.fetch_weights if self.messages and i == 0 else None)
             if self.messages:
-                weight_done = functools.partial(self.weight_done, i)
-                self.compute(i, batch_copied, weight_done, self.fetch_weights if i == 0 else None)
                 self.send_gradients(REST)
-            else:
-                self.compute(i, batch_copied)
         self.update()
 
     def copy_batch(self, begin, end):
-        """Copy words begin .. end - 1 from the current half of the pinned memory to self.batch. A kernel does it,
-        because a memcpy in a graph always has the same source."""
+        """Copy words begin .. end - 1 from the current half of the pinned memory to self.batch, by a kernel, because a
+        memcpy in a graph always has the same source."""
         words = self.batch.buffer.nbytes // 4
         self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
                            pointer(self.pinned), self.control, words, begin, end)
 
     def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
         """Run forward and backward on batch i of self.batch. In between, add up the previous batch's gradients, which
-        the backward pass overwrites. batch_copied: an event after which targets and sorted positions are there;
+        the backward pass overwrites. batch_copied: an event, after which targets and sorted positions are on the GPU;
         weight_done, layer_begins: see GPT2.backward, GPT2.trunk."""
         batch, N = self.batch, self.settings.B * self.settings.T
         number = i * self.ranks.size + self.ranks.rank  # among the update's micro-batches
@@ -285,32 +321,28 @@ class Trainer:
         if i > 0:
             self.add_gradients(i - 1)
         with self.device.span(f"backward {i}"):
-            self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale,
-                                weight_done)
+            self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale, weight_done)
 
     def weight_done(self, i, name, l, computed):
-        """Send the gradient of layer l's matrix `name` in micro-batch i, after the event `computed`.
-
-        The first layer's first matrix comes last in the backward pass. While it travels, the norm of the other layers'
-        gradients, all of which have arrived, is computed.
-        """
+        """Send the gradient of layer l's matrix `name` in micro-batch i, after the event `computed`. The last one is of
+        the first layer's first matrix. While it travels, the norm of the other layers' gradients is computed."""
         self.send_gradients((name, l), computed)
-        last = i == self.settings.own_micro_steps - 1
-        if last and l == 0 and name == self.shares.first_matrix and self.shares.layers > 1:
+        is_last = i == self.settings.own_micro_steps - 1 and l == 0 and name == self.shares.first_matrix
+        if is_last and self.shares.layers > 1:
             self.device.wait(self.gradients_arrived[name, 1])
             self.global_norm("other layers")
 
     def send_gradients(self, key, computed=None):
         """Send a matrix's gradients to the ranks that own them, and receive all ranks' gradients of this rank's part.
         key: (name, layer) or REST; computed: an event to wait for first."""
-        with self.device.on_comm_stream() as self.gradients_arrived[key]:
+        with self.device.beside(self.device.comm) as self.gradients_arrived[key]:
             self.device.wait(computed)
             with self.device.span("gradients" if key == REST else f"gradients {key[1]} {key[0]}"):
                 self.messages.send_gradients(key, self.device.stream)
 
     def send_weights(self, l):
         """Send the weights that this rank has updated, and receive the others'. l: whose matrices; None: the rest."""
-        with self.device.on_comm_stream() as self.weights_arrived[l]:
+        with self.device.beside(self.device.comm) as self.weights_arrived[l]:
             with self.device.span("weights" if l is None else f"weights {l}"):
                 self.messages.send_weights(l, self.device.stream)
 
@@ -343,9 +375,9 @@ class Trainer:
         self.device.wait(self.weights_arrived[None])
 
     def add_up_parts(self):
-        """self.all_parts = the sum over the ranks of self.own_parts; returns an event. It runs on the stream of all
-        other messages, so that NCCL has one order for them."""
-        with self.device.on_comm_stream() as done:
+        """self.all_parts = the sum over the ranks of self.own_parts; returns an event. Like all messages, it is on one
+        stream, because NCCL needs one order."""
+        with self.device.beside(self.device.comm) as done:
             self.peers.add_up(self.all_parts, self.own_parts, self.device.stream)
         return done
 
@@ -359,8 +391,7 @@ class Trainer:
 
     def update(self):
         """Run AdamW over this rank's share, and write the report to the host. On several GPUs, the first layer and the
-        rest, which come last in the backward pass, are updated first: the next forward pass begins with them, and they
-        travel while the other layers are updated."""
+        rest are updated first: the next forward pass begins with them, and they travel during the other updates."""
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
         threads, parts = device.geometry.UPDATE_THREADS, self.all_parts
         if self.messages:
@@ -374,15 +405,15 @@ class Trainer:
                       parts[micro_steps:], self.batch.learning_rate, np.float64(settings.beta1),
                       np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, micro_steps,
                       parts.size - micro_steps, self.recent, settings.skip_loss_zscore, settings.skip_norm_zscore)
-        if not self.messages:
+        if self.messages:
+            self.adamw("first layer")
+            self.send_weights(0)
+            self.adamw("rest")
+            self.send_weights(None)
+            self.adamw("other layers")
+            device.wait(self.weights_arrived[None])
+        else:
             self.adamw()
-            return
-        self.adamw("first layer")
-        self.send_weights(0)
-        self.adamw("rest")
-        self.send_weights(None)
-        self.adamw("other layers")
-        device.wait(self.weights_arrived[None])
 
     def global_norm(self, group="all"):
         chunks = self.groups[group]
@@ -393,31 +424,11 @@ class Trainer:
 
     def adamw(self, group="all"):
         settings, chunks = self.settings, self.groups[group]
-        if not chunks.size:
-            return
-        with self.device.span(f"adamw {group}"):
-            adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.gradient_sums, self.received,
-                         chunks, self.ranks.size, self.control, settings.beta1, settings.beta2,
-                         settings.stochastic_rounding)
-
-    # -- for reports
-
-    def forward(self, inputs, targets):
-        """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
-        B, T = inputs.shape
-        with self.device.stream:
-            acts = self.model.activations(B, T)
-            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
-                               for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
-            self.model.trunk(acts, inputs)
-            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
-            return float(self.loss.get()[0])
-
-    def losses(self, inputs, targets):
-        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T), float32."""
-        self.forward(inputs, targets)
-        with self.device.stream:
-            return self.model.activations(*inputs.shape).losses.get()
+        if chunks.size:
+            with self.device.span(f"adamw {group}"):
+                adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.gradient_sums,
+                             self.received, chunks, self.ranks.size, self.control, settings.beta1, settings.beta2,
+                             settings.stochastic_rounding)
 
     # -- state: between the GPU and the host's checkpoints
 
@@ -435,22 +446,20 @@ class Trainer:
 
     def state_room(self, with_exact):
         """Allocate room on the host for this rank's share of the optimizer state."""
-        share = self.m.size
-        return self.owned(np.empty(share, np.float32), np.empty(share, np.float32),
-                          np.empty(share, np.float32) if with_exact else None)
+        arrays = [np.empty(self.m.size, np.float32) for _ in range(3 if with_exact else 2)]
+        return self.owned(*arrays)
 
     def state_now(self):
         """Copy this rank's share of the optimizer state to the host."""
         with self.device.stream:
             return self.owned(self.m.get(), self.v.get(), None if self.master is None else self.master.get())
 
-    def owned(self, m, v, exact):
+    def owned(self, m, v, exact=None):
         return OwnedShare(self.params.table, m, v, exact, self.shares, self.ranks.rank)
 
     def set_state(self, owned, has_exact, step, recent):
         """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32 weights; recent: (2,)
-        RECENT. A bfloat16 model keeps the weights that it was made with, which need not be owned.exact rounded to
-        nearest."""
+        RECENT. A bfloat16 model keeps its weights: they may be owned.exact rounded stochastically."""
         with self.device.stream:
             copy_to_gpu(self.m, owned.m)
             copy_to_gpu(self.v, owned.v)
@@ -470,28 +479,3 @@ class Trainer:
         """(2,) RECENT: losses and norms of the last updates, or zeros if outliers are not skipped."""
         with self.device.stream:
             return np.zeros(2, RECENT) if self.recent is None else self.recent.get().view(RECENT)
-
-
-class Evaluator:
-    """A model on the GPU for forward passes alone: weights and activations, no gradients, no optimizer."""
-
-    def __init__(self, architecture, config, settings, matmul, params):
-        """Arguments as of Trainer. All is float32; B and T are set by allocate_activations."""
-        self.architecture, self.config, self.settings = architecture, config, settings
-        self.device, self.matmul = matmul.device, matmul
-        with self.device.stream:
-            self.params = allocate(architecture.parameter_table(config), cp)
-            copy_to_gpu(self.params.buffer, params.buffer)
-            self.loss = cp.zeros(1, np.float32)
-            matmul.allocate()
-
-    def allocate_activations(self, B, T):
-        """Make room for forward passes over (B, T) tokens, or fewer."""
-        self.model = self.batch = None  # frees the old buffers first
-        tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
-        with self.device.stream:
-            buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
-            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
-        self.model = self.architecture(self.config, self.settings, self.matmul, self.params, None, buffers)
-
-    forward, losses = Trainer.forward, Trainer.losses
