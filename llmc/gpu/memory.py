@@ -13,7 +13,6 @@ from llmc.gpu.shares import Shares
 from llmc.tensors import table_bytes
 
 RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, the graph, small tables and rounding up
-MOST = 65535  # sequences, as attention's blocks are numbered in z of a CUDA grid
 
 
 def group_bytes(group):
@@ -56,7 +55,7 @@ def check_memory(architecture, config, settings, device):
 
     free = free_memory()
     if needed() > free:
-        batches = [B for B in range(1, min(settings.B, MOST + 1))  # smaller ones that -d allows
+        batches = [B for B in range(1, min(settings.B, 1 << 16))  # smaller ones that -d allows
                    if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
         fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
         hint = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
@@ -66,8 +65,6 @@ def check_memory(architecture, config, settings, device):
             hint += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
                         f" {free + RESERVE >> 20} MiB are free; {hint}")
-    if settings.B > MOST:
-        raise UserError(f"-b {settings.B}: expected at most {MOST}: accumulate more with -d")
     return memory_plan(architecture, config, settings, device)
 
 

@@ -37,12 +37,11 @@ class Nccl:
     def __init__(self, ranks):
         """ranks: a Ranks. Raises UserError if NCCL is missing, too old, or fails."""
         os.environ.setdefault("NCCL_CTA_POLICY", "2")  # NCCL_CTA_POLICY_ZERO
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             import cupy
             from cupy.cuda import nccl  # imported here: a run on one GPU does not need it
-        if not nccl.available or nccl.get_version() < 22800:
-            version = nccl.get_version() if nccl.available else 0
+        version = nccl.get_version() if nccl.available else 0
+        if version < 22800:
             found = f"is {version // 10000}.{version // 100 % 100}" if version else "cannot be loaded"
             raise UserError(f"NCCL, for several GPUs, {found}, expected 2.28 or newer: pip install -r"
                             " requirements-gpu.txt")
@@ -64,10 +63,8 @@ class Nccl:
     def allocate(self, size):
         """Allocate (size,) uint8 zeros on the GPU for collectives. All ranks must allocate the same, in one order."""
         pointer, window = ctypes.c_void_p(), ctypes.c_void_p()
-        with self.errors_as_lines():
-            self.call("ncclMemAlloc", ctypes.byref(pointer), size)
-            self.call("ncclCommWindowRegister", self.communicator.comm, pointer, size, ctypes.byref(window),
-                      self.SYMMETRIC)
+        self.call("ncclMemAlloc", ctypes.byref(pointer), size)
+        self.call("ncclCommWindowRegister", self.communicator.comm, pointer, size, ctypes.byref(window), self.SYMMETRIC)
         memory = self.cupy.cuda.UnownedMemory(pointer.value, size, self)
         array = self.cupy.ndarray((size,), self.cupy.uint8, self.cupy.cuda.MemoryPointer(memory, 0))
         array.fill(0)
@@ -77,7 +74,8 @@ class Nccl:
         """Call a function of NOT_IN_CUPY."""
         function = getattr(self.library, name)
         function.argtypes = self.NOT_IN_CUPY[name]
-        self.nccl.check_status(function(*arguments))
+        with self.errors_as_lines():
+            self.nccl.check_status(function(*arguments))
 
     @contextlib.contextmanager
     def errors_as_lines(self):
@@ -91,18 +89,16 @@ class Nccl:
         """Send and receive lists of (rank, array), which must be in the same order for each pair of ranks."""
         with self.errors_as_lines():
             self.nccl.groupStart()
-            for peer, array in sends:
-                self.communicator.send(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
-            for peer, array in receives:
-                self.communicator.recv(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
+            for move, messages in ((self.communicator.send, sends), (self.communicator.recv, receives)):
+                for peer, array in messages:
+                    move(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
             self.nccl.groupEnd()
 
     def all_to_all(self, target, source, stream):
         """Part r of target (n,) = part `rank` of rank r's source (n,), each cut into `ranks` equal parts. target must
         have the same offset in its allocation on all ranks, because copy engines write there."""
-        with self.errors_as_lines():
-            self.call("ncclAlltoAll", source.data.ptr, target.data.ptr, source.nbytes // self.ranks,
-                      self.nccl.NCCL_INT8, self.communicator.comm, stream.ptr)
+        self.call("ncclAlltoAll", source.data.ptr, target.data.ptr, source.nbytes // self.ranks, self.nccl.NCCL_INT8,
+                  self.communicator.comm, stream.ptr)
 
     def all_gather(self, array, stream):
         """Part r of array (n,) = part r of rank r's array, which has the same offset in its allocation on all ranks."""
