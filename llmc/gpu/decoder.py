@@ -7,7 +7,7 @@ Nothing here knows an architecture. An architecture is a class like GPT2 of trai
     decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
                                         input, a Normed, and its weight (Vp,C)
 
-and here are the launches of kernels/decode/, in the order of step.cuh, with their geometry.
+Then the launches of kernels/decode/, in the order of step.cuh.
 """
 
 from types import SimpleNamespace
@@ -23,9 +23,6 @@ from llmc.gpu.matmul import ALIGN
 from llmc.gpu.precision import Precision, resolve_dtype, round_weights
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
 
-# ----------------------------------------------------------------------------------------------------------------------
-# launches of kernels/decode/, and their geometry
-
 DECODE = {  # file -> its kernels
     "decode/layers": ("decode_embed", "decode_layernorm"),
     "decode/matmul": ("decode_qkv", "decode_project", "decode_fc", "decode_logits"),
@@ -36,11 +33,10 @@ DECODE = {  # file -> its kernels
 
 def decode_files(config, precision, geometry):
     """The KernelFiles of text generation. geometry: with decode_geometry's numbers."""
-    numbers = {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
-    constants = model_constants(config, precision) | numbers
-    return [KernelFile(name, kernels, constants,
-                       dict.fromkeys(kernels, geometry.DECODE_SHARED) if name == "decode/matmul" else {})
-            for name, kernels in DECODE.items()]
+    constants = model_constants(config, precision)
+    constants |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
+    shared = {"decode/matmul": dict.fromkeys(DECODE["decode/matmul"], geometry.DECODE_SHARED)}
+    return [KernelFile(name, kernels, constants, shared.get(name, {})) for name, kernels in DECODE.items()]
 
 
 def decode_geometry(config, precision, shared):
@@ -76,6 +72,10 @@ def decode_shared(geometry, stages, N, normalizes):
     return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# launches
+
+
 class Normed(NamedTuple):
     """A matmul's input: the layernorm of the new residual stream, inp + branch_bias + parts of branches (.,N,C).
     Kernels take the fields as arguments, in this order."""
@@ -101,7 +101,7 @@ def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T):
 
 def decode_layernorm(device, x, parts, N):
     """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + x.branches (parts,N,C); x.normed (N,C) = its layernorm.
-    Returns the Normed for the matmul that follows, which does all this itself where N is small."""
+    Returns the Normed for the next matmul, which does all this itself where N is small."""
     if N <= device.geometry.DECODE_FEW:
         return x._replace(normed=None)
     launch(device, "decode_layernorm", (N,), x.normed, x.residual, x.inp, x.branches, x.branch_bias, x.weight, x.bias,
@@ -111,8 +111,8 @@ def decode_layernorm(device, x, parts, N):
 
 def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
     """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
-    arguments = query, keys, values, *x, weight, bias, control, keys.shape[2], T
-    decode_matmul(device, "decode_qkv", arguments, B * T, 3 * C, normalizes=x.normed is None)
+    decode_matmul(device, "decode_qkv", (query, keys, values, *x, weight, bias, control, keys.shape[2], T), B * T,
+                  3 * C, normalizes=x.normed is None)
 
 
 def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
@@ -229,12 +229,10 @@ class Decoder:
 
     def set(self, **values):
         """Set fields of `control`."""
-        control = np.zeros(1, CONTROL)
         with self.device.stream:
             for name, value in values.items():
-                control[name] = value
                 kind, at = CONTROL.fields[name]
-                copy_to_gpu(self.acts.control[at : at + kind.itemsize], control[name])
+                copy_to_gpu(self.acts.control[at : at + kind.itemsize], np.array([value], kind))
 
     def read(self, tokens):
         """Prefill: all sequences continue from tokens (B, P), or (1, P) where they have the same ones. The last token
@@ -255,14 +253,15 @@ class Decoder:
             copy_to_gpu(self.acts.tokens[: self.B], np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
 
     def step(self, turn):
-        """Launch the step that draws each sequence's next token, for the host in row `turn`."""
+        """Launch the step that draws each sequence's next token, for the host in row `turn`. The first step loads all
+        kernels, then it is captured."""
         stream = self.device.stream
         if self.graph:
             self.graph.launch(stream)
+            self.done[turn].record(stream)
         else:
             self.launch_step()
-        self.done[turn].record(stream)
-        if not self.graph:  # after the first step, which has loaded all kernels
+            self.done[turn].record(stream)
             stream.begin_capture()
             self.launch_step()
             self.graph = stream.end_capture()
@@ -283,8 +282,8 @@ def share_first(tensor, stream):
 
 
 def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
-    """A Decoder on this GPU for a model on the host. Raises UserError for a model that the kernels, or this GPU, have
-    no room for, MemoryError when there is too little memory."""
+    """A Decoder on this GPU for a model on the host. Raises UserError for a model that is too large for the kernels or
+    this GPU."""
     check_sizes(config)
     precision = Precision(resolve_dtype(dtype, gpu.arch), tf32=0)
     geometry = launch_geometry(config, precision, gpu.arch)
