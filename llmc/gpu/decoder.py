@@ -5,13 +5,12 @@ Nothing here knows an architecture. An architecture is a class like GPT2 of trai
     cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NH,T,HS)
     decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
     decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
-                                        input, a Normed, and its weight (Vp,C)
+                                        input, its first arguments, as a tuple with `normed`, and its weight (Vp,C)
 
-Then the launches of kernels/decode/, in the order of step.cuh.
+The page has the launches of its layers, too, which use decode_matmul and launch_decode.
 """
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -72,68 +71,13 @@ def decode_shared(geometry, stages, N, normalizes):
     return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# launches
-
-
-class Normed(NamedTuple):
-    """A matmul's input: the layernorm of the new residual stream, inp + branch_bias + parts of branches (.,N,C).
-    Kernels take the fields as arguments, in this order."""
-
-    residual: object
-    inp: object
-    branches: object
-    branch_bias: object
-    normed: object  # made by decode_layernorm; None: the matmul does it
-    weight: object
-    bias: object
-
-
-def launch(device, name, grid, *arguments, shared=None):
+def launch_decode(device, name, grid, *arguments, shared=None):
+    """Launch a kernel of kernels/decode/ that uses programmatic dependent launch."""
     device.launch(name, grid, (WARP * device.geometry.DECODE_WARPS,), *arguments, shared=shared, early=True)
 
 
-def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T):
-    """residual (B,T,C) = wte[tokens] + wpe, branches (4,B,T,C) = 0. tokens (B,T) int32; the first position is
-    control's, here and below."""
-    launch(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, control, T)
-
-
-def decode_layernorm(device, x, parts, N):
-    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + x.branches (parts,N,C); x.normed (N,C) = its layernorm.
-    Returns the Normed for the next matmul, which does all this itself where N is small."""
-    if N <= device.geometry.DECODE_FEW:
-        return x._replace(normed=None)
-    launch(device, "decode_layernorm", (N,), x.normed, x.residual, x.inp, x.branches, x.branch_bias, x.weight, x.bias,
-           parts)
-    return x
-
-
-def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
-    """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
-    decode_matmul(device, "decode_qkv", (query, keys, values, *x, weight, bias, control, keys.shape[2], T), B * T,
-                  3 * C, normalizes=x.normed is None)
-
-
-def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
-    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. arrived: 0 before and after."""
-    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
-    launch(device, "decode_attention", (NH, splits, B * T), atty, parts, arrived, query, keys, values, control,
-           keys.shape[2], T)
-
-
-def decode_project(device, branches, inp, weight, N, C, IC):
-    """branches (IC/C,N,C) = inp (N,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes."""
-    decode_matmul(device, "decode_project", (branches, inp, weight), N, C, parts=IC // C)
-
-
-def decode_fc(device, fch_gelu, x, weight, bias, N, C):
-    """fch_gelu (N,4C) = GELU(x @ weight (4C,C)^T + bias)."""
-    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), N, 4 * C, normalizes=x.normed is None)
-
-
 def decode_logits(device, logits, x, weight, B, Vp):
-    """logits (B,Vp) = x @ weight (Vp,C)^T."""
+    """logits (B,Vp) = x @ weight (Vp,C)^T. x: what decode_layers has returned."""
     decode_matmul(device, "decode_logits", (logits, *x, weight), B, Vp, normalizes=x.normed is None)
 
 
@@ -147,7 +91,7 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
     if groups > 1:
         grid = blocks(tiles, blocks(tiles, grid))  # equally many tiles each: fewer blocks, which read x less often
     stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
-    launch(device, name, (groups, grid, parts), *arguments, N, stages, shared=shared[stages])
+    launch_decode(device, name, (groups, grid, parts), *arguments, N, stages, shared=shared[stages])
 
 
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
