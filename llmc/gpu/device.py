@@ -1,5 +1,5 @@
-"""The GPU: opening it, loading and launching kernels by name, streams, TMA's tensor maps, copies, timing. Nothing here
-knows a layer."""
+"""The GPU: opening it, loading and launching kernels by name, streams, TMA's tensor maps, copies. Nothing here knows a
+layer."""
 
 import contextlib
 import importlib.util
@@ -64,10 +64,8 @@ def count_gpus():
 
 
 def open_gpu(arch="native", local_rank=0):
-    """Return the GPU for process number local_rank of this machine, and make it the current one.
-
-    arch "sm_80": without the instructions that only its own generation has. Raises UserError that says what is missing.
-    """
+    """Return the GPU for process number local_rank of this machine, and make it the current one. arch "sm_80": without
+    the instructions that only its own generation has. Raises UserError that says what is missing."""
     count = count_gpus()
     if local_rank and count > 1:  # if one GPU is visible, the launcher chose it for this process
         if local_rank >= count:
@@ -126,7 +124,7 @@ def gpu_errors_as_lines():
 
 
 class TensorMap(NamedTuple):
-    """What TMA needs to copy boxes of an array; passed to kernels as an argument."""
+    """What TMA needs to copy boxes of an array: an argument of kernels."""
 
     array: object
     opaque: object
@@ -160,7 +158,7 @@ class Device:
         sm_90 on)."""
         shared = self.shared.get(name, 0) if shared is None else shared
         with self.observe(name, arguments):
-            converted = tuple(convert(argument) for argument in arguments)
+            converted = tuple(CONVERSIONS.get(type(argument), lambda same: same)(argument) for argument in arguments)
             if early and capability(self.gpu.arch) >= 90 and not self.observer:
                 launch_early(self.functions[name], grid, block, converted, shared, self.stream)
             else:
@@ -171,13 +169,12 @@ class Device:
         return self.observer(name, arguments) if self.observer else contextlib.nullcontext()
 
     def on_side_stream(self):
-        """Context manager: launches inside it overlap with what the main stream does from here on. Yields an event for
-        `wait`."""
         return self.beside(self.side)
 
     @contextlib.contextmanager
     def beside(self, stream):
-        """on_side_stream for any stream."""
+        """Context manager: launches inside it are on this stream, and overlap with what the main stream does from here
+        on. Yields an event for `wait`."""
         if self.observer:
             yield None
             return
@@ -247,10 +244,9 @@ def check(answer):
 
 def encode_tensor_map(array, rows, columns):
     B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
-    kinds, row = driver.CUtensorMapDataType, array.itemsize * C
-    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if array.itemsize == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-    swizzle = {64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-               128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B}[columns * array.itemsize]
+    row, dtype = array.itemsize * C, "BFLOAT16" if array.itemsize == 2 else "FLOAT32"
+    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
+    swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{columns * array.itemsize}B")
     sizes = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]  # and strides in bytes
     boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, 1), (1, 1, 1))]
     made, = check(driver.cuTensorMapEncodeTiled(
@@ -260,15 +256,8 @@ def encode_tensor_map(array, rows, columns):
     return np.void(np.array([int(word) for word in made.opaque], np.uint64).tobytes())
 
 
-def convert(argument):
-    """A kernel's argument as CuPy wants it."""
-    if argument is None:
-        return np.uint64(0)
-    if isinstance(argument, TensorMap):
-        return argument.opaque
-    if type(argument) in (int, bool):  # not a subclass: np.float64 is a float, too
-        return np.int32(argument)
-    return np.float32(argument) if type(argument) is float else argument
+CONVERSIONS = {type(None): lambda _: np.uint64(0), TensorMap: lambda made: made.opaque, int: np.int32, bool: np.int32,
+               float: np.float32}  # of a kernel's arguments, to what CuPy wants
 
 
 def launch_early(function, grid, block, arguments, shared, stream):
@@ -312,26 +301,6 @@ def pinned_array(size):
 def pointer(array):
     """The address of a pinned array, as a kernel's argument."""
     return np.uint64(array.ctypes.data)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# timing
-
-HOLD = 100  # microseconds for which the kernel `hold` keeps the GPU busy, while Python launches what is timed
-
-
-def measure(device, call, repeats=5):
-    """Median seconds of call() on the GPU, after one warm-up call; launch time counts only beyond HOLD."""
-    times = []
-    for _ in range(repeats + 1):
-        start, end = cp.cuda.Event(), cp.cuda.Event()
-        device.functions["hold"]((1,), (1,), (np.int32(HOLD),), stream=device.stream)
-        start.record(device.stream)
-        call()
-        end.record(device.stream)
-        end.synchronize()
-        times.append(cp.cuda.get_elapsed_time(start, end) / 1000)
-    return sorted(times[1:])[repeats // 2]
 
 
 if __name__ == "__main__":  # python -m llmc.gpu.device, for make and scripts/: the GPU's name, or why there is none
