@@ -33,6 +33,7 @@ from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
                     ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
 REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
+NOT_READY = 600  # cudaErrorNotReady
 
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
@@ -99,28 +100,14 @@ def open_evaluator(architecture, gpu, config, params):
 # ----------------------------------------------------------------------------------------------------------------------
 # the trainer
 
-NOT_READY = 600  # cudaErrorNotReady
+class Model:
+    """What a Trainer and an Evaluator share: forward passes over a batch of the host's."""
 
+    grads = None
 
-class Evaluator:
-    """A model on the GPU for forward passes alone: weights and activations, in float32."""
-
-    def __init__(self, architecture, config, settings, matmul, params):
-        """Arguments as of Trainer. B and T are set by allocate_activations."""
+    def __init__(self, architecture, config, settings, matmul):
         self.architecture, self.config, self.settings = architecture, config, settings
         self.device, self.matmul = matmul.device, matmul
-        with self.device.stream:
-            self.params, self.grads = allocate(architecture.parameter_table(config), cp), None
-            copy_to_gpu(self.params.buffer, params.buffer)
-            self.loss = cp.zeros(1, np.float32)
-            matmul.allocate()
-
-    def allocate_activations(self, B, T):
-        """Make room for forward passes over (B, T) tokens, or fewer."""
-        self.model = self.batch = None  # frees the old buffers first
-        with self.device.stream:
-            self.model = self.make_model(B, T)
-            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
 
     def make_model(self, B, T):
         tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
@@ -145,16 +132,35 @@ class Evaluator:
             return self.model.activations(*inputs.shape).losses.get()
 
 
-class Trainer(Evaluator):
+class Evaluator(Model):
+    """A model on the GPU for forward passes alone: weights and activations, in float32."""
+
+    def __init__(self, architecture, config, settings, matmul, params):
+        """Arguments as of Trainer. B and T are set by allocate_activations."""
+        super().__init__(architecture, config, settings, matmul)
+        with self.device.stream:
+            self.params = allocate(architecture.parameter_table(config), cp)
+            copy_to_gpu(self.params.buffer, params.buffer)
+            self.loss = cp.zeros(1, np.float32)
+            matmul.allocate()
+
+    def allocate_activations(self, B, T):
+        """Make room for forward passes over (B, T) tokens, or fewer."""
+        self.model = self.batch = None  # frees the old buffers first
+        with self.device.stream:
+            self.model = self.make_model(B, T)
+            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
+
+
+class Trainer(Model):
     """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
     several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
 
     def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks. Raises UserError if not
         everything fits into the GPU's free memory."""
-        self.architecture, self.config, self.settings = architecture, config, settings
-        self.device, self.matmul, self.ranks, self.precision = matmul.device, matmul, ranks, settings.precision
-        B, T, device = settings.B, settings.T, self.device
+        super().__init__(architecture, config, settings, matmul)
+        self.ranks, self.precision, device = ranks, settings.precision, self.device
         self.messages = self.peers = None
         if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
             self.peers = Nccl(ranks)
@@ -162,10 +168,9 @@ class Trainer(Evaluator):
                 self.peers.connect(device.stream)
         self.plan = check_memory(architecture, config, settings, device)
         with device.stream:
-            table = architecture.parameter_table(config)
-            self.params, self.grads = (self.allocate_shared(architecture.parameter_table(config, dtype))
-                                       for dtype in (self.precision.dtype, self.precision.grads))
-            self.shares = Shares(table, ranks.size, settings.weight_decay, settings.decay == "all")
+            self.params = self.allocate_shared(architecture.parameter_table(config, self.precision.dtype))
+            self.grads = self.allocate_shared(architecture.parameter_table(config, self.precision.grads))
+            self.shares = Shares(self.params.table, ranks.size, settings.weight_decay, settings.decay == "all")
             share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
             self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
             self.master = cp.zeros(share, np.float32) if settings.master else None
@@ -176,9 +181,9 @@ class Trainer(Evaluator):
             self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:end],
                            "all": chunks}
             self.set_params(params)
-            self.model = self.make_model(B, T)
+            self.model = self.make_model(settings.B, settings.T)
             matmul.allocate()
-            self.batch = allocate(batch_table(B, T, settings.own_micro_steps), cp)
+            self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
             self.control = cp.zeros(CONTROL.itemsize, np.uint8)
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
@@ -192,12 +197,11 @@ class Trainer(Evaluator):
                 self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
                                          self.received)
         if makes_text(device):
-            self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, T)
+            self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
 
         # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
-        table = self.batch.table
-        self.pinned = pinned_array(2 * table_bytes(table))
-        self.staged = [views(table, half) for half in self.pinned.reshape(2, -1)]
+        self.pinned = pinned_array(2 * self.batch.buffer.nbytes)
+        self.staged = [views(self.batch.table, half) for half in self.pinned.reshape(2, -1)]
         self.reports = pinned_array(2 * REPORT.itemsize).view(REPORT)
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
@@ -205,12 +209,12 @@ class Trainer(Evaluator):
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
 
     def allocate_shared(self, table):
-        """Allocate Tensors that NCCL can send, if there are several GPUs."""
+        """Tensors that NCCL can send, if there are several GPUs."""
         return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
 
     def set_params(self, params):
-        """Part of __init__: copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU,
-        a share's size at a time, with m as scratch."""
+        """Copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU, a share's size at
+        a time, with m as scratch."""
         if not self.precision.bf16:
             copy_to_gpu(self.params.buffer, params.buffer)
             return
@@ -222,7 +226,7 @@ class Trainer(Evaluator):
         if self.master is not None:
             copy_to_gpu(self.master, self.shares.take(exact, self.ranks.rank))
 
-    # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
+    # -- an update: prepare, once; then begin_step and end_step
 
     def prepare(self):
         """Run a batch of random tokens, which loads all kernels, and capture the step as a graph. Changes no weight."""
@@ -232,7 +236,7 @@ class Trainer(Evaluator):
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.compute(0)
-            if self.messages:  # all kinds once before the capture, because two ranks connect at their first message
+            if self.messages:  # before the capture, because two ranks connect at their first message
                 for key in self.messages.gradient_sends:
                     self.send_gradients(key)
                 self.send_all_weights()
@@ -247,7 +251,7 @@ class Trainer(Evaluator):
     def begin_step(self, batches, learning_rate):
         """Start one update with own_micro_steps batches (inputs, targets), and return its number. The one before may
         still be running."""
-        half = self.steps_begun % 2
+        number, half = self.steps_begun, self.steps_begun % 2
         self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
         with self.device.stream as stream:
@@ -257,9 +261,8 @@ class Trainer(Evaluator):
             else:
                 self.launch_step()
             self.finished[half].record(stream)
-        self.steps_begun += 1
-        self.weights_behind = self.messages is not None
-        return self.steps_begun - 1
+        self.steps_begun, self.weights_behind = number + 1, self.messages is not None
+        return number
 
     def end_step(self, number):
         """Wait for update `number`, one of the last two; returns its Update."""
@@ -347,8 +350,8 @@ class Trainer(Evaluator):
                 self.messages.send_weights(l, self.device.stream)
 
     def fetch_weights(self, l):
-        """Before layer l: wait for its matrices, and have those of the next two layers on their way. (The first layer's
-        arrived in the previous step.)"""
+        """Before layer l: wait for its matrices, and have those of the next two layers on their way; the first layer's
+        have arrived in the previous step."""
         if l > 0:
             self.device.wait(self.weights_arrived[l])
         for ahead in (1, 2) if l == 0 else (l + 2,):
