@@ -58,12 +58,9 @@ def rows(array):
 
 
 class Matmul:
-    """Who multiplies.
-
-    library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients of inputs whose width is a multiple
-    of a tile's, and whatever is fused with GELU; all else is cuBLASLt's first proposal: gradients of weights, other
-    widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt": none.
-    """
+    """Who multiplies. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients of inputs whose
+    width is a multiple of a tile's, and whatever is fused with GELU; all else is cuBLASLt's first proposal: gradients
+    of weights, other widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt": none."""
 
     def __init__(self, device, precision, library="auto"):
         self.device, self.precision = device, precision
@@ -124,8 +121,8 @@ class MatmulKernels:
 
     def backward_inp(self, dinp, dout, weight, scale):
         g = self.geometry
-        self.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], self.result(dinp), self.operand(dout, g.MATMUL_BM),
-                    self.operand(weight, g.MATMUL_BK), float(scale))
+        self.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], self.result(dinp),
+                    self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), float(scale))
 
     def gelu_backward_inp(self, dinp, partials, dout, weight, inp):
         g = self.geometry
@@ -159,10 +156,9 @@ class MatmulKernels:
 
     def launch(self, name, M, N, K, *arguments, columns=None, splits=None):
         g = self.geometry
-        columns = columns or g.MATMUL_BN
-        tiles = blocks(M, g.MATMUL_BM) * blocks(N, columns)
-        band = 32 if blocks(N, columns) > 64 else 8  # rows of tiles done together, to share operands in L2
-        blocks_ = tiles * (splits or 1)
-        grid = min(blocks_, self.device.sm_count) if self.hopper else blocks_
+        across = blocks(N, columns or g.MATMUL_BN)
+        band = 32 if across > 64 else 8  # rows of tiles done together, to share operands in L2
+        grid = blocks(M, g.MATMUL_BM) * across * (splits or 1)
+        grid = min(grid, self.device.sm_count) if self.hopper else grid
         threads = g.MATMUL_GELU_THREADS if name == "matmul_forward_gelu" else g.MATMUL_THREADS
         self.device.launch(name, (grid,), (threads,), *arguments, M, N, K, band, *([splits] if splits else []))

@@ -98,10 +98,12 @@ def open_evaluator(architecture, gpu, config, params):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the trainer
+# forward passes, and training
 
-class Model:
-    """What a Trainer and an Evaluator share: forward passes over a batch of the host's."""
+
+class ForwardPasses:
+    """What a Trainer and an Evaluator share: forward passes over the host's batches. A subclass allocates params, batch,
+    model and loss (1,)."""
 
     grads = None
 
@@ -132,7 +134,7 @@ class Model:
             return self.model.activations(*inputs.shape).losses.get()
 
 
-class Evaluator(Model):
+class Evaluator(ForwardPasses):
     """A model on the GPU for forward passes alone: weights and activations, in float32."""
 
     def __init__(self, architecture, config, settings, matmul, params):
@@ -152,7 +154,7 @@ class Evaluator(Model):
             self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
 
 
-class Trainer(Model):
+class Trainer(ForwardPasses):
     """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
     several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
 
@@ -177,8 +179,8 @@ class Trainer(Model):
             self.gradient_sums = cp.zeros(share, np.float32) if settings.own_micro_steps > 1 else None
             self.received = flat(self.grads)  # gradients of all ranks
             chunks = cp.asarray(chunks.view(np.uint8))
-            first, rest, end = (CHUNKS.itemsize * end for end in ends)
-            self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:end],
+            first, rest, _ = (CHUNKS.itemsize * end for end in ends)
+            self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:],
                            "all": chunks}
             self.set_params(params)
             self.model = self.make_model(settings.B, settings.T)
@@ -188,12 +190,12 @@ class Trainer(Model):
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
             # both: losses of micro-batches, then sums of squares of chunks. own: this rank's, 0 for the other ranks'
-            self.own_parts = cp.zeros(settings.micro_steps + (count if settings.needs_norm else 0), np.float32)
+            self.own_parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
             self.all_parts = self.own_parts
             if ranks.size > 1:
                 self.all_parts = cp.zeros(self.own_parts.size, np.float32)
-                self.received = self.peers.allocate(self.shares.received_size() * self.precision.grad_bytes)
-                self.received = self.received.view(flat(self.grads).dtype)
+                received = self.peers.allocate(self.shares.received_size() * self.precision.grad_bytes)
+                self.received = received.view(self.received.dtype)
                 self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
                                          self.received)
         if makes_text(device):
@@ -270,8 +272,8 @@ class Trainer(Model):
         self.wait(self.finished[half])
         loss, norm, *z_scores = self.reports[half].item()
         seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
-        norm = norm if self.settings.needs_norm else None
-        return Update(loss, norm, seconds, reason_to_skip(self.settings, *z_scores))
+        return Update(loss, norm if self.settings.needs_norm else None, seconds,
+                      reason_to_skip(self.settings, *z_scores))
 
     def wait(self, event):
         """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
@@ -292,10 +294,10 @@ class Trainer(Model):
 
     def launch_step(self):
         """Launch all that the GPU does for one update."""
-        words, first_words = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # learning rate and inputs
-        self.copy_batch(0, first_words)
+        words = 1 + self.batch.inputs.size
+        self.copy_batch(0, words)  # learning rate and inputs
         with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
-            self.copy_batch(first_words, words)
+            self.copy_batch(words, self.batch.buffer.nbytes // 4)
         for i in range(self.settings.own_micro_steps):
             self.compute(i, batch_copied, functools.partial(self.weight_done, i) if self.messages else None,
                          self.fetch_weights if self.messages and i == 0 else None)
@@ -306,17 +308,16 @@ class Trainer(Model):
     def copy_batch(self, begin, end):
         """Copy words begin .. end - 1 from the current half of the pinned memory to self.batch, by a kernel, because a
         memcpy in a graph always has the same source."""
-        words = self.batch.buffer.nbytes // 4
         self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
-                           pointer(self.pinned), self.control, words, begin, end)
+                           pointer(self.pinned), self.control, self.batch.buffer.nbytes // 4, begin, end)
 
     def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
         """Run forward and backward on batch i of self.batch. In between, add up the previous batch's gradients, which
         the backward pass overwrites. batch_copied: an event, after which targets and sorted positions are on the GPU;
         weight_done, layer_begins: see GPT2.backward, GPT2.trunk."""
-        batch, N = self.batch, self.settings.B * self.settings.T
+        batch, B, T = self.batch, self.settings.B, self.settings.T
         number = i * self.ranks.size + self.ranks.rank  # among the update's micro-batches
-        acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
+        acts, scale = self.model.activations(B, T), 1.0 / (B * T * self.settings.micro_steps)
         with self.device.span(f"forward {i}"):
             self.model.trunk(acts, batch.inputs[i], layer_begins)
             self.device.wait(batch_copied)

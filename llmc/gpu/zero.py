@@ -2,11 +2,10 @@
 https://arxiv.org/abs/1910.02054).
 
 Each rank computes the gradients of its own micro-batches, and holds only its share of the optimizer state: moments,
-float32 weights and, with gradient accumulation, float32 sums of gradients. During each backward pass, every rank sends
-each other rank the part of its gradients that the other one owns, each matrix as soon as its gradient is computed. The
-owner adds them up in the order of the micro-batches, whichever ranks computed them, so that an update has the same bits
-on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a reduce-scatter. The new weights arrive before the next forward
-pass needs them.
+float32 weights and, with gradient accumulation, float32 sums of gradients. During each backward pass, it sends every
+other rank that one's part of each matrix's gradient, as soon as it is computed. The owner adds them up in the order of
+the micro-batches, whichever ranks computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This
+moves as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them.
 """
 
 import collections
@@ -146,16 +145,14 @@ class Messages:
                 continue
             gradients_sent, gradients_received, weights_sent, weights_received = small[key]
             for r, (begin, size) in enumerate(shares.parts(segment)):
-                theirs = slice(begin, begin + size)
                 if size:
-                    gradients_sent.append((r, grads[theirs]))
+                    gradients_sent.append((r, grads[begin : begin + size]))
                 if mine:
-                    at = mine.received + r * mine.size
-                    gradients_received.append((r, received[at : at + mine.size]))
+                    gradients_received.append((r, received[mine.received + r * mine.size :][: mine.size]))
                 if mine and r != rank:
                     weights_sent.append((r, params[mine.begin : mine.begin + mine.size]))
                 if size and r != rank:
-                    weights_received.append((r, params[theirs]))
+                    weights_received.append((r, params[begin : begin + size]))
         for key, (*gradients, sent, arriving) in small.items():
             self.gradient_sends[key].insert(0, functools.partial(peers.exchange, *gradients))
             # last, because it is a kernel, which would wait behind AdamW's blocks
