@@ -101,12 +101,12 @@ class CublasLt:
             self.set("MatmulDesc", description, TRANSB, np.int32(second))
             if bias is not None:
                 self.set("MatmulDesc", description, EPILOGUE, np.uint32(ADD_BIAS))
-            dtype, shapes = BFLOAT16 if self.precision.bf16 else FLOAT32, ((k, m) if first else (m, k),
-                                                                            (n, k) if second else (k, n))
-            plan = SimpleNamespace(description=description,
-                                   b=self.create("cublasLtMatrixLayoutCreate", dtype, *shapes[0], shapes[0][0]),
-                                   a=self.create("cublasLtMatrixLayoutCreate", dtype, *shapes[1], stride),
-                                   out=self.create("cublasLtMatrixLayoutCreate", to, m, n, m))
+            dtype = BFLOAT16 if self.precision.bf16 else FLOAT32
+            layouts = {"b": (dtype, k, m, k) if first else (dtype, m, k, m),  # dtype, rows, columns, stride
+                       "a": (dtype, n, k, stride) if second else (dtype, k, n, stride),
+                       "out": (to, m, n, m)}
+            plan = SimpleNamespace(description=description, **{
+                name: self.create("cublasLtMatrixLayoutCreate", *layout) for name, layout in layouts.items()})
             plan.proposal = self.propose(plan, aligned)
             self.plans[key] = plan
         return self.plans[key]

@@ -101,9 +101,6 @@ def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
                   pointer(drawn), pointer(logprobs), logits, len(drawn), early=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the decoder
-
 CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
                     ("top_p", "f4")])  # struct Control of step.cuh
 PROMPT_ROWS = 64  # tokens of prompts in one pass
@@ -235,9 +232,8 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     update = kernel_files(config, precision, gpu.arch, "cublaslt")["update"]
     device = Device(gpu, Cache(), [update, *decode_files(config, precision, geometry)], geometry)
     with device.stream:
-        exact = allocate(params.table, cp)
+        exact = on_gpu = allocate(params.table, cp)
         copy_to_gpu(exact.buffer, params.buffer)
-        on_gpu = exact
         if precision.bf16:
             on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
             round_weights(device, flat(on_gpu), flat(exact))

@@ -158,7 +158,7 @@ class Device:
         sm_90 on)."""
         shared = self.shared.get(name, 0) if shared is None else shared
         with self.observe(name, arguments):
-            converted = tuple(CONVERSIONS.get(type(argument), lambda same: same)(argument) for argument in arguments)
+            converted = tuple(map(convert, arguments))
             if early and capability(self.gpu.arch) >= 90 and not self.observer:
                 launch_early(self.functions[name], grid, block, converted, shared, self.stream)
             else:
@@ -227,11 +227,11 @@ class Device:
 
 def record_event(stream):
     """Record an event on a stream, and return it; if the stream is being captured, each replay records it."""
-    event = cp.cuda.Event()
-    if not stream.is_capturing():
+    event, external = cp.cuda.Event(), driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+    if stream.is_capturing():
+        check(driver.cuEventRecordWithFlags(event.ptr, stream.ptr, external))
+    else:
         event.record(stream)
-        return event
-    check(driver.cuEventRecordWithFlags(event.ptr, stream.ptr, driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL))
     return event
 
 
@@ -256,8 +256,15 @@ def encode_tensor_map(array, rows, columns):
     return np.void(np.array([int(word) for word in made.opaque], np.uint64).tobytes())
 
 
-CONVERSIONS = {type(None): lambda _: np.uint64(0), TensorMap: lambda made: made.opaque, int: np.int32, bool: np.int32,
-               float: np.float32}  # of a kernel's arguments, to what CuPy wants
+def convert(argument):
+    """A kernel's argument as CuPy wants it."""
+    if argument is None:
+        return np.uint64(0)
+    if isinstance(argument, TensorMap):
+        return argument.opaque
+    if type(argument) in (int, bool):  # not a subclass: np.float64 is a float, too
+        return np.int32(argument)
+    return np.float32(argument) if type(argument) is float else argument
 
 
 def launch_early(function, grid, block, arguments, shared, stream):
@@ -275,10 +282,6 @@ def launch_early(function, grid, block, arguments, shared, stream):
     attribute.value.programmaticStreamSerializationAllowed = 1
     config.attrs, config.numAttrs = [attribute], 1
     check(driver.cuLaunchKernelEx(config, function.kernel.ptr, addresses.ctypes.data, 0))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# between host and GPU
 
 
 def to_float32(array):

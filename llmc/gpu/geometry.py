@@ -1,5 +1,5 @@
-"""The files of kernels/ that a run compiles, and their launch geometry, as data: a layer's numbers go to the compiler as
--D constants of its .cu file, and its launches read the same numbers."""
+"""The files of kernels/ that a run compiles, and their launch geometry, as data: a layer's numbers go to the compiler
+as -D constants of its .cu file, and its launches read the same numbers."""
 
 from types import SimpleNamespace
 
@@ -150,7 +150,7 @@ def attention_hopper_geometry(HS):
     value or, in dkv, query and dout: of FORWARD_BOXES boxes each in the forward pass, else of one."""
     groups, box, forward_boxes, forward_stages, dquery_stages, dkv_stages = 2, 64 * HS * 2, 2, 4, 8, 8
     return {
-        "ATTENTION_GROUPS": groups, "ATTENTION_THREADS": (1 + groups) * WARPGROUP,  # one group loads, the others compute
+        "ATTENTION_GROUPS": groups, "ATTENTION_THREADS": (1 + groups) * WARPGROUP,  # and one group that loads
         "ATTENTION_FORWARD_ROWS": groups * ATTENTION_ROWS, "ATTENTION_BACKWARD_ROWS": groups * ATTENTION_ROWS,
         "ATTENTION_READ_ROWS": 64, "ATTENTION_WRITE_ROWS": 16,
         "ATTENTION_FORWARD_BOXES": forward_boxes, "ATTENTION_FORWARD_STAGES": forward_stages,

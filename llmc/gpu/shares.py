@@ -44,7 +44,9 @@ class Piece(NamedTuple):
 def cut(size, part, parts, llmc=False):
     """Where part number `part` of a segment begins: at a multiple of 8 elements, except for the end; in llm.c, at any
     element."""
-    return size * part // parts if llmc else size if part == parts else size // 8 * part // parts * 8
+    if llmc or part == parts:
+        return size * part // parts
+    return size // 8 * part // parts * 8
 
 
 class Shares:
@@ -132,7 +134,7 @@ class Shares:
         """Copy a rank's share out of a flat array on the host; on one rank, return the array itself."""
         if self.ranks == 1:
             return flat
-        return np.concatenate([flat[:0], *(flat[piece.begin : piece.begin + piece.size] for piece in self.pieces(rank))])
+        return np.concatenate([flat[:0], *(flat[at.begin : at.begin + at.size] for at in self.pieces(rank))])
 
 
 @dataclasses.dataclass

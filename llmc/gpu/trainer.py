@@ -102,8 +102,8 @@ def open_evaluator(architecture, gpu, config, params):
 
 
 class ForwardPasses:
-    """What a Trainer and an Evaluator share: forward passes over the host's batches. A subclass allocates params, batch,
-    model and loss (1,)."""
+    """What a Trainer and an Evaluator share: forward passes over the host's batches. They allocate params, batch, model
+    and loss (1,)."""
 
     grads = None
 
