@@ -53,7 +53,7 @@ def check_memory(architecture, config, settings, device):
         plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device)
         return sum(size for size, _ in plan)
 
-    free = free_memory()
+    free = cp.cuda.runtime.memGetInfo()[0] - RESERVE
     if needed() > free:
         batches = [B for B in range(1, min(settings.B, 1 << 16))  # smaller ones that -d allows
                    if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
@@ -66,8 +66,3 @@ def check_memory(architecture, config, settings, device):
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
                         f" {free + RESERVE >> 20} MiB are free; {hint}")
     return memory_plan(architecture, config, settings, device)
-
-
-def free_memory():
-    """Bytes of GPU memory that the plan may use."""
-    return cp.cuda.runtime.memGetInfo()[0] - RESERVE

@@ -337,18 +337,23 @@ class Trainer(ForwardPasses):
             self.global_norm("other layers")
 
     def send_gradients(self, key, computed=None):
-        """Send a matrix's gradients to the ranks that own them, and receive all ranks' gradients of this rank's part.
-        key: (name, layer) or REST; computed: an event to wait for first."""
-        with self.device.beside(self.device.comm) as self.gradients_arrived[key]:
-            self.device.wait(computed)
-            with self.device.span("gradients" if key == REST else f"gradients {key[1]} {key[0]}"):
-                self.messages.send_gradients(key, self.device.stream)
+        """Send and receive a matrix's gradients. key: (name, layer) or REST; computed: an event to wait for first."""
+        name = "gradients" if key == REST else f"gradients {key[1]} {key[0]}"
+        self.gradients_arrived[key] = self.send(self.messages.gradient_sends[key], name, computed)
 
     def send_weights(self, l):
-        """Send the weights that this rank has updated, and receive the others'. l: whose matrices; None: the rest."""
-        with self.device.beside(self.device.comm) as self.weights_arrived[l]:
-            with self.device.span("weights" if l is None else f"weights {l}"):
-                self.messages.send_weights(l, self.device.stream)
+        """Send and receive the weights that each rank has updated. l: whose matrices; None: the rest."""
+        name = "weights" if l is None else f"weights {l}"
+        self.weights_arrived[l] = self.send(self.messages.weight_sends[l], name)
+
+    def send(self, sends, name, computed=None):
+        """Returns an event. All messages are on one stream, because NCCL needs one order."""
+        with self.device.beside(self.device.comm) as done:
+            self.device.wait(computed)
+            with self.device.span(name):
+                for send in sends:
+                    send(self.device.stream)
+        return done
 
     def fetch_weights(self, l):
         """Before layer l: wait for its matrices, and have those of the next two layers on their way; the first layer's
@@ -379,8 +384,7 @@ class Trainer(ForwardPasses):
         self.device.wait(self.weights_arrived[None])
 
     def add_up_parts(self):
-        """self.all_parts = the sum over the ranks of self.own_parts; returns an event. Like all messages, it is on one
-        stream, because NCCL needs one order."""
+        """self.all_parts = the sum over the ranks of self.own_parts; returns an event."""
         with self.device.beside(self.device.comm) as done:
             self.peers.add_up(self.all_parts, self.own_parts, self.device.stream)
         return done

@@ -126,12 +126,13 @@ class Nccl:
 
 
 class Messages:
-    """What travels between ranks: gradients to their owners, new weights back. Each large tensor is sent by one
-    collective, the small ones by a group of point-to-point messages."""
+    """What travels between ranks, as lists of functions of a stream. gradient_sends[(name, layer) or REST] sends a
+    micro-batch's gradients to their owners, and receives all ranks' gradients of this rank's part; weight_sends[layer,
+    or None for the rest] sends this rank's new weights to all. Each large tensor is sent by one collective, the small
+    ones by a group of point-to-point messages."""
 
     def __init__(self, peers, shares, rank, params, grads, received):
         """peers: an Nccl; params, grads (parameters,), received (received_size,): on the GPU."""
-        # gradient_sends: (name, layer) or REST -> [function(stream)]; weight_sends: layer, or None for the rest -> same
         self.gradient_sends, self.weight_sends = collections.defaultdict(list), collections.defaultdict(list)
         owned = {piece.segment: piece for piece in shares.pieces(rank)}
         small = collections.defaultdict(lambda: ([], [], [], []))  # gradients sent, received, weights sent, received
@@ -157,13 +158,3 @@ class Messages:
             self.gradient_sends[key].insert(0, functools.partial(peers.exchange, *gradients))
             # last, because it is a kernel, which would wait behind AdamW's blocks
             self.weight_sends[key[1]].append(functools.partial(peers.exchange, sent, arriving))
-
-    def send_gradients(self, key, stream):
-        """Send a micro-batch's gradients, and receive all ranks' into `received`. key: (name, layer) or REST."""
-        for send in self.gradient_sends[key]:
-            send(stream)
-
-    def send_weights(self, layer, stream):
-        """Send this rank's weights, and receive the others' into params. layer: whose matrices; None: the rest."""
-        for send in self.weight_sends[layer]:
-            send(stream)
