@@ -1,6 +1,7 @@
 """Which rank owns which elements of the parameters, and the files in which each rank saves its share. Every rank owns a
 part of each layer's matrices, and of each run of adjacent other tensors, so that each transfer keeps all ranks busy."""
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -12,7 +13,6 @@ import numpy as np
 from llmc.checkpoint import Owned, check_state_size, is_ours, is_whole, rank_path, read_state_header
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, open_input, read_into
-from llmc.tensors import decay_spans
 
 PARTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
 CHUNK = 8192  # elements, at most
@@ -55,11 +55,12 @@ class Shares:
     def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
         """llmc: divide as llm.c does, which cuts every tensor layer by layer."""
         self.table, self.ranks, self.cut, self.segments = table, ranks, functools.partial(cut, llmc=llmc), []
-        self.decays, self.at_random, self.size = decay_spans(table, weight_decay, decay_all), [], 0
+        self.spans, self.size = [], 0  # (begin, weight decay, whether rounded at random), until the next one's begin
         for name, row in table.items():
             is_matrix = row.stacked and row.decays
-            if row.ones:
-                self.at_random.append((self.size, self.size + row.size))
+            treatment = weight_decay if decay_all or row.decays else 0.0, row.ones
+            if not self.spans or self.spans[-1][1:] != treatment:
+                self.spans.append((self.size, *treatment))
             count = row.shape[0] if is_matrix or row.stacked and llmc else 1
             for l in range(count):
                 segment = Segment(*((name, l) if is_matrix else REST), self.size, row.size // count)
@@ -109,17 +110,15 @@ class Shares:
         other layers' matrices; and how many chunks all ranks have. Sums over all parameters add up the chunks' in the
         order of `index`. received: where rank 0's gradients begin in the receive buffer; stride: from one rank's to the
         next's."""
-        groups, index = ([], [], []), 0
+        groups, index, starts = ([], [], []), 0, [start for start, _, _ in self.spans]
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
         for _, layer, begin, size in self.segments:
             chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
-            starts = itertools.chain((start for start, _, _ in self.decays), *self.at_random)
             edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
             edges |= {start for start in starts if begin < start < begin + size}
             piece = owned.get(begin)
             for edge, end in itertools.pairwise(sorted(edges)):
-                decay = next(decay for start, stop, decay in self.decays if start <= edge < stop)
-                at_random = any(start <= edge < stop for start, stop in self.at_random)
+                _, decay, at_random = self.spans[bisect.bisect(starts, edge) - 1]
                 for flat in range(edge, end, CHUNK):
                     count = min(CHUNK, end - flat)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
