@@ -33,20 +33,19 @@ import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 import train_gpt2
 from llmc.errors import UserError, run_main
 from llmc.files import locked
-from llmc.gpu.decoder import (Normed, decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project,
-                              decode_qkv)
+from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import describe_gpu, open_gpu
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
-from llmc.gpu.precision import Precision, describe_precision, resolve_dtype
+from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, resolve_dtype
 from llmc.gpu.ranks import check_alike, on_ranks
 from llmc.gpu.saver import TrainerSaver
 from llmc.gpu.trainer import open_trainer
@@ -127,14 +126,13 @@ def resolve_auto(settings, arch):
     """A copy of the settings with everything that is left to the GPU filled in; raises UserError for a dtype that it
     lacks and for flags that would have no effect."""
     settings = dataclasses.replace(settings)
-    has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
-    if settings.arch != "native" and not has_bfloat16:
+    if settings.arch != "native" and not has_bfloat16(arch):
         raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
     settings.dtype = resolve_dtype(settings.dtype, arch)
     if settings.dtype == "bfloat16" and not settings.tf32:
         raise UserError("--tf32 0: this run is in bfloat16, whose matmuls know no TF32: pass --dtype float32, too")
-    if not has_bfloat16:
-        settings.tf32 = 0  # which came with the same tensor cores
+    if not has_bfloat16(arch):
+        settings.tf32 = 0
     if settings.dtype == "float32":
         for name, default in (("master_weights", 1), ("stochastic_rounding", 0), ("float32_grads", 0)):
             if getattr(settings, name) != default:
@@ -371,7 +369,8 @@ def loss_mean(device, loss, losses, scale, N):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# text: what llmc/gpu/decoder.py's Decoder asks of GPT-2, beside its parameters and the table of its KV cache
+# text: what llmc/gpu/decoder.py's Decoder asks of GPT-2, beside its parameters and the table of its KV cache; launches
+# of kernels/decode/, in the order of step.cuh
 
 
 def decode_table(config, N, dtype):
@@ -386,6 +385,58 @@ def decode_table(config, N, dtype):
         "atty": Row((N, C), dtype),
         "fch_gelu": Row((N, 4 * C), dtype),
     }
+
+
+class Normed(NamedTuple):
+    """A matmul's input: the layernorm of the new residual stream, inp + branch_bias + parts of branches (.,N,C).
+    Kernels take the fields as arguments, in this order."""
+
+    residual: object
+    inp: object
+    branches: object
+    branch_bias: object
+    normed: object  # made by decode_layernorm; None: the matmul does it
+    weight: object
+    bias: object
+
+
+def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T):
+    """residual (B,T,C) = wte[tokens] + wpe, branches (4,B,T,C) = 0. tokens (B,T) int32; the first position is
+    control's, here and below."""
+    launch_decode(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, control, T)
+
+
+def decode_layernorm(device, x, parts, N):
+    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + x.branches (parts,N,C); x.normed (N,C) = its layernorm.
+    Returns the Normed for the next matmul, which does all this itself where N is small."""
+    if N <= device.geometry.DECODE_FEW:
+        return x._replace(normed=None)
+    launch_decode(device, "decode_layernorm", (N,), x.normed, x.residual, x.inp, x.branches, x.branch_bias, x.weight,
+                  x.bias, parts)
+    return x
+
+
+def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
+    """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
+    decode_matmul(device, "decode_qkv", (query, keys, values, *x, weight, bias, control, keys.shape[2], T), B * T,
+                  3 * C, normalizes=x.normed is None)
+
+
+def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
+    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. arrived: 0 before and after."""
+    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
+    launch_decode(device, "decode_attention", (NH, splits, B * T), atty, parts, arrived, query, keys, values, control,
+                  keys.shape[2], T)
+
+
+def decode_project(device, branches, inp, weight, N, C, IC):
+    """branches (IC/C,N,C) = inp (N,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes."""
+    decode_matmul(device, "decode_project", (branches, inp, weight), N, C, parts=IC // C)
+
+
+def decode_fc(device, fch_gelu, x, weight, bias, N, C):
+    """fch_gelu (N,4C) = GELU(x @ weight (4C,C)^T + bias)."""
+    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), N, 4 * C, normalizes=x.normed is None)
 
 
 def decode_layers(decoder, B, T):

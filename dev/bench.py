@@ -455,8 +455,8 @@ def bench_matmul(args):
     of parts of the inner dimension; the one that training takes is in bold. Operands are random, because zeros would be
     too fast. All take turns, so that a warmer GPU slows all alike: medians over CUDA events, without launch overhead.
     """
-    from llmc.gpu.device import cp, measure, open_gpu
-    from profile_gpu import describe, open_device
+    from llmc.gpu.device import cp, open_gpu
+    from profile_gpu import describe, measure, open_device
     from train_gpt2_cuda import GPT2 as GPT2_ON_GPU, CudaSettings, resolve_auto
 
     gpu, config = open_gpu(), config_of(args.model)

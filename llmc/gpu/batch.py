@@ -1,4 +1,4 @@
-"""A micro-batch as the GPU takes it: tokens, and their positions sorted by token."""
+"""A micro-batch on the GPU: tokens, and their positions sorted by token."""
 
 import numpy as np
 

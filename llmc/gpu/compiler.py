@@ -16,12 +16,26 @@ from typing import NamedTuple
 from llmc.errors import UserError
 from llmc.files import replacing
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the cache of compiled kernels
+KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "kernels")
+IMPORTING = threading.Lock()  # without it, a second thread can find cuda.core half imported
+
+
+def capability(arch):
+    """sm_90a -> 90, the compute capability 9.0."""
+    return int(arch[3:].rstrip("a"))
+
+
+class KernelFile(NamedTuple):
+    """A .cu file, and how it is compiled and loaded."""
+
+    name: str  # kernels/<name>.cu
+    kernels: tuple  # their names
+    constants: dict  # -D name=value
+    shared: dict = {}  # kernel -> bytes of a block's dynamic shared memory
 
 
 class Cache:
-    """A directory of files that can be made again, each with its digest in its name: a corrupt one counts as absent."""
+    """A directory of cubins, each with its digest in its name: a corrupt one is compiled again."""
 
     def __init__(self, path=None):
         root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -60,32 +74,11 @@ def digest(content):
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# compiling, which needs no GPU
-
-KERNEL_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "kernels")
-
-
-class KernelFile(NamedTuple):
-    """A .cu file, and how it is compiled and loaded."""
-
-    name: str  # kernels/<name>.cu
-    kernels: tuple  # their names
-    constants: dict  # -D name=value
-    shared: dict = {}  # kernel -> bytes of a block's dynamic shared memory
-
-
-IMPORTING = threading.Lock()  # without it, a second thread can find cuda.core half imported
-
-
 def compile_kernels(name, arch, constants):
     """kernels/<name>.cu -> the bytes of a cubin for `arch` (like sm_90a); raises UserError with the first error."""
-    path = os.path.join(KERNEL_DIRECTORY, f"{name}.cu")
-    try:
-        with open(path) as f:
-            source = f.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    path, instead = os.path.join(KERNEL_DIRECTORY, f"{name}.cu"), "or train on the CPU: python train_gpt2.py"
+    with open(path) as f:
+        source = f.read()
     try:
         with IMPORTING:  # here: slow to import, and not needed if the cache has all
             from cuda.core import Program, ProgramOptions
@@ -95,13 +88,13 @@ def compile_kernels(name, arch, constants):
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except ImportError as error:
         raise UserError(f"the Python package cuda.core cannot be imported ({error}): pip install -r"
-                        " requirements-gpu.txt; or train on the CPU: python train_gpt2.py") from None
+                        f" requirements-gpu.txt; {instead}") from None
     except Exception as error:  # cuda.core has an exception class for each way to fail
         lines = str(error).splitlines()
         for package, sign in (("nvidia-cuda-nvrtc", "libnvrtc"), ("nvidia-cuda-runtime", 'open source file "cuda_')):
             if sign in str(error):
                 raise UserError(f"the Python package {package} is missing, without which {path} does not compile: pip"
-                                " install -r requirements-gpu.txt; or train on the CPU: python train_gpt2.py") from None
+                                f" install -r requirements-gpu.txt; {instead}") from None
         errors = (line for line in lines if "error" in line and "NVRTC_ERROR" not in line)
         first = next(errors, lines[0] if lines else repr(error))
         raise UserError(f"{path} does not compile for {arch}: {first.strip()}") from None

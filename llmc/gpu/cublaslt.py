@@ -1,7 +1,5 @@
-"""cuBLASLt, NVIDIA's library of matmuls, through ctypes. Each matmul takes the first algorithm that cuBLASLt proposes.
-
-https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
-"""
+"""cuBLASLt, NVIDIA's library of matmuls, through ctypes: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api.
+Each matmul uses the first algorithm that cuBLASLt proposes."""
 
 import ctypes
 from types import SimpleNamespace
@@ -17,9 +15,8 @@ TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttribu
 MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK, MIN_ALIGNMENT_A_BYTES = 1, 3, 5  # cublasLtMatmulPreferenceAttributes_t
 ADD_BIAS, ADD_UP_IN_FLOAT32 = 4, 2  # cublasLtEpilogue_t; cublasLtReductionScheme_t
 PROPOSAL = np.dtype([("algorithm", "u8", 8), ("workspace", "u8"), ("state", "i4"), ("waves", "f4"), ("rest", "i4", 4)])
-# Tensor cores truncate each addend to the last bit of the sum. With 50304 TF32 products in one chain, as in the
-# gradient of lnf, the losses show it. So in the gradients of inputs, a chain has at most LONGEST_CHAIN products, if K
-# can be halved that often, and chains are added up in float32: dev/matmul.md.
+# Tensor cores truncate each addend to the last bit of the sum, which the losses show with 50304 TF32 products in a
+# chain, as in the gradient of lnf. So gradients of inputs are added up in float32 from shorter chains: dev/matmul.md.
 LONGEST_CHAIN = 6400
 
 POINTER, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
@@ -39,7 +36,6 @@ def load_library():
     """The library's functions, with their signatures; raises UserError if it is not installed."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
-
         library = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(f"cuBLASLt cannot be loaded ({str(error).splitlines()[0]}): pip install"
@@ -82,11 +78,9 @@ class CublasLt:
 
     def multiply_in_chains(self, out, a, b, scale=1.0):
         """out (M,N) = scale * a (M,K) @ b (K,N), with at most LONGEST_CHAIN TF32 products in one sum, if K allows."""
-        K, parts = b.shape[0], 1
-        limited = self.precision.matmul == "tf32"
-        while limited and K > parts * LONGEST_CHAIN and K % (8 * parts) == 0:  # rows of a part: multiples of 16 bytes
-            parts *= 2
-        length = K // parts
+        K = length = b.shape[0]
+        while self.precision.matmul == "tf32" and length > LONGEST_CHAIN and length % 8 == 0:  # parts: of 16-byte rows
+            length //= 2
         for begin in range(0, K, length):
             part = slice(begin, begin + length)
             self.multiply(out, a[:, part], b[part], accumulate=begin > 0, scale=scale)
@@ -107,12 +101,12 @@ class CublasLt:
             self.set("MatmulDesc", description, TRANSB, np.int32(second))
             if bias is not None:
                 self.set("MatmulDesc", description, EPILOGUE, np.uint32(ADD_BIAS))
-            dtype, shapes = BFLOAT16 if self.precision.bf16 else FLOAT32, ((k, m) if first else (m, k),
-                                                                            (n, k) if second else (k, n))
-            plan = SimpleNamespace(description=description,
-                                   b=self.create("cublasLtMatrixLayoutCreate", dtype, *shapes[0], shapes[0][0]),
-                                   a=self.create("cublasLtMatrixLayoutCreate", dtype, *shapes[1], stride),
-                                   out=self.create("cublasLtMatrixLayoutCreate", to, m, n, m))
+            dtype = BFLOAT16 if self.precision.bf16 else FLOAT32
+            layouts = {"b": (dtype, k, m, k) if first else (dtype, m, k, m),  # dtype, rows, columns, stride
+                       "a": (dtype, n, k, stride) if second else (dtype, k, n, stride),
+                       "out": (to, m, n, m)}
+            plan = SimpleNamespace(description=description, **{
+                name: self.create("cublasLtMatrixLayoutCreate", *layout) for name, layout in layouts.items()})
             plan.proposal = self.propose(plan, aligned)
             self.plans[key] = plan
         return self.plans[key]

@@ -5,13 +5,12 @@ Nothing here knows an architecture. An architecture is a class like GPT2 of trai
     cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NH,T,HS)
     decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
     decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
-                                        input, a Normed, and its weight (Vp,C)
+                                        input, its first arguments, as a tuple with `normed`, and its weight (Vp,C)
 
-and here are the launches of kernels/decode/, in the order of step.cuh, with their geometry.
+The page has the launches of its layers, too, which use decode_matmul and launch_decode.
 """
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +22,6 @@ from llmc.gpu.matmul import ALIGN
 from llmc.gpu.precision import Precision, resolve_dtype, round_weights
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
 
-# ----------------------------------------------------------------------------------------------------------------------
-# launches of kernels/decode/, and their geometry
-
 DECODE = {  # file -> its kernels
     "decode/layers": ("decode_embed", "decode_layernorm"),
     "decode/matmul": ("decode_qkv", "decode_project", "decode_fc", "decode_logits"),
@@ -36,11 +32,10 @@ DECODE = {  # file -> its kernels
 
 def decode_files(config, precision, geometry):
     """The KernelFiles of text generation. geometry: with decode_geometry's numbers."""
-    numbers = {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
-    constants = model_constants(config, precision) | numbers
-    return [KernelFile(name, kernels, constants,
-                       dict.fromkeys(kernels, geometry.DECODE_SHARED) if name == "decode/matmul" else {})
-            for name, kernels in DECODE.items()]
+    constants = model_constants(config, precision)
+    constants |= {name: value for name, value in vars(geometry).items() if name.startswith("DECODE_")}
+    shared = {"decode/matmul": dict.fromkeys(DECODE["decode/matmul"], geometry.DECODE_SHARED)}
+    return [KernelFile(name, kernels, constants, shared.get(name, {})) for name, kernels in DECODE.items()]
 
 
 def decode_geometry(config, precision, shared):
@@ -76,64 +71,13 @@ def decode_shared(geometry, stages, N, normalizes):
     return stages * g.DECODE_ROWS * g.DECODE_ROW_BYTES + sums + normalizes * N * g.DECODE_ROW_BYTES
 
 
-class Normed(NamedTuple):
-    """A matmul's input: the layernorm of the new residual stream, inp + branch_bias + parts of branches (.,N,C).
-    Kernels take the fields as arguments, in this order."""
-
-    residual: object
-    inp: object
-    branches: object
-    branch_bias: object
-    normed: object  # made by decode_layernorm; None: the matmul does it
-    weight: object
-    bias: object
-
-
-def launch(device, name, grid, *arguments, shared=None):
+def launch_decode(device, name, grid, *arguments, shared=None):
+    """Launch a kernel of kernels/decode/ that uses programmatic dependent launch."""
     device.launch(name, grid, (WARP * device.geometry.DECODE_WARPS,), *arguments, shared=shared, early=True)
 
 
-def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T):
-    """residual (B,T,C) = wte[tokens] + wpe, branches (4,B,T,C) = 0. tokens (B,T) int32; the first position is
-    control's, here and below."""
-    launch(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, control, T)
-
-
-def decode_layernorm(device, x, parts, N):
-    """x.residual (N,C) = x.inp (N,C) + x.branch_bias (C,) + x.branches (parts,N,C); x.normed (N,C) = its layernorm.
-    Returns the Normed for the matmul that follows, which does all this itself where N is small."""
-    if N <= device.geometry.DECODE_FEW:
-        return x._replace(normed=None)
-    launch(device, "decode_layernorm", (N,), x.normed, x.residual, x.inp, x.branches, x.branch_bias, x.weight, x.bias,
-           parts)
-    return x
-
-
-def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
-    """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
-    arguments = query, keys, values, *x, weight, bias, control, keys.shape[2], T
-    decode_matmul(device, "decode_qkv", arguments, B * T, 3 * C, normalizes=x.normed is None)
-
-
-def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
-    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. arrived: 0 before and after."""
-    splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
-    launch(device, "decode_attention", (NH, splits, B * T), atty, parts, arrived, query, keys, values, control,
-           keys.shape[2], T)
-
-
-def decode_project(device, branches, inp, weight, N, C, IC):
-    """branches (IC/C,N,C) = inp (N,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes."""
-    decode_matmul(device, "decode_project", (branches, inp, weight), N, C, parts=IC // C)
-
-
-def decode_fc(device, fch_gelu, x, weight, bias, N, C):
-    """fch_gelu (N,4C) = GELU(x @ weight (4C,C)^T + bias)."""
-    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), N, 4 * C, normalizes=x.normed is None)
-
-
 def decode_logits(device, logits, x, weight, B, Vp):
-    """logits (B,Vp) = x @ weight (Vp,C)^T."""
+    """logits (B,Vp) = x @ weight (Vp,C)^T. x: what decode_layers has returned."""
     decode_matmul(device, "decode_logits", (logits, *x, weight), B, Vp, normalizes=x.normed is None)
 
 
@@ -147,7 +91,7 @@ def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
     if groups > 1:
         grid = blocks(tiles, blocks(tiles, grid))  # equally many tiles each: fewer blocks, which read x less often
     stages = max(n for n in shared if n == 1 or n <= blocks(tiles, grid) and resident[n] == resident[1])
-    launch(device, name, (groups, grid, parts), *arguments, N, stages, shared=shared[stages])
+    launch_decode(device, name, (groups, grid, parts), *arguments, N, stages, shared=shared[stages])
 
 
 def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
@@ -156,9 +100,6 @@ def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
     device.launch("decode_sample", (B,), (device.geometry.DECODE_SAMPLE_THREADS,), tokens, randoms, control,
                   pointer(drawn), pointer(logprobs), logits, len(drawn), early=True)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the decoder
 
 CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
                     ("top_p", "f4")])  # struct Control of step.cuh
@@ -229,12 +170,10 @@ class Decoder:
 
     def set(self, **values):
         """Set fields of `control`."""
-        control = np.zeros(1, CONTROL)
         with self.device.stream:
             for name, value in values.items():
-                control[name] = value
                 kind, at = CONTROL.fields[name]
-                copy_to_gpu(self.acts.control[at : at + kind.itemsize], control[name])
+                copy_to_gpu(self.acts.control[at : at + kind.itemsize], np.array([value], kind))
 
     def read(self, tokens):
         """Prefill: all sequences continue from tokens (B, P), or (1, P) where they have the same ones. The last token
@@ -255,14 +194,15 @@ class Decoder:
             copy_to_gpu(self.acts.tokens[: self.B], np.ascontiguousarray(np.broadcast_to(tokens[:, -1], self.B)))
 
     def step(self, turn):
-        """Launch the step that draws each sequence's next token, for the host in row `turn`."""
+        """Launch the step that draws each sequence's next token, for the host in row `turn`. The first step loads all
+        kernels, then it is captured."""
         stream = self.device.stream
         if self.graph:
             self.graph.launch(stream)
+            self.done[turn].record(stream)
         else:
             self.launch_step()
-        self.done[turn].record(stream)
-        if not self.graph:  # after the first step, which has loaded all kernels
+            self.done[turn].record(stream)
             stream.begin_capture()
             self.launch_step()
             self.graph = stream.end_capture()
@@ -283,8 +223,8 @@ def share_first(tensor, stream):
 
 
 def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
-    """A Decoder on this GPU for a model on the host. Raises UserError for a model that the kernels, or this GPU, have
-    no room for, MemoryError when there is too little memory."""
+    """A Decoder on this GPU for a model on the host. Raises UserError for a model that is too large for the kernels or
+    this GPU."""
     check_sizes(config)
     precision = Precision(resolve_dtype(dtype, gpu.arch), tf32=0)
     geometry = launch_geometry(config, precision, gpu.arch)
@@ -292,9 +232,8 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     update = kernel_files(config, precision, gpu.arch, "cublaslt")["update"]
     device = Device(gpu, Cache(), [update, *decode_files(config, precision, geometry)], geometry)
     with device.stream:
-        exact = allocate(params.table, cp)
+        exact = on_gpu = allocate(params.table, cp)
         copy_to_gpu(exact.buffer, params.buffer)
-        on_gpu = exact
         if precision.bf16:
             on_gpu = allocate(architecture.parameter_table(config, precision.dtype), cp)
             round_weights(device, flat(on_gpu), flat(exact))

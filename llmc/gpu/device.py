@@ -1,24 +1,20 @@
-"""The GPU: opening it, loading and launching kernels, streams, TMA's tensor maps, copies, timing.
-
-Nothing here knows a layer: the caller says which files to compile with which constants, and launches kernels by name.
-"""
+"""The GPU: opening it, loading and launching kernels by name, streams, TMA's tensor maps, copies. Nothing here knows a
+layer."""
 
 import contextlib
 import importlib.util
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from llmc.gpu.compiler import prepare_kernels
 from llmc.errors import UserError, run_main
+from llmc.gpu.compiler import capability, prepare_kernels
 from llmc.tensors import bf16_to_float32
 
-# When imported, CuPy makes a directory for its own kernels in $HOME, which may not be writable. Training uses none of
-# these kernels.
+# When imported, CuPy makes a directory in $HOME, which may not be writable, for kernels of its own that we do not use.
 os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")
 os.environ.setdefault("CUPY_CACHE_DIR", tempfile.gettempdir())
 
@@ -58,21 +54,18 @@ def count_gpus():
             what = f"CuPy, or a package beside it, cannot ({reason})"
         raise UserError(f"{what} be imported: pip install -r requirements-gpu.txt; {INSTEAD}")
     try:
-        count = cp.cuda.runtime.getDeviceCount()
+        count, reason = cp.cuda.runtime.getDeviceCount(), "none is visible"
     except cp.cuda.runtime.CUDARuntimeError as error:
-        raise UserError(f"no usable NVIDIA GPU ({str(error).split(': ')[-1]}): nvidia-smi should list one, with a"
-                        f" driver of 580 or newer; {INSTEAD}") from None
+        count, reason = 0, str(error).split(": ")[-1]
     if count == 0:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        raise UserError(f"no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES={visible}); {INSTEAD}")
+        raise UserError(f"no usable NVIDIA GPU ({reason}): nvidia-smi should list one, with a driver of 580 or newer;"
+                        f" {INSTEAD}")
     return count
 
 
 def open_gpu(arch="native", local_rank=0):
-    """Return the GPU for process number local_rank of this machine, and make it the current one.
-
-    arch "sm_80": without the instructions that only its own generation has. Raises UserError that says what is missing.
-    """
+    """Return the GPU for process number local_rank of this machine, and make it the current one. arch "sm_80": without
+    the instructions that only its own generation has. Raises UserError that says what is missing."""
     count = count_gpus()
     if local_rank and count > 1:  # if one GPU is visible, the launcher chose it for this process
         if local_rank >= count:
@@ -80,17 +73,16 @@ def open_gpu(arch="native", local_rank=0):
                             f" each GPU: --gpus {count}")
         cp.cuda.Device(local_rank).use()
     properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
-    name, capability = properties["name"].decode(), (properties["major"], properties["minor"])
-    if capability < (7, 5):
-        raise UserError(f"{name} has compute capability {capability[0]}.{capability[1]}, expected 7.5 or newer;"
-                        f" {INSTEAD}")
+    name, major, minor = properties["name"].decode(), properties["major"], properties["minor"]
+    if (major, minor) < (7, 5):
+        raise UserError(f"{name} has compute capability {major}.{minor}, expected 7.5 or newer; {INSTEAD}")
     try:
         cp.cuda.runtime.memGetInfo()  # creates the context
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise UserError(f"{name}: {str(error).split(': ')[-1]}: does another process hold its memory? See nvidia-smi;"
                         f" {INSTEAD}") from None
-    native = arch_name(*capability)
-    return GPU(name, native if arch == "native" else native.rstrip("a"), properties["multiProcessorCount"],
+    suffix = "a" if major >= 9 and arch == "native" else ""  # instructions of this generation alone: wgmma on Hopper
+    return GPU(name, f"sm_{major}{minor}{suffix}", properties["multiProcessorCount"],
                properties["sharedMemPerBlockOptin"])
 
 
@@ -116,11 +108,6 @@ def describe_gpu(gpu, count=1):
     return f"{f'{count} x ' if count > 1 else ''}{gpu.name}, {gpu.arch}, CUDA {driver // 1000}.{driver % 1000 // 10}"
 
 
-def arch_name(major, minor):
-    """The compiler's name for a GPU; the suffix "a" enables instructions of this generation only (wgmma on Hopper)."""
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-
-
 @contextlib.contextmanager
 def gpu_errors_as_lines():
     """Context manager for a program's main(): turns errors of CUDA and its libraries into UserError."""
@@ -136,9 +123,8 @@ def gpu_errors_as_lines():
 # launching
 
 
-@dataclass(frozen=True)
-class TensorMap:
-    """What TMA needs to copy boxes of an array; passed to kernels as an argument."""
+class TensorMap(NamedTuple):
+    """What TMA needs to copy boxes of an array: an argument of kernels."""
 
     array: object
     opaque: object
@@ -153,9 +139,7 @@ class Device:
         self.gpu, self.sm_count, self.geometry = gpu, gpu.sm_count, geometry
         self.main, self.side, self.comm = (cp.cuda.Stream(non_blocking=True) for _ in range(3))
         self.stream = self.main  # where launches go
-        self.observer = None  # observer(name, arguments) returns a context manager for each launch
-        self.launches_early = int(gpu.arch[3:].rstrip("a")) >= 90
-        self.one_stream = False  # True: work for other streams stays on the main one, to be timed alone
+        self.observer = None  # observer(name, arguments) returns a context manager for each launch, all on one stream
         self.spans = None  # or a list of (name, stream's name, event before, event after): see `span`
         self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
         paths, self.compiled = prepare_kernels(cache, gpu.arch, files)
@@ -170,12 +154,12 @@ class Device:
     def launch(self, name, grid, block, *arguments, shared=None, early=False):
         """Launch a kernel on the current stream. Python ints are passed as int, floats as float, arrays as pointers,
         None as a null pointer. shared: bytes of dynamic shared memory, if not those of its KernelFile. early: it may
-        begin before the previous kernel ends, and itself waits for the results of that one (programmatic dependent
-        launch, from sm_90 on)."""
+        begin before the previous kernel ends, whose results it waits for itself (programmatic dependent launch, from
+        sm_90 on)."""
         shared = self.shared.get(name, 0) if shared is None else shared
         with self.observe(name, arguments):
-            converted = tuple(convert(argument) for argument in arguments)
-            if early and self.launches_early and not self.observer:
+            converted = tuple(map(convert, arguments))
+            if early and capability(self.gpu.arch) >= 90 and not self.observer:
                 launch_early(self.functions[name], grid, block, converted, shared, self.stream)
             else:
                 self.functions[name](grid, block, converted, shared_mem=shared, stream=self.stream)
@@ -185,17 +169,13 @@ class Device:
         return self.observer(name, arguments) if self.observer else contextlib.nullcontext()
 
     def on_side_stream(self):
-        """Context manager: what is launched inside it overlaps with what the main stream does from here on. Yields an
-        event for `wait`."""
         return self.beside(self.side)
-
-    def on_comm_stream(self):
-        """The same, for messages between GPUs."""
-        return self.beside(self.comm)
 
     @contextlib.contextmanager
     def beside(self, stream):
-        if self.one_stream or self.observer:
+        """Context manager: launches inside it are on this stream, and overlap with what the main stream does from here
+        on. Yields an event for `wait`."""
+        if self.observer:
             yield None
             return
         before, after = cp.cuda.Event(disable_timing=True), cp.cuda.Event(disable_timing=True)
@@ -210,18 +190,16 @@ class Device:
 
     @contextlib.contextmanager
     def span(self, name):
-        """Context manager: if self.spans is a list, record when what is launched inside begins and ends, in each replay
-        of a graph, too."""
-        if self.spans is None:
-            yield
-            return
-        stream = next(name for name in ("main", "side", "comm") if getattr(self, name) is self.stream)
-        before = record_event(self.stream)
+        """Context manager: if self.spans is a list, note when launches inside it begin and end, also in each replay of
+        a graph."""
+        before = None if self.spans is None else record_event(self.stream)
         yield
-        self.spans.append((name, stream, before, record_event(self.stream)))
+        if before:
+            stream = next(name for name in ("main", "side", "comm") if getattr(self, name) is self.stream)
+            self.spans.append((name, stream, before, record_event(self.stream)))
 
     def wait(self, event):
-        """Make the current stream wait for another stream's event; None: nothing to wait for."""
+        """Make the current stream wait for another stream's event, unless it is None."""
         if event is not None:
             self.stream.wait_event(event)
 
@@ -238,11 +216,9 @@ class Device:
         return self.uploads[key]
 
     def tensor_map(self, array, rows, columns):
-        """Return a TensorMap for boxes of (rows, columns) of a bfloat16 or float32 array (B,T,C) or (T,C).
-
-        A row of a box is 64 or 128 bytes. Its 16-byte units are permuted ("swizzled"), so that those of a column lie in
-        different banks of shared memory.
-        """
+        """Return a TensorMap for boxes of (rows, columns) of a bfloat16 or float32 array (B,T,C) or (T,C). A row of a
+        box is 64 or 128 bytes, in 16-byte units that are permuted ("swizzled"): those of a column lie in different
+        banks of shared memory."""
         key = array.data.ptr, array.shape, array.dtype, rows, columns
         if key not in self.maps:
             self.maps[key] = TensorMap(array, encode_tensor_map(array, rows, columns))
@@ -251,31 +227,32 @@ class Device:
 
 def record_event(stream):
     """Record an event on a stream, and return it; if the stream is being captured, each replay records it."""
-    event = cp.cuda.Event()
-    if not stream.is_capturing():
+    event, external = cp.cuda.Event(), driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+    if stream.is_capturing():
+        check(driver.cuEventRecordWithFlags(event.ptr, stream.ptr, external))
+    else:
         event.record(stream)
-        return event
-    error, = driver.cuEventRecordWithFlags(event.ptr, stream.ptr,
-                                           driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuEventRecordWithFlags: {error}")
     return event
+
+
+def check(answer):
+    """What a function of the driver returns, less its status, which must be success."""
+    if answer[0] != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"the CUDA driver failed: {answer[0]}")
+    return answer[1:]
 
 
 def encode_tensor_map(array, rows, columns):
     B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
-    kinds, row = driver.CUtensorMapDataType, array.itemsize * C
-    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if array.itemsize == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-    swizzle = {64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-               128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B}[columns * array.itemsize]
+    row, dtype = array.itemsize * C, "BFLOAT16" if array.itemsize == 2 else "FLOAT32"
+    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
+    swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{columns * array.itemsize}B")
     sizes = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]  # and strides in bytes
     boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, 1), (1, 1, 1))]
-    error, made = driver.cuTensorMapEncodeTiled(
+    made, = check(driver.cuTensorMapEncodeTiled(
         kind, 3, array.data.ptr, *sizes, *boxes, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuTensorMapEncodeTiled of {array.shape}: {error}")
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
     return np.void(np.array([int(word) for word in made.opaque], np.uint64).tobytes())
 
 
@@ -304,21 +281,13 @@ def launch_early(function, grid, block, arguments, shared, stream):
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config.attrs, config.numAttrs = [attribute], 1
-    error, = driver.cuLaunchKernelEx(config, function.kernel.ptr, addresses.ctypes.data, 0)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuLaunchKernelEx: {error}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# between host and GPU
+    check(driver.cuLaunchKernelEx(config, function.kernel.ptr, addresses.ctypes.data, 0))
 
 
 def to_float32(array):
     """Copy an array from the GPU to the host; bfloat16 bits and float16 become float32."""
     array = array.get()
-    if array.dtype == np.float16:
-        return array.astype(np.float32)
-    return bf16_to_float32(array) if array.dtype == np.uint16 else array
+    return bf16_to_float32(array) if array.dtype == np.uint16 else array.astype(np.float32, copy=False)
 
 
 def copy_to_gpu(target, source):
@@ -335,26 +304,6 @@ def pinned_array(size):
 def pointer(array):
     """The address of a pinned array, as a kernel's argument."""
     return np.uint64(array.ctypes.data)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# timing
-
-HOLD = 100  # microseconds for which the kernel `hold` keeps the GPU busy, while Python launches what is timed
-
-
-def measure(device, call, repeats=5):
-    """Median seconds of call() on the GPU, after one warm-up call; launch time counts only beyond HOLD."""
-    times = []
-    for _ in range(repeats + 1):
-        start, end = cp.cuda.Event(), cp.cuda.Event()
-        device.functions["hold"]((1,), (1,), (np.int32(HOLD),), stream=device.stream)
-        start.record(device.stream)
-        call()
-        end.record(device.stream)
-        end.synchronize()
-        times.append(cp.cuda.get_elapsed_time(start, end) / 1000)
-    return sorted(times[1:])[repeats // 2]
 
 
 if __name__ == "__main__":  # python -m llmc.gpu.device, for make and scripts/: the GPU's name, or why there is none

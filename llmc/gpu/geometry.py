@@ -1,12 +1,9 @@
-"""The files of kernels/ that a run compiles, and their launch geometry: what a kernel and its launch must agree on.
-
-All of it is plain data. A layer's numbers go to the compiler as -D constants of its .cu file, which repeats none of
-them, and the launches read the same numbers.
-"""
+"""The files of kernels/ that a run compiles, and their launch geometry, as data: a layer's numbers go to the compiler
+as -D constants of its .cu file, and its launches read the same numbers."""
 
 from types import SimpleNamespace
 
-from llmc.gpu.compiler import KernelFile
+from llmc.gpu.compiler import KernelFile, capability
 from llmc.errors import UserError
 from llmc.gpu.cublaslt import LONGEST_CHAIN
 from llmc.gpu.shares import CHUNK
@@ -70,11 +67,11 @@ def kernel_files(config, precision, arch, matmul="kernels"):
         names["attention"] = "hopper/attention"
     if "matmul" in names and hopper_matmul(precision, arch):
         names["matmul"] = "hopper/matmul"
-    files, geometry = {}, layer_geometry(config, precision, arch)
+    files, constants, geometry = {}, model_constants(config, precision), layer_geometry(config, precision, arch)
     for layer, name in names.items():
         kernels = KERNELS[layer] + (MATMUL_NARROW if name == "hopper/matmul" else ())
-        constants = {**model_constants(config, precision), **geometry[layer]}
-        files[layer] = KernelFile(name, kernels, constants, shared_memory(layer, kernels, geometry[layer]))
+        shared = shared_memory(layer, kernels, geometry[layer])
+        files[layer] = KernelFile(name, kernels, constants | geometry[layer], shared)
     return files
 
 
@@ -87,15 +84,10 @@ def model_constants(config, precision):
 def shared_memory(layer, kernels, geometry):
     """kernel -> bytes of dynamic shared memory of a block, for kernels that use it."""
     if layer == "attention":
-        parts = "FORWARD", "DQUERY", "DKV"
-        return {kernel: geometry[f"ATTENTION_{part}_SHARED"] for kernel, part in zip(kernels, parts)}
+        return dict(zip(kernels, (geometry[f"ATTENTION_{part}_SHARED"] for part in ("FORWARD", "DQUERY", "DKV"))))
     if layer == "layernorm":
         return {"layernorm_backward": geometry["LAYERNORM_SHARED"]}
     return {kernel: geometry[f"{layer.upper()}_SHARED"] for kernel in kernels if layer in ("matmul", "classifier")}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# launch geometry
 
 
 def launch_geometry(config, precision, arch):
@@ -125,7 +117,7 @@ def layernorm_geometry(config, precision, arch):
     multiprocessor in the backward pass. AHEAD: that pass copies the next row of dout, inp and dinp to shared memory
     while it works on the current one, on GPUs with room for two such blocks; not in float32, too large for some GPUs.
     """
-    C, number = config.C, int(arch[3:].rstrip("a"))
+    C, number = config.C, capability(arch)
     row_warps = 1 if C <= 768 else 2 if C <= 1536 else 4 if C <= 3072 else 8
     rows, ahead = THREADS // WARP // row_warps, precision.bf16 and number not in (86, 89) and number < 120
     return {"LAYERNORM_THREADS": THREADS, "LAYERNORM_ROW_WARPS": row_warps, "LAYERNORM_ROWS": rows,
@@ -146,12 +138,9 @@ def attention_geometry(config, precision, arch):
     two_tiles = small and (precision.bf16 or precision.tf32)  # of 16 rows, for each warp, if registers allow
     return {
         "ATTENTION_THREADS": 128,
-        "ATTENTION_FORWARD_ROWS": 128 if two_tiles else 64,
-        "ATTENTION_BACKWARD_ROWS": ATTENTION_ROWS,
-        "ATTENTION_PASSING": passing,
-        "ATTENTION_DKV_PASSING": dkv_passing,
-        "ATTENTION_FORWARD_SHARED": passing * row,
-        "ATTENTION_DQUERY_SHARED": passing * row,
+        "ATTENTION_FORWARD_ROWS": 128 if two_tiles else 64, "ATTENTION_BACKWARD_ROWS": ATTENTION_ROWS,
+        "ATTENTION_PASSING": passing, "ATTENTION_DKV_PASSING": dkv_passing,
+        "ATTENTION_FORWARD_SHARED": passing * row, "ATTENTION_DQUERY_SHARED": passing * row,
         "ATTENTION_DKV_SHARED": dkv_passing * (row + 4 * 4),  # and lse and D, double-buffered
     }
 
@@ -161,16 +150,11 @@ def attention_hopper_geometry(HS):
     value or, in dkv, query and dout: of FORWARD_BOXES boxes each in the forward pass, else of one."""
     groups, box, forward_boxes, forward_stages, dquery_stages, dkv_stages = 2, 64 * HS * 2, 2, 4, 8, 8
     return {
-        "ATTENTION_GROUPS": groups,  # that compute, beside one that loads
-        "ATTENTION_THREADS": (1 + groups) * WARPGROUP,
-        "ATTENTION_FORWARD_ROWS": groups * ATTENTION_ROWS,
-        "ATTENTION_BACKWARD_ROWS": groups * ATTENTION_ROWS,
-        "ATTENTION_READ_ROWS": 64,
-        "ATTENTION_WRITE_ROWS": 16,
-        "ATTENTION_FORWARD_BOXES": forward_boxes,
-        "ATTENTION_FORWARD_STAGES": forward_stages,
-        "ATTENTION_DQUERY_STAGES": dquery_stages,
-        "ATTENTION_DKV_STAGES": dkv_stages,
+        "ATTENTION_GROUPS": groups, "ATTENTION_THREADS": (1 + groups) * WARPGROUP,  # and one group that loads
+        "ATTENTION_FORWARD_ROWS": groups * ATTENTION_ROWS, "ATTENTION_BACKWARD_ROWS": groups * ATTENTION_ROWS,
+        "ATTENTION_READ_ROWS": 64, "ATTENTION_WRITE_ROWS": 16,
+        "ATTENTION_FORWARD_BOXES": forward_boxes, "ATTENTION_FORWARD_STAGES": forward_stages,
+        "ATTENTION_DQUERY_STAGES": dquery_stages, "ATTENTION_DKV_STAGES": dkv_stages,
         "ATTENTION_FORWARD_SHARED": (2 * groups + 2 * forward_stages * forward_boxes) * box + 1024,
         "ATTENTION_DQUERY_SHARED": (4 * groups + 2 * dquery_stages) * box + 1024,
         "ATTENTION_DKV_SHARED": (4 * groups + 2 * dkv_stages) * box + 1024,
@@ -179,8 +163,7 @@ def attention_hopper_geometry(HS):
 
 def matmul_geometry(precision, arch):
     """BM, BN: rows and columns of an output tile. BK: a step along the inner dimension, 64 bytes, or 128 on Hopper.
-    There, tiles of the forward pass may also be NARROW_BN columns wide. STRIP: columns
-    that TMA writes at once."""
+    There, tiles of the forward pass may also be NARROW_BN columns wide. STRIP: columns that TMA writes at once."""
     if hopper_matmul(precision, arch):
         stages, BM, BN, BK, strip = 4, MATMUL_ROWS, 192, 64, 64
         return {

@@ -9,34 +9,20 @@ from llmc.gpu.precision import describe_precision
 from llmc.progress import LlmcLines, print_table
 from llmc.tensors import flat
 
-def flops_per_token(parameters, config, T):
-    """Floating-point operations per token of training, as llm.c counts them: 6 N + 6 L C T.
 
-    6 N: a multiplication and an addition for each of N parameters, in three matmuls: the output and the gradients of
-    input and weight (wpe, which is only looked up, is 0.6 percent of GPT-2 124M). 6 L C T: the two matmuls of causal
-    attention, over T / 2 positions on average. Scaling Laws for Neural Language Models, Kaplan et al. 2020,
-    https://arxiv.org/abs/2001.08361
-    """
+def flops_per_token(parameters, config, T):
+    """Floating-point operations per token of training, as llm.c counts them: 6 N, a multiplication and an addition for
+    each of N parameters in three matmuls (output, gradients of input and weight); 6 L C T, the two matmuls of causal
+    attention, over T / 2 positions on average. Kaplan et al. 2020, https://arxiv.org/abs/2001.08361"""
     return 6 * parameters + 6 * config.L * config.C * T
 
 
 PEAKS = {  # CUDA's name -> dense TFLOP/s with float32 accumulation, (bf16, TF32): NVIDIA's data sheets, whitepapers
-    r"B200": (2250, 1125),
-    r"H[12]00 NVL": (835.5, 417.5),
-    r"G?H200.*|H100 .*HBM3": (989.4, 494.7),
-    r"H100 PCIe": (756, 378),
-    r"A100.*": (312, 156),
-    r"A30": (165, 82),
-    r"A40": (149.7, 74.8),
-    r"A10": (125, 62.5),
-    r"A10G": (70, 35),
-    r"L4": (121, 60.5),
-    r"L40S": (362, 183),
-    r"RTX A6000": (154.8, 77.4),
-    r"RTX 3090": (71, 35.6),
-    r"RTX 4090": (165.2, 82.6),
-    r"RTX 5090": (209.5, 104.8),
-}  # fmt: skip
+    r"B200": (2250, 1125), r"H[12]00 NVL": (835.5, 417.5), r"G?H200.*|H100 .*HBM3": (989.4, 494.7),
+    r"H100 PCIe": (756, 378), r"A100.*": (312, 156), r"A30": (165, 82), r"A40": (149.7, 74.8), r"A10": (125, 62.5),
+    r"A10G": (70, 35), r"L4": (121, 60.5), r"L40S": (362, 183), r"RTX A6000": (154.8, 77.4),
+    r"RTX 3090": (71, 35.6), r"RTX 4090": (165.2, 82.6), r"RTX 5090": (209.5, 104.8),
+}
 
 
 def peak_flops(name, kind):
@@ -52,48 +38,29 @@ def peak_rate(gpu, ranks, settings, config, parameters):
     return peak and ranks * peak / flops_per_token(parameters, config, settings.T)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# --lines llmc
-
-
 class LlmcCudaLines(LlmcLines):
-    """The lines of llm.c's CUDA program of April 2024, to the byte."""
+    """The lines of llm.c's CUDA program of April 2024, to the byte, with --lines llmc."""
 
     counts_from = 1
 
     def header(self, device, peak):
-        settings, config, loop = self.settings, self.loop.config, self.loop
-        val_loader = loop.val_loader
+        settings, config, loop, val = self.settings, self.loop.config, self.loop, self.loop.val_loader
         rounds = settings.precision.bf16 and not is_bfloat16(loop.params)
         if settings.verbose:
             print_table([list(vars(settings).items())])
-        run = [
-            ("training data", settings.data),
-            ("output", settings.output or "none"),
-            ("batch size B", settings.B),
-            ("sequence length T", settings.T),
-            ("tokens in an update", settings.update_tokens),
-            ("learning rate", f"{settings.learning_rate:e}"),
-            ("updates", settings.steps),
-            ("validate every", settings.val_every),
-            ("validation batches", min(settings.val_batches, val_loader.whole_batches) if val_loader else 0),
-            ("sample every", settings.sample_every),
-            ("tokens in a sample", settings.sample_tokens),
-        ]
-        model = [
-            ("model", f"{loop.model_path}{', rounded from float32 to bfloat16' if rounds else ''}"),
-            ("max_seq_len", config.maxT),
-            ("vocab_size", config.V),
-            ("padded_vocab_size", config.Vp),
-            ("num_layers", config.L),
-            ("num_heads", config.NH),
-            ("channels", config.C),
-            ("num_parameters", loop.parameters),
-        ]
+        run = [("training data", settings.data), ("output", settings.output or "none"), ("batch size B", settings.B),
+               ("sequence length T", settings.T), ("tokens in an update", settings.update_tokens),
+               ("learning rate", f"{settings.learning_rate:e}"), ("updates", settings.steps),
+               ("validate every", settings.val_every),
+               ("validation batches", min(settings.val_batches, val.whole_batches) if val else 0),
+               ("sample every", settings.sample_every), ("tokens in a sample", settings.sample_tokens)]
+        model = [("model", f"{loop.model_path}{', rounded from float32 to bfloat16' if rounds else ''}"),
+                 ("max_seq_len", config.maxT), ("vocab_size", config.V), ("padded_vocab_size", config.Vp),
+                 ("num_layers", config.L), ("num_heads", config.NH), ("channels", config.C),
+                 ("num_parameters", loop.parameters)]
         precision = describe_precision(settings)
         device = [("device", device.removesuffix(f", {precision}")), ("precision", precision)]
-        data = [("train batches", loop.train_loader.num_batches),
-                ("val batches", val_loader.num_batches if val_loader else 0)]
+        data = [("train batches", loop.train_loader.num_batches), ("val batches", val.num_batches if val else 0)]
         print_table([run, device, model, data])
 
     def memory(self, plan):

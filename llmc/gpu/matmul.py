@@ -58,12 +58,9 @@ def rows(array):
 
 
 class Matmul:
-    """Who multiplies.
-
-    library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients of inputs whose width is a multiple
-    of a tile's, and whatever is fused with GELU; all else is cuBLASLt's first proposal: gradients of weights, other
-    widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt": none.
-    """
+    """Who multiplies. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients of inputs whose
+    width is a multiple of a tile's, and whatever is fused with GELU; all else is cuBLASLt's first proposal: gradients
+    of weights, other widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt": none."""
 
     def __init__(self, device, precision, library="auto"):
         self.device, self.precision = device, precision
@@ -101,7 +98,8 @@ class Matmul:
 
 
 class MatmulKernels:
-    """The kernels of hopper/matmul.cu or matmul.cu. Operands and results are row-major, two-dimensional."""
+    """The kernels of hopper/matmul.cu or matmul.cu, as Linear's methods of these names. Operands and results are
+    row-major, two-dimensional."""
 
     def __init__(self, matmul):
         self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry
@@ -110,32 +108,29 @@ class MatmulKernels:
         self.done = cp.zeros((2, tiles), "int32")  # for each stream: parts of a tile added up so far; 0 after the last
 
     def forward(self, out, inp, weight, bias, columns=None):
-        """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC,) (None: no bias), in tiles of so many columns."""
+        """columns: how wide a tile is; None: MATMUL_BN."""
         g, columns = self.geometry, columns or self.geometry.MATMUL_BN
         narrow = columns != g.MATMUL_BN
         self.launch("matmul_forward" + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
                     self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), bias, columns=columns)
 
     def gelu_forward(self, out, gelu, inp, weight, bias):
-        """The same, and gelu (N,OC) = GELU(out)."""
         g = self.geometry
         self.launch("matmul_forward_gelu", *out.shape, inp.shape[1], self.result(out), self.result(gelu),
                     self.operand(inp, g.MATMUL_BM), self.operand(weight, g.MATMUL_BN), bias)
 
     def backward_inp(self, dinp, dout, weight, scale):
-        """dinp (N,C) = scale * dout (N,OC) @ weight (OC,C)."""
         g = self.geometry
         self.launch("matmul_backward_inp", *dinp.shape, dout.shape[1], self.result(dinp),
                     self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), float(scale))
 
     def gelu_backward_inp(self, dinp, partials, dout, weight, inp):
-        """dinp (N,C) = dout (N,OC) @ weight (OC,C) * GELU'(inp); partials (tiles, C) = dinp's sums over tiles' rows."""
         g = self.geometry
         self.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], self.result(dinp), partials,
                     self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), self.result(inp))
 
     def backward_weight(self, dweight, dout, inp, scale, splits=None):
-        """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C), with the inner dimension N cut into parts (split-K)."""
+        """splits: into how many parts the inner dimension N is cut (split-K)."""
         g, (OC, C), N = self.geometry, dweight.shape, inp.shape[0]
         side = int(self.device.stream is self.device.side)
         self.launch("matmul_backward_weight", OC, C, N, self.result(dweight, narrow=True), self.matmul.workspace[side],
@@ -161,10 +156,9 @@ class MatmulKernels:
 
     def launch(self, name, M, N, K, *arguments, columns=None, splits=None):
         g = self.geometry
-        columns = columns or g.MATMUL_BN
-        tiles = blocks(M, g.MATMUL_BM) * blocks(N, columns)
-        band = 32 if blocks(N, columns) > 64 else 8  # rows of tiles done together, to share operands in L2
-        blocks_ = tiles * (splits or 1)
-        grid = min(blocks_, self.device.sm_count) if self.hopper else blocks_
+        across = blocks(N, columns or g.MATMUL_BN)
+        band = 32 if across > 64 else 8  # rows of tiles done together, to share operands in L2
+        grid = blocks(M, g.MATMUL_BM) * across * (splits or 1)
+        grid = min(grid, self.device.sm_count) if self.hopper else grid
         threads = g.MATMUL_GELU_THREADS if name == "matmul_forward_gelu" else g.MATMUL_THREADS
         self.device.launch(name, (grid,), (threads,), *arguments, M, N, K, band, *([splits] if splits else []))

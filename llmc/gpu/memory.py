@@ -3,17 +3,16 @@
 import bisect
 import dataclasses
 
+from llmc.errors import UserError
 from llmc.gpu.batch import batch_table
+from llmc.gpu.cublaslt import WORKSPACE
 from llmc.gpu.decoder import Decoder
 from llmc.gpu.device import cp
-from llmc.errors import UserError
-from llmc.gpu.cublaslt import WORKSPACE
 from llmc.gpu.matmul import ALIGN
-from llmc.tensors import table_bytes
 from llmc.gpu.shares import Shares
+from llmc.tensors import table_bytes
 
 RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, the graph, small tables and rounding up
-MOST_BLOCKS = 65535  # in y and z of a CUDA grid: attention's z is the sequence, transpose's y is 64 positions
 
 
 def group_bytes(group):
@@ -27,6 +26,7 @@ def memory_plan(architecture, config, settings, device):
     shares = Shares(architecture.parameter_table(config), ranks)
     share = 4 * shares.share_size(ranks - 1)
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
+    text = Decoder.tables(architecture, config, precision, 1, T, device.geometry) if makes_text(device) else ()
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
         *([(share, "float32 master weights")] if settings.master else []),
@@ -35,7 +35,7 @@ def memory_plan(architecture, config, settings, device):
         *([(shares.received_size() * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((group_bytes(group), what) for what, group in tables.items()),
-        *([(text_bytes(architecture, config, settings, device), "text")] if makes_text(device) else []),
+        *([(sum(table_bytes(table, ALIGN) for table in text), "text")] if text else []),
         (2 * WORKSPACE, "matmul workspaces"),
         (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
     ]
@@ -46,46 +46,23 @@ def makes_text(device):
     return hasattr(device.geometry, "DECODE_SPLIT")
 
 
-def text_bytes(architecture, config, settings, device):
-    """Bytes that a decoder for samples allocates."""
-    tables = Decoder.tables(architecture, config, settings.precision, 1, settings.T, device.geometry)
-    return sum(table_bytes(table, ALIGN) for table in tables)
-
-
 def check_memory(architecture, config, settings, device):
-    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what would fit. Raises
-    UserError, too, if B, B*T or -d is beyond what the kernels can index."""
+    """Return the memory_plan. If it does not fit, raise UserError: memory needed, memory free, what would fit."""
 
     def needed(**changed):
         plan = memory_plan(architecture, config, dataclasses.replace(settings, **changed), device)
         return sum(size for size, _ in plan)
 
-    free = free_memory()
+    free = cp.cuda.runtime.memGetInfo()[0] - RESERVE
     if needed() > free:
-        batches = [B for B in range(1, min(settings.B, MOST_BLOCKS + 1))  # smaller ones that -d allows
+        batches = [B for B in range(1, min(settings.B, 1 << 16))  # smaller ones that -d allows
                    if settings.total_batch_size % (B * settings.T * settings.gpus) == 0]
         fits = bisect.bisect_left(batches, True, key=lambda B: needed(B=B) > free)
+        hint = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
         if fits:
             hint = f"the largest batch that fits is -b {batches[fits - 1]}"
-        else:
-            hint = f"not even -b {min(batches, default=settings.B)} fits: take a smaller -t or model"
         if needed(recompute=2) <= free:
             hint += ", or pass --recompute 2"
         raise UserError(f"-b {settings.B} -t {settings.T} needs {needed() + RESERVE >> 20} MiB of GPU memory,"
                         f" {free + RESERVE >> 20} MiB are free; {hint}")
-    if settings.B > MOST_BLOCKS:
-        raise UserError(f"-b {settings.B}: expected at most {MOST_BLOCKS}, the blocks of a CUDA grid in z: accumulate"
-                        " more with -d")
-    if settings.B * settings.T > 64 * MOST_BLOCKS:
-        raise UserError(f"-b {settings.B} -t {settings.T}: {settings.B * settings.T} tokens, expected at most"
-                        f" {64 * MOST_BLOCKS}, 64 for each block of a CUDA grid in y: take a smaller -b, and accumulate"
-                        " more with -d")
-    if table_bytes(batch_table(settings.B, settings.T, settings.own_micro_steps)) // 4 >= 2**31:
-        raise UserError(f"-d {settings.total_batch_size}: too many tokens for an update, whose tables would have 2^31"
-                        " numbers or more: take a smaller -d")
     return memory_plan(architecture, config, settings, device)
-
-
-def free_memory():
-    """Bytes of GPU memory that the plan may use."""
-    return cp.cuda.runtime.memGetInfo()[0] - RESERVE

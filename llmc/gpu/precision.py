@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
+from llmc.gpu.compiler import capability
 from llmc.gpu.geometry import blocks, pack
 
 
@@ -22,9 +23,8 @@ class Precision(NamedTuple):
 
     @property
     def residual(self):
-        """dtype of the residual stream. Each layer adds to it twice, and the rounding errors accumulate: float16, in
-        as many bytes, has a mantissa of 3 bits more than bfloat16's. Its range, up to 65504, is wide enough; larger
-        values saturate."""
+        """dtype of the residual stream. Each layer adds to it twice, and rounding errors accumulate: float16 has 3 bits
+        more in its mantissa than bfloat16. Its range, up to 65504, is wide enough; larger values saturate."""
         return "float16" if self.bf16 else self.dtype
 
     @property
@@ -47,12 +47,16 @@ class Precision(NamedTuple):
         return "bf16" if self.bf16 else "tf32" if self.tf32 else "float32"
 
 
+def has_bfloat16(arch):
+    """Whether its tensor cores know bfloat16, and TF32, which came with it."""
+    return capability(arch) >= 80
+
+
 def resolve_dtype(dtype, arch):
     """The dtype of a run on this GPU; "auto" is bfloat16 where there is one. Raises UserError where there is not."""
-    has_bfloat16 = int(arch[3:].rstrip("a")) >= 80
-    if dtype == "bfloat16" and not has_bfloat16:
+    if dtype == "bfloat16" and not has_bfloat16(arch):
         raise UserError(f"--dtype bfloat16: this GPU is {arch}, expected sm_80 or newer: pass --dtype float32")
-    return dtype if dtype != "auto" else "bfloat16" if has_bfloat16 else "float32"
+    return dtype if dtype != "auto" else "bfloat16" if has_bfloat16(arch) else "float32"
 
 
 def round_weights(device, out, exact):

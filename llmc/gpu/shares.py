@@ -1,11 +1,10 @@
-"""Which rank owns which elements of the parameters, and the files in which each rank saves its share.
+"""Which rank owns which elements of the parameters, and the files in which each rank saves its share. Every rank owns a
+part of each layer's matrices, and of each run of adjacent other tensors, so that each transfer keeps all ranks busy."""
 
-Every rank owns a part of each layer's matrices, and of each run of other tensors that are adjacent, so that each
-transfer keeps all ranks busy.
-"""
-
+import bisect
 import contextlib
 import dataclasses
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ import numpy as np
 from llmc.checkpoint import Owned, check_state_size, is_ours, is_whole, rank_path, read_state_header
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, open_input, read_into
-from llmc.tensors import decay_spans
 
 PARTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
 CHUNK = 8192  # elements, at most
@@ -43,14 +41,12 @@ class Piece(NamedTuple):
     segment: Segment
 
 
-def cut(size, part, parts):
-    """Where part number `part` of a segment begins: at a multiple of 8 elements, except for the end."""
-    return size if part == parts else size // 8 * part // parts * 8
-
-
-def cut_evenly(size, part, parts):
-    """The same in llm.c, at any element."""
-    return size * part // parts
+def cut(size, part, parts, llmc=False):
+    """Where part number `part` of a segment begins: at a multiple of 8 elements, except for the end; in llm.c, at any
+    element."""
+    if llmc or part == parts:
+        return size * part // parts
+    return size // 8 * part // parts * 8
 
 
 class Shares:
@@ -58,22 +54,21 @@ class Shares:
 
     def __init__(self, table, ranks, weight_decay=0.0, decay_all=False, llmc=False):
         """llmc: divide as llm.c does, which cuts every tensor layer by layer."""
-        self.table, self.ranks, self.cut, self.segments, begin = table, ranks, cut_evenly if llmc else cut, [], 0
-        self.decays, self.at_random = decay_spans(table, weight_decay, decay_all), []
+        self.table, self.ranks, self.cut, self.segments = table, ranks, functools.partial(cut, llmc=llmc), []
+        self.spans, self.size = [], 0  # (begin, weight decay, whether rounded at random), until the next one's begin
         for name, row in table.items():
             is_matrix = row.stacked and row.decays
-            count = row.shape[0] if is_matrix or (row.stacked and llmc) else 1
-            if row.ones:
-                self.at_random.append((begin, begin + row.size))
+            treatment = weight_decay if decay_all or row.decays else 0.0, row.ones
+            if not self.spans or self.spans[-1][1:] != treatment:
+                self.spans.append((self.size, *treatment))
+            count = row.shape[0] if is_matrix or row.stacked and llmc else 1
             for l in range(count):
-                key, size = (name, l) if is_matrix else REST, row.size // count
-                if self.segments and key == REST == self.segments[-1][:2] and not llmc:
+                segment = Segment(*((name, l) if is_matrix else REST), self.size, row.size // count)
+                self.size += segment.size
+                if self.segments and segment[:2] == REST == self.segments[-1][:2] and not llmc:
                     before = self.segments.pop()
-                    self.segments.append(before._replace(size=before.size + size))
-                else:
-                    self.segments.append(Segment(*key, begin, size))
-                begin += size
-        self.size = begin  # of all parameters
+                    segment = before._replace(size=before.size + segment.size)
+                self.segments.append(segment)
         self.layers = 1 + max((segment.layer for segment in self.segments if segment.name), default=-1)
         self.first_matrix = next((segment.name for segment in self.segments if segment.layer == 0), None)
 
@@ -81,16 +76,16 @@ class Shares:
         """The Pieces of a rank, in the flat buffer's order."""
         pieces, local, received = [], 0, 0
         for segment in self.segments:
-            begin, end = (self.cut(segment.size, rank + i, self.ranks) for i in (0, 1))
-            if end > begin:
-                pieces.append(Piece(segment.begin + begin, local, received, end - begin, segment))
-            local += end - begin
+            begin, size = self.parts(segment)[rank]
+            if size:
+                pieces.append(Piece(begin, local, received, size, segment))
+            local += size
             received += self.room(segment)
         return pieces
 
     def room(self, segment):
         """Elements of the receive buffer for a segment: all ranks' gradients of its largest piece, the last rank's."""
-        return self.ranks * (segment.size - self.cut(segment.size, self.ranks - 1, self.ranks))
+        return self.ranks * self.parts(segment)[-1][1]
 
     def received_size(self):
         """Elements of the receive buffer; it has gaps where other ranks receive more."""
@@ -111,23 +106,19 @@ class Shares:
         return sum(piece.size for piece in self.pieces(rank))
 
     def chunks(self, rank):
-        """Return a rank's chunks, (n,) CHUNKS; where their three groups end; and how many chunks all ranks have.
-
-        The groups: the first layer's matrices, the rest, the other layers' matrices. A sum over all parameters adds up
-        the sums over chunks in the order of `index`. Chunks are the same for any number of ranks that divides PARTS.
-        received: where rank 0's gradients begin in the receive buffer; stride: from one rank's to the next's.
-        """
-        groups, index = ([], [], []), 0
+        """Return a rank's chunks, (n,) CHUNKS; where their three groups end: the first layer's matrices, the rest, the
+        other layers' matrices; and how many chunks all ranks have. Sums over all parameters add up the chunks' in the
+        order of `index`. received: where rank 0's gradients begin in the receive buffer; stride: from one rank's to the
+        next's."""
+        groups, index, starts = ([], [], []), 0, [start for start, _, _ in self.spans]
         owned = {piece.segment.begin: piece for piece in self.pieces(rank)}
         for _, layer, begin, size in self.segments:
             chunks = groups[0 if layer == 0 else 1 if layer is None else 2]
             edges = {begin + cut(size, part, parts) for parts in (PARTS, self.ranks) for part in range(parts + 1)}
-            starts = itertools.chain((start for start, _, _ in self.decays), *self.at_random)
             edges |= {start for start in starts if begin < start < begin + size}
             piece = owned.get(begin)
             for edge, end in itertools.pairwise(sorted(edges)):
-                decay = next(decay for start, stop, decay in self.decays if start <= edge < stop)
-                at_random = any(start <= edge < stop for start, stop in self.at_random)
+                _, decay, at_random = self.spans[bisect.bisect(starts, edge) - 1]
                 for flat in range(edge, end, CHUNK):
                     count = min(CHUNK, end - flat)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
@@ -142,17 +133,12 @@ class Shares:
         """Copy a rank's share out of a flat array on the host; on one rank, return the array itself."""
         if self.ranks == 1:
             return flat
-        pieces = [flat[piece.begin : piece.begin + piece.size] for piece in self.pieces(rank)]
-        return np.concatenate([flat[:0], *pieces])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# a rank's share of the optimizer state, on the host
+        return np.concatenate([flat[:0], *(flat[at.begin : at.begin + at.size] for at in self.pieces(rank))])
 
 
 @dataclasses.dataclass
 class OwnedShare(Owned):
-    """As Owned, of one rank of several: the arrays hold its pieces only."""
+    """The optimizer state of one rank of several, on the host: as Owned, of its pieces."""
 
     shares: Shares = None
     rank: int = 0

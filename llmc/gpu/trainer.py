@@ -1,9 +1,8 @@
-"""
-Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
+"""Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
 
-Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py. It has parameter_table
-and tables, which say what to allocate, and what decoder.py asks for. Its instances have activations (among them
-`losses`, (B, T)), trunk, classify, and backward, which joins the side stream.
+Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py, with parameter_table and
+tables, which say what to allocate, and what decoder.py asks for. Its instances have activations (among them `losses`,
+(B, T)), trunk, classify, and backward, which joins the side stream.
 """
 
 import functools
@@ -34,6 +33,7 @@ from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
                     ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
 REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
+NOT_READY = 600  # cudaErrorNotReady
 
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
@@ -67,7 +67,7 @@ STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels decla
 
 def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
     """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
-    that the kernels, or this GPU, have no room for."""
+    that is too large for the kernels or this GPU."""
     check_sizes(config)
     files = kernel_files(config, precision, gpu.arch, matmul)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
@@ -91,30 +91,78 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=ALONE):
 
 
 def open_evaluator(architecture, gpu, config, params):
-    """An Evaluator of this model on this GPU, in float32 with TF32 matmuls where the GPU has them."""
+    """An Evaluator of this model on this GPU, in float32, with TF32 matmuls where the GPU has them."""
     settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
     _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
     return Evaluator(architecture, config, settings, matmul, params)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the trainer
-
-NOT_READY = 600  # cudaErrorNotReady
+# forward passes, and training
 
 
-class Trainer:
-    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once.
+class ForwardPasses:
+    """What a Trainer and an Evaluator share: forward passes over the host's batches. They allocate params, batch, model
+    and loss (1,)."""
 
-    On several GPUs, each rank computes the gradients of its own micro-batches, and updates its share of the weights.
-    """
+    grads = None
+
+    def __init__(self, architecture, config, settings, matmul):
+        self.architecture, self.config, self.settings = architecture, config, settings
+        self.device, self.matmul = matmul.device, matmul
+
+    def make_model(self, B, T):
+        tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
+        buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
+        return self.architecture(self.config, self.settings, self.matmul, self.params, self.grads, buffers)
+
+    def forward(self, inputs, targets):
+        """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
+        B, T = inputs.shape
+        with self.device.stream:
+            acts = self.model.activations(B, T)
+            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
+                               for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
+            self.model.trunk(acts, inputs)
+            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
+            return float(self.loss.get()[0])
+
+    def losses(self, inputs, targets):
+        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T), float32."""
+        self.forward(inputs, targets)
+        with self.device.stream:
+            return self.model.activations(*inputs.shape).losses.get()
+
+
+class Evaluator(ForwardPasses):
+    """A model on the GPU for forward passes alone: weights and activations, in float32."""
+
+    def __init__(self, architecture, config, settings, matmul, params):
+        """Arguments as of Trainer. B and T are set by allocate_activations."""
+        super().__init__(architecture, config, settings, matmul)
+        with self.device.stream:
+            self.params = allocate(architecture.parameter_table(config), cp)
+            copy_to_gpu(self.params.buffer, params.buffer)
+            self.loss = cp.zeros(1, np.float32)
+            matmul.allocate()
+
+    def allocate_activations(self, B, T):
+        """Make room for forward passes over (B, T) tokens, or fewer."""
+        self.model = self.batch = None  # frees the old buffers first
+        with self.device.stream:
+            self.model = self.make_model(B, T)
+            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
+
+
+class Trainer(ForwardPasses):
+    """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
+    several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
 
     def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks. Raises UserError if not
         everything fits into the GPU's free memory."""
-        self.config, self.settings, self.precision = config, settings, settings.precision
-        self.device, self.matmul, self.ranks = matmul.device, matmul, ranks
-        B, T, device = settings.B, settings.T, self.device
+        super().__init__(architecture, config, settings, matmul)
+        self.ranks, self.precision, device = ranks, settings.precision, self.device
         self.messages = self.peers = None
         if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
             self.peers = Nccl(ranks)
@@ -122,44 +170,40 @@ class Trainer:
                 self.peers.connect(device.stream)
         self.plan = check_memory(architecture, config, settings, device)
         with device.stream:
-            table = architecture.parameter_table(config)
-            self.params, self.grads = (self.allocate_shared(architecture.parameter_table(config, dtype))
-                                       for dtype in (self.precision.dtype, self.precision.grads))
-            self.shares = Shares(table, ranks.size, settings.weight_decay, settings.decay == "all")
+            self.params = self.allocate_shared(architecture.parameter_table(config, self.precision.dtype))
+            self.grads = self.allocate_shared(architecture.parameter_table(config, self.precision.grads))
+            self.shares = Shares(self.params.table, ranks.size, settings.weight_decay, settings.decay == "all")
             share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
             self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
             self.master = cp.zeros(share, np.float32) if settings.master else None
-            self.gradient_sums = cp.zeros(share, np.float32) if self.settings.own_micro_steps > 1 else None
+            self.gradient_sums = cp.zeros(share, np.float32) if settings.own_micro_steps > 1 else None
             self.received = flat(self.grads)  # gradients of all ranks
             chunks = cp.asarray(chunks.view(np.uint8))
-            first, rest, end = (CHUNKS.itemsize * end for end in ends)
-            self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:end],
+            first, rest, _ = (CHUNKS.itemsize * end for end in ends)
+            self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:],
                            "all": chunks}
             self.set_params(params)
-            tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
-            buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
+            self.model = self.make_model(settings.B, settings.T)
             matmul.allocate()
-            self.batch = allocate(batch_table(B, T, self.settings.own_micro_steps), cp)
+            self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
             self.control = cp.zeros(CONTROL.itemsize, np.uint8)
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
             # both: losses of micro-batches, then sums of squares of chunks. own: this rank's, 0 for the other ranks'
-            self.own_parts = cp.zeros(settings.micro_steps + (count if self.settings.needs_norm else 0), np.float32)
+            self.own_parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
             self.all_parts = self.own_parts
             if ranks.size > 1:
                 self.all_parts = cp.zeros(self.own_parts.size, np.float32)
-                self.received = self.peers.allocate(self.shares.received_size() * self.precision.grad_bytes)
-                self.received = self.received.view(flat(self.grads).dtype)
+                received = self.peers.allocate(self.shares.received_size() * self.precision.grad_bytes)
+                self.received = received.view(self.received.dtype)
                 self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
                                          self.received)
-        self.model = architecture(config, settings, matmul, self.params, self.grads, buffers)
         if makes_text(device):
-            self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, T)
+            self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
 
         # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
-        table = self.batch.table
-        self.pinned = pinned_array(2 * table_bytes(table))
-        self.staged = [views(table, half) for half in self.pinned.reshape(2, -1)]
+        self.pinned = pinned_array(2 * self.batch.buffer.nbytes)
+        self.staged = [views(self.batch.table, half) for half in self.pinned.reshape(2, -1)]
         self.reports = pinned_array(2 * REPORT.itemsize).view(REPORT)
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
@@ -167,12 +211,12 @@ class Trainer:
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
 
     def allocate_shared(self, table):
-        """Allocate Tensors that NCCL can send, if there are several GPUs."""
+        """Tensors that NCCL can send, if there are several GPUs."""
         return views(table, self.peers.allocate(table_bytes(table))) if self.peers else allocate(table, cp)
 
     def set_params(self, params):
-        """Part of __init__: copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU,
-        a share's size at a time, with m as scratch."""
+        """Copy the weights, float32 Tensors, from the host. In bfloat16, they are rounded on the GPU, a share's size at
+        a time, with m as scratch."""
         if not self.precision.bf16:
             copy_to_gpu(self.params.buffer, params.buffer)
             return
@@ -184,17 +228,17 @@ class Trainer:
         if self.master is not None:
             copy_to_gpu(self.master, self.shares.take(exact, self.ranks.rank))
 
-    # -- one update, from the batch on the host to the new weights: prepare, once; then begin_step and end_step
+    # -- an update: prepare, once; then begin_step and end_step
 
     def prepare(self):
         """Run a batch of random tokens, which loads all kernels, and capture the step as a graph. Changes no weight."""
-        settings, rng = self.settings, np.random.default_rng(0)
+        settings = self.settings
+        batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
         with self.device.stream:
-            batch = rng.integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
-            self.stage(0, [batch] * self.settings.own_micro_steps, 0.0)
+            self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             self.compute(0)
-            if self.messages:  # all kinds once before the capture, because two ranks connect at their first message
+            if self.messages:  # before the capture, because two ranks connect at their first message
                 for key in self.messages.gradient_sends:
                     self.send_gradients(key)
                 self.send_all_weights()
@@ -207,9 +251,9 @@ class Trainer:
                 self.graph.upload(self.device.stream)
 
     def begin_step(self, batches, learning_rate):
-        """Start one update with own_micro_steps batches (inputs, targets), and return its number. The GPU may still be
-        running the one before."""
-        half = self.steps_begun % 2
+        """Start one update with own_micro_steps batches (inputs, targets), and return its number. The one before may
+        still be running."""
+        number, half = self.steps_begun, self.steps_begun % 2
         self.wait(self.finished[half])  # the update before the last one has read this half
         self.stage(half, batches, learning_rate)
         with self.device.stream as stream:
@@ -219,9 +263,8 @@ class Trainer:
             else:
                 self.launch_step()
             self.finished[half].record(stream)
-        self.steps_begun += 1
-        self.weights_behind = self.messages is not None
-        return self.steps_begun - 1
+        self.steps_begun, self.weights_behind = number + 1, self.messages is not None
+        return number
 
     def end_step(self, number):
         """Wait for update `number`, one of the last two; returns its Update."""
@@ -229,12 +272,12 @@ class Trainer:
         self.wait(self.finished[half])
         loss, norm, *z_scores = self.reports[half].item()
         seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
-        norm = norm if self.settings.needs_norm else None
-        return Update(loss, norm, seconds, reason_to_skip(self.settings, *z_scores))
+        return Update(loss, norm if self.settings.needs_norm else None, seconds,
+                      reason_to_skip(self.settings, *z_scores))
 
     def wait(self, event):
-        """Wait for an event of the GPU. On several GPUs, raise UserError if another rank, or NCCL, fails meanwhile: the
-        GPU would wait for its messages for ever."""
+        """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
+        because the GPU would wait for its messages for ever."""
         while self.peers and cp.cuda.runtime.eventQuery(event.ptr) == NOT_READY:
             self.peers.check()
             self.ranks.check()
@@ -251,33 +294,30 @@ class Trainer:
 
     def launch_step(self):
         """Launch all that the GPU does for one update."""
-        words, first_words = self.batch.buffer.nbytes // 4, 1 + self.batch.inputs.size  # learning rate and inputs
-        self.copy_batch(0, first_words)
+        words = 1 + self.batch.inputs.size
+        self.copy_batch(0, words)  # learning rate and inputs
         with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
-            self.copy_batch(first_words, words)
+            self.copy_batch(words, self.batch.buffer.nbytes // 4)
         for i in range(self.settings.own_micro_steps):
+            self.compute(i, batch_copied, functools.partial(self.weight_done, i) if self.messages else None,
+                         self.fetch_weights if self.messages and i == 0 else None)
             if self.messages:
-                weight_done = functools.partial(self.weight_done, i)
-                self.compute(i, batch_copied, weight_done, self.fetch_weights if i == 0 else None)
                 self.send_gradients(REST)
-            else:
-                self.compute(i, batch_copied)
         self.update()
 
     def copy_batch(self, begin, end):
-        """Copy words begin .. end - 1 from the current half of the pinned memory to self.batch. A kernel does it,
-        because a memcpy in a graph always has the same source."""
-        words = self.batch.buffer.nbytes // 4
+        """Copy words begin .. end - 1 from the current half of the pinned memory to self.batch, by a kernel, because a
+        memcpy in a graph always has the same source."""
         self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
-                           pointer(self.pinned), self.control, words, begin, end)
+                           pointer(self.pinned), self.control, self.batch.buffer.nbytes // 4, begin, end)
 
     def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
         """Run forward and backward on batch i of self.batch. In between, add up the previous batch's gradients, which
-        the backward pass overwrites. batch_copied: an event after which targets and sorted positions are there;
+        the backward pass overwrites. batch_copied: an event, after which targets and sorted positions are on the GPU;
         weight_done, layer_begins: see GPT2.backward, GPT2.trunk."""
-        batch, N = self.batch, self.settings.B * self.settings.T
+        batch, B, T = self.batch, self.settings.B, self.settings.T
         number = i * self.ranks.size + self.ranks.rank  # among the update's micro-batches
-        acts, scale = self.model.activations(self.settings.B, self.settings.T), 1.0 / (N * self.settings.micro_steps)
+        acts, scale = self.model.activations(B, T), 1.0 / (B * T * self.settings.micro_steps)
         with self.device.span(f"forward {i}"):
             self.model.trunk(acts, batch.inputs[i], layer_begins)
             self.device.wait(batch_copied)
@@ -285,38 +325,39 @@ class Trainer:
         if i > 0:
             self.add_gradients(i - 1)
         with self.device.span(f"backward {i}"):
-            self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale,
-                                weight_done)
+            self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale, weight_done)
 
     def weight_done(self, i, name, l, computed):
-        """Send the gradient of layer l's matrix `name` in micro-batch i, after the event `computed`.
-
-        The first layer's first matrix comes last in the backward pass. While it travels, the norm of the other layers'
-        gradients, all of which have arrived, is computed.
-        """
+        """Send the gradient of layer l's matrix `name` in micro-batch i, after the event `computed`. The last one is of
+        the first layer's first matrix. While it travels, the norm of the other layers' gradients is computed."""
         self.send_gradients((name, l), computed)
-        last = i == self.settings.own_micro_steps - 1
-        if last and l == 0 and name == self.shares.first_matrix and self.shares.layers > 1:
+        is_last = i == self.settings.own_micro_steps - 1 and l == 0 and name == self.shares.first_matrix
+        if is_last and self.shares.layers > 1:
             self.device.wait(self.gradients_arrived[name, 1])
             self.global_norm("other layers")
 
     def send_gradients(self, key, computed=None):
-        """Send a matrix's gradients to the ranks that own them, and receive all ranks' gradients of this rank's part.
-        key: (name, layer) or REST; computed: an event to wait for first."""
-        with self.device.on_comm_stream() as self.gradients_arrived[key]:
-            self.device.wait(computed)
-            with self.device.span("gradients" if key == REST else f"gradients {key[1]} {key[0]}"):
-                self.messages.send_gradients(key, self.device.stream)
+        """Send and receive a matrix's gradients. key: (name, layer) or REST; computed: an event to wait for first."""
+        name = "gradients" if key == REST else f"gradients {key[1]} {key[0]}"
+        self.gradients_arrived[key] = self.send(self.messages.gradient_sends[key], name, computed)
 
     def send_weights(self, l):
-        """Send the weights that this rank has updated, and receive the others'. l: whose matrices; None: the rest."""
-        with self.device.on_comm_stream() as self.weights_arrived[l]:
-            with self.device.span("weights" if l is None else f"weights {l}"):
-                self.messages.send_weights(l, self.device.stream)
+        """Send and receive the weights that each rank has updated. l: whose matrices; None: the rest."""
+        name = "weights" if l is None else f"weights {l}"
+        self.weights_arrived[l] = self.send(self.messages.weight_sends[l], name)
+
+    def send(self, sends, name, computed=None):
+        """Returns an event. All messages are on one stream, because NCCL needs one order."""
+        with self.device.beside(self.device.comm) as done:
+            self.device.wait(computed)
+            with self.device.span(name):
+                for send in sends:
+                    send(self.device.stream)
+        return done
 
     def fetch_weights(self, l):
-        """Before layer l: wait for its matrices, and have those of the next two layers on their way. (The first layer's
-        arrived in the previous step.)"""
+        """Before layer l: wait for its matrices, and have those of the next two layers on their way; the first layer's
+        have arrived in the previous step."""
         if l > 0:
             self.device.wait(self.weights_arrived[l])
         for ahead in (1, 2) if l == 0 else (l + 2,):
@@ -343,9 +384,8 @@ class Trainer:
         self.device.wait(self.weights_arrived[None])
 
     def add_up_parts(self):
-        """self.all_parts = the sum over the ranks of self.own_parts; returns an event. It runs on the stream of all
-        other messages, so that NCCL has one order for them."""
-        with self.device.on_comm_stream() as done:
+        """self.all_parts = the sum over the ranks of self.own_parts; returns an event."""
+        with self.device.beside(self.device.comm) as done:
             self.peers.add_up(self.all_parts, self.own_parts, self.device.stream)
         return done
 
@@ -359,8 +399,7 @@ class Trainer:
 
     def update(self):
         """Run AdamW over this rank's share, and write the report to the host. On several GPUs, the first layer and the
-        rest, which come last in the backward pass, are updated first: the next forward pass begins with them, and they
-        travel while the other layers are updated."""
+        rest are updated first: the next forward pass begins with them, and they travel during the other updates."""
         device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
         threads, parts = device.geometry.UPDATE_THREADS, self.all_parts
         if self.messages:
@@ -374,15 +413,15 @@ class Trainer:
                       parts[micro_steps:], self.batch.learning_rate, np.float64(settings.beta1),
                       np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, micro_steps,
                       parts.size - micro_steps, self.recent, settings.skip_loss_zscore, settings.skip_norm_zscore)
-        if not self.messages:
+        if self.messages:
+            self.adamw("first layer")
+            self.send_weights(0)
+            self.adamw("rest")
+            self.send_weights(None)
+            self.adamw("other layers")
+            device.wait(self.weights_arrived[None])
+        else:
             self.adamw()
-            return
-        self.adamw("first layer")
-        self.send_weights(0)
-        self.adamw("rest")
-        self.send_weights(None)
-        self.adamw("other layers")
-        device.wait(self.weights_arrived[None])
 
     def global_norm(self, group="all"):
         chunks = self.groups[group]
@@ -393,31 +432,11 @@ class Trainer:
 
     def adamw(self, group="all"):
         settings, chunks = self.settings, self.groups[group]
-        if not chunks.size:
-            return
-        with self.device.span(f"adamw {group}"):
-            adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.gradient_sums, self.received,
-                         chunks, self.ranks.size, self.control, settings.beta1, settings.beta2,
-                         settings.stochastic_rounding)
-
-    # -- for reports
-
-    def forward(self, inputs, targets):
-        """inputs, targets (B, T) integer ids on the host -> the mean loss, a float."""
-        B, T = inputs.shape
-        with self.device.stream:
-            acts = self.model.activations(B, T)
-            inputs, targets = (copy_to_gpu(room.reshape(-1)[: B * T], np.ascontiguousarray(ids, np.int32).reshape(-1))
-                               for room, ids in ((self.batch.inputs, inputs), (self.batch.targets, targets)))
-            self.model.trunk(acts, inputs)
-            self.device.wait(self.model.classify(acts, targets, self.loss, 1.0 / (B * T), train=False))
-            return float(self.loss.get()[0])
-
-    def losses(self, inputs, targets):
-        """inputs, targets (B, T) integer ids on the host -> the losses of the targets (B, T), float32."""
-        self.forward(inputs, targets)
-        with self.device.stream:
-            return self.model.activations(*inputs.shape).losses.get()
+        if chunks.size:
+            with self.device.span(f"adamw {group}"):
+                adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.gradient_sums,
+                             self.received, chunks, self.ranks.size, self.control, settings.beta1, settings.beta2,
+                             settings.stochastic_rounding)
 
     # -- state: between the GPU and the host's checkpoints
 
@@ -435,22 +454,20 @@ class Trainer:
 
     def state_room(self, with_exact):
         """Allocate room on the host for this rank's share of the optimizer state."""
-        share = self.m.size
-        return self.owned(np.empty(share, np.float32), np.empty(share, np.float32),
-                          np.empty(share, np.float32) if with_exact else None)
+        arrays = [np.empty(self.m.size, np.float32) for _ in range(3 if with_exact else 2)]
+        return self.owned(*arrays)
 
     def state_now(self):
         """Copy this rank's share of the optimizer state to the host."""
         with self.device.stream:
             return self.owned(self.m.get(), self.v.get(), None if self.master is None else self.master.get())
 
-    def owned(self, m, v, exact):
+    def owned(self, m, v, exact=None):
         return OwnedShare(self.params.table, m, v, exact, self.shares, self.ranks.rank)
 
     def set_state(self, owned, has_exact, step, recent):
         """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32 weights; recent: (2,)
-        RECENT. A bfloat16 model keeps the weights that it was made with, which need not be owned.exact rounded to
-        nearest."""
+        RECENT. A bfloat16 model keeps its weights: they may be owned.exact rounded stochastically."""
         with self.device.stream:
             copy_to_gpu(self.m, owned.m)
             copy_to_gpu(self.v, owned.v)
@@ -470,28 +487,3 @@ class Trainer:
         """(2,) RECENT: losses and norms of the last updates, or zeros if outliers are not skipped."""
         with self.device.stream:
             return np.zeros(2, RECENT) if self.recent is None else self.recent.get().view(RECENT)
-
-
-class Evaluator:
-    """A model on the GPU for forward passes alone: weights and activations, no gradients, no optimizer."""
-
-    def __init__(self, architecture, config, settings, matmul, params):
-        """Arguments as of Trainer. All is float32; B and T are set by allocate_activations."""
-        self.architecture, self.config, self.settings = architecture, config, settings
-        self.device, self.matmul = matmul.device, matmul
-        with self.device.stream:
-            self.params = allocate(architecture.parameter_table(config), cp)
-            copy_to_gpu(self.params.buffer, params.buffer)
-            self.loss = cp.zeros(1, np.float32)
-            matmul.allocate()
-
-    def allocate_activations(self, B, T):
-        """Make room for forward passes over (B, T) tokens, or fewer."""
-        self.model = self.batch = None  # frees the old buffers first
-        tables = self.architecture.tables(self.config, self.settings, B, T, self.device.sm_count, self.device.geometry)
-        with self.device.stream:
-            buffers = {what: cp.empty(group_bytes(group), np.uint8) for what, group in tables.items()}
-            self.batch = SimpleNamespace(inputs=cp.empty(B * T, np.int32), targets=cp.empty(B * T, np.int32))
-        self.model = self.architecture(self.config, self.settings, self.matmul, self.params, None, buffers)
-
-    forward, losses = Trainer.forward, Trainer.losses

@@ -2,11 +2,10 @@
 https://arxiv.org/abs/1910.02054).
 
 Each rank computes the gradients of its own micro-batches, and holds only its share of the optimizer state: moments,
-float32 weights and, with gradient accumulation, float32 sums of gradients. During each backward pass, every rank sends
-each other rank the part of its gradients that the other one owns, each matrix as soon as its gradient is computed. The
-owner adds them up in the order of the micro-batches, whichever ranks computed them, so that an update has the same bits
-on 1, 2, 4, 8 or 16 GPUs. This moves as many bytes as a reduce-scatter. The new weights arrive before the next forward
-pass needs them.
+float32 weights and, with gradient accumulation, float32 sums of gradients. During each backward pass, it sends every
+other rank that one's part of each matrix's gradient, as soon as it is computed. The owner adds them up in the order of
+the micro-batches, whichever ranks computed them, so that an update has the same bits on 1, 2, 4, 8 or 16 GPUs. This
+moves as many bytes as a reduce-scatter. The new weights arrive before the next forward pass needs them.
 """
 
 import collections
@@ -37,12 +36,11 @@ class Nccl:
     def __init__(self, ranks):
         """ranks: a Ranks. Raises UserError if NCCL is missing, too old, or fails."""
         os.environ.setdefault("NCCL_CTA_POLICY", "2")  # NCCL_CTA_POLICY_ZERO
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             import cupy
             from cupy.cuda import nccl  # imported here: a run on one GPU does not need it
-        if not nccl.available or nccl.get_version() < 22800:
-            version = nccl.get_version() if nccl.available else 0
+        version = nccl.get_version() if nccl.available else 0
+        if version < 22800:
             found = f"is {version // 10000}.{version // 100 % 100}" if version else "cannot be loaded"
             raise UserError(f"NCCL, for several GPUs, {found}, expected 2.28 or newer: pip install -r"
                             " requirements-gpu.txt")
@@ -64,10 +62,8 @@ class Nccl:
     def allocate(self, size):
         """Allocate (size,) uint8 zeros on the GPU for collectives. All ranks must allocate the same, in one order."""
         pointer, window = ctypes.c_void_p(), ctypes.c_void_p()
-        with self.errors_as_lines():
-            self.call("ncclMemAlloc", ctypes.byref(pointer), size)
-            self.call("ncclCommWindowRegister", self.communicator.comm, pointer, size, ctypes.byref(window),
-                      self.SYMMETRIC)
+        self.call("ncclMemAlloc", ctypes.byref(pointer), size)
+        self.call("ncclCommWindowRegister", self.communicator.comm, pointer, size, ctypes.byref(window), self.SYMMETRIC)
         memory = self.cupy.cuda.UnownedMemory(pointer.value, size, self)
         array = self.cupy.ndarray((size,), self.cupy.uint8, self.cupy.cuda.MemoryPointer(memory, 0))
         array.fill(0)
@@ -77,7 +73,8 @@ class Nccl:
         """Call a function of NOT_IN_CUPY."""
         function = getattr(self.library, name)
         function.argtypes = self.NOT_IN_CUPY[name]
-        self.nccl.check_status(function(*arguments))
+        with self.errors_as_lines():
+            self.nccl.check_status(function(*arguments))
 
     @contextlib.contextmanager
     def errors_as_lines(self):
@@ -91,18 +88,16 @@ class Nccl:
         """Send and receive lists of (rank, array), which must be in the same order for each pair of ranks."""
         with self.errors_as_lines():
             self.nccl.groupStart()
-            for peer, array in sends:
-                self.communicator.send(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
-            for peer, array in receives:
-                self.communicator.recv(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
+            for move, messages in ((self.communicator.send, sends), (self.communicator.recv, receives)):
+                for peer, array in messages:
+                    move(array.data.ptr, array.nbytes, self.nccl.NCCL_INT8, peer, stream.ptr)
             self.nccl.groupEnd()
 
     def all_to_all(self, target, source, stream):
         """Part r of target (n,) = part `rank` of rank r's source (n,), each cut into `ranks` equal parts. target must
         have the same offset in its allocation on all ranks, because copy engines write there."""
-        with self.errors_as_lines():
-            self.call("ncclAlltoAll", source.data.ptr, target.data.ptr, source.nbytes // self.ranks,
-                      self.nccl.NCCL_INT8, self.communicator.comm, stream.ptr)
+        self.call("ncclAlltoAll", source.data.ptr, target.data.ptr, source.nbytes // self.ranks, self.nccl.NCCL_INT8,
+                  self.communicator.comm, stream.ptr)
 
     def all_gather(self, array, stream):
         """Part r of array (n,) = part r of rank r's array, which has the same offset in its allocation on all ranks."""
@@ -131,12 +126,13 @@ class Nccl:
 
 
 class Messages:
-    """What travels between ranks: gradients to their owners, new weights back. Each large tensor is sent by one
-    collective, the small ones by a group of point-to-point messages."""
+    """What travels between ranks, as lists of functions of a stream. gradient_sends[(name, layer) or REST] sends a
+    micro-batch's gradients to their owners, and receives all ranks' gradients of this rank's part; weight_sends[layer,
+    or None for the rest] sends this rank's new weights to all. Each large tensor is sent by one collective, the small
+    ones by a group of point-to-point messages."""
 
     def __init__(self, peers, shares, rank, params, grads, received):
         """peers: an Nccl; params, grads (parameters,), received (received_size,): on the GPU."""
-        # gradient_sends: (name, layer) or REST -> [function(stream)]; weight_sends: layer, or None for the rest -> same
         self.gradient_sends, self.weight_sends = collections.defaultdict(list), collections.defaultdict(list)
         owned = {piece.segment: piece for piece in shares.pieces(rank)}
         small = collections.defaultdict(lambda: ([], [], [], []))  # gradients sent, received, weights sent, received
@@ -150,27 +146,15 @@ class Messages:
                 continue
             gradients_sent, gradients_received, weights_sent, weights_received = small[key]
             for r, (begin, size) in enumerate(shares.parts(segment)):
-                theirs = slice(begin, begin + size)
                 if size:
-                    gradients_sent.append((r, grads[theirs]))
+                    gradients_sent.append((r, grads[begin : begin + size]))
                 if mine:
-                    at = mine.received + r * mine.size
-                    gradients_received.append((r, received[at : at + mine.size]))
+                    gradients_received.append((r, received[mine.received + r * mine.size :][: mine.size]))
                 if mine and r != rank:
                     weights_sent.append((r, params[mine.begin : mine.begin + mine.size]))
                 if size and r != rank:
-                    weights_received.append((r, params[theirs]))
+                    weights_received.append((r, params[begin : begin + size]))
         for key, (*gradients, sent, arriving) in small.items():
             self.gradient_sends[key].insert(0, functools.partial(peers.exchange, *gradients))
             # last, because it is a kernel, which would wait behind AdamW's blocks
             self.weight_sends[key[1]].append(functools.partial(peers.exchange, sent, arriving))
-
-    def send_gradients(self, key, stream):
-        """Send a micro-batch's gradients, and receive all ranks' into `received`. key: (name, layer) or REST."""
-        for send in self.gradient_sends[key]:
-            send(stream)
-
-    def send_weights(self, layer, stream):
-        """Send this rank's weights, and receive the others' into params. layer: whose matrices; None: the rest."""
-        for send in self.weight_sends[layer]:
-            send(stream)
