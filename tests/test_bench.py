@@ -55,7 +55,7 @@ def test_the_matmuls_of_a_step(fake_gpu, run_here, monkeypatch):
     fake_gpu.cp.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
     fake_gpu.cp.__version__ = "1"
     for module, name, value in ((profile_gpu, "cp", fake_gpu.cp), (bench, "V", 257), (bench, "T", 512),
-                                (llmc.gpu.device, "measure", lambda device, call, repeats: call() or 3e-6)):
+                                (profile_gpu, "measure", lambda device, call, repeats: call() or 3e-6)):
         monkeypatch.setattr(module, name, value)
     lines = run_here(bench, "matmul", "--model", "d2", "-b", 1).stdout.splitlines()
     assert len(lines) == 4 + 15 and all(line.count("**3.0**") == 1 for line in lines[4:])

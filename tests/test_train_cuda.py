@@ -560,18 +560,6 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
         check(1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", B=B)
 
 
-@pytest.mark.parametrize("B, T, total, words", (
-    (64, 1024, 2**29, "-d 536870912: too many tokens for an update"),
-    (65536, 1, 0, "-b 65536: expected at most 65535"), (2048, 2049, 0, "tokens, expected at most 4194240")))
-def test_more_than_kernels_can_count(fake_gpu, B, T, total, words):
-    """The numbers of an update's tables in 32 bits; blocks of a grid."""
-    settings = cuda.resolve_auto(cuda.CudaSettings(B=B, T=T, total_batch_size=total), "sm_90a")
-    device = SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
-    fake_gpu.free = 1 << 50
-    with pytest.raises(UserError, match=words):
-        check_memory(cuda.GPT2, GPT2_124M, settings, device)
-
-
 def test_another_process_holds_the_memory(gpu_workplace):
     """All but a part of what a context and the smallest model take, or all but next to nothing."""
     runtime = cp.cuda.runtime
