@@ -5,7 +5,6 @@ import ctypes
 import functools
 import importlib.util
 import itertools
-import os
 import sys
 from types import SimpleNamespace
 
@@ -21,8 +20,8 @@ import lab
 import llmc.gpu.device
 from lab import AWKWARD, LAYERS
 from llmc.errors import run_main
-from llmc.gpu.compiler import KERNEL_DIRECTORY, compile_kernels
-from llmc.gpu.geometry import kernel_files, model_constants
+from llmc.gpu.compiler import compile_kernels
+from llmc.gpu.geometry import kernel_files
 from llmc.gpu.precision import Precision
 from llmc.tensors import Row
 from train_gpt2 import Config
@@ -40,11 +39,11 @@ GPU = llmc.gpu.device.GPU("a GPU", "sm_90a", 132, 227 << 10)
 def test_kernels_compile_with_no_gpu(arch, dtype):
     pytest.importorskip("cuda.core")
     config = GPT2_124M if arch == "sm_90a" else AWKWARD[0]
-    for path, grads in itertools.product(lab.FILES, (0, 1) if dtype == "bfloat16" else (0,)):
-        constants = model_constants(config, Precision(dtype, float32_grads=grads))
-        cubin = compile_kernels(os.path.relpath(path, KERNEL_DIRECTORY)[:-3], arch, constants)
-        for kernel in lab.signatures(path):
-            assert b".text." + kernel.encode() + b"\0" in cubin
+    for grads in (0, 1) if dtype == "bfloat16" else (0,):
+        for file in lab.portable_files(config, Precision(dtype, float32_grads=grads), min(arch, "sm_80")):
+            cubin = compile_kernels(file.name, arch, file.constants)
+            for kernel in file.kernels:
+                assert b".text." + kernel.encode() + b"\0" in cubin
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -61,7 +60,8 @@ class FakeLab(lab.Lab):
         super().__init__(GPU, config, precision)
         self.torch = False
         self.fake, self.signatures, module = fake, {}, fake.cp.RawModule("any")
-        for device, arch, files, prefix in ((self.device, GPU.arch, (), ""), (self.portable, "sm_80", lab.FILES, "our ")):
+        devices = (self.device, GPU.arch, (), ""), (self.portable, "sm_80", lab.FILES, "portable ")
+        for device, arch, files, prefix in devices:
             live = kernel_files(config, precision, arch).values()
             for path in (*(ROOT / "kernels" / f"{file.name}.cu" for file in live), *files):
                 for name, parameters in signatures_of(path).items():

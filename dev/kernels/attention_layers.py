@@ -1,10 +1,8 @@
 """
 Attention in the kernel library, forward and backward. lab.py says what a layer is; the kernels are in attention.cu, and
 the first one that uses wgmma is in attention_hopper.cu. Two rungs are live: wgmma on Hopper for heads of 64 in
-bfloat16, else mma_sync.
-
-The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in float32, where cuDNN has none;
-dev/bench.py attention compares with FlashAttention-2, too.
+bfloat16, else mma_sync. The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in
+float32, where cuDNN has none; dev/bench.py attention compares with FlashAttention-2, too.
 """
 
 import math

@@ -194,6 +194,13 @@ def signatures(path):
             for name, parameters in EXTERN.findall(text)}
 
 
+def portable_files(config, precision, arch):
+    """KernelFiles: of the live matmuls and attention for arch (sm_75, sm_80) and later, and all of this library."""
+    live, constants = kernel_files(config, precision, arch), model_constants(config, precision)
+    return [live["matmul"], live["attention"], *(KernelFile(
+        os.path.relpath(path, KERNEL_DIRECTORY)[:-3], tuple(signatures(path)), constants) for path in FILES)]
+
+
 class Lab:
     """The live kernels of train_gpt2_cuda.py for one model and precision and, beside them, those of this library."""
 
@@ -201,12 +208,8 @@ class Lab:
         self.gpu, self.config, self.precision, self.sm_count = gpu, config, precision, gpu.sm_count
         self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
         self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
-        # Another Device has our kernels and the live ones for every GPU: on Hopper, training has others.
-        arch, constants = "sm_75" if gpu.arch == "sm_75" else "sm_80", model_constants(config, precision)
-        live = kernel_files(config, precision, arch)
-        ours = [KernelFile(os.path.relpath(path, KERNEL_DIRECTORY)[:-3], tuple(signatures(path)), constants)
-                for path in FILES]
-        self.portable = Device(gpu, Cache(), [live["matmul"], live["attention"], *ours],
+        arch = "sm_75" if gpu.arch == "sm_75" else "sm_80"
+        self.portable = Device(gpu, Cache(), portable_files(config, precision, arch),
                                launch_geometry(config, precision, arch))
         self.portable.gpu = gpu._replace(arch=arch)
         self.stream = self.portable.stream = self.device.stream
@@ -268,8 +271,7 @@ def calls(layer, lab, fresh, names):
 
 
 def results_of(where, call, ends=None):
-    """{tensor: result on the host} of a call; ends: only so many elements at either end. Raises UserError if the GPU
-    refuses it."""
+    """{tensor: result on the host} of a call, or `ends` elements at either end; raises UserError if the GPU refuses."""
     def host(array):
         if not hasattr(array, "get"):  # PyTorch's
             return array.double().cpu().numpy()
