@@ -414,19 +414,19 @@ def bench_attention(args):
     from llmc.gpu.precision import Precision
     from torch.nn.attention import SDPBackend
 
-    layers, names = (AttentionForward, AttentionBackward), ("mma_sync", "wgmma")
+    directions, names = (AttentionForward, AttentionBackward), ("mma_sync", "wgmma")
     bench = lab.Lab(open_gpu(), Config(max(args.t), 257, 1, args.heads, args.C, 384), Precision("bfloat16"))
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()},"
           f" bfloat16, {args.heads} heads of {args.C // args.heads}")
     print(f"{'':<16} {'B':>3} {'T':>5} {'forward ms':>11} {'TFLOP/s':>8} {'backward ms':>12} {'TFLOP/s':>8}")
     with bench.streams():
-        if any([lab.check_layer(layer(bench.config, bench.precision, bench.gpu, 3, 97), bench, names)
-                for layer in layers]):
+        if any([lab.check_layer(direction(bench.config, bench.precision, bench.gpu, 3, 97), bench, names)
+                for direction in directions]):
             return 1
         for T, B in itertools.product(args.t, args.b):
             times = {}
-            for layer in layers:
-                at_size = layer(bench.config, bench.precision, bench.gpu, B, T)
+            for direction in directions:
+                at_size = direction(bench.config, bench.precision, bench.gpu, B, T)
                 at_size.tensors = functools.cache(at_size.tensors)
                 for at_size.library_name, at_size.backend, rungs in (
                         ("PyTorch flash", [SDPBackend.FLASH_ATTENTION], ("none",)),

@@ -1,5 +1,5 @@
-// Layer normalization, forward, from one thread per row to rows in shared memory. RESULTS.md has what each rung
-// measured.
+// Layer normalization, forward, from one thread per row to rows in shared memory. LayernormForward in layers.py
+// launches these rungs, README.md says how they are checked and timed, RESULTS.md has what each measured.
 //
 //     out = (inp - mean) * rstd * weight + bias                                               out =, mean =, rstd =
 //
