@@ -414,28 +414,26 @@ def bench_attention(args):
     from llmc.gpu.precision import Precision
     from torch.nn.attention import SDPBackend
 
-    layers, names = (AttentionForward, AttentionBackward), ("mma_sync", "wgmma")
+    directions, names = (AttentionForward, AttentionBackward), ("mma_sync", "wgmma")
     bench = lab.Lab(open_gpu(), Config(max(args.t), 257, 1, args.heads, args.C, 384), Precision("bfloat16"))
-    bench.load("attention")
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()},"
           f" bfloat16, {args.heads} heads of {args.C // args.heads}")
     print(f"{'':<16} {'B':>3} {'T':>5} {'forward ms':>11} {'TFLOP/s':>8} {'backward ms':>12} {'TFLOP/s':>8}")
-    with bench.stream:
-        if any([lab.check_layer(layer(bench.config, bench.precision, bench.gpu, 3, 97), bench, names, True)
-                for layer in layers]):
+    with bench.streams():
+        if any([lab.check_layer(direction(bench.config, bench.precision, bench.gpu, 3, 97), bench, names)
+                for direction in directions]):
             return 1
         for T, B in itertools.product(args.t, args.b):
             times = {}
-            for layer in layers:
-                at_size = layer(bench.config, bench.precision, bench.gpu, B, T)
-                at_size.keeps_scores = False
+            for direction in directions:
+                at_size = direction(bench.config, bench.precision, bench.gpu, B, T)
                 at_size.tensors = functools.cache(at_size.tensors)
-                for name, at_size.backend in (("flash", [SDPBackend.FLASH_ATTENTION]),
-                                              ("cuDNN", [SDPBackend.CUDNN_ATTENTION])):
-                    timing = lab.time_layer(at_size, bench, names if name == "flash" else ("none",), True)
-                    ours = {rung: min(ms.values()) for rung, ms in timing.rungs.items()}
-                    for program, ms in {**ours, f"PyTorch {name}": timing.library}.items():
-                        times.setdefault(program, []).append((ms, at_size.flops() / ms / 1e9))
+                for at_size.library_name, at_size.backend, rungs in (
+                        ("PyTorch flash", [SDPBackend.FLASH_ATTENTION], ("none",)),
+                        ("PyTorch cuDNN", [SDPBackend.CUDNN_ATTENTION], names)):
+                    for program, ms in lab.time_layer(at_size, bench, rungs)[0].items():
+                        best = min(ms.values())
+                        times.setdefault(program, []).append((best, at_size.flops() / best / 1e9))
                     cp.get_default_memory_pool().free_all_blocks()
             for program, ((forward, rate), (backward, its_rate)) in times.items():
                 print(f"{program:<16} {B:>3} {T:>5} {forward:>11.4f} {rate:>8.0f} {backward:>12.4f} {its_rate:>8.0f}")

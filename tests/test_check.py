@@ -58,7 +58,7 @@ class Launches(list):
     def __init__(self, config, precision, fault):
         files = kernel_files(config, precision, "sm_80").values()
         self.signatures = {name: parameters for file in files for name, parameters in lab.signatures(
-            (ROOT / "kernels" / f"{file.name}.cu").read_text()).items()}
+            ROOT / "kernels" / f"{file.name}.cu").items()}
         self.fault, self.counts = fault, {}
 
     def append(self, launch):

@@ -5,7 +5,6 @@ import ctypes
 import functools
 import importlib.util
 import itertools
-import os
 import sys
 from types import SimpleNamespace
 
@@ -31,12 +30,7 @@ spec = importlib.util.spec_from_file_location("kernels_bench", ROOT / "dev" / "k
 bench = importlib.util.module_from_spec(spec)  # dev/bench.py is another one
 spec.loader.exec_module(bench)
 
-FILES = sorted({file for layer in LAYERS.values() for file in (layer.file, *layer.uses)})
 GPU = llmc.gpu.device.GPU("a GPU", "sm_90a", 132, 227 << 10)
-
-
-def precision_of(layer, dtype):
-    return Precision(dtype, float32_grads=int(layer.float32_grads and dtype == "bfloat16"))
 
 
 @pytest.mark.large
@@ -45,23 +39,18 @@ def precision_of(layer, dtype):
 def test_kernels_compile_with_no_gpu(arch, dtype):
     pytest.importorskip("cuda.core")
     config = GPT2_124M if arch == "sm_90a" else AWKWARD[0]
-    assert {path.stem for path in (ROOT / "dev" / "kernels").glob("*.cu")} == set(FILES)
-    for file in FILES:
-        grads = any(layer.float32_grads for layer in LAYERS.values() if file in (layer.file, *layer.uses))
-        precision = Precision(dtype, float32_grads=int(grads and dtype == "bfloat16"))
-        constants = lab.constants_of(config, precision, arch)
-        cubin = compile_kernels(os.path.join("..", "dev", "kernels", file), arch, constants)
-        for kernel in lab.signatures((ROOT / "dev" / "kernels" / f"{file}.cu").read_text()):
-            assert b".text." + kernel.encode() + b"\0" in cubin
+    for grads in (0, 1) if dtype == "bfloat16" else (0,):
+        for file in lab.portable_files(config, Precision(dtype, float32_grads=grads), min(arch, "sm_80")):
+            cubin = compile_kernels(file.name, arch, file.constants)
+            for kernel in file.kernels:
+                assert b".text." + kernel.encode() + b"\0" in cubin
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # launches: every rung of every layer, on a fake GPU
 
 
-@functools.cache
-def signatures_of(path):
-    return lab.signatures(path.read_text())
+signatures_of = functools.cache(lab.signatures)
 
 
 class FakeLab(lab.Lab):
@@ -69,14 +58,17 @@ class FakeLab(lab.Lab):
 
     def __init__(self, fake, config, precision):
         super().__init__(GPU, config, precision)
-        self.fake, self.signatures = fake, {}
-        live = [ROOT / "kernels" / f"{file.name}.cu" for file in kernel_files(config, precision, GPU.arch).values()]
-        for path in (*live, *(ROOT / "dev" / "kernels" / f"{file}.cu" for file in FILES)):
-            assert not self.signatures.keys() & signatures_of(path).keys(), f"{path}: another file has such a kernel"
-            self.signatures |= signatures_of(path)
-        module = fake.cp.RawModule("any")
-        for name in self.signatures:
-            self.device.functions.setdefault(name, module.get_function(name))
+        self.torch = False
+        self.fake, self.signatures, module = fake, {}, fake.cp.RawModule("any")
+        devices = (self.device, GPU.arch, (), ""), (self.portable, "sm_80", lab.FILES, "portable ")
+        for device, arch, files, prefix in devices:
+            live = kernel_files(config, precision, arch).values()
+            for path in (*(ROOT / "kernels" / f"{file.name}.cu" for file in live), *files):
+                for name, parameters in signatures_of(path).items():
+                    assert prefix + name not in self.signatures, f"{path}: another file has such a kernel"
+                    self.signatures[prefix + name] = parameters
+                    device.functions[name] = module.get_function(prefix + name)
+                    device.functions[name].max_dynamic_shared_size_bytes = device.shared.get(name, 0)
 
     def check(self, name, grid, block, arguments, shared):
         assert 1 <= np.prod(block) <= 1024 and shared <= GPU.shared and len(grid) <= 3
@@ -121,19 +113,19 @@ def test_launches_pass_what_the_kernels_take(fake_cupy, name):
     """At several sizes and in both dtypes."""
     ran = set()
     for (config, B, T), dtype in itertools.product(SIZES, ("bfloat16", "float32")):
-        fake = FakeLab(fake_cupy, config, precision_of(LAYERS[name], dtype))
+        fake = FakeLab(fake_cupy, config, lab.precision_of(LAYERS[name], dtype))
         layer = LAYERS[name](config, fake.precision, GPU, B, T)
         arrays = lab.upload(layer.tensors())
         largest = 2 * sum(array.nbytes for array in arrays.values())
         assert layer.flops() or 0 < layer.bytes(SimpleNamespace(**arrays)) <= largest
-        for found, block in layer.runs():
+        for rung, _, call in lab.calls(layer, fake, arrays, None):
             fake_cupy.clear()
-            lab.run_rung(layer, fake, lab.copies(arrays), found, block)
+            call()
             assert fake_cupy.launches
             for launch in fake_cupy.launches:
                 if launch.name != "cublaslt":
                     fake.check(*launch[:5])
-            ran.add(found.name)
+            ran.add(rung)
     assert ran == LAYERS[name].rungs.keys(), "each rung fits some of these sizes in some dtype"
 
 
@@ -144,7 +136,7 @@ def test_launches_pass_what_the_kernels_take(fake_cupy, name):
 @pytest.mark.parametrize("name", [name for name, layer in LAYERS.items() if layer.library])
 def test_the_oracle_agrees_with_pytorch(name):
     """On the CPU, in float32: the NumPy function of the layer beside PyTorch's."""
-    layer = LAYERS[name](AWKWARD[1], precision_of(LAYERS[name], "float32"), GPU, 2, 17)
+    layer = LAYERS[name](AWKWARD[1], lab.precision_of(LAYERS[name], "float32"), GPU, 2, 17)
     tensors = layer.tensors()
     arrays = {name: np.full(x.shape, np.nan, x.stored_as) if isinstance(x, Row) else x for name, x in tensors.items()}
     expected, results = lab.expected_results(layer, tensors), lab.library_call(layer, arrays)()
@@ -156,7 +148,7 @@ def test_the_oracle_agrees_with_pytorch(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_oracles_write_all_that_is_checked(name):
-    layer = LAYERS[name](AWKWARD[1], precision_of(LAYERS[name], "bfloat16"), GPU, 3, 5)
+    layer = LAYERS[name](AWKWARD[1], lab.precision_of(LAYERS[name], "bfloat16"), GPU, 3, 5)
     tensors = layer.tensors()
     for tensor, expected in lab.expected_results(layer, tensors).items():
         assert expected.dtype == np.float64 and np.isfinite(expected).all()
@@ -180,19 +172,18 @@ def test_with_a_wrong_element_there_are_no_times(fake_cupy, monkeypatch, capsys,
         rung.name = name
     monkeypatch.setattr(LAYERS["layernorm_forward"], "rungs", rungs)
     monkeypatch.setattr(bench, "AWKWARD", AWKWARD[1:])
-    open_lab = SimpleNamespace(gpu=GPU, torch=False, open=lambda layer, config, dtype: FakeLab(
-        fake_cupy, config, precision_of(layer, dtype)))
-    for name, value in dict(Labs=lambda: open_lab, measure_copy=lambda device: 4e12, measure_matmul=lambda matmul: 8e14,
-                            machine_text=lambda lab: "a GPU").items():
+    monkeypatch.setattr(lab, "Lab", lambda gpu, *model: FakeLab(fake_cupy, *model))
+    for name, value in dict(open_gpu=lambda: GPU, measure_copy=lambda device: 4e12, measure_matmul=lambda matmul: 8e14,
+                            describe=lambda matmul: "a GPU").items():
         monkeypatch.setattr(bench, name, value)
     fake_cupy.cp.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
     monkeypatch.setattr(lab, "FLUSH", 1000)
-    monkeypatch.setattr(lab, "milliseconds", lambda fake, flush, call: call() or 2.0)
+    monkeypatch.setattr(lab, "milliseconds", lambda fake, flush, call: 2.0)
     with pytest.raises(SystemExit) as end:
         run_main(lambda: bench.main(["layernorm_forward", "-b", "1", "-t", "16", "--dtype", "float32"]))
     printed, said = capsys.readouterr()
     if wrong_at is None:
         assert end.value.code == 0 and "| layernorm_forward | right | 32 | 2.0000 | 0 GB/s |" in printed
         return
-    assert end.value.code == 1 and (wrong_at == (3, 97) or "wrong is wrong at the size" in said)
+    assert end.value.code == 1 and (wrong_at == (3, 97) or "differs from the first rung" in said)
     assert "layernorm_forward wrong, block 64" in printed and "rstd" in printed and "2.0000" not in printed

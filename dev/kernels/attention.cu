@@ -11,9 +11,9 @@
 // needs.
 //
 // Bound by operations: two matmuls forward, five backward, of 2 * HS operations for each of the T * (T + 1) / 2 pairs
-// of a head, while the tensors are read and written once. Two rungs are live: mma_sync, at the end of this file, and
-// wgmma, in kernels/attention_hopper.cu and attention_hopper_bf16.cu, where four warps multiply together and their
-// tiles stay in shared memory. attention_hopper.cu in this folder is the step from one to the other.
+// of a head, while the tensors are read and written once. Two rungs are live: mma_sync, in kernels/attention.cu, and
+// wgmma, in kernels/hopper/attention.cu, where four warps multiply together and their tiles stay in shared memory.
+// attention_hopper.cu in this folder is the step from one to the other.
 
 #include "mma.cuh"
 
@@ -240,8 +240,7 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
 // one thread per key goes over the queries that see it and sums dkey and dvalue. P and dS of a pair are computed in
 // both, so there are seven matmuls instead of five, but none of the masked half, and no (T,T) matrix. Nothing is in
 // shared memory: every product reads both its numbers from memory or the cache, and neighbouring threads read rows 3C
-// apart. The next rung reads a number once for a whole row of a tile, which is faster where reads are the
-// bottleneck, but needs matrices; `recompute` has the tiles without the matrices.
+// apart.
 // Both: block (any size up to 256), grid (T / block, NH, B).
 __device__ inline float row_product(const element* a, const element* b) {
     float sum = 0.0f;
@@ -297,63 +296,9 @@ attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const el
     }
 }
 
-// matrices. P and dS of all heads to memory, then each formula is one matmul over tiles in shared memory. The price is
-// two (T,T) matrices per head, written once and read twice, and the masked half of every matmul. att (P), datt (dS):
-// (B,NH,T,T) float32.
-// All five: block (tile, tile), grid (columns of the result / tile, T / tile, B * NH).
-extern "C" __global__ void __launch_bounds__(1024)
-attention_backward_probabilities(float* att, const element* inp, const float* lse, int T) {
-    const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1};
-    const Matrix<const element> key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
-    const float sum = tile_product(query, key_transposed, T, T, HS);
-    const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
-    const int64 row = int64(blockIdx.z) * T + t;
-    if (t < T && k < T) att[row * T + k] = k <= t ? expf(sum * scale() - lse[row]) : 0.0f;
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-attention_backward_dscores(float* datt, const float* att, const element* dout, const element* inp, const float* D,
-                           int T) {
-    const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const Matrix<const element> dheads = {head_out(dout, b, h, T), C, 1};
-    const Matrix<const element> value_transposed = {head_in(inp, 2, b, h, T), 1, 3 * C};
-    const float sum = tile_product(dheads, value_transposed, T, T, HS);
-    const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
-    const int64 row = int64(blockIdx.z) * T + t;
-    if (t < T && k < T) datt[row * T + k] = att[row * T + k] * (sum - D[row]) * scale();
-}
-
-// (T,T) matrix @ rows of HS, into part 0, 1 or 2 of dinp.
-template <class E>
-__device__ inline void gradient_product(element* dinp, int part, Matrix<const float> matrix, Matrix<E> rows, int T) {
-    const float sum = tile_product(matrix, rows, T, HS, T);
-    const int t = blockIdx.y * blockDim.x + threadIdx.y, c = blockIdx.x * blockDim.x + threadIdx.x;
-    if (t < T && c < HS) from_float(head_in(dinp, part, blockIdx.z / NH, blockIdx.z % NH, T, t)[c], sum);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-attention_backward_dquery_product(element* dinp, const float* datt, const element* inp, int T) {
-    const Matrix<const element> key = {head_in(inp, 1, blockIdx.z / NH, blockIdx.z % NH, T), 3 * C, 1};
-    gradient_product(dinp, 0, {datt + int64(blockIdx.z) * T * T, T, 1}, key, T);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-attention_backward_dkey_product(element* dinp, const float* datt, const element* inp, int T) {
-    const Matrix<const element> query = {head_in(inp, 0, blockIdx.z / NH, blockIdx.z % NH, T), 3 * C, 1};
-    gradient_product(dinp, 1, {datt + int64(blockIdx.z) * T * T, 1, T}, query, T);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-attention_backward_dvalue_product(element* dinp, const float* att, const element* dout, int T) {
-    const Matrix<const element> dheads = {head_out(dout, blockIdx.z / NH, blockIdx.z % NH, T), C, 1};
-    gradient_product(dinp, 2, {att + int64(blockIdx.z) * T * T, 1, T}, dheads, T);
-}
-
-// recompute. No (T,T) matrix: P and dS of a pair are computed where they are needed, once for dquery (whose threads go
-// over the keys) and once for dkey and dvalue (whose threads go over the queries): seven matmuls instead of five, but
-// their results stay in registers. Four neighbouring threads share a row, since four rows of HS do not fit into the
-// registers of one; the other operand passes through shared memory, in tiles that all rows of the block share.
+// recompute. The same two loops, but a thread keeps its own rows in registers, and the other operand passes through
+// shared memory, in tiles that all rows of the block share. Four neighbouring threads share a row, since four rows of
+// HS do not fit into the registers of one.
 // Both: block (any multiple of 32 up to 256), grid (T / (block / 4), NH, B).
 constexpr int TILE = 32;          // rows that pass through shared memory at once
 constexpr int UNITS = HS / 16;    // of 4 floats, per thread: units lane, lane + 4, ... of a row
@@ -470,23 +415,7 @@ attention_backward_dkv_recompute(element* dinp, const element* dout, const eleme
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: kernels/attention.cu, the live kernels of all GPUs but Hopper, under other names, because Hopper's are
-// loaded beside them. A warp multiplies 16 or 32 rows by the tiles that pass through shared memory, and P and dS stay
-// in registers, as the next matmul needs them. A tensor core instruction does thousands of operations, any other one
-// 64, and the next tile is copied while this one is worked on. The kernel of dquery also computes D; partials (3C for
-// every 64 rows) are the column sums for the bias gradient.
-
-#define attention_forward attention_forward_mma
-#define attention_backward_dquery attention_backward_dquery_mma
-#define attention_backward_dkv attention_backward_dkv_mma
-
-namespace live {
-#include "../../kernels/attention.cu"
-}
-
-extern "C" __global__ void attention_forward_mma(element* out, float* lse, const element* inp, int T);
-extern "C" __global__ void attention_backward_dquery_mma(element* dinp, float* D, float* partials, const element* dout,
-                                                         const element* inp, const element* out, const float* lse,
-                                                         int T);
-extern "C" __global__ void attention_backward_dkv_mma(element* dinp, float* partials, const element* dout,
-                                                      const element* inp, const float* lse, const float* D, int T);
+// mma_sync: kernels/attention.cu, the live kernels of all GPUs but Hopper. A warp multiplies 16 or 32 rows by the tiles
+// that pass through shared memory, and P and dS stay in registers, as the next matmul needs them. A tensor core
+// instruction does thousands of operations, any other one 64, and the next tile is copied while this one is worked on.
+// The kernel of dquery also computes D; partials (3C for every 64 rows) are the column sums for the bias gradient.

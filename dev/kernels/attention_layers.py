@@ -1,15 +1,16 @@
 """
 Attention in the kernel library, forward and backward. lab.py says what a layer is; the kernels are in attention.cu, and
 the first one that uses wgmma is in attention_hopper.cu. Two rungs are live: wgmma on Hopper for heads of 64 in
-bfloat16, else mma_sync.
-
-The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in float32, where cuDNN has none;
-dev/bench.py attention compares with FlashAttention-2, too.
+bfloat16, else mma_sync. The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in
+float32, where cuDNN has none; dev/bench.py attention compares with FlashAttention-2, too.
 """
+
+import math
 
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import llmc.gpu.device
 from lab import (SUMS, TF32, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected_results, np, rung, torch,
                  train_gpt2)
 from llmc.gpu.geometry import hopper_attention
@@ -18,7 +19,6 @@ from profile_gpu import attention_flops
 BF16_TWICE = 1e-2  # in bfloat16, the result that one matmul passes to the next is rounded, too
 LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
            SDPBackend.MATH]  # the first that can run is used
-TILES = {64: 8, 256: 16, 1024: 32}  # threads of a block -> rows and columns of its tile
 
 
 def attend(qkv, NH, backends):
@@ -40,19 +40,20 @@ class SideBySide:
         return torch.cat([grad.transpose(1, 2).flatten(2) for grad in self.grads], dim=2).double()
 
 
+def on_hopper(layer, block):
+    """Whether the live kernels are Hopper's; otherwise they are those of mma_sync."""
+    return hopper_attention(layer.config, layer.precision, layer.gpu.arch)
+
+
 class Attention(Layer):
     """What both directions share."""
 
-    backend, keeps_scores = None, True  # for dev/bench.py: PyTorch's; whether there is memory for (T,T) matrices
+    backend = LIBRARY  # PyTorch's; dev/bench.py compares two of them
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         if self.precision.bf16:
-            self.library_name = "cuDNN"
-
-    def uses_wgmma(self, block):
-        """Whether the live kernels are Hopper's; otherwise they are those of mma_sync."""
-        return hopper_attention(self.config, self.precision, self.gpu.arch)
+            self.library_name, self.checked = "cuDNN", self.checked_in_bf16
 
     def sizes(self):
         return self.B, self.T, self.C, self.NH
@@ -61,38 +62,23 @@ class Attention(Layer):
         """Launch a thread for each row of each head, or several: `rows` of them share a block."""
         lab.launch(name, (blocks(self.T, rows), self.NH, self.B), (block,), *arguments, self.T)
 
-    def tile_launch(self, lab, name, columns, block, *arguments):
-        """Launch a tiled matmul for all heads with a result of (T, columns), a thread for each element."""
-        tile = TILES[block]
-        grid = blocks(columns, tile), blocks(self.T, tile), self.B * self.NH
-        lab.launch(name, grid, (tile, tile), *arguments, self.T,
-                   shared=2 * tile * (tile + 1) * 4)
-
     def row_launch(self, lab, name, *arguments):
         """Launch a warp for each row of each head."""
         rows = self.B * self.NH * self.T
         lab.launch(name, (blocks(rows, 8),), (256,), *arguments, rows, self.T)
 
-    def scratch(self):
-        """Memory for the rungs that store a (T,T) matrix per head."""
-        return self.float32(*(self.B, self.NH, self.T, self.T)[: 4 * self.keeps_scores])
-
 
 class AttentionForward(Attention):
     """out = softmax(query @ key^T / sqrt(HS), causal) @ value, with lse, the log of the sum of exp, of each row"""
 
-    name, file, uses = "attention_forward", "attention", ("attention_hopper",)
+    name = "attention_forward"
     checked = {"out": TF32, "lse": TF32}
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        if self.precision.bf16:
-            self.checked = {"out": BF16_TWICE, "lse": 4 * SUMS}  # products of bfloat16 operands are exact
+    checked_in_bf16 = {"out": BF16_TWICE, "lse": 4 * SUMS}  # products of bfloat16 operands are exact
 
     def tensors(self):
         B, T, C = self.B, self.T, self.C
         return {"out": self.unwritten(B, T, C), "lse": self.float32(B, self.NH, T),
-                "inp": self.random(B, T, 3 * C, spread=1.5), "att": self.scratch()}
+                "inp": self.random(B, T, 3 * C, spread=1.5)}
 
     def oracle(self, t):
         preatt, att = np.empty((2, self.B, self.NH, self.T, self.T))
@@ -104,17 +90,21 @@ class AttentionForward(Attention):
         return attention_flops(self.B, self.T, self.C, 2)
 
     def library(self, t):
-        return lambda: {"out": attend(t.inp, self.NH, self.backend or LIBRARY)[0].detach().transpose(1, 2)}
+        return lambda: {"out": attend(t.inp, self.NH, self.backend)[0].detach().transpose(1, 2)}
 
     @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):
         self.thread_launch(lab, "attention_forward_thread_a_row", block, block, a.out, a.lse, a.inp)
 
-    @rung(*TILES)
+    @rung(64, 256, 1024)
     def products_apart(self, lab, a, block):
-        self.tile_launch(lab, "attention_forward_scores", self.T, block, a.att, a.inp)
-        self.row_launch(lab, "attention_forward_softmax", a.att, a.lse)
-        self.tile_launch(lab, "attention_forward_values", self.C // self.NH, block, a.out, a.att, a.inp)
+        tile, rows, heads = math.isqrt(block), blocks(self.T, math.isqrt(block)), self.B * self.NH
+        att = llmc.gpu.device.cp.empty((heads, self.T, self.T), np.float32)
+        shared = 2 * tile * (tile + 1) * 4
+        lab.launch("attention_forward_scores", (rows, rows, heads), (tile, tile), att, a.inp, self.T, shared=shared)
+        self.row_launch(lab, "attention_forward_softmax", att, a.lse)
+        grid = blocks(self.C // self.NH, tile), rows, heads
+        lab.launch("attention_forward_values", grid, (tile, tile), a.out, att, a.inp, self.T, shared=shared)
 
     @rung(32, 64, 128, 256)
     def online(self, lab, a, block):
@@ -124,12 +114,12 @@ class AttentionForward(Attention):
     def mma_sync(self, lab, a, block):
         cuda.attention_forward(lab.portable, a.out, a.lse, a.inp, *self.sizes())
 
-    @rung(128, fits=Attention.uses_wgmma)
+    @rung(128, fits=on_hopper)
     def warpgroup(self, lab, a, block):
         grid, map = (self.NH, blocks(self.T, 64), self.B), lab.device.tensor_map(a.inp, 64, self.C // self.NH)
         lab.launch("attention_forward_warpgroup", grid, (block,), a.out, a.lse, a.inp, self.T, map)
 
-    @rung(384, fits=Attention.uses_wgmma)
+    @rung(384, fits=on_hopper)
     def wgmma(self, lab, a, block):
         cuda.attention_forward(lab.device, a.out, a.lse, a.inp, *self.sizes())
 
@@ -137,21 +127,13 @@ class AttentionForward(Attention):
 class AttentionBackward(Attention):
     """dquery = dS @ key, dkey = dS^T @ query, dvalue = P^T @ dout, dS = P * (dout @ value^T - D) / sqrt(HS)"""
 
-    name, file = "attention_backward", "attention"
-    checked = {"dinp": TF32}
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        if self.precision.bf16:
-            self.checked = {"dinp": BF16_TWICE}
+    name, checked, checked_in_bf16 = "attention_backward", {"dinp": TF32}, {"dinp": BF16_TWICE}
 
     def tensors(self):
-        B, T, C, NH = self.B, self.T, self.C, self.NH
+        B, T, C = self.B, self.T, self.C
         inp, out, lse = self.forward_pass()
-        sums = self.sum_rows().attention
         return {"dinp": self.unwritten(B, T, 3 * C), "dout": self.random(B, T, C), "inp": inp, "out": out, "lse": lse,
-                "D": self.float32(B, NH, T), "att": self.scratch(), "datt": self.scratch(),
-                "sums": self.float32(sums, 3 * C)}
+                "D": self.float32(B, self.NH, T), "sums": self.float32(self.sum_rows().attention, 3 * C)}
 
     def forward_pass(self):
         """Return inp, out and lse of one or two different sequences, repeated: NumPy is slow for a large batch.
@@ -177,35 +159,22 @@ class AttentionBackward(Attention):
         return attention_flops(self.B, self.T, self.C, 5)
 
     def library(self, t):
-        out, operands = attend(t.inp, self.NH, self.backend or LIBRARY)
+        out, operands = attend(t.inp, self.NH, self.backend)
         dout = t.dout.view(self.B, self.T, self.NH, -1).transpose(1, 2)
         return lambda: {"dinp": SideBySide(torch.autograd.grad(out, operands, dout, retain_graph=True))}
 
     def backward(self, device, a):
         cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, *self.sizes())
 
-    def row_sums(self, lab, a):
-        self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
-
     @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):
-        self.row_sums(lab, a)
+        self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
         for name in ("attention_backward_dquery_thread_a_row", "attention_backward_dkv_thread_a_row"):
             self.thread_launch(lab, name, block, block, a.dinp, a.dout, a.inp, a.lse, a.D)
 
-    @rung(*TILES)
-    def matrices(self, lab, a, block):
-        HS = self.C // self.NH
-        self.row_sums(lab, a)
-        self.tile_launch(lab, "attention_backward_probabilities", self.T, block, a.att, a.inp, a.lse)
-        self.tile_launch(lab, "attention_backward_dvalue_product", HS, block, a.dinp, a.att, a.dout)
-        self.tile_launch(lab, "attention_backward_dscores", self.T, block, a.datt, a.att, a.dout, a.inp, a.D)
-        self.tile_launch(lab, "attention_backward_dquery_product", HS, block, a.dinp, a.datt, a.inp)
-        self.tile_launch(lab, "attention_backward_dkey_product", HS, block, a.dinp, a.datt, a.inp)
-
     @rung(32, 64, 128, 256)
     def recompute(self, lab, a, block):
-        self.row_sums(lab, a)
+        self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
         for name in ("attention_backward_dquery_recompute", "attention_backward_dkv_recompute"):
             self.thread_launch(lab, name, block // 4, block, a.dinp, a.dout, a.inp, a.lse, a.D)
 
@@ -213,6 +182,6 @@ class AttentionBackward(Attention):
     def mma_sync(self, lab, a, block):
         self.backward(lab.portable, a)
 
-    @rung(384, fits=Attention.uses_wgmma)
+    @rung(384, fits=on_hopper)
     def wgmma(self, lab, a, block):
         self.backward(lab.device, a)

@@ -52,13 +52,3 @@ encoder_backward_atomics(float* dwte, float* dwpe, const element* dout, const in
     atomicAdd(dwte + int64(inp[row]) * C + c, d);
     atomicAdd(dwpe + int64(row % T) * C + c, d);
 }
-
-// wpe_apart. Positions need no atomics: it is known who adds to which row, so a thread sums one element over the batch,
-// which is the live encoder_backward_wpe. Atomics are left for the tokens only: half as many. Yet it is no faster than
-// atomics: there is still one thread per element, and dout is read a second time, in another launch, which costs as
-// much as the atomics saved, and more in float32, where dout is larger.
-extern "C" __global__ void __launch_bounds__(1024)
-encoder_backward_wte_atomics(float* dwte, const element* dout, const int* inp, int N) {
-    const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < int64(N) * C) atomicAdd(dwte + int64(inp[i / C]) * C + i % C, to_float(dout[i]));
-}

@@ -7,7 +7,15 @@
 // is done once per step.
 
 #include "common.cuh"
-#include "block.cuh"
+
+// The sum over the block, whose threads are a multiple of 32; every thread gets it.
+__device__ inline float block_sum(float x) {
+    __shared__ float parts[32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f);
+}
 
 // One thread's part of the sum, 16 bytes at a time, in a grid-stride loop.
 __device__ inline float thread_part(const gradient* grads, int64 N) {

@@ -5,13 +5,13 @@ A layer is a class with the tensors that its kernels work on, the NumPy function
 its rungs, from the naive kernel to the one in kernels/. README.md has the steps to add one.
 """
 
+import contextlib
 import glob
 import math
 import os
 import re
 import sys
 from types import SimpleNamespace
-from typing import NamedTuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, "..", "..")
@@ -25,15 +25,18 @@ import torch
 import llmc.gpu.device
 import train_gpt2
 import train_gpt2_cuda as cuda
-from llmc.errors import UserError
-from llmc.gpu.compiler import KERNEL_DIRECTORY, Cache, compile_kernels, kernel_key
-from llmc.gpu.geometry import blocks, kernel_files, launch_geometry
-from llmc.gpu.matmul import MatmulKernels
-from llmc.tensors import bf16_bits, bf16_to_float32, Row
 from llmc.debugstate import check_tensor
-from train_gpt2 import Config
+from llmc.errors import UserError
+from llmc.gpu.compiler import KERNEL_DIRECTORY, Cache, KernelFile
+from llmc.gpu.device import Device
+from llmc.gpu.geometry import blocks, kernel_files, launch_geometry, model_constants
+from llmc.gpu.matmul import Matmul
+from llmc.gpu.precision import Precision
+from llmc.tensors import bf16_bits, bf16_to_float32, Row
 from profile_gpu import open_device, size_of
+from train_gpt2 import Config
 
+FILES = sorted(glob.glob(os.path.join(HERE, "*.cu")))
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
 
 # The largest error allowed, as a fraction of the largest expected value: float32 rounds to 6e-8, sums of n numbers in
@@ -69,28 +72,19 @@ def rung(*blocks, **options):
 
 
 class Kernel(Rung):
-    """A rung of one kernel, <layer>_<rung>(*layer.arguments, *scratch). share(layer, block): how much of layer.work a
-    block does; or grid(layer, lab, block). shared(layer, block): bytes of dynamic shared memory. adds_to: results that
-    are set to 0 first."""
+    """A rung of one kernel, <layer>_<rung>(*layer.arguments). share(layer, block): how much of layer.work a block does;
+    or grid(layer, lab, block). shared(layer, block): bytes of dynamic shared memory. adds_to: results that are set to 0
+    first."""
 
-    def __init__(self, share=None, grid=None, shared=lambda layer, block: 0, adds_to=(), scratch=()):
+    def __init__(self, share=None, grid=None, shared=lambda layer, block: 0, adds_to=()):
         super().__init__(self.launch, SWEEP, lambda layer, block: shared(layer, block) <= layer.gpu.shared)
         self.grid = grid or (lambda layer, lab, block: (blocks(layer.work, share(layer, block)),))
-        self.shared, self.adds_to, self.scratch = shared, adds_to, scratch
+        self.shared, self.adds_to = shared, adds_to
 
     def launch(self, layer, lab, a, block):
         lab.clear(*(getattr(a, name) for name in self.adds_to))
         lab.launch(f"{layer.name}_{self.name}", self.grid(layer, lab, block), (block,), *layer.arguments(a),
-                   *(getattr(a, name) for name in self.scratch), shared=self.shared(layer, block))
-
-
-class Launcher(Rung):
-    """The live kernel: call(layer, Device, a); without one, the launcher of the layer's name in train_gpt2_cuda.py,
-    which takes what the NumPy function takes. Its block size is its own; in the tables it is 256."""
-
-    def __init__(self, call=None):
-        call = call or (lambda layer, device, a: getattr(cuda, layer.name)(device, *layer.given(a), *layer.sizes()))
-        super().__init__(lambda layer, lab, a, block: call(layer, lab.device, a), (256,))
+                   shared=self.shared(layer, block))
 
 
 # Shares of a Kernel's block: an element or a row for each thread; 16 bytes for each; a row for each warp; one row.
@@ -98,26 +92,29 @@ THREAD, PACK = lambda layer, block: block, lambda layer, block: block * layer.pa
 WARP, BLOCK = lambda layer, block: block // 32, lambda layer, block: 1
 
 
+def launcher(call):
+    """A rung of the live kernel: call(layer, Device, a). Its block size is its own; in the tables it is 256."""
+    return Rung(lambda layer, lab, a, block: call(layer, lab.device, a), (256,))
+
+
 class Layer:
     """A layer at one size. A subclass with a `name` is a layer of the library:
 
     - its docstring: the formula; the first line is printed;
-    - file: its kernels are in dev/kernels/<file>.cu; uses: other files with kernels that it launches;
     - tensors(): {name: data, or the Row of an output}, as the GPU stores them;
-    - checked: {tensor: the error allowed, as a fraction of its largest value} for all that the layer writes; partial:
-      those of them with a row of partial sums per block, of which only the total is compared;
+    - checked: {tensor: the error allowed, as a fraction of its largest value} for what the layer writes;
     - oracle(t): does to float64 NumPy arrays what the kernels do; by default the function of train_gpt2.py of the same
       name, on the tensors of `signature` (if not given: all) and sizes();
     - moved: the tensors that a perfect kernel would read or write; or flops(), its operations;
     - library(t): given PyTorch tensors, a function that returns {tensor: result}, for a row called library_name;
     - arguments(a) and work: what a Kernel is launched on, by default the same tensors and N rows;
-    - Rungs, the simplest first; library_rung: the one that calls a library without PyTorch, if any.
+    - Rungs, the simplest first.
     """
 
     shapes = SHAPES  # of the checks at the model's sizes; AWKWARD sizes are always checked at SHAPES
-    uses = partial = moved = signature = ()
+    moved = signature = ()
     float32_grads = False  # True: gradients of weights are float32 in bfloat16 runs, too
-    library, library_name, library_rung = None, "PyTorch", None
+    library, library_name = None, "PyTorch"
 
     def __init_subclass__(cls):
         if "name" in vars(cls):
@@ -126,10 +123,8 @@ class Layer:
 
     def __init__(self, config, precision, gpu, B, T):
         self.config, self.precision, self.gpu = config, precision, gpu
-        self.B, self.T, self.N = B, T, B * T
-        self.work = self.N
-        self.C, self.NH, self.V, self.Vp = config.C, config.NH, config.V, config.Vp
-        self.pack, self.geometry = precision.pack, launch_geometry(config, precision, gpu.arch)
+        self.B, self.T, self.C, self.NH, self.V, self.Vp = B, T, config.C, config.NH, config.V, config.Vp
+        self.N, self.work, self.pack = B * T, B * T, precision.pack
         self.rng = np.random.default_rng((B, T, config.C))
 
     def __str__(self):
@@ -176,13 +171,13 @@ class Layer:
 
     def sum_rows(self):
         """How many rows of partial sums the live kernels leave."""
-        return cuda.partial_rows(self.B, self.T, self.gpu.sm_count, self.geometry)
+        geometry = launch_geometry(self.config, self.precision, self.gpu.arch)
+        return cuda.partial_rows(self.B, self.T, self.gpu.sm_count, geometry)
 
     def runs(self, names=None):
-        """Yield (rung, block size) for all that fit this size; only of the named rungs, if any are."""
-        for found in self.rungs.values():
-            if not names or found.name in names:
-                yield from ((found, block) for block in found.blocks if found.fits(self, block))
+        """[(rung, block size)] of all that fit this size; only of the named rungs, if any are."""
+        return [(found, block) for found in self.rungs.values() if not names or found.name in names
+                for block in found.blocks if found.fits(self, block)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -191,75 +186,58 @@ class Layer:
 EXTERN = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(([^)]*)\)')
 
 
-def signatures(source):
-    """The text of a .cu file -> {kernel: [its parameters]}."""
-    text = re.sub(r"//[^\n]*", "", source)
+def signatures(path):
+    """{kernel: [its parameters]} of a .cu file."""
+    with open(path) as f:
+        text = re.sub(r"//[^\n]*", "", f.read())
     return {name: [" ".join(parameter.split()) for parameter in parameters.split(",")]
             for name, parameters in EXTERN.findall(text)}
 
 
-def portable(config, precision, arch):
-    """The KernelFiles of the live kernels that this library includes: those for every GPU, of sm_80 at most."""
-    return list(kernel_files(config, precision, arch if arch == "sm_75" else "sm_80").values())
-
-
-def constants_of(config, precision, arch):
-    """The constants that this library is compiled with: all of the live files, some of which it includes."""
-    return {name: value for file in portable(config, precision, arch) for name, value in file.constants.items()}
-
-
-class PortableDevice:
-    """Stands in for a Device in live launchers and MatmulKernels, and launches this library's kernels <name>_mma."""
-
-    def __init__(self, lab):
-        self.lab, self.device, self.sm_count = lab, self, lab.sm_count  # for MatmulKernels, it is the Matmul, too
-        files = portable(lab.config, lab.precision, lab.gpu.arch)
-        self.geometry = SimpleNamespace(**{name: value for file in files for name, value in file.constants.items()})
-        self.shared = {name: size for file in files for name, size in file.shared.items()}
-        self.stream, self.side = lab.stream, lab.device.side
-        self.hopper, self.workspace = False, lab.matmul.workspace
-        self.kernels = MatmulKernels(self)
-
-    def launch(self, name, *arguments):
-        self.lab.launch(f"{name}_mma", *arguments, shared=self.shared.get(name, 0))
+def portable_files(config, precision, arch):
+    """KernelFiles: of the live matmuls and attention for arch (sm_75, sm_80) and later, and all of this library."""
+    live, constants = kernel_files(config, precision, arch), model_constants(config, precision)
+    return [live["matmul"], live["attention"], *(KernelFile(
+        os.path.relpath(path, KERNEL_DIRECTORY)[:-3], tuple(signatures(path)), constants) for path in FILES)]
 
 
 class Lab:
     """The live kernels of train_gpt2_cuda.py for one model and precision and, beside them, those of this library."""
 
     def __init__(self, gpu, config, precision):
-        self.gpu, self.config, self.precision, self.loaded = gpu, config, precision, set()
+        self.gpu, self.config, self.precision, self.sm_count = gpu, config, precision, gpu.sm_count
+        self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
         self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
-        self.sm_count, self.stream = gpu.sm_count, self.device.stream
+        arch = "sm_75" if gpu.arch == "sm_75" else "sm_80"
+        self.portable = Device(gpu, Cache(), portable_files(config, precision, arch),
+                               launch_geometry(config, precision, arch))
+        self.portable.gpu = gpu._replace(arch=arch)
+        self.stream = self.portable.stream = self.device.stream
         with self.stream:
             self.matmul.allocate()
-            self.portable = PortableDevice(self)
-
-    def load(self, file):
-        """Compile the kernels of dev/kernels/<file>.cu, if need be."""
-        if file in self.loaded:
-            return
-        name, arch, cache = os.path.join("..", "dev", "kernels", file), self.gpu.arch, Cache()
-        path, constants = os.path.join(HERE, f"{file}.cu"), constants_of(self.config, self.precision, arch)
-        # a file of this library may include any of these
-        included = sorted(glob.glob(os.path.join(HERE, "*.cuh")) + glob.glob(os.path.join(KERNEL_DIRECTORY, "*.cu")))
-        key = "\n".join([kernel_key(name, arch, constants), *(open(path).read() for path in included)])
-        cubin = cache.find(key) or cache.keep(key, compile_kernels(name, arch, constants))
-        module = llmc.gpu.device.cp.RawModule(path=cubin)
-        self.device.functions |= {kernel: module.get_function(kernel) for kernel in signatures(open(path).read())}
-        self.loaded.add(file)
+            self.portable_matmul = Matmul(self.portable, precision, "kernels")
+            self.portable_matmul.allocate()
 
     def launch(self, name, grid, block, *arguments, shared=0):
         """Launch as a Device does, with `shared` bytes of dynamic shared memory."""
         if shared > 48 << 10:  # more than a block gets without asking
-            self.device.functions[name].max_dynamic_shared_size_bytes = shared
-        self.device.shared[name] = shared
-        self.device.launch(name, grid, block, *arguments)
+            self.portable.functions[name].max_dynamic_shared_size_bytes = shared
+        self.portable.launch(name, grid, block, *arguments, shared=shared)
 
     def clear(self, *arrays):
         """Set arrays to 0, as a part of a rung."""
         for array in arrays:
             llmc.gpu.device.cp.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self.stream.ptr)
+
+    @contextlib.contextmanager
+    def streams(self):
+        """CuPy and, if it sees the GPU, PyTorch run on the stream of the kernels."""
+        with self.stream, torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr) if self.torch else None):
+            yield
+
+
+def precision_of(layer, dtype):
+    return Precision(dtype, float32_grads=int(layer.float32_grads and dtype == "bfloat16"))
 
 
 def upload(tensors):
@@ -267,15 +245,6 @@ def upload(tensors):
     xp = llmc.gpu.device.cp
     return {name: xp.full(x.shape, 0xFFFF if x.dtype == "bfloat16" else np.nan, x.stored_as)
             if isinstance(x, Row) else xp.asarray(x) for name, x in tensors.items()}
-
-
-def run_rung(layer, lab, arrays, found, block):
-    """Call a rung once; raises UserError if the GPU refuses it."""
-    try:
-        found.run(layer, lab, SimpleNamespace(**arrays), block)
-        lab.stream.synchronize()
-    except tuple(llmc.gpu.device.GPU_ERRORS) as error:
-        raise UserError(f"{layer.name} {found.name}, block {block}, {layer}: {error}") from None
 
 
 def library_call(layer, arrays):
@@ -288,9 +257,31 @@ def library_call(layer, arrays):
     return layer.library and layer.library(SimpleNamespace(**{name: tensor(x) for name, x in arrays.items()}))
 
 
-def torch_beside(lab):
-    """Context manager: PyTorch runs on the stream of the kernels."""
-    return torch.cuda.stream(torch.cuda.ExternalStream(lab.stream.ptr))
+def calls(layer, lab, fresh, names):
+    """Yield (name, block size, call) of PyTorch, with no block size, and of each rung. A call works on a copy of the
+    arrays `fresh` and returns {tensor: result}."""
+    if lab.torch and (call := library_call(layer, {name: array.copy() for name, array in fresh.items()})):
+        yield layer.library_name, "", call
+    for found, block in layer.runs(names):
+        def call(found=found, block=block, a=SimpleNamespace(**{name: x.copy() for name, x in fresh.items()})):
+            found.run(layer, lab, a, block)
+            return {name: getattr(a, name) for name in layer.checked}
+
+        yield found.name, block, call
+
+
+def results_of(where, call, ends=None):
+    """{tensor: result on the host} of a call, or `ends` elements at either end; raises UserError if the GPU refuses."""
+    def host(array):
+        if not hasattr(array, "get"):  # PyTorch's
+            return array.double().cpu().numpy()
+        flat = array.reshape(-1)
+        return np.concatenate([flat[:ends].get(), flat[-ends:].get()]) if ends else array.get()
+
+    try:
+        return {tensor: host(array) for tensor, array in call().items()}
+    except tuple(llmc.gpu.device.GPU_ERRORS) as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -303,17 +294,12 @@ def widen(array):
     return array.astype(np.float64) if array.dtype in (np.float32, np.float16) else array.copy()
 
 
-def total(layer, name, array):
-    """A result on the host as it is compared: partial sums are added up."""
-    return array.sum(axis=0, dtype=np.float64) if name in layer.partial else array
-
-
 def expected_results(layer, tensors):
     """Run the oracle; {name: float64 array} of what the layer writes."""
     t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x)
                            for name, x in tensors.items()})
     layer.oracle(t)
-    return {name: total(layer, name, getattr(t, name)) for name in layer.checked}
+    return {name: getattr(t, name) for name in layer.checked}
 
 
 def agrees(where, name, got, expected, fraction):
@@ -326,29 +312,15 @@ def agrees(where, name, got, expected, fraction):
             or check_tensor(f"{where}: {name}", got, expected, tolerance))
 
 
-def copies(arrays):
-    return {name: array.copy() for name, array in arrays.items()}
-
-
-def check_layer(layer, lab, names, with_library):
-    """Compare every rung at every block size with the NumPy function; print wrong tensors, return their number."""
+def check_layer(layer, lab, names=None):
+    """Compare PyTorch and each rung at each block size with NumPy; print wrong tensors, return their number."""
     tensors = layer.tensors()
-    expected, fresh, wrong = expected_results(layer, tensors), upload(tensors), 0
-    for found, block in layer.runs(names):
-        arrays = copies(fresh)
-        run_rung(layer, lab, arrays, found, block)
-        for name, fraction in layer.checked.items():
-            got = total(layer, name, arrays[name].get())
-            wrong += not agrees(f"{layer.name} {found.name}, block {block}, {layer}", name, got, expected[name],
-                                fraction)
-    if with_library and layer.library:
-        with torch_beside(lab):
-            call = library_call(layer, copies(fresh))
-            results = call() if call else {}
-        for name, got in results.items():
-            fraction = max(LIBRARY[layer.precision.dtype], layer.checked[name])
-            wrong += not agrees(f"{layer.name} {layer.library_name}, {layer}", name, got.double().cpu().numpy(),
-                                expected[name], fraction)
+    expected, wrong = expected_results(layer, tensors), 0
+    for name, block, call in calls(layer, lab, upload(tensors), names):
+        where = f"{layer.name} {name}, block {block}, {layer}"
+        for tensor, got in results_of(where, call).items():
+            fraction = max(layer.checked[tensor], LIBRARY[layer.precision.dtype] * (name == layer.library_name))
+            wrong += not agrees(where, tensor, got, expected[tensor], fraction)
     return wrong
 
 
@@ -375,36 +347,17 @@ def milliseconds(lab, flush, call):
     return float(np.median(times[2:]))
 
 
-class Timing(NamedTuple):
-    layer: Layer
-    bytes: int
-    flops: int
-    library: float  # milliseconds; None: PyTorch has no such layer
-    rungs: dict  # {rung: {block size: milliseconds}}
-
-
-def time_layer(layer, lab, names, with_library):
-    """Time every rung at every block size; return a Timing. NumPy would take minutes at this size, so each rung has to
-    agree with the first one, which was checked at others: raises UserError if one does not."""
+def time_layer(layer, lab, names=None):
+    """Time PyTorch, and every rung at every block size; return ({name: {block size: ms}}, bytes that a perfect kernel
+    moves). NumPy would take minutes at this size, so each rung has to agree with the first one, which was checked at
+    others: raises UserError if one does not."""
     fresh, flush = upload(layer.tensors()), llmc.gpu.device.cp.empty(FLUSH, np.uint8)
     times, first = {}, {}
-    for found, block in layer.runs(names):
-        if found.name not in times:
-            arrays, times[found.name] = copies(fresh), {}
-            run_rung(layer, lab, arrays, found, block)
-            for name, fraction in layer.checked.items():
-                flat = arrays[name].reshape(-1)
-                got = (total(layer, name, arrays[name].get()) if name in layer.partial else
-                       np.concatenate([flat[:SAMPLE].get(), flat[-SAMPLE:].get()]))
-                expected = first.setdefault(name, widen(got))
-                if not agrees(f"{layer.name} {found.name}, block {block}, {layer}, beside the first rung", name, got,
-                              expected, 2 * max(fraction, BF16 * (got.itemsize < 4))):
-                    raise UserError(f"{layer.name} {found.name} is wrong at the size that was to be timed")
-            a = SimpleNamespace(**arrays)
-        times[found.name][block] = milliseconds(lab, flush, lambda: found.run(layer, lab, a, block))
-    library = None
-    if with_library and layer.library:
-        with torch_beside(lab):
-            call = library_call(layer, fresh)
-            library = call and milliseconds(lab, flush, call)
-    return Timing(layer, 0 if layer.flops() else layer.bytes(SimpleNamespace(**fresh)), layer.flops(), library, times)
+    for name, block, call in calls(layer, lab, fresh, names):
+        where = f"{layer.name} {name}, block {block}, {layer}"
+        for tensor, got in results_of(where, call, SAMPLE).items() if name != layer.library_name else ():
+            allowed = 2 * max(layer.checked[tensor], BF16 * (got.itemsize < 4))
+            if not agrees(where, tensor, got, first.setdefault(tensor, widen(got)), allowed):
+                raise UserError(f"{where}: differs from the first rung at the size that was to be timed")
+        times.setdefault(name, {})[block] = milliseconds(lab, flush, call)
+    return times, layer.bytes(SimpleNamespace(**fresh))

@@ -11,7 +11,6 @@
 // second kernel adds those up. No atomics, and the same bits in every run.
 
 #include "common.cuh"
-#include "block.cuh"
 
 // The two sums over a row that dinp needs, of dn and of dn * n; here, one element's part of them.
 struct Sums {
@@ -89,53 +88,4 @@ layernorm_backward_shared_memory(element* dinp, float* dweight, float* dbias, co
         atomicAdd(dweight + c, block_sums[c]);
         atomicAdd(dbias + c, block_sums[C + c]);
     }
-}
-
-// last_block. No float atomics: each thread of a block has its own columns, through which all rows of the block go, and
-// the block's sums go to its row of `partials`. The block that finishes last adds those up, in the order of the blocks:
-// which one that is differs from run to run, the result does not. dweight and dbias need not be cleared. The gain is
-// the same bits in every run with one launch; but in bfloat16 it takes twice the time of shared_memory, in float32 a
-// third more. A block's threads wait for each other at every row, for its sums; and at the end one block adds up what
-// all have written, while the rest of the GPU is idle: with blocks of 32 threads, of which there are thousands, that is
-// nearly all of its time. Any number of blocks, partials (gridDim.x, 2C); *done must be 0, and is 0 again afterwards.
-// Dynamic shared memory: 2 * C floats.
-extern "C" __global__ void __launch_bounds__(1024)
-layernorm_backward_last_block(element* dinp, float* dweight, float* dbias, const element* dout,
-                              const residual_element* inp, const element* weight, const float* mean,
-                              const float* rstd, int N, float* partials, int* done) {
-    extern __shared__ float block_sums[];  // each thread reads and writes its own columns only
-    for (int c = threadIdx.x; c < C; c += blockDim.x) block_sums[c] = block_sums[C + c] = 0.0f;
-    for (int row = blockIdx.x; row < N; row += gridDim.x) {
-        const int64 start = int64(row) * C;
-        const float m = mean[row], r = rstd[row];
-        Sums sums = {};
-        for (int c = threadIdx.x; c < C; c += blockDim.x) {
-            const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
-            add(sums, d, n, to_float(weight[c]));
-            block_sums[c] += d * n;
-            block_sums[C + c] += d;
-        }
-        sums = {block_sum(sums.dn), block_sum(sums.dn_n)};
-        for (int c = threadIdx.x; c < C; c += blockDim.x) {
-            const float d = to_float(dout[start + c]), n = (to_float(inp[start + c]) - m) * r;
-            from_float(dinp[start + c], to_float(dinp[start + c]) + gradient_of(sums, d, n, to_float(weight[c]), r));
-        }
-    }
-    for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        partials[int64(blockIdx.x) * 2 * C + c] = block_sums[c];
-        partials[int64(blockIdx.x) * 2 * C + C + c] = block_sums[C + c];
-    }
-    __threadfence();  // what this thread wrote is visible to all blocks before this one counts as done
-    __syncthreads();
-    __shared__ bool last;
-    if (threadIdx.x == 0) last = atomicAdd(done, 1) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) {
-        float sum = 0.0f;
-        for (int block = 0; block < gridDim.x; block++) sum += partials[int64(block) * 2 * C + c];
-        (c < C ? dweight : dbias)[c % C] = sum;
-    }
-    if (threadIdx.x == 0) *done = 0;
 }

@@ -1,5 +1,5 @@
-// Layer normalization, forward, from one thread per row to rows in shared memory. RESULTS.md has what each rung
-// measured.
+// Layer normalization, forward, from one thread per row to rows in shared memory. LayernormForward in layers.py
+// launches these rungs, README.md says how they are checked and timed, RESULTS.md has what each measured.
 //
 //     out = (inp - mean) * rstd * weight + bias                                               out =, mean =, rstd =
 //
@@ -9,7 +9,6 @@
 // before it needs no extra pass.
 
 #include "common.cuh"
-#include "block.cuh"
 
 __device__ inline float rstd_of(float variance) { return 1.0f / sqrtf(variance + 1e-5f); }
 
@@ -37,34 +36,8 @@ layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const res
     rstd[row] = r;
 }
 
-// statistics_apart. Two kernels: one block computes mean and rstd of a row, then one thread normalizes an element.
-// Accesses are coalesced. The price is a second launch, and that the input is read from memory twice.
-extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_statistics(float* mean, float* rstd, const residual_element* inp) {
-    const int64 start = int64(blockIdx.x) * C;
-    float sum = 0.0f, squares = 0.0f;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);
-    const float m = block_sum(sum) / C;
-    for (int c = threadIdx.x; c < C; c += blockDim.x)
-        squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
-    squares = block_sum(squares);
-    if (threadIdx.x == 0) {
-        mean[blockIdx.x] = m;
-        rstd[blockIdx.x] = rstd_of(squares / C);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_normalize(element* out, const float* mean, const float* rstd, const residual_element* inp,
-                            const element* weight, const element* bias, int N) {
-    const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= int64(N) * C) return;
-    const int row = i / C, c = i % C;
-    normalize(out, inp, weight, bias, int64(row) * C, c, mean[row], rstd[row]);
-}
-
-// warp_a_row. One kernel again: the 32 threads of a warp share a row and reduce by shuffles, without barriers or shared
-// memory. The second and third read of the row hit the L1 cache.
+// warp_a_row. The 32 threads of a warp share a row: accesses are coalesced, and shuffles add up its parts of the sums,
+// without barriers or shared memory. The second and third read of the row hit the L1 cache.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
                              const element* weight, const element* bias, int N) {
@@ -104,27 +77,6 @@ layernorm_forward_one_pass(element* out, float* mean, float* rstd, const residua
     if (lane == 0) {
         mean[row] = m;
         rstd[row] = r;
-    }
-}
-
-// block_a_row. One block per row: more loads in flight for a row, which pays if rows are few or long. For many short
-// rows, as here, it is slower than warp_a_row: the barriers of the sums cost more than they gain, and the compiler,
-// which does not know the step of the loops, leaves one load of the row per iteration, where warp_a_row has 16 in
-// flight.
-extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_block_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
-                              const element* weight, const element* bias, int N) {
-    const int64 start = int64(blockIdx.x) * C;
-    float sum = 0.0f, squares = 0.0f;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[start + c]);
-    const float m = block_sum(sum) / C;
-    for (int c = threadIdx.x; c < C; c += blockDim.x)
-        squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
-    const float r = rstd_of(block_sum(squares) / C);
-    for (int c = threadIdx.x; c < C; c += blockDim.x) normalize(out, inp, weight, bias, start, c, m, r);
-    if (threadIdx.x == 0) {
-        mean[blockIdx.x] = m;
-        rstd[blockIdx.x] = r;
     }
 }
 

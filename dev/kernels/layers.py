@@ -5,30 +5,13 @@ layer is; the kernels are in the .cu files beside this one, each under a comment
 
 import math
 
-from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Launcher, Layer, bf16_bits, blocks, cuda, np,
+import torch.nn.functional as F
+
+from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Layer, bf16_bits, blocks, cuda, launcher, np,
                  rung, size_of, torch, train_gpt2)
 from llmc.gpu.batch import sort_tokens
 from llmc.gpu.trainer import CONTROL, adamw_update, global_norm
 from llmc.gpu.shares import CHUNK, CHUNKS
-
-F = torch.nn.functional
-
-
-class Elements(Layer):
-    """A layer whose kernels and NumPy function take the number of elements, N rows of `channels` times C."""
-
-    channels = 1
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.shape = self.B, self.T, self.channels * self.C
-        self.work = math.prod(self.shape)
-
-    def sizes(self):
-        return (self.work,)
-
-    def arguments(self, a):
-        return *self.given(a), np.int64(self.work)
 
 
 def waves(lab, block):
@@ -36,14 +19,10 @@ def waves(lab, block):
     return lab.sm_count * min(32, 2048 // block)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# embedding
-
-
 class EncoderForward(Layer):
     """out = wte[inp] + wpe"""
 
-    name, file, shapes, checked, moved = "encoder_forward", "encoder", ((3, 97),), {"out": EXACT}, ("out", "out")
+    name, shapes, checked, moved = "encoder_forward", ((3, 97),), {"out": EXACT}, ("out", "out")
 
     def tensors(self):
         self.work = self.N * self.C
@@ -56,13 +35,14 @@ class EncoderForward(Layer):
     def arguments(self, a):
         return *self.given(a), self.B, self.T
 
-    thread_an_element, pack_a_thread, live = Kernel(THREAD), Kernel(PACK), Launcher()
+    thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
+    live = launcher(lambda self, device, a: cuda.encoder_forward(device, *self.given(a), *self.sizes()))
 
 
 class EncoderBackward(Layer):
     """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch"""
 
-    name, file, shapes, float32_grads = "encoder_backward", "encoder", ((3, 97),), True
+    name, shapes, float32_grads = "encoder_backward", ((3, 97),), True
     checked, signature = {"dwte": SUMS, "dwpe": SUMS}, ("dwte", "dwpe", "dout", "inp")
 
     def tensors(self):
@@ -89,28 +69,17 @@ class EncoderBackward(Layer):
     @rung(*SWEEP)
     def atomics(self, lab, a, block):
         lab.clear(a.dwpe)
-        lab.launch("encoder_backward_atomics", (blocks(self.N * self.C, block),), (block,), *self.given(a), self.B,
-                   self.T)
+        grid = (blocks(self.N * self.C, block),)
+        lab.launch("encoder_backward_atomics", grid, (block,), *self.given(a), self.B, self.T)
 
-    @rung(*SWEEP)
-    def wpe_apart(self, lab, a, block):
-        lab.launch("encoder_backward_wte_atomics", (blocks(self.N * self.C, block),), (block,), a.dwte, a.dout, a.inp,
-                   self.N)
-        lab.launch("encoder_backward_wpe", (blocks(a.dwpe.size, 256 * self.pack),), (256,), a.dwpe, a.dout, self.B,
-                   self.T, a.dwpe.shape[0])
-
-    live = Launcher(lambda self, device, a: cuda.encoder_backward(
+    live = launcher(lambda self, device, a: cuda.encoder_backward(
         device, a.dwte, a.dwpe, a.partials, a.dout, a.order, a.begins, a.tokens, *self.sizes()))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# layernorm and the residual stream
 
 
 class LayernormForward(Layer):
     """out = (inp - mean) * rstd * weight + bias, with mean and rstd of each row"""
 
-    name, file, moved = "layernorm_forward", "layernorm_forward", ("out", "inp")
+    name, moved = "layernorm_forward", ("out", "inp")
     checked = {"out": SUMS, "mean": SUMS, "rstd": SUMS}
 
     def tensors(self):
@@ -123,24 +92,17 @@ class LayernormForward(Layer):
         inp = t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
         return lambda: dict(zip(self.checked, torch.native_layer_norm(inp, (self.C,), t.weight, t.bias, 1e-5)))
 
-    thread_a_row = Kernel(THREAD)
-
-    @rung(*SWEEP)
-    def statistics_apart(self, lab, a, block):
-        lab.launch("layernorm_forward_statistics", (self.N,), (block,), a.mean, a.rstd, a.inp)
-        lab.launch("layernorm_forward_normalize", (blocks(self.N * self.C, block),), (block,), *self.arguments(a))
-
-    warp_a_row, one_pass, block_a_row = Kernel(WARP), Kernel(WARP), Kernel(BLOCK)
+    thread_a_row, warp_a_row, one_pass = Kernel(THREAD), Kernel(WARP), Kernel(WARP)
     shared_memory = Kernel(WARP, shared=lambda self, block: (2 + block // 32) * self.C * 16 // self.pack)
-
-    live = Launcher(lambda self, device, a: cuda.residual_layernorm_forward(
+    live = launcher(lambda self, device, a: cuda.residual_layernorm_forward(
         device, None, a.out, a.mean, a.rstd, a.inp, None, a.weight, a.bias, *self.sizes()))
 
 
 class LayernormBackward(Layer):
     """dinp += the gradient through a layernorm; dweight, dbias = sums over all rows"""
 
-    name, file, float32_grads, moved = "layernorm_backward", "layernorm_backward", True, ("dinp", "dinp", "dout", "inp")
+    name, float32_grads = "layernorm_backward", True
+    moved = "dinp", "dinp", "dout", "inp"
     checked = {"dinp": SUMS, "dweight": SUMS, "dbias": SUMS}
     signature = ("dinp", "dweight", "dbias", "dout", "inp", "weight", "mean", "rstd")
 
@@ -151,8 +113,7 @@ class LayernormBackward(Layer):
         rstd = 1 / np.sqrt(inp.var(axis=-1, dtype=np.float32) + np.float32(1e-5))
         return {"dinp": self.random(B, T, C), "dweight": self.float32(C), "dbias": self.float32(C),
                 "dout": self.random(B, T, C), "inp": inp, "weight": self.random(C), "mean": mean, "rstd": rstd,
-                "partials": self.float32(32 * self.gpu.sm_count, 2 * C), "done": np.zeros(1, np.int32),
-                "live_partials": self.float32(self.sum_rows().layernorm, 3 * C)}
+                "partials": self.float32(self.sum_rows().layernorm, 3 * C)}
 
     def library(self, t):
         inp = t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
@@ -169,58 +130,35 @@ class LayernormBackward(Layer):
     atomics = Kernel(WARP, adds_to=("dweight", "dbias"))
     shared_memory = Kernel(grid=lambda self, lab, block: (min(waves(lab, block), blocks(self.N, block // 32)),),
                            shared=lambda self, block: 8 * self.C, adds_to=("dweight", "dbias"))
-    last_block = Kernel(grid=lambda self, lab, block: (min(waves(lab, block), self.N),),
-                        shared=lambda self, block: 8 * self.C, scratch=("partials", "done"))
 
     @rung(256)
     def live(self, lab, a, block):
-        cuda.layernorm_backward(lab.device, a.dinp, a.live_partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1,
+        cuda.layernorm_backward(lab.device, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1,
                                 self.B, self.T, self.C)
-        cuda.column_sums(lab.device, [(a.live_partials, (a.dweight, a.dbias, None))])
+        cuda.column_sums(lab.device, [(a.partials, (a.dweight, a.dbias, None))])
 
 
-class ResidualForward(Elements):
-    """out = inp1 + inp2"""
+class ResidualLayernormForward(LayernormForward):
+    """residual = inp + inp2; out = its layernorm"""
 
-    name, file, checked, moved = "residual_forward", "residual", {"out": EXACT}, ("out", "inp1", "inp2")
-
-    def tensors(self):
-        stream = self.precision.residual
-        return {"out": self.unwritten(*self.shape, dtype=stream), "inp1": self.random(*self.shape, dtype=stream),
-                "inp2": self.random(*self.shape)}
-
-    def library(self, t):
-        inp1 = t.inp1.to(t.inp2.dtype)  # a sum of two dtypes would have a third
-        return lambda: {"out": inp1 + t.inp2}
-
-    thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
-    packs_a_thread = Kernel(lambda self, block: 4 * block * self.pack)
-
-
-class ResidualLayernormForward(Layer):
-    """residual = inp1 + inp2; out = its layernorm"""
-
-    name, file, moved = "residual_layernorm_forward", "residual", ("residual", "out", "inp1", "inp2")
-    checked = {"residual": EXACT, "out": SUMS, "mean": SUMS, "rstd": SUMS}
+    name, moved = "residual_layernorm_forward", ("residual", "out", "inp", "inp2")
+    checked = {"residual": EXACT, **LayernormForward.checked}
 
     def tensors(self):
-        B, T, C, stream = *self.sizes(), self.precision.residual
-        return {"residual": self.unwritten(B, T, C, dtype=stream), "out": self.unwritten(B, T, C),
-                "mean": self.float32(B, T), "rstd": self.float32(B, T),
-                "inp1": self.random(B, T, C, mean=1, dtype=stream), "inp2": self.random(B, T, C),
-                "weight": self.random(C), "bias": self.random(C)}
+        return {**super().tensors(), "inp2": self.random(*self.sizes()),
+                "residual": self.unwritten(*self.sizes(), dtype=self.precision.residual)}
 
     def oracle(self, t):
-        np.add(t.inp1, t.inp2, out=t.residual)
+        np.add(t.inp, t.inp2, out=t.residual)
         # the layernorm reads the sum as it is stored
         stored = t.residual.astype(np.float16).astype(np.float64) if self.precision.bf16 else t.residual
         train_gpt2.layernorm_forward(t.out, t.mean, t.rstd, stored, t.weight, t.bias, self.B, self.T, self.C)
 
     def library(self, t):
-        inp1 = t.inp1.to(t.inp2.dtype)  # a sum of two dtypes would have a third
+        inp = t.inp.to(t.inp2.dtype)  # a sum of two dtypes would have a third
 
         def call():
-            residual = inp1 + t.inp2
+            residual = inp + t.inp2
             normed = torch.native_layer_norm(residual, (self.C,), t.weight, t.bias, 1e-5)
             return dict(zip(self.checked, (residual, *normed)))
 
@@ -229,23 +167,33 @@ class ResidualLayernormForward(Layer):
     @rung(*SWEEP)
     def apart(self, lab, a, block):
         """The best addition, then the live layernorm of the stored sum."""
-        lab.launch("residual_forward_pack_a_thread", (blocks(a.out.size, self.pack * block),), (block,), a.residual,
-                   a.inp1, a.inp2, np.int64(a.out.size))
+        grid = (blocks(a.out.size, self.pack * block),)
+        lab.launch("residual_forward", grid, (block,), a.residual, a.inp, a.inp2, np.int64(a.out.size))
         cuda.residual_layernorm_forward(lab.device, None, a.out, a.mean, a.rstd, a.residual, None, a.weight, a.bias,
                                         *self.sizes())
 
-    live = Launcher(lambda self, device, a: cuda.residual_layernorm_forward(
-        device, a.residual, a.out, a.mean, a.rstd, a.inp1, a.inp2, a.weight, a.bias, *self.sizes()))
+    live = launcher(lambda self, device, a: cuda.residual_layernorm_forward(
+        device, a.residual, a.out, a.mean, a.rstd, a.inp, a.inp2, a.weight, a.bias, *self.sizes()))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# GELU, and the gradient of the bias before it
+class Gelu(Layer):
+    """What both directions share: kernels and NumPy functions take the number of elements, of (B,T,4C)."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.shape, self.work = (self.B, self.T, 4 * self.C), self.N * 4 * self.C
+
+    def sizes(self):
+        return (self.work,)
+
+    def arguments(self, a):
+        return *self.given(a), np.int64(self.work)
 
 
-class GeluForward(Elements):
+class GeluForward(Gelu):
     """out = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))"""
 
-    name, file, channels, checked, moved = "gelu_forward", "gelu", 4, {"out": EXACT}, ("out", "inp")
+    name, checked, moved = "gelu_forward", {"out": EXACT}, ("out", "inp")
 
     def tensors(self):
         return {"out": self.unwritten(*self.shape), "inp": self.random(*self.shape, spread=3)}
@@ -254,14 +202,13 @@ class GeluForward(Elements):
         return lambda: {"out": F.gelu(t.inp, approximate="tanh")}
 
     thread_an_element, pack_a_thread, sigmoid = Kernel(THREAD), Kernel(PACK), Kernel(PACK)
+    live = launcher(lambda self, device, a: cuda.gelu_forward(device, a.out, a.inp, self.N, 4 * self.C))
 
-    live = Launcher(lambda self, device, a: cuda.gelu_forward(device, a.out, a.inp, self.N, 4 * self.C))
 
-
-class GeluBackward(Elements):
+class GeluBackward(Gelu):
     """dinp = dout * the slope of GELU at inp (the live rung leaves column sums, too)"""
 
-    name, file, channels, checked = "gelu_backward", "gelu", 4, {"dinp": EXACT}
+    name, checked = "gelu_backward", {"dinp": EXACT}
     signature = moved = ("dinp", "inp", "dout")
 
     def tensors(self):
@@ -272,47 +219,8 @@ class GeluBackward(Elements):
         return lambda: {"dinp": torch.ops.aten.gelu_backward(t.dout, t.inp, approximate="tanh")}
 
     thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
-
-    live = Launcher(lambda self, device, a: cuda.gelu_backward(device, a.dinp, a.sums, None, a.inp, a.dout, self.N,
+    live = launcher(lambda self, device, a: cuda.gelu_backward(device, a.dinp, a.sums, None, a.inp, a.dout, self.N,
                                                                4 * self.C))
-
-
-class BiasGradient(Layer):
-    """dbias (4C,) = the sum of dout (B,T,4C) over all rows"""
-
-    name, file, float32_grads, checked, moved = "bias_gradient", "bias_gradient", True, {"dbias": SUMS}, ("dout",)
-    signature = ("dbias", "dout")
-
-    def tensors(self):
-        self.work = OC = 4 * self.C
-        return {"dbias": self.float32(OC), "dout": self.random(self.B, self.T, OC),
-                "partials": self.float32(32 * self.gpu.sm_count, OC)}
-
-    def oracle(self, t):
-        np.sum(t.dout, axis=(0, 1), out=t.dbias)
-
-    def library(self, t):
-        return lambda: {"dbias": torch.sum(t.dout, (0, 1), dtype=torch.float32)}
-
-    def parts(self, lab, block, columns):
-        """How many parts to split the rows into, so that blocks of that many columns fill the GPU."""
-        return max(1, min(waves(lab, block) // blocks(self.work, columns), blocks(self.N, block // 32)))
-
-    thread_a_column, shared_memory = Kernel(THREAD), Kernel(lambda self, block: 32)
-    atomics = Kernel(grid=lambda self, lab, block: (self.work // 32, self.parts(lab, block, 32)), adds_to=("dbias",))
-
-    @rung(*SWEEP)
-    def two_stages(self, lab, a, block):
-        """The second stage is the live one."""
-        columns = 32 * self.pack
-        partials = a.partials[: self.parts(lab, block, columns)]
-        lab.launch("bias_gradient_two_stages", (blocks(self.work, columns), len(partials)), (block,), partials, a.dout,
-                   self.N)
-        cuda.column_sums(lab.device, [(partials, (a.dbias,))])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# softmax and cross entropy, over the whole vocabulary
 
 
 class Logits(Layer):
@@ -325,21 +233,6 @@ class Logits(Layer):
         logits[..., self.V :] = 0xFFFF if self.precision.bf16 else np.nan
         return logits
 
-    def losses(self):
-        return self.float32(self.B, self.T)
-
-    def probabilities(self, logits):
-        """(B,T,V) float64"""
-        probs = np.empty((self.B, self.T, self.V))
-        train_gpt2.softmax_forward(probs, logits[..., : self.V], self.B, self.T, self.V)
-        return probs
-
-    def gradient(self, dlogits, probs, targets):
-        sizes, found = (self.B, self.T, self.V), np.empty((self.B, self.T, self.V))
-        train_gpt2.crossentropy_softmax_backward(found, np.full(sizes[:2], 1.0 / self.N), probs[..., : self.V], targets,
-                                                 *sizes)
-        dlogits[..., : self.V], dlogits[..., self.V :] = found, 0.0
-
     def whole_rows(self, logits):
         """Set the padding to -infinity for PyTorch, which knows no padding; returns the logits (N,Vp)."""
         logits[..., self.V :] = -torch.inf
@@ -349,76 +242,39 @@ class Logits(Layer):
 class Softmax(Logits):
     """probs = exp(logits - the row's largest) / their sum, 0 in the padding"""
 
-    name, file, checked, moved = "softmax", "softmax", {"probs": SUMS}, ("probs", "logits")
+    name, checked, moved = "softmax", {"probs": SUMS}, ("probs", "logits")
 
     def tensors(self):
         return {"probs": self.unwritten(self.B, self.T, self.Vp), "logits": self.logits()}
 
     def oracle(self, t):
-        t.probs[..., : self.V], t.probs[..., self.V :] = self.probabilities(t.logits), 0.0
+        train_gpt2.softmax_forward(t.probs[..., : self.V], t.logits[..., : self.V], self.B, self.T, self.V)
+        t.probs[..., self.V :] = 0.0
 
     def library(self, t):
         logits = self.whole_rows(t.logits)
         return lambda: {"probs": torch.softmax(logits, -1)}
 
-    thread_a_row, warp_a_row, block_a_row, online = Kernel(THREAD), Kernel(WARP), Kernel(BLOCK), Kernel(BLOCK)
-
-
-class CrossentropyForward(Logits):
-    """losses = log(the sum of exp(logits)) - the target's logit"""
-
-    name, file, checked, moved = "crossentropy_forward", "cross_entropy", {"losses": SUMS}, ("logits",)
-
-    def tensors(self):
-        return {"losses": self.losses(), "logits": self.logits(), "targets": self.tokens()}
-
-    def oracle(self, t):
-        train_gpt2.crossentropy_forward(t.losses, self.probabilities(t.logits), t.targets, self.B, self.T, self.V)
-
-    def library(self, t):
-        logits, targets = self.whole_rows(t.logits), t.targets.long().view(-1)
-        return lambda: {"losses": F.cross_entropy(logits, targets, reduction="none")}
-
-    thread_a_row, warp_a_row, block_a_row = Kernel(THREAD), Kernel(WARP), Kernel(BLOCK)
-
-    live = Launcher(lambda self, device, a: cuda.classifier(device, a.losses, a.logits, a.targets, 1.0, 0, self.B,
-                                                            self.T))
-
-
-class CrossentropySoftmaxBackward(Logits):
-    """dlogits = (probs - one-hot(targets)) * dloss, 0 in the padding"""
-
-    name, file = "crossentropy_softmax_backward", "cross_entropy"
-    checked, moved = {"dlogits": EXACT}, ("dlogits", "probs")
-
-    def tensors(self):
-        self.work = self.N * self.Vp
-        return {"dlogits": self.unwritten(self.B, self.T, self.Vp), "probs": self.logits(),  # any numbers will do
-                "targets": self.tokens()}
-
-    def oracle(self, t):
-        self.gradient(t.dlogits, t.probs, t.targets)
-
-    def arguments(self, a):
-        return *self.given(a), 1.0 / self.N, self.N
-
-    thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
+    thread_a_row, warp_a_row, online = Kernel(THREAD), Kernel(WARP), Kernel(BLOCK)
 
 
 class Classifier(Logits):
-    """losses = cross entropy of the logits, which become their gradient times dloss"""
+    """losses = log(the sum of exp(logits)) - the target's logit; logits = their gradient, (probs - one-hot) * dloss"""
 
-    name, file, uses, moved = "classifier", "cross_entropy", ("softmax",), ("logits", "logits")
+    name, moved = "classifier", ("logits", "logits")
     checked = {"losses": SUMS, "logits": SUMS}
 
     def tensors(self):
-        return {"losses": self.losses(), "logits": self.logits(), "targets": self.tokens(),
+        return {"losses": self.float32(self.B, self.T), "logits": self.logits(), "targets": self.tokens(),
                 "probs": self.unwritten(self.B, self.T, self.Vp)}
 
     def oracle(self, t):
-        probs = self.probabilities(t.logits)
-        train_gpt2.crossentropy_forward(t.losses, probs, t.targets, self.B, self.T, self.V)
-        self.gradient(t.logits, probs, t.targets)
+        sizes = self.B, self.T, self.V
+        probs, dlogits = np.empty((2, *sizes))
+        train_gpt2.softmax_forward(probs, t.logits[..., : self.V], *sizes)
+        train_gpt2.crossentropy_forward(t.losses, probs, t.targets, *sizes)
+        train_gpt2.crossentropy_softmax_backward(dlogits, np.full(sizes[:2], 1 / self.N), probs, t.targets, *sizes)
+        t.logits[..., : self.V], t.logits[..., self.V :] = dlogits, 0.0
 
     def library(self, t):
         logits, targets = self.whole_rows(t.logits).requires_grad_(), t.targets.long().view(-1)
@@ -434,21 +290,16 @@ class Classifier(Logits):
     def apart(self, lab, a, block):
         """Softmax, loss and gradient, a kernel each; the probabilities are stored in between."""
         lab.launch("softmax_online", (self.N,), (block,), a.probs, a.logits, self.N)
-        lab.launch("crossentropy_forward_block_a_row", (self.N,), (block,), a.losses, a.logits, a.targets, self.N)
-        lab.launch("crossentropy_softmax_backward_pack_a_thread", (blocks(a.probs.size, self.pack * block),), (block,),
+        lab.launch("crossentropy_forward", (self.N,), (block,), a.losses, a.logits, a.targets, self.N)
+        lab.launch("crossentropy_softmax_backward", (blocks(a.probs.size, self.pack * block),), (block,),
                    a.logits, a.probs, a.targets, 1.0 / self.N, self.N)
 
     def arguments(self, a):
         return a.losses, a.logits, a.targets, 1.0 / self.N, self.N
 
     fused = Kernel(BLOCK)
-
-    live = Launcher(lambda self, device, a: cuda.classifier(device, a.losses, a.logits, a.targets, 1.0 / self.N, 1,
+    live = launcher(lambda self, device, a: cuda.classifier(device, a.losses, a.logits, a.targets, 1.0 / self.N, 1,
                                                             self.B, self.T))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the update: over B*T*4C parameters, which for the default sizes is nearly as many as GPT-2 124M has
 
 
 def chunks_of(count, decay=0.0):
@@ -463,19 +314,16 @@ def chunks_of(count, decay=0.0):
 class AdamWUpdate(Layer):
     """params, m, v: one step of AdamW; in bfloat16 with float32 master weights"""
 
-    name, file = "adamw_update", "adamw"
-    learning_rate, beta1, beta2, eps, weight_decay, grad_scale, step = 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5, 3
+    name = "adamw_update"
+    settings = learning_rate, beta1, beta2, eps, weight_decay, grad_scale, step = 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5, 3
     rate = learning_rate * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     scaled_eps = eps * math.sqrt(1 - beta2**step)
 
-    @property
-    def checked(self):
-        return dict.fromkeys(("params", "master", "m", "v") if self.precision.bf16 else ("params", "m", "v"), SUMS)
-
-    @property
-    def moved(self):
-        weights = ("params", "master", "master") if self.precision.bf16 else ("params", "params")
-        return (*weights, "grads", "m", "m", "v", "v")
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        written = ("params", "master", "m", "v") if self.precision.bf16 else ("params", "m", "v")
+        self.checked = dict.fromkeys(written, SUMS)
+        self.moved = *written, *written[int(self.precision.bf16) :], "grads"  # bfloat16 params are not read
 
     def tensors(self):
         count = self.N * 4 * self.C
@@ -489,8 +337,7 @@ class AdamWUpdate(Layer):
 
     def oracle(self, t):
         exact = t.master if self.precision.bf16 else t.params
-        train_gpt2.adamw_update(exact, t.m, t.v, t.grads, self.learning_rate, self.beta1, self.beta2, self.eps,
-                                self.weight_decay, self.grad_scale, self.step, exact.size)
+        train_gpt2.adamw_update(exact, t.m, t.v, t.grads, *self.settings, exact.size)
         t.params[...] = exact
 
     def library(self, t):
@@ -515,8 +362,7 @@ class AdamWUpdate(Layer):
     @rung(*SWEEP)
     def thread_an_element(self, lab, a, block):
         lab.launch("adamw_update_thread_an_element", (blocks(a.m.size, block),), (block,), *self.updated(a), a.grads,
-                   self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay, self.grad_scale, self.step,
-                   np.int64(a.m.size))
+                   *self.settings, np.int64(a.m.size))
 
     @rung(*SWEEP)
     def pack_a_thread(self, lab, a, block):
@@ -524,14 +370,14 @@ class AdamWUpdate(Layer):
                    a.grads, self.rate, self.beta1, self.beta2, self.scaled_eps,
                    1 - self.learning_rate * self.weight_decay, self.grad_scale, np.int64(a.m.size))
 
-    live = Launcher(lambda self, device, a: adamw_update(
+    live = launcher(lambda self, device, a: adamw_update(
         device, *self.updated(a), None, a.grads, a.chunks, 1, a.control, self.beta1, self.beta2, 0))
 
 
 class GlobalNorm(Layer):
     """squares = the sum of the squares of all gradients"""
 
-    name, file, moved = "global_norm", "global_norm", ("grads",)
+    name, moved = "global_norm", ("grads",)
     checked = {"squares": 20 * SUMS}  # atomics_a_thread adds to one number from every thread of the GPU
 
     def tensors(self):

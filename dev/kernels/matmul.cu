@@ -5,68 +5,51 @@
 //     matmul_backward_inp      dinp = dout @ weight               dinp =
 //     matmul_backward_weight   dweight = dout^T @ inp             dweight =
 //
-// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). As in kernels/matmul.cuh, each is out (M,N) = A (M,K) @
-// B (K,N), and an operand whose contiguous dimension is not K, the inner dimension, is "across": none in the forward
-// pass, B in dinp, both in dweight. A line of an operand is its part for one row of out (A) or one column (B). M is any
-// number; N is a multiple of PACK, and so is K or, for an operand that is across, the number of its lines.
+// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). The result is (M,N), K is the inner dimension; N and K
+// are multiples of PACK, but for the K of dweight, the rows. The rungs between the first and the tensor cores are for
+// the forward pass: the ideas are the same in all three.
 //
 // Bound by operations: each of the M * N * K multiply-adds needs two numbers, so everything depends on how far away
 // these are, and on how many multiply-adds each of them serves once it is close.
 
 #include "matmul.cuh"
 
-template <int IS_ACROSS>
-struct Operand {
-    const element* at;
-    int lines, K;
-    __device__ const element* place(int line, int k) const {
-        return at + (IS_ACROSS ? int64(k) * lines + line : int64(line) * K + k);
-    }
-    __device__ bool has(int line, int k) const { return line < lines && k < K; }
-};
-
-// out, of elements or gradients; bias may be null.
-template <class E>
-struct Result {
-    E* at;
-    const element* bias;
-    int M, N;
-    __device__ float bias_of(int column) const { return bias ? to_float(bias[column]) : 0.0f; }
-    __device__ void put(int row, int column, float x) const {
-        if (row < M && column < N) from_float(at[int64(row) * N + column], x + bias_of(column));
-    }
-};
-
 // ---------------------------------------------------------------------------------------------------------------------
 // thread_an_element. The formula. Neighbouring threads take neighbouring rows, the obvious choice. So in the
-// forward pass, the 32 numbers of A that a warp reads at once are in 32 rows, each fetched for one number, and the
+// forward pass, the 32 numbers of inp that a warp reads at once are in 32 rows, each fetched for one number, and the
 // warp's results are written to 32 rows, too. Each multiply-add reads both its numbers from the cache.
 // Block (tile, tile), grid (M / tile, N / tile).
 
-template <class E, int A_ACROSS, int B_ACROSS>
-__device__ inline void thread_an_element(Result<E> out, Operand<A_ACROSS> a, Operand<B_ACROSS> b) {
-    const int row = blockIdx.x * blockDim.x + threadIdx.x, column = blockIdx.y * blockDim.y + threadIdx.y;
-    if (row >= out.M || column >= out.N) return;
-    float sum = 0.0f;
-    for (int k = 0; k < a.K; k++) sum += to_float(*a.place(row, k)) * to_float(*b.place(column, k));
-    out.put(row, column, sum);
-}
+__device__ inline int own_row() { return blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ inline int own_column() { return blockIdx.y * blockDim.y + threadIdx.y; }
 
 extern "C" __global__ void __launch_bounds__(1024)
 matmul_forward_thread_an_element(element* out, const element* inp, const element* weight, const element* bias, int M,
                                  int N, int K) {
-    thread_an_element(Result<element>{out, bias, M, N}, Operand<0>{inp, M, K}, Operand<0>{weight, N, K});
+    const int64 row = own_row(), column = own_column();
+    if (row >= M || column >= N) return;
+    float sum = to_float(bias[column]);
+    for (int k = 0; k < K; k++) sum += to_float(inp[row * K + k]) * to_float(weight[column * K + k]);
+    from_float(out[row * N + column], sum);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
 matmul_backward_inp_thread_an_element(element* dinp, const element* dout, const element* weight, int M, int N, int K) {
-    thread_an_element(Result<element>{dinp, nullptr, M, N}, Operand<0>{dout, M, K}, Operand<1>{weight, N, K});
+    const int64 row = own_row(), column = own_column();
+    if (row >= M || column >= N) return;
+    float sum = 0.0f;
+    for (int k = 0; k < K; k++) sum += to_float(dout[row * K + k]) * to_float(weight[int64(k) * N + column]);
+    from_float(dinp[row * N + column], sum);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
 matmul_backward_weight_thread_an_element(gradient* dweight, const element* dout, const element* inp, int M, int N,
                                          int K) {
-    thread_an_element(Result<gradient>{dweight, nullptr, M, N}, Operand<1>{dout, M, K}, Operand<1>{inp, N, K});
+    const int64 row = own_row(), column = own_column();
+    if (row >= M || column >= N) return;
+    float sum = 0.0f;
+    for (int k = 0; k < K; k++) sum += to_float(dout[int64(k) * M + row]) * to_float(inp[int64(k) * N + column]);
+    from_float(dweight[row * N + column], sum);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -88,37 +71,36 @@ matmul_forward_coalesced(element* out, const element* inp, const element* weight
         for (int i = 0; i < PACK; i++) sum += x.x[i] * y.x[i];
     }
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) Result<element>{out, bias, M, N}.put(row, column, sum);
+    if (threadIdx.x % 32 == 0) from_float(out[warp], sum + to_float(bias[column]));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// shared_tiles. A block computes a tile of out, one element per thread, from tiles of A and B that all its threads
-// share: a number that is read from memory serves `tile` multiply-adds. Whichever way an operand lies, reads are
-// coalesced, and the tile is transposed while it is written to shared memory. The new limit: both numbers of each
+// shared_tiles. A block computes a tile of out, one element per thread, from tiles of inp and weight that all its
+// threads share: a number that is read from memory serves `tile` multiply-adds. The new limit: both numbers of each
 // multiply-add come from shared memory, which delivers one of them to one warp per cycle, so that a multiprocessor does
 // 16 multiply-adds per cycle instead of 128. So it is no faster than coalesced in bfloat16; in float32, where coalesced
 // has twice as many bytes to read, it is faster by a third.
 // Block (tile, tile), grid (N / tile, M / tile). Shared memory: 2 * tile * (tile + 1) floats.
 
-// Load lines first .. and k0 .. of an operand, one number per thread; zeros beyond its end. Rows are padded to tile + 1
-// floats against bank conflicts.
-template <int IS_ACROSS>
-__device__ inline void load_tile(float* tile, Operand<IS_ACROSS> from, int first, int k0) {
-    const int line = IS_ACROSS ? threadIdx.x : threadIdx.y, k = IS_ACROSS ? threadIdx.y : threadIdx.x;
-    tile[line * (blockDim.x + 1) + k] =
-        from.has(first + line, k0 + k) ? to_float(*from.place(first + line, k0 + k)) : 0.0f;
+// Load rows first .. and columns k0 .. of an operand (rows,K), one number per thread; zeros beyond its end. A row of
+// the tile has tile + 1 floats, against bank conflicts.
+__device__ inline void load_tile(float* tile, const element* from, int rows, int K, int first, int k0) {
+    const int row = first + threadIdx.y, k = k0 + threadIdx.x;
+    float& to = tile[threadIdx.y * (blockDim.x + 1) + threadIdx.x];
+    to = row < rows && k < K ? to_float(from[int64(row) * K + k]) : 0.0f;
 }
 
-template <class E, int A_ACROSS, int B_ACROSS>
-__device__ inline void shared_tiles(Result<E> out, Operand<A_ACROSS> a, Operand<B_ACROSS> b) {
+extern "C" __global__ void __launch_bounds__(1024)
+matmul_forward_shared_tiles(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
+                            int K) {
     extern __shared__ float4 shared[];
     const int tile = blockDim.x, row = blockIdx.y * tile, column = blockIdx.x * tile;
     float* const a_tile = reinterpret_cast<float*>(shared);
     float* const b_tile = a_tile + tile * (tile + 1);
     float sum = 0.0f;
-    for (int k0 = 0; k0 < a.K; k0 += tile) {
-        load_tile(a_tile, a, row, k0);
-        load_tile(b_tile, b, column, k0);
+    for (int k0 = 0; k0 < K; k0 += tile) {
+        load_tile(a_tile, inp, M, K, row, k0);
+        load_tile(b_tile, weight, N, K, column, k0);
         __syncthreads();
 #pragma unroll 8
         for (int k = 0; k < tile; k++) {
@@ -126,23 +108,8 @@ __device__ inline void shared_tiles(Result<E> out, Operand<A_ACROSS> a, Operand<
         }
         __syncthreads();
     }
-    out.put(row + threadIdx.y, column + threadIdx.x, sum);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-matmul_forward_shared_tiles(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
-                            int K) {
-    shared_tiles(Result<element>{out, bias, M, N}, Operand<0>{inp, M, K}, Operand<0>{weight, N, K});
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-matmul_backward_inp_shared_tiles(element* dinp, const element* dout, const element* weight, int M, int N, int K) {
-    shared_tiles(Result<element>{dinp, nullptr, M, N}, Operand<0>{dout, M, K}, Operand<1>{weight, N, K});
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-matmul_backward_weight_shared_tiles(gradient* dweight, const element* dout, const element* inp, int M, int N, int K) {
-    shared_tiles(Result<gradient>{dweight, nullptr, M, N}, Operand<1>{dout, M, K}, Operand<1>{inp, N, K});
+    const int r = row + threadIdx.y, c = column + threadIdx.x;
+    if (r < M && c < N) from_float(out[int64(r) * N + c], sum + to_float(bias[c]));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -152,48 +119,44 @@ matmul_backward_weight_shared_tiles(gradient* dweight, const element* dout, cons
 // multiprocessor.
 // Block (256), grid (N / 128, M / 128).
 
-constexpr int SIDE = 128, DEPTH = 16;  // of a tile: lines, and of the inner dimension
-typedef float Lines[DEPTH][SIDE + 4];  // in shared memory: all lines of one k are adjacent
+constexpr int SIDE = 128, DEPTH = 16;  // of a tile: rows, and columns
+typedef float Columns[DEPTH][SIDE + 4];  // in shared memory: the rows of one column are adjacent
 
-// Load one step of an operand; zeros beyond its end.
-template <int IS_ACROSS>
-__device__ inline void load_lines(Lines& tile, Operand<IS_ACROSS> from, int first, int k0) {
+// Load a tile of an operand (rows,K); zeros beyond its end.
+__device__ inline void load_columns(Columns& tile, const element* from, int rows, int K, int first, int k0) {
 #pragma unroll
     for (int i = threadIdx.x; i < SIDE * DEPTH / PACK; i += 256) {
-        const int line = IS_ACROSS ? i % (SIDE / PACK) * PACK : i % SIDE;
-        const int k = IS_ACROSS ? i / (SIDE / PACK) : i / SIDE * PACK;
-        const Floats values = from.has(first + line, k0 + k) ? load(from.place(first + line, k0 + k)) : Floats{};
-        if (IS_ACROSS) {
-            store(&tile[k][line], values);
-        } else {
+        const int row = i % SIDE, k = i / SIDE * PACK;
+        const bool exists = first + row < rows && k0 + k < K;
+        const Floats values = exists ? load(from + int64(first + row) * K + k0 + k) : Floats{};
 #pragma unroll
-            for (int j = 0; j < PACK; j++) tile[k + j][line] = values.x[j];
-        }
+        for (int j = 0; j < PACK; j++) tile[k + j][row] = values.x[j];
     }
 }
 
-// Lines 4 * thread .. + 3, and the lines 64 further on: neighbouring threads read neighbouring addresses.
-__device__ inline void read_lines(float (&x)[8], const float (&lines)[SIDE + 4], int thread) {
+// Rows 4 * thread .. + 3, and the rows 64 further on: neighbouring threads read neighbouring addresses.
+__device__ inline void read_rows(float (&x)[8], const float (&column)[SIDE + 4], int thread) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        *reinterpret_cast<float4*>(x + 4 * half) = *reinterpret_cast<const float4*>(lines + 64 * half + 4 * thread);
+        *reinterpret_cast<float4*>(x + 4 * half) = *reinterpret_cast<const float4*>(column + 64 * half + 4 * thread);
     }
 }
 
-template <class E, int A_ACROSS, int B_ACROSS>
-__device__ inline void register_tiles(Result<E> out, Operand<A_ACROSS> a, Operand<B_ACROSS> b) {
-    __shared__ __align__(16) Lines a_tile, b_tile;
+extern "C" __global__ void __launch_bounds__(256, 2)
+matmul_forward_register_tiles(element* out, const element* inp, const element* weight, const element* bias, int M,
+                              int N, int K) {
+    __shared__ __align__(16) Columns a_tile, b_tile;
     const int row = blockIdx.y * SIDE, column = blockIdx.x * SIDE, right = threadIdx.x % 16, down = threadIdx.x / 16;
     float sums[8][8] = {};
-    for (int k0 = 0; k0 < a.K; k0 += DEPTH) {
-        load_lines(a_tile, a, row, k0);
-        load_lines(b_tile, b, column, k0);
+    for (int k0 = 0; k0 < K; k0 += DEPTH) {
+        load_columns(a_tile, inp, M, K, row, k0);
+        load_columns(b_tile, weight, N, K, column, k0);
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
             float x[8], y[8];
-            read_lines(x, a_tile[k], down);
-            read_lines(y, b_tile[k], right);
+            read_rows(x, a_tile[k], down);
+            read_rows(y, b_tile[k], right);
 #pragma unroll
             for (int i = 0; i < 64; i++) sums[i / 8][i % 8] += x[i / 8] * y[i % 8];
         }
@@ -202,54 +165,14 @@ __device__ inline void register_tiles(Result<E> out, Operand<A_ACROSS> a, Operan
 #pragma unroll
     for (int i = 0; i < 64; i += 2) {
         const int r = row + i / 32 * 64 + 4 * down + i / 8 % 4, c = column + i % 8 / 4 * 64 + 4 * right + i % 4;
-        if (r < out.M && c < out.N) {
-            put_pair(out.at + int64(r) * out.N + c, sums[i / 8][i % 8] + out.bias_of(c),
-                     sums[i / 8][i % 8 + 1] + out.bias_of(c + 1));
+        if (r < M && c < N) {
+            put_pair(out + int64(r) * N + c, sums[i / 8][i % 8] + to_float(bias[c]),
+                     sums[i / 8][i % 8 + 1] + to_float(bias[c + 1]));
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-matmul_forward_register_tiles(element* out, const element* inp, const element* weight, const element* bias, int M,
-                              int N, int K) {
-    register_tiles(Result<element>{out, bias, M, N}, Operand<0>{inp, M, K}, Operand<0>{weight, N, K});
-}
-
-extern "C" __global__ void __launch_bounds__(256, 2)
-matmul_backward_inp_register_tiles(element* dinp, const element* dout, const element* weight, int M, int N, int K) {
-    register_tiles(Result<element>{dinp, nullptr, M, N}, Operand<0>{dout, M, K}, Operand<1>{weight, N, K});
-}
-
-extern "C" __global__ void __launch_bounds__(256, 2)
-matmul_backward_weight_register_tiles(gradient* dweight, const element* dout, const element* inp, int M, int N, int K) {
-    register_tiles(Result<gradient>{dweight, nullptr, M, N}, Operand<1>{dout, M, K}, Operand<1>{inp, N, K});
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: kernels/matmul.cu, the live kernels of all GPUs except Hopper in bfloat16, under other names, because
-// Hopper's are loaded beside them. One tensor core instruction does 2048 multiply-adds in bfloat16, or 1024 in TF32,
-// and the next steps are being copied to shared memory (cp.async) while this one is multiplied.
-
-#define matmul_forward matmul_forward_mma
-#define matmul_forward_gelu matmul_forward_gelu_mma
-#define matmul_backward_inp matmul_backward_inp_mma
-#define matmul_backward_inp_gelu matmul_backward_inp_gelu_mma
-#define matmul_backward_weight matmul_backward_weight_mma
-
-namespace live {
-#include "../../kernels/matmul.cu"
-}
-
-extern "C" __global__ void matmul_forward_mma(element* out, const element* inp, const element* weight,
-                                              const element* bias, int M, int N, int K, int band);
-extern "C" __global__ void matmul_forward_gelu_mma(element* out, element* gelu_out, const element* inp,
-                                                   const element* weight, const element* bias, int M, int N, int K,
-                                                   int band);
-extern "C" __global__ void matmul_backward_inp_mma(element* dinp, const element* dout, const element* weight,
-                                                   float scale, int M, int N, int K, int band);
-extern "C" __global__ void matmul_backward_inp_gelu_mma(element* dinp, float* partials, const element* dout,
-                                                        const element* weight, const element* inp, int M, int N, int K,
-                                                        int band);
-extern "C" __global__ void matmul_backward_weight_mma(gradient* dweight, float4* parts, int* done, const element* dout,
-                                                      const element* inp, float scale, int M, int N, int K,
-                                                      int band, int splits);
+// mma_sync: kernels/matmul.cu, the live kernels of all GPUs except Hopper in bfloat16. One tensor core instruction does
+// 2048 multiply-adds in bfloat16, or 1024 in TF32, and the next steps are being copied to shared memory (cp.async)
+// while this one is multiplied.

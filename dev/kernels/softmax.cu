@@ -1,13 +1,52 @@
-// Softmax over long rows: the logits of the whole vocabulary. RESULTS.md has what each rung measured.
+// Softmax and cross entropy over long rows, the logits of the whole vocabulary: probabilities, the loss of each row,
+// its gradient, and both of these at once. RESULTS.md has what each rung measured.
 //
 //     probs[n,v] = exp(logits[n,v] - the row's maximum) / their sum over the row, 0 for v >= V        probs =
+//     losses[n] = log(the sum over v of exp(logits[n,v])) - logits[n,targets[n]]                      losses =
+//     dlogits[n,v] = (probs[n,v] - (v is the target)) * dloss, 0 for v >= V                           dlogits =
 //
-// logits, probs (N,Vp). Bound by bytes: a row is written once and, if it can be kept or the L2 cache still has it, read
-// from memory once. There is no live rung: kernels/classifier.cu computes a row's loss and gradient while it has the
-// row, and probabilities are never stored.
+// logits, probs, dlogits (N,Vp); losses (N) float32; targets (N) int32. Bound by bytes. The live rung is
+// kernels/classifier.cu, which computes a row's loss and gradient while it has the row, and stores no probabilities. On
+// Hopper, a row that fits into shared memory is read once and waits there for its gradient; otherwise it is read twice,
+// the second time from the L2 cache.
 
-#include "common.cuh"
-#include "block.cuh"
+#include "softmax.cuh"
+
+// The maximum and sum of a row from those of the block's threads, a multiple of 32; every thread gets them.
+__device__ inline MaxAndSum block_merge(MaxAndSum x) {
+    __shared__ MaxAndSum parts[32];
+    x = warp_merge(x);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    return warp_merge(threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : MaxAndSum{-INFINITE, 0.0f});
+}
+
+// PACK logits from column v on, -inf from V on, whatever is stored there.
+__device__ inline Floats load_logits(const element* row, int v) {
+    Floats x = load(row + v);
+    for (int k = 0; k < PACK; k++) {
+        if (v + k >= V) x.x[k] = -INFINITE;
+    }
+    return x;
+}
+
+// This thread's part of a row of logits: packs `first`, first + step, ..., 16 bytes each, each read once.
+__device__ inline MaxAndSum online_part(const element* row, int first, int step) {
+    MaxAndSum part = {-INFINITE, 0.0f};
+    for (int v = first * PACK; v < V; v += step * PACK) {
+        const Floats x = load_logits(row, v);
+        float largest = part.largest;
+        for (int k = 0; k < PACK; k++) largest = fmaxf(largest, x.x[k]);
+        if (largest == -INFINITE) continue;
+        float sum = part.sum * expf(part.largest - largest);
+        for (int k = 0; k < PACK; k++) sum += expf(x.x[k] - largest);
+        part = {largest, sum};
+    }
+    return part;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// probabilities
 
 // thread_a_row. One thread loops over a row three times: for the maximum, the sum, the result. Neighbouring threads are
 // a row apart, 100 KB, so that each element costs a 32-byte sector, and the row is read three times. The sum is made of
@@ -44,26 +83,9 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_warp_a_row(element* p
                                                    v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
 }
 
-// block_a_row. One block per row: the larger the blocks, the fewer rows are in flight. With 1024 threads, there are two
-// blocks per multiprocessor, 264 rows or 27 MB in bfloat16, which the L2 cache can hold until the third read: as fast
-// as warp_a_row, not faster. With 256 threads, 1056 rows or 106 MB are in flight, and it is slower, as it is with all
-// blocks in float32, where 264 rows are 53 MB. The machine code shows why: the compiler does not know the step of the
-// loops and leaves one load per iteration, where warp_a_row has up to 16.
-extern "C" __global__ void __launch_bounds__(1024) softmax_block_a_row(element* probs, const element* logits, int N) {
-    const int64 start = int64(blockIdx.x) * Vp;
-    float largest = -INFINITE, sum = 0.0f;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) largest = fmaxf(largest, to_float(logits[start + v]));
-    largest = block_max(largest);
-    for (int v = threadIdx.x; v < V; v += blockDim.x) sum += expf(to_float(logits[start + v]) - largest);
-    const float scale = 1.0f / block_sum(sum);
-    for (int v = threadIdx.x; v < Vp; v += blockDim.x) {
-        from_float(probs[start + v], v < V ? expf(to_float(logits[start + v]) - largest) * scale : 0.0f);
-    }
-}
-
-// online. Maximum and sum in one read: when a larger value turns up, the sum so far is scaled down. Two reads instead
-// of three, 16 bytes per thread, and the second one begins at the end of the row, which was read last and is likeliest
-// to be in the cache.
+// online. One block per row, and maximum and sum in one read: when a larger value turns up, the sum so far is scaled
+// down. Two reads instead of three, 16 bytes per thread, and the second one begins at the end of the row, which was
+// read last and is likeliest to be in the cache.
 extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs, const element* logits, int N) {
     const element* row = logits + int64(blockIdx.x) * Vp;
     const MaxAndSum whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
@@ -75,5 +97,51 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_online(element* probs
         Floats x = load_logits(row, v);
         for (int k = 0; k < PACK; k++) x.x[k] = expf(x.x[k] - whole.largest) * scale;
         store(probs + int64(blockIdx.x) * Vp + v, x);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// loss and gradient
+
+// apart. Three kernels, each at its best: softmax (online, above), the loss and the gradient, 16 bytes per thread. The
+// probabilities are written to memory and read back, and the logits are read again for the loss.
+extern "C" __global__ void __launch_bounds__(1024)
+crossentropy_forward(float* losses, const element* logits, const int* targets, int N) {
+    const int n = blockIdx.x;
+    const element* row = logits + int64(n) * Vp;
+    const MaxAndSum whole = block_merge(online_part(row, threadIdx.x, blockDim.x));
+    if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - to_float(row[targets[n]]));
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+crossentropy_softmax_backward(element* dlogits, const element* probs, const int* targets, float dloss, int N) {
+    const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
+    if (i >= int64(N) * Vp) return;
+    const int n = i / Vp, v = i % Vp, target = targets[n];
+    Floats x = load(probs + i);
+    for (int k = 0; k < PACK; k++) x.x[k] = v + k < V ? (x.x[k] - (v + k == target ? 1.0f : 0.0f)) * dloss : 0.0f;
+    store(dlogits + i, x);
+}
+
+// fused. Loss and gradient in one kernel, the gradient in place of the logits: online, then over the row again,
+// backwards from its end, which the cache still has. Three separate kernels move a row six times, this one two or three
+// times: half the time.
+extern "C" __global__ void __launch_bounds__(1024)
+classifier_fused(float* losses, element* logits, const int* targets, float dloss, int N) {
+    const int n = blockIdx.x, target = targets[n];
+    element* row = logits + int64(n) * Vp;
+    const MaxAndSum part = online_part(row, threadIdx.x, blockDim.x);
+    // read before block_merge's barriers, after which it may be overwritten
+    const float target_logit = to_float(row[target]);
+    const MaxAndSum whole = block_merge(part);
+    if (threadIdx.x == 0) losses[n] = logf(whole.sum) + (whole.largest - target_logit);
+    const float scale = dloss / whole.sum;
+    const int step = blockDim.x * PACK, steps = (Vp + step - 1) / step;
+    for (int s = steps - 1; s >= 0; s--) {
+        const int v = s * step + threadIdx.x * PACK;
+        if (v >= Vp) continue;
+        Floats x = load_logits(row, v);
+        for (int k = 0; k < PACK; k++) x.x[k] = expf(x.x[k] - whole.largest) * scale - (v + k == target ? dloss : 0.0f);
+        store(row + v, x);
     }
 }
