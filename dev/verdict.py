@@ -1,14 +1,14 @@
 """
 Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and batches.
 
-A correct trainer must never be red.
+A correct trainer must never fail.
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000
     python dev/verdict.py --d12 -n 10              # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
 
 It prints a line per draw: sizes, standard deviation of the weights, and the largest error as a fraction of its
-tolerance, with its tensor; at the end, quantiles of these errors. If a draw is red, its rows are printed, and the exit
+tolerance, with its tensor; at the end, quantiles of these errors. If a draw fails, its rows are printed, and the exit
 status is 1.
 """
 
