@@ -1,14 +1,16 @@
 # make train and make test need nothing but Python 3.11 or newer and a package registry. If the active python3 has the
-# packages that the target needs, in any version, make uses it: NumPy for make train on a CPU, else those of
+# packages that the target needs, in the same major versions, make uses it: NumPy for make train on a CPU, else those of
 # requirements*.txt. Otherwise make creates a .venv, and keeps it up to date. PYTHON=... names another interpreter.
 
 LISTED := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 REQUIREMENTS := $(if $(filter test% sanitize,$(MAKECMDGOALS)),$(wildcard requirements*.txt),$(if $(LISTED),\
     requirements.txt requirements-gpu.txt,$(if $(filter bench,$(MAKECMDGOALS)),requirements.txt)))
 ifeq ($(origin PYTHON), undefined)
-PACKAGES := $(if $(REQUIREMENTS),$(shell grep -oh '^[a-z][a-z0-9_-]*' $(REQUIREMENTS)),numpy)
+NAME := $(if $(REQUIREMENTS),[a-z][a-z0-9_-]*,numpy)
+PACKAGES := $(shell grep -oh '^$(NAME)==[0-9]*\.' $(or $(REQUIREMENTS),requirements.txt))
 PYTHON := $(shell [ "$$VIRTUAL_ENV" != "$(CURDIR)/.venv" ] && python3 -c 'import sys, importlib.metadata as installed; \
-    assert sys.version_info >= (3, 11) and [*map(installed.version, sys.argv[1:])]' $(PACKAGES) 2>/dev/null \
+    assert sys.version_info >= (3, 11); wanted = [word.split("==") for word in sys.argv[1:]]; \
+    assert all(installed.version(name).startswith(major) for name, major in wanted)' $(PACKAGES) 2>/dev/null \
     && echo python3 || echo .venv/bin/python)
 ENVIRONMENT := $(if $(filter .venv/%,$(PYTHON)),.venv/requirements-$(words $(REQUIREMENTS)))
 endif

@@ -32,10 +32,10 @@ EOT = "<|endoftext|>"
 class PlainEncoding:
     """Bytes or characters as tokens, and end of text. Attributes and methods are named as tiktoken.Encoding's."""
 
-    def __init__(self, tokens, encode):
-        """tokens: a list of bytes, without end of text; encode(text): the list of its ids."""
-        self.tokens, self.encode = [*tokens, EOT.encode()], encode
-        self.eot_token, self.n_vocab = len(tokens), len(self.tokens)
+    def __init__(self, name, tokens, encode):
+        """tokens: bytes objects, without end of text, whose id is the last; encode(text): the list of its ids."""
+        self.name, self.tokens, self.encode = name, [*tokens, EOT.encode()], encode
+        self.eot_token, self.n_vocab = len(self.tokens) - 1, len(self.tokens)
         self.decode_single_token_bytes = self.tokens.__getitem__
 
     def decode(self, ids):
@@ -49,10 +49,10 @@ def load_encoding(vocabulary, characters=""):
     end of text. chars: the given characters, sorted, and end of text.
     """
     if vocabulary == "bytes":
-        return PlainEncoding([bytes([byte]) for byte in range(256)], lambda text: list(text.encode()))
+        return PlainEncoding(vocabulary, [bytes([byte]) for byte in range(256)], lambda text: list(text.encode()))
     if vocabulary == "chars":
         ids = {letter: id for id, letter in enumerate(sorted(set(characters)))}
-        return PlainEncoding([letter.encode() for letter in ids], lambda text: [ids[letter] for letter in text])
+        return PlainEncoding(vocabulary, map(str.encode, ids), lambda text: [ids[letter] for letter in text])
     tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
     try:
         return tiktoken.get_encoding("gpt2")
