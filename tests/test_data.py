@@ -276,45 +276,32 @@ def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-@pytest.fixture
-def run_alone(tmp_path):
-    """run_alone(program, flag, ...): run_program where only NumPy and the standard library can be imported."""
+@pytest.mark.parametrize("vocabulary, V", (("bytes", 257), ("chars", 5)))
+def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
+    """To tokenize, train, generate and evaluate; the samples are text, letters beyond ASCII included."""
     for path in Path(np.__file__).parent.parent.glob("numpy*"):  # numpy.libs, too
         (tmp_path / path.name).symlink_to(path)
 
     def run(program, *flags):
-        command = [sys.executable, "-S", ROOT / program, *map(str, flags)]
+        command = [sys.executable, "-S", ROOT / program, *map(str, flags)]  # -S: without the packages installed here
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, text=True,
                               capture_output=True)
 
-    return run
-
-
-@pytest.mark.parametrize("vocabulary, V", (("bytes", 257), ("chars", 5)))
-def test_numpy_alone_is_enough_for_own_text(tmp_path, run_alone, vocabulary, V):
-    """To tokenize, train, generate and evaluate; the samples are text, letters beyond ASCII included."""
-    (tmp_path / "lines.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
-    outputs = []
-    for command in (("prepro_text.py", "lines.jsonl", "--vocabulary", vocabulary, "--output", "x"),
-                    ("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-b", 4, "-t", 16, "-x", 40, "-l", 0.003,
-                     "-v", 0, "-s", 40, "-g", 40, "--final_reports", 1),
-                    ("generate.py", "run", "--prompt", "ä", "--tokens", 14),
-                    ("evaluate.py", "run", "--data", "x", "--tokens", 500)):
-        done = run_alone(*command)
-        assert (done.returncode, done.stderr) == (0, ""), command
-        outputs.append(done.stdout)
-    assert f"vocabulary of {V} tokens" in outputs[0] and " tokenizer=x_tokenizer.bin " in outputs[1]
-    for sample in outputs[1].split("---\n")[1], outputs[2]:
-        assert len(re.findall("[äöü]", sample)) > 5 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
-    assert "bits per byte" in outputs[3]
-
-
-def test_what_numpy_alone_cannot_do(tmp_path, run_alone):
-    (tmp_path / "text").write_text("x")
+    (tmp_path / "x.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
     (tmp_path / "x.log").write_text("s:0 trl:4.1\n")
-    for command, package in ((("prepro_text.py", "text"), "tiktoken"), (("prepro_tinyshakespeare.py",), "requests"),
-                             (("dev/plot_log.py", "x.log"), "matplotlib")):
-        assert_one_line_error(run_alone(*command), f"pip install {package}")
+    done = [run("prepro_text.py", "x.jsonl", "--vocabulary", vocabulary, "--output", "x"),
+            run("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-b", 4, "-t", 16, "-x", 40, "-l", 0.003, "-v", 0,
+                "-s", 40, "-g", 40, "--final_reports", 1),
+            run("generate.py", "run", "--prompt", "ä", "--tokens", 14),
+            run("evaluate.py", "run", "--data", "x", "--tokens", 500)]
+    assert [(program.returncode, program.stderr) for program in done] == 4 * [(0, "")]
+    assert f"vocabulary of {V} tokens" in done[0].stdout and " tokenizer=x_tokenizer.bin " in done[1].stdout
+    for sample in done[1].stdout.split("---\n")[1], done[2].stdout:
+        assert len(re.findall("[äöü]", sample)) > 5 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
+    assert "bits per byte" in done[3].stdout
+    for command, missing in (("prepro_text.py x.jsonl", "tiktoken"), ("prepro_tinyshakespeare.py", "requests"),
+                             ("dev/plot_log.py x.log", "matplotlib"), ("export_weights.py", "-r requirements.txt")):
+        assert_one_line_error(run(*command.split()), f"pip install {missing}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
