@@ -1,14 +1,19 @@
-# make train and make test need nothing but Python 3.11 or newer and a package registry.
-# PYTHON=python3 uses an interpreter that already has the packages. Otherwise make creates a .venv and keeps it up to
-# date, with the GPU's packages if nvidia-smi lists a GPU, and with requirements-test.txt before the first test.
+# make train and make test need nothing but Python 3.11 or newer and a package registry. If the active python3 has the
+# packages that the target needs, in the same major versions, make uses it: NumPy for make train on a CPU, else those of
+# requirements*.txt. Otherwise make creates a .venv, and keeps it up to date. PYTHON=... names another interpreter.
 
-ifeq ($(origin PYTHON), undefined)
-PYTHON := .venv/bin/python
-ENVIRONMENT := .venv/installed
-TEST_ENVIRONMENT := .venv/installed_for_tests
-endif
 LISTED := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
-REQUIREMENTS := $(if $(LISTED),requirements-gpu.txt,requirements.txt)
+REQUIREMENTS := $(if $(filter test% sanitize,$(MAKECMDGOALS)),$(wildcard requirements*.txt),$(if $(LISTED),\
+    requirements.txt requirements-gpu.txt,$(if $(filter bench,$(MAKECMDGOALS)),requirements.txt)))
+ifeq ($(origin PYTHON), undefined)
+NAME := $(if $(REQUIREMENTS),[a-z][a-z0-9_-]*,numpy)
+PACKAGES := $(shell grep -oh '^$(NAME)==[0-9]*\.' $(or $(REQUIREMENTS),requirements.txt))
+PYTHON := $(shell [ "$$VIRTUAL_ENV" != "$(CURDIR)/.venv" ] && python3 -c 'import sys, importlib.metadata as installed; \
+    assert sys.version_info >= (3, 11); wanted = [word.split("==") for word in sys.argv[1:]]; \
+    assert all(installed.version(name).startswith(major) for name, major in wanted)' $(PACKAGES) 2>/dev/null \
+    && echo python3 || echo .venv/bin/python)
+ENVIRONMENT := $(if $(filter .venv/%,$(PYTHON)),.venv/requirements-$(words $(REQUIREMENTS)))
+endif
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
 # Evaluated when a recipe needs it, once the environment exists. If the trainer cannot use the GPU, llmc.gpu.device says
 # why, and the recipe runs on the CPU.
@@ -31,7 +36,7 @@ help:
 	@echo "make profile     on a GPU: where the time of a step goes, kernel by kernel"
 	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
 	@echo "make clean       remove what make train made (.venv stays)"
-	@echo "Settings: PYTHON=python3 (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
+	@echo "Settings: PYTHON=... (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
 
 # --spread 1, because 16 consecutive rows in a batch would be 1,024 tokens from one place in the text. The validation
 # loss ends at 1.72; with --spread 1 alone at 1.81, with --shuffle 1 alone at 1.90.
@@ -39,10 +44,10 @@ train: $(ENVIRONMENT) data/pystdlib_train.bin
 	$(PYTHON) $(TRAINER) -e d4 -i data/pystdlib -b 16 -t 64 -x $(STEPS) --shuffle 1 --spread 1 \
 	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
 
-test: $(TEST_ENVIRONMENT)
+test: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q
 
-test-124M: $(TEST_ENVIRONMENT)
+test-124M: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q -m large
 
 bench: $(ENVIRONMENT)
@@ -56,7 +61,7 @@ check profile: $(ENVIRONMENT)
 # Run the kernels' tests, at awkward shapes, under NVIDIA's compute-sanitizer, which comes with the CUDA toolkit.
 # memcheck ignores API errors, because cuda.bindings asks the driver for functions that only newer drivers have.
 # racecheck checks shared memory only, and skips the matmuls that add up parts in global memory: they take minutes.
-sanitize: $(TEST_ENVIRONMENT)
+sanitize: $(ENVIRONMENT)
 	for tool in memcheck racecheck initcheck synccheck; do \
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
@@ -70,21 +75,17 @@ clean:
 data/pystdlib_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
 	$(PYTHON) prepro_pystdlib.py
 
-# Without a GPU, Linux first gets PyTorch's CPU build, which then satisfies the requirements.
-.venv/installed: requirements.txt $(REQUIREMENTS)
+# Linux without a GPU first gets PyTorch's CPU build, which then satisfies the requirements, unless NumPy is enough.
+.venv/requirements-%: $(wildcard requirements*.txt)
 	@python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"python3 is {sys.version.split()[0]}, \
 	expected 3.11 or newer: install one, then make PYTHON=...")'
 	python3 -m venv .venv
-ifeq ($(LISTED)$(shell uname), Linux)
+ifeq ($(if $(REQUIREMENTS),$(LISTED)$(shell uname)), Linux)
 	.venv/bin/python -m pip install -q --no-deps --retries 1 --index-url $(CPU_BUILDS) \
 	    $$(grep -o '^torch==[0-9.]*' requirements.txt) || \
 	    echo "no CPU build of PyTorch from $(CPU_BUILDS): the plain one comes, with its CUDA libraries"
 endif
-	.venv/bin/python -m pip install -q --progress-bar on -r $(REQUIREMENTS)
-	@touch $@
-
-.venv/installed_for_tests: .venv/installed requirements-test.txt requirements-gpu.txt
-	.venv/bin/python -m pip install -q --progress-bar on -r requirements-test.txt
+	.venv/bin/python -m pip install -q --progress-bar on $(or $(REQUIREMENTS:%=-r %),numpy -c requirements.txt)
 	@touch $@
 
 .PHONY: help train test test-124M bench check profile sanitize clean

@@ -28,7 +28,6 @@ import math
 import warnings
 
 import numpy as np
-from tqdm import tqdm
 
 from generate import load_vocabulary
 from llmc import models
@@ -36,7 +35,7 @@ from llmc.dataloader import find_files, names_shards, open_tokens
 from llmc.errors import UserError, run_main
 from llmc.evaluation import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
-from llmc.progress import print_table
+from llmc.progress import print_table, progress_bar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns losses of their shape
@@ -84,7 +83,7 @@ def strided(count, T, stride):
 
 def score(model, tokens, windows, B, T, what):
     """Yield (ids, losses) of each window's scored tokens; the model takes B windows at a time."""
-    with tqdm(total=len(windows), desc=what, unit="window") as bar:
+    with progress_bar(len(windows), what, "window") as advance:
         for i in range(0, len(windows), B):
             batch = windows[i : i + B]
             inputs, targets = np.zeros((2, len(batch), T), np.int32)
@@ -95,7 +94,7 @@ def score(model, tokens, windows, B, T, what):
             for b, (begin, first, stop) in enumerate(batch):
                 scored = slice(first - begin - 1, stop - begin - 1)
                 yield targets[b, scored], losses[b, scored]
-            bar.update(len(batch))
+            advance(len(batch))
 
 
 class Sum:
@@ -164,10 +163,10 @@ def open_files(pattern, V, most):
 
 def evaluate_hellaswag(model, examples, B, T):
     """Return the results on HellaSwag as a dict."""
-    with tqdm(total=4 * len(examples), desc="HellaSwag", unit="ending") as bar:
+    with progress_bar(4 * len(examples), "HellaSwag", "ending") as advance:
 
         def losses_of(inputs, targets):
-            bar.update(len(inputs))
+            advance(len(inputs))
             return model.losses(inputs, targets)
 
         correct = count_correct(losses_of, examples, B, T)

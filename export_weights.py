@@ -34,13 +34,17 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
-import safetensors.torch
-import tiktoken.load
-import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from torch import nn
-from torch.nn import functional as F
+
+try:
+    import safetensors.torch
+    import tiktoken.load
+    import torch
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from torch import nn
+    from torch.nn import functional as F
+except ImportError as error:
+    sys.exit(f"export_weights.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import open_tokens

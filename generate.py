@@ -24,6 +24,7 @@ import sys
 
 import numpy as np
 
+import prepro
 from llmc import models
 from llmc.errors import UserError, describe, run_main
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
@@ -79,19 +80,8 @@ def load_vocabulary(model, V, path=None):
 KNOWN = {50257: "gpt2", 257: "bytes"}
 
 
-def import_prepro():
-    """Return the module prepro, which is slow to import; raises UserError where a package is missing."""
-    try:
-        import prepro
-    except ImportError as error:
-        raise UserError(f"the Python package {error.name} cannot be imported: pip install -r requirements.txt, or pass"
-                        " --tokenizer FILE and --prompt_ids") from None
-    return prepro
-
-
 def known_tokenizer(V):
     """Return the Tokenizer for a V of KNOWN; raises UserError if it cannot be loaded."""
-    prepro = import_prepro()
     return prepro.tokenizer_of(prepro.load_encoding(KNOWN[V]))
 
 
@@ -100,7 +90,6 @@ def encode(text, tokenizer):
     text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes of argv that are not UTF-8
     V = len(tokenizer.tokens)
     if KNOWN.get(V) == "gpt2":
-        prepro = import_prepro()
         encoding = prepro.gpt2_encoding(tokenizer)
         return prepro.encode(encoding, text, disallowed_special=())  # "<|endoftext|>" is text like any other
     known = {token: id for id, token in enumerate(tokenizer.tokens)}

@@ -17,13 +17,11 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
-import tiktoken
-from tiktoken_ext.openai_public import r50k_pat_str
-from tqdm import tqdm
 
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError
+from llmc.errors import UserError, import_package
 from llmc.files import chunks, make_directory, open_input, replacing
+from llmc.progress import progress_bar
 from llmc.threads import THREADS
 from llmc.tokenizer import Tokenizer, write_tokenizer
 
@@ -31,22 +29,31 @@ TIMEOUT_SECONDS = 30  # of silence from the server
 EOT = "<|endoftext|>"
 
 
-def load_encoding(vocabulary, characters=""):
-    """Return the tiktoken.Encoding of 'gpt2', 'bytes' or 'chars'; raises UserError when a download fails.
+class PlainEncoding:
+    """Bytes or characters as tokens, and end of text. Attributes and methods are named as tiktoken.Encoding's."""
 
-    gpt2: 50257 tokens, which tiktoken downloads once. bytes: the 256 byte values and end of text. chars: the given
-    characters, sorted, and end of text.
+    def __init__(self, name, tokens, encode):
+        """tokens: bytes objects, without end of text, whose id is the last; encode(text): the list of its ids."""
+        self.name, self.tokens, self.encode = name, [*tokens, EOT.encode()], encode
+        self.eot_token, self.n_vocab = len(self.tokens) - 1, len(self.tokens)
+        self.decode_single_token_bytes = self.tokens.__getitem__
+
+    def decode(self, ids):
+        return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
+
+
+def load_encoding(vocabulary, characters=""):
+    """Return the tiktoken.Encoding of 'gpt2', or the PlainEncoding of 'bytes' or 'chars'.
+
+    gpt2: 50257 tokens, which tiktoken downloads once; raises UserError if that fails. bytes: the 256 byte values and
+    end of text. chars: the given characters, sorted, and end of text.
     """
-    if vocabulary in ("bytes", "chars"):
-        tokens = sorted(set(characters)) if vocabulary == "chars" else map(chr, range(256))
-        to_bytes = "utf-8" if vocabulary == "chars" else "latin-1"
-        ranks = {token.encode(to_bytes): id for id, token in enumerate(tokens)}
-        return tiktoken.Encoding(
-            name=vocabulary,
-            pat_str=r"(?s).",  # one character at a time; tiktoken then looks up its UTF-8 bytes
-            mergeable_ranks=ranks,
-            special_tokens={EOT: len(ranks)},
-        )
+    if vocabulary == "bytes":
+        return PlainEncoding(vocabulary, [bytes([byte]) for byte in range(256)], lambda text: list(text.encode()))
+    if vocabulary == "chars":
+        ids = {letter: id for id, letter in enumerate(sorted(set(characters)))}
+        return PlainEncoding(vocabulary, map(str.encode, ids), lambda text: [ids[letter] for letter in text])
+    tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' are OSErrors
@@ -55,7 +62,7 @@ def load_encoding(vocabulary, characters=""):
 
 
 def tokenizer_of(encoding):
-    """Return the Tokenizer of a tiktoken.Encoding."""
+    """Return the Tokenizer of an encoding."""
     tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
     return Tokenizer(tokens, encoding.eot_token)
 
@@ -66,6 +73,9 @@ def gpt2_encoding(tokenizer):
     ranks = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
     if len(ranks) != len(tokenizer.tokens) - 1 or not all(bytes([byte]) in ranks for byte in range(256)):
         raise UserError(f"{tokenizer.path}: not GPT-2's vocabulary: pass --prompt_ids")
+    tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
+    from tiktoken_ext.openai_public import r50k_pat_str
+
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: tokenizer.eot})
 
 
@@ -75,6 +85,8 @@ LONG_SPACE = re.compile(r"(?<!\s)\s{%d,}" % (LONGEST + 1))  # (?<!\s): begins on
 
 def encode(encoding, text, **options):
     """Return the token ids of a text. Very long whitespace is encoded in pieces; `options` are tiktoken's."""
+    if isinstance(encoding, PlainEncoding):
+        return encoding.encode(text)
     ends = [end for run in LONG_SPACE.finditer(text) for end in range(run.start() + LONGEST, run.end(), LONGEST)]
     pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]))
     return [id for piece in pieces for id in encoding.encode(piece, **options)]
@@ -100,19 +112,18 @@ def download(url, path, digest, algorithm="md5"):
             raise UserError(f"{path}: {kind} {found}, expected {digest}: another file is where the download goes;"
                             f" move it away, or tokenize it with --input {shlex.quote(path)}")
         return
-    import requests  # here: it is slow to import
-
+    requests = import_package("requests", "a download")
     found = hashlib.new(algorithm)
     try:
         with requests.get(url, stream=True, timeout=TIMEOUT_SECONDS) as response:
             response.raise_for_status()
             make_directory(os.path.dirname(path))
             size = int(response.headers.get("Content-Length", 0)) or None
-            with replacing(path) as f, tqdm(total=size, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
+            with replacing(path) as f, progress_bar(size, os.path.basename(path), "B") as advance:
                 for piece in response.iter_content(1 << 16):
                     f.write(piece)
                     found.update(piece)
-                    bar.update(len(piece))
+                    advance(len(piece))
                 if found.hexdigest() != digest:
                     raise UserError(f"{url}: {kind} {found.hexdigest()}, expected {digest}: the download is corrupt or"
                                     " the text has changed; try again, or pass a good copy with --input FILE")
@@ -184,7 +195,7 @@ def end_with_parent():
 
 
 def save_vocabulary(path, encoding, version=2):
-    """Write a tiktoken.Encoding as llm.c's tokenizer file."""
+    """Write an encoding as llm.c's tokenizer file."""
     write_tokenizer(path, tokenizer_of(encoding).tokens, encoding.eot_token, version)
 
 

@@ -40,7 +40,7 @@ def main():
     encoding, tokens = load_encoding("bytes"), []
     for path in source_files(sysconfig.get_path("stdlib")):
         text = read_input(path).decode("utf-8", errors="replace")
-        tokens += [encoding.eot_token, *encoding.encode(text, disallowed_special=())]
+        tokens += [encoding.eot_token, *encoding.encode(text)]
         if len(tokens) >= LIMIT:
             break
     save_split(tokens[:LIMIT], VAL_TOKENS, encoding, args)

@@ -31,11 +31,11 @@ import re
 import tempfile
 
 import numpy as np
-from tqdm import tqdm
 
 from llmc.dataloader import find_files
 from llmc.errors import UserError, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
+from llmc.progress import progress_bar
 from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
                     load_encoding, make_parser, output_paths, save_files, save_tokens, val_tokens)
 
@@ -85,7 +85,7 @@ def find_texts(names):
     return dict(paths.values()), hidden
 
 
-def read_text(path, bar=None):
+def read_text(path, advance=None):
     """Yield the text of a file in pieces, without byte order mark, with \\n line ends; raises NotText if not UTF-8."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     with open_input(path, HINT) as f:
@@ -96,8 +96,8 @@ def read_text(path, bar=None):
                 yield decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 raise NotText(f"{path}: not UTF-8 text (byte {f.tell() - len(error.object) + error.start})") from None
-            if bar:
-                bar.update(len(data))
+            if advance:
+                advance(len(data))
 
 
 def read_lines(texts):
@@ -134,9 +134,9 @@ def is_json_lines(path, field, found):
     return path.lower().endswith(".jsonl")
 
 
-def read_field(path, field, bar):
+def read_field(path, field, advance):
     """Yield the document of each JSON line; raises UserError for a line without text in the field."""
-    for number, line in enumerate(read_lines(read_text(path, bar)), 1):
+    for number, line in enumerate(read_lines(read_text(path, advance)), 1):
         if not line.strip():
             continue
         record = parse_object(line)
@@ -147,13 +147,13 @@ def read_field(path, field, bar):
         yield record[field].replace("\r\n", "\n").encode(errors="replace").decode()  # replace lone surrogates
 
 
-def documents(path, field, found, bar):
+def documents(path, field, found, advance):
     """Yield (whether a document begins here, text) for the documents of a file; long ones come in pieces."""
     if is_json_lines(path, field, found):
-        yield from ((True, text) for text in read_field(path, field, bar) if text)
+        yield from ((True, text) for text in read_field(path, field, advance) if text)
         return
     begins, rest = True, ""
-    for text in read_text(path, bar):
+    for text in read_text(path, advance):
         if found and "\0" in text:
             raise NotText(f"{path}: contains a NUL character")
         rest += text
@@ -166,11 +166,11 @@ def documents(path, field, found, bar):
         yield begins, rest
 
 
-def jobs(paths, field, bar):
+def jobs(paths, field, advance):
     """Yield lists of what documents() yields, about PIECE characters each."""
     job, size = [], 0
     for path, found in paths.items():
-        for begins, text in documents(path, field, found, bar):
+        for begins, text in documents(path, field, found, advance):
             job.append((begins, text))
             size += len(text)
             if size >= PIECE:
@@ -210,13 +210,13 @@ def survey(paths, args):
     the vocabulary is `chars`.
     """
     texts, count, characters = {}, 0, set()
-    with tqdm(total=total_size(paths), unit="B", unit_scale=True, desc="reading") as bar:
+    with progress_bar(total_size(paths), "reading", "B") as advance:
         for path, found in paths.items():
             if found and not os.path.isfile(path):  # a FIFO, a broken link
                 continue
             seen, begun = set(), 0
             try:
-                for begins, text in documents(path, args.field, found, bar):
+                for begins, text in documents(path, args.field, found, advance):
                     begun += begins
                     if args.vocabulary == "chars":
                         seen.update(text)
@@ -272,8 +272,8 @@ def main():
     with errors_of_writing(output):
         all_tokens = tempfile.TemporaryFile(dir=os.path.dirname(args.output) or ".")
     with all_tokens:
-        with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
-            for tokens in in_processes(tokenize, jobs(texts, args.field, bar), processes, prepare, vocabulary):
+        with progress_bar(size, "tokenizing", "B") as advance:
+            for tokens in in_processes(tokenize, jobs(texts, args.field, advance), processes, prepare, vocabulary):
                 with errors_of_writing(output):
                     all_tokens.write(tokens)
                     all_tokens.flush()

@@ -15,14 +15,10 @@ import os
 import re
 import sys
 
-import matplotlib
-
-matplotlib.use("Agg")  # no screen is needed
-import matplotlib.pyplot as plt
 import numpy as np
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from llmc.errors import UserError, run_main
+from llmc.errors import UserError, import_package, run_main
 from llmc.files import open_input, replacing
 from llmc.logger import last_run
 
@@ -121,6 +117,8 @@ def add_legend(axes, *entries):
 @contextlib.contextmanager
 def picture(output, dark=False):
     """Yield axes to draw in, then write the picture; raises UserError for an unknown type of file."""
+    plt = import_package("matplotlib.pyplot", "a picture")
+    plt.switch_backend("agg")  # no screen is needed
     with plt.style.context("dark_background" if dark else "default"):
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         yield axes

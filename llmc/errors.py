@@ -1,5 +1,6 @@
 """Errors and interruptions: an error that a user can cause is one line on stderr and an exit status, no traceback."""
 
+import importlib
 import os
 import signal
 import sys
@@ -9,6 +10,15 @@ DIVERGED = "the last checkpoint, if any, is kept: try a lower -l, a warm-up (-u)
 
 class UserError(Exception):
     """An error that the user can fix. The message is one line: what, found, expected, and the command that fixes it."""
+
+
+def import_package(module, user):
+    """Import and return a module that not every run needs; raises UserError that names its package and the `user`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(f"{user} needs the Python package {package}: pip install {package}") from None
 
 
 def run_main(main):

@@ -32,6 +32,18 @@ def duration(seconds):
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
+@contextlib.contextmanager
+def progress_bar(total, what, unit):
+    """Yield advance(count), which moves a progress bar on stderr, if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda count: None
+        return
+    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B") as bar:
+        yield bar.update
+
+
 class Console:
     """Prints a run's lines, which count updates done, on CPU and GPU alike:
 

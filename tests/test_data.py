@@ -7,7 +7,10 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,11 +22,8 @@ import prepro_text
 import prepro_tinyshakespeare
 import prepro_tinystories
 from conftest import ROOT, assert_one_line_error, run_program, serve
-from llmc.checkpoint import read_config
 from llmc.dataloader import open_tokens
-from llmc.resume import checkpoint_paths
 from llmc.tokenizer import read_tokenizer
-from train_gpt2 import GPT2
 
 HASHES = {
     ("int32", "val"): "5dcd79e2f05f2f6cbc3a440565105367c12f148c4e01a3283a4307921f5f9945",
@@ -276,22 +276,32 @@ def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-def test_training_on_own_text_needs_numpy_alone(tmp_path, prepare):
-    """From random weights, where nothing else can be imported; the samples are text, letters beyond ASCII included."""
-    (tmp_path / "lines.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
-    prepare("lines.jsonl", "--vocabulary", "chars")
-    hidden = ("torch", "tiktoken", "tqdm", "requests", "safetensors", "huggingface_hub", "cupy")
-    for name in hidden:
-        (tmp_path / "hidden" / name).mkdir(parents=True)
-        (tmp_path / "hidden" / name / "__init__.py").write_text(f"raise ImportError('{name} is hidden')")
-    done = run_program("train_gpt2.py", "-e", "d2", "-i", "out/x", "-o", "run", "-b", 4, "-t", 16, "-x", 40,
-                       "-l", 0.003, "-v", 0, "-s", 40, "-g", 40, "--final_reports", 1, cwd=tmp_path,
-                       PYTHONPATH=str(tmp_path / "hidden"))
-    assert " tokenizer=out/x_tokenizer.bin " in done.stdout and done.stderr == ""
-    sample = done.stdout.split("---\n")[1]
-    assert len(re.findall("[äöü]", sample)) > 8 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
-    with open(checkpoint_paths(tmp_path / "run", 40)[0], "rb") as f:
-        assert read_config(f, GPT2, "")[1].V == len(read_tokenizer(tmp_path / "run" / "tokenizer.bin").tokens)
+@pytest.mark.parametrize("vocabulary, V", (("bytes", 257), ("chars", 5)))
+def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
+    """To tokenize, train, generate and evaluate; the samples are text, letters beyond ASCII included."""
+    for path in Path(np.__file__).parent.parent.glob("numpy*"):  # numpy.libs, too
+        (tmp_path / path.name).symlink_to(path)
+
+    def run(program, *flags):
+        command = [sys.executable, "-S", ROOT / program, *map(str, flags)]  # -S: without the packages installed here
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, text=True,
+                              capture_output=True)
+
+    (tmp_path / "x.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
+    (tmp_path / "x.log").write_text("s:0 trl:4.1\n")
+    done = [run("prepro_text.py", "x.jsonl", "--vocabulary", vocabulary, "--output", "x"),
+            run("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-b", 4, "-t", 16, "-x", 40, "-l", 0.003, "-v", 0,
+                "-s", 40, "-g", 40, "--final_reports", 1),
+            run("generate.py", "run", "--prompt", "ä", "--tokens", 14),
+            run("evaluate.py", "run", "--data", "x", "--tokens", 500)]
+    assert [(program.returncode, program.stderr) for program in done] == 4 * [(0, "")]
+    assert f"vocabulary of {V} tokens" in done[0].stdout and " tokenizer=x_tokenizer.bin " in done[1].stdout
+    for sample in done[1].stdout.split("---\n")[1], done[2].stdout:
+        assert len(re.findall("[äöü]", sample)) > 5 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
+    assert "bits per byte" in done[3].stdout
+    for command, missing in (("prepro_text.py x.jsonl", "tiktoken"), ("prepro_tinyshakespeare.py", "requests"),
+                             ("dev/plot_log.py x.log", "matplotlib"), ("export_weights.py", "-r requirements.txt")):
+        assert_one_line_error(run(*command.split()), f"pip install {missing}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
