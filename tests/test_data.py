@@ -18,7 +18,7 @@ import prepro_pystdlib
 import prepro_text
 import prepro_tinyshakespeare
 import prepro_tinystories
-from conftest import ROOT, assert_one_line_error, run_program, serve
+from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.checkpoint import read_config
 from llmc.dataloader import open_tokens
 from llmc.resume import checkpoint_paths
@@ -52,8 +52,8 @@ def test_tiny_shakespeare_has_llm_c_s_hashes(tmp_path, tiny_shakespeare, vocabul
 
 def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
     """And no text of the user's is written over, neither by the download nor by the tokens."""
-    with serve({"/input.txt": (200, {}, tiny_shakespeare.read_bytes())}) as (url, seen):
-        command = (prepro_tinyshakespeare, "--url", f"{url}/input.txt", "--output", tmp_path / "data" / "ts")
+    with Server({"/input.txt": (200, {}, tiny_shakespeare.read_bytes())}) as server:
+        command = (prepro_tinyshakespeare, "--url", f"{server.url}/input.txt", "--output", tmp_path / "data" / "ts")
         assert "100%" in run_here(*command).stderr, "a progress bar"
         run_here(*command)
         assert hashlib.sha256((tmp_path / "data" / "ts_train.bin").read_bytes()).hexdigest() == HASHES["int32", "train"]
@@ -65,7 +65,7 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
         for path in mine[1:]:
             done = run_here(prepro_tinyshakespeare, "--input", path, "--output", tmp_path / "data" / "ts", check=False)
             assert_one_line_error(done, path, "another --output")
-        assert seen == ["GET /input.txt"] and len({path.read_bytes() for path in mine}) == 1
+        assert len(server.seen) == 1 and len({path.read_bytes() for path in mine}) == 1
 
 
 @pytest.mark.parametrize("pages, words", (
@@ -75,9 +75,10 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
     ({"/x": (302, {"Location": "http://127.0.0.1:9/"}, b"")}, ("refused",)),
 ))  # fmt: skip
 def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
-    with serve(pages) as (url, _):
-        done = run_here(prepro_tinyshakespeare, "--url", f"{url}/x", "--output", tmp_path / "data" / "ts", check=False)
-    assert_one_line_error(done, f"{url}/x", "--input", *words, after_bar=True)
+    with Server(pages) as server:
+        url = f"{server.url}/x"
+        done = run_here(prepro_tinyshakespeare, "--url", url, "--output", tmp_path / "data" / "ts", check=False)
+    assert_one_line_error(done, url, "--input", *words, after_bar=True)
     assert [path.name for path in tmp_path.rglob("*")] == (["data"] if 200 in pages.get("/x", ()) else [])
 
 
@@ -351,18 +352,19 @@ def test_tinystories_download(tmp_path, vocabulary_here, run_here, use_hub):
             member = tarfile.TarInfo(f"data{shard:02d}.json")
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    data, name = buffer.getvalue(), "/datasets/roneneldan/TinyStories/resolve/main/TinyStories_all_data.tar.gz"
-    headers = {"X-Repo-Commit": "0123456789abcdef" * 2 + "01234567", "Accept-Ranges": "bytes"}
+    files = {"TinyStories_all_data.tar.gz": buffer.getvalue()}
 
-    def run(output, etag=None, home="home"):
-        with serve({name: (200, {"ETag": f'"{etag}"', **headers}, data)}) as (url, _):
-            use_hub(url if etag else None, tmp_path / home)
+    def run(output, pages=None, home="home"):
+        with Server(pages) as server:
+            use_hub(server.url if pages else None, tmp_path / home)
             return run_here(prepro_tinystories, "--processes", 1, "--output", tmp_path / output, check=False)
 
-    for output, etag in (("ts", hashlib.sha256(data).hexdigest()), ("again", None)):
-        assert run(output, etag).returncode == 0
+    right, wrong = (hub_pages("datasets/roneneldan/TinyStories", files, hashes)
+                    for hashes in ({}, dict.fromkeys(files, "0" * 64)))
+    for output, pages in (("ts", right), ("again", None)):
+        assert run(output, pages).returncode == 0
         assert open_tokens(tmp_path / f"{output}_val.bin", 50257).tolist() == expected_tokens(0)
-    assert_one_line_error(run("other", "0" * 64, "home2"), "SHA-256", after_bar=True)
+    assert_one_line_error(run("other", wrong, "home2"), "SHA-256", after_bar=True)
     assert_one_line_error(run("other", None, "home3"), "TinyStories_all_data.tar.gz", "--input DIR", after_bar=True)
     assert not list(tmp_path.glob("other*"))
 

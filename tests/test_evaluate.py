@@ -14,7 +14,7 @@ import evaluate
 import export_weights
 import prepro_hellaswag
 import train_gpt2
-from conftest import SMALL, SMALL_HEADS, assert_one_line_error, random_params, serve
+from conftest import BYTES, SMALL, SMALL_HEADS, Server, assert_one_line_error, random_params
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -74,14 +74,15 @@ def test_prepro_hellaswag_writes_llm_c_s_bytes(tmp_path, vocabulary_here, run_he
 
 def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, vocabulary_here, run_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with serve({"/x": (200, {}, LINES.encode())}) as (url, seen):
-        done = run_here(prepro_hellaswag, "--url", f"{url}/x", check=False)
-        assert_one_line_error(done, f"{url}/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE", after_bar=True)
+    with Server({"/x": (200, {}, LINES.encode())}) as server:
+        command = prepro_hellaswag, "--url", f"{server.url}/x"
+        done = run_here(*command, check=False)
+        assert_one_line_error(done, f"{server.url}/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE", after_bar=True)
         assert not list((tmp_path / "data").iterdir())
         monkeypatch.setattr(prepro_hellaswag, "SHA256", hashlib.sha256(LINES.encode()).hexdigest())
         for _ in range(2):
-            run_here(prepro_hellaswag, "--url", f"{url}/x")
-        assert seen == ["GET /x"] * 2
+            run_here(*command)
+        assert len(server.seen) == 2
 
 
 @pytest.mark.parametrize("line, word", (
@@ -168,7 +169,7 @@ def trained(request, tmp_path_factory):
         os.mkdir("data")
         write_tokens("data/tiny_shakespeare_val.bin", [text[:600]], 600)
         write_examples(HELLASWAG, EXAMPLES)
-        write_tokenizer("gpt2_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 256)
+        write_tokenizer("gpt2_tokenizer.bin", BYTES, 256)
         if request.param == "trained":
             model, settings = train_gpt2.GPT2(SMALL, params), Settings(B=4, T=32)
             model.allocate_activations(4, 32)

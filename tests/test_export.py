@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import export_weights as e
-from conftest import ROOT, SMALL, assert_one_line_error, random_params, serve
+from conftest import ROOT, SMALL, Server, assert_one_line_error, hub_pages, random_params
 from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -170,29 +170,12 @@ def test_the_reference_computes_what_transformers_does(tmp_path):
         assert none is None and torch.allclose(last[:, 0], logits[:, -1], atol=1e-6)
 
 
-def hub_pages(folder, repository):
-    """What the hub answers for a model repository with these files."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    siblings = [{"rfilename": name} for name in sorted(os.listdir(folder))]
-    info = json.dumps({"id": repository, "modelId": repository, "sha": commit, "siblings": siblings}).encode()
-    tree = [{"type": "file", "path": name, "oid": "0", "size": 1} for name in sorted(os.listdir(folder))]
-    listing = {"Content-Type": "application/json"}
-    pages = {f"/api/models/{repository}/revision/main": (200, listing, info),
-             f"/api/models/{repository}/revision/{commit}": (200, listing, info),
-             f"/api/models/{repository}/tree/{commit}": (200, listing, json.dumps(tree).encode())}
-    for name in os.listdir(folder):
-        body = (folder / name).read_bytes()
-        headers = {"ETag": f'"{len(body)}-{name}"', "X-Repo-Commit": commit}
-        for revision in (commit, "main"):
-            pages[f"/{repository}/resolve/{revision}/{name}"] = 200, headers, body
-    return pages
-
-
 def test_pretrained_from_a_hub_then_from_its_cache(tmp_path, run_here, use_hub):
     hf_model(V=257).save_pretrained(tmp_path / "repository")
     command = e, "--output_dir", tmp_path / "out"
-    with serve(hub_pages(tmp_path / "repository", "openai-community/gpt2")) as (url, _):
-        use_hub(url, tmp_path / "home")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "repository").iterdir()}
+    with Server(hub_pages("openai-community/gpt2", files)) as server:
+        use_hub(server.url, tmp_path / "home")
         run_here(*command)
     first = (tmp_path / "out" / "gpt2_124M.bin").read_bytes()
     (tmp_path / "out" / "gpt2_124M.bin").unlink()

@@ -30,7 +30,7 @@ import pytest
 
 import train_gpt2
 import train_gpt2_cuda
-from conftest import SMALL, make_state, random_params
+from conftest import BYTES, SMALL, make_state, program_state, random_params
 from llmc.checkpoint import owned_by_one, Progress, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
@@ -61,8 +61,7 @@ def write_files():
         write_model(f"model{version}.bin", SMALL, params, version)
     for version in (1, 2):
         write_debug_state(f"debug{version}.bin", SMALL, make_state(params), version)
-    tokens = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]
-    write_tokenizer("tokenizer2.bin", tokens, 256)
+    write_tokenizer("tokenizer2.bin", BYTES, 256)
     write_tokenizer("tokenizer1.bin", [b"%d" % i for i in range(50257)], 50256, 1)
     for format in ("int32", "uint16"):
         for split in ("train", "val"):

@@ -77,10 +77,10 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def fork(tmp_path, monkeypatch, free_port):
+def fork(tmp_path, monkeypatch):
     """fork(work, size, ...): processes that call work(ranks)."""
     monkeypatch.chdir(tmp_path)
-    return lambda work, size, **more: fork_ranks(join, size, free_port, work, **more)
+    return lambda work, size, **more: fork_ranks(join, size, work, **more)
 
 
 def wait_until_ready():

@@ -20,7 +20,8 @@ import llmc.gpu.device
 import llmc.gpu.saver
 import llmc.progress
 import train_gpt2_cuda as cuda
-from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, remove_after, run_program
+from conftest import (BYTES, GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, remove_after,
+                      run_program)
 from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
@@ -41,17 +42,13 @@ FLOAT32 = ("--dtype", "float32", "--tf32", 0)
 
 
 @pytest.fixture
-def gpu_workplace(gpu, workplace):
-    """A directory as conftest's, with a model that the kernels take."""
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    return workplace
+def gpu_workplace(gpu, heads):
+    return heads
 
 
 @pytest.fixture
-def fake_workplace(workplace, fake_gpu):
-    """The same for a fake GPU."""
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    return workplace
+def fake_workplace(fake_gpu, heads):
+    return heads
 
 
 def train(*flags, program="train_gpt2_cuda.py", **options):
@@ -264,13 +261,12 @@ def test_lines(fake_workplace, fake_gpu, run_here, monkeypatch):
 
 def test_a_run_ends_with_a_saved_model(workplace, fake_gpu, run_here):
     """Also where none is due, from random weights, with the vocabulary of the data beside it; it can be resumed."""
-    tokens = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]
-    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", tokens, 256)
+    write_tokenizer("data/tiny_shakespeare_tokenizer.bin", BYTES, 256)
     os.unlink("gpt2_tokenizer.bin")
     flags = (*FAST, "-e", "d2", "-v", 0, "-s", 0, "--final_reports", 0, "-o", "run")
     done = run_here(cuda, *flags, "-x", 3)
     assert " tokenizer=data/tiny_shakespeare_tokenizer.bin " in done.stdout and done.stderr == ""
-    assert newest_checkpoint("run") == 3 and read_tokenizer("run/tokenizer.bin").tokens == tokens
+    assert newest_checkpoint("run") == 3 and read_tokenizer("run/tokenizer.bin").tokens == BYTES
     with open(checkpoint_paths("run", 3)[0], "rb") as f:
         assert read_config(f, cuda.GPT2, "")[1] == Config(maxT=24, V=257, L=2, NH=2, C=128, Vp=384)
     done = run_here(cuda, *flags, "-x", 4, "-y", 1)
