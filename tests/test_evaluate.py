@@ -131,10 +131,6 @@ def test_a_damaged_file_is_refused(examples):
             read_examples("x.bin", SMALL.V)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# accuracy
-
-
 def test_the_first_of_equals_wins_and_only_the_ending_counts():
     """Of a model whose loss is the target itself, and NaN wherever nothing should be read."""
     def losses_of(inputs, targets):
@@ -262,11 +258,9 @@ def test_the_table(examples, run_here):
 
 def test_random_weights_are_for_sequences_of_the_run(examples, run_here):
     """evaluate.py shows the model no position that was not trained; others begin as they always do."""
-    def train(T):
-        run_here(train_gpt2, "-e", "d2", "-t", T, "-b", 1, "-x", 1, "-l", 0, "-v", 0, "-s", 0, "-o", f"run{T}")
-        return read_model(f"run{T}/model_00000001.bin", train_gpt2.GPT2)[1]
-
-    short, long = train(16), train(1100)
+    run_here(train_gpt2, "-e", "d2", "-t", 16, "-b", 1, "-x", 1, "-l", 0, "-v", 0, "-s", 0, "-o", "run16")
+    short = read_model("run16/model_00000001.bin", train_gpt2.GPT2)[1]
+    long = train_gpt2.random_model("d2", 257, Settings().seed, 1100)[1]
     assert short.wpe.shape == (16, 128) and long.wpe.shape == (1100, 128)
     for name in short.table:
         assert np.array_equal(getattr(short, name), getattr(long, name)[:16] if name == "wpe" else getattr(long, name))
@@ -317,9 +311,8 @@ def test_several_files_and_their_first_tokens(examples, run_here):
     (("--data", "x", "--stride", -1), ("--stride -1",)), (("--data", "x", "--context", 1), ("--context 1",)),
     (("--data", "x", "--tokens", 1), ("--tokens 1",)),
     (("--data", "x", "--batch_size", 10**15), ("--batch_size 1000000000000000", "65535")),
-    (("--data", "data/tiny_shakespeare", "--model", "huge.bin"), ("loss is",)),
-    (("--hellaswag", HELLASWAG, "--model", "huge.bin"), ("not finite",)),
-    (("--data", "x", "--model", "none.bin"), ("none.bin", "no such file")),
+    (("--data", "data/tiny_shakespeare", "huge.bin"), ("loss is",)),
+    (("--hellaswag", HELLASWAG, "huge.bin"), ("not finite",)), (("--data", "x", "nowhere.bin"), ("no such file",)),
 ))  # fmt: skip
 def test_evaluate_refuses(examples, run_here, flags, words):
     write_tokens("data/one.bin", [np.array([3])], 1)
@@ -328,43 +321,39 @@ def test_evaluate_refuses(examples, run_here, flags, words):
     params.wte[:] *= np.float32(1e30)
     params.lnfb[:] = np.float32(1e30)
     write_model("huge.bin", SMALL, params)
-    *flags, model = flags if "--model" in flags else (*flags, "gpt2_124M.bin")
-    flags = [flag for flag in flags if flag != "--model"]
-    done = run_here(evaluate, model, *flags, "--tokenizer", "gpt2_tokenizer.bin", check=False)
+    model = () if flags and flags[-1] in ("huge.bin", "nowhere.bin") else ("gpt2_124M.bin",)
+    done = run_here(evaluate, *flags, *model, "--tokenizer", "gpt2_tokenizer.bin", check=False)
     assert_one_line_error(done, *words, after_bar=True)
+
+
+ALL = ("--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer", "gpt2_tokenizer.bin")
 
 
 def test_on_a_gpu(examples, fake_gpu, run_here):
     """A fake one, whose losses are all 0; what is launched is forward passes. Where its kernels do not take a model,
     the CPU does, unless it must be the GPU."""
     write_model("heads.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    flags = ("--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer", "gpt2_tokenizer.bin")
-    found = json.loads(run_here(evaluate, "heads.bin", *flags).stdout)
+    found = json.loads(run_here(evaluate, "heads.bin", *ALL).stdout)
     assert found["device"] == "a fake GPU" and found["validation_loss"] == 0.0 and found["perplexity"] == 1.0
     assert found["hellaswag"]["correct"] == sum(example.label == 0 for example in examples)
     names = {launch.name for launch in fake_gpu.launches}
     assert {"encoder_forward", "attention_forward", "classifier"} <= names
     assert not any("backward" in name or "adamw" in name for name in names)
-    assert json.loads(run_here(evaluate, "heads.bin", *flags, "--device", "cpu").stdout)["device"] == "CPU"
-    done = run_here(evaluate, "gpt2_124M.bin", *flags)
+    assert json.loads(run_here(evaluate, "heads.bin", *ALL, "--device", "cpu").stdout)["device"] == "CPU"
+    done = run_here(evaluate, "gpt2_124M.bin", *ALL)
     assert json.loads(done.stdout)["device"] == "CPU" and done.stderr.startswith("note: this runs on the CPU: ")
-    done = run_here(evaluate, "gpt2_124M.bin", *flags, "--device", "gpu", check=False)
+    done = run_here(evaluate, "gpt2_124M.bin", *ALL, "--device", "gpu", check=False)
     assert_one_line_error(done, "C=24 with NH=3 heads")
 
 
 def test_a_gpu_has_the_cpu_s_numbers(examples, gpu, run_here):
     write_model("heads.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    flags = ("heads.bin", "--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer",
-             "gpt2_tokenizer.bin", "--device")
-    cpu, on_gpu = (json.loads(run_here(evaluate, *flags, device).stdout) for device in ("cpu", "gpu"))
+    cpu, on_gpu = (json.loads(run_here(evaluate, "heads.bin", *ALL, "--device", device).stdout)
+                   for device in ("cpu", "gpu"))
     assert on_gpu["device"] == gpu.name
     assert on_gpu["validation_loss"] == pytest.approx(cpu["validation_loss"], abs=1e-3)
     assert on_gpu["perplexity"] == pytest.approx(cpu["perplexity"], rel=1e-3)
     assert abs(on_gpu["hellaswag"]["correct"] - cpu["hellaswag"]["correct"]) <= 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# --hellaswag of the trainers
 
 
 FLAGS = ("-x", 4, "-b", 2, "-t", 32, "-v", 2, "-s", 0)

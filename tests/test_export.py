@@ -103,13 +103,14 @@ def test_export_with_gpt2_s_tokenizer(tmp_path, vocabulary_here, run_here):
 
 
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
-    """Both ways; end of text need not be the vocabulary's last token."""
+    """Both ways, and that of its text; end of text need not be the vocabulary's last token."""
     run = tmp_path / "run"
     run.mkdir()
-    for step in (3, 20):
+    for step in (3, 20, 30):
         model, _, done = checkpoint_paths(run, step)
         write_model(model, SMALL, random_params(SMALL, step))
-        open(done, "wb").close()
+        if step < 30:  # which is not complete
+            open(done, "wb").close()
     write_tokenizer(run / "tokenizer.bin", [EOT.encode(), *(bytes([i]) for i in range(256))], 0)
     run_here(e, "--to_hf", run, tmp_path / "hf")
     run_here(e, "--model", run, "--output_dir", tmp_path / "out")

@@ -16,7 +16,6 @@ import generate
 import train_gpt2
 from conftest import ROOT, SMALL, assert_one_line_error, random_params
 from llmc.checkpoint import write_model
-from llmc.resume import checkpoint_paths
 from llmc.sampler import Choice, Random
 from llmc.tokenizer import write_tokenizer
 from prepro import load_encoding
@@ -203,20 +202,6 @@ def test_what_it_does_not_need_is_not_imported(workplace, run_here, vocabulary_h
     assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout == "!!!!!\n"
     done = run_here(generate, MODEL, "--prompt", "a", check=False)
     assert_one_line_error(done, "not GPT-2's vocabulary", "--prompt_ids")
-
-
-def test_the_newest_model_of_a_run(workplace, run_here):
-    (workplace / "run").mkdir()
-    for step in (3, 20, 30):
-        model, _, done = checkpoint_paths("run", step)
-        write_model(model, SMALL, random_params(SMALL, step))
-        if step < 30:  # which is not complete
-            open(done, "wb").close()
-
-    def ids(model):
-        return json.loads(run_here(generate, model, "--tokens", 9, "--json").stdout)["ids"]
-
-    assert ids("run") == ids("run/model_00000020.bin") != ids("run/model_00000030.bin")
 
 
 def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):

@@ -160,14 +160,6 @@ def test_a_signal_stops_all_at_one_step(fork, number, to):
     assert re.search(r"stopped at (\d+) \1 \1\n", out)
 
 
-def test_a_killed_rank_ends_all(fork):
-    ranks = fork(take_steps, 3)
-    wait_until_ready()
-    ranks[1].kill()
-    statuses, _, err = end_ranks(ranks, timeout=10)
-    assert statuses == [1, -9, 1] and err == f"take_steps: error: {LOST}\n"
-
-
 def start(*command):
     process = subprocess.Popen([sys.executable, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     name, *pids = process.stdout.readline().split()
