@@ -94,8 +94,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def random_params(config, seed=0):
-    """Weights N(0, 0.1), the padding rows of wte 0; a large spread, so that samples differ and gradients are not
-    tiny."""
+    """Weights N(0, 0.1), padding 0; a large spread, so that samples differ and gradients are not tiny."""
     params = allocate(train_gpt2.parameter_table(config))
     flat(params)[:] = np.random.default_rng(seed).standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.1)
     params.wte[config.V :] = 0.0
@@ -112,12 +111,12 @@ def make_state(params, losses=10):
                       np.linspace(5, 1, losses, dtype=np.float32), fingerprint(SMALL, params))
 
 
-@pytest.fixture
-def small_model():
-    """A GPT2 over SMALL with everything allocated for B=2, T=8."""
-    model = train_gpt2.GPT2(SMALL, random_params(SMALL))
-    model.allocate_activations(2, 8)
-    model.allocate_training(2, 8)
+def make_model(B, T, micro_steps=0, config=SMALL, params=None):
+    """A GPT2 with its activations and, with micro_steps, all that training needs."""
+    model = train_gpt2.GPT2(config, params or random_params(config))
+    model.allocate_activations(B, T)
+    if micro_steps:
+        model.allocate_training(B, T, micro_steps)
     return model
 
 
@@ -144,8 +143,7 @@ def heads(workplace):
 
 @pytest.fixture(scope="session")
 def gpt2_vocabulary():
-    """The environment in which tiktoken has GPT-2's vocabulary with no network; skips the test where it is not to be
-    had."""
+    """The environment in which tiktoken has GPT-2's vocabulary with no network, or the test is skipped."""
     candidates = [os.environ.get("TIKTOKEN_CACHE_DIR"), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
                   str(ROOT.parent / "shared" / "data" / "tiktoken_cache")]
     for directory in filter(None, candidates):
@@ -192,8 +190,7 @@ def run_program(*command, check=True, cwd=None, timeout=120, **environment):
 
 
 def assert_one_line_error(done, *words, after_bar=False):
-    """Exit status 1, and one line on stderr that has all these words and is no traceback; after_bar: a progress bar may
-    stand before it."""
+    """Exit status 1, and one line on stderr with all these words; after_bar: a progress bar may precede it."""
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert (after_bar or len(lines) == 1) and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr
@@ -216,8 +213,7 @@ def program_state():
 
 @pytest.fixture
 def run_here(capfdbinary):
-    """run_here(module, flag, ...): what run_program returns, of the module's program in this process, which has its
-    imports already."""
+    """run_here(module, flag, ...): as run_program, in this process, which has the module's imports already."""
     def run(module, *flags, check=True):
         capfdbinary.readouterr()
         with program_state(), pytest.raises(SystemExit) as exit:
@@ -425,8 +421,7 @@ class FakeFunction:
 
 
 class FakeGPU:
-    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear(), events left
-    out."""
+    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear()."""
 
     def __init__(self, arch="sm_90a"):
         self.gpu = GPU("a fake GPU", arch, 132, 227 << 10)

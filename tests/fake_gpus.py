@@ -230,7 +230,7 @@ def run_rank(work, argv, environ, directory, rank):
     run_main(work)
 
 
-def end_ranks(processes, timeout=30):
+def end_ranks(processes, timeout=60):
     """([exit status], rank 0's stdout, what all wrote on stderr), once they have ended."""
     for process in processes:
         process.join(timeout)

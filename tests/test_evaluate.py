@@ -14,7 +14,7 @@ import evaluate
 import export_weights
 import prepro_hellaswag
 import train_gpt2
-from conftest import BYTES, SMALL, SMALL_HEADS, Server, assert_one_line_error, random_params
+from conftest import BYTES, SMALL, SMALL_HEADS, Server, assert_one_line_error, make_model, random_params
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -48,10 +48,6 @@ def examples(workplace):
     return EXAMPLES
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the file
-
-
 LINES = ('{"ind": 24, "ctx": "A man is sitting on a roof. he", "label": 3, "endings": ["is using wrap to wrap a pair of'
          ' skis.", "is ripping level tiles off.", "is holding a rubik\'s cube.", "starts pulling up roofing on a'
          ' roof."]}\n\n{"ctx": "The sun", "label": "0", "endings": ["rises.", "sets.", "b", "a"]}\n')
@@ -77,7 +73,7 @@ def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, vocabulary_here, r
     with Server({"/x": (200, {}, LINES.encode())}) as server:
         command = prepro_hellaswag, "--url", f"{server.url}/x"
         done = run_here(*command, check=False)
-        assert_one_line_error(done, f"{server.url}/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE", after_bar=True)
+        assert_one_line_error(done, "/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE", after_bar=True)
         assert not list((tmp_path / "data").iterdir())
         monkeypatch.setattr(prepro_hellaswag, "SHA256", hashlib.sha256(LINES.encode()).hexdigest())
         for _ in range(2):
@@ -148,14 +144,9 @@ def test_the_first_of_equals_wins_and_only_the_ending_counts():
         correct([99], [1], [2], [3], label=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# transformers
-
-
 @pytest.fixture(scope="module", params=("random", "trained"))
 def trained(request, tmp_path_factory):
-    """A directory as conftest's, with examples and data from which there is something to learn: the path of a model
-    there, and transformers' own of the same weights."""
+    """A directory as conftest's, with examples and data to learn from: a model's path, and transformers' own."""
     transformers = pytest.importorskip("transformers")
     directory, path, params = tmp_path_factory.mktemp("model"), "gpt2_124M.bin", random_params(SMALL)
     text = np.cumsum(np.random.default_rng(4).integers(1, 5, 20000)) % 250
@@ -167,9 +158,7 @@ def trained(request, tmp_path_factory):
         write_examples(HELLASWAG, EXAMPLES)
         write_tokenizer("gpt2_tokenizer.bin", BYTES, 256)
         if request.param == "trained":
-            model, settings = train_gpt2.GPT2(SMALL, params), Settings(B=4, T=32)
-            model.allocate_activations(4, 32)
-            model.allocate_training(4, 32)
+            model, settings = make_model(4, 32, 1, SMALL, params), Settings(B=4, T=32)
             for step, batch in enumerate(text[600:].astype(np.int32)[: 60 * 129].reshape(60, 129)):
                 model.forward(batch[:-1].reshape(4, 32), batch[1:].reshape(4, 32))
                 model.backward()
@@ -238,10 +227,6 @@ def test_transformers_finds_the_same_endings(model, run_here):
     assert found["hellaswag"] == {"acc_norm": correct / 60, "correct": correct, "examples": 60}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# evaluate.py
-
-
 def test_the_table(examples, run_here):
     flags = ("gpt2_124M.bin", "--data", "data/tiny_shakespeare_v*.bin", "--hellaswag", HELLASWAG, "--tokenizer",
              "gpt2_tokenizer.bin")
@@ -300,8 +285,7 @@ def test_several_files_and_their_first_tokens(examples, run_here):
 
 
 @pytest.mark.parametrize("flags, words", (
-    ((), ("--data FILES", "--hellaswag FILE")),
-    (("--data", "none"), ("none_val.bin", "no such file")),
+    ((), ("--data FILES", "--hellaswag FILE")), (("--data", "none"), ("none_val.bin", "no such file")),
     (("--data", "none*.bin"), ("none*.bin", "no file matches")),
     (("--data", "data/one.bin"), ("one.bin: 1 tokens", "at least 2")),
     (("--data", "data/large.bin"), ("token id 500", "expected 0 to 256")),
@@ -330,8 +314,7 @@ ALL = ("--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "-
 
 
 def test_on_a_gpu(examples, fake_gpu, run_here):
-    """A fake one, whose losses are all 0; what is launched is forward passes. Where its kernels do not take a model,
-    the CPU does, unless it must be the GPU."""
+    """A fake one, whose losses are 0: forward passes alone. What its kernels do not take runs on the CPU."""
     write_model("heads.bin", SMALL_HEADS, random_params(SMALL_HEADS))
     found = json.loads(run_here(evaluate, "heads.bin", *ALL).stdout)
     assert found["device"] == "a fake GPU" and found["validation_loss"] == 0.0 and found["perplexity"] == 1.0

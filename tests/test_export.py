@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import export_weights as e
-from conftest import ROOT, SMALL, Server, assert_one_line_error, hub_pages, random_params
+from conftest import ROOT, SMALL, Server, assert_one_line_error, hub_pages, make_model, random_params
 from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -40,8 +40,7 @@ def hf_model(V=50, C=48, NH=3, L=2, maxT=40):
 
 
 def our_logits(config, params, ids):
-    model = GPT2(config, params)
-    model.allocate_activations(*ids.shape)
+    model = make_model(*ids.shape, 0, config, params)
     model.forward(ids, ids)
     return model.acts.logits
 
@@ -267,15 +266,13 @@ def test_benchmark_flags(tmp_path, export, flags):
 
 
 @pytest.mark.parametrize("flags, words", (
-    (("--compile", 1), "--compile 1.*--write_tensors 0"),
-    (("--num_iterations", -1), "--num_iterations -1"),
+    (("--compile", 1), "--compile 1.*--write_tensors 0"), (("--num_iterations", -1), "--num_iterations -1"),
     (("--num_iterations", 3), "--num_iterations 3.*--debug_state 1"),
     (("--input", "data/mine_val.bin"), "--input data/mine_val.bin.*--debug_state 1"),
     (("--debug_state", 1, "--write_tensors", 0), "--debug_state 1.*--write_tensors 0"),
     (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
     (("--sequence_length", 2000, "--debug_state", 1), "--sequence_length 2000.*1024"),
-    (("--model", "d3"), "--model d3.*d12"),
-    (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
+    (("--model", "d3"), "--model d3.*d12"), (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
     (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
     (("--input", "none.bin", "--debug_state", 1), "none.bin.*python prepro_tinyshakespeare.py"),

@@ -25,9 +25,8 @@ def files_seen(server):
             if method == "GET" and "/resolve/" in path]
 
 
-class Hub(Server):
-    def __init__(self, repository, files, hashes={}):
-        super().__init__(hub_pages(f"datasets/{repository}", files, hashes))
+def Hub(repository, files, hashes={}):
+    return Server(hub_pages(f"datasets/{repository}", files, hashes))
 
 
 def make_shards(prefix, counts, directory):
@@ -123,9 +122,6 @@ def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
     assert not list((tmp_path / "data" / "fineweb10B").glob("*_0*"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# parquet
-
 TEXTS = [f"Document {i}. " + "To be, or not to be: that is the question. " * (i * 7919 % 50) for i in range(900)]
 TEXTS[5], TEXTS[300] = "", "<|endoftext|> é 日本 \U0001f600"
 
@@ -190,8 +186,7 @@ def test_parquet(tmp_path, tokenize, monkeypatch, processes):
 
 
 def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch):
-    """At each shard in turn: shards that are there are neither made again nor lost, and no text is read again that is
-    in them."""
+    """At each shard in turn: whole shards are neither made again nor lost, and their text is not read again."""
     tokenized, real, size = [], prepro_fineweb.tokenize, 30001
     monkeypatch.setattr(prepro_fineweb, "DOCUMENTS", 16)
     monkeypatch.setattr(prepro_fineweb, "tokenize", lambda job: tokenized.append(len(job[2])) or real(job))

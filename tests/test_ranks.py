@@ -83,14 +83,6 @@ def fork(tmp_path, monkeypatch):
     return lambda work, size, **more: fork_ranks(join, size, work, **more)
 
 
-def wait_until_ready():
-    deadline = time.monotonic() + 20
-    while not os.path.exists("out0") or "ready" not in open("out0").read():
-        time.sleep(0.01)
-        assert time.monotonic() < deadline
-    time.sleep(0.2)
-
-
 @pytest.mark.parametrize("names", LAUNCHERS[:4], ids=("torchrun", "Open MPI", "MPICH", "Slurm"))
 def test_values(fork, names):
     """They come back on all ranks, in order, floats to the bit; only rank 0 prints."""
@@ -152,7 +144,9 @@ def test_an_error_ends_all_with_one_line(fork, what, who, expected):
 @pytest.mark.parametrize("number, to", ((signal.SIGINT, (0, 1, 2)), (signal.SIGTERM, (2,))))
 def test_a_signal_stops_all_at_one_step(fork, number, to):
     ranks = fork(take_steps, 3)
-    wait_until_ready()
+    while not os.path.exists("out0") or "ready" not in open("out0").read():
+        time.sleep(0.01)
+        assert ranks[0].exitcode is None
     for rank in to:
         os.kill(ranks[rank].pid, number)
     statuses, out, err = end_ranks(ranks)
@@ -178,7 +172,7 @@ def test_gpus_and_ctrl_c():
 def test_torchrun_and_a_killed_rank():
     process, pids = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__)
     os.kill(pids[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and err.count(f"error: {LOST}\n") == 1 and not os.path.exists(f"/proc/{pids[1]}")
 
 
