@@ -51,9 +51,6 @@ SMALL = Config(maxT=32, V=257, L=2, NH=3, C=24, Vp=384)
 SMALL_HEADS = Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)  # which the GPU's kernels take
 BYTES = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]  # a vocabulary
 
-# ----------------------------------------------------------------------------------------------------------------------
-# tests that need a GPU
-
 
 @pytest.fixture(scope="session")
 def gpu():
@@ -87,10 +84,6 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter, config):
     if hasattr(config, "without_gpu"):
         terminalreporter.write_line(config.without_gpu)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# models and files
 
 
 def random_params(config, seed=0):
@@ -144,9 +137,8 @@ def heads(workplace):
 @pytest.fixture(scope="session")
 def gpt2_vocabulary():
     """The environment in which tiktoken has GPT-2's vocabulary with no network, or the test is skipped."""
-    candidates = [os.environ.get("TIKTOKEN_CACHE_DIR"), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
-                  str(ROOT.parent / "shared" / "data" / "tiktoken_cache")]
-    for directory in filter(None, candidates):
+    for directory in (os.environ.get("TIKTOKEN_CACHE_DIR", ""), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
+                      str(ROOT.parent / "shared" / "data" / "tiktoken_cache")):
         if os.path.exists(os.path.join(directory, "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")):
             return {"TIKTOKEN_CACHE_DIR": directory}
     pytest.skip("GPT-2's vocabulary is neither in TIKTOKEN_CACHE_DIR nor in tiktoken's own cache")
@@ -172,10 +164,6 @@ def remove_after(directory, step):
     for name in os.listdir(directory):
         if (found := re.search(r"_(\d{8})", name)) and int(found[1]) > step:
             os.unlink(os.path.join(directory, name))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# programs
 
 
 def run_program(*command, check=True, cwd=None, timeout=120, **environment):

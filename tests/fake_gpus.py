@@ -188,9 +188,6 @@ class Messages:
         total[...] = np.sum(self.gather(np.array(addend)), axis=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# ranks as processes, forked from a process that has imported torch
-
 SERVER = multiprocessing.get_context("forkserver")
 
 
@@ -198,8 +195,7 @@ def fork_ranks(function, size, *arguments, flags=(), names=LAUNCHERS[0], **varia
     """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to
     out<r> and err<r> in the current directory. flags: sys.argv[1:].
 
-    They meet at a port of their own: a socket that is bound and does not listen keeps it from all others on this
-    machine, but for one that listens with SO_REUSEADDR, as theirs does, until the ranks have been collected."""
+    They meet at a port of their own, which a socket that is bound and does not listen keeps from other programs."""
     SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), before])

@@ -91,16 +91,6 @@ def test_export_to_transformers(tmp_path, run_here):
     assert config == SMALL and np.array_equal(flat(again), flat(params))
 
 
-def test_export_with_gpt2_s_tokenizer(tmp_path, vocabulary_here, run_here):
-    config = Config(maxT=16, V=50257, L=1, NH=1, C=8, Vp=50304)
-    write_model(tmp_path / "model.bin", config, random_params(config))
-    run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    tokenizer = transformers.GPT2TokenizerFast.from_pretrained(tmp_path / "hf")
-    text = "First Citizen:\nBefore we proceed any further, hear me speak. naïve 123<|endoftext|>"
-    assert tokenizer.encode(text) == load_encoding("gpt2").encode(text, allowed_special="all")
-    assert tokenizer.eos_token_id == 50256 and tokenizer.model_max_length == 16
-
-
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
     """Both ways, and that of its text; end of text need not be the vocabulary's last token."""
     run = tmp_path / "run"
@@ -121,8 +111,8 @@ def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").encode(f"A{EOT}") == [66, 0]
 
 
-@pytest.mark.parametrize("vocabulary", ("bytes", "chars"))
-def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
+@pytest.mark.parametrize("vocabulary", ("gpt2", "bytes", "chars"))
+def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary):
     """transformers makes our ids of a text, and the text of them. Of another vocabulary, our file alone goes along."""
     text = "".join(map(chr, range(1, 400))) + "naïve \t日本 \U0001f600  two  \n\n's\r\n"
     encoding, model = load_encoding(vocabulary, text), tmp_path / "model.bin"
@@ -130,7 +120,9 @@ def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
     write_model(model, config, random_params(config))
     save_vocabulary(tmp_path / "tokenizer.bin", encoding)
     done = run_here(e, "--to_hf", model, tmp_path / "hf")
-    assert "tokenizer.json, tokenizer_config.json, tokenizer.bin to" in done.stdout
+    files = ("tokenizer.bin, vocab.json, merges.txt, tokenizer_config.json" if vocabulary == "gpt2" else
+             "tokenizer.json, tokenizer_config.json, tokenizer.bin")
+    assert f"{files} to" in done.stdout
     assert (tmp_path / "hf" / "tokenizer.bin").read_bytes() == (tmp_path / "tokenizer.bin").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text)
@@ -142,13 +134,14 @@ def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
     write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot_token)
     done = run_here(e, "--to_hf", model, tmp_path / "hf", check=False)
     assert_one_line_error(done, f"{tmp_path / 'hf'}: has another vocabulary's", "tokenizer.bin")
-    run_here(e, "--to_hf", model, tmp_path / "without")
-    assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
+    if vocabulary != "gpt2":
+        run_here(e, "--to_hf", model, tmp_path / "without")
+        assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
     write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot_token - 1)
     done = run_here(e, "--to_hf", model, tmp_path / "bad", check=False)
     assert_one_line_error(done, f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}")
     assert not (tmp_path / "bad").exists()
-    if vocabulary == "bytes":  # V says so
+    if vocabulary != "chars":  # V says so
         (tmp_path / "tokenizer.bin").unlink()
         run_here(e, "--to_hf", model, tmp_path / "known")
         known = transformers.AutoTokenizer.from_pretrained(tmp_path / "known")

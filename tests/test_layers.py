@@ -298,11 +298,8 @@ def test_gradients_of_accumulated_batches_are_their_mean():
 
 
 def test_check_tensor_refuses_nan_shapes_and_one_bad_element(capsys):
-    good = np.zeros((2, 3))
-    assert check_tensor("same", good, good, 0.0)
-    bad = good.copy()
-    bad[1, 2] = 1e-3
-    assert not check_tensor("off", bad, good, 1e-4) and "[1,2]" in capsys.readouterr().out
-    bad[1, 2] = np.nan
-    assert not check_tensor("nan", bad, good, np.inf)
-    assert not check_tensor("shape", good, good.T, np.inf)
+    good, bad = np.zeros((2, 2, 3))
+    assert check_tensor("same", bad, good, 0.0) and not check_tensor("shape", good, good.T, np.inf)
+    for value, tolerance in ((1e-3, 1e-4), (np.nan, np.inf)):
+        bad[1, 2] = value
+        assert not check_tensor("off", bad, good, tolerance) and "[1,2]" in capsys.readouterr().out

@@ -241,9 +241,6 @@ def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
     assert not judge_adamw(make(ADAMW_CHECK)) and re.match("adamw [mvp] ", capsys.readouterr().out)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# in kernels
-
 GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
 
 KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)

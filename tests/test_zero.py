@@ -272,6 +272,7 @@ def test_a_rank_that_dies(workplace, start, killed=0):
     while newest_checkpoint("run") is None:
         time.sleep(0.01)
         assert ranks[0].exitcode is None
+    time.sleep(0.1)
     ranks[killed].kill()
     statuses, _, err = end_ranks(ranks)
     assert statuses == [-9 if rank == killed else 1 for rank in range(2)] and "Traceback" not in err
