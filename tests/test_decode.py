@@ -38,8 +38,8 @@ SHARED = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90a": 22
 
 
 @pytest.mark.parametrize("arch, precision", [
-    ("sm_80", "bf16"), ("sm_90a", "bf16"), *(pytest.param(*case, marks=pytest.mark.large) for case in (
-        ("sm_75", "float32"), ("sm_80", "tf32"), ("sm_90a", "float32"), ("sm_100", "bf16")))])
+    ("sm_90a", "bf16"), *(pytest.param(*case, marks=pytest.mark.large) for case in (
+        ("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "float32"), ("sm_100", "bf16")))])
 def test_kernels_compile_with_no_gpu(arch, precision):
     pytest.importorskip("cuda.core")
     precision = PRECISIONS[precision]

@@ -157,10 +157,6 @@ def shards_of(directory, name="fineweb"):
     return [open_tokens(path, 50257).tolist() for path in paths]
 
 
-def joined(shards):
-    return [id for shard in shards for id in shard]
-
-
 @pytest.fixture
 def tokenize(folder, run_here):
     """tokenize(flag, ...): of all three files, in this process and one worker at most."""
@@ -176,7 +172,7 @@ def test_parquet(tmp_path, tokenize, monkeypatch, processes):
         function, jobs, processes))
     done = tokenize("--edu")
     shards = shards_of(tmp_path / "out", "edu_fineweb")
-    assert joined(shards) == expected_tokens() and len(shards) > 3
+    assert sum(shards, []) == expected_tokens() and len(shards) > 3
     assert {len(shard) for shard in shards[:-1]} == {50000} and 0 < len(shards[-1]) <= 50000
     assert done.stdout.startswith("3 parquet files of 0.0 GB, 0 shards done, about 0.0 GB to write; out has ")
     assert f"Saved 50000 tokens to out/edu_{NAMES[1]}" in done.stdout
@@ -197,11 +193,11 @@ def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch):
         assert all(before[name] == (out / name).stat().st_mtime_ns for name in before)
         if "Saved" not in done.stdout:
             break
-    assert joined(shards_of(out)) == expected_tokens() and 4 < shards < 29
+    assert sum(shards_of(out), []) == expected_tokens() and 4 < shards < 29
     assert sum(tokenized) < 900 + 2 * shards * 16
     (out / NAMES[2]).write_bytes(b"cut short")
     tokenize("--shard_tokens", size)
-    assert joined(shards_of(out)) == expected_tokens()
+    assert sum(shards_of(out), []) == expected_tokens()
 
 
 def test_what_ends_it_before_a_shard_is_noted_loses_no_text(tmp_path, tokenize, monkeypatch):
@@ -214,7 +210,7 @@ def test_what_ends_it_before_a_shard_is_noted_loses_no_text(tmp_path, tokenize, 
         patch.setattr(prepro_fineweb, "write_tokens", interrupted)
         assert tokenize(check=False).returncode == 130 and len(shards_of(tmp_path / "out")) == 3
     assert "2 shards done" in tokenize().stdout
-    assert joined(shards_of(tmp_path / "out")) == expected_tokens()
+    assert sum(shards_of(tmp_path / "out"), []) == expected_tokens()
 
 
 def test_parquet_from_the_hub(tmp_path, folder, fetch):
@@ -229,7 +225,7 @@ def test_parquet_from_the_hub(tmp_path, folder, fetch):
         assert_one_line_error(done, ".parquet", "the download failed", "the same command", after_bar=True)
         server.cuts = 0
         assert "3 parquet files of 0.0 GB, 2 shards done" in fetch(server, *flags).stdout
-    assert joined(shards_of(out)) == expected_tokens() and not (out / ".download").exists()
+    assert sum(shards_of(out), []) == expected_tokens() and not (out / ".download").exists()
 
 
 def test_what_is_refused(tmp_path, tokenize, folder, arrow, run_here, monkeypatch):

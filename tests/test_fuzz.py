@@ -81,14 +81,10 @@ def read_state(path):
     read_debug_state(path, SMALL, random_params(SMALL))
 
 
-def read_vocabulary():
-    read_tokenizer("tokenizer1.bin")
-
-
 FILES = {  # file -> who reads it
     **{f"model{version}.bin": functools.partial(train, "-e", f"model{version}.bin") for version in (1, 3, 5)},
     **{f"debug{version}.bin": functools.partial(read_state, f"debug{version}.bin") for version in (1, 2)},
-    "tokenizer1.bin": read_vocabulary,
+    "tokenizer1.bin": lambda: read_tokenizer("tokenizer1.bin") and None,
     "tokenizer2.bin": functools.partial(train, "-s", 1, "-g", 4, "-x", 2),
     **{f"{format}_{split}.bin": functools.partial(train, "-i", format, "-v", 1, "-m", 99, "-x", 3)
        for format in ("int32", "uint16") for split in ("train", "val")},

@@ -44,10 +44,8 @@ MODELS = [  # maxT, V, L, NH, C, Vp
     Config(1024, 131, 1, 2, 192, 256),
 ]
 
-
 PRECISIONS = {"tf32": Precision(), "float32": Precision(tf32=0), "bf16": Precision("bfloat16"),
               "bf16-float32-grads": Precision("bfloat16", 1, 1)}
-
 
 COMPILED = [("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16")]  # in make test; the others in make test-124M
 OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_100"), PRECISIONS)

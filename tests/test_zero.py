@@ -42,7 +42,7 @@ def test_every_element_has_one_owner(table):
     """For any number of ranks; and each is in one chunk of its owner's, with its place in the share's buffers, and one
     for each rank's gradient among those that arrive, on all ranks from the same place on."""
     alone = Shares(TABLES[table], 1, 0.1)
-    for ranks in range(1, 17):
+    for ranks in (1, 2, 3, 4, 5, 7, 8, 11, 16):
         shares = Shares(TABLES[table], ranks, 0.1)
         owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
         for rank in range(ranks):
@@ -170,8 +170,7 @@ def test_llm_c_s_ranks_without_zero_have_all(tmp_path, ranks, exact):
     assert all(np.array_equal(flat(got), flat(part)) for got, part in zip(read, parts))
 
 
-@pytest.mark.parametrize("damage", ("missing", "short", "of another step", "of another rank",
-                                    "of another model"))
+@pytest.mark.parametrize("damage", ("missing", "short", "of another step", "of another rank", "of another model"))
 def test_a_damaged_state_of_a_rank(tmp_path, damage):
     """Nothing is filled; where it is missing, the checkpoint before is taken."""
     settings = SimpleNamespace(output_dir=str(tmp_path), resume=1, steps=0)
@@ -232,18 +231,19 @@ def results(directory):
     return files, [array.tobytes() for array in (owned.m, owned.v, owned.exact)]
 
 
-@pytest.mark.parametrize("first, second, flags", (
-    (1, 2, ("--dtype", "bfloat16", "--grad_clip", 1)), (4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1)),
-    (2, 1, ("--dtype", "bfloat16", "--float32_grads", 1, "-w", 0))), ids=str)
-def test_the_same_bits_on_any_number_of_gpus(workplace, start, first, second, flags):
+@pytest.mark.parametrize("sizes, first, second, flags", (
+    ((1, 2), 1, 2, ("--dtype", "bfloat16", "--grad_clip", 1)),
+    ((1, 2, 4), 4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1)),
+    ((1, 2), 2, 1, ("--dtype", "bfloat16", "--float32_grads", 1, "-w", 0))), ids=str)
+def test_the_same_bits_on_any_number_of_gpus(workplace, start, sizes, first, second, flags):
     """All that is printed but the times, and all that is saved; also beyond another number's checkpoint."""
     printed, found = {}, {}
-    for size in (1, 2, 4):
+    for size in sizes:
         statuses, out, err = end_ranks(start(size, "-x", 5, "-n", 3, *RUN, f"run{size}", *flags))
         assert statuses == [0] * size and err == "" and "nan" not in out
         printed[size] = re.findall("^(val loss .*|step .*loss [0-9.]+|generating:|[0-9 ]{8,})", out, re.MULTILINE)
         found[size] = results(workplace / f"run{size}")
-    assert len(printed[1]) > 10 and printed[1] == printed[2] == printed[4] and found[1] == found[2] == found[4]
+        assert printed[size] == printed[1] and found[size] == found[1] and len(printed[1]) > 10
     remove_after(f"run{first}", 3)
     assert end_ranks(start(second, "-x", 5, *RUN, f"run{first}", *flags, "-y", 1))[0] == [0] * second
     (_, *models), state = results(workplace / f"run{first}")
