@@ -476,7 +476,7 @@ def test_what_does_not_fit_is_said_before_it_is_tried(gpu_workplace):
 
 def test_recomputation_is_named_where_it_helps(fake_gpu):
     settings = cuda.resolve_auto(cuda.CudaSettings(B=4), "sm_90a")
-    needed = [sum(memory_of(dataclasses.replace(settings, recompute=r)).values()) for r in (0, 2)]
+    needed = [sum(memory_of(dataclasses.replace(settings, recompute=r)).values()) for r in (0, 1, 2)]
 
     def check(free, words, **changed):
         fake_gpu.free = free + RESERVE
@@ -487,8 +487,9 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
     accumulated = dataclasses.replace(settings, total_batch_size=512 * 1024)  # a larger batch, and sums of gradients
     check(sum(memory_of(accumulated).values()) - 1, both.replace("3", "2"), total_batch_size=512 * 1024)  # divides -d
     check(needed[0] - 1, both)
-    check(needed[1] - 1, "the largest batch that fits is -b 2")
-    check(needed[1] - 1, "-b 3", recompute=2)
+    check(needed[1] - 1, "or pass --recompute 2")
+    check(needed[2] - 1, "the largest batch that fits is -b 2")
+    check(needed[2] - 1, "-b 3", recompute=2)
     for B in (4, 1):
         check(1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", B=B)
 
