@@ -94,7 +94,7 @@ def test_model_cut_short_at_every_border(model_path):
             read_model(model_path, GPT2)
 
 
-@pytest.mark.parametrize("slot, name", ((1, "version"), (2, "maxT"), (3, "V"), (4, "L"), (5, "NH"), (6, "C"), (7, "Vp")))
+@pytest.mark.parametrize("slot, name", enumerate(("version", "maxT", "V", "L", "NH", "C", "Vp"), 1))
 def test_model_header_fields(model_path, monkeypatch, slot, name):
     """A huge field must not be believed: the check is arithmetic, before anything is allocated."""
     monkeypatch.setattr(llmc.checkpoint, "allocate", lambda table: pytest.fail("allocated"))
