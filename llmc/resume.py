@@ -69,7 +69,8 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
         ranks.attempt(lambda: write_optimizer_state(state, owned, progress._replace(model_crc=crc)))
         ranks.attempt(lambda: write_marker() if ranks.is_first else None)
     except BaseException:
-        remove([marker, model, state] if ranks.is_first else [state])
+        if not os.path.exists(marker):  # else the checkpoint is complete, and a rank has died since
+            remove([model, state] if ranks.is_first else [state])
         raise
 
 

@@ -2,17 +2,20 @@
 machine, and a fake GPU. Tests that need a real one ask for the fixture `gpu` or are marked so; elsewhere they do not
 run, which the last line says."""
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import http.server
+import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -46,9 +49,7 @@ ROOT = Path(__file__).parent.parent
 GPT2_124M = Config(maxT=1024, V=50257, L=12, NH=12, C=768, Vp=50304)
 SMALL = Config(maxT=32, V=257, L=2, NH=3, C=24, Vp=384)
 SMALL_HEADS = Config(maxT=64, V=257, L=2, NH=2, C=32, Vp=384)  # which the GPU's kernels take
-
-# ----------------------------------------------------------------------------------------------------------------------
-# tests that need a GPU
+BYTES = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]  # a vocabulary
 
 
 @pytest.fixture(scope="session")
@@ -85,13 +86,8 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(config.without_gpu)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# models and files
-
-
 def random_params(config, seed=0):
-    """Weights N(0, 0.1), the padding rows of wte 0; a large spread, so that samples differ and gradients are not
-    tiny."""
+    """Weights N(0, 0.1), padding 0; a large spread, so that samples differ and gradients are not tiny."""
     params = allocate(train_gpt2.parameter_table(config))
     flat(params)[:] = np.random.default_rng(seed).standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.1)
     params.wte[config.V :] = 0.0
@@ -108,12 +104,12 @@ def make_state(params, losses=10):
                       np.linspace(5, 1, losses, dtype=np.float32), fingerprint(SMALL, params))
 
 
-@pytest.fixture
-def small_model():
-    """A GPT2 over SMALL with everything allocated for B=2, T=8."""
-    model = train_gpt2.GPT2(SMALL, random_params(SMALL))
-    model.allocate_activations(2, 8)
-    model.allocate_training(2, 8)
+def make_model(B, T, micro_steps=0, config=SMALL, params=None):
+    """A GPT2 with its activations and, with micro_steps, all that training needs."""
+    model = train_gpt2.GPT2(config, params or random_params(config))
+    model.allocate_activations(B, T)
+    if micro_steps:
+        model.allocate_training(B, T, micro_steps)
     return model
 
 
@@ -121,7 +117,7 @@ def small_model():
 def workplace(tmp_path, monkeypatch):
     """A directory with a small model, tokenizer and token files, which is the current directory of the test."""
     write_model(tmp_path / "gpt2_124M.bin", SMALL, random_params(SMALL))
-    write_tokenizer(tmp_path / "gpt2_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 256)
+    write_tokenizer(tmp_path / "gpt2_tokenizer.bin", BYTES, 256)
     (tmp_path / "data").mkdir()
     rng = np.random.default_rng(3)
     for split, count in (("train", 4000), ("val", 600)):
@@ -131,13 +127,18 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def heads(workplace):
+    """The same with a model that the GPU's kernels take."""
+    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
+    return workplace
+
+
 @pytest.fixture(scope="session")
 def gpt2_vocabulary():
-    """The environment in which tiktoken has GPT-2's vocabulary with no network; skips the test where it is not to be
-    had."""
-    candidates = [os.environ.get("TIKTOKEN_CACHE_DIR"), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
-                  str(ROOT.parent / "shared" / "data" / "tiktoken_cache")]
-    for directory in filter(None, candidates):
+    """The environment in which tiktoken has GPT-2's vocabulary with no network, or the test is skipped."""
+    for directory in (os.environ.get("TIKTOKEN_CACHE_DIR", ""), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
+                      str(ROOT.parent / "shared" / "data" / "tiktoken_cache")):
         if os.path.exists(os.path.join(directory, "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")):
             return {"TIKTOKEN_CACHE_DIR": directory}
     pytest.skip("GPT-2's vocabulary is neither in TIKTOKEN_CACHE_DIR nor in tiktoken's own cache")
@@ -165,10 +166,6 @@ def remove_after(directory, step):
             os.unlink(os.path.join(directory, name))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# programs
-
-
 def run_program(*command, check=True, cwd=None, timeout=120, **environment):
     """Run `python PROGRAM ...` from the project's root; returns the finished process, its output as text."""
     program, *arguments = map(str, command)
@@ -181,8 +178,7 @@ def run_program(*command, check=True, cwd=None, timeout=120, **environment):
 
 
 def assert_one_line_error(done, *words, after_bar=False):
-    """Exit status 1, and one line on stderr that has all these words and is no traceback; after_bar: a progress bar may
-    stand before it."""
+    """Exit status 1, and one line on stderr with all these words; after_bar: a progress bar may precede it."""
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 1, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert (after_bar or len(lines) == 1) and "error: " in lines[-1] and "Traceback" not in done.stderr, done.stderr
@@ -190,23 +186,28 @@ def assert_one_line_error(done, *words, after_bar=False):
         assert str(word) in lines[-1], f"{word!r} is not in {lines[-1]!r}"
 
 
+@contextlib.contextmanager
+def program_state():
+    """What a program changes of this process is put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    state = sys.argv, sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        sys.argv, sys.stdout, sys.stderr = state
+
+
 @pytest.fixture
-def run_here(monkeypatch, capfdbinary):
-    """run_here(module, flag, ...): what run_program returns, of the module's program in this process, which has its
-    imports already."""
+def run_here(capfdbinary):
+    """run_here(module, flag, ...): as run_program, in this process, which has the module's imports already."""
     def run(module, *flags, check=True):
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        streams = sys.stdout, sys.stderr
-        monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, flags)])
         capfdbinary.readouterr()
-        try:
+        with program_state(), pytest.raises(SystemExit) as exit:
+            sys.argv = [module.__file__, *map(str, flags)]
             run_main(module.main)
-        except SystemExit as exit:
-            status = exit.code
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            sys.stdout, sys.stderr = streams
+        status = exit.value.code
         if isinstance(status, str):
             print(status, file=sys.stderr)
         sys.stdout.flush()
@@ -218,45 +219,73 @@ def run_here(monkeypatch, capfdbinary):
     return run
 
 
-@pytest.fixture
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+class Server(http.server.ThreadingHTTPServer):
+    """On this machine, within its `with` block. pages: path -> (status, headers, body); `seen` has the (method, path,
+    first byte) of each request; of the next files of a hub, `cuts` break after `after` bytes."""
+
+    def __init__(self, pages):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.pages, self.seen, self.cuts, self.after = pages, [], 0, 0
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *args):
+        self.shutdown()
+        self.server_close()
 
 
-def serve(pages):
-    """A context manager: an HTTP server on this machine; pages: path -> (status, headers, body). Yields (URL, requests
-    seen)."""
+class Answer(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        path, server, most = urllib.parse.unquote(self.path.split("?")[0]), self.server, None
+        if self.command == "POST":
+            self.rfile.read(int(self.headers["Content-Length"]))
+        status, headers, body = server.pages.get(path, (404, {}, b"nothing here"))
+        begin = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if first := int(begin[1]) if begin else 0:
+            status, headers = 206, {**headers, "Content-Range": f"bytes {first}-{len(body) - 1}/{len(body)}"}
+        server.seen.append((self.command, path, first))
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body) - first, **headers}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            if server.cuts and "/resolve/" in path:
+                server.cuts, most = server.cuts - 1, server.after
+            self.wfile.write(body[first:][:most])
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def answer(self):
-            seen.append(f"{self.command} {self.path}")
-            if self.command == "POST":
-                self.rfile.read(int(self.headers["Content-Length"]))
-            status, headers, body = pages.get(self.path.split("?")[0], (404, {}, b"nothing here"))
-            self.send_response(status)
-            for name, value in {"Content-Length": len(body), **headers}.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+    do_GET = do_HEAD = do_POST = answer
 
-        do_GET = do_HEAD = do_POST = answer
+    def log_message(self, *args):
+        pass
 
-        def log_message(self, *args):
-            pass
 
-    class Server(http.server.ThreadingHTTPServer):
-        def __enter__(self):
-            threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-            return f"http://127.0.0.1:{self.server_port}", seen
+def hub_pages(repository, files, hashes={}):
+    """What a hub answers about a repository with these files, {name: bytes}: lists, with what is no LFS file, too, and
+    the files. hashes: {name: SHA-256}, where it does not say the right one."""
+    commit, pages = "0123456789abcdef" * 2 + "01234567", {}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | hashes
+    api = f"/api/{repository}" if repository.startswith("datasets/") else f"/api/models/{repository}"
+    info = {"id": repository, "modelId": repository, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+    others = [{"type": "file", "path": "README.md", "size": 3, "oid": "0"},
+              {"type": "directory", "path": "sample", "oid": "0"}]
 
-        def __exit__(self, *args):
-            self.shutdown()
-            self.server_close()
+    def add(path, value):
+        pages[path] = 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
 
-    seen = []
-    return Server(("127.0.0.1", 0), Handler)
+    for revision in ("main", commit):
+        add(f"{api}/revision/{revision}", info)
+        for folder in set(map(os.path.dirname, files)):
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": "0",
+                     "lfs": {"oid": hashes[name], "size": len(data), "pointerSize": 134}}
+                    for name, data in files.items() if os.path.dirname(name) == folder]
+            add(f"{api}/tree/{revision}/{folder}".rstrip("/"), [*tree, *others])
+        for name, data in files.items():
+            headers = {"ETag": f'"{hashes[name]}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+            pages[f"/{repository}/resolve/{revision}/{name}"] = 200, headers, data
+    return pages
 
 
 @pytest.fixture
@@ -380,8 +409,7 @@ class FakeFunction:
 
 
 class FakeGPU:
-    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear(), events left
-    out."""
+    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear()."""
 
     def __init__(self, arch="sm_90a"):
         self.gpu = GPU("a fake GPU", arch, 132, 227 << 10)
@@ -450,18 +478,22 @@ class FakeCublasLt:
         return lambda *_: 0
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch, tmp_path):
-    """A FakeGPU, which the modules of the GPU use until the test is over; kernels are not compiled."""
-    fake = FakeGPU()
-    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
+def install(fake, change):
+    """Let the modules of the GPU use this FakeGPU; change(module, name, value) sets one. Kernels are not compiled."""
     for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
                    llmc.gpu.trainer):
-        monkeypatch.setattr(module, "cp", fake.cp)
-    monkeypatch.setattr(llmc.gpu.device, "driver", fake.driver)
-    monkeypatch.setattr(llmc.gpu.cublaslt, "load_library", lambda: fake.cublaslt)
-    monkeypatch.setattr(llmc.gpu.device, "MISSING", None)
-    monkeypatch.setattr(llmc.gpu.device, "launch_early", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(llmc.gpu.device, "prepare_kernels",
-                        lambda cache, arch, files: ([file.name for file in files], 0))
+        change(module, "cp", fake.cp)
+    device = llmc.gpu.device
+    change(device, "driver", fake.driver)
+    change(device, "MISSING", None)
+    change(device, "launch_early", lambda function, *arguments: function(*arguments))
+    change(device, "prepare_kernels", lambda cache, arch, files: ([file.name for file in files], 0))
+    change(llmc.gpu.cublaslt, "load_library", lambda: fake.cublaslt)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch, tmp_path):
+    """A FakeGPU, which the modules of the GPU use until the test is over."""
+    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
+    install(fake := FakeGPU(), monkeypatch.setattr)
     return fake

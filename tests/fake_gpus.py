@@ -9,6 +9,7 @@ import functools
 import math
 import multiprocessing
 import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +20,10 @@ if __name__ == "__main__":
 
 import numpy as np
 
-import llmc.gpu.cublaslt
-import llmc.gpu.decoder
 import llmc.gpu.device
-import llmc.gpu.matmul
-import llmc.gpu.memory
-import llmc.gpu.ranks
 import llmc.gpu.trainer
 import train_gpt2_cuda as cuda
-from conftest import FakeGPU
+from conftest import FakeGPU, install
 from llmc.errors import run_main
 from llmc.gpu.ranks import LAUNCHERS
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
@@ -192,27 +188,30 @@ class Messages:
         total[...] = np.sum(self.gather(np.array(addend)), axis=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# ranks as processes, forked from a process that has imported torch
-
 SERVER = multiprocessing.get_context("forkserver")
 
 
-def fork_ranks(function, size, port, *arguments, flags=(), names=LAUNCHERS[0], **variables):
+def fork_ranks(function, size, *arguments, flags=(), names=LAUNCHERS[0], **variables):
     """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to
-    out<r> and err<r> in the current directory. flags: sys.argv[1:]."""
+    out<r> and err<r> in the current directory. flags: sys.argv[1:].
+
+    They meet at a port of their own, which a socket that is bound and does not listen keeps from other programs."""
     SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), before])
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as Ranks sets it before it imports torch
+    place = socket.socket()
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    place.bind(("127.0.0.1", 0))
     processes = []
     for rank in range(size):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environ = dict(zip(names, map(str, (rank, size, rank)))) | place | variables
+        environ = dict(zip(names, map(str, (rank, size, rank)))) | variables
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.getsockname()[1])}
         argv = [(arguments or (function,))[0].__name__, *map(str, flags)]
         work = functools.partial(function, *arguments)
         processes.append(SERVER.Process(target=run_rank, args=(work, argv, environ, os.getcwd(), rank)))
         processes[-1].start()
+        processes[-1].place = place
     os.environ["PYTHONPATH"] = before
     return processes
 
@@ -227,7 +226,7 @@ def run_rank(work, argv, environ, directory, rank):
     run_main(work)
 
 
-def end_ranks(processes, timeout=30):
+def end_ranks(processes, timeout=60):
     """([exit status], rank 0's stdout, what all wrote on stderr), once they have ended."""
     for process in processes:
         process.join(timeout)
@@ -253,13 +252,7 @@ def main():
             chosen.append(self.index)
 
     fake.cp.cuda.Device = Device
-    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
-                   llmc.gpu.trainer):
-        module.cp = fake.cp
-    llmc.gpu.device.driver, llmc.gpu.device.MISSING = fake.driver, None
-    llmc.gpu.cublaslt.load_library = lambda: fake.cublaslt
-    llmc.gpu.device.launch_early = lambda function, *arguments: function(*arguments)
-    llmc.gpu.device.prepare_kernels = lambda cache, arch, files: ([file.name for file in files], 0)
+    install(fake, setattr)
     llmc.gpu.trainer.Nccl = Messages
     make = llmc.gpu.trainer.Trainer.__init__
 

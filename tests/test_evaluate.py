@@ -14,7 +14,7 @@ import evaluate
 import export_weights
 import prepro_hellaswag
 import train_gpt2
-from conftest import SMALL, SMALL_HEADS, assert_one_line_error, random_params, serve
+from conftest import BYTES, SMALL, SMALL_HEADS, Server, assert_one_line_error, make_model, random_params
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -48,10 +48,6 @@ def examples(workplace):
     return EXAMPLES
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the file
-
-
 LINES = ('{"ind": 24, "ctx": "A man is sitting on a roof. he", "label": 3, "endings": ["is using wrap to wrap a pair of'
          ' skis.", "is ripping level tiles off.", "is holding a rubik\'s cube.", "starts pulling up roofing on a'
          ' roof."]}\n\n{"ctx": "The sun", "label": "0", "endings": ["rises.", "sets.", "b", "a"]}\n')
@@ -74,14 +70,15 @@ def test_prepro_hellaswag_writes_llm_c_s_bytes(tmp_path, vocabulary_here, run_he
 
 def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, vocabulary_here, run_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with serve({"/x": (200, {}, LINES.encode())}) as (url, seen):
-        done = run_here(prepro_hellaswag, "--url", f"{url}/x", check=False)
-        assert_one_line_error(done, f"{url}/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE", after_bar=True)
+    with Server({"/x": (200, {}, LINES.encode())}) as server:
+        command = prepro_hellaswag, "--url", f"{server.url}/x"
+        done = run_here(*command, check=False)
+        assert_one_line_error(done, "/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE", after_bar=True)
         assert not list((tmp_path / "data").iterdir())
         monkeypatch.setattr(prepro_hellaswag, "SHA256", hashlib.sha256(LINES.encode()).hexdigest())
         for _ in range(2):
-            run_here(prepro_hellaswag, "--url", f"{url}/x")
-        assert seen == ["GET /x"] * 2
+            run_here(*command)
+        assert len(server.seen) == 2
 
 
 @pytest.mark.parametrize("line, word", (
@@ -130,10 +127,6 @@ def test_a_damaged_file_is_refused(examples):
             read_examples("x.bin", SMALL.V)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# accuracy
-
-
 def test_the_first_of_equals_wins_and_only_the_ending_counts():
     """Of a model whose loss is the target itself, and NaN wherever nothing should be read."""
     def losses_of(inputs, targets):
@@ -151,14 +144,9 @@ def test_the_first_of_equals_wins_and_only_the_ending_counts():
         correct([99], [1], [2], [3], label=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# transformers
-
-
 @pytest.fixture(scope="module", params=("random", "trained"))
 def trained(request, tmp_path_factory):
-    """A directory as conftest's, with examples and data from which there is something to learn: the path of a model
-    there, and transformers' own of the same weights."""
+    """A directory as conftest's, with examples and data to learn from: a model's path, and transformers' own."""
     transformers = pytest.importorskip("transformers")
     directory, path, params = tmp_path_factory.mktemp("model"), "gpt2_124M.bin", random_params(SMALL)
     text = np.cumsum(np.random.default_rng(4).integers(1, 5, 20000)) % 250
@@ -168,11 +156,9 @@ def trained(request, tmp_path_factory):
         os.mkdir("data")
         write_tokens("data/tiny_shakespeare_val.bin", [text[:600]], 600)
         write_examples(HELLASWAG, EXAMPLES)
-        write_tokenizer("gpt2_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], 256)
+        write_tokenizer("gpt2_tokenizer.bin", BYTES, 256)
         if request.param == "trained":
-            model, settings = train_gpt2.GPT2(SMALL, params), Settings(B=4, T=32)
-            model.allocate_activations(4, 32)
-            model.allocate_training(4, 32)
+            model, settings = make_model(4, 32, 1, SMALL, params), Settings(B=4, T=32)
             for step, batch in enumerate(text[600:].astype(np.int32)[: 60 * 129].reshape(60, 129)):
                 model.forward(batch[:-1].reshape(4, 32), batch[1:].reshape(4, 32))
                 model.backward()
@@ -241,10 +227,6 @@ def test_transformers_finds_the_same_endings(model, run_here):
     assert found["hellaswag"] == {"acc_norm": correct / 60, "correct": correct, "examples": 60}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# evaluate.py
-
-
 def test_the_table(examples, run_here):
     flags = ("gpt2_124M.bin", "--data", "data/tiny_shakespeare_v*.bin", "--hellaswag", HELLASWAG, "--tokenizer",
              "gpt2_tokenizer.bin")
@@ -261,11 +243,9 @@ def test_the_table(examples, run_here):
 
 def test_random_weights_are_for_sequences_of_the_run(examples, run_here):
     """evaluate.py shows the model no position that was not trained; others begin as they always do."""
-    def train(T):
-        run_here(train_gpt2, "-e", "d2", "-t", T, "-b", 1, "-x", 1, "-l", 0, "-v", 0, "-s", 0, "-o", f"run{T}")
-        return read_model(f"run{T}/model_00000001.bin", train_gpt2.GPT2)[1]
-
-    short, long = train(16), train(1100)
+    run_here(train_gpt2, "-e", "d2", "-t", 16, "-b", 1, "-x", 1, "-l", 0, "-v", 0, "-s", 0, "-o", "run16")
+    short = read_model("run16/model_00000001.bin", train_gpt2.GPT2)[1]
+    long = train_gpt2.random_model("d2", 257, Settings().seed, 1100)[1]
     assert short.wpe.shape == (16, 128) and long.wpe.shape == (1100, 128)
     for name in short.table:
         assert np.array_equal(getattr(short, name), getattr(long, name)[:16] if name == "wpe" else getattr(long, name))
@@ -305,8 +285,7 @@ def test_several_files_and_their_first_tokens(examples, run_here):
 
 
 @pytest.mark.parametrize("flags, words", (
-    ((), ("--data FILES", "--hellaswag FILE")),
-    (("--data", "none"), ("none_val.bin", "no such file")),
+    ((), ("--data FILES", "--hellaswag FILE")), (("--data", "none"), ("none_val.bin", "no such file")),
     (("--data", "none*.bin"), ("none*.bin", "no file matches")),
     (("--data", "data/one.bin"), ("one.bin: 1 tokens", "at least 2")),
     (("--data", "data/large.bin"), ("token id 500", "expected 0 to 256")),
@@ -316,9 +295,8 @@ def test_several_files_and_their_first_tokens(examples, run_here):
     (("--data", "x", "--stride", -1), ("--stride -1",)), (("--data", "x", "--context", 1), ("--context 1",)),
     (("--data", "x", "--tokens", 1), ("--tokens 1",)),
     (("--data", "x", "--batch_size", 10**15), ("--batch_size 1000000000000000", "65535")),
-    (("--data", "data/tiny_shakespeare", "--model", "huge.bin"), ("loss is",)),
-    (("--hellaswag", HELLASWAG, "--model", "huge.bin"), ("not finite",)),
-    (("--data", "x", "--model", "none.bin"), ("none.bin", "no such file")),
+    (("--data", "data/tiny_shakespeare", "huge.bin"), ("loss is",)),
+    (("--hellaswag", HELLASWAG, "huge.bin"), ("not finite",)), (("--data", "x", "nowhere.bin"), ("no such file",)),
 ))  # fmt: skip
 def test_evaluate_refuses(examples, run_here, flags, words):
     write_tokens("data/one.bin", [np.array([3])], 1)
@@ -327,43 +305,38 @@ def test_evaluate_refuses(examples, run_here, flags, words):
     params.wte[:] *= np.float32(1e30)
     params.lnfb[:] = np.float32(1e30)
     write_model("huge.bin", SMALL, params)
-    *flags, model = flags if "--model" in flags else (*flags, "gpt2_124M.bin")
-    flags = [flag for flag in flags if flag != "--model"]
-    done = run_here(evaluate, model, *flags, "--tokenizer", "gpt2_tokenizer.bin", check=False)
+    model = () if flags and flags[-1] in ("huge.bin", "nowhere.bin") else ("gpt2_124M.bin",)
+    done = run_here(evaluate, *flags, *model, "--tokenizer", "gpt2_tokenizer.bin", check=False)
     assert_one_line_error(done, *words, after_bar=True)
 
 
+ALL = ("--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer", "gpt2_tokenizer.bin")
+
+
 def test_on_a_gpu(examples, fake_gpu, run_here):
-    """A fake one, whose losses are all 0; what is launched is forward passes. Where its kernels do not take a model,
-    the CPU does, unless it must be the GPU."""
+    """A fake one, whose losses are 0: forward passes alone. What its kernels do not take runs on the CPU."""
     write_model("heads.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    flags = ("--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer", "gpt2_tokenizer.bin")
-    found = json.loads(run_here(evaluate, "heads.bin", *flags).stdout)
+    found = json.loads(run_here(evaluate, "heads.bin", *ALL).stdout)
     assert found["device"] == "a fake GPU" and found["validation_loss"] == 0.0 and found["perplexity"] == 1.0
     assert found["hellaswag"]["correct"] == sum(example.label == 0 for example in examples)
     names = {launch.name for launch in fake_gpu.launches}
     assert {"encoder_forward", "attention_forward", "classifier"} <= names
     assert not any("backward" in name or "adamw" in name for name in names)
-    assert json.loads(run_here(evaluate, "heads.bin", *flags, "--device", "cpu").stdout)["device"] == "CPU"
-    done = run_here(evaluate, "gpt2_124M.bin", *flags)
+    assert json.loads(run_here(evaluate, "heads.bin", *ALL, "--device", "cpu").stdout)["device"] == "CPU"
+    done = run_here(evaluate, "gpt2_124M.bin", *ALL)
     assert json.loads(done.stdout)["device"] == "CPU" and done.stderr.startswith("note: this runs on the CPU: ")
-    done = run_here(evaluate, "gpt2_124M.bin", *flags, "--device", "gpu", check=False)
+    done = run_here(evaluate, "gpt2_124M.bin", *ALL, "--device", "gpu", check=False)
     assert_one_line_error(done, "C=24 with NH=3 heads")
 
 
 def test_a_gpu_has_the_cpu_s_numbers(examples, gpu, run_here):
     write_model("heads.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    flags = ("heads.bin", "--data", "data/tiny_shakespeare", "--hellaswag", HELLASWAG, "--json", "--tokenizer",
-             "gpt2_tokenizer.bin", "--device")
-    cpu, on_gpu = (json.loads(run_here(evaluate, *flags, device).stdout) for device in ("cpu", "gpu"))
+    cpu, on_gpu = (json.loads(run_here(evaluate, "heads.bin", *ALL, "--device", device).stdout)
+                   for device in ("cpu", "gpu"))
     assert on_gpu["device"] == gpu.name
     assert on_gpu["validation_loss"] == pytest.approx(cpu["validation_loss"], abs=1e-3)
     assert on_gpu["perplexity"] == pytest.approx(cpu["perplexity"], rel=1e-3)
     assert abs(on_gpu["hellaswag"]["correct"] - cpu["hellaswag"]["correct"]) <= 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# --hellaswag of the trainers
 
 
 FLAGS = ("-x", 4, "-b", 2, "-t", 32, "-v", 2, "-s", 0)

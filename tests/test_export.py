@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import export_weights as e
-from conftest import ROOT, SMALL, assert_one_line_error, random_params, serve
+from conftest import ROOT, SMALL, Server, assert_one_line_error, hub_pages, make_model, random_params
 from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
@@ -40,8 +40,7 @@ def hf_model(V=50, C=48, NH=3, L=2, maxT=40):
 
 
 def our_logits(config, params, ids):
-    model = GPT2(config, params)
-    model.allocate_activations(*ids.shape)
+    model = make_model(*ids.shape, 0, config, params)
     model.forward(ids, ids)
     return model.acts.logits
 
@@ -92,24 +91,15 @@ def test_export_to_transformers(tmp_path, run_here):
     assert config == SMALL and np.array_equal(flat(again), flat(params))
 
 
-def test_export_with_gpt2_s_tokenizer(tmp_path, vocabulary_here, run_here):
-    config = Config(maxT=16, V=50257, L=1, NH=1, C=8, Vp=50304)
-    write_model(tmp_path / "model.bin", config, random_params(config))
-    run_here(e, "--to_hf", tmp_path / "model.bin", tmp_path / "hf")
-    tokenizer = transformers.GPT2TokenizerFast.from_pretrained(tmp_path / "hf")
-    text = "First Citizen:\nBefore we proceed any further, hear me speak. naïve 123<|endoftext|>"
-    assert tokenizer.encode(text) == load_encoding("gpt2").encode(text, allowed_special="all")
-    assert tokenizer.eos_token_id == 50256 and tokenizer.model_max_length == 16
-
-
 def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
-    """Both ways; end of text need not be the vocabulary's last token."""
+    """Both ways, and that of its text; end of text need not be the vocabulary's last token."""
     run = tmp_path / "run"
     run.mkdir()
-    for step in (3, 20):
+    for step in (3, 20, 30):
         model, _, done = checkpoint_paths(run, step)
         write_model(model, SMALL, random_params(SMALL, step))
-        open(done, "wb").close()
+        if step < 30:  # which is not complete
+            open(done, "wb").close()
     write_tokenizer(run / "tokenizer.bin", [EOT.encode(), *(bytes([i]) for i in range(256))], 0)
     run_here(e, "--to_hf", run, tmp_path / "hf")
     run_here(e, "--model", run, "--output_dir", tmp_path / "out")
@@ -121,8 +111,8 @@ def test_the_newest_model_of_a_run_and_its_end_of_text(tmp_path, run_here):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").encode(f"A{EOT}") == [66, 0]
 
 
-@pytest.mark.parametrize("vocabulary", ("bytes", "chars"))
-def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
+@pytest.mark.parametrize("vocabulary", ("gpt2", "bytes", "chars"))
+def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary):
     """transformers makes our ids of a text, and the text of them. Of another vocabulary, our file alone goes along."""
     text = "".join(map(chr, range(1, 400))) + "naïve \t日本 \U0001f600  two  \n\n's\r\n"
     encoding, model = load_encoding(vocabulary, text), tmp_path / "model.bin"
@@ -130,7 +120,9 @@ def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
     write_model(model, config, random_params(config))
     save_vocabulary(tmp_path / "tokenizer.bin", encoding)
     done = run_here(e, "--to_hf", model, tmp_path / "hf")
-    assert "tokenizer.json, tokenizer_config.json, tokenizer.bin to" in done.stdout
+    files = ("tokenizer.bin, vocab.json, merges.txt, tokenizer_config.json" if vocabulary == "gpt2" else
+             "tokenizer.json, tokenizer_config.json, tokenizer.bin")
+    assert f"{files} to" in done.stdout
     assert (tmp_path / "hf" / "tokenizer.bin").read_bytes() == (tmp_path / "tokenizer.bin").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text)
@@ -142,13 +134,14 @@ def test_export_with_our_own_tokenizer(tmp_path, run_here, vocabulary):
     write_tokenizer(tmp_path / "tokenizer.bin", [b"two", *tokens[1:]], encoding.eot_token)
     done = run_here(e, "--to_hf", model, tmp_path / "hf", check=False)
     assert_one_line_error(done, f"{tmp_path / 'hf'}: has another vocabulary's", "tokenizer.bin")
-    run_here(e, "--to_hf", model, tmp_path / "without")
-    assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
+    if vocabulary != "gpt2":
+        run_here(e, "--to_hf", model, tmp_path / "without")
+        assert sorted(os.listdir(tmp_path / "without")) == ["config.json", "model.safetensors", "tokenizer.bin"]
     write_tokenizer(tmp_path / "tokenizer.bin", tokens[1:], encoding.eot_token - 1)
     done = run_here(e, "--to_hf", model, tmp_path / "bad", check=False)
     assert_one_line_error(done, f"tokenizer.bin: {config.V - 1} tokens, but the model has V={config.V}")
     assert not (tmp_path / "bad").exists()
-    if vocabulary == "bytes":  # V says so
+    if vocabulary != "chars":  # V says so
         (tmp_path / "tokenizer.bin").unlink()
         run_here(e, "--to_hf", model, tmp_path / "known")
         known = transformers.AutoTokenizer.from_pretrained(tmp_path / "known")
@@ -170,29 +163,12 @@ def test_the_reference_computes_what_transformers_does(tmp_path):
         assert none is None and torch.allclose(last[:, 0], logits[:, -1], atol=1e-6)
 
 
-def hub_pages(folder, repository):
-    """What the hub answers for a model repository with these files."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    siblings = [{"rfilename": name} for name in sorted(os.listdir(folder))]
-    info = json.dumps({"id": repository, "modelId": repository, "sha": commit, "siblings": siblings}).encode()
-    tree = [{"type": "file", "path": name, "oid": "0", "size": 1} for name in sorted(os.listdir(folder))]
-    listing = {"Content-Type": "application/json"}
-    pages = {f"/api/models/{repository}/revision/main": (200, listing, info),
-             f"/api/models/{repository}/revision/{commit}": (200, listing, info),
-             f"/api/models/{repository}/tree/{commit}": (200, listing, json.dumps(tree).encode())}
-    for name in os.listdir(folder):
-        body = (folder / name).read_bytes()
-        headers = {"ETag": f'"{len(body)}-{name}"', "X-Repo-Commit": commit}
-        for revision in (commit, "main"):
-            pages[f"/{repository}/resolve/{revision}/{name}"] = 200, headers, body
-    return pages
-
-
 def test_pretrained_from_a_hub_then_from_its_cache(tmp_path, run_here, use_hub):
     hf_model(V=257).save_pretrained(tmp_path / "repository")
     command = e, "--output_dir", tmp_path / "out"
-    with serve(hub_pages(tmp_path / "repository", "openai-community/gpt2")) as (url, _):
-        use_hub(url, tmp_path / "home")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "repository").iterdir()}
+    with Server(hub_pages("openai-community/gpt2", files)) as server:
+        use_hub(server.url, tmp_path / "home")
         run_here(*command)
     first = (tmp_path / "out" / "gpt2_124M.bin").read_bytes()
     (tmp_path / "out" / "gpt2_124M.bin").unlink()
@@ -283,15 +259,13 @@ def test_benchmark_flags(tmp_path, export, flags):
 
 
 @pytest.mark.parametrize("flags, words", (
-    (("--compile", 1), "--compile 1.*--write_tensors 0"),
-    (("--num_iterations", -1), "--num_iterations -1"),
+    (("--compile", 1), "--compile 1.*--write_tensors 0"), (("--num_iterations", -1), "--num_iterations -1"),
     (("--num_iterations", 3), "--num_iterations 3.*--debug_state 1"),
     (("--input", "data/mine_val.bin"), "--input data/mine_val.bin.*--debug_state 1"),
     (("--debug_state", 1, "--write_tensors", 0), "--debug_state 1.*--write_tensors 0"),
     (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
     (("--sequence_length", 2000, "--debug_state", 1), "--sequence_length 2000.*1024"),
-    (("--model", "d3"), "--model d3.*d12"),
-    (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
+    (("--model", "d3"), "--model d3.*d12"), (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
     (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
     (("--input", "none.bin", "--debug_state", 1), "none.bin.*python prepro_tinyshakespeare.py"),

@@ -1,13 +1,7 @@
 """prepro_fineweb.py: shards from a hub on this machine that fails half-way, and from parquet that the tests make."""
 
 import functools
-import hashlib
-import http.server
-import json
 import os
-import re
-import threading
-import urllib.parse
 from types import SimpleNamespace
 
 import huggingface_hub.file_download as download
@@ -16,7 +10,7 @@ import pytest
 
 import prepro
 import prepro_fineweb
-from conftest import assert_one_line_error
+from conftest import Server, assert_one_line_error, hub_pages
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
@@ -25,77 +19,14 @@ from prepro_fineweb import READY_MADE
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# a hub
+def files_seen(server):
+    """[(name, first byte)] of the hub's files that were downloaded."""
+    return [(path.partition("/resolve/main/")[2], first) for method, path, first in server.seen
+            if method == "GET" and "/resolve/" in path]
 
 
-class Hub(http.server.ThreadingHTTPServer):
-    """What huggingface_hub asks for: a dataset's files, their sizes and SHA-256, and parts of them. `cuts` connections
-    break after `after` bytes of a file; `hashes` are those that it says, `seen` the (path, first byte) it was asked."""
-
-    def __init__(self, repository, files):
-        self.files, self.cuts, self.after, self.seen = files, 0, 0, []
-        self.hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        tree, file = f"/api/datasets/{repository}/tree/main", f"/datasets/{repository}/resolve/main/"
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                path = urllib.parse.unquote(self.path.split("?")[0])
-                if path.startswith(tree):
-                    listing = hub.tree(path.removeprefix(tree).lstrip("/"))
-                    self.answer(200, {"Content-Type": "application/json"}, json.dumps(listing).encode())
-                elif (name := path.removeprefix(file)) in hub.files:
-                    self.send_file(name)
-                else:
-                    self.answer(404, {}, b"nothing here")
-
-            do_HEAD = do_GET
-
-            def send_file(self, name):
-                data, first, most = hub.files[name], 0, None
-                headers = {"ETag": f'"{hub.hashes[name]}"', "X-Repo-Commit": "0123456789abcdef" * 2 + "01234567",
-                           "Accept-Ranges": "bytes"}
-                if found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-                    first = int(found[1])
-                    headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-                if self.command == "GET":
-                    hub.seen.append((name, first))
-                    most, hub.cuts = hub.after if hub.cuts else None, max(0, hub.cuts - 1)
-                self.answer(206 if first else 200, headers, data[first:], most)
-
-            def answer(self, status, headers, body, most=None):
-                self.send_response(status)
-                for key, value in {"Content-Length": len(body), **headers}.items():
-                    self.send_header(key, str(value))
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body[:most])
-                    self.close_connection = most is not None
-
-            def log_message(self, *args):
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-    def tree(self, folder):
-        """As the hub lists a folder, with what is no file, and no LFS file, too."""
-        files = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40,
-                  "lfs": {"oid": self.hashes[name], "size": len(data), "pointerSize": 134}}
-                 for name, data in self.files.items() if os.path.dirname(name) == folder]
-        return [*files, {"type": "file", "path": "README.md", "size": 3, "oid": "0" * 40},
-                {"type": "directory", "path": "sample", "oid": "0" * 40}]
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *args):
-        self.shutdown()
-        self.server_close()
+def Hub(repository, files, hashes={}):
+    return Server(hub_pages(f"datasets/{repository}", files, hashes))
 
 
 def make_shards(prefix, counts, directory):
@@ -133,15 +64,15 @@ def test_ready_made_shards(tmp_path, fetch):
             "kjj0/fineweb10B-gpt2: 2 shards, 2 to download, about 0.0 GB to write; data/fineweb10B has 1000.0 GB free\n"
             "Saved 3000 tokens to data/fineweb10B/fineweb_val_000000.bin\n"
             "Saved 5000 tokens to data/fineweb10B/fineweb_train_000001.bin\n")
-        assert [name for name, _ in server.seen] == NAMES[:2]
+        assert [name for name, _ in files_seen(server)] == NAMES[:2]
         folder = tmp_path / "data" / "fineweb10B"
         (folder / NAMES[1]).write_bytes(b"cut short")
         done = fetch(server)
-        assert "4 shards, 3 to download" in done.stdout and [name for name, _ in server.seen[2:]] == NAMES[1:4]
+        assert "4 shards, 3 to download" in done.stdout and [name for name, _ in files_seen(server)[2:]] == NAMES[1:4]
         assert sorted(os.listdir(folder)) == sorted([*NAMES[:4], "fineweb_tokenizer.bin"])
         assert {name: (folder / name).read_bytes() for name in files} == files
         assert len(read_tokenizer(folder / "fineweb_tokenizer.bin").tokens) == 50257
-        assert "4 shards, 0 to download" in fetch(server).stdout and len(server.seen) == 5
+        assert "4 shards, 0 to download" in fetch(server).stdout and len(files_seen(server)) == 5
 
 
 @pytest.mark.parametrize("flags, prefix, directory, name", (
@@ -168,7 +99,7 @@ def test_a_connection_that_breaks_goes_on_where_it_was(tmp_path, fetch, monkeypa
         assert {path.name: path.read_bytes() for path in folder.glob("*_0*")} == dict(list(files.items())[:2])
         server.seen, server.cuts, server.after = [], 3, 300000
         assert "3 shards, 1 to download" in fetch(server).stdout
-        assert [first for _, first in server.seen] == [0, 4 << 16, 8 << 16], "not from the start again"
+        assert [first for _, first in files_seen(server)] == [0, 4 << 16, 8 << 16], "not from the start again"
         assert (folder / NAMES[2]).read_bytes() == files[NAMES[2]] and not (folder / ".download").exists()
         monkeypatch.setattr(prepro_fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         done = fetch(server, "--output", "other", check=False)
@@ -179,8 +110,7 @@ def test_a_connection_that_breaks_goes_on_where_it_was(tmp_path, fetch, monkeypa
 
 def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
     files = make_shards("fineweb", [100, 200], tmp_path)
-    with Hub("kjj0/fineweb10B-gpt2", files) as server:
-        server.hashes[NAMES[0]] = "0" * 64
+    with Hub("kjj0/fineweb10B-gpt2", files, {NAMES[0]: "0" * 64}) as server:
         assert_one_line_error(fetch(server, check=False), NAMES[0], "SHA-256", "expected 0000", after_bar=True)
     for repository, changed, words in (
             ("kjj0/fineweb10B-gpt2", {**files, NAMES[0]: files[NAMES[0]][:-2]}, (NAMES[0], "cut short")),
@@ -191,9 +121,6 @@ def test_what_is_not_what_the_hub_says_is_refused(tmp_path, fetch):
             assert_one_line_error(fetch(server, check=False), *words, after_bar=True)
     assert not list((tmp_path / "data" / "fineweb10B").glob("*_0*"))
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# parquet
 
 TEXTS = [f"Document {i}. " + "To be, or not to be: that is the question. " * (i * 7919 % 50) for i in range(900)]
 TEXTS[5], TEXTS[300] = "", "<|endoftext|> é 日本 \U0001f600"
@@ -230,10 +157,6 @@ def shards_of(directory, name="fineweb"):
     return [open_tokens(path, 50257).tolist() for path in paths]
 
 
-def joined(shards):
-    return [id for shard in shards for id in shard]
-
-
 @pytest.fixture
 def tokenize(folder, run_here):
     """tokenize(flag, ...): of all three files, in this process and one worker at most."""
@@ -249,7 +172,7 @@ def test_parquet(tmp_path, tokenize, monkeypatch, processes):
         function, jobs, processes))
     done = tokenize("--edu")
     shards = shards_of(tmp_path / "out", "edu_fineweb")
-    assert joined(shards) == expected_tokens() and len(shards) > 3
+    assert sum(shards, []) == expected_tokens() and len(shards) > 3
     assert {len(shard) for shard in shards[:-1]} == {50000} and 0 < len(shards[-1]) <= 50000
     assert done.stdout.startswith("3 parquet files of 0.0 GB, 0 shards done, about 0.0 GB to write; out has ")
     assert f"Saved 50000 tokens to out/edu_{NAMES[1]}" in done.stdout
@@ -259,8 +182,7 @@ def test_parquet(tmp_path, tokenize, monkeypatch, processes):
 
 
 def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch):
-    """At each shard in turn: shards that are there are neither made again nor lost, and no text is read again that is
-    in them."""
+    """At each shard in turn: whole shards are neither made again nor lost, and their text is not read again."""
     tokenized, real, size = [], prepro_fineweb.tokenize, 30001
     monkeypatch.setattr(prepro_fineweb, "DOCUMENTS", 16)
     monkeypatch.setattr(prepro_fineweb, "tokenize", lambda job: tokenized.append(len(job[2])) or real(job))
@@ -271,11 +193,11 @@ def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch):
         assert all(before[name] == (out / name).stat().st_mtime_ns for name in before)
         if "Saved" not in done.stdout:
             break
-    assert joined(shards_of(out)) == expected_tokens() and 4 < shards < 29
+    assert sum(shards_of(out), []) == expected_tokens() and 4 < shards < 29
     assert sum(tokenized) < 900 + 2 * shards * 16
     (out / NAMES[2]).write_bytes(b"cut short")
     tokenize("--shard_tokens", size)
-    assert joined(shards_of(out)) == expected_tokens()
+    assert sum(shards_of(out), []) == expected_tokens()
 
 
 def test_what_ends_it_before_a_shard_is_noted_loses_no_text(tmp_path, tokenize, monkeypatch):
@@ -288,7 +210,7 @@ def test_what_ends_it_before_a_shard_is_noted_loses_no_text(tmp_path, tokenize, 
         patch.setattr(prepro_fineweb, "write_tokens", interrupted)
         assert tokenize(check=False).returncode == 130 and len(shards_of(tmp_path / "out")) == 3
     assert "2 shards done" in tokenize().stdout
-    assert joined(shards_of(tmp_path / "out")) == expected_tokens()
+    assert sum(shards_of(tmp_path / "out"), []) == expected_tokens()
 
 
 def test_parquet_from_the_hub(tmp_path, folder, fetch):
@@ -297,13 +219,13 @@ def test_parquet_from_the_hub(tmp_path, folder, fetch):
     flags, out = ("--parquet", "--shard_tokens", 50000, "--processes", 1), tmp_path / "data" / "fineweb10B"
     with Hub("HuggingFaceFW/fineweb", files) as server:
         fetch(server, *flags, "--shards", 1)
-        assert [name for name, _ in server.seen] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
+        assert [name for name, _ in files_seen(server)] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
         server.cuts = 10**6
         done = fetch(server, *flags, check=False)
         assert_one_line_error(done, ".parquet", "the download failed", "the same command", after_bar=True)
         server.cuts = 0
         assert "3 parquet files of 0.0 GB, 2 shards done" in fetch(server, *flags).stdout
-    assert joined(shards_of(out)) == expected_tokens() and not (out / ".download").exists()
+    assert sum(shards_of(out), []) == expected_tokens() and not (out / ".download").exists()
 
 
 def test_what_is_refused(tmp_path, tokenize, folder, arrow, run_here, monkeypatch):

@@ -1,6 +1,6 @@
 """Damaged files and strange flags: seeded mutants of each kind of file and of each flag's value.
 
-    python tests/test_fuzz.py 5000 7      # that many mutants, from seed 7; prints those that fail, and the counts
+    FUZZ="5000 7" python -m pytest tests/test_fuzz.py      # that many mutants of each, from seed 7
 
 A mutant may be refused, with one line that names the file or the flag, or be harmless: the run ends with finite losses.
 Nothing else: no traceback, no hang, no gigabytes. Everything runs in this process.
@@ -21,16 +21,12 @@ import tempfile
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
 import numpy as np
 import pytest
 
 import train_gpt2
 import train_gpt2_cuda
-from conftest import SMALL, make_state, random_params
+from conftest import BYTES, SMALL, make_state, program_state, random_params
 from llmc.checkpoint import owned_by_one, Progress, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import run_main
@@ -48,10 +44,8 @@ from llmc.debugstate import read_debug_state, write_debug_state
 TRAIN = ("-e", "model3.bin", "-i", "int32", "--tokenizer", "tokenizer2.bin", "-b", 2, "-t", 8, "-x", 1, "-v", 0,
          "-s", 0)  # fmt: skip
 RESUME = ("-o", "run", "-y", 1, "-x", 2, "-v", 1, "-m", 1)
-MEMORY, SECONDS = 1 << 30, 10  # what a mutant may take
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the good files, and the program that reads each of them
+MEMORY, SECONDS = 1 << 30, 60  # what a mutant may take
+COUNT, SEED = map(int, os.environ.get("FUZZ", "200 1").split())
 
 
 def write_files():
@@ -61,8 +55,7 @@ def write_files():
         write_model(f"model{version}.bin", SMALL, params, version)
     for version in (1, 2):
         write_debug_state(f"debug{version}.bin", SMALL, make_state(params), version)
-    tokens = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]
-    write_tokenizer("tokenizer2.bin", tokens, 256)
+    write_tokenizer("tokenizer2.bin", BYTES, 256)
     write_tokenizer("tokenizer1.bin", [b"%d" % i for i in range(50257)], 50256, 1)
     for format in ("int32", "uint16"):
         for split in ("train", "val"):
@@ -88,14 +81,10 @@ def read_state(path):
     read_debug_state(path, SMALL, random_params(SMALL))
 
 
-def read_vocabulary():
-    read_tokenizer("tokenizer1.bin")
-
-
 FILES = {  # file -> who reads it
     **{f"model{version}.bin": functools.partial(train, "-e", f"model{version}.bin") for version in (1, 3, 5)},
     **{f"debug{version}.bin": functools.partial(read_state, f"debug{version}.bin") for version in (1, 2)},
-    "tokenizer1.bin": read_vocabulary,
+    "tokenizer1.bin": lambda: read_tokenizer("tokenizer1.bin") and None,
     "tokenizer2.bin": functools.partial(train, "-s", 1, "-g", 4, "-x", 2),
     **{f"{format}_{split}.bin": functools.partial(train, "-i", format, "-v", 1, "-m", 99, "-x", 3)
        for format in ("int32", "uint16") for split in ("train", "val")},
@@ -105,8 +94,6 @@ FILES = {  # file -> who reads it
     "run/DONE_00000001": functools.partial(train, *RESUME),
 }  # fmt: skip
 
-# ----------------------------------------------------------------------------------------------------------------------
-# mutants
 
 EXTREMES = (0, 1, -1, 2, 3, 127, 128, 255, 256, 257, 65535, 2**16, 2**24, 2**30, 2**31 - 1, -(2**31), *KINDS)
 PIECES = (b"[" * 100000, b"9" * 5000, b"nan", b"\xff\xfe", b"\0", b"s:1 trl:nan\n", b"s:" + b"1" * 4300 + b" trl:1\n",
@@ -148,8 +135,7 @@ VALUES = ("", "0", "1", "2", "-1", "3.5", "nan", "inf", "-inf", "1e-46", "1e-30"
 
 def run(program):
     """(exit status, stdout, stderr) of a program in this process, with less memory and time than would be noticed."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    limits, argv, streams = resource.getrlimit(resource.RLIMIT_AS), sys.argv, (sys.stdout, sys.stderr)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as f:
         used = int(f.read().split()[0]) * resource.getpagesize()
 
@@ -159,7 +145,7 @@ def run(program):
     signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+    with program_state(), tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         sys.stdout, sys.stderr = output, io.StringIO()
         try:
             run_main(program)
@@ -171,9 +157,6 @@ def run(program):
             signal.alarm(0)
             resource.setrlimit(resource.RLIMIT_AS, limits)
             errors = sys.stderr.getvalue()
-            sys.argv, (sys.stdout, sys.stderr) = argv, streams
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         if isinstance(status, str):
             status, errors = 1, errors + status
         with contextlib.suppress(OSError):  # run_main's end of an OSError
@@ -200,8 +183,7 @@ def fault(ending, *names):
 
 
 def fuzz_files(count, seed):
-    """([description of each mutant that failed], number refused) of `count` mutants of files; the current directory
-    holds the good ones."""
+    """([what failed], number refused) of `count` mutants of the good files in the current directory."""
     rng, failed, refused = random.Random(seed), [], 0
     good = {name: Path(name).read_bytes() for name in FILES}
     kept = sorted(os.listdir("run"))
@@ -228,8 +210,7 @@ def parse_cuda(*flags):
 
 
 def fuzz_flags(count, seed):
-    """The same of flags: values for one flag of train_gpt2.py, which then runs, or of train_gpt2_cuda.py, which does
-    not."""
+    """The same of values for a flag of train_gpt2.py, which then runs, or of train_gpt2_cuda.py, parsed only."""
     rng, failed, refused = random.Random(seed), [], 0
     kept, logs = os.listdir(), {name: Path(name).read_bytes() for name in ("run/main.log", "run/main.csv")}
     for number in range(count):
@@ -254,10 +235,15 @@ def fuzz_flags(count, seed):
     return failed, refused
 
 
+def check(fuzz):
+    failed, refused = fuzz(COUNT, SEED)
+    assert not failed, "\n".join(failed)
+    assert COUNT / 4 < refused < 0.95 * COUNT, "neither everything nor nothing is refused"
+
+
 @pytest.fixture
 def specimens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)  # so that it is what it was, afterwards
     write_files()
 
 
@@ -265,15 +251,11 @@ def test_damaged_files(specimens):
     for name, program in FILES.items():  # none of which is damaged yet
         status, _, errors = run(program)
         assert status == 0, f"{name}: {errors}"
-    failed, refused = fuzz_files(200, 1)
-    assert not failed, "\n".join(failed)
-    assert 50 < refused < 190, "neither everything nor nothing is refused"
+    check(fuzz_files)
 
 
 def test_strange_flags(specimens):
-    failed, refused = fuzz_flags(200, 1)
-    assert not failed, "\n".join(failed)
-    assert 50 < refused < 190
+    check(fuzz_flags)
 
 
 @pytest.mark.parametrize("text, threads", ((" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("9" * 5000, None)))
@@ -282,15 +264,3 @@ def test_omp_num_threads(monkeypatch, text, threads):
     cores = count_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     assert count_threads() == (threads or cores)
-
-
-if __name__ == "__main__":
-    count, seed = int(sys.argv[1]), int(sys.argv[2])
-    with tempfile.TemporaryDirectory() as directory:
-        os.chdir(directory)
-        write_files()
-        for fuzz in (fuzz_files, fuzz_flags):
-            failed, refused = fuzz(count // 2, seed)
-            print("\n".join(failed))
-            print(f"{fuzz.__name__}: {count // 2} mutants from seed {seed}: {refused} refused in a line,"
-                  f" {len(failed)} failed, the others harmless")

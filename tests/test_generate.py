@@ -14,9 +14,8 @@ import pytest
 import export_weights
 import generate
 import train_gpt2
-from conftest import ROOT, SMALL, assert_one_line_error, random_params
+from conftest import ROOT, SMALL, assert_one_line_error, make_model, random_params
 from llmc.checkpoint import write_model
-from llmc.resume import checkpoint_paths
 from llmc.sampler import Choice, Random
 from llmc.tokenizer import write_tokenizer
 from prepro import load_encoding
@@ -38,19 +37,13 @@ def samples_of(text_of):
 
 def draw_slowly(prompt, count, choice=Choice(), random=None):
     """The ids that follow a prompt, each from a forward pass over all before; beyond maxT, the window moves by half."""
-    model, random = train_gpt2.GPT2(SMALL, random_params(SMALL)), random or Random()
-    model.allocate_activations(1, SMALL.maxT)
-    tokens, begin = list(prompt), 0
+    model, random, tokens, begin = make_model(1, SMALL.maxT), random or Random(), list(prompt), 0
     for _ in range(count):
         begin = len(tokens) - SMALL.maxT // 2 if len(tokens) - begin > SMALL.maxT else begin
         context = np.array([tokens[begin:]], np.int32)
         model.forward(context, context)
         tokens.append(choice.draw(model.acts.logits[0, -1], random.f32()))
     return tokens[len(prompt) :]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the same tokens as elsewhere
 
 
 def test_without_flags_it_draws_as_the_trainer_does(workplace, run_here, samples_of):
@@ -84,8 +77,7 @@ def test_transformers_continues_a_prompt_alike(workplace, run_here, samples_of, 
 
 def test_log_probabilities(samples_of):
     found = samples_of("--prompt_ids", 7, "--tokens", 12, "--temperature", 2.0, "--ignore_eot")[0]
-    model, tokens = train_gpt2.GPT2(SMALL, random_params(SMALL)), np.array([[7, *found["ids"]]], np.int32)
-    model.allocate_activations(1, 12)
+    model, tokens = make_model(1, 12), np.array([[7, *found["ids"]]], np.int32)
     model.forward(tokens[:, :-1], tokens[:, 1:])
     np.testing.assert_allclose(found["logprobs"], -model.acts.losses[0], rtol=0, atol=1e-5)
 
@@ -100,10 +92,6 @@ def test_samples_do_not_depend_on_how_many_there_are(samples_of):
     assert len({*three, *ids("--seed", 6)}) == 4
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# drawing
-
-
 def test_choice():
     logits = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
     coins = (np.arange(1000) + 0.5) / 1000
@@ -111,7 +99,7 @@ def test_choice():
             ((), [0.1, 0.4, 0.05, 0.25, 0.2]), ((1.0, 99), [0.1, 0.4, 0.05, 0.25, 0.2]),
             ((0.0,), [0, 1, 0, 0, 0]), ((1.0, 1), [0, 1, 0, 0, 0]), ((1.0, 0, 0.3), [0, 1, 0, 0, 0]),
             ((1.0, 2), [0, 0.615, 0, 0.385, 0]), ((1.0, 0, 0.6), [0, 0.615, 0, 0.385, 0]),
-            ((1.0, 3, 0.9), [0, 0.471, 0, 0.294, 0.235]),  # top_p of what top_k leaves
+            ((1.0, 3, 0.7), [0, 0.615, 0, 0.385, 0]),  # top_p of what top_k leaves
             ((0.5,), [0.036, 0.582, 0.009, 0.227, 0.145])):
         ids = [Choice(*arguments).draw(logits, coin) for coin in coins]
         assert (np.bincount(ids, minlength=5) / 1000).tolist() == pytest.approx(shares, abs=0.006), arguments
@@ -125,10 +113,6 @@ def test_the_streams_of_samples_differ():
     first = [stream.f32() for stream in generate.streams(1337, 100)]
     assert first[0] == Random().f32() and len(set(first)) == 100
     assert generate.streams(2**64 - 0x9E3779B97F4A7C15, 2)[1].state, "never 0, which the generator cannot leave"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# text in and out
 
 
 @pytest.fixture
@@ -170,12 +154,10 @@ def test_prompts(always, text_of, monkeypatch):
 
 
 def test_a_prompt_in_gpt_2_s_vocabulary(vocabulary_here):
-    """Special tokens are text; whitespace may be longer than tiktoken's regular expression can match."""
+    """Special tokens are text."""
     encoding, tokenizer = load_encoding("gpt2"), generate.known_tokenizer(50257)
     for text in ("naïve\n <|endoftext|> x", "It's 1234 o'clock,  they'LL\t\tsay\r\n\n— ☃ 日本語 " + 50 * "ab "):
         assert generate.encode(text, tokenizer) == encoding.encode_ordinary(text)
-    text = 1000000 * " " + "x"
-    assert encoding.decode(generate.encode(text, tokenizer)) == text
 
 
 def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, monkeypatch):
@@ -205,20 +187,6 @@ def test_what_it_does_not_need_is_not_imported(workplace, run_here, vocabulary_h
     assert_one_line_error(done, "not GPT-2's vocabulary", "--prompt_ids")
 
 
-def test_the_newest_model_of_a_run(workplace, run_here):
-    (workplace / "run").mkdir()
-    for step in (3, 20, 30):
-        model, _, done = checkpoint_paths("run", step)
-        write_model(model, SMALL, random_params(SMALL, step))
-        if step < 30:  # which is not complete
-            open(done, "wb").close()
-
-    def ids(model):
-        return json.loads(run_here(generate, model, "--tokens", 9, "--json").stdout)["ids"]
-
-    assert ids("run") == ids("run/model_00000020.bin") != ids("run/model_00000030.bin")
-
-
 def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
     whole = generate.until_all_stop
 
@@ -236,19 +204,13 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, words", (
-    (("--prompt", ""), ("--prompt", "empty")),
-    (("--prompt_ids", 257), ("--prompt_ids: 257", "0 to 256")),
-    (("--prompt_ids", -1), ("--prompt_ids: -1",)),
-    (("--tokens", 0), ("--tokens 0",)),
-    (("--samples", 0), ("--samples 0",)),
-    (("--temperature", -1), ("--temperature -1",)),
-    (("--temperature", "nan"), ("--temperature nan",)),
-    (("--top_k", -3), ("--top_k -3",)),
-    (("--top_p", 0), ("--top_p 0",)),
-    (("--seed", 0), ("--seed 0",)),
+    (("--prompt", ""), ("--prompt", "empty")), (("--prompt_ids", 257), ("--prompt_ids: 257", "0 to 256")),
+    (("--prompt_ids", -1), ("--prompt_ids: -1",)), (("--tokens", 0), ("--tokens 0",)),
+    (("--samples", 0), ("--samples 0",)), (("--temperature", -1), ("--temperature -1",)),
+    (("--temperature", "nan"), ("--temperature nan",)), (("--top_k", -3), ("--top_k -3",)),
+    (("--top_p", 0), ("--top_p 0",)), (("--seed", 0), ("--seed 0",)),
     (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer")),
-    (("data",), ("data: holds no checkpoint", "-o DIR")),
-    (("nowhere.bin",), ("nowhere.bin: no such file",)),
+    (("data",), ("data: holds no checkpoint", "-o DIR")), (("nowhere.bin",), ("nowhere.bin: no such file",)),
 ))
 def test_wrong_flags_and_models(workplace, run_here, flags, words):
     model = () if not flags[0].startswith("-") else (MODEL,)

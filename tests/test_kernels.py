@@ -44,10 +44,8 @@ MODELS = [  # maxT, V, L, NH, C, Vp
     Config(1024, 131, 1, 2, 192, 256),
 ]
 
-
 PRECISIONS = {"tf32": Precision(), "float32": Precision(tf32=0), "bf16": Precision("bfloat16"),
               "bf16-float32-grads": Precision("bfloat16", 1, 1)}
-
 
 COMPILED = [("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16")]  # in make test; the others in make test-124M
 OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_100"), PRECISIONS)
@@ -126,12 +124,23 @@ def accepts(precision, kind, argument):
     return stored not in dtypes or argument.dtype in (dtypes[stored], "u1")  # bytes stand for anything
 
 
+def check_launches(launches, gpu, precision, parameters):
+    """Number and types of arguments, grids and blocks. parameters: kernel -> [(type, name)]."""
+    for launch in launches:
+        assert 1 <= np.prod(launch.block) <= 1024 and launch.shared <= gpu.shared
+        assert all(type(n) is int and n >= 1 for n in launch.grid) and max((*launch.grid[1:], 1)) < 2**16
+        expected = parameters[launch.name]
+        assert len(launch.arguments) == len(expected), launch.name
+        for (kind, name), argument in zip(expected, launch.arguments):
+            fits = name == "batch" or accepts(precision, kind, argument)  # words of any type
+            assert fits, f"{launch.name}: {kind} {name} is given {type(argument)}"
+
+
 @pytest.mark.parametrize("recompute", (0, 2))
 @pytest.mark.parametrize("library", ("auto", "kernels"))
 @pytest.mark.parametrize("arch, precision", [("sm_75", "float32"), *itertools.product(("sm_80", "sm_90a"), PRECISIONS)])
 def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, precision, library, recompute):
-    """A step with accumulation, on a fake GPU: the number and types of arguments, grids and blocks; every kernel that
-    is loaded for a step is launched in it."""
+    """A step with accumulation, on a fake GPU; every kernel that is loaded for a step is launched in it."""
     precision, gpu, config = PRECISIONS[precision], fake_gpu.gpu._replace(arch=arch), Config(64, 257, 2, 3, 192, 384)
     settings = cuda.CudaSettings(B=3, T=32, total_batch_size=192, dtype=precision.dtype, tf32=precision.tf32,
                                  float32_grads=precision.float32_grads, grad_clip=1.0, recompute=recompute, graph=0)
@@ -143,16 +152,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, pre
     assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 0.001, None)
     files = kernel_files(config, precision, arch, library).values()
     parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
-    for launch in fake_gpu.launches:
-        if launch.name == "cublaslt":
-            continue
-        assert 1 <= np.prod(launch.block) <= 1024 and launch.shared <= gpu.shared
-        assert all(type(n) is int and n >= 1 for n in launch.grid) and max((*launch.grid[1:], 1)) < 2**16
-        expected = parameters[launch.name]
-        assert len(launch.arguments) == len(expected), launch.name
-        for (kind, name), argument in zip(expected, launch.arguments):
-            fits = name == "batch" or accepts(precision, kind, argument)  # words of any type
-            assert fits, f"{launch.name}: {kind} {name} is given {type(argument)}"
+    check_launches([launch for launch in fake_gpu.launches if launch.name != "cublaslt"], gpu, precision, parameters)
     launched = {launch.name for launch in fake_gpu.launches}
     assert ("cublaslt" in launched) == (matmul.cublaslt is not None)
     unused = {"hold", "fill_random", "round_weights", "transpose", "gelu_forward", "gelu_backward"}
@@ -462,8 +462,7 @@ def test_classifier_with_one_row_on_chip_or_none(gpu, tmp_path_factory, config, 
 
 @pytest.mark.parametrize("V", (257, 8193, 16384, 17000, 24577))
 def test_classifier_of_few_parts(gpu, tmp_path_factory, monkeypatch, V):
-    """Rows of one to seven parts, of whose last some warps have no slice; the blocks of one multiprocessor take all
-    rows, in turns."""
+    """Rows of one to seven parts, the last one short; the blocks of one multiprocessor take all rows."""
     for precision in ("tf32", "bf16"):
         config = Config(1024, V, 1, 1, 64, padded(V))
         device = get_device(gpu, config, PRECISIONS[precision], tmp_path_factory)
@@ -549,8 +548,7 @@ def chunks_of(count, decay=0.0, decayed=0, at_random=0):
 @pytest.mark.parametrize("precision", ("tf32", "bf16", "bf16-float32-grads"))
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
 def test_add_gradients(gpu, tmp_path_factory, ranks, precision):
-    """Of three micro-batches of each rank, in the order of ranks, to the bit, of which global_norm and adamw_update add
-    the last themselves."""
+    """Three micro-batches in the order of ranks, to the bit; global_norm and adamw_update add the last."""
     config, precision = MODELS[1], PRECISIONS[precision]
     device = get_device(gpu, config, precision, tmp_path_factory)
     shares = Shares(train_gpt2.parameter_table(config), ranks)
@@ -658,8 +656,7 @@ def test_outliers_are_skipped(gpu, tmp_path_factory):
 
 
 def test_stochastic_rounding(gpu, tmp_path_factory):
-    """Each weight becomes one of its two neighbours in bfloat16; the mean over many is the weight; a seed repeats its
-    choices."""
+    """Each weight becomes one of its two neighbours, their mean is the weight; a seed repeats its choices."""
     device = get_device(gpu, MODELS[1], PRECISIONS["bf16"], tmp_path_factory)
     count = 8 * 20000
     numbers = np.full(count, 1.0 + 0.3 * 2.0**-7, np.float32)  # three tenths of the way from one neighbour to the next

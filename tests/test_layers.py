@@ -7,7 +7,7 @@ import pytest
 
 import llmc.threads
 import train_gpt2 as t
-from conftest import SMALL, random_params
+from conftest import SMALL, make_model, random_params
 from llmc.settings import Settings
 from llmc.tensors import decay_spans, table_elements
 from llmc.threads import BLOCK
@@ -35,9 +35,11 @@ def finite_difference(forward, x, dout, h=1e-5):
     return gradient
 
 
-def assert_gradient(name, got, forward, x, dout):
-    expected = finite_difference(forward, x, dout)
-    assert check_tensor(name, got, expected, 1e-9 + 16 * FLOAT32 * max(1.0, np.abs(expected).max()))
+def assert_gradients(forward, dout, **pairs):
+    """name=(gradient, what forward reads)."""
+    for name, (got, x) in pairs.items():
+        expected = finite_difference(forward, x, dout)
+        assert check_tensor(name, got, expected, 1e-9 + 16 * FLOAT32 * max(1.0, np.abs(expected).max()))
 
 
 def nan(*shape):
@@ -59,9 +61,7 @@ def test_layernorm(B, T, C, NH):
     start = normal(B, T, C, seed=4)
     dinp, dweight, dbias = start.copy(), nan(C), nan(C)
     t.layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T, C)
-    assert_gradient("dinp +=", dinp - start, forward, inp, dout)
-    assert_gradient("dweight", dweight, forward, weight, dout)
-    assert_gradient("dbias", dbias, forward, bias, dout)
+    assert_gradients(forward, dout, dinp=(dinp - start, inp), dweight=(dweight, weight), dbias=(dbias, bias))
 
 
 @pytest.mark.parametrize("bias", (True, False))
@@ -79,10 +79,8 @@ def test_matmul(B, T, C, NH, bias):
     assert check_tensor("out", forward(), inp @ weight.T + (b if bias else 0.0), 1e-12)
     dinp, dweight, dbias = nan(B, T, C), nan(OC, C), nan(OC) if bias else None
     t.matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC)
-    assert_gradient("dinp", dinp, forward, inp, dout)
-    assert_gradient("dweight", dweight, forward, weight, dout)
-    if bias:
-        assert_gradient("dbias", dbias, forward, b, dout)
+    of_bias = {"dbias": (dbias, b)} if bias else {}
+    assert_gradients(forward, dout, dinp=(dinp, inp), dweight=(dweight, weight), **of_bias)
 
 
 @pytest.mark.parametrize("B, T, C, NH", SHAPES)
@@ -98,7 +96,7 @@ def test_attention(B, T, C, NH):
     assert np.allclose(att.sum(-1), 1.0, atol=1e-6) and not np.triu(att, 1).any()
     dinp, dpreatt, datt = nan(B, T, 3 * C), nan(B, NH, T, T), nan(B, NH, T, T)
     t.attention_backward(dinp, dpreatt, datt, dout, inp, att, B, T, C, NH)
-    assert_gradient("dinp", dinp, forward, inp, dout)
+    assert_gradients(forward, dout, dinp=(dinp, inp))
 
 
 @pytest.mark.parametrize("N", (1, 7, 1000))
@@ -114,7 +112,7 @@ def test_gelu(N):
     assert check_tensor("out", forward(), expected, 1e-6)
     dinp = nan(N)
     t.gelu_backward(dinp, inp, dout, N)
-    assert_gradient("dinp", dinp, forward, inp, dout)
+    assert_gradients(forward, dout, dinp=(dinp, inp))
     t.gelu_backward(dout, inp, dout, N)  # in place, as the model calls it
     assert np.array_equal(dout, dinp)
 
@@ -148,7 +146,7 @@ def test_softmax_and_cross_entropy(B, T, V):
     forward()
     assert np.allclose(probs.sum(-1), 1.0, atol=1e-6)
     t.crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V)
-    assert_gradient("dlogits", dlogits, forward, logits, dlosses)
+    assert_gradients(forward, dlosses, dlogits=(dlogits, logits))
 
 
 @pytest.mark.parametrize("B, T, C, NH", SHAPES)
@@ -164,8 +162,7 @@ def test_encoder(B, T, C, NH):
     out, start = nan(B, T, C), normal(Vp, C, seed=4)
     dwte, dwpe = start.copy(), nan(maxT, C)
     t.encoder_backward(dwte, dwpe, dout, inp, B, T, C)
-    assert_gradient("dwte +=", dwte - start, forward, wte, dout)
-    assert_gradient("dwpe", dwpe, forward, wpe, dout)
+    assert_gradients(forward, dout, dwte=(dwte - start, wte), dwpe=(dwpe, wpe))
 
 
 def test_adamw_and_norm_follow_the_formulas():
@@ -211,8 +208,8 @@ class Float32Only(np.ndarray):
         return result.view(Float32Only) if isinstance(result, np.ndarray) and result.dtype == np.float32 else result
 
 
-def test_float32_stays_float32(small_model):
-    model = small_model
+def test_float32_stays_float32():
+    model = make_model(2, 8, 1)
     for tensors in (model.params, model.grads, model.m, model.v):
         tensors.buffer = tensors.buffer.view(Float32Only)
         for name in tensors.table:
@@ -236,12 +233,10 @@ def test_float32_stays_float32(small_model):
 def test_the_decoder_agrees_with_the_forward_pass(monkeypatch, parts, chunk):
     """Whatever the parts in which it sees the positions, and the chunks in which it computes them."""
     B, T, rng = 3, sum(parts), np.random.default_rng(1)
-    params, tokens = random_params(SMALL), rng.integers(0, SMALL.V, (B, T), dtype=np.int32)
-    model = t.GPT2(SMALL, params)
-    model.allocate_activations(B, T)
+    model, tokens = make_model(B, T), rng.integers(0, SMALL.V, (B, T), dtype=np.int32)
     model.forward(tokens, tokens)
     monkeypatch.setattr(t, "positions_at_once", lambda B, T: chunk)
-    decoder, position = t.Decoder(SMALL, params, B + 1, 16), 0
+    decoder, position = t.Decoder(SMALL, model.params, B + 1, 16), 0
     decoder.buffer.view(np.float32).fill(np.nan)
     decoder.cache.keys.fill(np.nan)
     decoder.cache.values.fill(np.nan)
@@ -290,14 +285,9 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
 
 def test_gradients_of_accumulated_batches_are_their_mean():
     batches = np.random.default_rng(0).integers(0, SMALL.V, (3, 2, 2, 8), dtype=np.int32)
-    whole = t.GPT2(SMALL, random_params(SMALL))
-    whole.allocate_activations(6, 8)
-    whole.allocate_training(6, 8)
+    whole, parts = make_model(6, 8, 1), make_model(2, 8, 3)
     whole.forward(*batches.swapaxes(0, 1).reshape(2, 6, 8))
     whole.backward()
-    parts = t.GPT2(SMALL, random_params(SMALL))
-    parts.allocate_activations(2, 8)
-    parts.allocate_training(2, 8, micro_steps=3)
     for micro_step, (x, y) in enumerate(batches):
         parts.forward(x, y)
         parts.backward(micro_step, 3)
@@ -308,11 +298,8 @@ def test_gradients_of_accumulated_batches_are_their_mean():
 
 
 def test_check_tensor_refuses_nan_shapes_and_one_bad_element(capsys):
-    good = np.zeros((2, 3))
-    assert check_tensor("same", good, good, 0.0)
-    bad = good.copy()
-    bad[1, 2] = 1e-3
-    assert not check_tensor("off", bad, good, 1e-4) and "[1,2]" in capsys.readouterr().out
-    bad[1, 2] = np.nan
-    assert not check_tensor("nan", bad, good, np.inf)
-    assert not check_tensor("shape", good, good.T, np.inf)
+    good, bad = np.zeros((2, 2, 3))
+    assert check_tensor("same", bad, good, 0.0) and not check_tensor("shape", good, good.T, np.inf)
+    for value, tolerance in ((1e-3, 1e-4), (np.nan, np.inf)):
+        bad[1, 2] = value
+        assert not check_tensor("off", bad, good, tolerance) and "[1,2]" in capsys.readouterr().out

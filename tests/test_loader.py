@@ -46,10 +46,6 @@ def firsts(loader, count):
     return [int(x[0, 0]) for x, _ in batches]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# in order
-
-
 @pytest.mark.parametrize("tokens, batches, shuffle", ((4096 + 1, 16, False), (4096, 15, True)))
 def test_an_epoch_does_not_wrap(workplace, tokens, batches, shuffle):
     """A batch of 256 tokens needs one more, the last target: -x 0 counts the batches that have it."""
@@ -111,10 +107,6 @@ def test_the_whole_set(tmp_path, tokens, rows):
     assert starts == list(range(0, 8 * len(rows), 8))
     mean = np.concatenate([inputs.ravel() for inputs, _ in batches]).mean()
     assert validate(lambda inputs, targets: float(inputs.mean()), loader, 99) == pytest.approx(mean)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# shuffled
 
 
 class LlmcOrder:
@@ -213,8 +205,7 @@ def test_ranks_share_the_batches_of_one(tmp_path, ranks, shuffle):
 
 
 def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
-    """Each position of two epochs, written to a state file and read from it, is followed by the next batch; the files
-    are llm.c's, byte for byte."""
+    """Each position of two epochs, through a state file, whose bytes are llm.c's, leads to the next batch."""
     counts = (5, 3, 4)
     paths, order = shards_of(tmp_path, counts), LlmcOrder(counts, seed)
     whole = firsts(DataLoader(paths, 200, 2, 4, True, seed=seed), 40)
@@ -231,10 +222,6 @@ def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
         assert firsts(other, 12) == whole[taken : taken + 12]
         assert firsts(loader, 1) == whole[taken : taken + 1]
         next(order)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# shuffled runs that go on
 
 
 @pytest.fixture
@@ -259,8 +246,7 @@ SHARDS = ("-i", "data/s_train_*.bin", "-l", 0.01)
 
 
 def test_a_shuffled_run_goes_on_anywhere(workplace, train):
-    """In the middle of shards, at their ends and at those of epochs, with two micro-steps an update: the losses that
-    follow, and the last state, are those of the run that was not stopped."""
+    """In the middle of shards, at their ends and at those of epochs, with two micro-steps an update."""
     counts = split_data()
     flags = (*SHARDS, "-x", 21, "-n", 1, "-d", 32)
     whole = losses(train(*flags, "-o", "run"))
@@ -298,8 +284,7 @@ def test_several_shards_are_shuffled_unless_told_otherwise(workplace, train):
 
 @pytest.mark.parametrize("step", (5, 14))
 def test_a_run_of_llm_c_s_goes_on(workplace, train, step):
-    """A state file as llm.c writes it after `step` updates of a shuffled run, whose loader has taken as many batches;
-    our own has the same header fields and the same bytes behind the moments."""
+    """From a state file as llm.c writes it after `step` updates; ours has the same header and trailer."""
     counts = split_data()
     flags = (*SHARDS, "-x", 16)
     whole = losses(train(*flags, "-o", "run", "-n", 1))
@@ -341,10 +326,6 @@ def test_a_shuffled_run_goes_on_with_its_own_flags(workplace, train):
     assert "resuming at step 3" in refused(*SHARDS).stdout
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# shards, opened one at a time
-
-
 def test_many_shards_take_two_descriptors(tmp_path):
     """One that is read, and one that is checked."""
     paths = shards_of(tmp_path, [1] * 200)
@@ -379,10 +360,6 @@ def test_more_tokens_than_32_bits_count(tmp_path, format, kept):
     loader.seek(Position(0, loader.batches_per_epoch - 1))
     inputs, targets = loader.next_batch()
     assert np.array_equal(np.append(inputs, targets[-1, -1]), np.arange(1, 10))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# files that are bad, or become so
 
 
 @pytest.mark.parametrize("fault, words", (("id", "token id 999"), ("cut", "ended early"), ("gone", "no such file")))

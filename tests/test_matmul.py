@@ -91,8 +91,7 @@ def test_long_chains(gpu, tmp_path_factory, monkeypatch, OC, library):
 @pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[1], 391), (MODELS[3], 1000)),
                          ids=("C768-291", "C64-1", "C64-391", "C240-1000"))
 def test_matmuls_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, precision, library):
-    """fc and its GELU; the gradient of what goes into fcproj, through GELU. GELU is that of the rounded result, the
-    same to the bit as by itself."""
+    """fc and its GELU, and the gradient into fcproj through GELU; GELU's bits are those of the layer alone."""
     matmul = get(gpu, tmp_path_factory, monkeypatch, precision, library, config)
     C, e, device = config.C, PRECISIONS[precision].dtype, matmul.device
     tolerance = TF32 if precision == "tf32" else SUMS

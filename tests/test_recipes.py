@@ -25,8 +25,7 @@ PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.pars
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A copy of the recipes in an empty project, which is the current directory; project(text) makes `python`.
-    nvidia-smi lists a GPU."""
+    """The recipes in an empty project, the current directory; project(text) makes `python`; a GPU is listed."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "bin").mkdir()
     (tmp_path / "data").mkdir()

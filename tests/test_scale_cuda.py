@@ -94,21 +94,16 @@ def test_a_rank_that_is_killed(heads):
     assert (heads / "run" / name).read_bytes() == (heads / "whole" / name).read_bytes()
 
 
-def test_over_sockets(heads):
-    """As on two machines: ranks that may only talk over sockets."""
-    sockets = dict(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-    for count, environment in ((1, {}), (2, sockets)):
-        train("--gpus", count, "-x", 5, "-s", 0, "-o", f"run{count}", *RUN, **environment)
-    assert results(heads / "run1") == results(heads / "run2")
-
-
-def test_torchrun(heads):
-    train("-x", 5, "-s", 0, "-o", "run1", *RUN)
+def test_sockets_and_torchrun(heads):
+    """As on two machines, ranks that may only talk over sockets; and torchrun itself."""
+    flags = ("-x", 5, "-s", 0, *RUN, "-o")
+    train(*flags, "run1")
+    train("--gpus", 2, *flags, "run2", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-               ROOT / "train_gpt2_cuda.py", *map(str, ("-x", 5, "-s", 0, "-o", "run2", *RUN))]
+               ROOT / "train_gpt2_cuda.py", *map(str, flags), "run3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert results(heads / "run1") == results(heads / "run2")
+    assert results(heads / "run1") == results(heads / "run2") == results(heads / "run3")
 
 
 def test_what_cannot_be(heads):

@@ -5,6 +5,7 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
+import itertools
 import os
 import pty
 import random
@@ -14,7 +15,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 
 import numpy as np
@@ -25,7 +25,7 @@ import llmc.logger
 import llmc.gpu.lines
 import llmc.progress
 import train_gpt2
-from conftest import GPT2_124M, ROOT, SMALL, assert_one_line_error, random_params, remove_after
+from conftest import GPT2_124M, ROOT, SMALL, assert_one_line_error, make_model, random_params, remove_after
 from llmc.checkpoint import owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.resume import checkpoint_paths, newest_checkpoint, stopped
@@ -58,13 +58,8 @@ def assert_same_files(one, other, step):
             assert f.read() == g.read(), name
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# output
-
-
 def test_llm_c_s_lines(workplace, run_here):
-    """With --lines llmc, to the byte: 41 updates, validation at 0, 10, 20, 30, 40, samples at 20 and 40, after
-    validation and before the update."""
+    """With --lines llmc, to the byte: samples come after validation and before the update."""
     large = Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
     write_model("gpt2_124M.bin", large, random_params(large))
     output = run_here(train_gpt2, "--lines", "llmc").stdout
@@ -144,9 +139,7 @@ def test_verbose(workplace, train):
 
 def test_the_memory_plan_is_what_the_model_allocates():
     settings = Settings(B=2, T=8, total_batch_size=32)
-    model = GPT2(SMALL, random_params(SMALL))
-    model.allocate_activations(2, 8)
-    model.allocate_training(2, 8, settings.micro_steps)
+    model = make_model(2, 8, settings.micro_steps)
     decoder = train_gpt2.Decoder(SMALL, model.params, 1, 8)
     plan = {what: size for size, what in train_gpt2.memory_plan(SMALL, settings)}
     tensors = (model.params, model.grads, model.micro_grads, model.m, model.v, model.scratch, decoder.cache)
@@ -213,9 +206,7 @@ def test_a_sample_is_drawn_with_llm_c_s_stream(workplace, train):
     """As from forward passes over the whole context; it may be longer than T, whose window then moves on by half."""
     output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0, "--tokenizer", "none.bin")
     got = [int(word) for word in output.split("---")[1].split()]
-    model = GPT2(SMALL, random_params(SMALL))
-    model.allocate_activations(1, 5)
-    tokens, begin, stream = [256], 0, Random()
+    model, tokens, begin, stream = make_model(1, 5), [256], 0, Random()
     for t in range(1, 40):
         begin = t - 2 if t - begin > 5 else begin
         context = np.array([tokens[begin:]], np.int32)
@@ -227,8 +218,7 @@ def test_a_sample_is_drawn_with_llm_c_s_stream(workplace, train):
 
 def test_validation_is_the_mean_of_the_first_batches(workplace, train):
     output = train("-x", 1, "-v", 1, "-m", 3, "-s", 0)
-    model, loader = GPT2(SMALL, random_params(SMALL)), DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 8)
-    model.allocate_activations(2, 8)
+    model, loader = make_model(2, 8), DataLoader(["data/tiny_shakespeare_val.bin"], SMALL.V, 2, 8)
     want = np.mean([model.forward(*loader.next_batch()) for _ in range(3)])
     assert float(re.search(r"val loss (\S+)", output)[1]) == pytest.approx(want, abs=1e-6)
     assert "val loss" in train("-x", 1, "-v", 1, "-m", 1000, "-s", 0), "more batches than there are means all there are"
@@ -306,14 +296,6 @@ def test_plots(workplace, run_here):
     assert_one_line_error(run_here(plot_log, "bad.log", check=False), "bad.log:2", "hello")
 
 
-def test_two_runs_are_bit_equal(workplace, train):
-    flags = ("-x", 6, "-v", 3, "-s", 3, "--grad_clip", 1)
-    assert losses_and_samples(train(*flags)) == losses_and_samples(train(*flags))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# resuming
-
 RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 32)
 
 
@@ -333,8 +315,7 @@ def test_resumed_run_is_bit_equal(workplace, order, train):
 
 @pytest.mark.parametrize("every", (0, 2))
 def test_a_run_ends_with_a_saved_model(workplace, train, every):
-    """Also where none is due; the vocabulary is beside it; and a longer run goes on from there as if it had not
-    ended."""
+    """Also where none is due, with its vocabulary; a longer run continues as if it had not ended."""
     flags = ("-v", 0, "-s", 2, "-l", 0.01, "-n", every, "-o")
     whole = losses_and_samples(train(*flags, "whole", "-x", 8))
     train(*flags, "parts", "-x", 5)
@@ -406,19 +387,21 @@ def test_a_signal_saves_and_says_how_to_resume(workplace, number, run_here):
     assert f"resuming at step {int(step) + 1}" in resumed and f"step {int(step) + 2}: train loss" in resumed
 
 
-@pytest.mark.parametrize("flags", (("-s", 3, "-g", 10**6), ("-v", 3, "-m", 10**6)))
-def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, flags):
+@pytest.mark.parametrize("of, name, flags", ((train_gpt2.Decoder, "logits", ("-s", 3, "-g", 10**6)),
+                                             (GPT2, "forward", ("-v", 3, "-m", 10**6))))
+def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, monkeypatch, of, name, flags):
     """Both end at once, and are done again by the resumed run, with the same random numbers."""
+    calls, real = itertools.count(), getattr(of, name)
+
+    def interrupted(*arguments):
+        if next(calls) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
     write_tokens("data/tiny_shakespeare_val.bin", [np.zeros(2 * 10**6, np.int32)], 2 * 10**6)
-
-    def interrupt():  # once the run has begun
-        while not (workplace / "run" / "main.csv").exists():
-            time.sleep(0.01)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "run", *flags, check=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(of, name, interrupted)
+        done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "run", *flags, check=False)
     assert done.returncode == 130
     if flags[0] == "-v":  # which is due before the first step, too
         assert "before the first step" in done.stderr and newest_checkpoint("run") is None
@@ -471,8 +454,7 @@ def test_another_number_of_tokens_in_an_update_is_said(workplace, run_here):
 
 
 def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace, train):
-    """kill -9, three times, mostly while a checkpoint is being written; the run then ends as if nothing had
-    happened."""
+    """kill -9, mostly while a checkpoint is written; the run then ends as if nothing had happened."""
     moments, progress = random.Random(5), []
     for _ in range(3):
         steps = moments.randint(2, 4)
@@ -495,10 +477,6 @@ def test_kill_at_random_moments_leaves_a_usable_checkpoint(workplace, train):
     for name, resume in (("killed", 1), ("whole", 0)):
         train("-x", last, "-v", 0, "-s", 0, "-n", last, "-o", name, "-y", resume)
     assert_same_files("killed", "whole", last)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# settings, schedules, data
 
 
 def test_schedules():

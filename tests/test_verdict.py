@@ -2,6 +2,7 @@
 row says where."""
 
 import functools
+import itertools
 import re
 import shutil
 
@@ -46,29 +47,27 @@ def make(settings=SMOOTH):
 # faults: each takes the right function and gives a wrong one. `call` counts the calls of a run.
 
 
-def after(change):
-    """The right function, and then change(call, its arguments by name)."""
+def around(change_arguments, change_results):
     def plant(right):
-        names, call = right.__code__.co_varnames[: right.__code__.co_argcount], iter(range(10**9))
+        names, calls = right.__code__.co_varnames[: right.__code__.co_argcount], itertools.count()
 
         def wrong(*arguments):
-            right(*arguments)
-            change(next(call), dict(zip(names, arguments)))
+            call, by_name = next(calls), dict(zip(names, arguments))
+            by_name.update(change_arguments(call, by_name))
+            right(*by_name.values())
+            change_results(call, by_name)
         return wrong
     return plant
+
+
+def after(change):
+    """The right function, and then change(call, its arguments by name)."""
+    return around(lambda call, a: {}, change)
 
 
 def before(change):
     """The right function, with arguments that change(call, arguments by name) makes of them."""
-    def plant(right):
-        names, call = right.__code__.co_varnames[: right.__code__.co_argcount], iter(range(10**9))
-
-        def wrong(*arguments):
-            by_name = dict(zip(names, arguments))
-            by_name.update(change(next(call), by_name))
-            right(*by_name.values())
-        return wrong
-    return plant
+    return around(change, lambda call, a: None)
 
 
 def scaled(name, factor, only=None):
@@ -241,9 +240,6 @@ def test_a_fault_in_adamw_is_red(fault, monkeypatch, capsys):
     monkeypatch.setattr(t, "adamw_update", before(lambda call, a: ADAMW_FAULTS[fault](a))(t.adamw_update))
     assert not judge_adamw(make(ADAMW_CHECK)) and re.match("adamw [mvp] ", capsys.readouterr().out)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# in kernels
 
 GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
 

@@ -1,6 +1,7 @@
 """Several GPUs, on none: shares of the parameters; ranks are processes that train on fake GPUs, whose update kernels
 are NumPy's; their checkpoints go on with another number of ranks."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import fake_gpus
+import llmc.resume
 import timeline
 import train_gpt2
 import train_gpt2_cuda as cuda
@@ -36,16 +38,13 @@ TABLES = {
     "odd": {"a": Row((7,)), "b": Row((3, 5, 11), stacked=True, decays=True), "c": Row((3, 1), stacked=True)},
 }
 
-# ----------------------------------------------------------------------------------------------------------------------
-# shares
-
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_element_has_one_owner(table):
     """For any number of ranks; and each is in one chunk of its owner's, with its place in the share's buffers, and one
     for each rank's gradient among those that arrive, on all ranks from the same place on."""
     alone = Shares(TABLES[table], 1, 0.1)
-    for ranks in range(1, 17):
+    for ranks in (1, 2, 3, 4, 5, 7, 8, 11, 16):
         shares = Shares(TABLES[table], ranks, 0.1)
         owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
         for rank in range(ranks):
@@ -79,8 +78,7 @@ def test_every_element_has_one_owner(table):
 
 
 def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
-    """Also those of the first messages, which connect the ranks and take memory for it; and a library that is too old.
-    """
+    """Also those of the first messages, which connect the ranks; and a library that is too old."""
     class NcclError(Exception):
         pass
 
@@ -113,27 +111,25 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
         Nccl(ranks)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# states of several ranks
-
-
 def owned_share(shares, rank, m, v, exact=None):
     return OwnedShare(shares.table, m, v, exact, shares, rank)
 
 
-def write_states(path, ranks, table, rng, exact=True, ours=True):
+def write_states(path, ranks, table, rng, ours=True):
     """Random states; returns m, v and float32 weights, whole."""
     shares = Shares(table, ranks, llmc=not ours)
-    whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(2 + exact)]
+    whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(3)]
     for rank in range(ranks):
         owned = owned_share(shares, rank, *(shares.take(array, rank) for array in whole))
         write_optimizer_state(rank_path(path, rank), owned,
                               Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0)))
-        if not ours:  # which is of version 1
-            with open(rank_path(path, rank), "r+b") as f:
-                f.seek(4)
-                f.write(np.int32(1).tobytes())
+        if not ours:
+            say_version_1(rank_path(path, rank))
     return whole
+
+
+def say_version_1(path):
+    np.memmap(path, "<i4", "r+", shape=2)[1] = 1
 
 
 @pytest.mark.parametrize("table", ("small", "odd"))
@@ -156,26 +152,25 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
 def test_ours_of_version_1_has_other_shares(tmp_path):
     path, shares = str(tmp_path / "state_00000003_00000.bin"), Shares(TABLES["small"], 1)
     write_states(path, 2, TABLES["small"], np.random.default_rng(0))
-    with open(path, "r+b") as f:
-        f.seek(4)
-        f.write(np.int32(1).tobytes())
+    say_version_1(path)
     with pytest.raises(UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
         read_optimizer_state(path, owned_share(shares, 0, *np.zeros((2, shares.size), np.float32)))
 
 
-def test_llm_c_s_ranks_without_zero_have_all(tmp_path):
-    path, m, v = tmp_path / "state_00000003_00000.bin", *(random_params(SMALL_HEADS, seed) for seed in (1, 2))
-    flat(v)[:] **= 2
-    header = make_header(OPTIMIZER_MAGIC, 1, 4, 0, 0)
+@pytest.mark.parametrize("ranks, exact", ((4, 0), (1, 1)))
+def test_llm_c_s_ranks_without_zero_have_all(tmp_path, ranks, exact):
+    """Also the float32 weights of a run in bfloat16."""
+    path, parts = tmp_path / "state_00000003_00000.bin", [random_params(SMALL_HEADS, seed) for seed in range(2 + exact)]
+    flat(parts[1])[:] **= 2
+    header = make_header(OPTIMIZER_MAGIC, 1, ranks, 0, exact)
     header[20] = 1337
-    path.write_bytes(header.tobytes() + flat(m).tobytes() + flat(v).tobytes())
-    read = allocate(m.table), allocate(m.table)
-    read_optimizer_state(str(path), owned_by_one(*read))
-    assert np.array_equal(flat(read[0]), flat(m)) and np.array_equal(flat(read[1]), flat(v))
+    path.write_bytes(header.tobytes() + b"".join(flat(part).tobytes() for part in parts))
+    read = [allocate(parts[0].table) for _ in parts]
+    assert read_optimizer_state(str(path), owned_by_one(*read))[1] == exact
+    assert all(np.array_equal(flat(got), flat(part)) for got, part in zip(read, parts))
 
 
-@pytest.mark.parametrize("damage", ("missing", "short", "of another step", "of another rank",
-                                    "of another model"))
+@pytest.mark.parametrize("damage", ("missing", "short", "of another step", "of another rank", "of another model"))
 def test_a_damaged_state_of_a_rank(tmp_path, damage):
     """Nothing is filled; where it is missing, the checkpoint before is taken."""
     settings = SimpleNamespace(output_dir=str(tmp_path), resume=1, steps=0)
@@ -217,19 +212,15 @@ def test_old_states_of_all_ranks_are_deleted(tmp_path):
     assert len(names := os.listdir(tmp_path)) == 4 and all("00000002" in name for name in names)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the program, in processes
-
 RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc",
        "--graph", 0, "-o")
 MANY = ("-x", 100000, "-b", 2, "-t", 8, "-d", 64, "-v", 0, "-s", 0, "-n", 1, "-nk", 3, "--graph", 0, "-o", "run")
 
 
 @pytest.fixture
-def start(workplace, free_port):
-    """start(ranks, flag, ...): processes of train_gpt2_cuda.py with a model that fits its kernels."""
-    write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    return lambda size, *flags: fork_ranks(fake_gpus.main, size, free_port, flags=flags)
+def start(heads):
+    """start(ranks, flag, ...): processes of train_gpt2_cuda.py."""
+    return lambda size, *flags: fork_ranks(fake_gpus.main, size, flags=flags)
 
 
 def results(directory):
@@ -240,19 +231,19 @@ def results(directory):
     return files, [array.tobytes() for array in (owned.m, owned.v, owned.exact)]
 
 
-@pytest.mark.parametrize("first, second, flags", (
-    (1, 2, ("--dtype", "bfloat16", "--grad_clip", 1)), (4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1)),
-    (2, 1, ("--dtype", "bfloat16", "--float32_grads", 1, "-w", 0))), ids=str)
-def test_the_same_bits_on_any_number_of_gpus(workplace, start, first, second, flags):
-    """Of 1, 2 and 4 ranks, all that is printed but the times, and all that is saved; also beyond a checkpoint of
-    another number."""
+@pytest.mark.parametrize("sizes, first, second, flags", (
+    ((1, 2), 1, 2, ("--dtype", "bfloat16", "--grad_clip", 1)),
+    ((1, 2, 4), 4, 2, ("--dtype", "float32", "--grad_clip", 0.5, "-c", 0.1)),
+    ((1, 2), 2, 1, ("--dtype", "bfloat16", "--float32_grads", 1, "-w", 0))), ids=str)
+def test_the_same_bits_on_any_number_of_gpus(workplace, start, sizes, first, second, flags):
+    """All that is printed but the times, and all that is saved; also beyond another number's checkpoint."""
     printed, found = {}, {}
-    for size in (1, 2, 4):
+    for size in sizes:
         statuses, out, err = end_ranks(start(size, "-x", 5, "-n", 3, *RUN, f"run{size}", *flags))
         assert statuses == [0] * size and err == "" and "nan" not in out
         printed[size] = re.findall("^(val loss .*|step .*loss [0-9.]+|generating:|[0-9 ]{8,})", out, re.MULTILINE)
         found[size] = results(workplace / f"run{size}")
-    assert len(printed[1]) > 10 and printed[1] == printed[2] == printed[4] and found[1] == found[2] == found[4]
+        assert printed[size] == printed[1] and found[size] == found[1] and len(printed[1]) > 10
     remove_after(f"run{first}", 3)
     assert end_ranks(start(second, "-x", 5, *RUN, f"run{first}", *flags, "-y", 1))[0] == [0] * second
     (_, *models), state = results(workplace / f"run{first}")
@@ -283,7 +274,7 @@ def test_a_rank_that_dies(workplace, start, killed=0):
         assert ranks[0].exitcode is None
     time.sleep(0.1)
     ranks[killed].kill()
-    statuses, _, err = end_ranks(ranks, 10)
+    statuses, _, err = end_ranks(ranks)
     assert statuses == [-9 if rank == killed else 1 for rank in range(2)] and "Traceback" not in err
     step = newest_checkpoint("run")
     for size, *flags in ((1, "-o", "whole"), (2, "-y", 1)):
@@ -291,6 +282,26 @@ def test_a_rank_that_dies(workplace, start, killed=0):
         assert statuses == [0] * size, err
     name = f"model_{step + 2:08d}.bin"
     assert (workplace / "run" / name).read_bytes() == (workplace / "whole" / name).read_bytes()
+
+
+def die_after_step_2():
+    """The program, whose rank 0 is killed as soon as the checkpoint of step 2 is complete."""
+    real = llmc.resume.replacing
+
+    @contextlib.contextmanager
+    def replacing(path):
+        with real(path) as f:
+            yield f
+        if os.path.basename(path) == "DONE_00000002":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    llmc.resume.replacing = replacing
+    fake_gpus.main()
+
+
+def test_a_rank_that_dies_once_a_checkpoint_is_complete(start):
+    assert end_ranks(fork_ranks(die_after_step_2, 2, flags=MANY))[0] == [-9, 1] and newest_checkpoint("run") == 2
+    assert end_ranks(start(2, *MANY, "-x", 3, "-y", 1))[0] == [0, 0]
 
 
 def test_a_signal_stops_all_at_one_step(start, number=signal.SIGTERM):
@@ -308,7 +319,7 @@ def test_a_signal_stops_all_at_one_step(start, number=signal.SIGTERM):
 
 @pytest.mark.parametrize("size, flags, words", (
     (3, ("-b", 2, "-t", 8, "-d", 32), "-d/--total_batch_size 32: expected a multiple of B*T*GPUs = 2 * 8 * 3 = 48"),
-    (2, ("-b", 2, "-t", 8, "-e", "none.bin"), "none.bin: no such file"), (2, ("-b", 0), "-b/--batch_size 0"),
+    (2, ("-b", 2, "-t", 8, "-e", "none.bin"), "none.bin: no such file"),
     (2, ("--gpus", 4), "--gpus 4: a launcher has started 2 ranks"),
     (5, ("-b", 2, "-t", 8), "5 processes or more on this machine, which has 4 GPUs")))
 def test_an_error_is_one_line(start, size, flags, words):
