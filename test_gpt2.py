@@ -44,11 +44,11 @@ except ImportError:
 
 import train_gpt2
 import train_gpt2_cuda as cuda
-from dev.rounding import FLOAT32, ROUNDOFFS, NoisyGPT2
+from dev.rounding import FLOAT32, ROUNDOFFS, NoisyGPT2, check_tensor
 from export_weights import (ADAMW, VOCABULARIES, collect_gradients, make_debug_state, overfit, to_reference,
                             torch_errors_as_lines)
 from llmc.checkpoint import read_model, write_model
-from llmc.debugstate import check_tensor, read_debug_state, write_debug_state
+from llmc.debugstate import read_debug_state, write_debug_state
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, to_float32
 from llmc.errors import UserError, run_main
 from llmc.files import chunks

@@ -27,9 +27,9 @@ from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
-from llmc.debugstate import check_tensor
 from profile_gpu import array_of, label, open_model, open_trainer
 from train_gpt2_cuda import GPT2, JOB, CudaSettings, activation_table, nearest_power_of_2
+from rounding import check_tensor
 
 # The largest error allowed in a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4
 # through all layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.

@@ -28,9 +28,9 @@ from llmc.outliers import RECENT, z_score
 from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32
 from llmc.gpu.trainer import STATIC_SHARED, Trainer, adamw_update, add_gradients, global_norm, open_device
-from llmc.debugstate import check_tensor
 from llmc.gpu.shares import CHUNK, CHUNKS, Shares
 from train_gpt2 import Config
+from rounding import check_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU

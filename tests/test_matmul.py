@@ -5,12 +5,12 @@ import pytest
 
 import train_gpt2
 import train_gpt2_cuda as cuda
-from llmc.debugstate import check_tensor
 from llmc.gpu.device import to_float32
 from llmc.gpu.geometry import blocks, hopper_matmul
 from llmc.gpu.matmul import Linear
 from llmc.gpu.precision import Precision
 from llmc.gpu.trainer import open_device
+from rounding import check_tensor
 from test_kernels import (BF16, MODELS, PRECISIONS, SUMS, TF32, assert_close, get_matmul, on_gpu, random, unwritten,
                           wide)
 

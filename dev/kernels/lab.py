@@ -25,7 +25,6 @@ import torch
 import llmc.gpu.device
 import train_gpt2
 import train_gpt2_cuda as cuda
-from llmc.debugstate import check_tensor
 from llmc.errors import UserError
 from llmc.gpu.compiler import KERNEL_DIRECTORY, Cache, KernelFile
 from llmc.gpu.device import Device
@@ -35,6 +34,7 @@ from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32, Row
 from profile_gpu import open_device, size_of
 from train_gpt2 import Config
+from rounding import check_tensor
 
 FILES = sorted(glob.glob(os.path.join(HERE, "*.cu")))
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes
