@@ -33,7 +33,7 @@ from generate import load_vocabulary
 from llmc import models
 from llmc.dataloader import find_files, names_shards, open_tokens
 from llmc.errors import UserError, run_main
-from llmc.evaluation import HELLASWAG, check_fits, count_correct, read_examples
+from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table, progress_bar
 

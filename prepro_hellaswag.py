@@ -17,7 +17,7 @@ import os
 import numpy as np
 
 from llmc.errors import UserError, run_main
-from llmc.evaluation import BEGIN, ENDINGS, HELLASWAG, Example
+from llmc.hellaswag import BEGIN, ENDINGS, HELLASWAG, Example
 from llmc.files import EXAMPLES_MAGIC, make_directory, make_header, replacing
 from prepro import check_not_written_over, download, encode, load_encoding, read_input
 
@@ -42,7 +42,7 @@ def parse_line(where, line, encoding):
 
 
 def write_examples(path, examples):
-    """Write a list of Examples in the format of llmc/evaluation.py; raises UserError for what it cannot hold."""
+    """Write a list of Examples in the format of llmc/hellaswag.py; raises UserError for what it cannot hold."""
     if not 0 < len(examples) <= MOST:
         raise UserError(f"{path}: {len(examples)} examples, expected 1 to {MOST}")
     records = []

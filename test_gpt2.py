@@ -405,7 +405,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
     T, (config, params), gpu = 1024, random_model("d12", VOCABULARIES["gpt2"]), open_gpu()
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
     precision = Precision(dtype)
-    (device, matmuls), results = open_device(cuda.GPT2, gpu, config, precision, matmul), []
+    (device, matmuls), results = open_device(gpu, config, precision, matmul), []
     for rows in (B, 1):
         gc.collect()
         cp.get_default_memory_pool().free_all_blocks()  # from the previous model

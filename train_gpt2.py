@@ -18,7 +18,7 @@ their indices; N is a number of rows or of elements. `dx` is the gradient of the
 a tensor's shape where it first appears.
 
 Layers are functions: outputs first, then saved statistics, inputs, weights, sizes. Each says which outputs it writes
-(=) and which it adds to (+=). The CUDA kernel of that name has the same arguments: the function is its specification.
+(=) and which it adds to (+=). Its CUDA kernel has the same name and arguments: the function is the specification.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -119,14 +119,14 @@ def random_model(name, V, seed=42, maxT=1024):
     config = Config(maxT, V, L, NH, C, padded(V))
     params = allocate(parameter_table(config))
 
-    def block(start, stop):
+    def draw(tensor, number, std, start, stop):
         np.random.default_rng((seed, number, start)).standard_normal(out=tensor[start:stop], dtype=np.float32)
         tensor[start:stop] *= std
 
     for number, (name, tensor) in enumerate(zip(params.table, unpadded(params, V))):
         if params.table[name].decays:  # the matrices
             std = np.float32(0.02 / math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 0.02)
-            parallel_blocks(block, tensor.size)
+            parallel_blocks(functools.partial(draw, tensor, number, std), tensor.size)
         else:
             tensor.fill(1.0 if params.table[name].ones else 0.0)
     return config, params
@@ -710,7 +710,7 @@ def main():
     settings = parse_settings(Settings, "Train GPT-2 on the CPU, in NumPy.")
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_loss stops at a loss that is not finite
     with locked(settings.output_dir), Loop(settings, GPT2) as loop:
-        loop.print_header(f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32")
+        loop.console.header(f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32", peak=None)
         loop.console.memory(memory_plan(loop.config, settings))
         model = GPT2(loop.config, loop.params)
         model.allocate_activations(settings.B, settings.T)

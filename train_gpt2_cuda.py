@@ -42,7 +42,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import locked
 from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import describe_gpu, open_gpu
-from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, THREADS, WARP, blocks, pack
+from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, BLOCK_THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
 from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, resolve_dtype
@@ -327,7 +327,7 @@ def launch_attention(device, name, arguments, reads, write, B, T, C, NH):
 
 def gelu_forward(device, out, inp, N, C):
     """out (N,C) = GELU(inp)."""
-    device.launch("gelu_forward", (blocks(N * C, THREADS * pack(out)),), (THREADS,), out, inp, N)
+    device.launch("gelu_forward", (blocks(N * C, BLOCK_THREADS * pack(out)),), (BLOCK_THREADS,), out, inp, N)
 
 
 def gelu_backward(device, dinp, partials, out, inp, dout, N, C):
@@ -665,7 +665,7 @@ def run(settings, ranks):
         loading, settings = time.perf_counter() - loading, loop.settings
         check_alike(ranks, gpu, settings, loop.config, loop.params, loop.train_loader, loop.val_loader)
         peak = peak_rate(gpu, ranks.size, settings, loop.config, loop.parameters)
-        loop.print_header(f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}", peak)
+        loop.console.header(f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}", peak)
         trainer = open_trainer(GPT2, gpu, loop.config, loop.params, settings, ranks)
         loop.console.memory(trainer.plan)
         loop.start(trainer, TrainerSaver(trainer))

@@ -459,7 +459,7 @@ def bench_matmul(args):
 
     gpu, config = open_gpu(), config_of(args.model)
     precision = resolve_auto(CudaSettings(), gpu.arch).precision
-    device, matmul = open_device(GPT2_ON_GPU, gpu, config, precision, "auto")
+    device, matmul = open_device(gpu, config, precision, "auto")
     print(f"{args.model}, T={T}, {precision.dtype}; {describe(matmul)}\n")
     print("| matmul | rows x columns x inner dimension | ours, us | cuBLASLt, us |\n|---|---|---|---|")
     C = config.C

@@ -15,7 +15,7 @@
 // eps, as in train_gpt2.py. Whatever changes from step to step is in the GPU's memory, so that one captured CUDA graph
 // serves every step.
 //
-// The parameters are cut into chunks (llmc/gpu/zero.py). A rank owns some of them (on one GPU, all), and stores their
+// The parameters are cut into chunks (llmc/gpu/shares.py). A rank owns some of them (on one GPU, all), and stores their
 // master, m, v and gradient sums, one chunk after the other. The gradients of an update are those of the last
 // micro-batch of each rank and, with several micro-batches, the sums of the earlier ones; global_norm and adamw_update
 // add them as they read.
@@ -50,7 +50,7 @@ struct Recent {  // RECENT of llmc/outliers.py
     float values[WINDOW];  // value n is at n % WINDOW
 };
 
-struct Chunk {       // CHUNKS of llmc/gpu/zero.py
+struct Chunk {       // CHUNKS of llmc/gpu/shares.py
     int64 local;     // offset in the buffers of the rank that owns it
     int64 flat;      // offset in the buffers of all parameters
     int64 received;  // offset of the first rank's gradients

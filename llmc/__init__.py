@@ -9,15 +9,15 @@
     resume      a run's checkpoints: saving one, resuming from one
     dataloader, shuffle   token files, and the order in which they are read
     logger, progress   main.log and main.csv; what a run prints: header, step lines, a progress bar on a terminal
-    evaluation, tokenizer, sampler, schedulers
+    hellaswag, tokenizer, sampler, schedulers
     outliers    which updates to skip
     threads     OpenBLAS's settings, and threads for what NumPy does on one core
     errors      one line and an exit status for every error that a user can cause; Ctrl-C and SIGTERM
     alone       a run of a single process, where a run on several GPUs has ranks
     gpu/        what only a run on GPUs uses
 
-No file here knows a forward or backward pass. An architecture, where a function has it as an argument, is the class of
-a page, with MAGIC, Config, parameter_table and random_model.
+No file here knows a forward or backward pass: those are on the pages, train_gpt2.py and train_gpt2_cuda.py. An
+architecture, where a function has it as an argument, is a page's class GPT2.
 """
 
 from llmc.threads import configure_openblas

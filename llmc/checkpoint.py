@@ -4,9 +4,9 @@ Model, in llm.c's format: header [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, then 
     Version 1: float32, V rows in the vocabulary's tensors. Version 3: float32, Vp rows. Version 5: bfloat16, Vp rows.
 Optimizer state, in llm.c's format, one file per rank: header [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1
     [10] step, u64 at [20] sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread,
-    [43] 1 if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (zero.py) of m, v, and any
-    master weights, float32; then, for shuffled data, its order (shuffle.py). Version 2: from several ranks of this
-    project, which divides the parameters differently from llm.c.
+    [43] 1 if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (gpu/shares.py) of m, v,
+    and any master weights, float32; then, for shuffled data, its order (shuffle.py). Version 2: from several ranks of
+    this project, which divides the parameters differently from llm.c.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ import re
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
+from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
                         read_into, replacing)
 from llmc.shuffle import SEED, first_position, samples_from
 
@@ -68,8 +68,8 @@ class TokenFile:
     def check(self, count):
         """Check the first `count` tokens, or all if there are fewer."""
         with self.open() as f:
-            for start in range(0, min(count, self.size), CHUNK):
-                self.read(f, start, min(CHUNK, self.size - start))
+            for start in range(0, min(count, self.size), FILE_CHUNK):
+                self.read(f, start, min(FILE_CHUNK, self.size - start))
 
 
 def check_ids(path, tokens, V):

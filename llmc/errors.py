@@ -1,5 +1,7 @@
 """Errors and interruptions: an error that a user can cause is one line on stderr and an exit status, no traceback."""
 
+import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -27,8 +29,8 @@ def run_main(main):
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # `... | head`: nobody reads what is still buffered
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `... | head`
+        discard_stdout()
         status = 1
     except (UserError, MemoryError, OSError, KeyboardInterrupt) as error:
         text, status = describe(error)
@@ -47,6 +49,11 @@ def describe(error):
     return f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", 1
 
 
+def discard_stdout():
+    """Nobody reads it any more, nor what is still buffered."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Interrupted(Exception):
     """A signal has come: raised between the batches of a validation, or the tokens of a sample."""
 
@@ -62,17 +69,28 @@ class Interruption:
                 signal.signal(number, self.remember)
 
     def remember(self, number, frame=None):
-        if self.received and signal.SIGINT in (number, self.received):  # torchrun passes on Ctrl-C as SIGTERM, too
+        passed_on = number == signal.SIGTERM and self.ranks.size > 1  # torchrun's way with a second Ctrl-C
+        if self.received and number == signal.SIGINT or self.received == signal.SIGINT and passed_on:
             raise KeyboardInterrupt
-        if self.ranks.is_first and not self.received:
-            os.write(2, b"\nfinishing this step; Ctrl-C once more to stop at once\n")  # print may be interrupted itself
-        self.received = number
+        is_new, self.received = self.received is None, self.received or number
+        if is_new and self.ranks.is_first:
+            with contextlib.suppress(OSError):  # the terminal is closed
+                os.write(2, b"\nfinishing this step; Ctrl-C once more to stop at once\n")  # print is not reentrant
+
+    @contextlib.contextmanager
+    def output(self):
+        """Context manager for what prints: a closed terminal, or a dead `| tee`, counts as SIGHUP."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            discard_stdout()
+            self.received = self.received or signal.SIGHUP
 
     def agreed(self):
         """Return the signal to stop on, None while there is none: the same on all ranks, which must all call this."""
         self.signal = self.ranks.largest(self.received)
-        if self.signal and not self.received:
-            self.remember(self.signal)
         return self.signal
 
     def check(self):

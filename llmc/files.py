@@ -53,7 +53,8 @@ def replacing(path):
             os.fsync(f.fileno())
             os.replace(f.name, target)
         except BaseException:
-            os.unlink(f.name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f.name)
             raise
 
 
@@ -111,7 +112,7 @@ def file_crc(path):
     """CRC-32 of a file's bytes."""
     crc = 0
     with open(path, "rb") as f:
-        while piece := f.read(4 * CHUNK):
+        while piece := f.read(4 * FILE_CHUNK):
             crc = zlib.crc32(piece, crc)
     return crc
 
@@ -130,9 +131,9 @@ def read_into(f, array):
         raise UserError(f"{f.name}: ended early: did another program write to it just now?")
 
 
-CHUNK = 1 << 20  # elements that file readers and writers hold at a time
+FILE_CHUNK = 1 << 20  # elements that file readers and writers hold at a time
 
 
 def chunks(array):
-    """Yield a flat array in consecutive pieces of at most CHUNK elements."""
-    return (array[i : i + CHUNK] for i in range(0, array.size, CHUNK))
+    """Yield a flat array in consecutive pieces of at most FILE_CHUNK elements."""
+    return (array[i : i + FILE_CHUNK] for i in range(0, array.size, FILE_CHUNK))

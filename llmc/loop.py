@@ -1,7 +1,7 @@
 """What a run does around its updates: read its model and data, validate, sample, log, save, resume, stop on a signal.
 
-Nothing here knows an architecture, or tells NumPy's trainer from CuPy's. A page gives the class of its model, then a
-model with forward, losses and decoder, and a Saver; the updates themselves stand on the page.
+Nothing here knows an architecture, or tells NumPy's trainer from CuPy's. A page (train_gpt2.py, train_gpt2_cuda.py)
+gives the class of its model, then a model with forward, losses and decoder, and a Saver; its updates are its own.
 """
 
 import dataclasses
@@ -38,16 +38,8 @@ class Update(NamedTuple):
 
 
 class Loop:
-    """A run, as a page uses it:
-
-        with Loop(settings, GPT2) as loop:     # reads tokenizer, model (loop.config, loop.params) and data
-            loop.print_header(device)
-            ...                                # makes the model
-            loop.start(model, saver)           # resumes, if there is a checkpoint
-            for step in loop:                  # validates, samples and saves between the updates; ends on a signal
-                loop.report(step, Update(...))
-        return loop.status
-    """
+    """A run, as a page's main() uses it. Entered, it has read tokenizer, model (config, params) and data; `start` takes
+    the model and resumes; iterated, it yields the steps of the updates, whose results go to `report`."""
 
     def __init__(self, settings, architecture, ranks=ALONE, resolve=None, lines=LlmcLines):
         """architecture: a page's class; ranks: see alone.py; resolve: fills in the settings that depend on the device;
@@ -60,7 +52,7 @@ class Loop:
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
         self.examples = []
         if settings.hellaswag:
-            from llmc.evaluation import load_hellaswag  # here: few runs need it
+            from llmc.hellaswag import load_hellaswag  # here: few runs need it
 
             self.examples = load_hellaswag(settings, self.config)
         if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
@@ -85,19 +77,16 @@ class Loop:
         if self.saver:
             self.saver.close(kind is not None)
 
-    def print_header(self, device, peak=None):
-        """device: its name; peak: tokens/s at which matmuls would use all of its FLOP/s, for the MFU, or None."""
-        self.console.header(device, peak)
-
     def start(self, model, saver):
         """model: with forward, losses, decoder; saver: see Saver, which this restores from the checkpoint, if any."""
         self.model, self.saver, self.params = model, saver, None
         if self.first_step is not None:
             saver.restore(self.first_step, self.train_loader, self.random)
+        settings = self.settings if self.ranks.is_first else dataclasses.replace(self.settings, output="")
+        self.log = Log(settings, self.begin)
 
     def __iter__(self):
         settings, directory = self.settings, self.settings.output_dir
-        self.log = Log(settings if self.ranks.is_first else dataclasses.replace(settings, output=""), self.begin)
         self.interruption = Interruption(self.ranks)
         self.console.start()
         for step in range(self.begin, settings.steps + 1):
@@ -129,6 +118,7 @@ class Loop:
                 self.save(done)
             if signal:
                 return self.stop(done, signal)
+        self.saver.wait()  # before the last line says where the model is
         self.console.end()
 
     def is_due(self, step, every):
@@ -163,7 +153,7 @@ class Loop:
         self.console.validation(step, loss)
         self.log.validation(step, loss)
         if self.examples:
-            from llmc.evaluation import count_correct
+            from llmc.hellaswag import count_correct
 
             self.console.wait_for("HellaSwag")
             correct = count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
@@ -177,10 +167,12 @@ class Loop:
         if self.ranks.is_first:
             begin = np.array([[end_of_text(self.tokenizer, self.config.V)]], np.int32)
             drawn = self.model.decoder.draw(begin, count, [self.random], Choice())
-            print_sample(self.interruption.watching(drawn), self.tokenizer)
+            with self.interruption.output():
+                print_sample(self.interruption.watching(drawn), self.tokenizer)
         else:
             for _ in self.interruption.watching(range(count)):
                 self.random.u32()
+        self.interruption.check()  # whether the first rank could print all
 
     def save(self, done):
         """Save the state after `done` updates."""
@@ -196,7 +188,7 @@ class Loop:
         self.saver.wait()
         self.status = 128 + signal
         self.console.erase()
-        if self.ranks.is_first:
+        with self.interruption.output():
             stopped(self.settings, self.console.number(done - 1) if done else None, self.ranks.has_launcher)
 
 

@@ -45,14 +45,8 @@ def progress_bar(total, what, unit):
 
 
 class Console:
-    """Prints a run's lines, which count updates done, on CPU and GPU alike:
-
-        step  20/500 | val loss 4.1234
-        step  21/500 | train loss 4.0517 | 0.64 s | 402 tok/s | 5 min left
-
-    On a GPU whose peak is known, train lines also show MFU, the model FLOPs utilization. On a terminal, if tqdm is
-    installed, its bar stays below the lines.
-    """
+    """Prints a run's lines, which count updates done, as at the head of train_gpt2.py. On a GPU whose peak is known,
+    they also show MFU, the model FLOPs utilization. On a terminal, if tqdm is installed, its bar stays below them."""
 
     counts_from, has_bar = 1, True  # the number of a run's first update; whether a terminal shows the bar
 
@@ -108,8 +102,6 @@ class Console:
         return step + self.counts_from
 
     def validation(self, step, loss):
-        if self.bar:
-            self.bar.set_postfix_str(f"val loss {loss:.4f}", refresh=False)
         self.print(f"{self.step_of(step)} | val loss {loss:.4f}")
 
     def hellaswag(self, step, correct, count):
@@ -174,7 +166,8 @@ class Console:
 
     def print(self, line):
         """Print a line above the bar."""
-        (self.bar.write if self.bar else print)(line)
+        with self.loop.interruption.output():
+            (self.bar.write if self.bar else print)(line)
 
     def erase(self):
         if self.bar:
@@ -196,8 +189,6 @@ class LlmcLines(Console):
             print(f"{name}: {value}")
 
     def memory(self, plan):
-        if self.settings.verbose:
-            super().memory(plan)
         print(f"num_activations: {next(size for size, what in plan if what == 'activations') // 4}")
 
     def validation(self, step, loss):

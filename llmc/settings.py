@@ -36,7 +36,7 @@ class Settings:
                        " 124M), d24, d36, d48: random weights, for sequences of at most T tokens")
     data: str = files("data/tiny_shakespeare", "-i", help="token files: a prefix to _train.bin and _val.bin, or the"
                       " path or quoted glob of training shards")
-    val_data: str = files("", "-j", help="validation tokens, path or quoted glob (default: made from -i)")
+    val_data: str = files("", "-j", help="validation tokens, path or quoted glob (default: -i, val for train)")
     tokenizer: str = files("", help="tokenizer file, to print samples with (default: PREFIX_tokenizer.bin beside the"
                            " data, or gpt2_tokenizer.bin)")
     output: str = files("", "-o", help="log file when it ends in .log, else a directory for main.log, checkpoints and"
@@ -47,10 +47,10 @@ class Settings:
     total_batch_size: int = batch(0, "-d", help="tokens in an update, a multiple of B*T: accumulates the gradients of"
                                   " several batches (0: B*T, on each GPU)")
     shuffle: int = batch(-1, choices=(-1, 0, 1), help="1: shards, and the batches of each, in llm.c's random order; 0:"
-                         " in order; -1: 1 if there are several shards (with -y 1: as the run began)")
+                         " in order; -1: 1 if there are several shards (-y 1 keeps the first run's)")
     spread: int = batch(0, choices=(0, 1), help="1: each row of a training batch reads from its own part of a shard,"
                         " because consecutive rows are too alike in a small batch")
-    seed: int = batch(42, help="random seed of -e dN's weights and --shuffle 1's order (with -y 1: as the run began)")
+    seed: int = batch(42, help="random seed of -e dN's weights and --shuffle 1's order (-y 1 keeps the first run's)")
     steps: int = batch(41, "-x", help="number of updates")
 
     learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate")
@@ -70,11 +70,11 @@ class Settings:
 
     val_every: int = reports(10, "-v", help="validate every N steps (0: never)")
     val_batches: int = reports(5, "-m", help="validate on at most N batches")
-    hellaswag: int = reports(0, help=f"HellaSwag ({HELLASWAG}) at each validation: 1: all, N: N examples (0: never)")
+    hellaswag: int = reports(0, help=f"evaluate on HellaSwag, too ({HELLASWAG}; 1: all, N: N examples, 0: never)")
     sample_every: int = reports(20, "-s", help="generate text every N steps (0: never)")
     sample_tokens: int = reports(64, "-g", help="tokens in a sample, including the first (end of text); beyond T, the"
                                  " model sees only the last T/2 to T")
-    final_reports: int = reports(0, choices=(0, 1), help="1: validate and sample after the last update, too")
+    final_reports: int = reports(0, choices=(0, 1), help="1: validate and sample after the last update in any case")
     print_every: int = reports(1, help="print a line every N steps (the log has every step)")
     lines: str = reports("short", choices=("short", "llmc"), help="llmc: llm.c's lines of April 2024, to the byte")
     verbose: bool = reports(False, help="first print all settings, and the memory for each part")

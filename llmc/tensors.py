@@ -31,7 +31,6 @@ class Row(NamedTuple):
     def size(self):
         return math.prod(self.shape)
 
-
     def bytes(self, align=1):
         """Rounded up to a multiple of `align`."""
         return -(-self.size * self.stored_as.itemsize // align) * align

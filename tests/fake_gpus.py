@@ -27,7 +27,7 @@ from conftest import FakeGPU, install
 from llmc.errors import run_main
 from llmc.gpu.ranks import LAUNCHERS
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
-from llmc.gpu.trainer import CONTROL
+from llmc.gpu.trainer import STEP_CONTROL
 from llmc.gpu.shares import CHUNKS
 
 here = SimpleNamespace()  # .trainer: of this process
@@ -47,7 +47,7 @@ def random_gradient(size, batch):
 
 
 def copy_batch(batch, pinned, control, words, begin, end):
-    half = here.trainer.staged[int(control.view(CONTROL)["steps_begun"][0]) % 2].buffer.view(np.int32)
+    half = here.trainer.staged[int(control.view(STEP_CONTROL)["steps_begun"][0]) % 2].buffer.view(np.int32)
     batch.view(np.int32)[begin:end] = half[begin:end]
 
 
@@ -93,7 +93,7 @@ def global_norm(partials, sums, gradients, chunks, ranks):
 
 def prepare_update(control, reports, losses, partials, learning_rate, beta1, beta2, eps, grad_clip, micro_steps, chunks,
                    recent, skip_loss, skip_norm):
-    c = control.view(CONTROL)[0]
+    c = control.view(STEP_CONTROL)[0]
     assert partials.size == chunks and recent is None
     norm, loss = np.sqrt(partials.sum(dtype=np.float32)), np.float32(0)
     for number in range(micro_steps):
@@ -109,7 +109,7 @@ def prepare_update(control, reports, losses, partials, learning_rate, beta1, bet
 
 def adamw_update(params, master, m, v, sums, gradients, chunks, ranks, control, beta2, one_minus_beta1, one_minus_beta2,
                  seed):
-    c = control.view(CONTROL)[0]
+    c = control.view(STEP_CONTROL)[0]
     for chunk in chunks.view(CHUNKS):
         n = chunk["count"]
         here, there = (slice(chunk[name], chunk[name] + n) for name in ("local", "flat"))

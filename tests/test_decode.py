@@ -14,7 +14,7 @@ import train_gpt2
 from conftest import random_params
 from llmc.checkpoint import write_model
 from llmc.gpu.compiler import compile_kernels
-from llmc.gpu.decoder import (CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
+from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
                               open_decoder)
 from llmc.gpu.device import to_float32
 from llmc.gpu.geometry import launch_geometry
@@ -216,7 +216,7 @@ def test_drawing(decoders, V, spread, choice):
     decode_sample(decoder.device, acts.tokens, acts.randoms, acts.control, decoder.drawn, decoder.logprobs, acts.logits,
                   B)
     decoder.device.stream.synchronize()
-    control = acts.control.get().view(CONTROL)[0]
+    control = acts.control.get().view(TEXT_CONTROL)[0]
     assert control["position"] == 4 and control["step"] == 7 and control["arrived"] == 0
     ids = acts.tokens[:B].get()
     row = 6 % len(decoder.drawn)

@@ -18,7 +18,7 @@ from conftest import BYTES, SMALL, SMALL_HEADS, Server, assert_one_line_error, m
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.evaluation import Example, count_correct, read_examples
+from llmc.hellaswag import Example, count_correct, read_examples
 from prepro_hellaswag import write_examples
 from llmc.settings import Settings
 from llmc.tokenizer import Tokenizer, write_tokenizer

@@ -28,7 +28,7 @@ from llmc.outliers import RECENT, z_score
 from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32
 from llmc.gpu.trainer import STATIC_SHARED, Trainer, adamw_update, add_gradients, global_norm, open_device
-from llmc.gpu.shares import CHUNK, CHUNKS, Shares
+from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS, Shares
 from train_gpt2 import Config
 from rounding import check_tensor
 
@@ -144,7 +144,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, pre
     precision, gpu, config = PRECISIONS[precision], fake_gpu.gpu._replace(arch=arch), Config(64, 257, 2, 3, 192, 384)
     settings = cuda.CudaSettings(B=3, T=32, total_batch_size=192, dtype=precision.dtype, tf32=precision.tf32,
                                  float32_grads=precision.float32_grads, grad_clip=1.0, recompute=recompute, graph=0)
-    _, matmul = open_device(cuda.GPT2, gpu, config, precision, library)
+    _, matmul = open_device(gpu, config, precision, library)
     trainer = Trainer(cuda.GPT2, config, settings, matmul, random_params(config))
     trainer.prepare()
     fake_gpu.launches.clear()
@@ -248,7 +248,7 @@ def get_matmul(gpu, config, precision, tmp_path_factory, portable=False, matmul=
         pytest.skip(f"{gpu.arch} has no bfloat16")
     if key not in MATMULS:
         gpu = open_gpu("sm_80" if portable else "native")
-        device, made = open_device(cuda.GPT2, gpu, config, precision, matmul)
+        device, made = open_device(gpu, config, precision, matmul)
         device.config, device.precision = config, precision  # for the tests
         device.stream.use()
         made.allocate()
@@ -538,9 +538,9 @@ def test_update_helpers(gpu, tmp_path_factory, precision):
 
 def chunks_of(count, decay=0.0, decayed=0, at_random=0):
     """CHUNKS, on the GPU, of `count` parameters of one GPU, of which the first `decayed` decay."""
-    chunks = np.zeros(blocks(count, CHUNK), CHUNKS)
-    chunks["local"] = chunks["flat"] = chunks["received"] = CHUNK * np.arange(chunks.size)
-    chunks["count"], chunks["index"] = np.minimum(CHUNK, count - chunks["flat"]), np.arange(chunks.size)
+    chunks = np.zeros(blocks(count, UPDATE_CHUNK), CHUNKS)
+    chunks["local"] = chunks["flat"] = chunks["received"] = UPDATE_CHUNK * np.arange(chunks.size)
+    chunks["count"], chunks["index"] = np.minimum(UPDATE_CHUNK, count - chunks["flat"]), np.arange(chunks.size)
     chunks["decay"], chunks["at_random"] = np.where(chunks["flat"] < decayed, decay, 0.0), at_random
     return on_gpu(chunks.view(np.uint8))
 
@@ -591,11 +591,11 @@ def test_update(gpu, tmp_path_factory, grad_clip, precision, has_master):
     master = random(count, seed=1, dtype="float32" if has_master else e)
     m, v, grads = random(count, seed=2, spread=0.1), random(count, seed=3) ** 2, random(count, seed=4, dtype=g)
     losses = random(3, 97, seed=5) ** 2
-    split = 3 * CHUNK
+    split = 3 * UPDATE_CHUNK
     expected = wide(master, m, v)
     params, *on = on_gpu(master, dtype=e), *on_gpu(master, m, v)
     chunks = chunks_of(count, decay, split)
-    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(blocks(count, CHUNK))
+    control, loss, partials = cp.zeros(5, np.int64), unwritten(1), unwritten(blocks(count, UPDATE_CHUNK))
     reports, rate = pinned_array(32).view(np.float32).reshape(2, 4), on_gpu(np.float32([learning_rate]))
     norm = float(np.sqrt((grads.astype(np.float64) ** 2).sum()))
     scale = grad_clip / norm if grad_clip and norm > grad_clip else 1.0

@@ -207,7 +207,7 @@ class Lab:
     def __init__(self, gpu, config, precision):
         self.gpu, self.config, self.precision, self.sm_count = gpu, config, precision, gpu.sm_count
         self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
-        self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
+        self.device, self.matmul = open_device(gpu, config, precision, "auto")
         arch = "sm_75" if gpu.arch == "sm_75" else "sm_80"
         self.portable = Device(gpu, Cache(), portable_files(config, precision, arch),
                                launch_geometry(config, precision, arch))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Layer, bf16_bits, blocks, cuda, launcher, np,
                  rung, size_of, torch, train_gpt2)
 from llmc.gpu.batch import sort_tokens
-from llmc.gpu.trainer import CONTROL, adamw_update, global_norm
-from llmc.gpu.shares import CHUNK, CHUNKS
+from llmc.gpu.trainer import STEP_CONTROL, adamw_update, global_norm
+from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS
 
 
 def waves(lab, block):
@@ -304,9 +304,9 @@ class Classifier(Logits):
 
 def chunks_of(count, decay=0.0):
     """The CHUNKS, as bytes, of `count` parameters on one GPU."""
-    chunks = np.zeros(blocks(count, CHUNK), CHUNKS)
-    chunks["local"] = chunks["flat"] = chunks["received"] = CHUNK * np.arange(chunks.size)
-    chunks["count"] = np.minimum(CHUNK, count - chunks["flat"])
+    chunks = np.zeros(blocks(count, UPDATE_CHUNK), CHUNKS)
+    chunks["local"] = chunks["flat"] = chunks["received"] = UPDATE_CHUNK * np.arange(chunks.size)
+    chunks["count"] = np.minimum(UPDATE_CHUNK, count - chunks["flat"])
     chunks["index"], chunks["decay"] = np.arange(chunks.size), decay
     return chunks.view(np.uint8)
 
@@ -327,7 +327,7 @@ class AdamWUpdate(Layer):
 
     def tensors(self):
         count = self.N * 4 * self.C
-        exact, control = self.random(count, dtype="float32"), np.zeros(1, CONTROL)
+        exact, control = self.random(count, dtype="float32"), np.zeros(1, STEP_CONTROL)
         control["step"], control["rate"], control["eps"] = self.step, self.rate, self.scaled_eps
         control["learning_rate"], control["grad_scale"] = self.learning_rate, self.grad_scale
         weights = {"params": bf16_bits(exact), "master": exact} if self.precision.bf16 else {"params": exact}
@@ -382,7 +382,7 @@ class GlobalNorm(Layer):
 
     def tensors(self):
         count = self.N * 4 * self.C
-        partials = max(32 * self.gpu.sm_count, blocks(count, CHUNK))
+        partials = max(32 * self.gpu.sm_count, blocks(count, UPDATE_CHUNK))
         return {"squares": self.float32(1), "grads": self.random(count),
                 "partials": self.float32(partials), "chunks": chunks_of(count)}
 
@@ -406,4 +406,4 @@ class GlobalNorm(Layer):
     @rung(256)
     def live(self, lab, a, block):
         global_norm(lab.device, a.partials, None, a.grads, a.chunks, 1)
-        lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, blocks(a.grads.size, CHUNK))
+        lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, blocks(a.grads.size, UPDATE_CHUNK))

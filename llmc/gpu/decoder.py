@@ -1,6 +1,6 @@
 """Text on a GPU: forward passes over T new positions of each of B sequences, with a KV cache, and sampling.
 
-Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py, which has for text
+It knows the cache and sampling, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, which has,
 
     cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NH,T,HS)
     decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
@@ -101,8 +101,8 @@ def decode_sample(device, tokens, randoms, control, drawn, logprobs, logits, B):
                   pointer(drawn), pointer(logprobs), logits, len(drawn), early=True)
 
 
-CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
-                    ("top_p", "f4")])  # struct Control of step.cuh
+TEXT_CONTROL = np.dtype([("position", "i4"), ("step", "i4"), ("arrived", "i4"), ("top_k", "i4"), ("temperature", "f4"),
+                         ("top_p", "f4")])  # struct Control of step.cuh
 PROMPT_ROWS = 64  # tokens of prompts in one pass
 
 
@@ -140,7 +140,7 @@ class Decoder:
             "arrived": Row((N, NH), "int32"),  # blocks of attention
             "logits": Row((B, config.Vp)),
             "randoms": Row((B,), "uint64"),
-            "control": Row((CONTROL.itemsize,), "uint8"),
+            "control": Row((TEXT_CONTROL.itemsize,), "uint8"),
         }
 
     def draw(self, prompt, count, randoms, choice, want_logprobs=True):
@@ -172,7 +172,7 @@ class Decoder:
         """Set fields of `control`."""
         with self.device.stream:
             for name, value in values.items():
-                kind, at = CONTROL.fields[name]
+                kind, at = TEXT_CONTROL.fields[name]
                 copy_to_gpu(self.acts.control[at : at + kind.itemsize], np.array([value], kind))
 
     def read(self, tokens):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from llmc.gpu.compiler import KernelFile, capability
 from llmc.errors import UserError
 from llmc.gpu.cublaslt import LONGEST_CHAIN
-from llmc.gpu.shares import CHUNK
+from llmc.gpu.shares import UPDATE_CHUNK
 
 
 def blocks(n, block):
@@ -20,7 +20,7 @@ def pack(array):
 
 
 WARP, WARPGROUP = 32, 128  # threads
-THREADS = 256  # per block, for kernels that take any number
+BLOCK_THREADS = 256  # per block, for kernels that take any number
 MATMUL_ROWS = 128  # of an output tile of a matmul, which writes one row of column sums
 ENCODER_PIECE = 32  # positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
 ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column sums is written
@@ -108,7 +108,7 @@ def layer_geometry(config, precision, arch):
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
         "update": {"UPDATE_THREADS": 256, "UPDATE_LOSS_THREADS": 1024, "UPDATE_ADAMW_NUMBERS": 4,
-                   "UPDATE_CHUNK": CHUNK},
+                   "UPDATE_CHUNK": UPDATE_CHUNK},
     }
 
 
@@ -119,8 +119,8 @@ def layernorm_geometry(config, precision, arch):
     """
     C, number = config.C, capability(arch)
     row_warps = 1 if C <= 768 else 2 if C <= 1536 else 4 if C <= 3072 else 8
-    rows, ahead = THREADS // WARP // row_warps, precision.bf16 and number not in (86, 89) and number < 120
-    return {"LAYERNORM_THREADS": THREADS, "LAYERNORM_ROW_WARPS": row_warps, "LAYERNORM_ROWS": rows,
+    rows, ahead = BLOCK_THREADS // WARP // row_warps, precision.bf16 and number not in (86, 89) and number < 120
+    return {"LAYERNORM_THREADS": BLOCK_THREADS, "LAYERNORM_ROW_WARPS": row_warps, "LAYERNORM_ROWS": rows,
             "LAYERNORM_BLOCKS": 2 if precision.bf16 else 1, "LAYERNORM_AHEAD": int(ahead),
             "LAYERNORM_SHARED": rows * 2 * 3 * 2 * C if ahead else 0}
 

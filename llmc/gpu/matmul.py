@@ -1,4 +1,4 @@
-"""Matmuls on the GPU: each takes our kernels or cuBLASLt by a rule, which needs no measurement: see Matmul."""
+"""Matmuls on the GPU. Matmul chooses between our kernels and cuBLASLt, by a rule."""
 
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ def rows(array):
 
 
 class Matmul:
-    """Who multiplies. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients of inputs whose
+    """Chooses. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients of inputs whose
     width is a multiple of a tile's, and whatever is fused with GELU; all else is cuBLASLt's first proposal: gradients
     of weights, other widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt": none."""
 
@@ -105,7 +105,8 @@ class MatmulKernels:
         self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry
         self.hopper = matmul.hopper
         tiles = WORKSPACE // (4 * self.geometry.MATMUL_BM * self.geometry.MATMUL_BN)  # whose sums the workspace holds
-        self.done = cp.zeros((2, tiles), "int32")  # for each stream: parts of a tile added up so far; 0 after the last
+        with self.device.stream:
+            self.done = cp.zeros((2, tiles), "int32")  # for each stream: parts of a tile added so far; 0 after the last
 
     def forward(self, out, inp, weight, bias, columns=None):
         """columns: how wide a tile is; None: MATMUL_BN."""

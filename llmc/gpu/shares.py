@@ -15,7 +15,7 @@ from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, open_input, read_into
 
 PARTS = 16  # of a segment, which no chunk crosses: chunks are the same for any number of ranks that divides 16
-CHUNK = 8192  # elements, at most
+UPDATE_CHUNK = 8192  # elements, at most
 CHUNKS = np.dtype([("local", "i8"), ("flat", "i8"), ("received", "i8"), ("stride", "i4"), ("count", "i4"),
                    ("index", "i4"), ("decay", "f4"), ("at_random", "i4")], align=True)  # struct Chunk of update.cu
 LARGE = 1 << 22  # elements
@@ -119,8 +119,8 @@ class Shares:
             piece = owned.get(begin)
             for edge, end in itertools.pairwise(sorted(edges)):
                 _, decay, at_random = self.spans[bisect.bisect(starts, edge) - 1]
-                for flat in range(edge, end, CHUNK):
-                    count = min(CHUNK, end - flat)
+                for flat in range(edge, end, UPDATE_CHUNK):
+                    count = min(UPDATE_CHUNK, end - flat)
                     if piece and piece.begin <= flat < piece.begin + piece.size:
                         within = flat - piece.begin
                         chunks.append((piece.local + within, flat, piece.received + within, piece.size, count, index,

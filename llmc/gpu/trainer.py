@@ -1,8 +1,8 @@
 """Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
 
-Nothing here knows an architecture. An architecture is a class like GPT2 of train_gpt2_cuda.py, with parameter_table and
-tables, which say what to allocate, and what decoder.py asks for. Its instances have activations (among them `losses`,
-(B, T)), trunk, classify, and backward, which joins the side stream.
+It knows parameters, gradients and steps, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, with
+parameter_table and tables, which say what to allocate, and what decoder.py asks for. Its instances have activations
+(among them `losses`, (B, T)), trunk, classify, and backward, which joins the side stream.
 """
 
 import functools
@@ -17,7 +17,7 @@ from llmc.gpu.batch import batch_table, sort_tokens
 from llmc.gpu.compiler import Cache
 from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, record_event, to_float32
-from llmc.gpu.geometry import THREADS, blocks, check_sizes, kernel_files, launch_geometry
+from llmc.gpu.geometry import BLOCK_THREADS, blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.memory import check_memory, group_bytes, makes_text
 from llmc.gpu.precision import round_weights
@@ -30,8 +30,8 @@ from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 # ----------------------------------------------------------------------------------------------------------------------
 # launches of kernels/update.cu, and its structs
 
-CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"), ("learning_rate", "f4"),
-                    ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
+STEP_CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"),
+                         ("learning_rate", "f4"), ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
 REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
 NOT_READY = 600  # cudaErrorNotReady
 
@@ -65,7 +65,7 @@ def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, c
 STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels declare themselves, at most
 
 
-def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
+def open_device(gpu, config, precision, matmul="auto", text=False):
     """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
     that is too large for the kernels or this GPU."""
     check_sizes(config)
@@ -85,7 +85,7 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
 def open_trainer(architecture, gpu, config, params, settings, ranks=ALONE):
     """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the samples."""
     text = settings.sample_every > 0 and ranks.is_first
-    device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
+    device, matmul = open_device(gpu, config, settings.precision, settings.matmul, text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(architecture, config, settings, matmul, params, ranks)
 
@@ -93,7 +93,7 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=ALONE):
 def open_evaluator(architecture, gpu, config, params):
     """An Evaluator of this model on this GPU, in float32, with TF32 matmuls where the GPU has them."""
     settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
-    _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
+    _, matmul = open_device(gpu, config, settings.precision, settings.matmul)
     return Evaluator(architecture, config, settings, matmul, params)
 
 
@@ -186,7 +186,7 @@ class Trainer(ForwardPasses):
             self.model = self.make_model(settings.B, settings.T)
             matmul.allocate()
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
-            self.control = cp.zeros(CONTROL.itemsize, np.uint8)
+            self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
             self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
             # both: losses of micro-batches, then sums of squares of chunks. own: this rank's, 0 for the other ranks'
@@ -308,7 +308,7 @@ class Trainer(ForwardPasses):
     def copy_batch(self, begin, end):
         """Copy words begin .. end - 1 from the current half of the pinned memory to self.batch, by a kernel, because a
         memcpy in a graph always has the same source."""
-        self.device.launch("copy_batch", (blocks(end - begin, THREADS),), (THREADS,), self.batch.buffer,
+        self.device.launch("copy_batch", (blocks(end - begin, BLOCK_THREADS),), (BLOCK_THREADS,), self.batch.buffer,
                            pointer(self.pinned), self.control, self.batch.buffer.nbytes // 4, begin, end)
 
     def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
