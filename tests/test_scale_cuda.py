@@ -61,7 +61,7 @@ def test_the_same_bits(heads, flags):
         done = train("--gpus", count, "-x", steps, "-n", steps // 2, "-s", 10, "-o", f"run{count}", *RUN, *flags)
         assert "nan" not in done.stdout
         assert results(heads / f"run{count}") == results(heads / "run1")
-    for first, second in ((COUNTS[-1], 1), (1, 2), (2, COUNTS[-1])):
+    for first, second in {(COUNTS[-1], 1), (1, 2), (2, COUNTS[-1])} - {(2, 2)}:
         directory = f"parts{first}{second}"
         train("--gpus", first, "-x", steps // 2, "-s", 0, "-o", directory, *RUN, *flags)
         train("--gpus", second, "-x", steps, "-s", 0, "-o", directory, *RUN, *flags, "-y", 1)
