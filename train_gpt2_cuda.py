@@ -95,6 +95,7 @@ class CudaSettings(Settings):
                        " the processes with torchrun, mpirun or srun")
 
     AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "stochastic_rounding": 0, "gpus": 1}
+    FROM_SCRATCH: ClassVar = {**Settings.FROM_SCRATCH, "B": 4}
 
     @property
     def micro_steps(self):

@@ -4,6 +4,9 @@ import argparse
 import dataclasses
 import functools
 import math
+import os
+import re
+import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +32,8 @@ files, batch, optimizer, reports, checkpoints = (functools.partial(option, group
 
 @dataclass
 class Settings:
-    """What one training run does. The defaults are llm.c's CPU program of April 2024."""
+    """What one training run does. The defaults are llm.c's CPU program of April 2024, for fine-tuning; a model with
+    random weights (-e dN) has those of from_scratch."""
 
     model: str = files("gpt2_124M.bin", "-e",
                        help="model to start from: a .bin file, or the directory of a run; or d2, d4, d6, d12 (GPT-2"
@@ -53,8 +57,8 @@ class Settings:
     seed: int = batch(42, help="random seed of -e dN's weights and --shuffle 1's order (-y 1 keeps the first run's)")
     steps: int = batch(41, "-x", help="number of updates")
 
-    learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate")
-    warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up")
+    learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate (of -e dN: 0.0072 / N)")
+    warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up (of -e dN: a tenth of -x, at most 100)")
     schedule: str = optimizer("constant", "-k", choices=("constant", "cosine", "linear", "wsd"),
                               help="learning rate schedule after the warm-up")
     final_fraction: float = optimizer(0.0, "-q", help="learning rate at the end, as a fraction of the peak")
@@ -88,6 +92,17 @@ class Settings:
         B=1, T=1, steps=1, total_batch_size=0, warmup_steps=0, val_every=0, val_batches=1, hellaswag=0, sample_every=0,
         sample_tokens=1, print_every=1, checkpoint_every=0, checkpoints_keep=0, major_checkpoint_every=0, seed=0,
         weight_decay=0.0, grad_clip=0.0, learning_rate=0.0, skip_loss_zscore=0.0, skip_norm_zscore=0.0)
+    FROM_SCRATCH: ClassVar = dict(
+        B=16, shuffle=1, spread=1, steps=1000, schedule="cosine", beta2=0.95, weight_decay=0.1, grad_clip=1.0,
+        val_every=100, val_batches=20, sample_every=200, sample_tokens=200, final_reports=1, print_every=10)
+
+    @classmethod
+    def from_scratch(cls, depth, given):
+        """The defaults of a model dN with random weights, N = depth. Its peak learning rate is 6e-4 for d12, as in GPT-3
+        (Brown et al. 2020), and in proportion to 1 / N. given: flag values by field, of which -x counts here."""
+        steps = given.get("steps", cls.FROM_SCRATCH["steps"])
+        return {**cls.FROM_SCRATCH, "learning_rate": 0.0072 / max(1, depth),
+                "warmup_steps": min(100, steps // 10) if steps else 100}
 
     @property
     def output_dir(self):
@@ -164,8 +179,14 @@ def parse_settings(settings_class, description, argv=None):
             extra["type"] = field.type
             extra.setdefault("metavar", None if "choices" in extra else {int: "N", float: "X", str: "NAME"}[field.type])
         default = argparse.SUPPRESS if field.default == "" else field.default  # the help says what "" means
+        if field.name in settings_class.FROM_SCRATCH:
+            extra["help"] += f" (default: %(default)s; of -e dN: {settings_class.FROM_SCRATCH[field.name]})"
         groups[group].add_argument(*field_flags(field), dest=field.name, default=default, **extra)
-    settings = settings_class(**vars(parser.parse_args(argv)))
+    absent = argparse.Namespace(**{field.name: None for field in dataclasses.fields(settings_class)})
+    given = {name: value for name, value in vars(parser.parse_args(argv, absent)).items() if value is not None}
+    settings = settings_class(**given)
+    if (random := re.fullmatch(r"d(\d+)", settings.model)) and not os.path.exists(settings.model):
+        settings = settings_class(**{**settings_class.from_scratch(int(random[1]), given), **given})
     settings.check()
     return settings
 
@@ -175,4 +196,5 @@ def print_changed_settings(settings):
     changed = [f"{f.name}={getattr(settings, f.name)}" for f in dataclasses.fields(settings)
                if getattr(settings, f.name) != f.default]
     if changed:
-        print("settings:", " ".join(changed))
+        print(textwrap.fill(f"settings: {' '.join(changed)}", 120, subsequent_indent=" " * 10, break_long_words=False,
+                            break_on_hyphens=False))

@@ -17,7 +17,7 @@ PATH="$PWD/.venv/bin:$PATH"
     --output data/fineweb_774M
 [ -e data/hellaswag_val.bin ] || python prepro_hellaswag.py
 
-python train_gpt2_cuda.py -e d36 -i "data/fineweb_774M/fineweb_train_*.bin" --shuffle 1 -o runs/gpt2_774M \
+python train_gpt2_cuda.py -e d36 -i "data/fineweb_774M/fineweb_train_*.bin" --shuffle 1 --spread 0 -o runs/gpt2_774M \
     -b 32 -t 1024 -d 524288 -x 286102 -l 2.5e-4 -u 700 -k cosine -q 0 -c 0.1 --beta2 0.95 --grad_clip 1 \
     -v 250 --hellaswag 1 -s 5000 -g 144 -n 500 -nk 3 -y 1 "$@"
 

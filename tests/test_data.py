@@ -277,12 +277,11 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
     (tmp_path / "x.jsonl").write_text(1000 * (json.dumps({"text": 4 * "ääöü\n"}) + "\n"))
     (tmp_path / "x.log").write_text("s:0 trl:4.1\n")
     done = [run("prepro_text.py", "x.jsonl", "--vocabulary", vocabulary, "--output", "x"),
-            run("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-b", 4, "-t", 16, "-x", 40, "-l", 0.003, "-v", 0,
-                "-s", 40, "-g", 40, "--final_reports", 1),
+            run("train_gpt2.py", "-e", "d2", "-i", "x", "-o", "run", "-t", 16, "-x", 80, "-g", 40),
             run("generate.py", "run", "--prompt", "ä", "--tokens", 14),
             run("evaluate.py", "run", "--data", "x", "--tokens", 500)]
     assert [(program.returncode, program.stderr) for program in done] == 4 * [(0, "")]
-    assert f"vocabulary of {V} tokens" in done[0].stdout and " tokenizer=x_tokenizer.bin " in done[1].stdout
+    assert f"vocabulary of {V} tokens" in done[0].stdout and "tokenizer=x_tokenizer.bin" in done[1].stdout
     for sample in done[1].stdout.split("---\n")[1], done[2].stdout:
         assert len(re.findall("[äöü]", sample)) > 5 and not set(sample) - set("äöü\n\ufffd<|endoftext|>")
     assert "bits per byte" in done[3].stdout

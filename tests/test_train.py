@@ -25,13 +25,14 @@ import llmc.logger
 import llmc.gpu.lines
 import llmc.progress
 import train_gpt2
+import train_gpt2_cuda
 from conftest import GPT2_124M, ROOT, SMALL, assert_one_line_error, make_model, random_params, remove_after
 from llmc.checkpoint import owned_by_one, read_model, read_optimizer_state, write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.resume import checkpoint_paths, newest_checkpoint, stopped
 from llmc.sampler import Random, sample_multinomial
 from llmc.schedulers import learning_rate_at
-from llmc.settings import Settings
+from llmc.settings import parse_settings, Settings
 from llmc.tensors import allocate, flat, table_elements
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from train_gpt2 import activation_table, Config, GPT2, parameter_table
@@ -520,3 +521,19 @@ def test_the_defaults_are_llm_c_s():
     assert (s.B, s.T, s.steps, s.val_every, s.val_batches, s.sample_every) == (4, 64, 41, 10, 5, 20)
     assert (s.learning_rate, s.beta1, s.beta2, s.eps, s.weight_decay) == (1e-4, 0.9, 0.999, 1e-8, 0.0)
     assert s.sample_tokens == 64
+
+
+def test_the_defaults_of_random_weights(tmp_path, monkeypatch):
+    """Given flags come first, also those that are llm.c's defaults; a file of that name is a file."""
+    monkeypatch.chdir(tmp_path)
+    names = "B", "steps", "shuffle", "spread", "learning_rate", "warmup_steps", "schedule", "grad_clip"
+    llmc, defaults = (4, 41, -1, 0, 1e-4, 0, "constant", 0.0), (16, 1000, 1, 1, 0.0018, 100, "cosine", 1.0)
+    given = 16, 50, 1, 0, 1e-4, 5, "cosine", 0.0
+    for flags, expected in (("-e gpt2_124M.bin", llmc), ("-e d4", defaults),
+                            ("-e d4 -x 50 --spread 0 -l 1e-4 --grad_clip 0", given)):
+        settings = parse_settings(Settings, "", flags.split())
+        assert tuple(getattr(settings, name) for name in names) == expected
+    settings = parse_settings(train_gpt2_cuda.CudaSettings, "", ["-e", "d12", "-x", "0"])
+    assert (settings.B, settings.learning_rate, settings.warmup_steps) == (4, 6e-4, 100)
+    (tmp_path / "d4").touch()
+    assert parse_settings(Settings, "", ["-e", "d4"]).steps == 41
