@@ -19,7 +19,8 @@ CPU_BUILDS := https://download.pytorch.org/whl/cpu
 # why, and the recipe runs on the CPU.
 GPU = $(if $(LISTED),$(shell $(PYTHON) -m llmc.gpu.device))
 TRAINER = $(if $(GPU),train_gpt2_cuda.py,train_gpt2.py)
-STEPS ?= 800
+STEPS ?= 1000
+RUN ?= runs/first
 MODEL ?= d4
 ARGS ?= -b 16 -t 64
 SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update \
@@ -28,21 +29,23 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention an
     or (a_pass_is and C240 and bfloat16) or (drawing and 300-0 and (choice0 or choice4 or choice9))
 
 help:
-	@echo "make train       train a small GPT-2 on Python's own standard library: three minutes, no download of data"
+	@echo "make train       train a small GPT-2 on the English in Python's standard library: three minutes, no download"
 	@echo "make test        parity with PyTorch on small models, formats, errors: two minutes after installation"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 14 GB of memory"
 	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes, and into the docs)"
 	@echo "make check       on a GPU: one batch through both trainers, every activation and gradient side by side"
 	@echo "make profile     on a GPU: where the time of a step goes, kernel by kernel"
 	@echo "make sanitize    the kernels' tests under compute-sanitizer: memory, races, uninitialised reads, barriers"
-	@echo "make clean       remove what make train made (.venv stays)"
-	@echo "Settings: PYTHON=... (use that interpreter, no .venv), STEPS=$(STEPS) (of make train)"
+	@echo "make clean       remove the data that make train made (.venv and runs/ stay)"
+	@echo "Settings: PYTHON=... (use that interpreter, no .venv), STEPS=$(STEPS) and RUN=$(RUN) (of make train)"
 
-# --spread 1, because 16 consecutive rows in a batch would be 1,024 tokens from one place in the text. The validation
-# loss ends at 1.72; with --spread 1 alone at 1.81, with --shuffle 1 alone at 1.90.
-train: $(ENVIRONMENT) data/pystdlib_train.bin
-	$(PYTHON) $(TRAINER) -e d4 -i data/pystdlib -b 16 -t 64 -x $(STEPS) --shuffle 1 --spread 1 \
-	    -l 1.5e-3 -u 100 -k cosine -c 0.1 --beta2 0.95 --grad_clip 1 -v 200 -m 40 -s 400 -g 400 --final_reports 1
+train: $(ENVIRONMENT) data/pyprose_train.bin
+	$(PYTHON) $(TRAINER) -e d4 -i data/pyprose -b 16 -t 64 -x $(STEPS) -o $(RUN) --print_every 20 -s 0 -y 1
+	@$(PYTHON) generate.py $(RUN) --prompt "The " --tokens 500 --temperature 0.7 2>/dev/null
+	@echo
+	@echo "more text:     $(PYTHON) generate.py $(RUN) --prompt \"Return \" --temperature 0.7"
+	@echo "its losses:    $(PYTHON) dev/plot_log.py $(RUN)      (a picture; needs matplotlib)"
+	@echo "train longer:  make train RUN=runs/second STEPS=5000  (Ctrl-C stops it; the same command goes on)"
 
 test: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q
@@ -70,10 +73,10 @@ sanitize: $(ENVIRONMENT)
 	done
 
 clean:
-	rm -f data/pystdlib_train.bin data/pystdlib_val.bin data/pystdlib_tokenizer.bin
+	rm -f data/pyprose_train.bin data/pyprose_val.bin data/pyprose_tokenizer.bin
 
-data/pystdlib_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
-	$(PYTHON) prepro_pystdlib.py
+data/pyprose_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
+	$(PYTHON) prepro_pystdlib.py --prose
 
 # Linux without a GPU first gets PyTorch's CPU build, which then satisfies the requirements, unless NumPy is enough.
 .venv/requirements-%: $(wildcard requirements*.txt)

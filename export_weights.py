@@ -9,11 +9,10 @@ It writes
     gpt2_124M.bin                weights, float32
     gpt2_124M_bf16.bin           weights, bfloat16, which llm.c's usual build reads
     gpt2_tokenizer.bin           token id -> bytes
-in the file versions that today's llm.c reads, or with --llmc april2024 in those of April 2024 (no bfloat16).
-
-With --debug_state 1 it also reads one batch (the first tokens of the validation file), trains on it for ten steps and
-prints them, generates a sample, and writes
-    gpt2_124M_debug_state.bin    that batch, its logits, loss and gradients, the losses of the ten steps
+    gpt2_124M_debug_state.bin    for test_gpt2.py: one batch (the first tokens of the validation file), its logits, loss
+                                 and gradients, the losses of ten training steps on it
+in the file versions that today's llm.c reads, or with --llmc april2024 in those of April 2024 (no bfloat16), prints the
+ten steps, and generates a sample. With --debug_state 0, it needs no batch, and writes the rest.
 
 In the other direction, --to_hf runs/mine DIR converts a run's newest model, or a .bin file, to a Hugging Face folder,
 with the vocabulary of the tokenizer.bin that a run writes beside the model.
@@ -59,6 +58,7 @@ from prepro import EOT, load_encoding, read_input, reason, save_vocabulary, toke
 from train_gpt2 import GPT2, SIZES, Config, parameter_table, random_model
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
+INPUT = os.path.join("data", "tiny_shakespeare_val.bin")
 VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 VERSIONS = {  # --llmc -> the versions of the files that this llm.c reads (0: it has no such file)
     "today": SimpleNamespace(model=3, bf16_model=5, debug_state=2, tokenizer=2),
@@ -570,16 +570,18 @@ def parse_arguments():
                        help="write a run's newest model, or a .bin file, as a Hugging Face folder, and exit")
     group.add_argument("--llmc", choices=tuple(VERSIONS), default="today",
                        help="which llm.c reads the files: today's, or its program of April 2024 (no bfloat16)")
-    group.add_argument("--debug_state", type=int, choices=(0, 1), default=0,
-                       help="1: also train on one batch, and write its results for test_gpt2.py")
+    group.add_argument("--debug_state", type=int, choices=(0, 1), default=argparse.SUPPRESS,
+                       help="1: train on a batch, too, and write its results for test_gpt2.py (default: 1 if there is"
+                       " an --input with the model's vocabulary)")
     group.add_argument("--write_tensors", type=int, choices=(0, 1), default=1,
                        help="0: write no files, run a benchmark on one batch")
-    batch = group = parser.add_argument_group("batch", "for --debug_state 1 and --write_tensors 0")
-    group.add_argument("--input", default=os.path.join("data", "tiny_shakespeare_val.bin"),
+    group = parser.add_argument_group("batch", "for the debug state and --write_tensors 0")
+    group.add_argument("--input", default=INPUT,
                        help="token file of the batch")
     group.add_argument("--num_iterations", type=int, default=10, help="steps on the batch")
     group.add_argument("--batch_size", type=int, default=4, help="B")
-    group.add_argument("--sequence_length", type=int, default=64, help="T")
+    group.add_argument("--sequence_length", type=int, default=argparse.SUPPRESS,
+                       help="T (default: 64, at most the model's longest sequence)")
     benchmark = group = parser.add_argument_group(
         "benchmark", "for --write_tensors 0: files always come from a float32 run on the CPU")
     group.add_argument("--inference_only", type=int, choices=(0, 1), default=0, help="1: forward passes only")
@@ -592,10 +594,8 @@ def parse_arguments():
     group.add_argument("--device", default="auto", help="cpu, cuda, mps; auto: a GPU when there is one")
     args = parser.parse_args()
     for name, least in (("num_iterations", 0), ("batch_size", 1), ("sequence_length", 1)):
-        if getattr(args, name) < least:
+        if getattr(args, name, least) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
-    if args.debug_state and not args.write_tensors:
-        raise UserError("--debug_state 1: writes a file, and --write_tensors 0 none: leave one out")
     unused = {}
     if args.to_hf:
         others = (action for action in parser._actions if action.dest not in ("help", "to_hf"))
@@ -603,10 +603,8 @@ def parse_arguments():
     elif args.write_tensors:
         unused = dict.fromkeys(benchmark._group_actions,
                                "is for benchmarks, which write no files: add --write_tensors 0")
-        if not args.debug_state:
-            unused |= dict.fromkeys(batch._group_actions, "is for the batch of --debug_state 1: add that")
     for action, hint in unused.items():
-        value = getattr(args, action.dest)
+        value = getattr(args, action.dest, action.default)
         if value != action.default and (action.dest, value) != ("device", "cpu"):
             raise UserError(f"{action.option_strings[0]} {value}: {hint}")
     return args
@@ -626,14 +624,19 @@ def main():
     args = parse_arguments()
     if args.to_hf:
         return write_hf_folder(*args.to_hf)
-    B, T = args.batch_size, args.sequence_length
     config, params, label = load_model(args.model, args.vocabulary)
-    batch, on = None, ""
-    if args.debug_state or not args.write_tensors:
-        if T > config.maxT:
-            raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
-        batch = first_batch(args.input, config.V, B, T)
-        on = f", PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
+    B, T = args.batch_size, getattr(args, "sequence_length", min(64, config.maxT))
+    if T > config.maxT:
+        raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
+    batch, given = None, getattr(args, "debug_state", None)
+    if given != 0 or not args.write_tensors:
+        try:
+            batch = first_batch(args.input, config.V, B, T)
+        except UserError as error:
+            if given or not args.write_tensors or args.input != INPUT:
+                raise
+            print(f"note: no debug state: {error}", file=sys.stderr)
+    on = f", PyTorch {torch.__version__}, {torch.get_num_threads()} threads" if batch else ""
     print(f"model {args.model}: {config.describe()}{on}")
     encoding = vocabulary_of(config)
     if args.write_tensors:

@@ -1,18 +1,23 @@
 """
-Python's own standard library -> bytes as tokens: text to train on that is on every machine, with no download.
+Python's own standard library -> tokens: text to train on that is on every machine, with no download.
 
-    python prepro_pystdlib.py                 # prints:
-        Saved 65536 tokens to data/pystdlib_val.bin
-        Saved 4128768 tokens to data/pystdlib_train.bin
-        Saved the vocabulary of 257 tokens to data/pystdlib_tokenizer.bin
+    python prepro_pystdlib.py --prose         # its English, character by character; prints:
+        Saved 65536 tokens to data/pyprose_val.bin
+        Saved 1241020 tokens to data/pyprose_train.bin
+        Saved the vocabulary of 97 tokens to data/pyprose_tokenizer.bin
+    python prepro_pystdlib.py                 # its source code, byte by byte: data/pystdlib_{val,train,tokenizer}.bin
 
-Files are read in sorted order up to a fixed total size, and each starts with an end-of-text token. The first 65536
-tokens are for validation, the rest for training. The vocabulary is the 256 byte values and end of text (id 256).
+Files are read in sorted order, up to a fixed total size, and each starts with an end-of-text token. The first 65536
+tokens are for validation, the rest for training. The vocabulary of source code is the 256 byte values and end of text
+(id 256).
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
+import argparse
+import ast
 import os
+import re
 import sysconfig
 
 from llmc.errors import run_main
@@ -20,26 +25,43 @@ from prepro import add_val_fraction, load_encoding, make_parser, read_input, sav
 
 LIMIT = 4 * 1024 * 1024  # tokens in all
 VAL_TOKENS = 65536
-SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
+SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
 
 
-def source_files(root):
-    """Return the sorted paths of the .py files below root, without tests, data tables and private modules (_*.py)."""
+def source_files(root, prose):
+    """Return the sorted paths of the .py files below root, without tests and data tables; of source code, also without
+    private modules (_*.py) and pydoc_data, Python's reference manual as strings."""
     paths = []
     for directory, names, files in os.walk(root):
-        names[:] = [name for name in names if name not in SKIPPED]
-        public = (file for file in files if file[0] != "_" or file == "__init__.py")
-        paths += [os.path.join(directory, file) for file in public if file.endswith(".py")]
+        names[:] = [name for name in names if name not in SKIPPED and (prose or name != "pydoc_data")]
+        chosen = (file for file in files if prose or file[0] != "_" or file == "__init__.py")
+        paths += [os.path.join(directory, file) for file in chosen if file.endswith(".py")]
     return sorted(paths, key=lambda path: os.path.relpath(path, root).replace(os.sep, "/"))
 
 
+def prose_of(source):
+    """Return the English in a module's strings and comments: paragraphs of 60 characters or more, nearly all of them
+    letters, from a capital to a full stop or colon, each on one line, with an empty line between them."""
+    texts = [node.value for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts += [re.sub(r"^[ \t]*#+", "", block, flags=re.M) for block in re.findall(r"(?:^[ \t]*#.*\n)+", source, re.M)]
+    paragraphs = (" ".join(part.split()) for text in texts for part in re.split(r"\n\s*\n", text))
+    return "\n\n".join(part for part in dict.fromkeys(paragraphs) if re.fullmatch(r"[A-Z][ -~]{58,}[.:]", part)
+                       and len(re.findall(r"[A-Za-z ,.;']", part)) >= 0.95 * len(part))
+
+
 def main():
-    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "pystdlib"))
+    parser = make_parser(__doc__.strip().split("\n")[0], argparse.SUPPRESS)
+    parser.add_argument("--prose", action="store_true", help="its English, instead of its source code: data/pyprose")
     add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()
-    encoding, tokens = load_encoding("bytes"), []
-    for path in source_files(sysconfig.get_path("stdlib")):
-        text = read_input(path).decode("utf-8", errors="replace")
+    args.output = getattr(args, "output", os.path.join("data", "pyprose" if args.prose else "pystdlib"))
+    texts = (read_input(path).decode("utf-8", errors="replace")
+             for path in source_files(sysconfig.get_path("stdlib"), args.prose))
+    if args.prose:
+        texts = [f"{prose}\n" for prose in map(prose_of, texts) if prose]
+    encoding, tokens = load_encoding("chars", "".join(texts)) if args.prose else load_encoding("bytes"), []
+    for text in texts:
         tokens += [encoding.eot_token, *encoding.encode(text)]
         if len(tokens) >= LIMIT:
             break

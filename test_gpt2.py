@@ -17,6 +17,8 @@ The tolerances, and why:
                               their mean, a single number.
     losses                    the same, after one update and after two. Rounding errors grow from step to step; from
                               the step where they reach 1 percent of the loss, losses are not compared.
+    state's losses            of up to ten updates with AdamW's usual eps, beside the trainer's: STATE_LOSSES, tens of
+                              times what rounding causes in random models.
     adamw                     a few roundings: the update is recomputed in float64 from the trainer's own gradients and
                               moments, with weight decay and clipping.
 """
@@ -60,6 +62,7 @@ from train_gpt2 import GPT2, random_model
 
 FACTOR = 6.0
 STEPS = 3
+STATE_LOSSES = {"numpy": 1e-4, "float32": 1e-4, "tf32": 1e-3, "bf16": 1e-2}  # relative; see above
 LARGE = 10**8  # parameters; with more, two noisy runs already average over enough elements
 CHAOS = 1e-2  # fraction of the losses: see above
 # With the usual eps of 1e-8, the first updates are +-learning_rate, even where a gradient is nearly 0 and rounding
@@ -317,7 +320,21 @@ def climb(model_path, state_path, backend="numpy"):
     again = replay(make(SMOOTH))
     same = all(np.array_equal(rows[name], again[name]) for name in rows)
     print(f"{'run twice':<12} {'bit for bit the same' if same else 'differs'}  {'ok' if same else 'FAIL'}")
+    if state.losses is not None:
+        run = make({**state.optimizer, "decay": "all"})
+        okay &= judge_state_losses(run, state.losses[:10], STATE_LOSSES[precision])
     return judge_adamw(make(ADAMW_CHECK)) and okay and same
+
+
+def judge_state_losses(run, expected, tolerance):
+    """Print the debug state's losses beside those of a run, step by step; return whether they agree."""
+    okay = True
+    for step, loss in enumerate(expected.tolist(), 1):
+        found = run.step()[0]
+        right = abs(found - loss) <= tolerance * loss
+        print(f"{f'step {step}':<12} loss {found:.6f}, the debug state has {loss:.6f}  {'ok' if right else 'FAIL'}")
+        okay &= right
+    return okay
 
 
 def judge_debug_state(yardstick, state):
@@ -499,12 +516,13 @@ def reuse_freed_memory():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--model", default="gpt2_124M.bin", help="model checkpoint")
-    parser.add_argument("--state", default="gpt2_124M_debug_state.bin", help="its debug state")
+    parser.add_argument("--state", help="its debug state (default: the model's name with _debug_state)")
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
     args = parser.parse_args()
     require(args.backend)
     reuse_freed_memory()
-    okay = climb(args.model, args.state, args.backend)
+    state = args.state or args.model.removesuffix(".bin").removesuffix("_bf16") + "_debug_state.bin"
+    okay = climb(args.model, state, args.backend)
     print(f"overall okay: {int(okay)}")
     return 0 if okay else 1
 

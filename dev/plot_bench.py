@@ -47,7 +47,7 @@ def draw_overview(beside):
     ms, curves = beside["ms"], read_log(LOSSES)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     draw_losses(left, {"training": curves})
-    left.set_ylabel("loss, nats a byte")
+    left.set_ylabel("loss, nats a character")
     left.set_title("make train: 3.2 million parameters, three minutes on two CPU cores", fontsize=9)
 
     width = 0.8 / len(ms)

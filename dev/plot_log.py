@@ -4,9 +4,9 @@ Draw the training and validation losses of one or more runs.
     python dev/plot_log.py runs/mine -o losses.png
     python dev/plot_log.py runs/small runs/large april.log --dark
 
-Reads both forms of the log: `s:0 trl:5.3562` and `s:0 trl:5.3562 lr:0.000100 norm:12.34`; `tel` is validation. Each
-run has a colour: a thin line for training losses, their running mean over it, dots for validation, a star for its best
-loss. The high losses of the first steps are cut off.
+Reads both forms of the log: `s:0 trl:5.3562` and `s:0 trl:5.3562 lr:0.000100 norm:12.34`; `tel` is validation. Of
+several runs, each has a colour: a thin line for training losses, their running mean over it, dots for validation. The
+high losses of the first steps are cut off.
 """
 
 import argparse
@@ -66,47 +66,43 @@ def run_names(paths):
 
 
 def running_mean(losses, width):
-    """Average each loss with `width` losses on either side, or as many as there are."""
-    sums, index = np.concatenate([[0.0], np.cumsum(losses, dtype=np.float64)]), np.arange(len(losses))
-    width = min(width, len(losses))  # beyond that it changes nothing, but might overflow
-    begin, end = np.maximum(index - width, 0), np.minimum(index + width + 1, len(losses))
-    return (sums[end] - sums[begin]) / (end - begin)
+    """The mean of each loss and `width` losses on either side; the first and last `width` have none."""
+    sums = np.concatenate([[0.0], np.cumsum(losses, dtype=np.float64)])
+    return (sums[2 * width + 1 :] - sums[: len(losses) - 2 * width]) / (2 * width + 1)
 
 
 def draw_losses(axes, logs, width=None):
     """Draw logs, {name: curves from read_log}. width: of the running mean; None: 2 percent of the steps."""
-    low, high, handles, labels = [], [], [], []
+    low, high, entries = [], [], []  # entries: of the legend
     for index, (name, curves) in enumerate(logs.items()):
-        color = f"C{index}"
-        labels.append(name)
+        color, of_validation = f"C{index}", "C1" if len(logs) == 1 else f"C{index}"
+        prefix = "" if len(logs) == 1 else f"{name}: "
         if "trl" in curves:
             steps, losses = map(np.array, curves["trl"])
-            mean = running_mean(losses, len(steps) // 50 if width is None else width)
+            side = min(len(steps) // 50 if width is None else width, (len(steps) - 1) // 2)
+            mean = running_mean(losses, side)
             axes.plot(steps, losses, color=color, linewidth=0.7, alpha=0.3)
-            handles += axes.plot(steps, mean, color=color, linewidth=1.6)
+            line, = axes.plot(steps[side : len(steps) - side], mean, color=color, linewidth=1.6)
+            entries.append((line, f"{prefix}training" + (f", mean of {2 * side + 1} steps" if side else "")))
             settled = mean[len(mean) // 10 :]  # past the first steps
             high.append(np.max(settled) + 0.15 * np.ptp(settled))
             low.append(np.min(losses))
-        for kind in ("tel", "eval"):
+        for kind, what in (("tel", "validation"), ("eval", "HellaSwag")):
             if kind in curves:
                 steps, losses = curves[kind]
-                best = int(np.argmin(losses))
-                points = axes.plot(steps, losses, color=color, marker="o" if kind == "tel" else "s", markersize=5,
-                                   markeredgecolor=axes.get_facecolor(), linestyle="none" if "trl" in curves else "-")
-                if len(handles) < len(labels):
-                    handles += points
-                low.append(losses[best])
+                best = int((np.argmin if kind == "tel" else np.argmax)(losses))
+                points, = axes.plot(steps, losses, color=of_validation, marker="o" if kind == "tel" else "s",
+                                    markersize=5, markeredgecolor=axes.get_facecolor(),
+                                    linestyle="none" if "trl" in curves else "-")
+                entries.append((points, f"{prefix}{what}, best {losses[best]:.4f} at step {steps[best]}"))
+                low.append(min(losses))
                 high.append(max(loss for step, loss in zip(steps, losses) if 10 * step >= steps[-1]))
-                if kind == "tel":
-                    handles += axes.plot(steps[best], losses[best], color=color, marker="*", markersize=13,
-                                         linestyle="none")
-                    labels.append(f"best validation {losses[best]:.4f}, step {steps[best]}")
     if high and np.isfinite([*low, *high]).all() and max(high) > min(low):
         margin = 0.03 * (max(high) - min(low))
         axes.set_ylim(min(low) - margin, max(high) + margin)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
-    add_legend(axes, handles, labels)  # which legend() would not find itself for a name that begins with "_"
+    add_legend(axes, *zip(*entries))  # which legend() would not find itself for a name that begins with "_"
 
 
 def add_legend(axes, *entries):
@@ -134,6 +130,8 @@ def draw(logs, output, width=None, dark=False):
     with picture(output, dark) as axes:
         draw_losses(axes, logs, width)
         axes.set_ylabel("loss, nats a token")
+        if len(logs) == 1:
+            axes.set_title(*logs, parse_math=False)
 
 
 def main():

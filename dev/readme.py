@@ -19,8 +19,11 @@ The tables of steps come from dev/bench.py cpu --readme and dev/bench.py gpu --r
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+import textwrap
 from typing import NamedTuple
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
@@ -80,22 +83,15 @@ def shorten(text, keep=2):
 
 
 def excerpt(text):
-    """Return twelve lines of what make train prints: data, model size, first and last steps, the start of a sample."""
+    """Return what make train prints in short: data, model size, first and last steps, the start of its text."""
     lines = text.rstrip().split("\n")
     steps, losses = ([line for line in lines if line.startswith("step ") and what in line]
                      for what in ("train loss", "val loss"))
-    last = max(i for i, line in enumerate(lines) if line == "generating:")
-    sample = [lines[last], *lines[last + 2 : last + 4]]
     head = [line for line in lines if line.startswith("Saved ")][1:2]
     size = next(line for line in lines if line.startswith("model "))
-    return "\n".join([*head, size, losses[0], *steps[:2], "...", *steps[-2:], losses[-1], *sample])
-
-
-def loss_log(text):
-    """Return the losses in what a trainer prints, as lines of a log."""
-    found = re.findall(r"^step +(\d+)/\d+ \| (train|val) loss (\S+)", text, re.MULTILINE)
-    return "".join(f"s:{int(done) - 1} trl:{loss}\n" if kind == "train" else f"s:{done} tel:{loss}\n"
-                   for done, kind, loss in found)
+    end = next(i for i, line in enumerate(lines) if " steps in " in line)
+    sample = textwrap.wrap(" ".join(lines[end + 1 : -4]), 116)[:4]
+    return "\n".join([*head, size, losses[0], *steps[:2], "...", *steps[-2:], losses[-1], lines[end], *sample])
 
 
 class Section(NamedTuple):
@@ -104,15 +100,15 @@ class Section(NamedTuple):
     marker: str = ""
 
 
-def sections():
-    """name -> Section."""
+def sections(run):
+    """name -> Section. run: a directory for make train's."""
     python = sys.executable
     compare = [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"]
-    state = ["--model", "gpt2_d12.bin", "--state", "gpt2_d12_debug_state.bin"]
     profile = [python, "dev/profile_gpu.py", "-e", "gpt2_d12.bin", "-b", "64", "--matmul", "cublaslt"]
     return {
-        "train": Section(["make", "-s", "train", f"PYTHON={python}"], os.path.join(LOGS, "make_train.txt")),
-        "test": Section([python, "test_gpt2.py", *state], CORRECTNESS, "test_gpt2"),
+        "train": Section(["make", "-s", "train", f"PYTHON={python}", f"RUN={run}"],
+                         os.path.join(LOGS, "make_train.txt")),
+        "test": Section([python, "test_gpt2.py", "--model", "gpt2_d12.bin"], CORRECTNESS, "test_gpt2"),
         "epoch": Section([python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"], os.path.join(LOGS, "epoch_gpu.txt")),
         "losses": Section(compare, CORRECTNESS, "losses_gpu"),
         "losses_tf32": Section([*compare, "--dtype", "float32"], CORRECTNESS, "losses_tf32_gpu"),
@@ -124,24 +120,25 @@ def sections():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("section", choices=tuple(sections()))
+    parser.add_argument("section", choices=tuple(sections("")))
     name = parser.parse_args().section
-    command, page, marker = sections()[name]
-    if marker:
-        split_at_markers(marker, page)  # fail now, not after all the work
-    printed = output_of(command)
-    output = shorten(printed)
-    print(output)
-    if marker:
-        put_between_markers(marker, f"```\n{output}\n```", page)
-    elif name == "train" and "\nkernels: " in output:  # the GPU's
-        write_text(page.replace(".txt", "_gpu.txt"), output + "\n")
-    else:
-        write_text(page, output + "\n")
-        if name == "train":
-            put_between_markers("make_train", f"```\n{excerpt(printed)}\n```")
-            write_text(LOSSES, loss_log(printed))
-            subprocess.run([sys.executable, os.path.join(ROOT, "dev", "plot_bench.py")], check=True)
+    with tempfile.TemporaryDirectory() as run:
+        command, page, marker = sections(run)[name]
+        if marker:
+            split_at_markers(marker, page)  # fail now, not after all the work
+        printed = output_of(command).replace(run, "runs/first").replace(sys.executable, "python")
+        output = shorten(printed)
+        print(output)
+        if marker:
+            put_between_markers(marker, f"```\n{output}\n```", page)
+        elif name == "train" and "\nkernels: " in output:  # the GPU's
+            write_text(page.replace(".txt", "_gpu.txt"), output + "\n")
+        else:
+            write_text(page, output + "\n")
+            if name == "train":
+                put_between_markers("make_train", f"```\n{excerpt(printed)}\n```")
+                shutil.copyfile(os.path.join(run, "main.log"), LOSSES)
+                subprocess.run([sys.executable, os.path.join(ROOT, "dev", "plot_bench.py")], check=True)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (EXPORT, HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, make_header, open_input, read_header,
-                        read_into, replacing)
+from llmc.files import (HEADER_BYTES, OPTIMIZER_MAGIC, check_size, chunks, export_hint, make_header, open_input,
+                        read_header, read_into, replacing)
 from llmc.shuffle import Position, read_shuffle, write_shuffle
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, check_finite, flat, table_elements, unpadded
 
@@ -47,9 +47,10 @@ def read_config(f, architecture, hint):
     return version, config
 
 
-def read_model(path, architecture, hint=EXPORT):
+def read_model(path, architecture, hint=None):
     """Read a model checkpoint of version 1, 3 or 5. Returns (config, params): float32, padded to Vp rows, a multiple of
     128, whatever the file has. Raises UserError for a damaged file, NaN and infinity included."""
+    hint = hint or export_hint(path)
     with open_input(path, hint) as f:
         version, config = read_config(f, architecture, hint)
         rows, elements = config.Vp, table_elements(architecture.parameter_table(config))

@@ -13,11 +13,10 @@ import numpy as np
 
 from llmc.dataloader import check_ids
 from llmc.errors import UserError
-from llmc.files import (EXPORT, HEADER_BYTES, STATE_MAGIC, check_size, chunks, make_header, open_input, read_header,
-                        read_into, replacing)
+from llmc.files import (HEADER_BYTES, STATE_MAGIC, check_size, chunks, export_hint, make_header, open_input,
+                        read_header, read_into, replacing)
 from llmc.tensors import Tensors, allocate, bf16_bits, unpadded
 
-EXPORT_STATE = f"{EXPORT} --debug_state 1"
 TRAILER_VERSION = 1  # of this project's addition
 
 
@@ -48,19 +47,20 @@ def write_debug_state(path, config, state, version=2):
 
 def read_debug_state(path, config, params):
     """Read a debug state, version 1 or 2, of this model; raises UserError if it is damaged or another model's."""
-    with open_input(path, EXPORT_STATE) as f:
-        header = read_header(f, STATE_MAGIC, EXPORT_STATE)
+    hint = export_hint(path)
+    with open_input(path, hint) as f:
+        header = read_header(f, STATE_MAGIC, hint)
         version, B, T = (int(x) for x in header[1:4])
         trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
         if version not in (1, 2) or B < 1 or not 1 <= T <= config.maxT or trailer not in (0, TRAILER_VERSION) or n < 0:
             raise UserError(f"{path}: version {version}, B={B} T={T}, trailer version {trailer} with {n} losses,"
-                            f" expected version 1 or 2, T of 1 to {config.maxT}, trailer 0 or 1; {EXPORT_STATE}")
+                            f" expected version 1 or 2, T of 1 to {config.maxT}, trailer 0 or 1; {hint}")
         rows = config.V if version == 1 else config.Vp
         gradients = sum(tensor.size for tensor in unpadded(params, rows))
         size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
-        check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", EXPORT_STATE)
+        check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", hint)
         if trailer and crc != fingerprint(config, params):
-            raise UserError(f"{path}: belongs to another model: it was made from other weights; {EXPORT_STATE}")
+            raise UserError(f"{path}: belongs to another model: it was made from other weights; {hint}")
 
         x, y = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
         logits, loss = np.empty((B, T, config.V), np.float32), np.empty(1, np.float32)

@@ -3,6 +3,7 @@ writes to a temporary file that is renamed when complete."""
 
 import contextlib
 import os
+import re
 import zlib
 
 import numpy as np
@@ -18,6 +19,13 @@ KINDS = {
 HEADER_BYTES = 1024
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
 HELLASWAG = "data/hellaswag_val.bin"
+
+
+def export_hint(path):
+    """How to make a missing or damaged file of export_weights.py, by its name."""
+    label = re.match(r"gpt2_(355M|774M|1558M|d\d+)[_.]", os.path.basename(path))
+    names = {"355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
+    return f"{EXPORT} --model {names.get(label[1], label[1])}" if label else EXPORT
 
 
 def open_input(path, hint):

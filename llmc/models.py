@@ -4,7 +4,7 @@ import importlib
 import os
 
 from llmc.checkpoint import read_model
-from llmc.files import EXPORT, MODEL_MAGIC, open_input
+from llmc.files import MODEL_MAGIC, export_hint, open_input
 from llmc.resume import model_file
 
 PAGES = {MODEL_MAGIC: ("train_gpt2", "GPT2")}  # magic number -> module and class; train_gpt2_cuda has the GPU's class
@@ -22,7 +22,7 @@ def load_model(path):
 
         return read_hf_folder(path)
     path = model_file(path)
-    with open_input(path, EXPORT) as f:
+    with open_input(path, export_hint(path)) as f:
         magic = int.from_bytes(f.read(4), "little")
     module, name = PAGES.get(magic, PAGES[MODEL_MAGIC])  # GPT-2's refuses a file of another kind
     architecture = getattr(importlib.import_module(module), name)

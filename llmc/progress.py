@@ -95,7 +95,7 @@ class Console:
 
                 self.bar = tqdm(total=self.settings.steps, initial=self.loop.begin, file=sys.stdout, leave=False,
                                 miniters=1, dynamic_ncols=True,
-                                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}")
+                                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}")
 
     def number(self, step):
         """The number that the lines give to update number `step`, from 0."""
@@ -114,6 +114,7 @@ class Console:
         left = self.time_left(seconds)
         if self.bar:
             self.bar.set_description_str("training", refresh=False)
+            self.bar.set_postfix_str(f"{duration(left)} left", refresh=False)
             self.bar.update()
         if first or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
             self.print(self.training_line(step, loss, seconds, left))

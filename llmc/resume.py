@@ -98,7 +98,7 @@ def find_checkpoint(settings):
         raise UserError(f"{directory}: holds a checkpoint of step {step}: resume with -y 1, or choose another -o")
     if settings.resume:  # what a killed run was writing
         remove(glob.glob(os.path.join(glob.escape(directory), "*_" + "[0-9]" * 8 + "*.tmp")))
-        if step is None:
+        if step is None and os.listdir(directory):
             print(f"no complete checkpoint in {directory}: starting at step 0")
     return step
 

@@ -98,8 +98,8 @@ class Settings:
 
     @classmethod
     def from_scratch(cls, depth, given):
-        """The defaults of a model dN with random weights, N = depth. Its peak learning rate is 6e-4 for d12, as in GPT-3
-        (Brown et al. 2020), and in proportion to 1 / N. given: flag values by field, of which -x counts here."""
+        """The defaults of a model dN with random weights, N = depth. The peak learning rate, 0.0072 / N, is GPT-3's for
+        d12 (Brown et al. 2020). given: flag values by field, of which -x counts here."""
         steps = given.get("steps", cls.FROM_SCRATCH["steps"])
         return {**cls.FROM_SCRATCH, "learning_rate": 0.0072 / max(1, depth),
                 "warmup_steps": min(100, steps // 10) if steps else 100}

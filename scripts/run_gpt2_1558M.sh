@@ -17,8 +17,8 @@ PATH="$PWD/.venv/bin:$PATH"
 [ -e data/hellaswag_val.bin ] || python prepro_hellaswag.py
 
 python train_gpt2_cuda.py -e d48 -i "data/edu_fineweb100B/edu_fineweb_train_*.bin" --shuffle 1 --spread 0 \
-    -o runs/gpt2_1558M -b 16 -t 1024 -d 1048576 -x 32000 -l 6e-4 -u 700 -k cosine -q 0.1 -c 0.1 --beta2 0.95 --grad_clip 1 \
-    -sl 7 -sg 7 -v 250 --hellaswag 1 -s 5000 -g 384 -n 200 -nk 2 -y 1 "$@"
+    -o runs/gpt2_1558M -b 16 -t 1024 -d 1048576 -x 32000 -l 6e-4 -u 700 -k cosine -q 0.1 -c 0.1 --beta2 0.95 \
+    --grad_clip 1 -sl 7 -sg 7 -v 250 --hellaswag 1 -s 5000 -g 384 -n 200 -nk 2 -y 1 "$@"
 
 python evaluate.py runs/gpt2_1558M --data "data/edu_fineweb100B/edu_fineweb_val_*.bin" --tokens 10000000 \
     --hellaswag data/hellaswag_val.bin

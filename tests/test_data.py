@@ -299,6 +299,14 @@ def test_pystdlib(tmp_path, run_here):
     assert b"def __init__(self" in text[text != 256].astype(np.uint8).tobytes()
 
 
+def test_pystdlib_s_english(tmp_path, run_here):
+    run_here(prepro_pystdlib, "--prose", "--output", tmp_path / "x")
+    tokenizer = read_tokenizer(tmp_path / "x_tokenizer.bin")
+    ids = open_tokens(tmp_path / "x_train.bin", len(tokenizer.tokens))
+    text = b"".join(map(tokenizer.tokens.__getitem__, ids)).decode()
+    assert len(text) > 500_000 and text.isascii() and "return value" in text and "    def " not in text
+
+
 def write_shards(directory, stories_of):
     directory.mkdir(exist_ok=True)
     for shard, stories in enumerate(stories_of):

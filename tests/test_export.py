@@ -192,7 +192,7 @@ def export(tmp_path, monkeypatch, run_here):
 
 
 def test_random_model_files(tmp_path, export):
-    output = export("--debug_state", 1).stdout
+    output = export().stdout
     files = ["bytes_tokenizer.bin", "gpt2_d2.bin", "gpt2_d2_bf16.bin", "gpt2_d2_debug_state.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == files
     assert output.count("iteration ") == 10 and "generating:\n---\n" in output
@@ -210,12 +210,12 @@ def test_random_model_files(tmp_path, export):
     assert [f"loss: {loss:.6f}" for loss in state.losses] == [line.split(", ")[1] for line in output.splitlines()
                                                              if line.startswith("iteration")]
     first = {name: (tmp_path / "out" / name).read_bytes() for name in files}
-    export("--debug_state", 1)
+    export()
     assert first == {name: (tmp_path / "out" / name).read_bytes() for name in files}, "the same command, the same files"
 
     shutil.rmtree(tmp_path / "data")  # which random weights alone do not need
     shutil.rmtree(tmp_path / "out")
-    assert "iteration" not in export().stdout and sorted(os.listdir(tmp_path / "out")) == files[:3]
+    assert "iteration" not in export("--debug_state", 0, "--num_iterations", 3).stdout and sorted(os.listdir(tmp_path / "out")) == files[:3]
     code = ("import llmc, zlib, train_gpt2; from llmc.tensors import flat;"
             "print(zlib.crc32(flat(train_gpt2.random_model('d2', 257)[1])))")  # of -e d2, on any number of threads
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT,
@@ -225,7 +225,7 @@ def test_random_model_files(tmp_path, export):
 
 def test_files_for_llm_c_of_april_2024(tmp_path, export, vocabulary_here):
     """Its program reads version 1 of all, knows no bfloat16, and stops at another version of a tokenizer."""
-    export("--llmc", "april2024", "--vocabulary", "gpt2", "--debug_state", 1, "--num_iterations", 2)
+    export("--llmc", "april2024", "--vocabulary", "gpt2", "--num_iterations", 2)
     names = ["gpt2_d2.bin", "gpt2_d2_debug_state.bin", "gpt2_tokenizer.bin"]
     assert sorted(os.listdir(tmp_path / "out")) == names
     assert [int(np.fromfile(tmp_path / "out" / name, "<i4", 2)[1]) for name in names] == [1, 1, 1]
@@ -260,15 +260,12 @@ def test_benchmark_flags(tmp_path, export, flags):
 
 @pytest.mark.parametrize("flags, words", (
     (("--compile", 1), "--compile 1.*--write_tensors 0"), (("--num_iterations", -1), "--num_iterations -1"),
-    (("--num_iterations", 3), "--num_iterations 3.*--debug_state 1"),
-    (("--input", "data/mine_val.bin"), "--input data/mine_val.bin.*--debug_state 1"),
-    (("--debug_state", 1, "--write_tensors", 0), "--debug_state 1.*--write_tensors 0"),
     (("--llmc", "april2024"), "--llmc april2024.*50256.*256 in this vocabulary"),
-    (("--sequence_length", 2000, "--debug_state", 1), "--sequence_length 2000.*1024"),
+    (("--sequence_length", 2000), "--sequence_length 2000.*1024"),
     (("--model", "d3"), "--model d3.*d12"), (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
     (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
-    (("--input", "none.bin", "--debug_state", 1), "none.bin.*python prepro_tinyshakespeare.py"),
+    (("--input", "none.bin"), "none.bin.*python prepro_tinyshakespeare.py"),
 ))  # fmt: skip
 def test_faults(tmp_path, export, flags, words):
     assert_one_line_error(export(*flags, check=False), *words.split(".*"))

@@ -285,6 +285,9 @@ def test_two_runs_with_one_output(workplace, train):
 
 def test_what_a_run_resumes_from(workplace, train):
     """A second run does not write into the first one's directory, nor resume it with other flags."""
+    os.mkdir("run")
+    assert "no complete checkpoint" not in train("-x", 1, "-o", "empty", "-y", 1, check=True).stdout
+    open("run/main.log", "w").close()
     assert "no complete checkpoint in run" in train("-x", 2, "-o", "run", "-y", 1, check=True).stdout
     assert_one_line_error(train("-x", 2, "-o", "run"), "run", "step 2", "-y 1")
     assert_one_line_error(train("-x", 1, "-o", "run", "-y", 1), "step 2", "-x 1")
