@@ -21,6 +21,7 @@ import json
 import math
 import os
 import sys
+import warnings
 
 import numpy as np
 
@@ -241,6 +242,7 @@ def parse_arguments():
 
 @gpu_errors_as_lines()
 def main():
+    warnings.simplefilter("ignore", RuntimeWarning)  # of overflow: logits that are not finite are an error anyway
     args = parse_arguments()
     if hasattr(sys.stdin, "reconfigure"):  # a test's has none
         sys.stdin.reconfigure(errors="surrogateescape")  # as in sys.argv: what is read may not be UTF-8

@@ -1,10 +1,13 @@
 """Sampling: llm.c's random number generator, and text generation."""
 
 import codecs
+import re
 import sys
 from typing import NamedTuple
 
 import numpy as np
+
+from llmc.errors import UserError
 
 
 class Random:
@@ -67,14 +70,17 @@ class Choice(NamedTuple):
 
 class Writer:
     """Prints each id at once, as text or, without a tokenizer, as a number. A character that spans several tokens is
-    printed when it is complete. Control characters, which a terminal would obey, are left out."""
+    printed when it is complete. What a terminal would obey is left out: control characters, and the marks that turn the
+    direction of text. (llm.c prints only ASCII of single bytes, and loses GPT-2's typographic quotes.)"""
+
+    OBEYED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
     def __init__(self, tokenizer):
         self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, id):
-        text = self.decoder.decode(self.tokenizer.printable(id)) if self.tokenizer else f"{id} "
-        sys.stdout.buffer.write(text.encode())
+        text = self.decoder.decode(self.tokenizer.tokens[id]) if self.tokenizer else f"{id} "
+        sys.stdout.buffer.write(self.OBEYED.sub("", text).encode())
         sys.stdout.buffer.flush()
 
     def end(self):
@@ -99,11 +105,18 @@ def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
         rows = 1 if t == T else B  # the prompt is the same in all sequences
         logits = decoder.logits(tokens[:rows, seen:t], seen - begin)
         seen = t
+        check_diverged(logits)
         if t == T:
             logits = np.repeat(logits, B, axis=0)
             decoder.share_first(B, T)
         tokens[:, t] = [choice.draw(row, random.f32()) for row, random in zip(logits, randoms)]
         yield tokens[:, t], log_probabilities(logits, tokens[:, t]) if want_logprobs else None
+
+
+def check_diverged(logits):
+    """Raise UserError for logits, or log-probabilities, of which one is NaN or inf."""
+    if not np.maximum.reduce(logits, None) < np.inf:
+        raise UserError("the model's logits are not finite: it has diverged")
 
 
 def log_probabilities(logits, ids):

@@ -18,14 +18,6 @@ class Tokenizer:
     eot: int
     path: str = dataclasses.field(default="", compare=False)  # the file that it was read from
 
-    def printable(self, id):
-        """Return the bytes to print for an id, none for an unprintable ASCII character other than white space. Single
-        bytes above 127 are parts of characters. (llm.c drops these, too, and with them GPT-2's typographic quotes.)"""
-        token = self.tokens[id]
-        if len(token) == 1 and not (32 <= token[0] < 127 or token.isspace() or token[0] > 127):
-            return b""
-        return token
-
 
 def read_tokenizer(path):
     """Read a tokenizer file of version 1 or 2; raises UserError for a damaged one."""

@@ -283,6 +283,13 @@ def test_two_runs_with_one_output(workplace, train):
     assert not [name for name in os.listdir("run") if "lock" in name]
 
 
+def test_a_vocabulary_that_is_not_ours_is_kept(workplace, train):
+    os.mkdir("run")
+    write_tokenizer("run/tokenizer.bin", [b"a", b"b"], 1)
+    assert_one_line_error(train("-x", 2, "-o", "run"), "run/tokenizer.bin", "another vocabulary", "another -o")
+    assert read_tokenizer("run/tokenizer.bin").tokens == [b"a", b"b"]
+
+
 def test_what_a_run_resumes_from(workplace, train):
     """A second run does not write into the first one's directory, nor resume it with other flags."""
     os.mkdir("run")

@@ -14,7 +14,7 @@ import pytest
 import export_weights
 import generate
 import train_gpt2
-from conftest import ROOT, SMALL, assert_one_line_error, make_model, random_params
+from conftest import ROOT, SMALL, SMALL_HEADS, assert_one_line_error, make_model, random_params
 from llmc.checkpoint import write_model
 from llmc.sampler import Choice, Random
 from llmc.tokenizer import write_tokenizer
@@ -215,3 +215,14 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
 def test_wrong_flags_and_models(workplace, run_here, flags, words):
     model = () if not flags[0].startswith("-") else (MODEL,)
     assert_one_line_error(run_here(generate, *model, *flags, check=False), *words)
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_a_model_that_has_diverged(workplace, run_here, device):
+    config = SMALL_HEADS if device == "cuda" else SMALL
+    params = random_params(config)
+    params.wte[:] *= np.float32(1e30)
+    params.lnfb[:] = np.float32(1e30)
+    write_model("huge.bin", config, params)
+    done = run_here(generate, "huge.bin", "--device", device, "--prompt_ids", 65, "--tokens", 9, check=False)
+    assert_one_line_error(done, "not finite", "diverged")

@@ -20,6 +20,7 @@ from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import WARP, blocks, check_sizes, kernel_files, launch_geometry, model_constants
 from llmc.gpu.matmul import ALIGN
 from llmc.gpu.precision import Precision, resolve_dtype, round_weights
+from llmc.sampler import check_diverged
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, views
 
 DECODE = {  # file -> its kernels
@@ -164,6 +165,7 @@ class Decoder:
             turn = (t - first) % len(self.done)
             self.done[turn].synchronize()
             tokens[:, t] = self.drawn[turn]
+            check_diverged(self.logprobs[turn])
             for random in randoms:
                 random.u32()  # as the GPU did
             yield tokens[:, t], self.logprobs[turn].copy()
