@@ -217,9 +217,9 @@ def test_wrong_flags_and_models(workplace, run_here, flags, words):
     assert_one_line_error(run_here(generate, *model, *flags, check=False), *words)
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("device", ("cpu", pytest.param("gpu", marks=pytest.mark.gpu)))
 def test_a_model_that_has_diverged(workplace, run_here, device):
-    config = SMALL_HEADS if device == "cuda" else SMALL
+    config = SMALL_HEADS if device == "gpu" else SMALL
     params = random_params(config)
     params.wte[:] *= np.float32(1e30)
     params.lnfb[:] = np.float32(1e30)
