@@ -29,13 +29,13 @@ import warnings
 
 import numpy as np
 
-from generate import load_vocabulary
-from llmc import models
 from llmc.dataloader import find_files, names_shards, open_tokens
 from llmc.errors import UserError, run_main
 from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table, progress_bar
+from model import load_model, on_gpu
+from vocabulary import load_vocabulary
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns losses of their shape
@@ -43,12 +43,12 @@ from llmc.progress import print_table, progress_bar
 
 def open_model(architecture, config, params, device):
     """Return (model, name of its device, a batch size that suits it)."""
-    def on_gpu(gpu):
+    def open_on(gpu):
         from llmc.gpu.trainer import open_evaluator
 
-        return open_evaluator(models.on_gpu(architecture), gpu, config, params), gpu.name, 4
+        return open_evaluator(on_gpu(architecture), gpu, config, params), gpu.name, 4
 
-    return try_gpu(device, on_gpu) or (architecture(config, params), "CPU", 1)
+    return try_gpu(device, open_on) or (architecture(config, params), "CPU", 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def parse_arguments():
 
 def evaluate(args):
     """Run the evaluations of `args`; returns the results as a dict."""
-    architecture, config, params = models.load_model(args.model)
+    architecture, config, params = load_model(args.model)
     T = min(args.context, config.maxT)
     if T < 2:
         raise UserError(f"{args.model}: its longest sequence is one token, expected at least 2, to predict one from the"

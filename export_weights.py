@@ -48,14 +48,15 @@ except ImportError as error:
 from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
-from llmc.errors import UserError, run_main
+from llmc.errors import UserError, reason, run_main
 from llmc.files import make_directory, replacing
 from llmc.resume import model_file
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import read_tokenizer
-from prepro import EOT, load_encoding, read_input, reason, save_vocabulary, tokenizer_of
+from prepro import read_input
 from train_gpt2 import GPT2, SIZES, Config, parameter_table, random_model
+from vocabulary import EOT, as_vocabulary, load_encoding, save_vocabulary
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 INPUT = os.path.join("data", "tiny_shakespeare_val.bin")
@@ -298,7 +299,7 @@ def write_hf_folder(model, folder):
         tokenizer = read_tokenizer(vocabulary)
         tokenizer_files = our_tokenizer_files(config, tokenizer) | {"tokenizer.bin": read_input(vocabulary)}
     elif config.V == VOCABULARIES["bytes"]:
-        tokenizer = tokenizer_of(load_encoding("bytes"))
+        tokenizer = as_vocabulary(load_encoding("bytes"))
         tokenizer_files = our_tokenizer_files(config, tokenizer)
     elif config.V != VOCABULARIES["gpt2"]:
         print(f"warning: {vocabulary}: no such file: the folder gets no tokenizer", file=sys.stderr)

@@ -25,12 +25,11 @@ import warnings
 
 import numpy as np
 
-import prepro
-from llmc import models
 from llmc.errors import UserError, describe, run_main
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.sampler import Choice, Random, Writer, end_of_text
-from llmc.tokenizer import read_tokenizer
+from model import load_model, on_gpu
+from vocabulary import load_vocabulary
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model and prompt
@@ -38,12 +37,12 @@ from llmc.tokenizer import read_tokenizer
 
 def make_decoder(architecture, config, params, args):
     """Return a decoder on the GPU, if there is one that can run this model, else in NumPy."""
-    def on_gpu(gpu):
+    def open_on(gpu):
         from llmc.gpu.decoder import open_decoder
 
-        return open_decoder(models.on_gpu(architecture), gpu, config, params, args.samples, config.maxT, args.dtype)
+        return open_decoder(on_gpu(architecture), gpu, config, params, args.samples, config.maxT, args.dtype)
 
-    found = try_gpu(args.device, on_gpu)
+    found = try_gpu(args.device, open_on)
     if found:
         return found
     if args.dtype == "bfloat16":
@@ -51,64 +50,15 @@ def make_decoder(architecture, config, params, args):
     return architecture.Decoder(config, params, args.samples, config.maxT)
 
 
-def load_vocabulary(model, V, path=None):
-    """Return the llmc.tokenizer.Tokenizer of a model with V tokens; None, with a warning, if there is none.
-
-    It comes from the file `path`; else from beside the model: a run's tokenizer.bin or, if V is GPT-2's, the
-    gpt2_tokenizer.bin of export_weights.py; else V tells whether it is GPT-2's or bytes. Raises UserError for a file of
-    another size.
-    """
-    directory = model if os.path.isdir(model) else os.path.dirname(model)
-    beside = [os.path.join(directory, name) for name in ("tokenizer.bin", "gpt2_tokenizer.bin")]
-    if path is None:
-        path = next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:1]), None)
-    if path is not None:
-        tokenizer = read_tokenizer(path)
-        if len(tokenizer.tokens) != V:
-            raise UserError(f"{path}: {len(tokenizer.tokens)} tokens, but the model has V={V}: pass"
-                            " --tokenizer FILE")
-        return tokenizer
-    if V in KNOWN:
-        try:
-            return known_tokenizer(V)
-        except UserError as error:
-            print(f"warning: {error}", file=sys.stderr)
-    print(f"warning: {beside[0]}: no such file: tokens are printed as ids; pass --tokenizer FILE",
-          file=sys.stderr)
-    return None
-
-
-KNOWN = {50257: "gpt2", 257: "bytes"}
-
-
-def known_tokenizer(V):
-    """Return the Tokenizer for a V of KNOWN; raises UserError if it cannot be loaded."""
-    return prepro.tokenizer_of(prepro.load_encoding(KNOWN[V]))
-
-
-def encode(text, tokenizer):
-    """Return the ids of a text: by tiktoken for GPT-2's vocabulary, else one per character, or per byte of it."""
-    text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes of argv that are not UTF-8
-    V = len(tokenizer.tokens)
-    if KNOWN.get(V) == "gpt2":
-        encoding = prepro.gpt2_encoding(tokenizer)
-        return prepro.encode(encoding, text, disallowed_special=())  # "<|endoftext|>" is text like any other
-    known = {token: id for id, token in enumerate(tokenizer.tokens)}
-    ids = []
-    for letter in text:
-        pieces = [letter.encode()] if letter.encode() in known else [bytes([byte]) for byte in letter.encode()]
-        if not all(piece in known for piece in pieces):
-            raise UserError(f"--prompt: the character {letter!r} is not in the model's vocabulary of {V} tokens")
-        ids += [known[piece] for piece in pieces]
-    return ids
-
-
 def prompt_ids(prompt, tokenizer, V):
     """Return the ids (1, T) int32 of a prompt, a text or a list of ids; raises UserError for ids the model lacks."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UserError("--prompt: no tokenizer file to encode it with: pass --tokenizer FILE, or --prompt_ids")
-        prompt = encode(prompt, tokenizer)
+        try:
+            prompt = tokenizer.encode(prompt)
+        except UserError as error:
+            raise UserError(f"--prompt: {error}") from None
         if not prompt:
             raise UserError("--prompt: is empty, expected a text; leave the flag out to begin a new one")
     wrong = next((id for id in prompt if not 0 <= id < V), None)
@@ -190,7 +140,7 @@ def print_json(steps, shown, tokenizer, stop):
         logprobs = [float(of_step[b]) for _, of_step in steps[: len(ids)]]
         text = None
         if tokenizer:
-            text = b"".join(tokenizer.tokens[id] for id in ids if id != stop).decode(errors="replace")
+            text = tokenizer.decode(id for id in ids if id != stop)
         print(json.dumps({"prompt_ids": shown, "ids": ids, "text": text, "logprobs": logprobs}))
 
 
@@ -246,7 +196,7 @@ def main():
     args = parse_arguments()
     if hasattr(sys.stdin, "reconfigure"):  # a test's has none
         sys.stdin.reconfigure(errors="surrogateescape")  # as in sys.argv: what is read may not be UTF-8
-    architecture, config, params = models.load_model(args.model)
+    architecture, config, params = load_model(args.model)
     tokenizer = load_vocabulary(args.model, config.V, getattr(args, "tokenizer", None))
     try:
         decoder = make_decoder(architecture, config, params, args)

@@ -1,6 +1,6 @@
 """
-What the prepro_*.py scripts share: vocabularies, verified downloads, worker processes, and the files that most of them
-write: PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin, the vocabulary.
+What the prepro_*.py scripts share: verified downloads, worker processes, and the files that most of them write,
+PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin, the vocabulary.
 
 Not a program: run prepro_text.py, prepro_fineweb.py, prepro_hellaswag.py or one of the others.
 """
@@ -10,7 +10,6 @@ import collections
 import hashlib
 import multiprocessing
 import os
-import re
 import shlex
 import threading
 from concurrent.futures import ProcessPoolExecutor
@@ -19,84 +18,13 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError, import_package
+from llmc.errors import UserError, import_package, reason
 from llmc.files import chunks, make_directory, open_input, replacing
 from llmc.progress import progress_bar
 from llmc.threads import THREADS
-from llmc.tokenizer import Tokenizer, write_tokenizer
+from vocabulary import save_vocabulary
 
 TIMEOUT_SECONDS = 30  # of silence from the server
-EOT = "<|endoftext|>"
-
-
-class PlainEncoding:
-    """Bytes or characters as tokens, and end of text. Attributes and methods are named as tiktoken.Encoding's."""
-
-    def __init__(self, name, tokens, encode):
-        """tokens: bytes objects, without end of text, whose id is the last; encode(text): the list of its ids."""
-        self.name, self.tokens, self.encode = name, [*tokens, EOT.encode()], encode
-        self.eot_token, self.n_vocab = len(self.tokens) - 1, len(self.tokens)
-        self.decode_single_token_bytes = self.tokens.__getitem__
-
-    def decode(self, ids):
-        return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
-
-
-def load_encoding(vocabulary, characters=""):
-    """Return the tiktoken.Encoding of 'gpt2', or the PlainEncoding of 'bytes' or 'chars'.
-
-    gpt2: 50257 tokens, which tiktoken downloads once; raises UserError if that fails. bytes: the 256 byte values and
-    end of text. chars: the given characters, sorted, and end of text.
-    """
-    if vocabulary == "bytes":
-        return PlainEncoding(vocabulary, [bytes([byte]) for byte in range(256)], lambda text: list(text.encode()))
-    if vocabulary == "chars":
-        ids = {letter: id for id, letter in enumerate(sorted(set(characters)))}
-        return PlainEncoding(vocabulary, map(str.encode, ids), lambda text: [ids[letter] for letter in text])
-    tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # requests' are OSErrors
-        raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
-                        " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
-
-
-def tokenizer_of(encoding):
-    """Return the Tokenizer of an encoding."""
-    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
-    return Tokenizer(tokens, encoding.eot_token)
-
-
-def gpt2_encoding(tokenizer):
-    """Return the tiktoken.Encoding of a Tokenizer with GPT-2's tokens, whose ids are the order of its merges. Raises
-    UserError for one without all bytes, or with the same token twice."""
-    ranks = {token: id for id, token in enumerate(tokenizer.tokens) if id != tokenizer.eot}
-    if len(ranks) != len(tokenizer.tokens) - 1 or not all(bytes([byte]) in ranks for byte in range(256)):
-        raise UserError(f"{tokenizer.path}: not GPT-2's vocabulary: pass --prompt_ids")
-    tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: tokenizer.eot})
-
-
-LONGEST = 262144  # characters of whitespace; a million overflow the stack of tiktoken's regular expression
-LONG_SPACE = re.compile(r"(?<!\s)\s{%d,}" % (LONGEST + 1))  # (?<!\s): begins once a run, not at each of its characters
-
-
-def encode(encoding, text, **options):
-    """Return the token ids of a text. Very long whitespace is encoded in pieces; `options` are tiktoken's."""
-    if isinstance(encoding, PlainEncoding):
-        return encoding.encode(text)
-    ends = [end for run in LONG_SPACE.finditer(text) for end in range(run.start() + LONGEST, run.end(), LONGEST)]
-    pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]))
-    return [id for piece in pieces for id in encoding.encode(piece, **options)]
-
-
-def reason(error):
-    """The innermost cause of a network error, on one line."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def download(url, path, digest, algorithm="md5"):
@@ -192,11 +120,6 @@ def end_with_parent():
     """End this process when its parent ends, even if the parent was killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def save_vocabulary(path, encoding, version=2):
-    """Write an encoding as llm.c's tokenizer file."""
-    write_tokenizer(path, tokenizer_of(encoding).tokens, encoding.eot_token, version)
 
 
 def save_tokens(val, train, encoding, args):

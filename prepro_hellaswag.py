@@ -19,7 +19,8 @@ import numpy as np
 from llmc.errors import UserError, run_main
 from llmc.hellaswag import BEGIN, ENDINGS, HELLASWAG, Example
 from llmc.files import EXAMPLES_MAGIC, make_directory, make_header, replacing
-from prepro import check_not_written_over, download, encode, load_encoding, read_input
+from prepro import check_not_written_over, download, read_input
+from vocabulary import encode, load_encoding
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"

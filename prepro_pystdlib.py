@@ -21,7 +21,8 @@ import re
 import sysconfig
 
 from llmc.errors import run_main
-from prepro import add_val_fraction, load_encoding, make_parser, read_input, save_split
+from prepro import add_val_fraction, make_parser, read_input, save_split
+from vocabulary import load_encoding
 
 LIMIT = 4 * 1024 * 1024  # tokens in all
 VAL_TOKENS = 65536

@@ -36,8 +36,9 @@ from llmc.dataloader import find_files
 from llmc.errors import UserError, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
 from llmc.progress import progress_bar
-from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, encode, in_processes,
-                    load_encoding, make_parser, output_paths, save_files, save_tokens, val_tokens)
+from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, in_processes, make_parser,
+                    output_paths, save_files, save_tokens, val_tokens)
+from vocabulary import encode, load_encoding
 
 HINT = "pass files of text, or folders with them"
 VAL_TOKENS = 32768

@@ -14,8 +14,8 @@ Each speech starts with an end-of-text token. The first 32768 tokens are for val
 import os
 
 from llmc.errors import UserError, run_main
-from prepro import (EOT, add_val_fraction, check_not_written_over, download, encode, load_encoding, make_parser,
-                    output_paths, read_input, save_split)
+from prepro import add_val_fraction, check_not_written_over, download, make_parser, output_paths, read_input, save_split
+from vocabulary import EOT, encode, load_encoding
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"

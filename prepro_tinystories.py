@@ -25,10 +25,10 @@ from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from tqdm import tqdm
 
-from llmc.errors import UserError, run_main
+from llmc.errors import UserError, reason, run_main
 from llmc.files import make_directory, replacing
-from prepro import (add_processes, check_processes, encode, file_hash, in_processes, load_encoding, make_parser, reason,
-                    save_tokens)
+from prepro import add_processes, check_processes, file_hash, in_processes, make_parser, save_tokens
+from vocabulary import encode, load_encoding
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 

@@ -506,8 +506,14 @@ class GPT2:
     """A model, its gradients and its optimizer. Every large buffer is allocated once, at the start: by
     allocate_activations and, to train, allocate_training. Smaller batches use the start of the same buffers."""
 
-    TITLE, MAGIC, Config = "GPT-2", MODEL_MAGIC, Config
+    TITLE, MAGIC, Config, Settings = "GPT-2", MODEL_MAGIC, Config, Settings
     parameter_table, random_model = staticmethod(parameter_table), staticmethod(random_model)
+
+    @classmethod
+    def load(cls, path, **options):
+        """Load a model to use from Python, with loss, generate, forward, backward, update: a Model of model.py."""
+        from model import Model
+        return Model(path, **options)
 
     def __init__(self, config, params):
         self.config, self.params = config, params
@@ -563,8 +569,7 @@ class GPT2:
         return float(np.mean(acts.losses, dtype=np.float64))
 
     def losses(self, inputs, targets):
-        """inputs, targets (B, T) integer ids -> the losses of the targets (B, T), a view that the next pass overwrites.
-        """
+        """inputs, targets (B, T) integer ids -> the losses of the targets (B, T), which the next pass overwrites."""
         self.forward(inputs, targets)
         return self.acts.losses
 
@@ -607,6 +612,11 @@ class GPT2:
             matmul_backward(dbranch, g.qkvw, g.qkvb, scratch.dqkv, a.ln1, p.qkvw, B, T, C, 3 * C)
             layernorm_backward(dresidual, g.ln1w, g.ln1b, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C)
         encoder_backward(grads.wte, grads.wpe, dresidual, self.inputs, B, T, C)  # adds to the classifier's part of wte
+
+    def norm_and_scale(self, settings):
+        """The norm of the gradients, None if no setting needs it, and the factor that clips them."""
+        norm = global_norm(flat(self.grads), flat(self.grads).size) if settings.needs_norm else None
+        return norm, settings.grad_clip / norm if settings.grad_clip and norm > settings.grad_clip else 1.0
 
     def update(self, settings, learning_rate, step, grad_scale=1.0):
         """One AdamW step over the flat buffers; `step` counts from 1."""
@@ -694,8 +704,7 @@ GPT2.Decoder = Decoder
 
 def memory_plan(config, settings):
     """What training allocates: [(bytes, what for)]."""
-    B, T = settings.B, settings.T
-    parameters = table_bytes(parameter_table(config))
+    B, T, parameters = settings.B, settings.T, table_bytes(parameter_table(config))
     return [
         (parameters, "parameters"),
         (parameters * (2 if settings.micro_steps > 1 else 1), "gradients"),
@@ -729,11 +738,7 @@ def train_step(model, loader, settings, step):
         loss += model.forward(*loader.next_batch()) / settings.micro_steps
         check_loss(step, loss)
         model.backward(micro_step, settings.micro_steps)
-    grads, norm, grad_scale, skipped = flat(model.grads), None, 1.0, None
-    if settings.needs_norm:
-        norm = global_norm(grads, grads.size)
-        if settings.grad_clip and norm > settings.grad_clip:
-            grad_scale = settings.grad_clip / norm
+    (norm, grad_scale), skipped = model.norm_and_scale(settings), None
     if settings.skips_outliers:
         skipped = reason_to_skip(settings, z_score(model.recent[LOSS], loss), z_score(model.recent[NORM], norm))
     if not skipped:

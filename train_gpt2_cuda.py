@@ -480,6 +480,12 @@ class GPT2:
     cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
     decode_layers, resolve_auto = staticmethod(decode_layers), staticmethod(resolve_auto)
 
+    @classmethod
+    def load(cls, path, **options):
+        """Load a model to use from Python, with loss, generate, forward, backward, update: a GpuModel of model.py."""
+        from model import GpuModel
+        return GpuModel(path, **options)
+
     @staticmethod
     def tables(config, settings, B, T, sm_count, geometry):
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one

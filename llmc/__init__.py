@@ -1,7 +1,6 @@
 """What the programs share: one idea a file, with llm.c's name where llm.c has the same file.
 
     loop        what a run does around its updates: validates, samples, logs, saves, resumes, stops on a signal
-    models      which page a model belongs to, by its checkpoint's magic number
     settings    one dataclass -> command line, help
     tensors     tables: name -> shape; one buffer for each table, and views of it
     files       headers, size checks, writes to a temporary file that is then renamed

@@ -25,7 +25,7 @@ from llmc.resume import (delete_old_checkpoints, find_checkpoint, notes_of, read
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import print_changed_settings
-from llmc.tokenizer import load_tokenizer, read_tokenizer, write_tokenizer
+from llmc.tokenizer import keep_tokenizer, load_tokenizer
 
 
 class Update(NamedTuple):
@@ -56,11 +56,7 @@ class Loop:
 
             self.examples = load_hellaswag(settings, self.config)
         if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
-            path = os.path.join(settings.output_dir, "tokenizer.bin")
-            if not os.path.lexists(path):
-                write_tokenizer(path, self.tokenizer.tokens, self.tokenizer.eot)
-            elif self.tokenizer != read_tokenizer(path):
-                raise UserError(f"{path}: is another vocabulary than {self.tokenizer.path}: choose another -o")
+            keep_tokenizer(settings.output_dir, self.tokenizer)
         print_changed_settings(settings)
         self.settings = resolve(settings) if resolve else settings
         if self.settings.steps == 0:  # one epoch

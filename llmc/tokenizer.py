@@ -52,6 +52,15 @@ def write_tokenizer(path, tokens, eot, version=2):
             f.write(bytes([len(token)]) + token)
 
 
+def keep_tokenizer(directory, tokenizer):
+    """Write tokenizer.bin, for programs that use the models beside it; raises UserError if another one is there."""
+    path = os.path.join(directory, "tokenizer.bin")
+    if not os.path.lexists(path):
+        write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
+    elif (found := read_tokenizer(path)).tokens != tokenizer.tokens or found.eot != tokenizer.eot:
+        raise UserError(f"{path}: is another vocabulary than {tokenizer.path}: choose another -o")
+
+
 def load_tokenizer(settings):
     """Read the tokenizer file: --tokenizer, else the one beside the data (which becomes settings.tokenizer), else
     gpt2_tokenizer.bin. Returns None, with a warning, if there is no such file."""

@@ -24,6 +24,7 @@ import prepro_tinystories
 from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens
 from llmc.tokenizer import read_tokenizer
+from vocabulary import EOT, encode, load_encoding
 
 HASHES = {
     ("int32", "val"): "5dcd79e2f05f2f6cbc3a440565105367c12f148c4e01a3283a4307921f5f9945",
@@ -97,11 +98,11 @@ def test_text_faults(tmp_path, vocabulary_here, run_here):
 @pytest.mark.parametrize("space", (" ", "\n "))
 def test_white_space_of_a_million_characters(vocabulary_here, space):
     """tiktoken alone: Regex error while tokenizing ... Max stack size exceeded for backtracking."""
-    encoding, text = prepro.load_encoding("gpt2"), "a" + space * (1200000 // len(space)) + "b" + prepro.EOT
-    tokens = prepro.encode(encoding, text, allowed_special={prepro.EOT})
+    encoding, text = load_encoding("gpt2"), "a" + space * (1200000 // len(space)) + "b" + EOT
+    tokens = encode(encoding, text, allowed_special={EOT})
     assert encoding.decode(tokens) == text and tokens[-1] == encoding.eot_token
     short = "a" + space * 1000 + "b"
-    assert prepro.encode(encoding, short) == encoding.encode(short)
+    assert encode(encoding, short) == encoding.encode(short)
 
 
 def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
@@ -161,7 +162,7 @@ def test_a_folder_of_text(tmp_path, vocabulary_here, prepare, vocabulary, V):
     """Sorted, each document after an end of text; hidden and binary files are skipped, and counted."""
     expected = write_folder(tmp_path / "folder")
     tokens, tokenizer, printed = prepare("folder", "--vocabulary", vocabulary)
-    assert text_of(tokens, tokenizer) == "".join(f"{prepro.EOT}{document}" for document in expected)
+    assert text_of(tokens, tokenizer) == "".join(f"{EOT}{document}" for document in expected)
     assert tokens.count(tokenizer.eot) == 13 and tokenizer.eot == len(tokenizer.tokens) - 1
     characters = sorted(set("".join(expected)))
     assert len(tokenizer.tokens) == (V or len(characters) + 1)
@@ -178,7 +179,7 @@ def test_pieces_and_processes_change_nothing(tmp_path, tiny_shakespeare, vocabul
     """A long text is tokenized in pieces, by any number of processes, to what tiktoken makes of the whole."""
     text = tiny_shakespeare.read_text()[:200000] + "x" * 3000 + "\n \n\n" * 500 + "é"
     (tmp_path / "text").write_text(text)
-    encoding = prepro.load_encoding(vocabulary, text)
+    encoding = load_encoding(vocabulary, text)
     for piece, processes in ((1 << 20, 1), (1000, 1), (1000, 2)):
         monkeypatch.setattr(prepro_text, "PIECE", piece)
         tokens, tokenizer, _ = prepare("text", "--vocabulary", vocabulary, "--processes", processes)
@@ -318,7 +319,7 @@ STORIES = [[f" Shard {shard}, story {i}. The end.\n" for i in range(5)] for shar
 
 
 def expected_tokens(shard):
-    encoding, stories = prepro.load_encoding("gpt2"), [story.strip() for story in STORIES[shard]]
+    encoding, stories = load_encoding("gpt2"), [story.strip() for story in STORIES[shard]]
     random.Random(1337 + shard).shuffle(stories)
     return [token for story in stories for token in [50256, *encoding.encode_ordinary(story)]]
 

@@ -22,8 +22,8 @@ from llmc.resume import checkpoint_paths
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state
-from prepro import EOT, load_encoding, save_vocabulary
 from train_gpt2 import Config, GPT2
+from vocabulary import EOT, load_encoding, save_vocabulary
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,6 +15,7 @@ from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
 from prepro_fineweb import READY_MADE
+from vocabulary import load_encoding
 
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
 
@@ -147,7 +148,7 @@ def folder(tmp_path, arrow, vocabulary_here, monkeypatch):
 
 
 def expected_tokens():
-    encoding = prepro.load_encoding("gpt2")
+    encoding = load_encoding("gpt2")
     return [id for text in TEXTS for id in (50256, *encoding.encode_ordinary(text))]
 
 

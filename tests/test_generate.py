@@ -18,7 +18,7 @@ from conftest import ROOT, SMALL, SMALL_HEADS, assert_one_line_error, make_model
 from llmc.checkpoint import write_model
 from llmc.sampler import Choice, Random
 from llmc.tokenizer import write_tokenizer
-from prepro import load_encoding
+from vocabulary import load_encoding, load_vocabulary
 
 MODEL = "gpt2_124M.bin"
 
@@ -155,9 +155,9 @@ def test_prompts(always, text_of, monkeypatch):
 
 def test_a_prompt_in_gpt_2_s_vocabulary(vocabulary_here):
     """Special tokens are text."""
-    encoding, tokenizer = load_encoding("gpt2"), generate.known_tokenizer(50257)
+    encoding, tokenizer = load_encoding("gpt2"), load_vocabulary("", 50257)
     for text in ("naïve\n <|endoftext|> x", "It's 1234 o'clock,  they'LL\t\tsay\r\n\n— ☃ 日本語 " + 50 * "ab "):
-        assert generate.encode(text, tokenizer) == encoding.encode_ordinary(text)
+        assert tokenizer.encode(text) == encoding.encode_ordinary(text)
 
 
 def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, monkeypatch):

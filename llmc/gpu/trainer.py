@@ -275,6 +275,23 @@ class Trainer(ForwardPasses):
         return Update(loss, norm if self.settings.needs_norm else None, seconds,
                       reason_to_skip(self.settings, *z_scores))
 
+    # -- the same in three calls, from Python: forward, compute_gradients, update_now
+
+    def compute_gradients(self, inputs, targets):
+        """self.grads = the gradients of the loss of the last forward pass, which was over this full batch."""
+        B, T, batch, half = self.settings.B, self.settings.T, self.batch, self.staged[0]
+        self.stage(0, [(inputs, targets)], 0.0)
+        with self.device.stream:
+            copy_to_gpu(batch.buffer, half.buffer)
+            acts, scale = self.model.activations(B, T), 1.0 / (B * T)
+            self.model.classify(acts, batch.targets[0], self.own_parts[:1], scale, train=True)
+            self.model.backward(acts, batch.order[0], batch.piece_begins[0], batch.piece_tokens[0], scale)
+
+    def update_now(self, learning_rate):
+        with self.device.stream:
+            copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
+            self.update()
+
     def wait(self, event):
         """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
         because the GPU would wait for its messages for ever."""

@@ -1,0 +1,214 @@
+"""
+A model from Python, on the CPU or a GPU: its loss, text from it, a training step. doc/python.md shows how.
+
+    from train_gpt2 import GPT2  # or, on a GPU, from train_gpt2_cuda
+    model = GPT2.load("runs/mine")
+    print(model.loss("A sentence."), model.generate("The ", tokens=40))
+"""
+
+import importlib
+import os
+
+import numpy as np
+
+from llmc.checkpoint import read_model, write_model
+from llmc.errors import UserError
+from llmc.files import MODEL_MAGIC, export_hint, make_directory, open_input
+from llmc.resume import model_file
+from llmc.sampler import Choice, Random, draw, end_of_text
+from llmc.tokenizer import keep_tokenizer
+from vocabulary import load_vocabulary
+
+PAGES = {MODEL_MAGIC: ("train_gpt2", "GPT2")}  # a checkpoint's magic number -> module and class of its page
+
+
+def on_gpu(architecture):
+    """The class of the page for GPUs."""
+    return getattr(importlib.import_module(f"{architecture.__module__}_cuda"), architecture.__name__)
+
+
+def load_model(path):
+    """Load (architecture, config, params) from a run's directory, a .bin file or a Hugging Face folder."""
+    if os.path.exists(os.path.join(path, "config.json")):
+        from export_weights import read_hf_folder  # here: it needs PyTorch
+
+        return read_hf_folder(path)
+    path = model_file(path)
+    with open_input(path, export_hint(path)) as f:
+        magic = int.from_bytes(f.read(4), "little")
+    module, name = PAGES.get(magic, PAGES[MODEL_MAGIC])  # GPT-2's refuses a file of another kind
+    architecture = getattr(importlib.import_module(module), name)
+    return architecture, *read_model(path, architecture)
+
+
+class Model:
+    """What GPT2.load of train_gpt2.py returns: a model on the CPU."""
+
+    OPTIONS = "beta1", "beta2", "eps", "weight_decay", "grad_clip"
+
+    def __init__(self, path, tokenizer="", **options):
+        """path: a run's directory, a .bin file or a Hugging Face folder; tokenizer: a file, if it is not beside the
+        model; options: of AdamW, with the trainer's defaults. Raises UserError for files or options that are wrong."""
+        if unknown := options.keys() - set(self.OPTIONS):
+            raise UserError(f"{min(unknown)}: no such option: expected tokenizer, {', '.join(self.OPTIONS)}")
+        architecture, self.config, params = load_model(path)
+        self.tokenizer = load_vocabulary(path, self.config.V, tokenizer)
+        self.steps, self.batch, self.has_gradients = 0, None, False  # updates so far; what backward and update read
+        self.open(architecture, params, options)
+
+    # -- a text
+
+    def loss(self, text):
+        """The mean loss, in nats, of the tokens of a text, or of ids, each after those before it; the first has none
+        before it. A long text is read in pieces of as many tokens as the model sees."""
+        ids = self.ids(text)
+        if len(ids) < 2:
+            raise UserError(f"a text of {len(ids)} tokens: a loss needs at least 2")
+        total = 0.0
+        for begin in range(0, len(ids) - 1, self.T):
+            piece = ids[None, begin : begin + self.T + 1]
+            total += self.losses(piece[:, :-1], piece[:, 1:]).sum(dtype=np.float64)
+        return float(total / (len(ids) - 1))
+
+    def generate(self, prompt="", tokens=100, temperature=1.0, top_k=0, top_p=1.0, seed=1337):
+        """Continue a prompt by at most `tokens` tokens, up to the end of the text: a text gives a text, ids give ids,
+        the prompt included. Without a prompt, it begins a new text."""
+        eot, shown = end_of_text(self.tokenizer, self.config.V), self.ids(prompt).tolist()
+        start = np.array([shown or [eot]], np.int32)
+        for (id,), _ in self.draw(start, tokens, [Random(seed)], Choice(temperature, top_k, top_p)):
+            if id == eot:
+                break
+            shown.append(int(id))
+        return self.tokenizer.decode(shown) if isinstance(prompt, str) and self.tokenizer else shown
+
+    def ids(self, text):
+        """The ids (n,) int32 of a text; ids stay what they are."""
+        if isinstance(text, str):
+            if text and not self.tokenizer:
+                raise UserError("the model has no vocabulary: pass ids, or load it with tokenizer=FILE")
+            text = self.tokenizer.encode(text) if text else []
+        self.check([text], [text])
+        return np.array(text, np.int32)
+
+    # -- batches: inputs, targets (B, T) integer ids
+
+    def losses(self, inputs, targets):
+        """The losses (B, T) of the targets."""
+        self.batch = None
+        self.make_room(*self.check(inputs, targets))
+        return self.model.losses(np.asarray(inputs), np.asarray(targets))
+
+    def forward(self, inputs, targets):
+        """The mean loss, a float."""
+        self.make_room(*self.check(inputs, targets))
+        self.batch = np.asarray(inputs), np.asarray(targets)
+        return self.model.forward(*self.batch)
+
+    def backward(self):
+        """Compute the gradients of the last forward pass's loss."""
+        if self.batch is None:
+            raise UserError("backward: expected a call of forward right before it")
+        self.compute_gradients()
+        self.has_gradients = True
+
+    def update(self, learning_rate):
+        """One step of AdamW."""
+        if not self.has_gradients:
+            raise UserError("update: expected a call of backward before it")
+        self.steps, self.has_gradients = self.steps + 1, False
+        self.adamw(learning_rate)
+
+    def check(self, inputs, targets):
+        """The shape (B, T) of a batch; raises UserError for one that no model could take."""
+        shape, inputs, targets = np.shape(inputs), np.asarray(inputs), np.asarray(targets)
+        for ids in (inputs, targets):
+            if len(shape) != 2 or ids.shape != shape or ids.size and ids.dtype.kind not in "iu":
+                raise UserError(f"inputs of shape {shape}, targets of shape {targets.shape}, {ids.dtype}: expected"
+                                " integers (B, T)")
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.config.V:
+                raise UserError(f"ids from {ids.min()} to {ids.max()}: expected 0 to {self.config.V - 1}")
+        return shape
+
+    def save(self, path):
+        """Write a .bin file, and the vocabulary beside it as tokenizer.bin."""
+        make_directory(os.path.dirname(path))
+        if self.tokenizer:
+            keep_tokenizer(os.path.dirname(path), self.tokenizer)
+        self.write(path)
+
+    # -- on the CPU
+
+    def open(self, architecture, params, options):
+        self.settings, self.T = checked(architecture.Settings(**options)), self.config.maxT
+        self.model, self.room, self.room_to_train = architecture(self.config, params), (0, 0), (0, 0)
+
+    def draw(self, *arguments):
+        return draw(self.model.Decoder(self.config, self.model.params, 1, self.T), *arguments)
+
+    def make_room(self, B, T):
+        """Activations grow with the batches. Raises UserError for sequences that are longer than the model's."""
+        if T > self.T:
+            raise UserError(f"sequences of {T} tokens: the model sees at most {self.T}")
+        if B > self.room[0] or T > self.room[1]:
+            self.room = max(B, self.room[0]), max(T, self.room[1])
+            self.model.allocate_activations(*self.room)
+
+    def compute_gradients(self):
+        model, m, v = self.model, self.model.m, self.model.v
+        if self.room_to_train != self.room:
+            self.room_to_train = self.room
+            model.allocate_training(*self.room)
+            if m is not None:
+                model.m, model.v = m, v
+        model.backward()
+
+    def adamw(self, learning_rate):
+        _, scale = self.model.norm_and_scale(self.settings)
+        self.model.update(self.settings, learning_rate, self.steps, scale)
+
+    def write(self, path):
+        write_model(path, self.config, self.model.params)
+
+
+class GpuModel(Model):
+    """What GPT2.load of train_gpt2_cuda.py returns: a model on the GPU. Memory for batches of B sequences of T tokens is
+    allocated at the start; a training step takes a full batch. dtype: "bfloat16" or "float32"."""
+
+    OPTIONS = *Model.OPTIONS, "B", "T", "dtype"
+
+    def open(self, architecture, params, options):
+        from llmc.gpu.device import open_gpu
+        from llmc.gpu.trainer import open_trainer
+
+        architecture, gpu = on_gpu(architecture), open_gpu()
+        settings = checked(architecture.Settings(**{"T": min(1024, self.config.maxT), "graph": 0, **options}))
+        if settings.T > self.config.maxT:
+            raise UserError(f"T={settings.T}: the model sees at most {self.config.maxT} tokens")
+        self.settings, self.T = architecture.resolve_auto(settings, gpu.arch), settings.T
+        self.model = open_trainer(architecture, gpu, self.config, params, self.settings)
+
+    def draw(self, *arguments):
+        return self.model.decoder.draw(*arguments)
+
+    def make_room(self, B, T):
+        if B > self.settings.B or T > self.T:
+            raise UserError(f"a batch of {(B, T)} tokens, room for {(self.settings.B, self.T)}: load the model with a"
+                            " larger B or T")
+
+    def compute_gradients(self):
+        trainer, shape = self.model, (self.settings.B, self.T)
+        if self.batch[0].shape != shape:
+            raise UserError(f"a batch of {self.batch[0].shape} tokens, expected {shape} to train: load the model with"
+                            " another B or T")
+        trainer.compute_gradients(*self.batch)
+
+    def adamw(self, learning_rate):
+        self.model.update_now(learning_rate)
+
+    def write(self, path):
+        write_model(path, self.config, self.model.params_now(), version=5 if self.settings.precision.bf16 else 3)
+
+
+def checked(settings):
+    settings.check()
+    return settings

@@ -1,0 +1,146 @@
+"""
+Vocabularies: text to ids and back, in bytes, characters or GPT-2's tokens.
+
+Not a program: the prepro_*.py scripts tokenize with an encoding, programs that use a model load its Vocabulary.
+"""
+
+import functools
+import os
+import re
+import sys
+from dataclasses import dataclass
+
+from llmc.errors import UserError, import_package, reason
+from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
+
+EOT = "<|endoftext|>"
+KNOWN = {50257: "gpt2", 257: "bytes"}  # V -> the vocabulary, where no file says it
+
+
+class PlainEncoding:
+    """Bytes or characters as tokens, and end of text. Attributes and methods are named as tiktoken.Encoding's."""
+
+    def __init__(self, name, tokens, encode):
+        """tokens: bytes objects, without end of text, whose id is the last; encode(text): the list of its ids."""
+        self.name, self.tokens, self.encode = name, [*tokens, EOT.encode()], encode
+        self.eot_token, self.n_vocab = len(self.tokens) - 1, len(self.tokens)
+        self.decode_single_token_bytes = self.tokens.__getitem__
+
+    def decode(self, ids):
+        return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
+
+
+def load_encoding(vocabulary, characters=""):
+    """Return the tiktoken.Encoding of 'gpt2', or the PlainEncoding of 'bytes' or 'chars'.
+
+    gpt2: 50257 tokens, which tiktoken downloads once; raises UserError if that fails. bytes: the 256 byte values and
+    end of text. chars: the given characters, sorted, and end of text.
+    """
+    if vocabulary == "bytes":
+        return PlainEncoding(vocabulary, [bytes([byte]) for byte in range(256)], lambda text: list(text.encode()))
+    if vocabulary == "chars":
+        ids = {letter: id for id, letter in enumerate(sorted(set(characters)))}
+        return PlainEncoding(vocabulary, map(str.encode, ids), lambda text: [ids[letter] for letter in text])
+    tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:  # requests' are OSErrors
+        raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
+                        " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
+
+
+LONGEST = 262144  # characters of whitespace; a million overflow the stack of tiktoken's regular expression
+LONG_SPACE = re.compile(r"(?<!\s)\s{%d,}" % (LONGEST + 1))  # (?<!\s): begins once a run, not at each of its characters
+
+
+def encode(encoding, text, **options):
+    """Return the token ids of a text. Very long whitespace is encoded in pieces; `options` are tiktoken's."""
+    if isinstance(encoding, PlainEncoding):
+        return encoding.encode(text)
+    ends = [end for run in LONG_SPACE.finditer(text) for end in range(run.start() + LONGEST, run.end(), LONGEST)]
+    pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]))
+    return [id for piece in pieces for id in encoding.encode(piece, **options)]
+
+
+def save_vocabulary(path, encoding, version=2):
+    """Write an encoding as llm.c's tokenizer file."""
+    write_tokenizer(path, tokens_of(encoding), encoding.eot_token, version)
+
+
+def tokens_of(encoding):
+    return [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a model's vocabulary
+
+
+@dataclass
+class Vocabulary(Tokenizer):
+    """A tokenizer that can encode: one of tokenizer.bin's kinds, told by its tokens."""
+
+    def encode(self, text):
+        """The ids of a text, a list: GPT-2's or, in any other vocabulary, one for each character or each byte of it.
+        "<|endoftext|>" is text like any other. Raises UserError for a character that the vocabulary lacks."""
+        text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes of argv that are not UTF-8
+        if self.gpt2:
+            return encode(self.gpt2, text, disallowed_special=())
+        ids = []
+        for letter in text:
+            letters = [letter.encode()] if letter.encode() in self.ids else [bytes([byte]) for byte in letter.encode()]
+            if not all(piece in self.ids for piece in letters):
+                raise UserError(f"the character {letter!r} is not in the model's vocabulary of {len(self.tokens)} tokens")
+            ids += [self.ids[piece] for piece in letters]
+        return ids
+
+    def decode(self, ids):
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
+
+    @functools.cached_property
+    def ids(self):
+        return {token: id for id, token in enumerate(self.tokens)}
+
+    @functools.cached_property
+    def gpt2(self):
+        """The tiktoken.Encoding of GPT-2's tokens, whose ids are the order of its merges; None for other vocabularies.
+        Raises UserError for a vocabulary of its size without all bytes, or with the same token twice."""
+        if KNOWN.get(len(self.tokens)) != "gpt2":
+            return None
+        ranks = {token: id for token, id in self.ids.items() if id != self.eot}
+        if len(ranks) != len(self.tokens) - 1 or not all(bytes([byte]) in ranks for byte in range(256)):
+            raise UserError(f"{self.path}: not GPT-2's vocabulary: pass --prompt_ids")
+        tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: self.eot})
+
+
+def as_vocabulary(encoding):
+    """Return the Vocabulary of an encoding."""
+    return Vocabulary(tokens_of(encoding), encoding.eot_token)
+
+
+def load_vocabulary(model, V, path=None):
+    """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none.
+
+    It comes from the file `path`; else from beside the model: a run's tokenizer.bin or, if V is GPT-2's, the
+    gpt2_tokenizer.bin of export_weights.py; else V tells whether it is GPT-2's or bytes. Raises UserError for a file of
+    another size.
+    """
+    directory = model if os.path.isdir(model) else os.path.dirname(model)
+    beside = [os.path.join(directory, name) for name in ("tokenizer.bin", "gpt2_tokenizer.bin")]
+    if not path:
+        path = next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:1]), None)
+    if path:
+        found = read_tokenizer(path)
+        if len(found.tokens) != V:
+            raise UserError(f"{path}: {len(found.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
+        return Vocabulary(found.tokens, found.eot, path)
+    if V in KNOWN:
+        try:
+            return as_vocabulary(load_encoding(KNOWN[V]))
+        except UserError as error:
+            print(f"warning: {error}", file=sys.stderr)
+    print(f"warning: {beside[0]}: no such file: tokens are printed as ids; pass --tokenizer FILE", file=sys.stderr)
+    return None
