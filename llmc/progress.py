@@ -34,14 +34,15 @@ def duration(seconds):
 
 @contextlib.contextmanager
 def progress_bar(total, what, unit):
-    """Yield advance(count), which moves a progress bar on stderr, if tqdm is installed."""
+    """Yield advance(count), which moves a progress bar on stderr, if that is a terminal and tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda count: None
         return
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B") as bar:
+    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=None) as bar:
         yield bar.update
+        bar.total = bar.n  # not all that was expected had to be read
 
 
 class Console:
