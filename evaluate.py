@@ -1,15 +1,14 @@
 """
 Evaluate a model: validation loss, perplexity, bits per byte, HellaSwag.
 
-    python evaluate.py runs/mine --data data/mine         # prints its settings, then:
+    python evaluate.py runs/mine                          # on its own data; prints its settings, then:
         | validation loss       | 2.280989, of windows 64 tokens apart               |
         | perplexity            | 9.7095, of windows 32 tokens apart                 |
         | bits per byte         | 3.2787, of windows 32 tokens apart                 |
     python evaluate.py gpt2_124M.bin --hellaswag data/hellaswag_val.bin --examples 100
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
 
-MODEL is a run's directory, a .bin file or a Hugging Face folder. Without --data and --hellaswag, a run is evaluated on
-its own validation data. It runs on the GPU if there is one, in float32 with
+MODEL is a run's directory, a .bin file or a Hugging Face folder. It runs on the GPU if there is one, in float32 with
 TF32 matmuls, else on the CPU in NumPy. Set --context to the sequence length that the model was trained with; it is
 limited to the model's longest sequence, which is that length for models trained here from random weights.
 
@@ -24,6 +23,7 @@ HellaSwag: llm.c's acc_norm.
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
+import contextlib
 import json
 import math
 import warnings
@@ -32,7 +32,7 @@ import numpy as np
 
 from generate import load_vocabulary
 from llmc import models
-from llmc.dataloader import find_files, names_shards, open_tokens
+from llmc.dataloader import find_files, names_shards, open_tokens, validation_name
 from llmc.errors import UserError, run_main
 from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
@@ -214,14 +214,13 @@ def parse_arguments():
 
 
 def data_of_run(model):
-    """Return the validation data that the newest checkpoint of a run names; raises UserError if there is none."""
-    data, step = None, newest_checkpoint(model)
-    if step is not None:
-        with notes_of(model, step) as notes:
-            data = notes.get("val_data")
-    if not isinstance(data, str):
-        raise UserError(f"{model}: names no data to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
-    return data
+    """Return the validation data of a run, which its newest checkpoint names; raises UserError if there is none."""
+    step = newest_checkpoint(model)
+    with notes_of(model, step) if step is not None else contextlib.nullcontext({}) as notes:
+        if "data" in notes:
+            train = notes["data"]
+            return notes["val_data"] or (validation_name(train) if names_shards(train) else train)
+    raise UserError(f"{model}: names no data to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
 
 
 def evaluate(args):

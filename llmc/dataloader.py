@@ -126,16 +126,11 @@ def validation_name(train):
     return os.path.join(directory, name)
 
 
-def data_names(settings):
-    """Return what -i and -j mean: the paths or globs of the training and the validation shards."""
-    train = settings.data if names_shards(settings.data) else f"{settings.data}_train.bin"
-    return train, settings.val_data or validation_name(train)
-
-
 def data_paths(settings):
     """Return (training shards, validation shards) that -i and -j name; with -v 0, no validation shards. Raises
     UserError when a pattern matches nothing, or when -j is needed and cannot be made from -i."""
-    train, val = data_names(settings)
+    train = settings.data if names_shards(settings.data) else f"{settings.data}_train.bin"
+    val = settings.val_data or validation_name(train)
     if settings.val_every and val == train and not settings.val_data:
         raise UserError(f"-i {train}: has no 'train' in it to replace by 'val' for the validation files: pass -j FILES")
     paths = []
@@ -162,7 +157,6 @@ class DataLoader:
     A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
     With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. Rank `rank` of `ranks`
     reads every ranks-th sample, so that together the ranks see the batches that one would see.
-
     position: after the last batch, and those that the other ranks read at the same time.
     num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: only those whose last target is in the file, too.
     whole_batches: those of whole_set.

@@ -21,13 +21,11 @@ def last_run(lines):
 
 class Log:
     """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training),
-    `s:0 eval:0.2955` (HellaSwag).
-
-    In a run directory (main.log), training lines also have the learning rate and the gradient norm, and main.csv has
-    the same events as rows of COLUMNS: `step` as on the screen, `tokens` trained on so far, `seconds` since the run's
-    first start without its pauses. A new run keeps earlier ones: it appends to the log after a rule with the date, and renames the old table to
-    main.1.csv. A resumed run drops what the interrupted one wrote after its checkpoint.
-    """
+    `s:0 eval:0.2955` (HellaSwag). In a run directory (main.log), training lines also have the learning rate and the
+    gradient norm, and main.csv has the same events as rows of COLUMNS: `step` as on the screen, `tokens` trained on so
+    far, `seconds` since the run's first start without its pauses. A new run keeps earlier ones: it appends to the log
+    after a rule with the date, and renames the old table to main.1.csv. A resumed run drops what the interrupted one
+    wrote after its checkpoint."""
 
     def __init__(self, settings, first_step=0):
         self.file, self.table, self.detailed = None, None, settings.output_dir is not None

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmc.alone import ALONE
 from llmc.checkpoint import Progress, count_parameters, owned_by_one
-from llmc.dataloader import data_names, open_data
+from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
@@ -191,8 +191,8 @@ class Loop:
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
-        notes = {"update_tokens": self.settings.update_tokens, "val_data": data_names(self.settings)[1]}
-        self.saver.save(progress, notes)
+        names = "update_tokens", "data", "val_data"
+        self.saver.save(progress, {name: getattr(self.settings, name) for name in names})
         self.saved = done
 
     def stop(self, done, signal):

@@ -17,11 +17,6 @@ def print_table(groups):
     print(line)
 
 
-def step_time(seconds):
-    """'0.64 s', '7.09 ms'."""
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms"
-
-
 def duration(seconds):
     """'45 s', '5 min', '2 h 10 min', '3 d 4 h'."""
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -124,7 +119,8 @@ class Console:
 
     def training_line(self, step, loss, seconds, left):
         rate = self.settings.update_tokens / seconds
-        words = [self.step_of(self.done), f"train loss {loss:.4f}", step_time(seconds), f"{rate:.0f} tok/s"]
+        took = f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms"
+        words = [self.step_of(self.done), f"train loss {loss:.4f}", took, f"{rate:.0f} tok/s"]
         if self.peak:
             words.append(f"{rate / self.peak:.1%} MFU")
         if self.done < self.settings.steps:

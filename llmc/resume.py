@@ -47,7 +47,6 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
     """Write a checkpoint. Every rank writes its state; rank 0 also the model (only it needs `params`) and, when all
     ranks have written, the marker. Raises UserError on all ranks, and leaves no file of this step, when weights or
     moments are not finite or a rank's disk is full.
-
     notes: what else the run needs to continue as before, for JSON. version: of the model, 3 (float32) or 5 (bfloat16).
     """
     model, state, marker = checkpoint_paths(directory, progress.step)
@@ -106,7 +105,6 @@ def find_checkpoint(settings):
 def read_start(settings, first_step, tokenizer, architecture):
     """Return (config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at
     first_step or, if that is None, of -e. Raises UserError if T or the tokenizer does not fit the model.
-
     A model with random weights, like d12, has the vocabulary size of the tokenizer or, without one, of GPT-2, and the
     run's T as its maxT: positions beyond it would never be trained.
     """

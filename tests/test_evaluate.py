@@ -360,7 +360,7 @@ def test_a_run_evaluates_at_each_validation(examples, run_here):
     assert [row[-1] for row in rows[1:] if row[-1]] == [f"{int(correct) / 60:.6f}" for correct, _ in found]
     last = json.loads(run_here(evaluate, "run", "--hellaswag", HELLASWAG, "--json").stdout)["hellaswag"]
     assert last["correct"] == int(found[-1][0])
-    assert json.loads(run_here(evaluate, "run", "--json").stdout)["data"] == "data/tiny_shakespeare_val.bin"
+    assert json.loads(run_here(evaluate, "run", "--json").stdout)["data"] == "data/tiny_shakespeare"
     plain = run_here(train_gpt2, *FLAGS, "-l", 0.01).stdout
     assert re.findall(r"(?:val|train) loss \S+", plain) == re.findall(r"(?:val|train) loss \S+", done.stdout)
     assert re.search(r"HellaSwag \d/9 = ", run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout)
