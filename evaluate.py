@@ -1,10 +1,10 @@
 """
 Evaluate a model: validation loss, perplexity, bits per byte, HellaSwag.
 
-    python evaluate.py runs/mine --data data/mine         # prints its settings, then:
-        | validation loss       | 2.280989                                           |
-        | perplexity            | 9.7095                                             |
-        | bits per byte         | 3.2787                                             |
+    python evaluate.py runs/mine                          # on its own data; prints its settings, then:
+        | validation loss       | 2.280989, of windows 64 tokens apart               |
+        | perplexity            | 9.7095, of windows 32 tokens apart                 |
+        | bits per byte         | 3.2787, of windows 32 tokens apart                 |
     python evaluate.py gpt2_124M.bin --hellaswag data/hellaswag_val.bin --examples 100
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
 
@@ -23,17 +23,19 @@ HellaSwag: llm.c's acc_norm.
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
 import argparse
+import contextlib
 import json
 import math
 import warnings
 
 import numpy as np
 
-from llmc.dataloader import find_files, names_shards, open_tokens
+from llmc.dataloader import find_files, names_shards, open_tokens, validation_name
 from llmc.errors import UserError, run_main
 from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table, progress_bar
+from llmc.resume import newest_checkpoint, notes_of
 from model import load_model, on_gpu
 from vocabulary import load_vocabulary
 
@@ -178,11 +180,12 @@ def evaluate_hellaswag(model, examples, B, T):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
-                        help="validation tokens: a path, a quoted glob, or the PREFIX of PREFIX_val.bin")
+                        help="validation tokens: a path, a quoted glob, or the PREFIX of PREFIX_val.bin (default: those"
+                        " of the run, unless there is --hellaswag)")
     parser.add_argument("--tokens", type=int, metavar="N", default=0, help="the first N tokens of the data (0: all)")
     parser.add_argument("--context", type=int, metavar="T", default=1024, help="tokens of a window; at most"
                         " the model's longest sequence")
@@ -199,7 +202,7 @@ def parse_arguments():
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     if not hasattr(args, "data") and not hasattr(args, "hellaswag"):
-        raise UserError("nothing to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
+        args.data = data_of_run(args.model)
     for name, least in (("tokens", 0), ("context", 2), ("stride", 0), ("examples", 0), ("batch_size", 0)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
@@ -208,6 +211,16 @@ def parse_arguments():
     if args.tokens == 1:
         raise UserError("--tokens 1: expected at least 2, to predict one from the other")
     return args
+
+
+def data_of_run(model):
+    """Return the validation data of a run, which its newest checkpoint names; raises UserError if there is none."""
+    step = newest_checkpoint(model)
+    with notes_of(model, step) if step is not None else contextlib.nullcontext({}) as notes:
+        if "data" in notes:
+            train = notes["data"]
+            return notes["val_data"] or (validation_name(train) if names_shards(train) else train)
+    raise UserError(f"{model}: names no data to evaluate on: pass --data FILES, or --hellaswag FILE, or both")
 
 
 def evaluate(args):
@@ -231,7 +244,8 @@ def evaluate(args):
     model.allocate_activations(B, T)
     results = {"model": args.model, "device": device, "context": T}
     if files:
-        results |= {"data": args.data, "stride": stride, **evaluate_data(model, files, tokenizer, B, T, stride)}
+        results |= {"data": args.data, "validation_stride": T, "stride": stride,
+                    **evaluate_data(model, files, tokenizer, B, T, stride)}
     if examples:
         results["hellaswag"] = evaluate_hellaswag(model, examples, B, T)
     return results
@@ -240,10 +254,11 @@ def evaluate(args):
 def print_results(results):
     table = [[("model", results["model"]), ("device", results["device"]), ("context", results["context"])]]
     if "data" in results:
-        table[0] += [("stride", results["stride"]), ("data", results["data"]), ("tokens scored", results["tokens"])]
-        measures = [("validation loss", "validation_loss", ".6f"), ("perplexity", "perplexity", ".4f"),
-                    ("bits per byte", "bits_per_byte", ".4f")]
-        table.append([(name, format(results[key], spec)) for name, key, spec in measures if results[key] is not None])
+        table[0] += [("data", results["data"]), ("tokens scored", results["tokens"])]
+        measures = [("validation loss", "validation_loss", ".6f", "validation_stride"),
+                    ("perplexity", "perplexity", ".4f", "stride"), ("bits per byte", "bits_per_byte", ".4f", "stride")]
+        table.append([(name, f"{results[key]:{spec}}, of windows {results[stride]} tokens apart")
+                      for name, key, spec, stride in measures if results[key] is not None])
     if "hellaswag" in results:
         found = results["hellaswag"]
         table.append([("HellaSwag acc_norm", f"{found['acc_norm']:.4f} ({found['correct']} of {found['examples']})")])

@@ -49,7 +49,7 @@ from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import UserError, reason, run_main
-from llmc.files import make_directory, replacing
+from llmc.files import make_directory, open_input, replacing
 from llmc.resume import model_file
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
@@ -210,13 +210,16 @@ HF_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise b
 }  # fmt: skip
 
 
+HF_HINT = "expected a Hugging Face folder with config.json and model.safetensors"
+
+
 def find_weights(folder):
     """Return (path, [path]) of a folder's model.safetensors or, if there is none, the index and the shards it names."""
     whole, index = (os.path.join(folder, f"model.safetensors{end}") for end in ("", ".index.json"))
     if os.path.lexists(whole) or not os.path.lexists(index):
         return whole, [whole]
     try:
-        with open(index, encoding="utf-8") as f:
+        with open_input(index, HF_HINT) as f:
             return index, [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{index}: not the index of a model's shards ({error!r})") from None
@@ -226,7 +229,7 @@ def read_hf_folder(folder):
     """Read (GPT2, config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors, no pickle."""
     path = config_path = os.path.join(folder, "config.json")
     try:
-        with open(config_path, encoding="utf-8") as f:
+        with open_input(config_path, HF_HINT) as f:
             hf = json.load(f)
         for key, allowed in HF_EXPECTED.items():
             if hf.get(key, allowed[0]) not in allowed:
@@ -244,10 +247,8 @@ def read_hf_folder(folder):
         weights_path, shards = find_weights(folder)
         state = {}
         for path in shards:
+            open_input(path, HF_HINT).close()
             state |= safetensors.torch.load_file(path)
-    except OSError as error:
-        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error}): expected a"
-                        " Hugging Face folder with config.json and model.safetensors") from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{config_path}: not the configuration of a GPT-2 ({error!r})") from None
     except safetensors.SafetensorError as error:
@@ -558,7 +559,7 @@ def choose_device(name):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",

@@ -116,8 +116,10 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
     choice = Choice(args.temperature, args.top_k, args.top_p)
     steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stop)
     shown = [] if prompt is None else ids[0].tolist()
+    typed = args.interactive and sys.stdin.isatty()  # so the terminal shows the prompt already
+    printed = [] if typed else shown
     if args.samples == 1 and not args.json:
-        write(itertools.chain(shown, until(stop, (int(new[0]) for new, _ in steps))), tokenizer, stop)
+        write(itertools.chain(printed, until(stop, (int(new[0]) for new, _ in steps))), tokenizer, stop)
         return
     drawn = []
     try:
@@ -130,7 +132,7 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
             for i, column in enumerate(np.array([new for new, _ in drawn]).T.tolist()):
                 if i > 0:
                     print("---", flush=True)
-                write(itertools.chain(shown, until(stop, column)), tokenizer, stop)
+                write(itertools.chain(printed, until(stop, column)), tokenizer, stop)
 
 
 def print_json(steps, shown, tokenizer, stop):
@@ -149,7 +151,7 @@ def print_json(steps, shown, tokenizer, stop):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     group = parser.add_mutually_exclusive_group()

@@ -183,7 +183,8 @@ def save_split(tokens, most, encoding, args):
 
 def make_parser(description, output, format="int32"):
     """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and so on."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=(description or "").strip().split("\n")[0],  # -OO leaves no docstring
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--format", choices=("int32", "uint16"), default=format,
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today")
     parser.add_argument("--output", metavar="PREFIX", default=output,

@@ -301,7 +301,7 @@ def tokenize_shards(sources, output, most, args):
         return
     processes = min(args.processes, 1 + text // (4 << 20))  # starting one takes as long as tokenizing a few megabytes
     with tqdm(total=None if args.input else int(tokens), unit="token", unit_scale=True, desc="tokenizing",
-              initial=size * number) as bar:
+              initial=size * number, disable=None) as bar:
         for tokens, after in shards_from(sources, position, size, processes, bar):
             if not number:  # first, so that the shards' source is recorded
                 write_notes(path, notes)
@@ -314,6 +314,7 @@ def tokenize_shards(sources, output, most, args):
             number += 1
             if number > last:
                 break
+        bar.total = bar.n  # which was an estimate
 
 
 def notes_path(output):
@@ -355,7 +356,7 @@ def write_notes(path, notes):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--edu", action="store_true", help="FineWeb-Edu")
     parser.add_argument("--size", choices=("10B", "100B"), default="10B", help="number of tokens of the dataset")

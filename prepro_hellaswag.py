@@ -31,15 +31,17 @@ def parse_line(where, line, encoding):
     """Parse a line of JSON into an Example; raises UserError that begins with `where` if it is not one."""
     try:
         record = json.loads(line)
-        context, endings, label = record["ctx"], record["endings"], int(record["label"])
-        if len(endings) != ENDINGS or not 0 <= label < ENDINGS:
+        context, endings, label = record["ctx"], record["endings"], record["label"]
+        if type(endings) is not list or not all(type(text) is str for text in (context, *endings)):
+            raise TypeError("'ctx' or 'endings' that are not text")
+        if len(endings) != ENDINGS or str(label) not in map(str, range(ENDINGS)):
             raise ValueError(f"{len(endings)} endings and label {label}")
         ids = [np.array(encode(encoding, text, disallowed_special=()), np.int32)
                for text in (context, *(f" {ending}" for ending in endings))]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise UserError(f"{where}: expected a JSON object with a text 'ctx', {ENDINGS} 'endings' and a 'label' of 0 to"
                         f" {ENDINGS - 1}, found: {error!r}") from None
-    return Example(ids[0], ids[1:], label)
+    return Example(ids[0], ids[1:], int(label))
 
 
 def write_examples(path, examples):
@@ -61,7 +63,7 @@ def write_examples(path, examples):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0],
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--input", metavar="FILE", help="hellaswag_val.jsonl, instead of the download")
     parser.add_argument("--url", default=URL, help="where the download comes from (the SHA-256 is checked)")

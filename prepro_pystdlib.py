@@ -52,7 +52,7 @@ def prose_of(source):
 
 
 def main():
-    parser = make_parser(__doc__.strip().split("\n")[0], argparse.SUPPRESS)
+    parser = make_parser(__doc__, argparse.SUPPRESS)
     parser.add_argument("--prose", action="store_true", help="its English, instead of its source code: data/pyprose")
     add_val_fraction(parser, VAL_TOKENS)
     args = parser.parse_args()

@@ -196,7 +196,11 @@ def tokenize(job):
     for begins, text in job:
         if begins:
             tokens.append(ENCODING.eot_token)
-        tokens += encode(ENCODING, text, disallowed_special=())
+        try:
+            tokens += encode(ENCODING, text, disallowed_special=())
+        except KeyError as error:  # of `chars`
+            raise UserError(f"the character {error} is new in the text: it has changed since it was read first: run"
+                            " this again") from None
     return np.array(tokens, token_type(ENCODING))
 
 
@@ -240,7 +244,7 @@ def number_of(count, thing):
 
 
 def main():
-    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "text"), format="uint16")
+    parser = make_parser(__doc__, os.path.join("data", "text"), format="uint16")
     parser.add_argument("inputs", nargs="+", metavar="FILE", help="text, a folder of it, or a quoted glob")
     parser.add_argument("--vocabulary", choices=("gpt2", "bytes", "chars"), default="gpt2",
                         help="GPT-2's; the 256 byte values; the characters of the text")
@@ -278,6 +282,8 @@ def main():
                 with errors_of_writing(output):
                     all_tokens.write(tokens)
                     all_tokens.flush()
+        if not all_tokens.tell():
+            raise UserError("the text is empty now: did another program write to it just now?")
         tokens = np.memmap(all_tokens, token_type(encoding), "r")
         train = len(tokens) - val_tokens(len(tokens), VAL_TOKENS, args)
         val, train = tokens[train:], tokens[:train]

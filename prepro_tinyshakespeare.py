@@ -23,7 +23,7 @@ VAL_TOKENS = 32768
 
 
 def main():
-    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "tiny_shakespeare"))
+    parser = make_parser(__doc__, os.path.join("data", "tiny_shakespeare"))
     parser.add_argument("--input", metavar="FILE", help="a local text, instead of the download")
     parser.add_argument("--url", default=URL, help="where the download comes from (the MD5 is checked)")
     add_val_fraction(parser, VAL_TOKENS)

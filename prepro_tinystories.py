@@ -23,10 +23,10 @@ import tarfile
 import numpy as np
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from tqdm import tqdm
 
 from llmc.errors import UserError, reason, run_main
-from llmc.files import make_directory, replacing
+from llmc.files import make_directory, open_input, replacing
+from llmc.progress import progress_bar
 from prepro import add_processes, check_processes, file_hash, in_processes, make_parser, save_tokens
 from vocabulary import encode, load_encoding
 
@@ -53,9 +53,11 @@ def fetch_shards(directory):
     try:
         with tarfile.open(path) as archive:
             members = [member for member in archive if member.isfile() and member.name.endswith(".json")]
-            for member in tqdm(members, desc="unpacking", unit="shard"):
-                with replacing(os.path.join(unpacked, os.path.basename(member.name))) as f:
-                    shutil.copyfileobj(archive.extractfile(member), f)
+            with progress_bar(len(members), "unpacking", "shard") as advance:
+                for member in members:
+                    with replacing(os.path.join(unpacked, os.path.basename(member.name))) as f:
+                        shutil.copyfileobj(archive.extractfile(member), f)
+                    advance(1)
         os.rename(unpacked, directory)
     except (OSError, tarfile.TarError) as error:
         raise UserError(f"{path}: cannot be unpacked into {directory} ({reason(error)})") from None
@@ -75,7 +77,7 @@ def tokenize_shard(job):
     shard, path = job
     encoding = load_encoding("gpt2")
     try:
-        with open(path, encoding="utf-8") as f:
+        with open_input(path, "pass --input DIR") as f:
             stories = [entry["story"].strip() for entry in json.load(f)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: expected a JSON list of objects with a 'story' text, found: {error!r}") from None
@@ -90,7 +92,7 @@ def tokenize_shard(job):
 
 
 def main():
-    parser = make_parser(__doc__.strip().split("\n")[0], os.path.join("data", "TinyStories"))
+    parser = make_parser(__doc__, os.path.join("data", "TinyStories"))
     parser.add_argument("--input", metavar="DIR", help="directory of data*.json shards, instead of the download")
     add_processes(parser, "shards")
     args = parser.parse_args()
@@ -104,7 +106,11 @@ def main():
     paths = find_shards(directory)
     encoding = load_encoding("gpt2")  # download the vocabulary once, and fail here, before the processes start
     jobs = in_processes(tokenize_shard, enumerate(paths), min(args.processes, len(paths)))
-    shards = list(tqdm(jobs, total=len(paths), desc="tokenizing", unit="shard"))
+    shards = []
+    with progress_bar(len(paths), "tokenizing", "shard") as advance:
+        for tokens in jobs:
+            shards.append(tokens)
+            advance(1)
     save_tokens(shards[:1], shards[1:], encoding, args)
 
 

@@ -128,7 +128,7 @@ def bench_cpu(args):
         split_at_markers("bench_cpu", SPEED)
     machine, results = describe_cpu(), {job: [] for job in CPU_JOBS}
     with tempfile.TemporaryDirectory() as cache:
-        for job in tqdm(TURNS * CPU_JOBS, leave=False):
+        for job in tqdm(TURNS * CPU_JOBS, leave=False, disable=None):
             results[job].append(measure(job, cache))
     table = ["| GPT-2 124M, float32 | B | T | seconds a step | tokens/s | peak memory | matmuls alone | step / matmuls"
              " |", "|---" * 8 + "|"]
@@ -340,7 +340,7 @@ def measure_all(jobs):
     UserError if ours fails; a rival's failure becomes its row."""
     results = []
     with tempfile.TemporaryDirectory() as cache:
-        for job in tqdm(jobs, unit="run", leave=False):
+        for job in tqdm(jobs, unit="run", leave=False, disable=None):
             result = measure(job, cache)
             if job.name == "ours" and "failed" in result:
                 raise UserError(f"train_gpt2_cuda.py failed: {result['failed']}")

@@ -115,7 +115,7 @@ def run_pytorch(settings, updates, name, tf32=False, autocast=False, others=Fals
     if fast:
         model = torch.compile(model)
     loader, losses = open_data(dataclasses.replace(settings, val_every=0), config.V)[0], []  # no validation
-    for update in tqdm(range(updates), desc=f"PyTorch, {name}", leave=False):
+    for update in tqdm(range(updates), desc=f"PyTorch, {name}", leave=False, disable=None):
         optimizer.zero_grad(set_to_none=True)
         mean = 0.0
         for _ in range(settings.micro_steps):

@@ -100,7 +100,7 @@ def draw(measured):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("results", nargs="?", default=os.path.join(ROOT, "dev", "bench_gpu.json"),
                         help="what dev/bench.py gpu --readme wrote")
     parser.add_argument("-o", "--output", default=os.path.join(ROOT, "doc", "bench_gpu.png"), help="their picture")

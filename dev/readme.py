@@ -119,7 +119,7 @@ def sections(run):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("section", choices=tuple(sections("")))
     name = parser.parse_args().section
     with tempfile.TemporaryDirectory() as run:

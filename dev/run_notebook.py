@@ -34,7 +34,7 @@ def execute(path, directory):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("notebook", nargs="?", default=os.path.join(ROOT, "doc", "first_run.ipynb"))
     path = parser.parse_args().notebook
     notebook = execute(path, os.path.dirname(os.path.abspath(path)))

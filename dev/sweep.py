@@ -58,7 +58,8 @@ def plan(argv, trainer):
     ], bases=(trainer,))
     words = (re.fullmatch(r"(--?\w+=)?(.*)", word, re.DOTALL).groups("") for word in argv)
     choices = [[flag + value for value in values.split(",")] for flag, values in words]
-    lines = [parse_settings(settings_class, __doc__.split("\n")[1], line) for line in itertools.product(*choices)]
+    description = (__doc__ or "\n").split("\n")[1]
+    lines = [parse_settings(settings_class, description, line) for line in itertools.product(*choices)]
     first = lines[0]
     swept = [field.name for field in dataclasses.fields(first)
              if len({getattr(settings, field.name) for settings in lines}) > 1]
@@ -93,7 +94,7 @@ def train_all(runs, program, slots):
     queue, free, running, failed = list(runs), list(slots), {}, []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    with tqdm(total=len(runs), unit="run") as bar:
+    with tqdm(total=len(runs), unit="run", disable=None) as bar:
         try:
             while running or queue:
                 while queue and free:

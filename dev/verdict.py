@@ -70,7 +70,7 @@ def judge(backend, config, params, x, y, std):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
     parser.add_argument("-n", type=int, default=200, help="number of draws")
     parser.add_argument("--d12", action="store_true", help="draw only weights and tokens, of GPT-2 124M")

@@ -1,18 +1,9 @@
-"""The files of models and optimizer states: a reader and a writer for each.
-
-Model, in llm.c's format: header [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, then the tensors of the table.
-    Version 1: float32, V rows in the vocabulary's tensors. Version 3: float32, Vp rows. Version 5: bfloat16, Vp rows.
-Optimizer state, in llm.c's format, one file per rank: header [2] ranks [3] rank [4] master weights 0/1 [5] shuffle 0/1
-    [10] step, u64 at [20] sampler state, at [30] shard, at [32] sample; this project adds [40] B [41] T [42] spread,
-    [43] 1 if [44] is the CRC-32 of the model file that it belongs to. Then the rank's share (gpu/shares.py) of m, v,
-    and any master weights, float32; then, for shuffled data, its order (shuffle.py). Version 2: from several ranks of
-    this project, which divides the parameters differently from llm.c.
-"""
+"""The files of models and optimizer states, in llm.c's formats (doc/formats.md): a reader and a writer for each. A
+model has version 1 (float32, V rows in the vocabulary's tensors), 3 (float32, Vp rows) or 5 (bfloat16, Vp rows)."""
 
 import dataclasses
 import os
 import zlib
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +96,7 @@ class Progress(NamedTuple):
     model_crc: int | None = None  # CRC-32 of the model file that belongs to it; None from llm.c
 
 
-@dataclass
+@dataclasses.dataclass
 class Owned:
     """The optimizer state of a run on one device, on the host: flat float32 arrays in the order of the table."""
 

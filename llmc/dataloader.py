@@ -16,7 +16,13 @@ from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_siz
                         read_into, replacing)
 from llmc.shuffle import SEED, first_position, samples_from
 
-TOKENS_HINT = "make it with: python prepro_tinyshakespeare.py (of your own text: prepro_text.py)"
+
+def tokens_hint(path):
+    """How to make a token file, by its name."""
+    if "tiny_shakespeare" in path:
+        return "make it with: python prepro_tinyshakespeare.py"
+    prefix = re.fullmatch(r"(.*)_(train|val)\.bin", path)
+    return f"make it of your text with: python prepro_text.py FILE --output {prefix[1] if prefix else 'PREFIX'}"
 
 
 def write_tokens(path, pieces, count, format="int32"):
@@ -35,19 +41,19 @@ class TokenFile:
     impossible size, or fewer than `least` tokens (`why` ends the message). Ids are checked when they are read."""
 
     def __init__(self, path, V, least=1, why=""):
-        self.path, self.V = path, V
-        with open_input(path, TOKENS_HINT) as f:
+        self.path, self.V, self.hint = path, V, (hint := tokens_hint(str(path)))
+        with self.open() as f:
             size, has_header = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little") in KINDS
             if has_header:
                 f.seek(0)
-                header = read_header(f, TOKENS_MAGIC, TOKENS_HINT)
+                header = read_header(f, TOKENS_MAGIC, hint)
                 version, self.size = int(header[1]), int(header[2:4].view("<u8")[0])
                 if version != 1:
-                    raise UserError(f"{path}: token file version {version}, expected 1; {TOKENS_HINT}")
-                check_size(f, HEADER_BYTES + 2 * self.size, f"{self.size} uint16 tokens", TOKENS_HINT)
+                    raise UserError(f"{path}: token file version {version}, expected 1; {hint}")
+                check_size(f, HEADER_BYTES + 2 * self.size, f"{self.size} uint16 tokens", hint)
                 self.dtype, self.offset = np.dtype("<u2"), HEADER_BYTES
             elif size % 4:
-                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {TOKENS_HINT}")
+                raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {hint}")
             else:
                 self.dtype, self.offset, self.size = np.dtype("<i4"), 0, size // 4
         if self.size < least:
@@ -55,7 +61,7 @@ class TokenFile:
 
     def open(self):
         """Open the file for reading."""
-        return open_input(self.path, TOKENS_HINT)
+        return open_input(self.path, self.hint)
 
     def read(self, f, start, count):
         """Read tokens start .. start + count - 1 from the open file; raises UserError for an id outside 0 .. V - 1."""
@@ -131,7 +137,7 @@ def data_paths(settings):
     for flag, pattern, needed in (("-i", train, True), ("-j", val, settings.val_every)):
         paths.append(find_files(pattern) if needed else [])
         if needed and not paths[-1]:
-            raise UserError(f"{flag} {pattern}: no file matches; {TOKENS_HINT}")
+            raise UserError(f"{flag} {pattern}: no file matches; {tokens_hint(pattern)}")
     return paths
 
 
@@ -151,7 +157,6 @@ class DataLoader:
     A batch is a sample as in shuffle.py: its rows are consecutive, and the targets are the inputs shifted by one token.
     With `spread`, row b of sample i is instead row i of the b-th of B equal parts of the shard. Rank `rank` of `ranks`
     reads every ranks-th sample, so that together the ranks see the batches that one would see.
-
     position: after the last batch, and those that the other ranks read at the same time.
     num_batches: of B*T tokens, as llm.c counts. batches_per_epoch: only those whose last target is in the file, too.
     whole_batches: those of whole_set.
@@ -178,15 +183,23 @@ class DataLoader:
             shuffled = "" if shuffle is None else f", shuffled, of {len(shuffle.shards)}"
             raise UserError(f"{found_in}: is at batch {position.sample} of data shard {position.shard}{shuffled}, which"
                             " these token files do not have: resume with the -i, -b and -t of the first run")
-        self.position, self.samples = position, samples_from(position, self.counts)
+        self.position, self.ahead = position, []  # ahead: (batch, position after it), read but not used yet
 
     def next_batch(self):
         """Return inputs and targets (B, T), int32. A file's end with fewer than B*T targets is skipped, as in llm.c."""
-        samples = list(itertools.islice(self.samples, self.ranks))  # one for each rank
-        (_, number, index), self.position = samples[self.rank], samples[-1][0]
-        if not self.spread:
-            return self.read(number, range(index * self.B, (index + 1) * self.B))
-        return self.read(number, range(index, self.B * self.counts[number], self.counts[number]))
+        self.read_ahead(1)
+        batch, self.position = self.ahead.pop(0)
+        return batch
+
+    def read_ahead(self, count):
+        """Read the next `count` batches now, so that no fault of a file can stop next_batch."""
+        while len(self.ahead) < count:
+            begin = self.ahead[-1][1] if self.ahead else self.position
+            samples = list(itertools.islice(samples_from(begin, self.counts), self.ranks))  # one for each rank
+            (_, number, index), position = samples[self.rank], samples[-1][0]
+            rows = (range(index, self.B * self.counts[number], self.counts[number]) if self.spread else
+                    range(index * self.B, (index + 1) * self.B))
+            self.ahead.append((self.read(number, rows), position))
 
     def whole_set(self):
         """Yield batches that cover each file once, from the start. The ends of the files come last, each a smaller

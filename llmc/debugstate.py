@@ -1,10 +1,5 @@
-"""A debug state: one batch, and what PyTorch computed from it, for the parity test.
-
-In llm.c's format: header [2] B [3] T, then x, y int32 (B, T); logits float32 (B, T, V); loss; the gradients of the
-parameters, with V rows in version 1 and Vp in version 2. This project adds a trailer: float64 [5] learning rate, beta1,
-beta2, eps, weight decay; float32 [n] the losses of n training steps on that batch; and in the header [8] trailer
-version (0: none), [9] n, [10] CRC-32 of the weights.
-"""
+"""A debug state: one batch, and what PyTorch computed from it, for the parity test. In llm.c's format, with a trailer
+of this project's (doc/formats.md). The gradients have V rows in version 1, Vp in version 2."""
 
 import zlib
 from dataclasses import dataclass

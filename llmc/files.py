@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import zlib
+from pathlib import Path
 
 import numpy as np
 
@@ -22,15 +23,18 @@ HELLASWAG = "data/hellaswag_val.bin"
 
 
 def export_hint(path):
-    """How to make a missing or damaged file of export_weights.py, by its name."""
-    label = re.match(r"gpt2_(355M|774M|1558M|d\d+)[_.]", os.path.basename(path))
-    names = {"355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
-    return f"{EXPORT} --model {names.get(label[1], label[1])}" if label else EXPORT
+    """How to get a missing or damaged model, or a file of export_weights.py, by its name."""
+    label = re.match(r"gpt2_(124M|355M|774M|1558M|d\d+)[_.]", os.path.basename(path))
+    names = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
+    return (f"{EXPORT} --model {names.get(label[1], label[1])}".removesuffix(" --model gpt2") if label else
+            "expected the directory of a run, or a .bin file (make one with: python export_weights.py)")
 
 
 def open_input(path, hint):
     """Open a file for reading, or raise UserError; its message ends in `hint`, which says how to get such a file."""
     try:
+        if Path(path).is_fifo():  # would wait for a writer
+            raise OSError(0, "it is a pipe, expected a file")
         return open(path, "rb")
     except FileNotFoundError:
         raise UserError(f"{path or repr(path)}: no such file; {hint}") from None

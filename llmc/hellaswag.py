@@ -1,10 +1,5 @@
 """HellaSwag: each example is a context with four endings; a model should find the right one the likeliest.
-
-HellaSwag: Can a Machine Really Finish Your Sentence?, Zellers et al. 2019, https://arxiv.org/abs/1905.07830
-
-File, in llm.c's format: header [2] examples [3] bytes of the longest record, then a record for each example, all
-uint16: 65535, bytes of the record, index, label, 4; n and the n tokens of the context; the same for each ending.
-"""
+Zellers et al. 2019, https://arxiv.org/abs/1905.07830. The file is in llm.c's format: doc/formats.md."""
 
 import itertools
 from typing import NamedTuple
@@ -74,7 +69,6 @@ def check_fits(path, examples, T, hint):
 def count_correct(losses_of, examples, B, T, starmap=itertools.starmap):
     """Count the examples that a model gets right: the ending with the smallest mean loss per token wins, the first of
     equals. Divided by the number of examples, this is llm.c's acc_norm.
-
     losses_of(inputs, targets): (B, T) int32, or fewer rows and positions -> the losses (B, T) of the targets.
     starmap: like itertools.starmap; Ranks.starmap shares the batches between GPUs.
     """

@@ -10,8 +10,8 @@ from llmc.files import errors_of_writing, make_directory, replacing
 RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # separates a run's lines from those of earlier runs
 HEAD = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag\n"  # of main.csv
 COLUMNS = tuple(HEAD.strip().split(","))
-LINE = re.compile(r"s:([0-9]{1,10}) ")
-ROW = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+(,[0-9a-z.+-]*){6}\n")
+LINE = re.compile(r"s:([0-9]{1,10}) ()")
+ROW = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5}\n")
 
 
 def last_run(lines):
@@ -21,13 +21,11 @@ def last_run(lines):
 
 class Log:
     """A run's log, one event a line, the step first: `s:0 tel:5.2520` (validation), `s:0 trl:5.3562` (training),
-    `s:0 eval:0.2955` (HellaSwag).
-
-    In a run directory (main.log), training lines also have the learning rate and the gradient norm, and main.csv has
-    the same events as rows of COLUMNS: `tokens` trained on so far, `seconds` since the run's first start without its
-    pauses. A new run keeps earlier ones: it appends to the log after a rule with the date, and renames the old table to
-    main.1.csv. A resumed run drops what the interrupted one wrote after its checkpoint.
-    """
+    `s:0 eval:0.2955` (HellaSwag). In a run directory (main.log), training lines also have the learning rate and the
+    gradient norm, and main.csv has the same events as rows of COLUMNS: `step` as on the screen, `tokens` trained on so
+    far, `seconds` since the run's first start without its pauses. A new run keeps earlier ones: it appends to the log
+    after a rule with the date, and renames the old table to main.1.csv. A resumed run drops what the interrupted one
+    wrote after its checkpoint."""
 
     def __init__(self, settings, first_step=0):
         self.file, self.table, self.detailed = None, None, settings.output_dir is not None
@@ -76,7 +74,7 @@ class Log:
         if self.file:
             append(self.file, f"s:{step} {event}\n")
         if self.table:
-            row |= {"step": step, "tokens": self.tokens_before + done * self.tokens,
+            row |= {"step": done, "tokens": self.tokens_before + done * self.tokens,
                     "seconds": f"{time.perf_counter() - self.began:.3f}"}
             append(self.table, ",".join(str(row.get(name, "")) for name in COLUMNS) + "\n")
 
@@ -88,7 +86,7 @@ def append(file, text):
 
 def opened(path, first_step, pattern):
     """Open a log to append to. When a run resumes, keep only the lines of earlier runs and of steps before first_step;
-    raises UserError if a line of the last run does not match `pattern`, which finds its step."""
+    raises UserError if a line of the last run does not match `pattern`: its step and, if it counts from 1, its loss."""
     with errors_of_writing(path):
         if first_step and os.path.exists(path):
             with open(path, errors="replace") as f:
@@ -97,6 +95,7 @@ def opened(path, first_step, pattern):
             steps = [pattern.match(line) for line in lines[first:] if line.endswith("\n")]  # a killed run may cut one
             if None in steps:
                 raise UserError(f"{path}: is not a training log; move it away to go on")
+            kept = [step.string for step in steps if int(step[1]) < first_step + bool(step[2])]
             with replacing(path) as f:
-                f.write("".join(lines[:first] + [step.string for step in steps if int(step[1]) < first_step]).encode())
+                f.write("".join(lines[:first] + kept).encode())
         return open(path, "a+b", buffering=0)

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import os
+from signal import SIGTERM
 from typing import NamedTuple
 
 import numpy as np
@@ -110,12 +111,20 @@ class Loop:
                 break
             yield step
             done = step + 1
+            own_batches = settings.micro_steps // self.ranks.size * (done < settings.steps)  # of the next update
+            read_ahead = functools.partial(self.train_loader.read_ahead, own_batches)
+            try:
+                read_ahead()
+            except (UserError, OSError):  # save first
+                self.interruption.received = self.interruption.received or SIGTERM
             signal = self.interruption.agreed()
             due = done == settings.steps or settings.checkpoint_every and done % settings.checkpoint_every == 0
-            if directory and (due or signal):
+            if due or signal:
                 self.finish()
-                self.save(done)
+                if directory:
+                    self.save(done)
             if signal:
+                self.ranks.attempt(read_ahead)  # says what is wrong with the data, if that is why
                 return self.stop(done, signal)
         self.saver.wait()  # before the last line says where the model is
         self.console.end()
@@ -178,7 +187,8 @@ class Loop:
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
-        self.saver.save(progress, {"update_tokens": self.settings.update_tokens})
+        names = "update_tokens", "data", "val_data"
+        self.saver.save(progress, {name: getattr(self.settings, name) for name in names})
         self.saved = done
 
     def stop(self, done, signal):
@@ -201,7 +211,7 @@ class Saver:
         """Continue from a checkpoint: the model, the data loader and the sampler's random numbers."""
         model = self.model
         restore(self.settings, owned_by_one(model.m, model.v, model.params), step, loader, random)
-        with notes_of(self.settings, step) as notes:
+        with notes_of(self.settings.output_dir, step) as notes:
             model.recent = read_recent(notes)
 
     def save(self, progress, notes):

@@ -17,11 +17,6 @@ def print_table(groups):
     print(line)
 
 
-def step_time(seconds):
-    """'0.64 s', '7.09 ms'."""
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms"
-
-
 def duration(seconds):
     """'45 s', '5 min', '2 h 10 min', '3 d 4 h'."""
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -34,14 +29,15 @@ def duration(seconds):
 
 @contextlib.contextmanager
 def progress_bar(total, what, unit):
-    """Yield advance(count), which moves a progress bar on stderr, if tqdm is installed."""
+    """Yield advance(count), which moves a progress bar on stderr, if that is a terminal and tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda count: None
         return
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B") as bar:
+    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=None) as bar:
         yield bar.update
+        bar.total = bar.n  # not all that was expected had to be read
 
 
 class Console:
@@ -123,7 +119,8 @@ class Console:
 
     def training_line(self, step, loss, seconds, left):
         rate = self.settings.update_tokens / seconds
-        words = [self.step_of(self.done), f"train loss {loss:.4f}", step_time(seconds), f"{rate:.0f} tok/s"]
+        took = f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.2f} ms"
+        words = [self.step_of(self.done), f"train loss {loss:.4f}", took, f"{rate:.0f} tok/s"]
         if self.peak:
             words.append(f"{rate / self.peak:.1%} MFU")
         if self.done < self.settings.steps:

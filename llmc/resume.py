@@ -10,7 +10,7 @@ import sys
 from llmc.alone import ALONE
 from llmc.checkpoint import rank_path, read_model, read_optimizer_state, write_model, write_optimizer_state
 from llmc.errors import DIVERGED, UserError
-from llmc.files import file_crc, replacing
+from llmc.files import file_crc, open_input, replacing
 from llmc.tensors import check_finite
 from llmc.tokenizer import read_tokenizer
 
@@ -47,7 +47,6 @@ def save_checkpoint(directory, config, params, owned, progress, notes=None, vers
     """Write a checkpoint. Every rank writes its state; rank 0 also the model (only it needs `params`) and, when all
     ranks have written, the marker. Raises UserError on all ranks, and leaves no file of this step, when weights or
     moments are not finite or a rank's disk is full.
-
     notes: what else the run needs to continue as before, for JSON. version: of the model, 3 (float32) or 5 (bfloat16).
     """
     model, state, marker = checkpoint_paths(directory, progress.step)
@@ -106,7 +105,6 @@ def find_checkpoint(settings):
 def read_start(settings, first_step, tokenizer, architecture):
     """Return (config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at
     first_step or, if that is None, of -e. Raises UserError if T or the tokenizer does not fit the model.
-
     A model with random weights, like d12, has the vocabulary size of the tokenizer or, without one, of GPT-2, and the
     run's T as its maxT: positions beyond it would never be trained.
     """
@@ -134,11 +132,11 @@ def read_start(settings, first_step, tokenizer, architecture):
 
 
 @contextlib.contextmanager
-def notes_of(settings, step):
+def notes_of(directory, step):
     """Context manager: yields a checkpoint's notes, a dict. Raises UserError for damage, also if the block finds it."""
-    *_, marker = checkpoint_paths(settings.output_dir, step)
+    *_, marker = checkpoint_paths(directory, step)
     try:
-        with open(marker) as f:
+        with open_input(marker, go_back(marker)) as f:
             yield json.loads(f.read() or "{}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise UserError(f"{marker}: cannot be read; {go_back(marker)}") from None
@@ -162,7 +160,7 @@ def restore(settings, owned, step, loader, random):
         flags = "-b {} -t {} --spread {} --shuffle {}"
         raise UserError(f"{state}: of step {progress.step} with {flags.format(*found)}, expected step {step} with"
                         f" {flags.format(*given)}: resume with the flags of the first run")
-    with notes_of(settings, step) as notes:
+    with notes_of(settings.output_dir, step) as notes:
         tokens = notes.get("update_tokens", settings.update_tokens)
     if tokens != settings.update_tokens and owned.rank == 0:
         print(f"note: an update of the checkpoint's run has {tokens} tokens, of this one {settings.update_tokens}: pass"

@@ -34,13 +34,6 @@ def sample_multinomial(probs, coin):
     return min(int(np.searchsorted(np.cumsum(probs), np.float32(coin), side="right")), probs.size - 1)
 
 
-def sorted_ids(probs, top_k):
-    """The ids of probs (V,), the likeliest first; only the top_k first ones, unless it is 0."""
-    least = np.partition(probs, -top_k)[-top_k] if 0 < top_k < probs.size else 0.0
-    ids = np.flatnonzero(~(probs < least))  # a few sort 10 times faster than all
-    return ids[np.argsort(-probs[ids], kind="stable")[: top_k or None]]
-
-
 class Choice(NamedTuple):
     """How the next token is drawn. top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751"""
 
@@ -60,7 +53,9 @@ class Choice(NamedTuple):
         probs *= np.float32(1.0) / np.add.reduce(probs)
         if not self.top_k and self.top_p == 1.0:
             return sample_multinomial(probs, coin)
-        likeliest = sorted_ids(probs, self.top_k)
+        least = np.partition(probs, -self.top_k)[-self.top_k] if 0 < self.top_k < probs.size else 0.0
+        ids = np.flatnonzero(~(probs < least))  # a few sort 10 times faster than all
+        likeliest = ids[np.argsort(-probs[ids], kind="stable")[: self.top_k or None]]
         sums = np.cumsum(probs[likeliest])
         count = 1 + int(np.searchsorted(sums, np.float32(self.top_p) * sums[-1], side="left"))
         kept = np.sort(likeliest[:count])
@@ -91,7 +86,6 @@ class Writer:
 def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
     """Draw `count` tokens after prompt (1, T) int32, in one sequence for each of `randoms`. Yields, for each position,
     the ids (B,) int32, and their log-probabilities (B,) under the model or None.
-
     decoder: logits(tokens (B, t), position of the first) -> logits (B, V) of the next token. Beyond its T positions, it
     starts over from the last T/2 tokens.
     """

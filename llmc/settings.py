@@ -7,7 +7,6 @@ import math
 import os
 import re
 import textwrap
-from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.errors import UserError
@@ -30,7 +29,7 @@ GROUPS = "files", "batch", "optimizer", "reports", "checkpoints"
 files, batch, optimizer, reports, checkpoints = (functools.partial(option, group=group) for group in GROUPS)
 
 
-@dataclass
+@dataclasses.dataclass
 class Settings:
     """What one training run does. The defaults are llm.c's CPU program of April 2024, for fine-tuning; a model with
     random weights (-e dN) has those of from_scratch."""

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 def configure_openblas():
     """Set two environment variables that OpenBLAS reads when NumPy loads it, unless the user has set them.
-
     OpenBLAS's threads spin for 26 ms after a matmul before they sleep, on cores that the element-wise loops after it
     need. 2^12 cycles is enough to catch the next matmul of a series.
     OpenBLAS picks its kernels by CPU model, and an unknown one (AMD's Zen 4 and 5, for instance) gets Haswell's: AVX2,

@@ -43,9 +43,7 @@ def read_tokenizer(path):
 
 
 def write_tokenizer(path, tokens, eot, version=2):
-    """Write a tokenizer file; tokens: a list of bytes, each 1 to 255 long."""
-    if version == 1 and eot != 50256:
-        raise UserError(f"{path}: end of text is token {eot}, in version 1 always 50256: write version 2")
+    """Write a tokenizer file; tokens: a list of bytes, each 1 to 255 long. In version 1, eot must be 50256."""
     with replacing(path) as f:
         f.write(make_header(TOKENIZER_MAGIC, version, len(tokens), *([eot] if version == 2 else [])))
         for token in tokens:

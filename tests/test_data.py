@@ -23,6 +23,7 @@ import prepro_tinyshakespeare
 import prepro_tinystories
 from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens
+from llmc.progress import progress_bar
 from llmc.tokenizer import read_tokenizer
 from vocabulary import EOT, encode, load_encoding
 
@@ -51,8 +52,8 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
     """And no text of the user's is written over, neither by the download nor by the tokens."""
     with Server({"/input.txt": (200, {}, tiny_shakespeare.read_bytes())}) as server:
         command = (prepro_tinyshakespeare, "--url", f"{server.url}/input.txt", "--output", tmp_path / "data" / "ts")
-        assert "100%" in run_here(*command).stderr, "a progress bar"
-        run_here(*command)
+        for _ in range(2):
+            assert run_here(*command).stderr == "", "no progress bar"
         assert hashlib.sha256((tmp_path / "data" / "ts_train.bin").read_bytes()).hexdigest() == HASHES["int32", "train"]
         mine = [tmp_path / "data" / name for name in ("tiny_shakespeare.txt", "ts_val.bin", "ts_tokenizer.bin")]
         for path in mine:
@@ -63,6 +64,15 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
             done = run_here(prepro_tinyshakespeare, "--input", path, "--output", tmp_path / "data" / "ts", check=False)
             assert_one_line_error(done, path, "another --output")
         assert len(server.seen) == 1 and len({path.read_bytes() for path in mine}) == 1
+
+
+def test_a_terminal_shows_a_progress_bar_that_reaches_its_end(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress_bar(100, "reading", "B") as advance:
+        advance(70)
+    assert sys.stderr.getvalue().split("\r")[-1].startswith("reading: 100%")
 
 
 @pytest.mark.parametrize("pages, words", (
@@ -248,6 +258,24 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, 
     assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
 
 
+@pytest.mark.parametrize("change, words", ((lambda f: f.write("é"), "'é' is new"), (lambda f: f.truncate(0), "is empty")))
+def test_a_text_that_changes_between_its_two_readings(tmp_path, run_here, monkeypatch, change, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_bytes(TEXT)
+    survey = prepro_text.survey
+
+    def then_changed(*arguments):
+        found = survey(*arguments)
+        with open("text", "a") as f:
+            change(f)
+        return found
+
+    monkeypatch.setattr(prepro_text, "survey", then_changed)
+    done = run_here(prepro_text, "text", "--vocabulary", "chars", "--output", "x", check=False)
+    assert_one_line_error(done, words)
+    assert os.listdir() == ["text"]
+
+
 def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
     """One that is found in a folder; tokens of an earlier run are no text."""
     monkeypatch.chdir(tmp_path)
@@ -336,6 +364,10 @@ def test_tinystories(tmp_path, vocabulary_here, run_here):
         (tmp_path / "shards" / shard).write_text(text)
         done = run_here(*command, tmp_path / "bad", "--processes", 1, check=False)
         assert_one_line_error(done, shard, word, after_bar=True)
+    os.unlink(tmp_path / "shards" / shard)
+    os.mkfifo(tmp_path / "shards" / shard)
+    done = run_here(*command, tmp_path / "bad", "--processes", 1, check=False)
+    assert_one_line_error(done, shard, "a pipe")
     assert not list(tmp_path.glob("bad_*"))
 
 

@@ -85,6 +85,10 @@ def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, vocabulary_here, r
     ("not JSON", "JSONDecodeError"), ("[]", "TypeError"), ('{"ctx": "a"}', "endings"),
     ('{"ctx": "a", "endings": ["b", "c"], "label": 0}', "2 endings"),
     ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "label 4"),
+    ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1.5}', "label 1.5"),
+    ('{"ctx": "a", "endings": ["b", "c", "d", 5], "label": 1}', "not text"),
+    ('{"ctx": "a", "endings": "abcd", "label": 1}', "not text"),
+    ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text"),
 ))  # fmt: skip
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     """And writes over no text."""
@@ -233,9 +237,11 @@ def test_the_table(examples, run_here):
     table = dict(re.findall(r"^\| (\S.*?) +\| (.*?) +\|$", run_here(evaluate, *flags).stdout, re.MULTILINE))
     found = json.loads(run_here(evaluate, *flags, "--json", "--batch_size", 3).stdout)
     assert table == {
-        "model": "gpt2_124M.bin", "device": "CPU", "context": "32", "stride": "16", "tokens scored": "599",
-        "data": "data/tiny_shakespeare_v*.bin", "validation loss": f"{found['validation_loss']:.6f}",
-        "perplexity": f"{found['perplexity']:.4f}", "bits per byte": f"{found['bits_per_byte']:.4f}",
+        "model": "gpt2_124M.bin", "device": "CPU", "context": "32", "tokens scored": "599",
+        "data": "data/tiny_shakespeare_v*.bin",
+        "validation loss": f"{found['validation_loss']:.6f}, of windows {found['validation_stride']} tokens apart",
+        "perplexity": f"{found['perplexity']:.4f}, of windows {found['stride']} tokens apart",
+        "bits per byte": f"{found['bits_per_byte']:.4f}, of windows {found['stride']} tokens apart",
         "HellaSwag acc_norm": f"{found['hellaswag']['acc_norm']:.4f} ({found['hellaswag']['correct']} of 60)"}
     first = json.loads(run_here(evaluate, *flags, "--json", "--examples", 7).stdout)["hellaswag"]
     assert first["examples"] == 7 and first["correct"] <= found["hellaswag"]["correct"]
@@ -354,6 +360,7 @@ def test_a_run_evaluates_at_each_validation(examples, run_here):
     assert [row[-1] for row in rows[1:] if row[-1]] == [f"{int(correct) / 60:.6f}" for correct, _ in found]
     last = json.loads(run_here(evaluate, "run", "--hellaswag", HELLASWAG, "--json").stdout)["hellaswag"]
     assert last["correct"] == int(found[-1][0])
+    assert json.loads(run_here(evaluate, "run", "--json").stdout)["data"] == "data/tiny_shakespeare"
     plain = run_here(train_gpt2, *FLAGS, "-l", 0.01).stdout
     assert re.findall(r"(?:val|train) loss \S+", plain) == re.findall(r"(?:val|train) loss \S+", done.stdout)
     assert re.search(r"HellaSwag \d/9 = ", run_here(train_gpt2, *FLAGS, "--hellaswag", 9).stdout)

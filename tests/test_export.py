@@ -67,7 +67,7 @@ def test_import_of_shards(tmp_path):
     shards = sorted((tmp_path / "many").glob("model-*"))
     assert len(shards) > 1
     shards[0].unlink()
-    with pytest.raises(UserError, match=f"{shards[0].name}: cannot be read"):
+    with pytest.raises(UserError, match=f"{shards[0].name}: no such file"):
         e.read_hf_folder(tmp_path / "many")
     (tmp_path / "many" / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match="index.json: not the index of a model's shards"):
@@ -265,7 +265,7 @@ def test_benchmark_flags(tmp_path, export, flags):
     (("--model", "d3"), "--model d3.*d12"), (("--to_hf", "none.bin", "hf"), "--model d2.*--to_hf"),
     (("--device", "cuda:77", "--write_tensors", 0), "--device cuda:77"),
     (("--output_dir", "data/tiny_shakespeare_val.bin/x"), "val.bin/x"),
-    (("--input", "none.bin"), "none.bin.*python prepro_tinyshakespeare.py"),
+    (("--input", "none.bin"), "none.bin.*python prepro_text.py"),
 ))  # fmt: skip
 def test_faults(tmp_path, export, flags, words):
     assert_one_line_error(export(*flags, check=False), *words.split(".*"))
@@ -276,6 +276,10 @@ def test_faults(tmp_path, export, flags, words):
 def hf_folder(tmp_path_factory):
     hf_model().save_pretrained(folder := tmp_path_factory.mktemp("hf"))
     return folder
+
+
+def pipe(name):
+    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
 
 
 def configure(**changes):
@@ -297,6 +301,8 @@ def reshape(drop="nothing", **add):
 @pytest.mark.parametrize("words, damage", (
     ("config.json", lambda folder: (folder / "config.json").unlink()),
     ("model.safetensors", lambda folder: (folder / "model.safetensors").unlink()),
+    ("config.json.* a pipe, expected", pipe("config.json")),
+    ("model.safetensors.* a pipe, expected", pipe("model.safetensors")),
     ("not a safetensors file", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100)),
     ("configuration of a GPT-2", lambda folder: (folder / "config.json").write_text("[]")),
     ("activation_function is 'relu'", configure(activation_function="relu")),

@@ -51,7 +51,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ("missing", "directory", "empty", "another kind", "unreadable"))
+@pytest.mark.parametrize("damage", ("missing", "directory", "pipe", "empty", "another kind", "unreadable"))
 def test_input_files(workplace, name, damage, train):
     path, mend = workplace / name, FILES[name]
     content = path.read_bytes()
@@ -62,6 +62,8 @@ def test_input_files(workplace, name, damage, train):
         return
     if damage == "directory":
         path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
     elif damage == "empty":
         path.write_bytes(b"")
         if "data" in name:
@@ -207,7 +209,8 @@ def test_token_file_faults(workplace, train):
     (("-d", 17), ("-d/--total_batch_size 17", "multiple of B*T = 16")), (("-n", 5), ("-n", "-o DIR")),
     (("-y", 1, "-o", "run.log"), ("-y", "run.log is a log file")), (("-b", 10**6), ("tokens", "-b or -t")),
     (("-i", "nothing_*.bin", "-j", "x.bin"), ("nothing_*.bin", "no file matches")),
-    (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")), (("-o", "run", "-e", "none.bin"), ("none.bin",)),
+    (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")), (("-o", "run", "-e", "none.bin"), ("none.bin", "the directory of a run")),
+    (("-i", "data/foo"), ("data/foo_train.bin: no such file", "prepro_text.py FILE --output data/foo")),
     (("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), ("step 1: the validation loss is nan",)),
 ))  # fmt: skip
 def test_flags(workplace, flags, words, train):
@@ -313,6 +316,9 @@ def test_model_and_state_belong_together(workplace, train):
         assert_one_line_error(train("-x", 3, "-o", "run", "-y", 1), state, model, "CRC-32", f"remove {marker}")
     patch_header(state, **zeros)
     assert "resuming at step 2" in train("-x", 3, "-o", "run", "-y", 1, check=True).stdout
+    os.unlink("run/DONE_00000003")
+    os.mkfifo("run/DONE_00000003")
+    assert_one_line_error(train("-x", 4, "-o", "run", "-y", 1), "a pipe", "remove run/DONE_00000003")
 
 
 @pytest.mark.parametrize("place, value, words", ((0, np.nan, "AdamW's m: tensor wte"), (0, -np.inf, "AdamW's m"),

@@ -146,6 +146,9 @@ def test_prompts(always, text_of, monkeypatch):
     assert text_of("--prompt", "-", "--tokens", 2) == "two\n\ufffd!!\n"
     typed(b"one\n\n\xffa\nb")
     assert text_of("--interactive", "--tokens", 1) == "one!\n\ufffda!\nb!\n"
+    typed(b"one\n")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert text_of("--interactive", "--tokens", 1) == "!\n", "a terminal shows what is typed"
     assert text_of("--samples", 2, "--tokens", 2) == "!!\n---\n!!\n"
     always(0xC3)  # half a letter
     assert text_of("--prompt", "a", "--tokens", 1) == "a\ufffd\n"

@@ -1,4 +1,8 @@
-"""Who imports whom: dev/lines.py's findings."""
+"""Who imports whom: dev/lines.py's findings; that no program needs its docstrings."""
+
+import importlib
+
+import pytest
 
 from lines import closure, count, files, imports
 
@@ -20,3 +24,11 @@ def test_nothing_runs_in_circles():
         assert last, f"a circle of {sorted(after)}"
         for path in last:
             del after[path]
+
+
+@pytest.mark.parametrize("program", [name.removesuffix(".py") for name in files(":(glob)*.py") if name != "prepro.py"])
+def test_no_program_needs_its_docstring(monkeypatch, run_here, program):
+    """PYTHONOPTIMIZE=2 leaves none."""
+    module = importlib.import_module(program)
+    monkeypatch.setattr(module, "__doc__", None)
+    assert run_here(module, "--help").stdout.startswith("usage: ")

@@ -88,6 +88,7 @@ def test_with_no_gpu_it_names_the_cpu_trainer(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     done = run_program("train_gpt2_cuda.py", check=False, CUDA_VISIBLE_DEVICES="", HOME=str(tmp_path / "file" / "home"))
     assert_one_line_error(done, "GPU", "python train_gpt2.py")
+    assert ("driver" in done.stderr) == any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
 def test_with_a_package_missing_it_names_it(tmp_path):

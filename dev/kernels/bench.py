@@ -36,7 +36,7 @@ RESULTS = os.path.join(lab.HERE, "RESULTS.md")
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("layers", nargs="*", metavar="LAYER", help="what to check and time (none: list them)")
     parser.add_argument("--rung", nargs="+", metavar="NAME", help="only these rungs")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16 where the GPU has it)")
@@ -83,7 +83,7 @@ def main(argv=None):
     args = parse_arguments(argv)
     if not args.layers and not args.all:
         for name, layer in LAYERS.items():
-            print(f"{name}: {layer.__doc__.splitlines()[0]}\n    {', '.join(layer.rungs)}")
+            print(f"{name}: {(layer.__doc__ or "").partition(chr(10))[0]}\n    {', '.join(layer.rungs)}")
         return 0
     known = {*LAYERS, *(rung for name in args.layers if name in LAYERS for rung in LAYERS[name].rungs)}
     for name in (*args.layers, *(args.rung or ())):

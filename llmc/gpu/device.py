@@ -57,6 +57,8 @@ def count_gpus():
         count, reason = cp.cuda.runtime.getDeviceCount(), "none is visible"
     except cp.cuda.runtime.CUDARuntimeError as error:
         count, reason = 0, str(error).split(": ")[-1]
+    if count == 0 and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):  # nor in WSL
+        raise UserError(f"no NVIDIA GPU: nvidia-smi should list one; {INSTEAD}")
     if count == 0:
         raise UserError(f"no usable NVIDIA GPU ({reason}): nvidia-smi should list one, with a driver of 580 or newer;"
                         f" {INSTEAD}")

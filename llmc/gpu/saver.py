@@ -22,7 +22,7 @@ class TrainerSaver(Saver):
         trainer, settings = self.model, self.settings
         owned = trainer.state_room(with_exact=trainer.master is not None or not trainer.precision.bf16)
         has_exact = restore(settings, owned, step, loader, random)
-        with notes_of(settings, step) as notes:
+        with notes_of(settings.output_dir, step) as notes:
             recent = read_recent(notes)
         trainer.set_state(owned, has_exact, step, recent)
         before, now = notes.get("precision"), describe_precision(settings)
