@@ -10,10 +10,10 @@ run twice, AdamW. The first row that fails says where to look.
 
 The tolerances, and why:
     logits, loss, gradients   FACTOR times the error that rounding alone causes with this model and batch, measured by
-                              dev/rounding.py with random errors in float64. The bound on single elements catches a large
-                              error in one place; the bound on the 2-norm, small errors everywhere: in a large tensor of
-                              at least 100 tokens it hardly varies, and NORM_FACTOR is enough. dev/verdict.py checks on
-                              randomly drawn models that a correct trainer never fails.
+                              dev/rounding.py with random errors in float64. The bound on single elements catches one
+                              large error; that on the 2-norm, small errors everywhere: in a large tensor of at least
+                              100 tokens it hardly varies, and NORM_FACTOR is enough. dev/verdict.py checks on randomly
+                              drawn models that a correct trainer never fails.
                               Losses are compared position by position: a few noisy runs say little about the error of
                               their mean, a single number.
     losses                    the same, after one update and after two. Rounding errors grow from step to step; from

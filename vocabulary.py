@@ -87,10 +87,12 @@ class Vocabulary(Tokenizer):
             return encode(self.gpt2, text, disallowed_special=())
         ids = []
         for letter in text:
-            letters = [letter.encode()] if letter.encode() in self.ids else [bytes([byte]) for byte in letter.encode()]
-            if not all(piece in self.ids for piece in letters):
-                raise UserError(f"the character {letter!r} is not in the model's vocabulary of {len(self.tokens)} tokens")
-            ids += [self.ids[piece] for piece in letters]
+            whole = letter.encode()
+            pieces = [whole] if whole in self.ids else [bytes([byte]) for byte in whole]
+            if not all(piece in self.ids for piece in pieces):
+                raise UserError(f"the character {letter!r} is not in the model's vocabulary of {len(self.tokens)}"
+                                " tokens")
+            ids += [self.ids[piece] for piece in pieces]
         return ids
 
     def decode(self, ids):

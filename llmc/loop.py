@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 from signal import SIGTERM
 from typing import NamedTuple
 

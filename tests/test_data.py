@@ -258,7 +258,8 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, 
     assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
 
 
-@pytest.mark.parametrize("change, words", ((lambda f: f.write("é"), "'é' is new"), (lambda f: f.truncate(0), "is empty")))
+@pytest.mark.parametrize("change, words", (
+    (lambda f: f.write("é"), "'é' is new"), (lambda f: f.truncate(0), "is empty")))
 def test_a_text_that_changes_between_its_two_readings(tmp_path, run_here, monkeypatch, change, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_bytes(TEXT)

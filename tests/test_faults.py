@@ -209,7 +209,8 @@ def test_token_file_faults(workplace, train):
     (("-d", 17), ("-d/--total_batch_size 17", "multiple of B*T = 16")), (("-n", 5), ("-n", "-o DIR")),
     (("-y", 1, "-o", "run.log"), ("-y", "run.log is a log file")), (("-b", 10**6), ("tokens", "-b or -t")),
     (("-i", "nothing_*.bin", "-j", "x.bin"), ("nothing_*.bin", "no file matches")),
-    (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")), (("-o", "run", "-e", "none.bin"), ("none.bin", "the directory of a run")),
+    (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")),
+    (("-o", "run", "-e", "none.bin"), ("none.bin", "the directory of a run")),
     (("-i", "data/foo"), ("data/foo_train.bin: no such file", "prepro_text.py FILE --output data/foo")),
     (("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), ("step 1: the validation loss is nan",)),
 ))  # fmt: skip

@@ -83,7 +83,8 @@ def main(argv=None):
     args = parse_arguments(argv)
     if not args.layers and not args.all:
         for name, layer in LAYERS.items():
-            print(f"{name}: {(layer.__doc__ or "").partition(chr(10))[0]}\n    {', '.join(layer.rungs)}")
+            about = (layer.__doc__ or "").partition("\n")[0]
+            print(f"{name}: {about}\n    {', '.join(layer.rungs)}")
         return 0
     known = {*LAYERS, *(rung for name in args.layers if name in LAYERS for rung in LAYERS[name].rungs)}
     for name in (*args.layers, *(args.rung or ())):
