@@ -304,15 +304,17 @@ def test_a_rank_that_dies_once_a_checkpoint_is_complete(start):
     assert end_ranks(start(2, *MANY, "-x", 3, "-y", 1))[0] == [0, 0]
 
 
-def test_a_signal_stops_all_at_one_step(start, number=signal.SIGTERM):
+@pytest.mark.parametrize("number", (signal.SIGTERM, None))
+def test_a_signal_and_lost_data_stop_all_at_one_step(start, number):
     ranks = start(2, *MANY, "-n", 0)
     while "\nstep" not in (open("out0").read() if os.path.exists("out0") else ""):
         time.sleep(0.01)
         assert ranks[0].exitcode is None
-    os.kill(ranks[1].pid, number)
+    os.kill(ranks[1].pid, number) if number else os.unlink("data/tiny_shakespeare_train.bin")
     statuses, _, err = end_ranks(ranks)
     step = newest_checkpoint("run")
-    assert statuses == [128 + number] * 2 and err.count(f"stopped after step {step}; resume with the same command") == 1
+    words = f"stopped after step {step}; resume with the same command" if number else "train.bin: no such file"
+    assert statuses == [128 + number if number else 1] * 2 and err.count(words) == 1 and "Traceback" not in err
     assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
 
 
