@@ -48,7 +48,7 @@ except ImportError as error:
 from llmc.checkpoint import padded, read_model, write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
-from llmc.errors import UserError, reason, run_main
+from llmc.errors import UserError, run_main
 from llmc.files import make_directory, open_input, replacing
 from llmc.resume import model_file
 from llmc.sampler import end_of_text
@@ -56,7 +56,7 @@ from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import read_tokenizer
 from prepro import read_input
 from train_gpt2 import GPT2, SIZES, Config, parameter_table, random_model
-from vocabulary import EOT, as_vocabulary, load_encoding, save_vocabulary
+from vocabulary import as_vocabulary, EOT, load_encoding, reason, save_vocabulary
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 INPUT = os.path.join("data", "tiny_shakespeare_val.bin")

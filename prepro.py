@@ -18,11 +18,11 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError, import_package, reason
+from llmc.errors import UserError, import_package
 from llmc.files import chunks, make_directory, open_input, replacing
 from llmc.progress import progress_bar
 from llmc.threads import THREADS
-from vocabulary import save_vocabulary
+from vocabulary import reason, save_vocabulary
 
 TIMEOUT_SECONDS = 30  # of silence from the server
 

@@ -34,10 +34,10 @@ from huggingface_hub.hf_api import RepoFile
 from tqdm import tqdm
 
 from llmc.dataloader import find_files, open_tokens, write_tokens
-from llmc.errors import UserError, reason, run_main
+from llmc.errors import UserError, run_main
 from llmc.files import (HEADER_BYTES, errors_of_writing, locked, make_directory, open_input, replacing)
 from prepro import add_processes, check_processes, file_hash, in_processes
-from vocabulary import encode, load_encoding, save_vocabulary
+from vocabulary import encode, load_encoding, reason, save_vocabulary
 
 try:
     import pyarrow

@@ -24,11 +24,11 @@ import numpy as np
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from llmc.errors import UserError, reason, run_main
+from llmc.errors import UserError, run_main
 from llmc.files import make_directory, open_input, replacing
 from llmc.progress import progress_bar
 from prepro import add_processes, check_processes, file_hash, in_processes, make_parser, save_tokens
-from vocabulary import encode, load_encoding
+from vocabulary import encode, load_encoding, reason
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 

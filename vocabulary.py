@@ -10,7 +10,7 @@ import re
 import sys
 from dataclasses import dataclass
 
-from llmc.errors import UserError, import_package, reason
+from llmc.errors import UserError, import_package
 from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
 
 EOT = "<|endoftext|>"
@@ -47,6 +47,13 @@ def load_encoding(vocabulary, characters=""):
     except (OSError, ValueError) as error:  # requests' are OSErrors
         raise UserError(f"GPT-2's vocabulary could not be downloaded ({reason(error)}): set TIKTOKEN_CACHE_DIR to a"
                         " directory that holds it, or use another (prepro_text.py --vocabulary bytes)") from None
+
+
+def reason(error):
+    """The innermost cause of a network error, on one line."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 LONGEST = 262144  # characters of whitespace; a million overflow the stack of tiktoken's regular expression

@@ -14,13 +14,6 @@ class UserError(Exception):
     """An error that the user can fix. The message is one line: what, found, expected, and the command that fixes it."""
 
 
-def reason(error):
-    """The innermost cause of a network error, on one line."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def import_package(module, user):
     """Import and return a module that not every run needs; raises UserError that names its package and the `user`."""
     try:

@@ -48,7 +48,7 @@ def test_it_runs(tmp_path, monkeypatch, run_here):
         printed.append(run_here(importlib.import_module(Path(program).stem), *flags).stdout)
 
     printed = []
-    names = {"run": run, "print": printed.append}
+    names = {"run": run, "print": lambda *words, **_: printed.append(" ".join(map(str, words)))}
     for cell in CELLS:
         code = "".join(cell["source"]).replace("\\\n", "")
         code = re.sub(r"^!\{python\} (.*)", r"run(f'''\1''')", code, flags=re.MULTILINE)
