@@ -8,7 +8,6 @@ and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespea
 
     python dev/readme.py epoch      # train_gpt2_cuda.py, one epoch: doc/logs/
     python dev/readme.py losses     # dev/compare_losses.py: doc/correctness.md
-    python dev/readme.py losses500  # the same, 500 steps
     python dev/readme.py losses_tf32     # the same, in float32 with TF32 matmuls
     python dev/readme.py profile    # dev/profile_gpu.py at B=64: doc/speed.md
     python dev/readme.py attention  # dev/bench.py attention: doc/speed.md
@@ -112,7 +111,6 @@ def sections(run):
         "epoch": Section([python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"], os.path.join(LOGS, "epoch_gpu.txt")),
         "losses": Section(compare, CORRECTNESS, "losses_gpu"),
         "losses_tf32": Section([*compare, "--dtype", "float32"], CORRECTNESS, "losses_tf32_gpu"),
-        "losses500": Section([*compare, "-b", "32", "-t", "256", "-x", "500"], CORRECTNESS, "losses500_gpu"),
         "profile": Section(profile, SPEED, "profile_gpu"),
         "attention": Section([python, "dev/bench.py", "attention"], SPEED, "attention_gpu"),
     }

@@ -1,9 +1,7 @@
 """The programs of dev/ that measure: what they print of results, and what those for a GPU say where there is none."""
 
 import json
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ import llmc.gpu.device
 import plot_bench
 import profile_gpu
 import train_gpt2
-from conftest import ROOT, assert_one_line_error
+from conftest import assert_one_line_error
 from llmc.settings import parse_settings
 
 RESULT = {"B": 4, "ms": 10.0, "first": 2.0, "memory": 2**30, "used": 2**31, "gpu": "NVIDIA H200"}
@@ -48,25 +46,6 @@ def test_the_tables_of_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["", "results.json", "-o", "a.png", "--overview", "b.png"])
     plot_bench.main()
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
-
-
-def test_the_matmuls_of_a_step(fake_gpu, run_here, monkeypatch):
-    """Every way, beside cuBLASLt, with the one of training in bold."""
-    fake_gpu.cp.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
-    fake_gpu.cp.__version__ = "1"
-    for module, name, value in ((profile_gpu, "cp", fake_gpu.cp), (bench, "V", 257), (bench, "T", 512),
-                                (profile_gpu, "measure", lambda device, call, repeats: call() or 3e-6)):
-        monkeypatch.setattr(module, name, value)
-    lines = run_here(bench, "matmul", "--model", "d2", "-b", 1).stdout.splitlines()
-    assert len(lines) == 4 + 15 and all(line.count("**3.0**") == 1 for line in lines[4:])
-    assert lines[6] == "| qkv dweight | 384 x 128 x 512 | 1 splits 3.0, 2 splits 3.0 | **3.0** |"
-
-
-@pytest.mark.parametrize("command", ("cpu", "gpu", "attention", "matmul", "generate", "scale"))
-def test_every_command_has_help(command):
-    program = ROOT / "dev" / "bench.py"
-    done = subprocess.run([sys.executable, program, command, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "usage: bench.py" in done.stdout
 
 
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))
