@@ -33,9 +33,11 @@ def progress_bar(total, what, unit):
     try:
         from tqdm import tqdm
     except ImportError:
+        tqdm = None
+    if not tqdm or not sys.stderr.isatty():
         yield lambda count: None
         return
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=None) as bar:
+    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B") as bar:
         yield bar.update
         bar.total = bar.n  # not all that was expected had to be read
 
