@@ -1,5 +1,8 @@
-"""Who imports whom: dev/lines.py's findings."""
+"""Who imports whom: dev/lines.py's findings; and which version this is."""
 
+import re
+
+from conftest import ROOT
 from lines import closure, count, files, imports
 
 
@@ -20,3 +23,10 @@ def test_nothing_runs_in_circles():
         assert last, f"a circle of {sorted(after)}"
         for path in last:
             del after[path]
+
+
+def test_one_version():
+    """With its date, where it has one."""
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")]
+    version, date = re.search(r"^## (\S+), (\S+)$", texts[1], re.M).groups()
+    assert f'version = "{version}"' in texts[0] and f"version: {version}\ndate-released: {date}\n" in texts[2]
