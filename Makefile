@@ -48,6 +48,7 @@ train: $(ENVIRONMENT) data/pyprose_train.bin
 	@echo "train longer:  make train RUN=runs/second STEPS=5000  (Ctrl-C stops it; the same command goes on)"
 
 test: $(ENVIRONMENT)
+	$(PYTHON) -m ruff check -q
 	$(PYTHON) -m pytest -q
 
 test-124M: $(ENVIRONMENT)

@@ -455,7 +455,7 @@ def bench_matmul(args):
     """
     from llmc.gpu.device import cp, open_gpu
     from profile_gpu import describe, measure, open_device
-    from train_gpt2_cuda import GPT2 as GPT2_ON_GPU, CudaSettings, resolve_auto
+    from train_gpt2_cuda import CudaSettings, resolve_auto
 
     gpu, config = open_gpu(), config_of(args.model)
     precision = resolve_auto(CudaSettings(), gpu.arch).precision
@@ -585,7 +585,7 @@ def time_transformers(config, batches, device):
         model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, min_new_tokens=TOKENS,
                        do_sample=True, top_k=0, pad_token_id=V - 1).cpu()
 
-    return {B: min(times_of(lambda: run(B), 1, 1)) for B in batches}
+    return {B: min(times_of(lambda B=B: run(B), 1, 1)) for B in batches}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -620,7 +620,8 @@ def bench_scale(args):
             if given.get("-d", 0) % (given["-b"] * T * gpus):
                 continue  # an update does not divide into whole batches
             with ThreadPoolExecutor(gpus) as pool:
-                alone = pool.map(lambda only: time_training(1, flags, only)[1], range(gpus)) if gpus > 1 else ()
+                alone = () if gpus == 1 else pool.map(
+                    lambda only, flags=flags: time_training(1, flags, only)[1], range(gpus))
             ms, rate, size = time_training(gpus, flags)
             print(f"| {what} | {gpus} | {ms:.2f} | {rate:,.0f} | {rate / gpus / min(alone, default=rate):.1%} |"
                   f" {size / 1024:.1f} |", flush=True)

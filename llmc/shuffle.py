@@ -59,8 +59,8 @@ def permuted(items, random):
     i = np.arange(len(items) - 1, 0, -1)
     j = random.randint(0, 1 << 32, len(i), np.uint32) % (i + 1)
     items = items.tolist()
-    for i, j in zip(i.tolist(), j.tolist()):
-        items[i], items[j] = items[j], items[i]
+    for a, b in zip(i.tolist(), j.tolist()):
+        items[a], items[b] = items[b], items[a]
     return np.array(items, np.int32)
 
 

@@ -262,11 +262,11 @@ class Answer(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def hub_pages(repository, files, hashes={}):
+def hub_pages(repository, files, hashes=None):
     """What a hub answers about a repository with these files, {name: bytes}: lists, with what is no LFS file, too, and
     the files. hashes: {name: SHA-256}, where it does not say the right one."""
     commit, pages = "0123456789abcdef" * 2 + "01234567", {}
-    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | hashes
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | (hashes or {})
     api = f"/api/{repository}" if repository.startswith("datasets/") else f"/api/models/{repository}"
     info = {"id": repository, "modelId": repository, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
     others = [{"type": "file", "path": "README.md", "size": 3, "oid": "0"},

@@ -127,7 +127,7 @@ def check_pass(ours, cpu, dtype, B, T, position):
         before = rng.standard_normal(theirs[:, :, :, :position].shape, dtype=np.float32)
         theirs[:, :, :, :position] = rounded(before, dtype)
         theirs[:, :, :, position:] = np.nan
-        mine.set((bf16_bits(theirs) if dtype == "bfloat16" else theirs))
+        mine.set(bf16_bits(theirs) if dtype == "bfloat16" else theirs)
     fill(ours.acts, ("residual", "branches", "normed", "query", "atty", "parts", "fch_gelu", "logits"), 0xFF)
     ours.set(position=position)
     run_pass(ours, tokens)

@@ -26,7 +26,7 @@ def files_seen(server):
             if method == "GET" and "/resolve/" in path]
 
 
-def Hub(repository, files, hashes={}):
+def Hub(repository, files, hashes=None):
     return Server(hub_pages(f"datasets/{repository}", files, hashes))
 
 

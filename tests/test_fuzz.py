@@ -213,7 +213,7 @@ def fuzz_flags(count, seed):
     """The same of values for a flag of train_gpt2.py, which then runs, or of train_gpt2_cuda.py, parsed only."""
     rng, failed, refused = random.Random(seed), [], 0
     kept, logs = os.listdir(), {name: Path(name).read_bytes() for name in ("run/main.log", "run/main.csv")}
-    for number in range(count):
+    for _ in range(count):
         cuda = rng.random() < 0.5
         field = rng.choice(dataclasses.fields(train_gpt2_cuda.CudaSettings if cuda else train_gpt2.Settings))
         flag, value = rng.choice(field_flags(field)), rng.choice(VALUES)

@@ -1,9 +1,11 @@
-"""Who imports whom: dev/lines.py's findings; that no program needs its docstrings."""
+"""Who imports whom: dev/lines.py's findings; that no program needs its docstring; which version this is."""
 
 import importlib
+import re
 
 import pytest
 
+from conftest import ROOT
 from lines import closure, count, files, imports
 
 
@@ -26,10 +28,17 @@ def test_nothing_runs_in_circles():
             del after[path]
 
 
-@pytest.mark.parametrize("program", [name.removesuffix(".py") for name in files(":(glob)*.py") 
+@pytest.mark.parametrize("program", [name.removesuffix(".py") for name in files(":(glob)*.py")
                                      if name not in ("prepro.py", "model.py", "vocabulary.py")])
 def test_no_program_needs_its_docstring(monkeypatch, run_here, program):
     """PYTHONOPTIMIZE=2 leaves none."""
     module = importlib.import_module(program)
     monkeypatch.setattr(module, "__doc__", None)
     assert run_here(module, "--help").stdout.startswith("usage: ")
+
+
+def test_one_version():
+    """With its date, where it has one."""
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")]
+    version, date = re.search(r"^## (\S+), (\S+)$", texts[1], re.M).groups()
+    assert f'version = "{version}"' in texts[0] and f"version: {version}\ndate-released: {date}\n" in texts[2]

@@ -1,5 +1,7 @@
 """Matmuls on a GPU, of every kernel, tile and split, and by the rule, against float64; and, with no GPU, the rule."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -45,8 +47,8 @@ def test_matmuls(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, librar
     widths = [matmul.device.geometry.MATMUL_BN, *([160] if matmul.hopper else [])] if kernels else []
     for b in (None, bias_gpu):
         linear = Linear(matmul, weight_gpu, b, dweight)
-        calls = [lambda: linear.forward(out, inp_gpu)]
-        calls += [lambda width=width: kernels.forward(out, inp_gpu, weight_gpu, b, width) for width in widths]
+        calls = [partial(linear.forward, out, inp_gpu)]
+        calls += [partial(kernels.forward, out, inp_gpu, weight_gpu, b, width) for width in widths]
         for call in calls:
             out[...] = unwritten(N, OC, dtype=e)
             call()

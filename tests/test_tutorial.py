@@ -49,8 +49,8 @@ def test_links():
         assert link.startswith("#") or (DIRECTORY / link).exists(), link
 
 
-@pytest.mark.parametrize("name", ("README.md", *(str(path.relative_to(ROOT)) for directory in ("doc", "dev")
-                                                 for path in sorted(ROOT.glob(f"{directory}/**/*.md")))))
+@pytest.mark.parametrize("name", ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(
+    str(path.relative_to(ROOT)) for directory in ("doc", "dev") for path in sorted(ROOT.glob(f"{directory}/**/*.md")))))
 def test_what_a_page_names_exists(name):
     """Targets of relative links, paths of this project, and programs in commands."""
     text = (ROOT / name).read_text(encoding="utf-8")
