@@ -136,6 +136,8 @@ def draw(measured, output):
 
 def draw_long_run(logs, output):
     """doc/long_run.md's picture. logs: of the run, and of PyTorch over its first batches."""
+    if "tel" not in logs[0] or not 21 <= len(logs[1].get("trl", [()])[0]) <= len(logs[0].get("trl", [()])[0]):
+        raise UserError("--long_run: expected a log with training and validation losses, and one of its first batches")
     ours, theirs = (np.array(log["trl"][1]) for log in logs)
     shared = len(theirs)
     differences = ours[:shared] - theirs

@@ -121,7 +121,7 @@ def picture(output, dark=False, size=(8, 5), **layout):
     plt.switch_backend("agg")  # no screen is needed
     page, ink, faint, *cycle = (DARK if dark else LIGHT).split()
     with plt.style.context(["default", {
-            "figure.facecolor": page, "axes.facecolor": page, "savefig.facecolor": page, "legend.facecolor": page,
+            "figure.facecolor": page, "axes.facecolor": page, "savefig.facecolor": page,
             "text.color": ink, "axes.labelcolor": ink, "axes.titlecolor": ink, "axes.edgecolor": faint,
             "xtick.color": faint, "ytick.color": faint, "xtick.labelcolor": ink, "ytick.labelcolor": ink,
             "grid.color": faint, "grid.alpha": 0.35, "axes.axisbelow": True, "axes.prop_cycle": plt.cycler(color=cycle),
