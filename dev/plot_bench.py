@@ -1,11 +1,13 @@
 """
-Draw what was measured: README.md's picture, and that of doc/speed.md.
+Draw what was measured: the pictures of README.md, doc/speed.md and doc/long_run.md, each for light and dark screens.
 
-    python dev/plot_bench.py          # writes doc/overview.png and doc/bench_gpu.png
+    python dev/plot_bench.py          # writes doc/overview.png, doc/bench_gpu.png, and both as -dark.png
+    python dev/plot_bench.py --long_run runs/long/main.log pytorch.log          # writes doc/long_run.png
 
 doc/overview.png: the losses of `make train` on a CPU (doc/logs/make_train_losses.txt, by dev/readme.py train), and
-tokens a second beside llm.c and PyTorch (dev/bench_llmc.json, one sitting on one GPU). doc/bench_gpu.png: ms a step
-against B, and where the time of a step goes (dev/bench_gpu.json, by dev/bench.py gpu --readme).
+tokens a second beside llm.c and PyTorch (dev/bench_llmc.json, one sitting on one GPU). doc/bench_gpu.png: tokens a
+second, and where the time of a step goes (dev/bench_gpu.json, by dev/bench.py gpu --readme). doc/long_run.png: a run's
+losses, and how they differ from PyTorch's over the same first batches.
 """
 
 import argparse
@@ -13,17 +15,14 @@ import json
 import os
 import sys
 
-import matplotlib
+import numpy as np
 
-matplotlib.use("Agg")  # no screen is needed
-import matplotlib.pyplot as plt
-
-from plot_log import draw_losses, read_log
+from plot_log import draw_losses, head, label_parts, light_and_dark, picture, read_log, running_mean
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 from llmc.errors import UserError, run_main
-from llmc.files import open_input, replacing
+from llmc.files import open_input
 
 LOSSES = os.path.join(ROOT, "doc", "logs", "make_train_losses.txt")
 BESIDE_LLMC = os.path.join(ROOT, "dev", "bench_llmc.json")
@@ -31,7 +30,7 @@ GROUPS = {  # part of a bar -> how its kernels' names begin
     "matmuls": ("matmul",),
     "attention": ("attention",),
     "GELU": ("gelu",),
-    "layernorms": ("residual_layernorm", "layernorm"),
+    "layernorm": ("residual_layernorm", "layernorm"),
     "classifier": ("classifier",),
     "AdamW": ("adamw",),
     "the rest": ("",),
@@ -42,61 +41,126 @@ def group_of(kernel):
     return next(group for group, starts in GROUPS.items() if kernel.startswith(starts))
 
 
-def draw_overview(beside):
-    """README.md's picture. beside: {"machine": text, "ms": {program: {B: ms a step}}}."""
-    ms, curves = beside["ms"], read_log(LOSSES)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    draw_losses(left, {"training": curves})
-    left.set_ylabel("loss, nats a character")
-    left.set_title("make train: 3.2 million parameters, three minutes on two CPU cores", fontsize=9)
-
-    width = 0.8 / len(ms)
-    for index, (program, row) in enumerate(ms.items()):
-        rates = [int(B) * 1024 / t for B, t in row.items()]  # thousands of tokens a second
-        bars = right.bar([i + (index - (len(ms) - 1) / 2) * width for i in range(len(row))], rates, width,
-                         label=program)
-        right.bar_label(bars, fmt="%.0f", fontsize=8)
-    right.set_xticks(range(len(row)), [f"B={B}" for B in row])
-    right.set_ylabel("thousand tokens a second")
-    right.set_ylim(top=1.8 * max(rates))  # room for the legend
-    right.set_title(f"training GPT-2 124M in bfloat16, T=1024\n{beside['machine']}", fontsize=9)
-    right.legend(fontsize=8, loc="upper left")
-    return figure
+def draw_rates(axes, ms, T):
+    """A bar for each B and program, thousand tokens a second. ms: {program: {B: ms a step}}, ours first."""
+    sizes, y = list(dict.fromkeys(B for row in ms.values() for B in row)), 0.0
+    top = max(B * T / t for row in ms.values() for B, t in row.items())
+    for B in sizes:
+        axes.annotate(f"B={B}", (0, y), (-8, 0), "data", "offset points", fontsize=10, ha="right", va="center")
+        for index, (program, row) in enumerate(ms.items()):
+            if B in row:
+                rate = B * T / row[B]
+                axes.barh(y, rate, height=0.92, color="C7" if index else "C0")
+                axes.text(0.012 * top, y, program, fontsize=9, color=axes.get_facecolor(), va="center")
+                axes.text(rate + 0.012 * top, y, f"{rate:.0f}", fontsize=10, va="center")
+                y += 1
+        y += 0.5
+    axes.set(ylim=(y - 0.9, -0.6), xlim=(0, 1.06 * top), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
 
 
-def draw(measured):
+def advantage(ms):
+    """By how many percent ours is faster than the fastest other program, at the least and the most."""
+    ours, *others = ms.values()
+    gains = [100 * (min(row[B] for row in others if B in row) / t - 1) for B, t in ours.items()
+             if any(B in row for row in others)]
+    return f"{min(gains):.0f} to {max(gains):.0f} percent" if gains else "?"
+
+
+def draw_run(axes, curves):
+    """One run's losses, labelled."""
+    (steps, losses), (validated, values) = curves["trl"], curves["tel"]
+    draw_losses(axes, {"training": curves})
+    axes.get_legend().remove()
+    at, half, offset = len(steps) // 4, len(values) // 2, {"textcoords": "offset points", "color": "C1"}
+    axes.annotate("training", (steps[at], min(losses[at - 20 : at + 20])), (-4, -2), color="C0", ha="right",
+                  textcoords="offset points", va="top")
+    axes.annotate("validation", (validated[half], values[half]), (6, 12), **offset)
+    axes.annotate(f"{values[-1]:.2f}", (validated[-1], values[-1]), (6, 0), va="center", **offset)
+    axes.set_xlim(0, 1.1 * steps[-1])
+
+
+def draw_overview(beside, output):
+    """README.md's picture. beside: {"machine": text, "T": T, "ms": {program: {B: ms a step}}}."""
+    ms = {name.split(",")[0]: {int(B): t for B, t in row.items()} for name, row in beside["ms"].items()}
+    curves = read_log(LOSSES)
+    for path, dark in light_and_dark(output):
+        with picture(path, dark, (10, 4), ncols=2) as (left, right):
+            draw_run(left, curves)
+            head(left, f"make train: loss {curves['tel'][1][-1]:.2f} after three minutes", "nats a character; GPT-2"
+                 " with 3.2 million random parameters\ntwo cores of an AMD EPYC")
+            head(right, f"{advantage(ms)} faster than {' and '.join([*ms][1:])}", "thousand tokens a second, GPT-2 124M"
+                 f" in bfloat16, T={beside['T']}\n{beside['machine']}")
+            draw_rates(right, ms, beside["T"])
+
+
+def draw(measured, output):
     """doc/speed.md's picture. measured: what dev/bench.py gpu --readme wrote."""
-    results = measured["results"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    labels = {"ours": "train_gpt2_cuda.py", "eager": "PyTorch, eager", "compile": "torch.compile",
-              "reduce-overhead": "torch.compile, reduce-overhead"}
-    for index, (name, label) in enumerate(labels.items()):
-        points = sorted((r["B"], r["ms"]) for r in results if r["name"] == name)
-        if points:
-            left.plot(*zip(*points), color=f"C{index}", marker="o", linewidth=2.5 if name == "ours" else 1.5,
-                      label=label)
-    left.set_xlabel("B, sequences of 1024 tokens")
-    left.set_ylabel("ms a step")
-    left.set_title("GPT-2 124M, bfloat16")
-    left.set_ylim(bottom=0)
-    left.grid(alpha=0.3)
-    left.legend()
+    programs = {"ours": "train_gpt2_cuda.py", "reduce-overhead": "PyTorch, torch.compile, reduce-overhead",
+                "compile": "PyTorch, torch.compile", "eager": "PyTorch, eager"}
+    results = sorted(measured["results"], key=lambda r: r["B"])
+    ms = {label: {r["B"]: r["ms"] for r in results if r["name"] == name} for name, label in programs.items()}
+    shares = {}  # B -> group -> percent
+    for r in results:
+        if r["name"] == "ours":
+            total, shares[r["B"]] = sum(r["profile"].values()), dict.fromkeys(GROUPS, 0.0)
+            for kernel, t in r["profile"].items():
+                shares[r["B"]][group_of(kernel)] += 100 * t / total
+    for path, dark in light_and_dark(output):
+        with picture(path, dark, (8, 6.6), nrows=2, height_ratios=(3, 2)) as (above, below):
+            head(above, f"{advantage(ms)} more tokens a second than PyTorch at its best", "thousand tokens a second,"
+                 f" GPT-2 124M in bfloat16, T={measured['T']}\n{measured['machine']}")
+            draw_rates(above, ms, measured["T"])
+            matmuls = [row["matmuls"] for row in shares.values()]
+            head(below, f"Matmuls take {min(matmuls):.0f} to {max(matmuls):.0f} percent of the step",
+                 "percent of train_gpt2_cuda.py's step, each kernel timed alone")
+            below.set(xlim=(0, 100), ylim=(len(shares) - 0.5, -1.3), xticks=[], yticks=range(len(shares)))
+            below.set_yticklabels([f"B={B}" for B in shares])
+            below.tick_params(length=0, pad=8)
+            below.figure.get_layout_engine().set(hspace=0.06)
+            below.spines[:].set_visible(False)
+            for y, (B, row) in enumerate(shares.items()):
+                parts, begin = [], 0.0
+                for index, (group, share) in enumerate(row.items()):
+                    color = f"C{index}"
+                    below.barh(y, share, left=begin, height=0.8, color=color)
+                    if share >= 2.5:
+                        below.text(begin + share / 2, y, f"{share:.0f}", color=below.get_facecolor(), ha="center",
+                                   va="center", fontsize=10)
+                    if share >= 0.5:
+                        parts.append((begin, begin + share, group, color))
+                    begin += share
+                if y == 0:
+                    label_parts(below, parts, -0.5, True)
 
-    ours = sorted((r for r in results if r["name"] == "ours"), key=lambda r: r["B"])
-    bottoms = [0.0] * len(ours)
-    for index, group in enumerate(GROUPS):
-        shares = []
-        for r in ours:
-            total = sum(r["profile"].values())
-            shares.append(100 * sum(ms for kernel, ms in r["profile"].items() if group_of(kernel) == group) / total)
-        right.bar([f"B={r['B']}\n{r['ms']:.1f} ms" for r in ours], shares, bottom=bottoms, color=f"C{index}",
-                  label=group if any(shares) else None)
-        bottoms = [bottom + share for bottom, share in zip(bottoms, shares)]
-    right.set_ylabel("percent of the step, launch by launch")
-    right.set_title("where the time goes")
-    right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
-    figure.suptitle(measured["machine"], fontsize=8)
-    return figure
+
+def draw_long_run(logs, output):
+    """doc/long_run.md's picture. logs: of the run, and of PyTorch over its first batches."""
+    if "tel" not in logs[0] or not 21 <= len(logs[1].get("trl", [()])[0]) <= len(logs[0].get("trl", [()])[0]):
+        raise UserError("--long_run: expected a log with training and validation losses, and one of its first batches")
+    ours, theirs = (np.array(log["trl"][1]) for log in logs)
+    shared = len(theirs)
+    differences = ours[:shared] - theirs
+    for path, dark in light_and_dark(output):
+        with picture(path, dark, (8, 6.6), nrows=2, height_ratios=(3, 2)) as (above, below):
+            draw_run(above, logs[0])
+            first, *_, last = logs[0]["tel"][1]
+            head(above, f"760 million tokens in 20 minutes: validation loss {first:.2f} to {last:.2f}", "nats a token;"
+                 " GPT-2 124M from random weights, 524,288 tokens an update\nNVIDIA H200, CUDA 13.0; 2026-11-23")
+            above.axvspan(0, shared, color="C7", alpha=0.12, linewidth=0)
+            above.text(shared / 2, above.get_ylim()[0], f"these {shared} in PyTorch,\ntoo: see below\n", ha="center")
+            above.set_xlabel("updates")
+            head(below, f"PyTorch, on the same {shared} batches: {np.mean(np.abs(differences)):.3f} apart on average",
+                 "train_gpt2_cuda.py's loss minus PyTorch's (bfloat16 autocast): each update, and the mean of 21")
+            below.axhline(0, color="C7", linewidth=1)
+            below.plot(differences, color="C0", linewidth=0.7, alpha=0.4)
+            below.plot(range(10, shared - 10), running_mean(differences, 10), color="C0", linewidth=1.6)
+            lowest = np.argmin(differences)
+            below.annotate("train_gpt2_cuda.py skipped two updates", (lowest, differences[lowest]), (-8, 4),
+                           textcoords="offset points", ha="right")
+            below.set(xlim=(0, shared), xlabel="updates")
+            below.grid()
+            below.figure.get_layout_engine().set(hspace=0.06)
 
 
 def main():
@@ -105,17 +169,21 @@ def main():
                         help="what dev/bench.py gpu --readme wrote")
     parser.add_argument("-o", "--output", default=os.path.join(ROOT, "doc", "bench_gpu.png"), help="their picture")
     parser.add_argument("--overview", default=os.path.join(ROOT, "doc", "overview.png"), help="README.md's picture")
+    parser.add_argument("--long_run", nargs=2, metavar="LOG", help="a run's log, and PyTorch's over its first batches")
     args = parser.parse_args()
-    for path, picture in ((args.results, draw), (BESIDE_LLMC, draw_overview)):
+    if args.long_run:
+        output = os.path.join(ROOT, "doc", "long_run.png")
+        draw_long_run([read_log(path) for path in args.long_run], output)
+        print(f"wrote {os.path.relpath(output)}")
+        return
+    for path, draw_it, output in ((args.results, draw, args.output), (BESIDE_LLMC, draw_overview, args.overview)):
         try:
             with open_input(path, "make it with: python dev/bench.py gpu --readme") as f:
                 found = json.load(f)
-            figure, output = picture(found), args.output if picture is draw else args.overview
+            draw_it(found, output)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, StopIteration, TypeError,
                 ValueError) as error:
             raise UserError(f"{path}: not the JSON that was expected ({error!r:.100})") from None
-        with replacing(output) as f:
-            figure.savefig(f, format="png", dpi=110, metadata={"Software": None})
         print(f"wrote {os.path.relpath(output)}")
 
 

@@ -11,6 +11,7 @@ high losses of the first steps are cut off.
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ from llmc.errors import UserError, import_package, run_main
 from llmc.files import open_input, replacing
 from llmc.logger import last_run
 
+LIGHT = "#ffffff #1f2328 #818b98 #0969da #d4590a #1a7f37 #8250df #bf3989 #b08800 #0f7f8c #59636e"  # page, ink, faint,
+DARK = "#0d1117 #f0f6fc #818b98 #4493f8 #f0883e #3fb950 #ab7df8 #db61a2 #d4a72c #39b8c6 #9198a1"  # then C0 to C7
 EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
@@ -106,24 +109,71 @@ def draw_losses(axes, logs, width=None):
 
 
 def add_legend(axes, *entries):
-    for text in axes.legend(*entries).get_texts():
+    for text in axes.legend(*entries, frameon=False, labelcolor="linecolor").get_texts():
         text.set_parse_math(False)  # a $ in a name is a $
 
 
 @contextlib.contextmanager
-def picture(output, dark=False):
-    """Yield axes to draw in, then write the picture; raises UserError for an unknown type of file."""
+def picture(output, dark=False, size=(8, 5), **layout):
+    """Yield axes to draw in, then write the picture; raises UserError for an unknown type of file. layout: of several
+    axes, for plt.subplots."""
     plt = import_package("matplotlib.pyplot", "a picture")
     plt.switch_backend("agg")  # no screen is needed
-    with plt.style.context("dark_background" if dark else "default"):
-        figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    page, ink, faint, *cycle = (DARK if dark else LIGHT).split()
+    with plt.style.context(["default", {
+            "figure.facecolor": page, "axes.facecolor": page, "savefig.facecolor": page,
+            "text.color": ink, "axes.labelcolor": ink, "axes.titlecolor": ink, "axes.edgecolor": faint,
+            "xtick.color": faint, "ytick.color": faint, "xtick.labelcolor": ink, "ytick.labelcolor": ink,
+            "grid.color": faint, "grid.alpha": 0.35, "axes.axisbelow": True, "axes.prop_cycle": plt.cycler(color=cycle),
+            "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
+            "axes.titleweight": "bold", "axes.titlesize": 11.5}]):
+        figure, axes = plt.subplots(figsize=size, layout="constrained", **layout)
         yield axes
         extension = os.path.splitext(output)[1].lstrip(".").lower()
         if extension not in figure.canvas.get_supported_filetypes() or extension == "pgf":  # which needs LaTeX
             raise UserError(f"-o {output}: expected a name that ends in .png, .svg or .pdf")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=extension, dpi=200)
         with replacing(output) as f:
-            figure.savefig(f, format=extension, dpi=150)
+            if extension == "png":  # with 128 colors, a third of the size
+                Image = import_package("PIL.Image", "a picture")
+                Image.open(drawn).convert("RGB").quantize(128).save(f, "png", optimize=True)
+            else:
+                f.write(drawn.getbuffer())
         plt.close(figure)
+
+
+def light_and_dark(output):
+    """Yield path and dark, for a page's picture and the one for dark screens."""
+    yield output, False
+    yield "-dark".join(os.path.splitext(output)), True
+
+
+def head(axes, title, below):
+    """A title, which says what is found, and below it, smaller, of what."""
+    axes.set_title(title, pad=24 + 12 * below.count("\n"))
+    axes.annotate(below, (0, 1), (0, 8), "axes fraction", "offset points", fontsize=9, va="bottom")
+
+
+def label_parts(axes, parts, y, up):
+    """Label the parts of a bar, [(begin, end, text, color)], on one side of it, each with a line along the part; a text
+    that would overlap the one before is farther away."""
+    axes.figure.draw_without_rendering()  # settles the scale
+    (left, right), ends = axes.get_xlim(), []  # ends: of each row's last text
+    for begin, end, text, color in parts:
+        style = {"fontsize": 9.5, "color": color, "va": "baseline" if up else "top", "ha": "center", "linespacing": 1.1}
+        label, middle = axes.text(left, y, text, **style), (begin + end) / 2
+        side = 0.51 * label.get_window_extent().transformed(axes.transData.inverted()).width
+        label.remove()
+        x = min(max(middle, left + side), right - side)
+        row = next((row for row, last in enumerate(ends) if x - side >= last), len(ends))
+        ends[row : row + 1] = [x + side]
+        away = 6 + 16 * row if up else -4 - 16 * row
+        axes.plot((begin, end), (y, y), color=color, linewidth=1.5, solid_capstyle="butt", clip_on=False)
+        axes.annotate(text, (middle, y), (x, away), textcoords=("data", "offset points"), **style)
+        if row:
+            axes.annotate("", (middle, y), (middle, away), textcoords=("data", "offset points"),
+                          arrowprops={"arrowstyle": "-", "color": color, "shrinkA": 0, "shrinkB": 0})
 
 
 def draw(logs, output, width=None, dark=False):

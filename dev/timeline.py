@@ -1,7 +1,7 @@
 """
 When the parts of a training step run, and when gradients and weights travel between GPUs at the same time.
 
-    python dev/timeline.py --gpus 4 -e d12 -b 4 -t 1024        # draws timeline.png, prints milliseconds
+    python dev/timeline.py --gpus 4 -e d12 -b 4 -t 1024        # prints ms, draws timeline.png, timeline-dark.png
 
 The flags are those of train_gpt2_cuda.py. Times are the first rank's, from events in the captured step, on random
 tokens with learning rate 0: medians of 20 steps. `gradients 3 fcw` and `weights 3` are transfers of layer 3's matrices;
@@ -11,6 +11,8 @@ as a forward pass longer than on one GPU, because it waits for weights, or as a 
 last gradients travel.
 """
 
+import datetime
+import itertools
 import os
 import statistics
 import sys
@@ -28,12 +30,12 @@ from llmc.errors import run_main
 from llmc.gpu.trainer import open_trainer
 from llmc.resume import read_start
 from llmc.gpu.ranks import check_alike, on_ranks
-from plot_log import picture
+from plot_log import head, label_parts, light_and_dark, picture
 
 PICTURE, STEPS = "timeline.png", 20
-STREAMS = {"main": "compute", "comm": "between GPUs"}  # name -> its label
-COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C6", "adamw": "C2",
-          "weights": "C4", "gradients": "C3"}
+ROWS = {"main": (2, "compute"), "comm": (0, "transfers between GPUs")}  # stream -> y, label
+COLORS = {"forward": "C0", "backward": "C1", "add": "C5", "norm": "C3", "adamw": "C2", "weights": "C0",
+          "gradients": "C1"}
 
 
 def time_spans(trainer, steps):
@@ -53,22 +55,47 @@ def time_spans(trainer, steps):
     return {span: tuple(map(statistics.median, zip(*times))) for span, times in found.items()}
 
 
-def draw(spans, title):
-    with picture(PICTURE) as axes:
-        kinds, length = set(), max(end for _, end in spans.values())
-        for (name, stream), (begin, end) in spans.items():
-            row, (kind, *number) = list(STREAMS).index(stream), name.split()
-            axes.barh(row, end - begin, left=begin, height=0.8, color=COLORS[kind], edgecolor=axes.get_facecolor(),
-                      label=None if kind in kinds else kind)
-            kinds.add(kind)
-            text = " ".join(number)
-            if end - begin > 0.012 * len(text) * length:
-                axes.text((begin + end) / 2, row, text, ha="center", va="center", fontsize=7)
-        axes.set_yticks(range(len(STREAMS)), STREAMS.values())
-        axes.set_ylim(len(STREAMS), -0.5)
-        axes.legend(loc="lower center", ncol=len(kinds), frameon=False, fontsize=9, columnspacing=1, handlelength=1)
-        axes.set_xlabel("ms")
-        axes.set_title(title, fontsize=10)
+def describe(kind, numbers, ms, length):
+    """A picture's label of successive spans of a kind. numbers: of their layers; None: the rest."""
+    if kind in ("weights", "gradients"):
+        layers = [number for number in numbers if number]
+        plural = f"s {layers[0]} to" if layers[1:] and layers[0] != layers[-1] else ""
+        return f"{kind}\n" + ", ".join([f"layer{plural} {layers[-1]}"] * bool(layers) + ["rest"] * (None in numbers))
+    return {"adamw": "AdamW"}.get(kind, kind) + f"\n{ms:.1f} ms" * (ms > 0.02 * length)
+
+
+def draw(spans, machine):
+    length, busy, waits = max(end for _, end in spans.values()), 0.0, []
+    for begin, end in sorted(times for (_, stream), times in spans.items() if stream == "main") + [(length, length)]:
+        if begin - busy > 0.002 * length:  # more than between two launches
+            waits.append((busy, begin))
+        busy = max(busy, end)
+    title, alone = f"A step of {length:.1f} ms", all(stream == "main" for _, stream in spans)
+    if not alone:
+        title = f"A GPU waits for transfers {sum(end - begin for begin, end in waits):.1f} ms in a{title[1:]}"
+    for output, dark in light_and_dark(PICTURE):
+        with picture(output, dark, (8, 2.4 if alone else 3.7)) as axes:
+            axes.set(xlim=(0, length or 1), ylim=(1 if alone else -1.3, 3.2), yticks=[])
+            axes.set_xlabel("ms since the step began")
+            axes.spines["left"].set_visible(False)
+            head(axes, title, machine)
+            for stream, (y, text) in list(ROWS.items())[: 1 if alone else 2]:
+                axes.text(0, y + 0.47, text, fontsize=10, va="bottom")
+                row, parts = sorted((times, name.split()) for (name, of), times in spans.items() if of == stream), []
+                for kind, group in itertools.groupby(row, lambda span: span[1][0]):
+                    times, names = zip(*group)
+                    for begin, end in times:
+                        axes.barh(y, end - begin, left=begin, color=COLORS[kind], linewidth=0.5,
+                                  edgecolor=axes.get_facecolor())
+                    begin, end, ms = times[0][0], max(end for _, end in times), sum(end - begin for begin, end in times)
+                    text = describe(kind, [(*name, None)[1] for name in names], ms, length)
+                    if len(times) == 1 and ms > 0.1 * length:
+                        axes.text((begin + end) / 2, y, text, color=axes.get_facecolor(), ha="center", va="center")
+                    else:
+                        parts.append((begin, end, text, COLORS[kind]))
+                label_parts(axes, parts, y + (0.5 if stream == "main" else -0.5), stream == "main")
+            label_parts(axes, [(begin, end, f"waits {end - begin:.1f} ms", "C7") for begin, end in waits
+                               if end - begin > 0.02 * length], 1.4, False)
 
 
 def work(settings, ranks):
@@ -84,11 +111,12 @@ def work(settings, ranks):
     spans = time_spans(trainer, STEPS)
     trainer.close()
     if ranks.is_first:
-        title = f"{describe_gpu(gpu, ranks.size)}, {settings.model}, B={settings.B} a GPU, T={settings.T}"
-        print(f"{title}\n{'':<22} {'begin':>9} {'end':>9} {'ms':>9}")
+        machine = (f"{describe_gpu(gpu, ranks.size)}; {settings.model} in {settings.dtype}, B={settings.B} on each GPU,"
+                   f" T={settings.T}; {datetime.date.today()}")
+        print(f"{machine}\n{'':<22} {'begin':>9} {'end':>9} {'ms':>9}")
         for (name, _), (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
             print(f"{name:<22} {begin:>9.3f} {end:>9.3f} {end - begin:>9.3f}")
-        draw(spans, title)
+        draw(spans, machine)
     return 0
 
 

@@ -41,11 +41,11 @@ def test_the_tables_of_a_gpu(monkeypatch, tmp_path):
     assert "failed: out of memory" in lines[3] and len({line.count("|") for line in lines}) == 1
     summary = bench.gpu_summary([(jobs[0], ours), (jobs[1], {**RESULT, "ms": 12.0})])
     assert any("llm.c" in line for line in summary) and len({line.count("|") for line in summary}) == 1
-    (tmp_path / "results.json").write_text(json.dumps({"machine": "a GPU", "results": [{**jobs[0]._asdict(), **ours}]}))
+    (tmp_path / "r.json").write_text(json.dumps({"machine": "a", "T": 8, "results": [{**jobs[0]._asdict(), **ours}]}))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["", "results.json", "-o", "a.png", "--overview", "b.png"])
+    monkeypatch.setattr(sys, "argv", ["", "r.json", "-o", "a.png", "--overview", "b.png"])
     plot_bench.main()
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a-dark.png", "b.png"))
 
 
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))
