@@ -119,7 +119,7 @@ def draw(measured, output):
             below.tick_params(length=0, pad=8)
             below.figure.get_layout_engine().set(hspace=0.06)
             below.spines[:].set_visible(False)
-            for y, (B, row) in enumerate(shares.items()):
+            for y, row in enumerate(shares.values()):
                 parts, begin = [], 0.0
                 for index, (group, share) in enumerate(row.items()):
                     color = f"C{index}"

@@ -55,7 +55,7 @@ def test_what_a_page_names_exists(name):
     """Targets of relative links, paths of this project, and programs in commands."""
     text = (ROOT / name).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
-    paths = re.findall(r"(?<![\w/.~-])(?:llmc|kernels|dev|doc|tests|scripts)/[\w./]*\w(?![\w/*{<])", text)
+    paths = re.findall(r"(?<![\w/.~-])(?:llmc|kernels|dev|doc|tests|scripts)/[\w./-]*\w(?![\w/*{<])", text)
     programs = re.findall(r"\bpython ([\w/]+\.py)", text)
     missing = [link for link in links if not ((ROOT / name).parent / link).exists()]
     assert missing + [path for path in (*paths, *programs) if not (ROOT / path).exists()] == []
