@@ -28,6 +28,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -39,13 +40,13 @@ try:
     import tiktoken.load
     import torch
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
     from torch import nn
     from torch.nn import functional as F
 except ImportError as error:
     sys.exit(f"export_weights.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
-from llmc.checkpoint import padded, read_model, write_model
+from llmc.checkpoint import padded, write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import UserError, run_main
@@ -54,9 +55,12 @@ from llmc.resume import model_file
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import read_tokenizer
+import llama_hf
 from prepro import read_input
-from train_gpt2 import GPT2, SIZES, Config, parameter_table, random_model
-from vocabulary import as_vocabulary, EOT, load_encoding, reason, save_vocabulary
+from model import load_model as load_any
+from train_gpt2 import GPT2, Config, parameter_table
+from train_llama3 import Llama3
+from vocabulary import (EOT, HFEncoding, as_vocabulary, bytes_to_letters, load_encoding, reason, save_vocabulary)
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 INPUT = os.path.join("data", "tiny_shakespeare_val.bin")
@@ -193,11 +197,15 @@ def collect_gradients(config, model, dtype="float32"):
     return tensors
 
 
-def fetch_pretrained(name):
-    """Download openai-community/NAME to Hugging Face's cache (HF_ENDPOINT, HF_HUB_OFFLINE work); return the folder."""
-    repository = f"openai-community/{name}"
+def fetch_pretrained(repository):
+    """Download OWNER/NAME to Hugging Face's cache (HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN work); return the folder."""
+    files = ["model.safetensors"] if repository.startswith("openai-community/") else ["model*.safetensors*", "*.jinja",
+                                                                                      "tokenizer*.json", "generation*"]
     try:
-        return snapshot_download(repository, allow_patterns=["config.json", "model.safetensors"])
+        return snapshot_download(repository, allow_patterns=["config.json", *files])
+    except GatedRepoError:
+        raise UserError(f"{repository}: its owner asks who downloads it: accept the licence at"
+                        f" https://huggingface.co/{repository}, then set HF_TOKEN to a token of yours") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise UserError(f"{repository}: the download from Hugging Face failed ({reason(error)}); random weights"
                         " need none: python export_weights.py --model d12") from None
@@ -225,32 +233,41 @@ def find_weights(folder):
         raise UserError(f"{index}: not the index of a model's shards ({error!r})") from None
 
 
+def gpt2_config_of(hf, config_path):
+    """The Config of GPT-2's config.json, a dict."""
+    for key, allowed in HF_EXPECTED.items():
+        if hf.get(key, allowed[0]) not in allowed:
+            raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}:"
+                            " not a GPT-2 that this project trains")
+    if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
+        raise UserError(f"{config_path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
+    for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
+        if type(hf[key]) is not int:
+            raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected a whole number")
+    V = hf["vocab_size"]
+    config = Config(maxT=hf["n_positions"], V=V, L=hf["n_layer"], NH=hf["n_head"], C=hf["n_embd"], Vp=padded(V))
+    if min(dataclasses.astuple(config)) < 1 or config.C % config.NH:
+        raise UserError(f"{config_path}: impossible sizes: {config.describe()}")
+    return config
+
+
 def read_hf_folder(folder):
-    """Read (GPT2, config, params) from a Hugging Face folder of GPT-2: config.json and model.safetensors, no pickle."""
+    """Read (architecture, config, params) from a Hugging Face folder: config.json and model.safetensors, no pickle."""
     path = config_path = os.path.join(folder, "config.json")
     try:
         with open_input(config_path, HF_HINT) as f:
             hf = json.load(f)
-        for key, allowed in HF_EXPECTED.items():
-            if hf.get(key, allowed[0]) not in allowed:
-                raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}:"
-                                " not a GPT-2 that this project trains")
-        if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
-            raise UserError(f"{config_path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
-        for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
-            if type(hf[key]) is not int:
-                raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected a whole number")
-        V = hf["vocab_size"]
-        config = Config(maxT=hf["n_positions"], V=V, L=hf["n_layer"], NH=hf["n_head"], C=hf["n_embd"], Vp=padded(V))
-        if min(dataclasses.astuple(config)) < 1 or config.C % config.NH:
-            raise UserError(f"{config_path}: impossible sizes: {config.describe()}")
+        if hf.get("model_type") in ("llama", "mistral"):
+            architecture, config = Llama3, llama_hf.config_of(hf, config_path)
+        else:
+            architecture, config = GPT2, gpt2_config_of(hf, config_path)
         weights_path, shards = find_weights(folder)
         state = {}
         for path in shards:
             open_input(path, HF_HINT).close()
             state |= safetensors.torch.load_file(path)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config_path}: not the configuration of a GPT-2 ({error!r})") from None
+        raise UserError(f"{config_path}: not the configuration of a GPT-2 or Llama ({error!r})") from None
     except safetensors.SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file ({error})") from None
 
@@ -269,17 +286,29 @@ def read_hf_folder(folder):
                             " config.json")
         return tensor
 
-    fetch("wte.weight", (config.V, config.C))  # these three check all sizes before anything is allocated
-    fetch("wpe.weight", (config.maxT, config.C))
-    fetch(f"h.{config.L - 1}.ln_1.weight", (config.C,))
-    params = allocate(parameter_table(config))
-    for name, module_name, view in named_slices(config, params):
-        view[:] = fetch(module_name, view.shape, name in TRANSPOSED)
+    if architecture is not GPT2:
+        params = read_llama(config, fetch)
+    else:
+        fetch("wte.weight", (config.V, config.C))  # these three check all sizes before anything is allocated
+        fetch("wpe.weight", (config.maxT, config.C))
+        fetch(f"h.{config.L - 1}.ln_1.weight", (config.C,))
+        params = allocate(parameter_table(config))
+        for name, module_name, view in named_slices(config, params):
+            view[:] = fetch(module_name, view.shape, name in TRANSPOSED)
+        if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
+                                                            params.wte[: config.V]):
+            raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
     check_finite(weights_path, params, "download or save it again")
-    if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
-                                                        params.wte[: config.V]):
-        raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
-    return GPT2, config, params
+    return architecture, config, params
+
+
+def read_llama(config, fetch):
+    fetch("model.embed_tokens.weight", (config.V, config.C))  # these two check sizes before anything is allocated
+    fetch(f"model.layers.{config.L - 1}.mlp.down_proj.weight", (config.C, config.F))
+    params = allocate(Llama3.parameter_table(config))
+    for module_name, view, heads in llama_hf.named_slices(config, params):
+        view[:] = llama_hf.neighbours(fetch(module_name, view.shape), heads)
+    return params
 
 
 GPT2_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json"  # transformers' files for it
@@ -293,12 +322,18 @@ def write_hf_folder(model, folder):
     model: a .bin file, or the directory of a run.
     """
     model_path = model_file(model)
-    config, params = read_model(model_path, GPT2)
+    architecture, config, params = load_any(model_path)
     vocabulary = os.path.join(os.path.dirname(model_path), "tokenizer.bin")
     tokenizer, tokenizer_files = None, {}
     if os.path.lexists(vocabulary):
         tokenizer = read_tokenizer(vocabulary)
         tokenizer_files = our_tokenizer_files(config, tokenizer) | {"tokenizer.bin": read_input(vocabulary)}
+        encodes = f"{vocabulary.removesuffix('.bin')}.json"
+        if "tokenizer.json" not in tokenizer_files and os.path.exists(encodes):  # of the folder that the run began with
+            end = tokenizer.tokens[tokenizer.eot].decode(errors="replace")
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+            tokenizer_files |= {"tokenizer.json": read_input(encodes),
+                                "tokenizer_config.json": json.dumps(settings, indent=2).encode()}
     elif config.V == VOCABULARIES["bytes"]:
         tokenizer = as_vocabulary(load_encoding("bytes"))
         tokenizer_files = our_tokenizer_files(config, tokenizer)
@@ -316,17 +351,19 @@ def write_hf_folder(model, folder):
         raise UserError(f"{folder}: has another vocabulary's {', '.join(others)}: remove that, or name another folder")
     make_directory(folder)
     eot = end_of_text(tokenizer, config.V)
-    hf = {
+    hf = llama_hf.hf_config(config, eot, eot) if architecture is Llama3 else {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
         "n_positions": config.maxT, "n_ctx": config.maxT, "vocab_size": config.V, "n_layer": config.L,
         "n_head": config.NH, "n_embd": config.C, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": eot, "eos_token_id": eot,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    state = {}
-    for name, module_name, view in named_slices(config, params):
-        view = np.ascontiguousarray(view.T if name in TRANSPOSED else view)
-        state[f"transformer.{module_name}"] = torch.from_numpy(view)
+    if architecture is Llama3:
+        state = {name: llama_hf.halves(view, heads) for name, view, heads in llama_hf.named_slices(config, params)}
+    else:
+        state = {f"transformer.{module_name}": view.T if name in TRANSPOSED else view
+                 for name, module_name, view in named_slices(config, params)}
+    state = {name: torch.from_numpy(np.ascontiguousarray(view)) for name, view in state.items()}
     files = {"config.json": json.dumps(hf, indent=2).encode(),
              "model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files}
     for name, data in files.items():
@@ -367,16 +404,6 @@ def our_tokenizer_files(config, tokenizer):
             "tokenizer_config.json": json.dumps(settings, indent=2).encode()}
 
 
-def bytes_to_letters():
-    """Return {byte: the character that stands for it in a byte-level tokenizer}.
-
-    Bytes that are printable in Latin-1 stand for themselves; the others map to U+0100 and on, in order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
-
-
 def gpt2_tokenizer_files(config):
     """Return {name: content} of vocab.json, merges.txt and tokenizer_config.json, from tiktoken's files for GPT-2."""
     load_encoding("gpt2")  # downloads both, or explains why it can't
@@ -393,18 +420,20 @@ def gpt2_tokenizer_files(config):
 
 
 def load_model(name, vocabulary):
-    """Load --model: (config, params, label for file names)."""
-    if name in SIZES:
-        return *random_model(name, VOCABULARIES[vocabulary]), name
+    """Load --model: (architecture, config, params, label for file names)."""
+    for architecture in (GPT2, Llama3):
+        if name in architecture.SIZES:
+            return architecture, *architecture.random_model(name, VOCABULARIES[vocabulary]), name
     if name in PRETRAINED:
-        return *read_hf_folder(fetch_pretrained(name))[1:], PRETRAINED[name]
-    if os.path.exists(os.path.join(name, "config.json")):
-        return *read_hf_folder(name)[1:], os.path.basename(os.path.abspath(name))
+        return *read_hf_folder(fetch_pretrained(f"openai-community/{name}")), PRETRAINED[name]
     if os.path.exists(name):
-        path = model_file(name)
-        return *read_model(path, GPT2), os.path.splitext(os.path.basename(path))[0].removeprefix("gpt2_")
-    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *SIZES])}, a Hugging Face folder, the"
-                    " directory of a run or a .bin file")
+        is_folder = os.path.exists(os.path.join(name, "config.json"))
+        label = os.path.basename(os.path.abspath(name if is_folder else model_file(name))).removesuffix(".bin")
+        return *load_any(name), label.removeprefix("gpt2_").removeprefix("llama3_")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return *read_hf_folder(fetch_pretrained(name)), name.partition("/")[2]
+    raise UserError(f"--model {name}: expected one of {', '.join([*PRETRAINED, *GPT2.SIZES, *Llama3.SIZES])}, a"
+                    " model of Hugging Face (OWNER/NAME) or its folder, the directory of a run or a .bin file")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -471,17 +500,17 @@ def make_debug_state(config, params, x, y, iterations, report=None):
     return state, model
 
 
-def write_files(args, config, params, label, batch, encoding):
+def write_files(args, architecture, config, params, label, batch, encoding):
     """Write the models, the tokenizer and, if `batch` is not None, the debug state; returns the model trained on the
     batch, or None."""
-    versions = VERSIONS[args.llmc]
+    versions, family = VERSIONS[args.llmc], "llama3" if architecture is Llama3 else "gpt2"
     if label == "tokenizer":
         raise UserError(f"--model {args.model}: its weights would be gpt2_tokenizer.bin, as GPT-2's vocabulary is:"
                         " rename it")
     if encoding and versions.tokenizer == 1 and encoding.eot_token != VOCABULARIES["gpt2"] - 1:
         raise UserError(f"--llmc {args.llmc}: that program expects end of text at token 50256, which is"
                         f" {encoding.eot_token} in this vocabulary: leave --llmc out, or use GPT-2's vocabulary")
-    prefix = os.path.join(args.output_dir, f"gpt2_{label}")
+    prefix = os.path.join(args.output_dir, f"{family}_{label}")
     models = {f"{prefix}.bin": versions.model, f"{prefix}_bf16.bin": versions.bf16_model}
     models = {path: version for path, version in models.items() if version}
     state_path = f"{prefix}_debug_state.bin"
@@ -532,9 +561,12 @@ def print_iteration(iteration, loss, seconds):
     print(f"iteration {iteration}, loss: {loss:.6f}, time: {seconds * 1000:.3f} ms", flush=True)
 
 
-def vocabulary_of(config):
-    """Return the tiktoken.Encoding for the model's V; None if there is none or, with a warning, if loading it fails."""
+def vocabulary_of(model, config):
+    """Return the encoding of a Hugging Face folder, or that of the model's V; None if there is none or, with a warning,
+    if loading it fails."""
     try:
+        if os.path.exists(os.path.join(model, "tokenizer.json")) and config.V not in VOCABULARIES.values():
+            return HFEncoding(os.path.join(model, "tokenizer.json"))
         return next((load_encoding(name) for name, V in VOCABULARIES.items() if V == config.V), None)
     except UserError as error:
         print(f"warning: no tokenizer file: {error}", file=sys.stderr)
@@ -563,8 +595,9 @@ def parse_arguments():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
-                       help=f"{', '.join(PRETRAINED)} (download), {', '.join(SIZES)} (random weights), a Hugging"
-                            " Face folder (./gpt2 for one of that name), the directory of a run or a .bin file")
+                       help=f"{', '.join(PRETRAINED)} (download), {', '.join([*GPT2.SIZES, *Llama3.SIZES])} (random"
+                            " weights), a model of Hugging Face (OWNER/NAME), its folder (./gpt2 for one of that name),"
+                            " the directory of a run or a .bin file")
     group.add_argument("--vocabulary", choices=tuple(VOCABULARIES), default="gpt2",
                        help="of a model with random weights")
     group.add_argument("--output_dir", default=".", help="directory of the files")
@@ -626,12 +659,15 @@ def main():
     args = parse_arguments()
     if args.to_hf:
         return write_hf_folder(*args.to_hf)
-    config, params, label = load_model(args.model, args.vocabulary)
+    architecture, config, params, label = load_model(args.model, args.vocabulary)
     B, T = args.batch_size, getattr(args, "sequence_length", min(64, config.maxT))
     if T > config.maxT:
         raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
     batch, given = None, getattr(args, "debug_state", None)
-    if given != 0 or not args.write_tensors:
+    if architecture is Llama3 and (given or not args.write_tensors):
+        raise UserError(f"--model {args.model}: debug states and benchmarks are of GPT-2: leave --debug_state and"
+                        " --write_tensors out")
+    if architecture is GPT2 and (given != 0 or not args.write_tensors):
         try:
             batch = first_batch(args.input, config.V, B, T)
         except UserError as error:
@@ -640,9 +676,9 @@ def main():
             print(f"note: no debug state: {error}", file=sys.stderr)
     on = f", PyTorch {torch.__version__}, {torch.get_num_threads()} threads" if batch else ""
     print(f"model {args.model}: {config.describe()}{on}")
-    encoding = vocabulary_of(config)
+    encoding = vocabulary_of(args.model, config)
     if args.write_tensors:
-        model = write_files(args, config, params, label, batch, encoding)
+        model = write_files(args, architecture, config, params, label, batch, encoding)
     else:
         model = run_benchmark(args, config, params, *batch)
     if encoding and model:

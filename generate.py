@@ -5,6 +5,7 @@ Text from a model: GPT-2 continues a prompt.
     python generate.py gpt2_124M.bin --prompt "First Citizen:" --tokens 200 --samples 3 --top_k 50
     echo "Once upon a time" | python generate.py gpt2_124M.bin --prompt -
     python generate.py runs/mine --interactive        # a prompt a line
+    python generate.py SmolLM2-135M-Instruct/ --chat --interactive    # a conversation, with a chat model
 
 It runs on the GPU if there is one (in bfloat16 if the GPU has it), else in NumPy. One sample is printed token by token,
 several are printed one after the other. Without a prompt, the text begins after the end-of-text token; without flags,
@@ -21,11 +22,12 @@ import json
 import math
 import os
 import sys
+import time
 import warnings
 
 import numpy as np
 
-from llmc.errors import UserError, describe, run_main
+from llmc.errors import UserError, describe, import_package, run_main
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from model import load_model, on_gpu
@@ -67,6 +69,54 @@ def prompt_ids(prompt, tokenizer, V):
     return np.array([prompt], np.int32)
 
 
+class Chat:
+    """A conversation with a chat model, in the words of its folder's template."""
+
+    def __init__(self, folder, tokenizer):
+        """Raises UserError for a folder without a template, or a template that is not valid."""
+        if tokenizer is None or tokenizer.folder is None:
+            raise UserError(f"--chat: {folder} is no Hugging Face folder with a tokenizer.json")
+        self.vocabulary, self.messages, self.names = tokenizer.folder, [], {}
+        try:
+            with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as f:
+                settings = json.load(f)
+            beside = os.path.join(folder, "chat_template.jinja")
+            if os.path.exists(beside):
+                with open(beside, encoding="utf-8") as f:
+                    settings["chat_template"] = f.read()
+            for name in ("bos_token", "eos_token"):
+                token = settings.get(name) or ""
+                self.names[name] = token["content"] if isinstance(token, dict) else token
+            self.template = self.environment().from_string(settings["chat_template"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"--chat: {folder} has no chat template in tokenizer_config.json ({error!r})") from None
+
+    @staticmethod
+    def environment():
+        """What transformers renders templates with: no code of the template's can reach ours."""
+        import_package("jinja2", "a chat template")
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message):
+            raise UserError(f"--chat: the template says: {message}")
+
+        found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                              extensions=["jinja2.ext.loopcontrols"])
+        found.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        found.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
+        return found
+
+    def ask(self, text):
+        """The ids of the conversation with the user's next message, up to where the answer begins."""
+        self.messages.append({"role": "user", "content": text})
+        whole = self.template.render(messages=self.messages, add_generation_prompt=True, **self.names)
+        return self.vocabulary.encode(whole, begin=False)
+
+    def answered(self, ids):
+        kept = [id for id in ids if id not in self.vocabulary.stops]
+        self.messages.append({"role": "assistant", "content": self.vocabulary.decode(kept).strip()})
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # text
 
@@ -77,49 +127,57 @@ def streams(seed, samples):
     return [Random((seed + i * odd) % 2**64 or odd) for i in range(samples)]
 
 
-def until_all_stop(steps, stop):
-    """Yield steps until every sequence has produced the token `stop` (None: yield all steps)."""
-    ended = False
+def until_all_stop(steps, stops):
+    """Yield steps until every sequence has produced one of the tokens `stops`."""
+    ended, stops = False, list(stops)
     for ids, logprobs in steps:
         yield ids, logprobs
-        ended |= ids == stop
+        ended |= np.isin(ids, stops)
         if np.all(ended):
             return
 
 
-def until(stop, ids):
-    """Yield ids up to and including the first `stop`."""
+def until(stops, ids):
+    """Yield ids up to and including the first one of `stops`."""
     for id in ids:
         yield id
-        if id == stop:
+        if id in stops:
             return
 
 
-def write(ids, tokenizer, stop):
-    """Print ids as text, one at a time, without the token `stop`."""
+def write(ids, tokenizer, stops):
+    """Print ids as text, one at a time, without the tokens `stops`."""
     writer = Writer(tokenizer)
     for id in ids:
-        if id != stop:
+        if id not in stops:
             writer.write(id)
     writer.end()
 
 
-def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
-    """Print samples that continue one prompt: a text, a list of ids, or None to begin a text."""
+def run_prompt(decoder, prompt, tokenizer, args, randoms, V, chat=None):
+    """Print samples that continue one prompt: a text, a list of ids, or None to begin a text. chat: a Chat, which
+    answers it."""
     eot = end_of_text(tokenizer, V)
+    prompt = chat.ask(prompt) if chat else prompt
     ids = np.array([[eot]], np.int32) if prompt is None else prompt_ids(prompt, tokenizer, V)
     if ids.shape[1] + args.tokens > decoder.T + 1 and not args.noted:  # the last token is not fed back
         args.noted = True
         print(f"note: the model sees {decoder.T} tokens at a time: beyond them, the window slides by"
               f" {decoder.T // 2}", file=sys.stderr)
-    stop = None if args.ignore_eot else eot
+    stops = () if args.ignore_eot else tokenizer.stops if tokenizer else {eot}
     choice = Choice(args.temperature, args.top_k, args.top_p)
-    steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stop)
+    steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stops)
     shown = [] if prompt is None else ids[0].tolist()
     typed = args.interactive and sys.stdin.isatty()  # so the terminal shows the prompt already
-    printed = [] if typed else shown
+    printed = [] if typed or chat else shown
     if args.samples == 1 and not args.json:
-        write(itertools.chain(printed, until(stop, (int(new[0]) for new, _ in steps))), tokenizer, stop)
+        answer = []
+        try:
+            drawn = (answer.append(int(new[0])) or answer[-1] for new, _ in steps)
+            write(itertools.chain(printed, until(stops, drawn)), tokenizer, stops)
+        finally:
+            if chat:
+                chat.answered(answer)
         return
     drawn = []
     try:
@@ -127,22 +185,22 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V):
             drawn.append(step)
     finally:  # after Ctrl-C, print the tokens drawn so far
         if args.json and drawn:
-            print_json(drawn, shown, tokenizer, stop)
+            print_json(drawn, shown, tokenizer, stops)
         elif drawn:
             for i, column in enumerate(np.array([new for new, _ in drawn]).T.tolist()):
                 if i > 0:
                     print("---", flush=True)
-                write(itertools.chain(printed, until(stop, column)), tokenizer, stop)
+                write(itertools.chain(printed, until(stops, column)), tokenizer, stops)
 
 
-def print_json(steps, shown, tokenizer, stop):
+def print_json(steps, shown, tokenizer, stops):
     """Print a JSON line per sample: the prompt's ids, the sampled ids, their text and the model's log-probabilities."""
     for b in range(len(steps[0][0])):
-        ids = list(until(stop, (int(new[b]) for new, _ in steps)))
+        ids = list(until(stops, (int(new[b]) for new, _ in steps)))
         logprobs = [float(of_step[b]) for _, of_step in steps[: len(ids)]]
         text = None
         if tokenizer:
-            text = tokenizer.decode(id for id in ids if id != stop)
+            text = tokenizer.decode(id for id in ids if id not in stops)
         print(json.dumps({"prompt_ids": shown, "ids": ids, "text": text, "logprobs": logprobs}))
 
 
@@ -161,6 +219,9 @@ def parse_arguments():
                        default=argparse.SUPPRESS)
     group.add_argument("--interactive", action="store_true",
                        help="each line of standard input is a prompt; Ctrl-C ends an answer, Ctrl-D the program")
+    parser.add_argument("--chat", action="store_true",
+                        help="prompts are what a user says to a chat model, a Hugging Face folder with a chat template;"
+                        " with --interactive, a conversation")
     parser.add_argument("--tokens", type=int, metavar="N", default=100, help="generate at most N tokens per sample")
     parser.add_argument("--samples", type=int, metavar="N", default=1, help="number of samples")
     parser.add_argument("--temperature", type=float, metavar="X", default=1.0,
@@ -179,6 +240,8 @@ def parse_arguments():
                         help="tokenizer file (default: the one beside the model)")
     parser.set_defaults(noted=False)  # whether the note on the sliding window was printed
     args = parser.parse_args()
+    if args.chat and not (args.interactive or hasattr(args, "prompt")):
+        raise UserError("--chat: expected --prompt TEXT, or --interactive")
     for name, okay, expected in (
         ("tokens", 1 <= args.tokens < 2**31, "1 to 2^31 - 1"),
         ("samples", 1 <= args.samples < 2**16, "1 to 65535"),
@@ -205,14 +268,14 @@ def main():
     except MemoryError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--samples {args.samples}: out of memory ({reason}); pass fewer") from None
-    randoms = streams(args.seed, args.samples)
+    randoms, chat = streams(args.seed, args.samples), Chat(args.model, tokenizer) if args.chat else None
     if args.interactive:
         status = 0
         print("> ", end="", file=sys.stderr, flush=True)
         for line in sys.stdin:
             if line.strip():
                 try:
-                    run_prompt(decoder, line.rstrip("\n"), tokenizer, args, randoms, config.V)
+                    run_prompt(decoder, line.rstrip("\n"), tokenizer, args, randoms, config.V, chat)
                 except KeyboardInterrupt:  # ends this answer
                     print(file=sys.stderr)
                 except UserError as error:  # the next line may be better
@@ -223,7 +286,7 @@ def main():
     prompt = getattr(args, "prompt", getattr(args, "prompt_ids", None))
     if prompt == "-":
         prompt = sys.stdin.read().removesuffix("\n")
-    run_prompt(decoder, prompt, tokenizer, args, randoms, config.V)
+    run_prompt(decoder, prompt, tokenizer, args, randoms, config.V, chat)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ import numpy as np
 
 from llmc.checkpoint import read_model, write_model
 from llmc.errors import UserError
-from llmc.files import MODEL_MAGIC, export_hint, make_directory, open_input
+from llmc.files import LLAMA_MAGIC, MODEL_MAGIC, export_hint, make_directory, open_input
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, draw, end_of_text
 from llmc.tokenizer import keep_tokenizer
 from vocabulary import load_vocabulary
 
-PAGES = {MODEL_MAGIC: ("train_gpt2", "GPT2")}  # a checkpoint's magic number -> module and class of its page
+PAGES = {  # a checkpoint's magic number -> module and class of its page
+    MODEL_MAGIC: ("train_gpt2", "GPT2"), LLAMA_MAGIC: ("train_llama3", "Llama3"),
+}  # fmt: skip
 
 
 def on_gpu(architecture):

@@ -130,8 +130,7 @@ def save_tokens(val, train, encoding, args):
 def save_files(files, encoding, args):
     """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print their sizes."""
     if args.format == "uint16" and encoding.n_vocab > 1 << 16:
-        raise UserError(f"--format uint16: the vocabulary has {encoding.n_vocab} tokens, expected at most 65536: use"
-                        " int32")
+        args.format = "uint32"
     vocabulary = output_paths(args.output)[-1]
     make_directory(os.path.dirname(args.output))
     counts = {path: sum(map(len, pieces)) for path, pieces in files.items()}
@@ -186,7 +185,8 @@ def make_parser(description, output, format="int32"):
     parser = argparse.ArgumentParser(description=(description or "").strip().split("\n")[0],  # -OO leaves no docstring
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--format", choices=("int32", "uint16"), default=format,
-                        help="int32: llm.c of April 2024; uint16: with a header, llm.c of today")
+                        help="int32: llm.c of April 2024; uint16: with a header, llm.c of today (uint32, as its Llama"
+                        " branch has it, for vocabularies of more than 65,536 tokens)")
     parser.add_argument("--output", metavar="PREFIX", default=output,
                         help="files are named PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin")
     return parser

@@ -246,8 +246,9 @@ def number_of(count, thing):
 def main():
     parser = make_parser(__doc__, os.path.join("data", "text"), format="uint16")
     parser.add_argument("inputs", nargs="+", metavar="FILE", help="text, a folder of it, or a quoted glob")
-    parser.add_argument("--vocabulary", choices=("gpt2", "bytes", "chars"), default="gpt2",
-                        help="GPT-2's; the 256 byte values; the characters of the text")
+    parser.add_argument("--vocabulary", default="gpt2", metavar="NAME",
+                        help="gpt2; bytes: the 256 byte values; chars: the characters of the text; or a Hugging Face"
+                        " folder: its tokenizer.json")
     parser.add_argument("--field", metavar="NAME", default="text", help="field of a JSON line that has the text")
     parser.add_argument("--shard_tokens", type=int, metavar="N", default=argparse.SUPPRESS,
                         help="split the training tokens over shards, PREFIX_train_000000.bin and on, of at most N")

@@ -1,14 +1,13 @@
 """
 GPT-2 training on the CPU, in NumPy: forward, backward and AdamW written out by hand.
 
-GPT-2's layout, layers and model, and the training loop, without autograd or PyTorch. Files, settings, data, sampling
-and logs, which train_gpt2_cuda.py shares, are in llmc/. test_gpt2.py compares this file with PyTorch.
+GPT-2's layout, layers, model and training loop, without autograd or PyTorch. Files, settings, data, sampling and logs,
+which other pages share, are in llmc/. test_gpt2.py compares this file with PyTorch.
 
     python prepro_tinyshakespeare.py          # data/tiny_shakespeare_{train,val,tokenizer}.bin
     python export_weights.py                  # gpt2_124M.bin
     OMP_NUM_THREADS=8 python train_gpt2.py    # prints:
         model     gpt2_124M.bin: L=12 NH=12 C=768 maxT=1024 V=50257, 124,439,808 parameters
-        ...
         step  0/41 | val loss 5.2520
         step  1/41 | train loss 5.3562 | 0.64 s | 402 tok/s | 26 s left
 
@@ -26,15 +25,13 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 import dataclasses
 import functools
 import math
-import os
-import re
 import time
 import warnings
 
 import numpy as np
 
 from llmc.checkpoint import padded
-from llmc.errors import UserError, run_main
+from llmc.errors import run_main
 from llmc.files import MODEL_MAGIC, locked, make_header
 from llmc.loop import Loop, Saver, Update, check_loss
 from llmc.outliers import LOSS, NORM, RECENT, reason_to_skip, z_score
@@ -59,6 +56,8 @@ class Config:
     C: int
     Vp: int  # V padded with zero rows (V itself in a file without padding)
 
+    HEADER_BYTES, PADDED = 1024, True  # of a checkpoint: whether it has Vp rows
+
     @classmethod
     def from_header(cls, header):
         """header (256,) int32: [1] version [2] maxT [3] V [4] L [5] NH [6] C [7] Vp, from version 3 on."""
@@ -68,6 +67,16 @@ class Config:
     def to_header(self, version):
         *sizes, Vp = dataclasses.astuple(self)
         return make_header(MODEL_MAGIC, version, *sizes, 0 if version == 1 else Vp)
+
+    def fault(self):
+        """Why no GPT-2 has these sizes, or None."""
+        if self.C % self.NH:
+            return f"C={self.C} is not divisible by NH={self.NH}"
+        return f"padded vocabulary Vp={self.Vp} is smaller than V={self.V}" if self.Vp < self.V else None
+
+    def file_tensors(self):
+        """(name, size) of a checkpoint's tensors, in order."""
+        return [(name, row.size) for name, row in parameter_table(self).items()]
 
     def describe(self):
         return " ".join(f"{name}={value}" for name, value in vars(self).items())
@@ -103,33 +112,32 @@ SIZES = {  # model name -> layers L, heads NH, channels C; d12 and larger are GP
 
 
 def random_model(name, V, seed=42, maxT=1024):
-    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. Raises UserError for a
-    dN that is neither a size nor a file.
-
-    Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
-    Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has its own random
-    generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT.
-    """
+    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES."""
     if name not in SIZES:
-        if re.fullmatch(r"d\d+", name) and not os.path.exists(name):
-            raise UserError(f"{name}: no model with random weights has this name: expected one of {', '.join(SIZES)},"
-                            " or a file")
         return None
     L, NH, C = SIZES[name]
     config = Config(maxT, V, L, NH, C, padded(V))
-    params = allocate(parameter_table(config))
+    return config, random_params(parameter_table(config), V, L, seed)
+
+
+def random_params(table, V, L, seed):
+    """Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
+    Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has its own random
+    generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT.
+    """
+    params = allocate(table)
 
     def draw(tensor, number, std, start, stop):
         np.random.default_rng((seed, number, start)).standard_normal(out=tensor[start:stop], dtype=np.float32)
         tensor[start:stop] *= std
 
-    for number, (name, tensor) in enumerate(zip(params.table, unpadded(params, V))):
-        if params.table[name].decays:  # the matrices
+    for number, (name, tensor) in enumerate(zip(table, unpadded(params, V))):
+        if table[name].decays:  # the matrices
             std = np.float32(0.02 / math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 0.02)
             parallel_blocks(functools.partial(draw, tensor, number, std), tensor.size)
         else:
-            tensor.fill(1.0 if params.table[name].ones else 0.0)
-    return config, params
+            tensor.fill(1.0 if table[name].ones else 0.0)
+    return params
 
 
 def activation_table(config, B, T):
@@ -184,20 +192,9 @@ def cache_table(config, B, T, dtype="float32"):
 
 def decode_table(config, B, T, context):
     """name -> Row for a forward pass over T new positions, `context` with those before; all layers share the rows."""
-    C = config.C
-    return {
-        "residual": Row((B, T, C)),
-        "normed": Row((B, T, C)),
-        "mean": Row((B, T)),
-        "rstd": Row((B, T)),
-        "qkv": Row((B, T, 3 * C)),
-        "att": Row((B, config.NH, T, context)),
-        "atty": Row((B, T, C)),
-        "branch": Row((B, T, C)),
-        "fch": Row((B, T, 4 * C)),
-        "fch_gelu": Row((B, T, 4 * C)),
-        "logits": Row((B, config.V)),
-    }
+    rows = {name: row._replace(shape=row.shape[row.stacked :], stacked=False)
+            for name, row in activation_table(config, B, T).items() if name not in ("preatt", "probs", "losses")}
+    return rows | {"att": Row((B, config.NH, T, context)), "logits": Row((B, config.V))}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -320,9 +317,7 @@ def attention_block(B, T, HS):
 
 def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
     """Causal attention of T new positions, from `position` on: out (B,T,C) =; att (B,NH,T,position+T) =, as above.
-
-    keys, values (B,NH,maxT,HS) are the cache, to which the keys and values in inp (B,T,3C) are added first.
-    """
+    keys, values (B,NH,maxT,HS) are the cache, to which those in inp (B,T,3C) are added first."""
     HS, context = C // NH, position + T
     query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))
     keys[:, :, position:context], values[:, :, position:context] = key, value
@@ -502,12 +497,35 @@ def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_d
 # model
 
 
+def forward_layers(acts, params, config, inputs, position, attend, matmul):
+    """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C): all but the classifier, in training
+    and in text generation, which differ in attend(layer, its activations) and in who multiplies."""
+    (B, T), C, N = inputs.shape, config.C, inputs.size * config.C
+    encoder_forward(acts.encoded, inputs, params.wte, params.wpe[position:], B, T, C)
+    residual = acts.encoded
+    for l in range(config.L):
+        p, a = layer(params, l), layer(acts, l)
+        layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
+        matmul(a.qkv, a.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
+        attend(l, a)
+        matmul(a.attproj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+        residual_forward(a.residual2, residual, a.attproj, N)
+        layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
+        matmul(a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
+        gelu_forward(a.fch_gelu, a.fch, 4 * N)
+        matmul(a.fcproj, a.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        residual_forward(a.residual3, a.residual2, a.fcproj, N)
+        residual = a.residual3
+    layernorm_forward(acts.lnf, acts.lnf_mean, acts.lnf_rstd, residual, params.lnfw, params.lnfb, B, T, C)
+
+
 class GPT2:
     """A model, its gradients and its optimizer. Every large buffer is allocated once, at the start: by
     allocate_activations and, to train, allocate_training. Smaller batches use the start of the same buffers."""
 
     TITLE, MAGIC, Config, Settings = "GPT-2", MODEL_MAGIC, Config, Settings
-    parameter_table, random_model = staticmethod(parameter_table), staticmethod(random_model)
+    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
+    activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
 
     @classmethod
     def load(cls, path, **options):
@@ -521,48 +539,37 @@ class GPT2:
 
     def allocate_activations(self, B, T):
         """Allocate the activations of forward passes over (B, T) tokens, or fewer."""
-        self.activations_buffer = allocate(activation_table(self.config, B, T)).buffer
+        self.activations_buffer = allocate(self.activation_table(self.config, B, T)).buffer
 
     def allocate_training(self, B, T, micro_steps=1):
         """Allocate what a backward pass over (B, T) and AdamW need; two gradient buffers when gradients accumulate."""
         table = self.params.table
         self.grads, self.m, self.v = allocate(table), allocate(table), allocate(table)
         self.micro_grads = allocate(table) if micro_steps > 1 else None
-        self.scratch = allocate(scratch_table(self.config, B, T))
+        self.scratch = allocate(self.scratch_table(self.config, B, T))
         self.recent = np.zeros(2, RECENT)  # losses and norms, if outliers are skipped
 
     def trunk(self, inputs):
         """Token ids (B, T) -> acts.lnf (B, T, C): all but the classifier."""
-        B, T = inputs.shape
-        L, NH, C = self.config.L, self.config.NH, self.config.C
-        params, N = self.params, B * T * C
-        self.inputs = inputs
-        self.acts = acts = views(activation_table(self.config, B, T), self.activations_buffer)
+        (B, T), C, NH = inputs.shape, self.config.C, self.config.NH
+        self.inputs, self.acts = inputs, views(activation_table(self.config, B, T), self.activations_buffer)
 
-        encoder_forward(acts.encoded, inputs, params.wte, params.wpe, B, T, C)
-        for l in range(L):
-            p, a = layer(params, l), layer(acts, l)
-            residual = acts.encoded if l == 0 else acts.residual3[l - 1]
-            layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
-            matmul_forward(a.qkv, a.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
+        def attend(l, a):
             attention_forward(a.atty, a.preatt, a.att, a.qkv, B, T, C, NH)
-            matmul_forward(a.attproj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-            residual_forward(a.residual2, residual, a.attproj, N)
-            layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
-            matmul_forward(a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
-            gelu_forward(a.fch_gelu, a.fch, 4 * N)
-            matmul_forward(a.fcproj, a.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-            residual_forward(a.residual3, a.residual2, a.fcproj, N)
-        layernorm_forward(acts.lnf, acts.lnf_mean, acts.lnf_rstd, acts.residual3[L - 1], params.lnfw, params.lnfb,
-                          B, T, C)
-        return acts
+
+        forward_layers(self.acts, self.params, self.config, inputs, 0, attend, matmul_forward)
+        return self.acts
+
+    def head(self, tensors):
+        """The classifier's weight, or its gradient, (V, C): tied to the embedding."""
+        return tensors.wte[: self.config.V]
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in self.acts."""
         B, T = inputs.shape
         C, V = self.config.C, self.config.V
         acts = self.trunk(inputs)
-        matmul_forward(acts.logits, acts.lnf, self.params.wte[:V], None, B, T, C, V)  # tied to the embedding
+        matmul_forward(acts.logits, acts.lnf, self.head(self.params), None, B, T, C, V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
         crossentropy_forward(acts.losses, acts.probs, targets, B, T, V)
         self.targets = targets
@@ -654,11 +661,13 @@ class Decoder:
         cache, acts = self.tables(config, B, T)
         self.cache, self.buffer = allocate(cache), np.zeros(table_bytes(acts), np.uint8)
 
-    @staticmethod
-    def tables(config, B, T):
+    cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
+
+    @classmethod
+    def tables(cls, config, B, T):
         """What is allocated: the KV cache; the larger of two passes' activations, over 1 and over B sequences."""
-        passes = (decode_table(config, rows, positions_at_once(rows, T), T) for rows in (1, B))
-        return cache_table(config, B, T), max(passes, key=table_bytes)
+        passes = (cls.decode_table(config, rows, positions_at_once(rows, T), T) for rows in (1, B))
+        return cls.cache_table(config, B, T), max(passes, key=table_bytes)
 
     def logits(self, tokens, position):
         """tokens (B, T) at the positions from `position` on -> logits (B, V) of the token that follows them."""
@@ -668,24 +677,15 @@ class Decoder:
         return logits
 
     def forward(self, tokens, position):
-        (B, T), C, NH, V, params = tokens.shape, self.config.C, self.config.NH, self.config.V, self.params
-        acts, N = views(decode_table(self.config, B, T, position + T), self.buffer), B * T * C
-        residual, normed, branch, statistics = acts.residual, acts.normed, acts.branch, (acts.mean, acts.rstd)
-        encoder_forward(residual, tokens, params.wte, params.wpe[position:], B, T, C)
-        for l in range(self.config.L):
-            p, keys, values = layer(params, l), self.cache.keys[l, :B], self.cache.values[l, :B]
-            layernorm_forward(normed, *statistics, residual, p.ln1w, p.ln1b, B, T, C)
-            matmul_few_rows(acts.qkv, normed, p.qkvw, p.qkvb, B, T, C, 3 * C)
-            attention_decode(acts.atty, acts.att, keys, values, acts.qkv, position, B, T, C, NH)
-            matmul_few_rows(branch, acts.atty, p.attprojw, p.attprojb, B, T, C, C)
-            residual_forward(residual, residual, branch, N)
-            layernorm_forward(normed, *statistics, residual, p.ln2w, p.ln2b, B, T, C)
-            matmul_few_rows(acts.fch, normed, p.fcw, p.fcb, B, T, C, 4 * C)
-            gelu_forward(acts.fch_gelu, acts.fch, 4 * N)
-            matmul_few_rows(branch, acts.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-            residual_forward(residual, residual, branch, N)
-        layernorm_forward(normed, *statistics, residual, params.lnfw, params.lnfb, B, T, C)
-        matmul_few_rows(acts.logits, normed[:, -1].copy(), params.wte[:V], None, B, 1, C, V)
+        (B, T), C, NH, params = tokens.shape, self.config.C, self.config.NH, self.params
+        acts = views(decode_table(self.config, B, T, position + T), self.buffer)
+
+        def attend(l, a):
+            keys, values = self.cache.keys[l, :B], self.cache.values[l, :B]
+            attention_decode(a.atty, a.att, keys, values, a.qkv, position, B, T, C, NH)
+
+        forward_layers(acts, params, self.config, tokens, position, attend, matmul_few_rows)
+        matmul_few_rows(acts.logits, acts.lnf[:, -1].copy(), params.wte[: self.config.V], None, B, 1, C, self.config.V)
         return acts.logits
 
     draw = draw  # llmc/sampler.py's
@@ -702,29 +702,29 @@ GPT2.Decoder = Decoder
 # main
 
 
-def memory_plan(config, settings):
+def memory_plan(architecture, config, settings):
     """What training allocates: [(bytes, what for)]."""
-    B, T, parameters = settings.B, settings.T, table_bytes(parameter_table(config))
+    B, T, parameters = settings.B, settings.T, table_bytes(architecture.parameter_table(config))
     return [
         (parameters, "parameters"),
         (parameters * (2 if settings.micro_steps > 1 else 1), "gradients"),
         (2 * parameters, "AdamW's moments"),
-        (table_bytes(activation_table(config, B, T)), "activations"),
-        (table_bytes(scratch_table(config, B, T)), "gradients of activations"),
-        *([(sum(map(table_bytes, Decoder.tables(config, 1, T))), "text")] if settings.sample_every else []),
+        (table_bytes(architecture.activation_table(config, B, T)), "activations"),
+        (table_bytes(architecture.scratch_table(config, B, T)), "gradients of activations"),
+        *([(sum(map(table_bytes, architecture.Decoder.tables(config, 1, T))), "text")] * (settings.sample_every > 0)),
     ]
 
 
-def main():
-    settings = parse_settings(Settings, "Train GPT-2 on the CPU, in NumPy.")
+def main(architecture=GPT2):
+    settings = parse_settings(architecture.Settings, f"Train {architecture.TITLE} on the CPU, in NumPy.")
     warnings.simplefilter("ignore", RuntimeWarning)  # on overflow: check_loss stops at a loss that is not finite
-    with locked(settings.output_dir), Loop(settings, GPT2) as loop:
+    with locked(settings.output_dir), Loop(settings, architecture) as loop:
         loop.console.header(f"CPU, {THREADS} thread{'s' * (THREADS > 1)}, NumPy {np.__version__}, float32", peak=None)
-        loop.console.memory(memory_plan(loop.config, settings))
-        model = GPT2(loop.config, loop.params)
+        loop.console.memory(memory_plan(architecture, loop.config, settings))
+        model = architecture(loop.config, loop.params)
         model.allocate_activations(settings.B, settings.T)
         model.allocate_training(settings.B, settings.T, settings.micro_steps)
-        model.decoder = Decoder(loop.config, loop.params, 1, settings.T) if settings.sample_every else None
+        model.decoder = model.Decoder(loop.config, loop.params, 1, settings.T) if settings.sample_every else None
         loop.start(model, Saver(model, settings))
         for step in loop:  # between updates, it validates, samples, saves and stops
             loop.report(step, train_step(model, loop.train_loader, settings, step))

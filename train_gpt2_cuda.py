@@ -530,9 +530,7 @@ class GPT2:
         for l in range(self.config.L):
             for phase, layers in (("forward", acts.layers), ("backward", acts.backward_layers)):
                 kept, within = layer(phases["activations"], l), layer(phases[phase], l)
-                # a recomputed tensor has one buffer for all layers, in each phase its own
-                recomputed = {name: getattr(phases[phase], name) for name in RECOMPUTED[self.settings.recompute]}
-                layers.append(SimpleNamespace(**vars(kept), **vars(within), **recomputed))
+                layers.append(SimpleNamespace(**vars(kept) | vars(within)))  # a recomputed tensor is the phase's
         self.shapes[B, T] = acts
         return acts
 

@@ -1,16 +1,18 @@
 """
-Vocabularies: text to ids and back, in bytes, characters or GPT-2's tokens.
+Vocabularies: text to ids and back, in bytes, characters, GPT-2's tokens or those of a Hugging Face folder.
 
 Not a program: the prepro_*.py scripts tokenize with an encoding, programs that use a model load its Vocabulary.
 """
 
 import functools
+import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmc.errors import UserError, import_package
+from llmc.files import open_input, replacing
 from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
 
 EOT = "<|endoftext|>"
@@ -30,8 +32,76 @@ class PlainEncoding:
         return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
 
 
+class HFEncoding:
+    """The vocabulary of a Hugging Face folder with a tokenizer.json. Named as tiktoken.Encoding, too."""
+
+    def __init__(self, path, eot=None):
+        """path: of a folder's tokenizer.json. eot_token, which separates documents, is the token that begins a text or,
+        in vocabularies without one, that ends it (`eot`, if no config.json says which). Raises UserError for a file
+        that cannot be read, or if nothing says how a text ends."""
+        tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
+        with open_input(path, "expected a Hugging Face folder with a tokenizer.json") as f:
+            text = f.read().decode(errors="replace")
+        try:
+            self.backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises nothing narrower
+            raise UserError(f"{path}: cannot be read ({error})") from None
+        folder = os.path.dirname(os.path.abspath(path))
+        self.path, self.name, self.n_vocab = path, os.path.basename(folder), self.backend.get_vocab_size()
+        self.special = {id for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        self.byte_level = "ByteLevel" in str(self.backend.decoder)
+        begin, ends = self.backend.encode("").ids, end_ids(folder) or [eot]
+        if not begin and ends == [None]:
+            raise UserError(f"{path}: no config.json beside it says which token ends a text")
+        self.eot_token, self.stops = (begin or ends)[0], {*begin, *ends}
+
+    def encode(self, text, begin=True):
+        """The ids of a text, after the token that begins one, if there is such a token."""
+        return self.backend.encode(text, add_special_tokens=begin).ids
+
+    def decode_single_token_bytes(self, id):
+        token = self.backend.id_to_token(id)
+        if token is None:
+            return b"\xef\xbf\xbd"  # a row of the model that no token has
+        if id in self.special:
+            return token.encode()
+        if self.byte_level:
+            return bytes(LETTERS[letter] if letter in LETTERS else 63 for letter in token)
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+    def decode(self, ids):
+        return b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace")
+
+
+def end_ids(folder):
+    """The ids that end a text of a Hugging Face folder's model."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            with open(os.path.join(folder, name), encoding="utf-8") as f:
+                found = json.load(f).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return []
+
+
+def bytes_to_letters():
+    """Return {byte: the character that stands for it in a byte-level tokenizer}.
+
+    Bytes that are printable in Latin-1 stand for themselves; the others map to U+0100 and on, in order.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
+
+
+LETTERS = {letter: byte for byte, letter in bytes_to_letters().items()}
+
+
 def load_encoding(vocabulary, characters=""):
-    """Return the tiktoken.Encoding of 'gpt2', or the PlainEncoding of 'bytes' or 'chars'.
+    """Return the tiktoken.Encoding of 'gpt2', the PlainEncoding of 'bytes' or 'chars', or a folder's HFEncoding.
 
     gpt2: 50257 tokens, which tiktoken downloads once; raises UserError if that fails. bytes: the 256 byte values and
     end of text. chars: the given characters, sorted, and end of text.
@@ -41,6 +111,8 @@ def load_encoding(vocabulary, characters=""):
     if vocabulary == "chars":
         ids = {letter: id for id, letter in enumerate(sorted(set(characters)))}
         return PlainEncoding(vocabulary, map(str.encode, ids), lambda text: [ids[letter] for letter in text])
+    if vocabulary != "gpt2":
+        return HFEncoding(os.path.join(vocabulary, "tokenizer.json"))
     tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
     try:
         return tiktoken.get_encoding("gpt2")
@@ -62,6 +134,8 @@ LONG_SPACE = re.compile(r"(?<!\s)\s{%d,}" % (LONGEST + 1))  # (?<!\s): begins on
 
 def encode(encoding, text, **options):
     """Return the token ids of a text. Very long whitespace is encoded in pieces; `options` are tiktoken's."""
+    if isinstance(encoding, HFEncoding):
+        return encoding.encode(text, begin=False)
     if isinstance(encoding, PlainEncoding):
         return encoding.encode(text)
     ends = [end for run in LONG_SPACE.finditer(text) for end in range(run.start() + LONGEST, run.end(), LONGEST)]
@@ -72,6 +146,9 @@ def encode(encoding, text, **options):
 def save_vocabulary(path, encoding, version=2):
     """Write an encoding as llm.c's tokenizer file."""
     write_tokenizer(path, tokens_of(encoding), encoding.eot_token, version)
+    if isinstance(encoding, HFEncoding):  # which can encode, too
+        with open(encoding.path, "rb") as f, replacing(f"{path.removesuffix('.bin')}.json") as copy:
+            copy.write(f.read())
 
 
 def tokens_of(encoding):
@@ -84,12 +161,21 @@ def tokens_of(encoding):
 
 @dataclass
 class Vocabulary(Tokenizer):
-    """A tokenizer that can encode: one of tokenizer.bin's kinds, told by its tokens."""
+    """A tokenizer that can encode: one of tokenizer.bin's kinds, told by its tokens, or that of a folder."""
+
+    folder: HFEncoding | None = field(default=None, compare=False)
+
+    @property
+    def stops(self):
+        """The ids that end a text."""
+        return self.folder.stops if self.folder else {self.eot}
 
     def encode(self, text):
         """The ids of a text, a list: GPT-2's or, in any other vocabulary, one for each character or each byte of it.
         "<|endoftext|>" is text like any other. Raises UserError for a character that the vocabulary lacks."""
         text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes of argv that are not UTF-8
+        if self.folder:
+            return self.folder.encode(text)
         if self.gpt2:
             return encode(self.gpt2, text, disallowed_special=())
         ids = []
@@ -127,15 +213,16 @@ class Vocabulary(Tokenizer):
 
 def as_vocabulary(encoding):
     """Return the Vocabulary of an encoding."""
-    return Vocabulary(tokens_of(encoding), encoding.eot_token)
+    folder = encoding if isinstance(encoding, HFEncoding) else None
+    return Vocabulary(tokens_of(encoding), encoding.eot_token, folder=folder)
 
 
 def load_vocabulary(model, V, path=None):
     """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none.
 
-    It comes from the file `path`; else from beside the model: a run's tokenizer.bin or, if V is GPT-2's, the
-    gpt2_tokenizer.bin of export_weights.py; else V tells whether it is GPT-2's or bytes. Raises UserError for a file of
-    another size.
+    It comes from the file `path`; else from beside the model: a run's tokenizer.bin, a Hugging Face folder's
+    tokenizer.json or, if V is GPT-2's, the gpt2_tokenizer.bin of export_weights.py; else V tells whether it is GPT-2's
+    or bytes. Raises UserError for a file of another size.
     """
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     beside = [os.path.join(directory, name) for name in ("tokenizer.bin", "gpt2_tokenizer.bin")]
@@ -145,7 +232,18 @@ def load_vocabulary(model, V, path=None):
         found = read_tokenizer(path)
         if len(found.tokens) != V:
             raise UserError(f"{path}: {len(found.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
-        return Vocabulary(found.tokens, found.eot, path)
+        encodes, folder = f"{os.fspath(path).removesuffix('.bin')}.json", None
+        plain = all(len(token) <= 4 for id, token in enumerate(found.tokens) if id != found.eot)  # bytes or characters
+        if V not in KNOWN and not plain and os.path.exists(encodes):
+            folder = HFEncoding(encodes, found.eot)
+        return Vocabulary(found.tokens, found.eot, path, folder)
+    encodes = os.path.join(directory, "tokenizer.json")
+    if V not in KNOWN and os.path.exists(encodes):
+        encoding = HFEncoding(encodes)
+        if encoding.n_vocab > V:
+            raise UserError(f"{encodes}: {encoding.n_vocab} tokens, but the model has V={V}")
+        encoding.n_vocab = V
+        return as_vocabulary(encoding)
     if V in KNOWN:
         try:
             return as_vocabulary(load_encoding(KNOWN[V]))

@@ -22,20 +22,25 @@ def padded(V):
 
 def read_config(f, architecture, hint):
     """Return (version, Config) from the header of an open model checkpoint; raises UserError for an invalid field."""
-    header = read_header(f, architecture.MAGIC, hint)
+    header = read_header(f, architecture.MAGIC, hint, architecture.Config.HEADER_BYTES)
     version = int(header[1])
     if version not in (1, 3, 5):
         raise UserError(f"{f.name}: model version {version}, expected 1, 3 or 5 (2 and 4 are mixed layouts that llm.c"
                         f" used for three days in May 2024); {hint}")
     config = architecture.Config.from_header(header)
-    for name, value in vars(config).items():
-        if value < 1:
-            raise UserError(f"{f.name}: header field {name} is {value}, expected at least 1; {hint}")
-    if config.C % config.NH:
-        raise UserError(f"{f.name}: C={config.C} is not divisible by NH={config.NH}; {hint}")
-    if config.Vp < config.V:
-        raise UserError(f"{f.name}: padded vocabulary Vp={config.Vp} is smaller than V={config.V}; {hint}")
+    for field in dataclasses.fields(config):
+        if field.default is dataclasses.MISSING and (value := getattr(config, field.name)) < 1:
+            raise UserError(f"{f.name}: header field {field.name} is {value}, expected at least 1; {hint}")
+    if wrong := config.fault():
+        raise UserError(f"{f.name}: {wrong}; {hint}")
     return version, config
+
+
+def tensors_in_file(config, params, rows):
+    """Yield the tensors of a checkpoint, flat, in its order; of the vocabulary's, the first `rows` rows."""
+    for name, size in config.file_tensors():
+        tensor = np.zeros(size, np.float32) if name is None else getattr(params, name)
+        yield (tensor[:rows] if name and params.table[name].vocabulary else tensor).reshape(-1)
 
 
 def read_model(path, architecture, hint=None):
@@ -44,12 +49,12 @@ def read_model(path, architecture, hint=None):
     hint = hint or export_hint(path)
     with open_input(path, hint) as f:
         version, config = read_config(f, architecture, hint)
-        rows, elements = config.Vp, table_elements(architecture.parameter_table(config))
-        size = HEADER_BYTES + elements * (2 if version == 5 else 4)
+        rows, elements = config.Vp, sum(size for _, size in config.file_tensors())
+        size = config.HEADER_BYTES + elements * (2 if version == 5 else 4)
         check_size(f, size, f"version {version}, {config.describe()}", hint)
         config = dataclasses.replace(config, Vp=padded(rows))
         params = allocate(architecture.parameter_table(config))
-        for tensor in unpadded(params, rows):
+        for tensor in tensors_in_file(config, params, rows):
             for piece in chunks(tensor):
                 if version == 5:
                     bits = np.empty(piece.size, np.uint16)
@@ -66,11 +71,11 @@ def read_model(path, architecture, hint=None):
 
 def write_model(path, config, params, version=3):
     """Write a model checkpoint: version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even). Returns its CRC-32."""
-    header = config.to_header(version)
+    header, rows = config.to_header(version), config.V if version == 1 or not config.PADDED else config.Vp
     crc = zlib.crc32(header)
     with replacing(path) as f:
         f.write(header)
-        for tensor in unpadded(params, config.V if version == 1 else config.Vp):
+        for tensor in tensors_in_file(config, params, rows):
             for piece in chunks(tensor):
                 piece = bf16_bits(piece) if version == 5 and piece.dtype == np.float32 else piece
                 f.write(piece)

@@ -1,7 +1,7 @@
 """Token files and the loader that reads batches from them.
 
-A token file is raw int32 (llm.c of April 2024), or a header with [2] the count, then uint16 (llm.c of today). The count
-has 64 bits here; llm.c reads the lower half. Readers tell the two formats apart by the magic.
+A token file is raw int32 (llm.c of April 2024), or a header with [2] the count, then uint16 (llm.c of today) or uint32
+(its Llama branch). The count has 64 bits here; llm.c reads the lower half. Readers tell the formats by the magic.
 """
 
 import glob
@@ -12,9 +12,12 @@ import re
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS_MAGIC, check_size, make_header, open_input, read_header,
-                        read_into, replacing)
+from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS32_MAGIC, TOKENS_MAGIC, check_size, make_header,
+                        open_input, read_header, read_into, replacing)
 from llmc.shuffle import SEED, first_position, samples_from
+
+
+HEADERS = {"uint16": (TOKENS_MAGIC, 1, np.dtype("<u2")), "uint32": (TOKENS32_MAGIC, 7, np.dtype("<u4"))}
 
 
 def tokens_hint(path):
@@ -26,14 +29,15 @@ def tokens_hint(path):
 
 
 def write_tokens(path, pieces, count, format="int32"):
-    """Write `count` tokens, all that an iterable of integer arrays has, as 'int32' or 'uint16'."""
+    """Write `count` tokens, all that an iterable of integer arrays has, as 'int32', 'uint16' or 'uint32'."""
+    magic, version, dtype = HEADERS.get(format, (None, None, "<i4"))
     with replacing(path) as f:
-        if format == "uint16":
-            header = make_header(TOKENS_MAGIC, 1)
+        if magic:
+            header = make_header(magic, version)
             header[2:4] = np.array([count], "<u8").view("<i4")
             f.write(header)
         for piece in pieces:
-            f.write(np.asarray(piece).astype("<i4" if format == "int32" else "<u2"))
+            f.write(np.asarray(piece).astype(dtype))
 
 
 class TokenFile:
@@ -43,15 +47,16 @@ class TokenFile:
     def __init__(self, path, V, least=1, why=""):
         self.path, self.V, self.hint = path, V, (hint := tokens_hint(str(path)))
         with self.open() as f:
-            size, has_header = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little") in KINDS
-            if has_header:
+            size, found = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(4), "little")
+            if found in KINDS:
                 f.seek(0)
-                header = read_header(f, TOKENS_MAGIC, hint)
-                version, self.size = int(header[1]), int(header[2:4].view("<u8")[0])
-                if version != 1:
-                    raise UserError(f"{path}: token file version {version}, expected 1; {hint}")
-                check_size(f, HEADER_BYTES + 2 * self.size, f"{self.size} uint16 tokens", hint)
-                self.dtype, self.offset = np.dtype("<u2"), HEADER_BYTES
+                format = "uint32" if found == TOKENS32_MAGIC else "uint16"
+                magic, version, self.dtype = HEADERS[format]
+                header = read_header(f, magic, hint)
+                self.offset, self.size = HEADER_BYTES, int(header[2:4].view("<u8")[0])
+                if header[1] != version:
+                    raise UserError(f"{path}: token file version {header[1]}, expected {version}; {hint}")
+                check_size(f, self.offset + self.dtype.itemsize * self.size, f"{self.size} {format} tokens", hint)
             elif size % 4:
                 raise UserError(f"{path}: {size} bytes, expected a whole number of int32 tokens; {hint}")
             else:

@@ -11,11 +11,12 @@ import numpy as np
 
 from llmc.errors import UserError
 
-MODEL_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240327, 20240328
-TOKENS_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240522, 20240527
+MODEL_MAGIC, LLAMA_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240803, 20240327, 20240328
+TOKENS_MAGIC, TOKENS32_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240801, 20240522, 20240527
 KINDS = {
-    MODEL_MAGIC: "model checkpoint", STATE_MAGIC: "debug state", TOKENIZER_MAGIC: "tokenizer",
-    TOKENS_MAGIC: "token file", EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "optimizer state",
+    MODEL_MAGIC: "model checkpoint", LLAMA_MAGIC: "Llama 3 checkpoint", STATE_MAGIC: "debug state",
+    TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file", TOKENS32_MAGIC: "token file",
+    EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "optimizer state",
 }  # fmt: skip
 HEADER_BYTES = 1024
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
@@ -107,11 +108,11 @@ def make_header(magic, version, *fields):
     return header
 
 
-def read_header(f, magic, hint):
-    """Read the header, (256,) int32; raises UserError if the file is of another kind."""
-    data, kind = f.read(HEADER_BYTES), KINDS[magic]
-    if len(data) < HEADER_BYTES:
-        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {HEADER_BYTES}-byte header; {hint}")
+def read_header(f, magic, hint, size=HEADER_BYTES):
+    """Read the header, int32, `size` bytes; raises UserError if the file is of another kind."""
+    data, kind = f.read(size), KINDS[magic]
+    if len(data) < size:
+        raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {size}-byte header; {hint}")
     header = np.frombuffer(data, "<i4")
     if header[0] != magic:
         found = KINDS.get(int(header[0]))

@@ -1,6 +1,7 @@
 """What a run prints: a header, a line per update with the time left, and below them, on a terminal, a progress bar."""
 
 import contextlib
+import dataclasses
 import sys
 import time
 
@@ -59,9 +60,9 @@ class Console:
         settings, loader, val_loader, self.peak = self.settings, self.loop.train_loader, self.loop.val_loader, peak
         epochs = settings.steps * settings.micro_steps / loader.batches_per_epoch
         validates = min(settings.val_batches, val_loader.whole_batches) if val_loader else 0
-        sizes = vars(self.loop.config)
+        sizes = [field.name for field in dataclasses.fields(self.loop.config) if field.default is dataclasses.MISSING]
         order = *(name for name in sizes if name not in ("maxT", "V", "Vp")), "maxT", "V"
-        config = " ".join(f"{name}={sizes[name]}" for name in order)
+        config = " ".join(f"{name}={getattr(self.loop.config, name)}" for name in order)
         rows = {
             "model": f"{self.loop.model_path}: {config}, {self.loop.parameters:,} parameters",
             "data": f"{settings.data}: {loader.batches_per_epoch} batches of {settings.B} x {settings.T} tokens,"

@@ -4,6 +4,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 import shlex
 import sys
 
@@ -114,6 +115,9 @@ def read_start(settings, first_step, tokenizer, architecture):
         config, params = read_model(start, architecture, hint=go_back(marker))
     elif made := architecture.random_model(start, V, settings.seed, settings.T):
         config, params = made
+    elif re.fullmatch(r"[a-z]\d+", start) and not os.path.exists(start):
+        raise UserError(f"{start}: no model with random weights has this name: expected one of"
+                        f" {', '.join(architecture.SIZES)}, or a file")
     else:
         if os.path.exists(os.path.join(start, "config.json")):
             raise UserError(f"-e {start}: a Hugging Face folder; run: python export_weights.py --model {start}")

@@ -184,7 +184,7 @@ def parse_settings(settings_class, description, argv=None):
     absent = argparse.Namespace(**{field.name: None for field in dataclasses.fields(settings_class)})
     given = {name: value for name, value in vars(parser.parse_args(argv, absent)).items() if value is not None}
     settings = settings_class(**given)
-    if (random := re.fullmatch(r"d(\d+)", settings.model)) and not os.path.exists(settings.model):
+    if (random := re.fullmatch(r"[a-z](\d+)", settings.model)) and not os.path.exists(settings.model):
         settings = settings_class(**{**settings_class.from_scratch(int(random[1]), given), **given})
     settings.check()
     return settings

@@ -71,8 +71,9 @@ def flat(tensors):
 
 
 def layer(tensors, l):
-    """Layer l's slice of every tensor that is stacked over layers: layer(params, l).qkvw is (3C, C)."""
-    return SimpleNamespace(**{name: getattr(tensors, name)[l] for name, row in tensors.table.items() if row.stacked})
+    """Layer l's slice of every tensor that is stacked over layers, and the others: layer(params, l).qkvw is (3C, C)."""
+    return SimpleNamespace(**{name: getattr(tensors, name)[l] if row.stacked else getattr(tensors, name)
+                              for name, row in tensors.table.items()})
 
 
 def unpadded(tensors, V):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import os
+import shutil
 import sys
 
 from llmc.dataloader import tokenizer_beside
@@ -55,6 +56,9 @@ def keep_tokenizer(directory, tokenizer):
     path = os.path.join(directory, "tokenizer.bin")
     if not os.path.lexists(path):
         write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
+        encodes = f"{os.fspath(tokenizer.path).removesuffix('.bin')}.json"  # beside the tokens of a Hugging Face folder
+        if os.path.exists(encodes):
+            shutil.copyfile(encodes, f"{path.removesuffix('.bin')}.json")
     elif (found := read_tokenizer(path)).tokens != tokenizer.tokens or found.eot != tokenizer.eot:
         raise UserError(f"{path}: is another vocabulary than {tokenizer.path}: choose another -o")
 

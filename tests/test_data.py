@@ -242,8 +242,6 @@ TEXT = b"Some words.\n" * 1000
     ("d.jsonl", b'{"text": "a"}\n', ("d.jsonl:1", "'story'"), ("--field", "story")),
     ("e.txt", TEXT, ("--val_fraction 2.0",), ("--val_fraction", 2)),
     ("f.txt", TEXT, ("--processes 0",), ("--processes", 0)),
-    ("g.txt", "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x14000)])).encode(),
-     ("--format uint16", "at most 65536"), ("--format", "uint16", "--vocabulary", "chars")),
     ("h.txt", TEXT, ("h.txt", "directory"), ("--output", "h.txt/x")),
     ("i.txt", TEXT, ("--shard_tokens 0",), ("--shard_tokens", 0)),
     ("j_train.bin", TEXT, ("j_train.bin", "another --output"), ("--output", "j", "--vocabulary", "bytes")),

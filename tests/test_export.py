@@ -307,7 +307,7 @@ def reshape(drop="nothing", **add):
     ("not a safetensors file", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100)),
     ("configuration of a GPT-2", lambda folder: (folder / "config.json").write_text("[]")),
     ("activation_function is 'relu'", configure(activation_function="relu")),
-    ("model_type is 'llama'", configure(model_type="llama")),
+    ("model_type is 'bert'", configure(model_type="bert")),
     ("layer_norm_epsilon is 1e-06, expected", configure(layer_norm_epsilon=1e-6)),
     ("tie_word_embeddings is False, expected", configure(tie_word_embeddings=False)),
     ("impossible sizes", configure(n_head=7)), ("n_embd is 48.0", configure(n_embd=48.0)),

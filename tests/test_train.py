@@ -142,7 +142,7 @@ def test_the_memory_plan_is_what_the_model_allocates():
     settings = Settings(B=2, T=8, total_batch_size=32)
     model = make_model(2, 8, settings.micro_steps)
     decoder = train_gpt2.Decoder(SMALL, model.params, 1, 8)
-    plan = {what: size for size, what in train_gpt2.memory_plan(SMALL, settings)}
+    plan = {what: size for size, what in train_gpt2.memory_plan(GPT2, SMALL, settings)}
     tensors = (model.params, model.grads, model.micro_grads, model.m, model.v, model.scratch, decoder.cache)
     buffers = model.activations_buffer, decoder.buffer
     assert sum(plan.values()) == sum(t.buffer.size for t in tensors) + sum(buffer.size for buffer in buffers)

@@ -1,0 +1,501 @@
+"""
+Llama 3 training on the CPU, in NumPy: what it has instead of GPT-2's layers, forward and backward by hand.
+
+RMSNorm for layernorm, rotated queries and keys (RoPE) for position embeddings, several query heads to a key and value
+head, SwiGLU for GELU, no biases. The rest, and the words and names, are train_gpt2.py's: read that page first.
+
+    python train_llama3.py -e l4 -i data/mine -o runs/mine          # random weights
+    python train_llama3.py -e SmolLM2-135M/ -i data/mine            # a Hugging Face folder
+
+More names: NKV key and value heads, HS head size, Q = NH*HS and K = NKV*HS channels of queries and of keys, F channels
+of the feed-forward layer.
+
+The Llama 3 Herd of Models, Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783
+"""
+
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import numpy as np
+
+from llmc.checkpoint import padded
+from llmc.errors import run_main
+from llmc.files import LLAMA_MAGIC, make_header
+from llmc.settings import Settings, with_default
+from llmc.tensors import Row, layer, views
+from llmc.threads import BLOCK, parallel_blocks
+from train_gpt2 import (GPT2, Decoder, attention_block, causal_mask, crossentropy_softmax_backward, main,
+                        matmul_backward, matmul_few_rows, matmul_forward, random_params, residual_forward)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes and constants of a Llama 3."""
+
+    maxT: int
+    V: int
+    L: int
+    NH: int
+    NKV: int
+    C: int
+    Vp: int  # V padded with zero rows, in memory
+    F: int
+    HS: int
+    tied: int = 1  # the classifier's weight is the embedding
+    eps: float = 1e-5
+    theta: float = 500_000.0  # RoPE's base
+    factor: int = 0  # RoPE scaled for longer sequences, as from Llama 3.1 on: see rope_table; 0: not scaled
+    low: int = 1
+    high: int = 4
+    original: int = 8192
+
+    HEADER_BYTES, PADDED = 2048, False  # 256 int32, 256 float32; V rows
+
+    @property
+    def Q(self):
+        return self.NH * self.HS
+
+    @property
+    def K(self):
+        return self.NKV * self.HS
+
+    @classmethod
+    def from_header(cls, header):
+        """header (512,) int32: [1] version [2] maxT [3] V [4] L [5] NH [6] NKV [7] C [8] multiple_of [9] scaled RoPE
+        [10] [11] Llama's version; float32 from [256] on: F's multiplier, eps, theta. Ours, if [19] is 1: [12] F
+        [13] tied [14] HS [15] RoPE's factor [16] low [17] high [18] original. Without them, F is Meta's formula."""
+        maxT, V, L, NH, NKV, C, multiple, scaled = map(int, header[2:10])
+        multiplier, eps, theta = (float(str(x)) for x in header[256:259].view("<f4"))  # 1e-5, not 9.99999974e-6
+        ours = dict(zip(("F", "tied", "HS", "factor", "low", "high", "original"), map(int, header[12:19])))
+        if header[19] != 1:
+            multiple = max(1, multiple)
+            F = multiple * -(-int(multiplier * int(8 * C / 3)) // multiple)
+            ours = dict(F=F, tied=0, HS=C // max(1, NH), factor=8 * scaled)
+        return cls(maxT, V, L, NH, NKV, C, V, eps=eps, theta=theta, **ours)
+
+    def to_header(self, version):
+        multiple = self.F if self.F >= int(8 * self.C / 3) else 1
+        header = make_header(LLAMA_MAGIC, version, self.maxT, self.V, self.L, self.NH, self.NKV, self.C, multiple,
+                             int(self.factor > 0), 3, 2 if self.tied else 1, self.F, self.tied, self.HS, self.factor,
+                             self.low, self.high, self.original, 1)
+        floats = np.zeros(256, "<f4")
+        floats[:3] = 1.0, self.eps, self.theta
+        return np.concatenate((header, floats.view("<i4")))
+
+    def fault(self):
+        """Why no Llama has these sizes, or None."""
+        if self.NH % self.NKV or self.HS % 2:
+            return f"NH={self.NH} NKV={self.NKV} HS={self.HS}: expected NH a multiple of NKV, and HS even"
+        if not (0 < self.eps < 1 < self.theta < math.inf and 0 <= self.factor and 0 < self.low < self.high):
+            return f"eps={self.eps} theta={self.theta} factor={self.factor} low={self.low} high={self.high}"
+        return None if self.tied in (0, 1) else f"tied is {self.tied}, expected 0 or 1"
+
+    def file_tensors(self):
+        """(name, size) of a checkpoint's 16 tensors, in llm.c's order: the classifier's weight, for tied models too,
+        where GPT-2 has wpe; a name of None is a bias, zeros."""
+        L, C, sizes = self.L, self.C, {name: row.size for name, row in parameter_table(self).items()}
+        biases = dict(ln1w=L * C, qkvw=L * (self.Q + 2 * self.K), attprojw=L * C, ln2w=L * C, fcw=2 * L * self.F,
+                      fcprojw=L * C, lnfw=C)
+        head = "wte" if self.tied else "lm_head"
+        pairs = (((name, sizes[name]), (None, size)) for name, size in biases.items())
+        return [("wte", sizes["wte"]), (head, sizes[head]), *itertools.chain(*pairs)]
+
+    def describe(self):
+        scaled = f" rope factor={self.factor}" if self.factor else ""
+        return (f"L={self.L} NH={self.NH} NKV={self.NKV} HS={self.HS} C={self.C} F={self.F} maxT={self.maxT} V={self.V}"
+                f"{'' if self.tied else ' untied'}{scaled}")
+
+
+def parameter_table(config, dtype="float32"):
+    """name -> Row for the parameters, with GPT-2's names. Linear weights are (out, in)."""
+    L, C, Q, F, Vp = config.L, config.C, config.Q, config.F, config.Vp
+    return {
+        "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),
+        **({} if config.tied else {"lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True)}),
+        "ln1w": Row((L, C), dtype, stacked=True, ones=True),
+        "qkvw": Row((L, Q + 2 * config.K, C), dtype, stacked=True, decays=True),
+        "attprojw": Row((L, C, Q), dtype, stacked=True, decays=True),
+        "ln2w": Row((L, C), dtype, stacked=True, ones=True),
+        "fcw": Row((L, 2 * F, C), dtype, stacked=True, decays=True),  # up, then gate
+        "fcprojw": Row((L, C, F), dtype, stacked=True, decays=True),
+        "lnfw": Row((C,), dtype, ones=True),
+    }
+
+
+SIZES = {  # model name -> layers L, heads NH, key and value heads NKV, channels C, feed-forward channels F
+    "l2": (2, 2, 1, 128, 384), "l4": (4, 4, 2, 256, 768), "l6": (6, 6, 2, 384, 1024), "l12": (12, 12, 4, 768, 2048),
+}  # fmt: skip
+
+
+def random_model(name, V, seed=42, maxT=1024):
+    """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES. Weights as GPT-2's."""
+    if name not in SIZES:
+        return None
+    L, NH, NKV, C, F = SIZES[name]
+    config = Config(maxT, V, L, NH, NKV, C, padded(V), F, C // NH)
+    return config, random_params(parameter_table(config), V, L, seed)
+
+
+def activation_table(config, B, T):
+    """name -> Row for what a forward pass over (B, T) tokens saves for the backward pass."""
+    L, NH, C, Q, F, V = config.L, config.NH, config.C, config.Q, config.F, config.V
+    return {
+        "encoded": Row((B, T, C)),
+        "ln1": Row((L, B, T, C), stacked=True),
+        "ln1_rstd": Row((L, B, T), stacked=True),
+        "qkv": Row((L, B, T, Q + 2 * config.K), stacked=True),  # queries and keys rotated
+        "atty": Row((L, B, T, Q), stacked=True),
+        "att": Row((L, B, NH, T, T), stacked=True),
+        "attproj": Row((L, B, T, C), stacked=True),
+        "residual2": Row((L, B, T, C), stacked=True),
+        "ln2": Row((L, B, T, C), stacked=True),
+        "ln2_rstd": Row((L, B, T), stacked=True),
+        "fch": Row((L, B, T, 2 * F), stacked=True),  # up, then gate
+        "fch_swiglu": Row((L, B, T, F), stacked=True),
+        "fcproj": Row((L, B, T, C), stacked=True),
+        "residual3": Row((L, B, T, C), stacked=True),
+        "lnf": Row((B, T, C)),
+        "lnf_rstd": Row((B, T)),
+        "logits": Row((B, T, V)),
+        "probs": Row((B, T, V)),
+        "losses": Row((B, T)),
+    }
+
+
+def scratch_table(config, B, T):
+    """name -> Row for the gradients of activations, as GPT-2's."""
+    NH, C, Q, F = config.NH, config.C, config.Q, config.F
+    return {
+        "dresidual": Row((B, T, C)),
+        "dbranch": Row((B, T, C)),
+        "datty": Row((B, T, Q)),
+        "dqkv": Row((B, T, Q + 2 * config.K)),
+        "dfch": Row((B, T, 2 * F)),
+        "dfch_swiglu": Row((B, T, F)),
+        "datt": Row((B, NH, T, T)),  # within attention_backward
+        "dlosses": Row((B, T)),
+    }
+
+
+def cache_table(config, B, T, dtype="float32"):
+    """name -> Row for the KV cache: rotated keys, and values, of B sequences of up to T positions."""
+    shape = config.L, B, config.NKV, T, config.HS
+    return {"keys": Row(shape, dtype, stacked=True), "values": Row(shape, dtype, stacked=True)}
+
+
+def decode_table(config, B, T, context):
+    """name -> Row for a forward pass over T new positions, `context` with those before; all layers share the rows."""
+    rows = {name: row._replace(shape=row.shape[row.stacked :], stacked=False)
+            for name, row in activation_table(config, B, T).items() if name not in ("probs", "losses")}
+    return rows | {"att": Row((B, config.NH, T, context)), "logits": Row((B, config.V))}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layers
+
+
+def embedding_forward(out, inp, wte):
+    """out (B,T,C) = wte[inp]."""
+    np.take(wte, inp, axis=0, out=out, mode="clip")
+
+
+def embedding_backward(dwte, dout, inp, B, T, C):
+    """dwte += the sum of dout over the positions of each token."""
+    order = np.argsort(inp, axis=None, kind="stable")  # equal tokens side by side, in a fixed order
+    tokens = inp.reshape(-1)[order]
+    firsts = np.flatnonzero(np.diff(tokens, prepend=-1))
+    dwte[tokens[firsts]] += np.add.reduceat(dout.reshape(B * T, C)[order], firsts, axis=0)
+
+
+def rmsnorm_forward(out, rstd, inp, weight, eps, B, T, C):
+    """out (B,T,C) = inp * rstd * weight; rstd (B,T) = 1 / sqrt(mean of inp^2 + eps).
+
+    Root Mean Square Layer Normalization, Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467
+    """
+    np.vecdot(inp, inp, out=rstd)
+    rstd *= np.float32(1.0 / C)
+    rstd += np.float32(eps)
+    np.sqrt(rstd, out=rstd)
+    np.reciprocal(rstd, out=rstd)
+    np.multiply(inp, rstd[..., None], out=out)
+    out *= weight
+
+
+def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B, T, C):
+    """dinp (B,T,C) +=; dweight (C,) =. Blocks of 128 rows stay in the cache and keep sums accurate."""
+    N, rows = B * T, 128
+    dinp, dout, inp, rstd = dinp.reshape(N, C), dout.reshape(N, C), inp.reshape(N, C), rstd.reshape(N, 1)
+    normed, dnormed = np.empty((2, rows, C), dout.dtype)
+    dweight.fill(0.0)
+    for i in range(0, N, rows):
+        r, d = slice(i, i + rows), dout[i : i + rows]
+        n, dn = normed[: len(d)], dnormed[: len(d)]
+        np.multiply(inp[r], rstd[r], out=n)  # recompute n = inp * rstd
+        np.multiply(d, n, out=dn)  # out = n * weight
+        dweight += np.add.reduce(dn, axis=0)
+        np.multiply(d, weight, out=dn)
+        # n = inp * rstd, where rstd depends on inp too: dinp = rstd * (dn - n * mean of (dn * n))
+        n *= np.vecdot(dn, n)[:, None] * np.float32(1.0 / C)
+        dn -= n
+        dn *= rstd[r]
+        dinp[r] += dn
+
+
+@functools.lru_cache(maxsize=4)
+def rope_table(config, T):
+    """(cos, sin), each (T, HS/2) float32, of the angles t * theta^(-2i/HS). With a factor, as from Llama 3.1 on: waves
+    longer than original/low are stretched by the factor, those shorter than original/high are kept, the others are
+    between. All in float32, as transformers does it: the exact angles differ by 6e-4 at t = 8192."""
+    exponents = np.arange(0, config.HS, 2, dtype=np.float32) / np.float32(config.HS)
+    frequencies = np.float32(1.0) / np.float32(config.theta) ** exponents
+    if config.factor:
+        waves = np.float32(2 * math.pi) / frequencies
+        between = (np.float32(config.original) / waves - np.float32(config.low)) / np.float32(config.high - config.low)
+        kept = np.clip(between, np.float32(0.0), np.float32(1.0))
+        frequencies = (1 - kept) * frequencies / np.float32(config.factor) + kept * frequencies
+    angles = np.arange(T, dtype=np.float32)[:, None] * frequencies
+    return np.cos(angles), np.sin(angles)
+
+
+def rope_forward(qkv, cos, sin, B, T, heads, HS):
+    """Rotate, in place, the first `heads` heads (queries and keys) of qkv (B,T,Q+2K): each pair of neighbours (a, b) at
+    position t by its angle, to (a cos - b sin, a sin + b cos). cos, sin (T,HS/2).
+
+    RoFormer, Su et al. 2021, https://arxiv.org/abs/2104.09864
+    """
+    pairs = qkv[..., : heads * HS].reshape(B, T, heads, HS // 2, 2)
+    cos, sin = cos[:, None], sin[:, None]
+
+    def batch(start, stop):
+        a, b = pairs[start:stop, ..., 0], pairs[start:stop, ..., 1]
+        rotated = a * cos - b * sin
+        b *= cos
+        b += a * sin
+        a[...] = rotated
+
+    parallel_blocks(batch, B, 1)
+
+
+def rope_backward(dqkv, cos, sin, B, T, heads, HS):
+    """The gradient of a rotation is rotated back."""
+    rope_forward(dqkv, cos, -sin, B, T, heads, HS)
+
+
+def split_heads(qkv, B, T, NH, NKV, HS):
+    """Views of qkv (B,T,Q+2K): query (B,NKV,NH/NKV,T,HS), key and value (B,NKV,1,T,HS)."""
+    heads = np.swapaxes(qkv.reshape(B, T, NH + 2 * NKV, HS), 1, 2)
+    query = heads[:, :NH].reshape(B, NKV, NH // NKV, T, HS)
+    return query, heads[:, NH : NH + NKV, None], heads[:, NH + NKV :, None]
+
+
+def attention_forward(out, att, inp, B, T, NH, NKV, HS, keys=None, values=None, position=0):
+    """Causal attention of grouped queries: query head h reads key and value head h // (NH/NKV). out (B,T,Q) =; att
+    (B,NH,T,T) = softmax of the scaled scores, 0 above the diagonal. inp (B,T,Q+2K). With a cache, keys and values
+    (B,NKV,maxT,HS), inp is of T positions from `position` on, and att is (B,NH,T,position+T).
+
+    GQA, Ainslie et al. 2023, https://arxiv.org/abs/2305.13245
+    """
+    scale, context = np.float32(1.0 / math.sqrt(HS)), position + T
+    query, key, value = split_heads(inp, B, T, NH, NKV, HS)
+    if keys is not None:
+        keys[:, :, position:context], values[:, :, position:context] = key[:, :, 0], value[:, :, 0]
+        key, value = keys[:, :, None, :context], values[:, :, None, :context]
+    mask = np.triu(np.full((T, context), -np.inf, np.float32), 1 + position) if position else causal_mask(T)
+    att = att.reshape(B, NKV, NH // NKV, T, context)
+    heads = np.swapaxes(out.reshape(B, T, NH, HS), 1, 2).reshape(B, NKV, NH // NKV, T, HS)
+
+    def batch(start, stop):
+        for b in range(start, stop):
+            a = att[b]
+            np.matmul(query[b], np.swapaxes(key[b], 2, 3), out=a)
+            a *= scale
+            a += mask
+            a -= np.maximum.reduce(a, axis=-1, keepdims=True)
+            np.exp(a, out=a)
+            a *= np.float32(1.0) / np.add.reduce(a, axis=-1, keepdims=True)
+            np.matmul(a, value[b], out=heads[b])
+
+    parallel_blocks(batch, B, attention_block(B, T, HS))
+
+
+def attention_backward(dinp, datt, dout, inp, att, B, T, NH, NKV, HS):
+    """dinp (B,T,Q+2K) =; datt (B,NH,T,T) = (scratch); dout (B,T,Q). The gradients of a key or value head are summed
+    over its query heads, in their order."""
+    scale = np.float32(1.0 / math.sqrt(HS))
+    query, key, value = split_heads(inp, B, T, NH, NKV, HS)
+    dquery, dkey, dvalue = split_heads(dinp, B, T, NH, NKV, HS)
+    att, datt = (x.reshape(B, NKV, NH // NKV, T, T) for x in (att, datt))
+    dheads = np.swapaxes(dout.reshape(B, T, NH, HS), 1, 2).reshape(B, NKV, NH // NKV, T, HS)
+
+    def batch(start, stop):
+        for b in range(start, stop):
+            a, d = att[b], datt[b]
+            np.add.reduce(np.matmul(np.swapaxes(a, 2, 3), dheads[b]), axis=1, keepdims=True, out=dvalue[b])
+            np.matmul(dheads[b], np.swapaxes(value[b], 2, 3), out=d)  # heads = att @ value
+            d -= np.vecdot(a, d)[..., None]  # att = softmax(scores)
+            d *= a
+            d *= scale  # scores = query @ key^T * scale
+            np.matmul(d, key[b], out=dquery[b])
+            np.add.reduce(np.matmul(np.swapaxes(d, 2, 3), query[b]), axis=1, keepdims=True, out=dkey[b])
+
+    parallel_blocks(batch, B, attention_block(B, T, HS))
+
+
+def swiglu_forward(out, inp, N, F):
+    """out (N,F) = up * gate * sigmoid(gate); inp (N,2F) holds up, then gate.
+
+    GLU Variants Improve Transformer, Shazeer 2020, https://arxiv.org/abs/2002.05202
+    """
+    out, inp = out.reshape(N, F), inp.reshape(N, 2 * F)
+
+    def rows(start, stop):
+        up, gate, o = inp[start:stop, :F], inp[start:stop, F:], out[start:stop]
+        np.negative(gate, out=o)
+        np.exp(o, out=o)
+        o += np.float32(1.0)
+        np.divide(gate, o, out=o)
+        o *= up
+
+    parallel_blocks(rows, N, max(1, BLOCK // F))
+
+
+def swiglu_backward(dinp, inp, dout, N, F):
+    """dinp (N,2F) =: dup = dout * gate * s, dgate = dout * up * s * (1 + gate * (1 - s)), s = sigmoid(gate)."""
+    dinp, inp, dout = dinp.reshape(N, 2 * F), inp.reshape(N, 2 * F), dout.reshape(N, F)
+
+    def rows(start, stop):
+        up, gate, d = inp[start:stop, :F], inp[start:stop, F:], dout[start:stop]
+        dup, dgate = dinp[start:stop, :F], dinp[start:stop, F:]
+        s = np.exp(-gate)
+        s += np.float32(1.0)
+        np.reciprocal(s, out=s)
+        np.multiply(gate, s, out=dup)  # SiLU(gate)
+        np.subtract(np.float32(1.0), s, out=dgate)
+        dgate *= dup
+        dgate += s  # its derivative, s + gate * s * (1 - s)
+        dgate *= up
+        dgate *= d
+        dup *= d
+
+    parallel_blocks(rows, N, max(1, BLOCK // F))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model
+
+
+def forward_layers(acts, params, config, inputs, rope, attend, matmul):
+    """Token ids (B, T), whose positions have the rows of rope, (cos, sin), -> acts.lnf (B, T, C), as GPT-2's."""
+    (B, T), N = inputs.shape, inputs.size
+    NH, NKV, HS, C, Q, F, eps = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "eps"))
+    embedding_forward(acts.encoded, inputs, params.wte)
+    residual = acts.encoded
+    for l in range(config.L):
+        p, a = layer(params, l), layer(acts, l)
+        rmsnorm_forward(a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
+        matmul(a.qkv, a.ln1, p.qkvw, None, B, T, C, Q + 2 * config.K)
+        rope_forward(a.qkv, *rope, B, T, NH + NKV, HS)
+        attend(l, a)
+        matmul(a.attproj, a.atty, p.attprojw, None, B, T, Q, C)
+        residual_forward(a.residual2, residual, a.attproj, N * C)
+        rmsnorm_forward(a.ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
+        matmul(a.fch, a.ln2, p.fcw, None, B, T, C, 2 * F)
+        swiglu_forward(a.fch_swiglu, a.fch, N, F)
+        matmul(a.fcproj, a.fch_swiglu, p.fcprojw, None, B, T, F, C)
+        residual_forward(a.residual3, a.residual2, a.fcproj, N * C)
+        residual = a.residual3
+    rmsnorm_forward(acts.lnf, acts.lnf_rstd, residual, params.lnfw, eps, B, T, C)
+
+
+@dataclasses.dataclass
+class LlamaSettings(Settings):
+    """GPT-2's, with another model to start from."""
+
+    model: str = with_default(Settings, "model", "llama3.2_1B.bin", "model to start from: a .bin file, or the directory"
+                              " of a run; or l2, l4, l6, l12: random weights, for sequences of at most T tokens")
+
+
+class Llama3(GPT2):
+    """A Llama 3, its gradients and its optimizer; memory, loss and updates are GPT-2's."""
+
+    TITLE, MAGIC, Config, Settings = "Llama 3", LLAMA_MAGIC, Config, LlamaSettings
+    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
+    activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
+
+    def head(self, tensors):
+        """The classifier's weight, or its gradient, (V, C)."""
+        return (tensors.wte if self.config.tied else tensors.lm_head)[: self.config.V]
+
+    def trunk(self, inputs):
+        """Token ids (B, T) -> acts.lnf (B, T, C): all but the classifier."""
+        (B, T), config = inputs.shape, self.config
+        self.inputs, self.acts = inputs, views(activation_table(config, B, T), self.activations_buffer)
+
+        def attend(l, a):
+            attention_forward(a.atty, a.att, a.qkv, B, T, config.NH, config.NKV, config.HS)
+
+        forward_layers(self.acts, self.params, config, inputs, rope_table(config, T), attend, matmul_forward)
+        return self.acts
+
+    def backward_into(self, grads, micro_steps):
+        """Write every row of `grads` (of the vocabulary's tensors, V rows: the others stay 0)."""
+        B, T = self.inputs.shape
+        config, params, acts, N = self.config, self.params, self.acts, B * T
+        NH, NKV, HS, C, Q, F, V = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "V"))
+        s = views(scratch_table(config, B, T), self.scratch.buffer)
+        cos, sin = rope_table(config, T)
+
+        s.dlosses.fill(1.0 / (N * micro_steps))
+        dlogits = acts.logits
+        crossentropy_softmax_backward(dlogits, s.dlosses, acts.probs, self.targets, B, T, V)
+        if not config.tied:
+            grads.wte.fill(0.0)
+        matmul_backward(s.dbranch, self.head(grads), None, dlogits, acts.lnf, self.head(params), B, T, C, V)
+        s.dresidual.fill(0.0)
+        rmsnorm_backward(s.dresidual, grads.lnfw, s.dbranch, acts.residual3[-1], params.lnfw, acts.lnf_rstd, B, T, C)
+        for l in reversed(range(config.L)):
+            p, a, g = layer(params, l), layer(acts, l), layer(grads, l)
+            residual = acts.encoded if l == 0 else acts.residual3[l - 1]
+            matmul_backward(s.dfch_swiglu, g.fcprojw, None, s.dresidual, a.fch_swiglu, p.fcprojw, B, T, F, C)
+            swiglu_backward(s.dfch, a.fch, s.dfch_swiglu, N, F)
+            matmul_backward(s.dbranch, g.fcw, None, s.dfch, a.ln2, p.fcw, B, T, C, 2 * F)
+            rmsnorm_backward(s.dresidual, g.ln2w, s.dbranch, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+            matmul_backward(s.datty, g.attprojw, None, s.dresidual, a.atty, p.attprojw, B, T, Q, C)
+            attention_backward(s.dqkv, s.datt, s.datty, a.qkv, a.att, B, T, NH, NKV, HS)
+            rope_backward(s.dqkv, cos, sin, B, T, NH + NKV, HS)
+            matmul_backward(s.dbranch, g.qkvw, None, s.dqkv, a.ln1, p.qkvw, B, T, C, Q + 2 * config.K)
+            rmsnorm_backward(s.dresidual, g.ln1w, s.dbranch, residual, p.ln1w, a.ln1_rstd, B, T, C)
+        embedding_backward(grads.wte, s.dresidual, self.inputs, B, T, C)  # adds to the classifier's part, if tied
+
+
+class LlamaDecoder(Decoder):
+    """Llama 3 for text generation; the cache has NKV heads."""
+
+    cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
+
+    def forward(self, tokens, position):
+        (B, T), config, params = tokens.shape, self.config, self.params
+        acts = views(decode_table(config, B, T, position + T), self.buffer)
+        rope = [table[position : position + T] for table in rope_table(config, self.T)]
+
+        def attend(l, a):
+            attention_forward(a.atty, a.att, a.qkv, B, T, config.NH, config.NKV, config.HS, self.cache.keys[l, :B],
+                              self.cache.values[l, :B], position)
+
+        forward_layers(acts, params, config, tokens, rope, attend, matmul_few_rows)
+        head = (params.wte if config.tied else params.lm_head)[: config.V]
+        matmul_few_rows(acts.logits, acts.lnf[:, -1].copy(), head, None, B, 1, config.C, config.V)
+        return acts.logits
+
+
+Llama3.Decoder = LlamaDecoder
+
+if __name__ == "__main__":
+    run_main(functools.partial(main, Llama3))
