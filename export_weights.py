@@ -179,7 +179,9 @@ def named_slices(config, tensors):
 
 
 def to_reference(config, params, flash=False, dtype=torch.float32):
-    """Return a ReferenceGPT2 on the CPU with our parameters."""
+    """Return a ReferenceGPT2, or a ReferenceLlama, on the CPU with our parameters."""
+    if not isinstance(config, Config):
+        return llama_hf.to_reference(config, params, dtype)
     with torch.device("meta"):
         model = ReferenceGPT2(config, flash)
     state = {module_name: torch.from_numpy(np.array(view)).to(dtype)
@@ -190,6 +192,8 @@ def to_reference(config, params, flash=False, dtype=torch.float32):
 
 def collect_gradients(config, model, dtype="float32"):
     """Return the reference's gradients in our layout; wte's padding is 0."""
+    if not isinstance(config, Config):
+        return llama_hf.collect_gradients(config, model, dtype)
     tensors = allocate(parameter_table(config, dtype))
     parameters = dict(model.named_parameters())
     for _, module_name, view in named_slices(config, tensors):

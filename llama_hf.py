@@ -1,14 +1,20 @@
 """
-Llama 3 as Hugging Face has it: config.json, and the names and the order of the weights. Not a program:
-export_weights.py reads and writes such folders.
+Llama 3 as Hugging Face has it: config.json, the names and the order of the weights, and the model in PyTorch, with
+which train_llama3.py is compared. Not a program: export_weights.py reads and writes such folders.
 
 Other models that are only Llama by another name (SmolLM2, TinyLlama, Mistral without a sliding window) are read, too;
 what this project does not compute is refused, with the field that says so.
 """
 
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
 from llmc.checkpoint import padded
 from llmc.errors import UserError
-from train_llama3 import Config
+from llmc.tensors import allocate
+from train_llama3 import Config, parameter_table, rope_table
 
 SIZES = {"maxT": "max_position_embeddings", "V": "vocab_size", "L": "num_hidden_layers", "NH": "num_attention_heads",
          "C": "hidden_size", "F": "intermediate_size"}
@@ -95,3 +101,112 @@ def neighbours(weight, heads):
 def halves(weight, heads):
     """Our order of rows -> Hugging Face's."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the reference in PyTorch, with Hugging Face's names
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(config.C)), config.eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal attention of grouped queries, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.q_proj, self.o_proj = nn.Linear(config.C, config.Q, bias=False), nn.Linear(config.Q, config.C, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(config.C, config.K, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        (B, T, _), NH, NKV, HS = x.shape, self.config.NH, self.config.NKV, self.config.HS
+        cos, sin = rotations(self.config, T, x.dtype)
+        query, key, value = (project(x).view(B, T, -1, HS).transpose(1, 2)
+                             for project in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = (part * cos + swapped(part) * sin for part in (query, key))
+        heads = functional.scaled_dot_product_attention(query, *(part.repeat_interleave(NH // NKV, 1) for part in (
+            key, value)), is_causal=True)
+        return self.o_proj(heads.transpose(1, 2).reshape(B, T, NH * HS))
+
+
+def rotations(config, T, dtype):
+    """cos and sin (T, HS) of RoPE, for Hugging Face's halves."""
+    return (torch.from_numpy(np.concatenate((part, part), 1)).to(dtype) for part in rope_table(config, T))
+
+
+def swapped(x):
+    """(first, second half) of each head -> (-second, first)."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up_proj, self.gate_proj = (nn.Linear(config.C, config.F, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(config.F, config.C, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x) * functional.silu(self.gate_proj(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm, self.self_attn = RMSNorm(config), Attention(config)
+        self.post_attention_layernorm, self.mlp = RMSNorm(config), MLP(config)
+
+    def forward(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ReferenceLlama(nn.Module):
+    """Token ids (B, T), and targets or None -> logits (B, T, V), mean loss or None."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.V, config.C)
+        self.model.layers = nn.ModuleList(Block(config) for _ in range(config.L))
+        self.model.norm = RMSNorm(config)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.C, config.V, bias=False)
+
+    def head(self):
+        return self.model.embed_tokens.weight if self.config.tied else self.lm_head.weight
+
+    def forward(self, tokens, targets=None):
+        x = self.model.embed_tokens(tokens)
+        for block in self.model.layers:
+            x = block(x)
+        logits = functional.linear(self.model.norm(x), self.head())
+        if targets is None:
+            return logits, None
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def to_reference(config, params, dtype=torch.float32):
+    """Return a ReferenceLlama on the CPU with our parameters."""
+    with torch.device("meta"):
+        model = ReferenceLlama(config)
+    state = {name: torch.from_numpy(np.array(halves(view, heads))).to(dtype)
+             for name, view, heads in named_slices(config, params)}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def collect_gradients(config, model, dtype="float32"):
+    """Return the reference's gradients in our layout; padding is 0."""
+    tensors, parameters = allocate(parameter_table(config, dtype)), dict(model.named_parameters())
+    for name, view, heads in named_slices(config, tensors):
+        view[...] = neighbours(parameters[name].grad.numpy(), heads)
+    return tensors

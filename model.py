@@ -6,7 +6,7 @@ A model from Python, on the CPU or a GPU: its loss, text from it, a training ste
     print(model.loss("A sentence."), model.generate("The ", tokens=40))
 """
 
-import importlib
+import importlib.util
 import os
 
 import numpy as np
@@ -25,8 +25,11 @@ PAGES = {  # a checkpoint's magic number -> module and class of its page
 
 
 def on_gpu(architecture):
-    """The class of the page for GPUs."""
-    return getattr(importlib.import_module(f"{architecture.__module__}_cuda"), architecture.__name__)
+    """The class of the page for GPUs; raises UserError if there is none."""
+    page = f"{architecture.__module__}_cuda"
+    if not importlib.util.find_spec(page):
+        raise UserError(f"{architecture.TITLE} runs on the CPU only")
+    return getattr(importlib.import_module(page), architecture.__name__)
 
 
 def load_model(path):

@@ -47,7 +47,7 @@ except ImportError:
 
 import train_gpt2
 import train_gpt2_cuda as cuda
-from dev.rounding import FLOAT32, ROUNDOFFS, NoisyGPT2, check_tensor
+from dev.rounding import FLOAT32, ROUNDOFFS, NoisyGPT2, NoisyLlama, check_tensor
 from export_weights import (ADAMW, VOCABULARIES, collect_gradients, make_debug_state, overfit, to_reference,
                             torch_errors_as_lines)
 from llmc.checkpoint import read_model, write_model
@@ -60,6 +60,7 @@ from llmc.settings import Settings
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from llmc.gpu.trainer import Trainer, open_device, open_trainer
 from train_gpt2 import GPT2, random_model
+from train_llama3 import Llama3
 
 FACTOR, NORM_FACTOR = 6.0, 2.8
 STEPS = 3
@@ -76,12 +77,17 @@ ADAMW_CHECK = dict(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_d
 # the trainers under test, and PyTorch
 
 
+def model_of(config):
+    """The class of the page that a Config is from."""
+    return GPT2 if isinstance(config, GPT2.Config) else Llama3
+
+
 class NumpyRun:
-    """train_gpt2.py on one batch, from a copy of the weights."""
+    """train_gpt2.py, or train_llama3.py, on one batch, from a copy of the weights."""
 
     def __init__(self, config, params, x, y, settings):
         self.x, self.y, self.settings, self.steps = x, y, Settings(B=x.shape[0], T=x.shape[1], **settings), 0
-        self.model = GPT2(config, views(params.table, params.buffer.copy()))
+        self.model = model_of(config)(config, views(params.table, params.buffer.copy()))
         self.model.allocate_activations(*x.shape)
         self.model.allocate_training(*x.shape)
 
@@ -196,7 +202,8 @@ class Yardstick:
         self.places = places(config, params.table)
         errors = []  # for each noisy run: {place: (largest error, 2-norm)}
         for seed, steps in enumerate((STEPS, 1) if flat(params).size > LARGE else [STEPS] * max(4, 32 // x.size)):
-            rows = NoisyGPT2(config, params, ROUNDOFFS[precision], seed).run(x, y, SMOOTH, steps)
+            noisy = NoisyGPT2 if model_of(config) is GPT2 else NoisyLlama
+            rows = noisy(config, params, ROUNDOFFS[precision], seed).run(x, y, SMOOTH, steps)
             errors.append({(name, l): error_of(at(rows, (name, l)), at(self.exact, (name, l)))
                            for name, l in self.places if name != "losses" or l < steps})
             gc.collect()  # a noisy run is part of a reference cycle, and holds gigabytes for GPT-2 124M

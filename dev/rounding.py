@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from export_weights import adamw, collect_gradients, to_reference
+from llama_hf import rotations, swapped
 
 FLOAT32, TF32, BFLOAT16, FLOAT16 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11  # unit roundoff: half a unit in the last place
 
@@ -146,6 +147,39 @@ class NoisyGPT2:
         return logits, op.single(-torch.log(probs)).view(B, T)
 
 
+class NoisyLlama(NoisyGPT2):
+    """A Llama 3 with random rounding errors."""
+
+    def forward(self, x, y):
+        (B, T), config, op, model = x.shape, self.config, self.operations, self.model.model
+        later, cos_sin = torch.ones(T, T, dtype=torch.bool).triu(1), list(rotations(config, T, torch.float64))
+
+        def linear(inp, module):
+            return op.store(op.matmul(inp, module.weight.T))
+
+        def rotated(part):
+            cos, sin = cos_sin
+            return op.single(op.single(part * cos) + op.single(swapped(part) * sin))
+
+        residual = model.embed_tokens(x)
+        for block in model.layers:
+            normed = op.rmsnorm(residual, block.input_layernorm.weight)
+            attn, mlp = block.self_attn, block.mlp
+            query, key, value = (linear(normed, module).view(B, T, -1, config.HS).transpose(1, 2)
+                                 for module in (attn.q_proj, attn.k_proj, attn.v_proj))
+            key, value = (part.repeat_interleave(config.NH // config.NKV, 1) for part in (rotated(key), value))
+            scores = op.single(op.matmul(rotated(query), key.transpose(-2, -1)) / math.sqrt(config.HS))
+            att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
+            heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, config.Q)
+            residual = op.add(residual + linear(heads, attn.o_proj))
+            normed = op.rmsnorm(residual, block.post_attention_layernorm.weight)
+            gate = op.single(F.silu(linear(normed, mlp.gate_proj)))
+            residual = op.add(residual + linear(op.store(op.single(linear(normed, mlp.up_proj) * gate)), mlp.down_proj))
+        logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T))
+        probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
+        return logits, op.single(-torch.log(probs)).view(B, T)
+
+
 class Operations(NamedTuple):
     """The differentiable operations of a noisy run."""
 
@@ -155,6 +189,7 @@ class Operations(NamedTuple):
     bias: object
     matmul: object
     layernorm: object
+    rmsnorm: object
     softmax: object
 
 
@@ -216,6 +251,22 @@ def operations(run):
             sums = run.column_sums(g * normed), run.column_sums(g)
             return dx, *(run.rounded(total, u.tensors) for total in sums)
 
+    class RMSNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            rstd = run.rounded((run.row_sums(x * x) / x.shape[-1] + run.config.eps).rsqrt(), u.sums)
+            normed = run.rounded(x * rstd, u.sums)
+            ctx.save_for_backward(normed, rstd, weight)
+            return run.rounded(run.rounded(normed * weight, u.sums), u.tensors)
+
+        @staticmethod
+        def backward(ctx, g):
+            normed, rstd, weight = ctx.saved_tensors
+            dnormed = run.rounded(g * weight, u.sums)
+            inner = dnormed - normed * run.row_sums(dnormed * normed) / g.shape[-1]
+            dx = run.rounded(run.rounded(run.rounded(inner, u.sums) * rstd, u.sums), u.tensors)
+            return dx, run.rounded(run.column_sums(g * normed), u.tensors)
+
     class Softmax(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -232,7 +283,7 @@ def operations(run):
             return run.rounded(run.rounded(g - run.row_sums(probs * g), u.sums) * probs, u.tensors)
 
     return Operations(rounding(u.sums, u.sums), rounding(u.tensors, u.tensors), rounding(u.residual, u.tensors),
-                      Bias.apply, Matmul.apply, Layernorm.apply, Softmax.apply)
+                      Bias.apply, Matmul.apply, Layernorm.apply, RMSNorm.apply, Softmax.apply)
 
 
 def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_row=True):

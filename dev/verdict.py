@@ -5,6 +5,7 @@ A correct trainer must never fail.
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000
+    python dev/verdict.py --llama                  # the same of Llama 3, on train_llama3.py
     python dev/verdict.py --d12 -n 10              # of GPT-2 124M, B=4, T=64, with new weights: two minutes each
 
 It prints a line per draw: sizes, standard deviation of the weights, and the largest error as a fraction of its
@@ -30,6 +31,7 @@ from llmc.checkpoint import padded
 from llmc.errors import UserError, run_main
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
 from test_gpt2 import ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_adamw, precision_of, replay, require
+import train_llama3
 from train_gpt2 import Config, parameter_table, random_model
 
 
@@ -50,6 +52,26 @@ def draw(seed, HS_multiple=4):
     return config, params, *rng.integers(0, V, (2, B, T), dtype=np.int32), std
 
 
+def draw_llama(seed):
+    """Draw the same of a Llama 3, with grouped queries, tied or not, RoPE scaled or not."""
+    rng = np.random.default_rng(seed)
+    while True:
+        HS, NKV, G, L = 2 * int(rng.integers(1, 33)), *map(int, rng.integers(1, 5, 2)), int(rng.integers(1, 13))
+        B, T, V = int(rng.integers(1, 8)), int(2 ** rng.uniform(0, 7.5)), int(50 * 2 ** rng.uniform(0, 5))
+        C, F = 4 * int(rng.integers(4, 129)), 4 * int(rng.integers(2, 257))
+        if HS * NKV * G <= 512 and L * B * T * C * (C + F) < 1e8:
+            break
+    config = train_llama3.Config(max(T, 8), V, L, NKV * G, NKV, C, padded(V), F, HS, tied=int(rng.integers(2)),
+                                 theta=float(10 ** rng.uniform(2, 6)), factor=8 * int(rng.integers(2)),
+                                 original=int(rng.integers(8, 64)))
+    params, std = allocate(train_llama3.parameter_table(config)), float(np.exp(rng.uniform(np.log(0.02), np.log(0.3))))
+    for name, row in params.table.items():
+        getattr(params, name)[...] = rng.normal(row.ones, std, row.shape)
+        if row.vocabulary:
+            getattr(params, name)[V:] = 0.0
+    return config, params, *rng.integers(0, V, (2, B, T), dtype=np.int32), std
+
+
 def draw_d12(seed):
     """Draw the same for GPT-2 124M as training begins, B=4, T=64."""
     config, params = random_model("d12", VOCABULARIES["gpt2"], seed)
@@ -65,13 +87,15 @@ def judge(backend, config, params, x, y, std):
         rows = replay(BACKENDS[backend](config, params, x, y, SMOOTH))
         okay = yardstick.judge(rows)
         okay &= judge_adamw(BACKENDS[backend](config, params, x, y, ADAMW_CHECK))
-    sizes = f"L{config.L} C{config.C} NH{config.NH} V{config.V} B{x.shape[0]} T{x.shape[1]} std {std:.3f}"
+    heads = f"{config.NH}/{config.NKV}" if hasattr(config, "NKV") else config.NH
+    sizes = f"L{config.L} C{config.C} NH{heads} V{config.V} B{x.shape[0]} T{x.shape[1]} std {std:.3f}"
     return sizes, *yardstick.worst(rows), printed.getvalue(), okay
 
 
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="numpy", help="the trainer under test")
+    parser.add_argument("--llama", action="store_true", help="draw Llamas")
     parser.add_argument("-n", type=int, default=200, help="number of draws")
     parser.add_argument("--d12", action="store_true", help="draw only weights and tokens, of GPT-2 124M")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first draw; the next ones count up from it")
@@ -81,7 +105,8 @@ def main():
     require(args.backend)
     parts, red = [], 0
     for seed in tqdm(range(args.seed, args.seed + args.n), desc=args.backend, disable=None):
-        drawn = draw_d12(seed) if args.d12 else draw(seed, 4 if args.backend == "numpy" else 16)
+        drawn = draw_llama(seed) if args.llama else draw_d12(seed) if args.d12 else draw(
+            seed, 4 if args.backend == "numpy" else 16)
         sizes, part, name, printed, okay = judge(args.backend, *drawn)
         parts.append(part)
         red += not okay

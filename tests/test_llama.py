@@ -1,5 +1,7 @@
 """Llama 3: its layers against finite differences, the model against transformers, files, folders, text."""
 
+import dataclasses
+import functools
 import itertools
 import json
 
@@ -14,8 +16,11 @@ from conftest import assert_one_line_error, run_program
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError
+from llmc.tensors import allocate
 from rounding import check_tensor
+from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_adamw, replay
 from test_layers import assert_gradients, nan, normal
+from test_verdict import after, before, first_wrong, scaled
 
 CONFIG = t.Config(maxT=64, V=131, L=2, NH=4, NKV=2, C=48, Vp=256, F=40, HS=16)
 
@@ -101,6 +106,142 @@ def test_swiglu(N, F):
     t.swiglu_backward(dinp, inp, dout, N, F)
     if N * F < 1000:
         assert_gradients(forward, dout, dinp=(dinp, inp))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the verdict of test_gpt2.py: right models pass, planted faults do not, and the first wrong row says where
+
+
+def random_case(config, B=3, T=17):
+    """(config, params, x, y) of a model whose norms and scores are far from those of a new one."""
+    rng, params = np.random.default_rng(3), allocate(t.parameter_table(config))
+    for name, row in params.table.items():
+        tensor = getattr(params, name)
+        tensor[...] = rng.normal(row.ones, 0.15, tensor.shape)
+        if row.vocabulary:
+            tensor[config.V :] = 0.0
+    return config, params, *rng.integers(0, config.V, (2, B, T), dtype=np.int32)
+
+
+@functools.cache
+def case(tied):
+    """(config, params, x, y, Yardstick), with scaled RoPE."""
+    drawn = random_case(dataclasses.replace(CONFIG, V=61, Vp=128, L=3, tied=tied, theta=1e3, factor=8, original=16))
+    return *drawn, Yardstick(*drawn, "numpy")
+
+
+@pytest.mark.parametrize("tied", (0, 1))
+def test_the_ladder(tied):
+    *drawn, yardstick = case(tied)
+    assert yardstick.judge(replay(NumpyRun(*drawn, SMOOTH))) and judge_adamw(NumpyRun(*drawn, ADAMW_CHECK))
+
+
+def heads_of(a, name):
+    """The gradients (B,T,NH+2NKV,HS) in attention's dinp."""
+    return a[name].reshape(a["B"], a["T"], -1, a["HS"])
+
+
+def tables_with(change):
+    """RoPE's tables of a changed config."""
+    return lambda right: lambda config, T: right(dataclasses.replace(config, **change), T)
+
+
+def one_frequency(right):
+    def wrong(config, T):
+        cos, sin = (table.copy() for table in right(config, T))
+        cos[:, 1], sin[:, 1] = np.cos(np.arange(T) * 0.3), np.sin(np.arange(T) * 0.3)
+        return cos, sin
+    return wrong
+
+
+def halves_for_neighbours(right):
+    def wrong(qkv, cos, sin, B, T, heads, HS):
+        part = qkv[..., : heads * HS].reshape(B, T, heads, HS)
+        a, b = part[..., : HS // 2].copy(), part[..., HS // 2 :].copy()
+        part[..., : HS // 2] = a * cos[:, None] - b * sin[:, None]
+        part[..., HS // 2 :] = b * cos[:, None] + a * sin[:, None]
+    return wrong
+
+
+def in_halves(names, change):
+    """Exchange or change what SwiGLU takes from the halves, up and gate, of a tensor."""
+    return before(lambda call, a: {names: change(a[names].reshape(a["N"], 2 * a["F"]), a["F"])})
+
+
+def exchanged(x, F):
+    return np.concatenate((x[:, F:], x[:, :F]), axis=1)
+
+
+def sigmoid_for_silu(right):
+    def wrong(out, inp, N, F):
+        x = inp.reshape(N, 2 * F)
+        out.reshape(N, F)[...] = x[:, :F] / (1 + np.exp(-x[:, F:]))
+    return wrong
+
+
+def without_mean(right):
+    def wrong(dinp, dweight, dout, inp, weight, rstd, B, T, C):
+        start = dinp.copy()
+        right(dinp, dweight, dout, inp, weight, rstd, B, T, C)
+        dinp[...] = start + dout * weight * rstd[..., None]
+    return wrong
+
+
+FAULTS = {  # what is wrong: (function, right one -> wrong one, the first wrong row)
+    "rmsnorm's eps 1e-6": ("rmsnorm_forward", before(lambda call, a: {"eps": 1e-6}), "logits"),
+    "rmsnorm divides by C - 1": ("rmsnorm_forward", before(lambda call, a: {"C": a["C"] - 1}), "logits"),
+    "rmsnorm subtracts the mean": ("rmsnorm_forward", before(
+        lambda call, a: {"inp": a["inp"] - a["inp"].mean(-1, keepdims=True)}), "logits"),
+    "rmsnorm's last weight forgotten": ("rmsnorm_forward", after(
+        lambda call, a: np.divide(a["out"][..., -1], a["weight"][-1], a["out"][..., -1])), "logits"),
+    "rmsnorm backward without the mean": ("rmsnorm_backward", without_mean, "dfcprojw"),
+    "rmsnorm backward's rstd off by 1e-4": ("rmsnorm_backward", before(
+        lambda call, a: {"rstd": a["rstd"] * np.float32(1.0001)}), "dlnfw"),
+    "rmsnorm's dweight off by 1e-5": ("rmsnorm_backward", scaled("dweight", 1.00001), "dlnfw"),
+    "one frequency of RoPE": ("rope_table", one_frequency, "logits"),
+    "RoPE not scaled": ("rope_table", tables_with({"factor": 0}), "logits"),
+    "RoPE's factor 32 for 8": ("rope_table", tables_with({"factor": 32}), "logits"),
+    "RoPE's theta 1 percent off": ("rope_table", tables_with({"theta": 1010.0}), "logits"),
+    "RoPE's original length": ("rope_table", tables_with({"original": 17}), "logits"),
+    "RoPE a position on": ("rope_table", lambda right: lambda config, T: [x[1:] for x in right(config, T + 1)], None),
+    "RoPE of halves": ("rope_forward", halves_for_neighbours, "logits"),
+    "RoPE turns the other way": ("rope_table", lambda right: lambda config, T: (
+        right(config, T)[0], -right(config, T)[1]), "logits"),
+    "RoPE of queries alone": ("rope_forward", before(lambda call, a: {"heads": CONFIG.NH}), "logits"),
+    "RoPE of values, too": ("rope_forward", before(lambda call, a: {"heads": a["heads"] + 1}), "logits"),
+    "RoPE not turned back": ("rope_backward", lambda right: t.rope_forward, "dqkvw"),
+    "RoPE's gradient left out": ("rope_backward", lambda right: lambda *arguments: None, "dqkvw"),
+    "a head of the wrong group": ("attention_forward", before(lambda call, a: {"inp": np.concatenate((
+        heads_of(a, "inp")[:, :, [1, 2, 0, 3]], heads_of(a, "inp")[:, :, 4:]), 2).reshape(a["inp"].shape)}), "logits"),
+    "groups in turns": ("split_heads", lambda right: lambda qkv, B, T, NH, NKV, HS: (
+        np.ascontiguousarray(right(qkv, B, T, NH, NKV, HS)[0].reshape(B, NKV, -1, T, HS)[:, ::-1]),
+        *right(qkv, B, T, NH, NKV, HS)[1:]), "logits"),
+    "dkey of a group's last head lost": ("attention_backward", after(
+        lambda call, a: heads_of(a, "dinp")[:, :, 4:6].__imul__(np.float32(0.5))), "dqkvw"),
+    "dvalue off by 1e-4": ("attention_backward", after(
+        lambda call, a: heads_of(a, "dinp")[:, :, 6:].__imul__(np.float32(1.0001))), "dqkvw"),
+    "dquery off by 1e-4": ("attention_backward", after(
+        lambda call, a: heads_of(a, "dinp")[:, :, :4].__imul__(np.float32(1.0001))), "dqkvw"),
+    "up and gate exchanged": ("swiglu_forward", in_halves("inp", exchanged), "logits"),
+    "sigmoid for SiLU": ("swiglu_forward", sigmoid_for_silu, "logits"),
+    "swiglu off by 1e-5": ("swiglu_forward", scaled("out", 1.00001), "logits"),
+    "dup and dgate exchanged": ("swiglu_backward", after(lambda call, a: np.copyto(
+        a["dinp"], exchanged(a["dinp"].reshape(a["N"], -1), a["F"]).reshape(a["dinp"].shape))), "dfcw"),
+    "dgate without its second term": ("swiglu_backward", after(lambda call, a: np.copyto(
+        a["dinp"].reshape(a["N"], -1)[:, a["F"] :], a["dout"].reshape(a["N"], -1) * a["inp"].reshape(a["N"], -1)[
+            :, : a["F"]] / (1 + np.exp(-a["inp"].reshape(a["N"], -1)[:, a["F"] :])))), "dfcw"),
+    "one position of a token lost": ("embedding_backward", after(
+        lambda call, a: np.subtract(a["dwte"][a["inp"][0, 0]], a["dout"][0, 0], a["dwte"][a["inp"][0, 0]])), "dwte"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_red(fault, monkeypatch, capsys):
+    """But for one that is none: attention sees only how far two positions are apart."""
+    (name, plant, row), (*drawn, yardstick) = FAULTS[fault], case(0)
+    capsys.readouterr()
+    monkeypatch.setattr(t, name, plant(getattr(t, name)))
+    assert yardstick.judge(replay(NumpyRun(*drawn, SMOOTH))) == (row is None) and first_wrong(capsys) == row
 
 
 @pytest.fixture
