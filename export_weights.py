@@ -144,15 +144,16 @@ class ReferenceGPT2(nn.Module):
             return logits, None
         return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
-    @torch.no_grad()
-    def generate(self, tokens, length, generator, top_k=40):
-        """Append `length` sampled tokens to tokens (1, T)."""
-        for _ in range(length):
-            logits = self(tokens[:, -self.config.maxT :])[0][:, -1].float()
-            best, ids = logits.topk(min(top_k, logits.shape[-1]))
-            choice = torch.multinomial(best.softmax(dim=-1), 1, generator=generator)
-            tokens = torch.cat((tokens, ids.gather(1, choice)), dim=1)
-        return tokens
+
+@torch.no_grad()
+def generate(model, tokens, length, generator, top_k=40):
+    """Append `length` sampled tokens to tokens (1, T)."""
+    for _ in range(length):
+        logits = model(tokens[:, -model.config.maxT :])[0][:, -1].float()
+        best, ids = logits.topk(min(top_k, logits.shape[-1]))
+        choice = torch.multinomial(best.softmax(dim=-1), 1, generator=generator)
+        tokens = torch.cat((tokens, ids.gather(1, choice)), dim=1)
+    return tokens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -526,7 +527,7 @@ def write_files(args, architecture, config, params, label, batch, encoding):
         write_model(path, config, params, version)
     if batch is not None:
         state, model = make_debug_state(config, params, *batch, args.num_iterations, print_iteration)
-        write_debug_state(state_path, config, state, versions.debug_state)
+        write_debug_state(state_path, config, state, 3 if architecture is Llama3 else versions.debug_state)
         written.append(state_path)
     if encoding:
         written.append(os.path.join(args.output_dir, f"{encoding.name}_tokenizer.bin"))
@@ -578,9 +579,9 @@ def vocabulary_of(model, config):
 
 
 def print_sample(model, encoding):
-    device = model.wte.weight.device
+    device = next(model.parameters()).device
     start = torch.full((1, 1), encoding.eot_token, device=device)
-    tokens = model.generate(start, 32, torch.Generator(device).manual_seed(42))
+    tokens = generate(model, start, 32, torch.Generator(device).manual_seed(42))
     print(f"generating:\n---\n{encoding.decode(tokens[0, 1:].tolist())}\n---")
 
 
@@ -668,10 +669,9 @@ def main():
     if T > config.maxT:
         raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
     batch, given = None, getattr(args, "debug_state", None)
-    if architecture is Llama3 and (given or not args.write_tensors):
-        raise UserError(f"--model {args.model}: debug states and benchmarks are of GPT-2: leave --debug_state and"
-                        " --write_tensors out")
-    if architecture is GPT2 and (given != 0 or not args.write_tensors):
+    if architecture is Llama3 and args.flash + (args.llmc != "today"):
+        raise UserError(f"--model {args.model}: --flash and --llmc are for GPT-2: leave them out")
+    if given != 0 or not args.write_tensors:
         try:
             batch = first_batch(args.input, config.V, B, T)
         except UserError as error:

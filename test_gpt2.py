@@ -1,7 +1,7 @@
 """
 Parity with PyTorch, tensor by tensor: is the hand-written backward pass right to the last digits?
 
-    python test_gpt2.py                       # gpt2_124M.bin and its debug state
+    python test_gpt2.py                       # gpt2_124M.bin and its debug state; --model llama3_l4.bin: of Llama 3
     pytest test_gpt2.py                       # random small models, made on the spot
     pytest test_gpt2.py -m large              # random GPT-2 124M
 
@@ -54,11 +54,12 @@ from llmc.checkpoint import read_model, write_model
 from llmc.debugstate import read_debug_state, write_debug_state
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, open_gpu, to_float32
 from llmc.errors import UserError, run_main
-from llmc.files import chunks
+from llmc.files import chunks, export_hint, open_input
 from llmc.gpu.precision import Precision
 from llmc.settings import Settings
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from llmc.gpu.trainer import Trainer, open_device, open_trainer
+from model import load_model
 from train_gpt2 import GPT2, random_model
 from train_llama3 import Llama3
 
@@ -316,7 +317,8 @@ def expect_adamw(s, step, grad_scale, weight_decay, p0, m0, v0, p1, m1, v1, g):
 
 def climb(model_path, state_path, backend="numpy"):
     """Print one row per tensor; return whether all are within the tolerances and a second run repeats the first."""
-    config, params = read_model(model_path, GPT2)
+    open_input(model_path, export_hint(model_path)).close()
+    _, config, params = load_model(model_path)
     state = read_debug_state(state_path, config, params)
     x, y = state.x, state.y
     print(f"{model_path}: {config.describe()}, B={x.shape[0]} T={x.shape[1]}, backend {backend}")

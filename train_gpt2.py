@@ -32,7 +32,7 @@ import numpy as np
 
 from llmc.checkpoint import padded
 from llmc.errors import run_main
-from llmc.files import MODEL_MAGIC, locked, make_header
+from llmc.files import MODEL_MAGIC, STATE_MAGIC, locked, make_header
 from llmc.loop import Loop, Saver, Update, check_loss
 from llmc.outliers import LOSS, NORM, RECENT, reason_to_skip, z_score
 from llmc.sampler import draw
@@ -56,7 +56,7 @@ class Config:
     C: int
     Vp: int  # V padded with zero rows (V itself in a file without padding)
 
-    HEADER_BYTES, PADDED = 1024, True  # of a checkpoint: whether it has Vp rows
+    HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)  # of a checkpoint: Vp rows; debug states' versions
 
     @classmethod
     def from_header(cls, header):

@@ -56,7 +56,7 @@ class Config:
     high: int = 4
     original: int = 8192
 
-    HEADER_BYTES, PADDED = 2048, False  # 256 int32, 256 float32; V rows
+    HEADER_BYTES, PADDED, STATES = 2048, False, (LLAMA_MAGIC, 3)  # 256 int32, 256 float32; V rows
 
     @property
     def Q(self):

@@ -36,6 +36,11 @@ def read_config(f, architecture, hint):
     return version, config
 
 
+def rows_in_file(config, version):
+    """How many rows the vocabulary's tensors have in a file."""
+    return config.Vp if config.PADDED and version != 1 else config.V
+
+
 def tensors_in_file(config, params, rows):
     """Yield the tensors of a checkpoint, flat, in its order; of the vocabulary's, the first `rows` rows."""
     for name, size in config.file_tensors():
@@ -71,7 +76,7 @@ def read_model(path, architecture, hint=None):
 
 def write_model(path, config, params, version=3):
     """Write a model checkpoint: version 1, 3 (float32) or 5 (bfloat16, rounded to nearest even). Returns its CRC-32."""
-    header, rows = config.to_header(version), config.V if version == 1 or not config.PADDED else config.Vp
+    header, rows = config.to_header(version), rows_in_file(config, version)
     crc = zlib.crc32(header)
     with replacing(path) as f:
         f.write(header)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmc.checkpoint import rows_in_file, tensors_in_file
 from llmc.dataloader import check_ids
 from llmc.errors import UserError
-from llmc.files import (HEADER_BYTES, STATE_MAGIC, check_size, chunks, export_hint, make_header, open_input,
+from llmc.files import (HEADER_BYTES, check_size, chunks, export_hint, make_header, open_input,
                         read_header, read_into, replacing)
 from llmc.tensors import Tensors, allocate, bf16_bits, unpadded
 
@@ -31,11 +32,11 @@ class DebugState:
 
 def write_debug_state(path, config, state, version=2):
     """Write a debug state with its trailer; version 1 (V rows) or 2 (Vp rows)."""
-    header = make_header(STATE_MAGIC, version, *state.x.shape)
+    header = make_header(config.STATES[0], version, *state.x.shape)
     header[8:11] = TRAILER_VERSION, len(state.losses), np.uint32(state.crc).view(np.int32)
     with replacing(path) as f:
         for part in (header, state.x.astype("<i4"), state.y.astype("<i4"), state.logits, np.float32(state.loss),
-                     *unpadded(state.grads, config.V if version == 1 else config.Vp),
+                     *tensors_in_file(config, state.grads, rows_in_file(config, version)),
                      np.array(list(state.optimizer.values()), "<f8"), state.losses.astype("<f4")):
             f.write(part)
 
@@ -44,14 +45,17 @@ def read_debug_state(path, config, params):
     """Read a debug state, version 1 or 2, of this model; raises UserError if it is damaged or another model's."""
     hint = export_hint(path)
     with open_input(path, hint) as f:
-        header = read_header(f, STATE_MAGIC, hint)
+        header = read_header(f, config.STATES[0], hint)
         version, B, T = (int(x) for x in header[1:4])
         trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
-        if version not in (1, 2) or B < 1 or not 1 <= T <= config.maxT or trailer not in (0, TRAILER_VERSION) or n < 0:
-            raise UserError(f"{path}: version {version}, B={B} T={T}, trailer version {trailer} with {n} losses,"
-                            f" expected version 1 or 2, T of 1 to {config.maxT}, trailer 0 or 1; {hint}")
-        rows = config.V if version == 1 else config.Vp
-        gradients = sum(tensor.size for tensor in unpadded(params, rows))
+        magic, *versions = config.STATES
+        if version not in versions or B < 1 or not 1 <= T <= config.maxT or trailer not in (0, 1) or n < 0:
+            raise UserError(f"{path}: version {version}, B={B} T={T}, trailer version {trailer} with {n} losses, expected"
+                            f" version {' or '.join(map(str, versions))}, T of 1 to {config.maxT}, trailer 0 or 1;"
+                            f" {hint}")
+        grads = allocate(params.table)
+        tensors = list(tensors_in_file(config, grads, rows_in_file(config, version)))
+        gradients = sum(tensor.size for tensor in tensors)
         size = HEADER_BYTES + 4 * (2 * B * T + B * T * config.V + 1 + gradients) + (40 + 4 * n if trailer else 0)
         check_size(f, size, f"version {version}, B={B} T={T} and this model ({config.describe()})", hint)
         if trailer and crc != fingerprint(config, params):
@@ -59,8 +63,7 @@ def read_debug_state(path, config, params):
 
         x, y = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
         logits, loss = np.empty((B, T, config.V), np.float32), np.empty(1, np.float32)
-        grads = allocate(params.table)
-        for part in (x, y, logits, loss, *unpadded(grads, rows)):
+        for part in (x, y, logits, loss, *tensors):
             read_into(f, part)
         check_ids(path, np.concatenate((x, y)), config.V)
         state = DebugState(x, y, logits, float(loss[0]), grads)

@@ -10,6 +10,7 @@ import pytest
 
 import export_weights
 import generate
+import test_gpt2
 import train_llama3 as t
 import vocabulary
 from conftest import assert_one_line_error, run_program
@@ -365,6 +366,14 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
     asked = theirs.apply_chat_template([{"role": "user", "content": "the cat"}], add_generation_prompt=True)
     assert json.loads(done.stdout)["prompt_ids"] == list(asked["input_ids"])
     assert_one_line_error(run_here(generate, "run", "--chat", "--prompt", "a", check=False), "--chat", "template")
+
+
+def test_a_debug_state(workplace, run_here):
+    """export_weights.py and test_gpt2.py as for GPT-2."""
+    run_program("export_weights.py", "--model", "l2", "--vocabulary", "bytes", "--input",
+                "data/tiny_shakespeare_val.bin", "--batch_size", 2, "--sequence_length", 16, "--num_iterations", 3)
+    done = run_here(test_gpt2, "--model", "llama3_l2.bin")
+    assert done.stdout.endswith("overall okay: 1\n") and "step 3 " in done.stdout
 
 
 def test_a_run(workplace, run_here):
