@@ -252,9 +252,9 @@ def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B, T, C):
 def rope_table(config, T):
     """(cos, sin), each (T, HS/2) float32, of the angles t * theta^(-2i/HS). With a factor, as from Llama 3.1 on: waves
     longer than original/low are stretched by the factor, those shorter than original/high are kept, the others are
-    between. All in float32, as transformers does it: the exact angles differ by 6e-4 at t = 8192."""
+    between. Each step is rounded to float32, as in transformers: the exact angles differ by 6e-4 at t = 8192."""
     exponents = np.arange(0, config.HS, 2, dtype=np.float32) / np.float32(config.HS)
-    frequencies = np.float32(1.0) / np.float32(config.theta) ** exponents
+    frequencies = np.float32(1.0) / (config.theta ** exponents.astype(np.float64)).astype(np.float32)
     if config.factor:
         waves = np.float32(2 * math.pi) / frequencies
         between = (np.float32(config.original) / waves - np.float32(config.low)) / np.float32(config.high - config.low)

@@ -50,9 +50,9 @@ def read_debug_state(path, config, params):
         trailer, n, crc = int(header[8]), int(header[9]), int(header[10:11].view(np.uint32)[0])
         magic, *versions = config.STATES
         if version not in versions or B < 1 or not 1 <= T <= config.maxT or trailer not in (0, 1) or n < 0:
-            raise UserError(f"{path}: version {version}, B={B} T={T}, trailer version {trailer} with {n} losses, expected"
-                            f" version {' or '.join(map(str, versions))}, T of 1 to {config.maxT}, trailer 0 or 1;"
-                            f" {hint}")
+            raise UserError(f"{path}: version {version}, B={B} T={T}, trailer version {trailer} with {n} losses,"
+                            f" expected version {' or '.join(map(str, versions))}, T of 1 to {config.maxT}, trailer 0"
+                            f" or 1; {hint}")
         grads = allocate(params.table)
         tensors = list(tensors_in_file(config, grads, rows_in_file(config, version)))
         gradients = sum(tensor.size for tensor in tensors)
