@@ -54,7 +54,7 @@ class Settings:
     spread: int = batch(0, choices=(0, 1), help="1: each row of a training batch reads from its own part of a shard,"
                         " because consecutive rows are too alike in a small batch")
     seed: int = batch(42, help="random seed of -e dN's weights and --shuffle 1's order (-y 1 keeps the first run's)")
-    steps: int = batch(41, "-x", help="number of updates")
+    steps: int = batch(41, "-x", help="number of updates (of -e dN: at most ten epochs, unless given)")
 
     learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate (of -e dN: 0.0072 / N)")
     warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up (of -e dN: a tenth of -x, at most 100)")
@@ -94,6 +94,8 @@ class Settings:
     FROM_SCRATCH: ClassVar = dict(
         B=16, shuffle=1, spread=1, steps=1000, schedule="cosine", beta2=0.95, weight_decay=0.1, grad_clip=1.0,
         val_every=100, val_batches=20, sample_every=200, sample_tokens=200, final_reports=1, print_every=10)
+
+    most_epochs: ClassVar = 0  # 0: no limit; of -e dN, unless -x is given: beyond ten, it learns a small text by heart
 
     @classmethod
     def from_scratch(cls, depth, given):
@@ -186,6 +188,7 @@ def parse_settings(settings_class, description, argv=None):
     settings = settings_class(**given)
     if (random := re.fullmatch(r"[a-z](\d+)", settings.model)) and not os.path.exists(settings.model):
         settings = settings_class(**{**settings_class.from_scratch(int(random[1]), given), **given})
+        settings.most_epochs = 0 if "steps" in given else 10
     settings.check()
     return settings
 
