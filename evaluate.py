@@ -34,9 +34,10 @@ from llmc.dataloader import find_files, names_shards, open_tokens, validation_na
 from llmc.errors import UserError, run_main
 from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
-from llmc.progress import print_table, progress_bar
+from llmc.progress import print_table
 from llmc.resume import newest_checkpoint, notes_of
 from model import load_model, on_gpu
+from prepro import progress_bar
 from vocabulary import load_vocabulary
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ Not a program: run prepro_text.py, prepro_fineweb.py, prepro_hellaswag.py or one
 
 import argparse
 import collections
+import contextlib
 import hashlib
 import multiprocessing
 import os
 import shlex
+import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,11 +22,25 @@ import numpy as np
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError, import_package
 from llmc.files import chunks, make_directory, open_input, replacing
-from llmc.progress import progress_bar
 from llmc.threads import THREADS
 from vocabulary import reason, save_vocabulary
 
 TIMEOUT_SECONDS = 30  # of silence from the server
+
+
+@contextlib.contextmanager
+def progress_bar(total, what, unit):
+    """Yield advance(count), which moves a progress bar on stderr, if that is a terminal and tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if not tqdm or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B") as bar:
+        yield bar.update
+        bar.total = bar.n  # not all that was expected had to be read
 
 
 def download(url, path, digest, algorithm="md5"):

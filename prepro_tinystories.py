@@ -26,8 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, open_input, replacing
-from llmc.progress import progress_bar
-from prepro import add_processes, check_processes, file_hash, in_processes, make_parser, save_tokens
+from prepro import add_processes, check_processes, file_hash, in_processes, make_parser, progress_bar, save_tokens
 from vocabulary import encode, load_encoding, reason
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"

@@ -28,21 +28,6 @@ def duration(seconds):
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-@contextlib.contextmanager
-def progress_bar(total, what, unit):
-    """Yield advance(count), which moves a progress bar on stderr, if that is a terminal and tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if not tqdm or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B") as bar:
-        yield bar.update
-        bar.total = bar.n  # not all that was expected had to be read
-
-
 class Console:
     """Prints a run's lines, which count updates done, as at the head of train_gpt2.py. On a GPU whose peak is known,
     they also show MFU, the model FLOPs utilization. On a terminal, if tqdm is installed, its bar stays below them."""

@@ -23,7 +23,6 @@ import prepro_tinyshakespeare
 import prepro_tinystories
 from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens
-from llmc.progress import progress_bar
 from llmc.tokenizer import read_tokenizer
 from vocabulary import EOT, encode, load_encoding
 
@@ -70,7 +69,7 @@ def test_a_terminal_shows_a_progress_bar_that_reaches_its_end(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with progress_bar(100, "reading", "B") as advance:
+    with prepro.progress_bar(100, "reading", "B") as advance:
         advance(70)
     assert sys.stderr.getvalue().split("\r")[-1].startswith("reading: 100%")
 
