@@ -1,11 +1,12 @@
 """
-HellaSwag -> GPT-2 tokens: 10,042 contexts with four endings each, for --hellaswag of the trainers and evaluate.py.
+HellaSwag -> tokens: 10,042 contexts with four endings each, for --hellaswag of the trainers and evaluate.py.
 
     python prepro_hellaswag.py                # downloads 12 MB, prints:
         Saved 10042 examples to data/hellaswag_val.bin
 
 The validation set of https://github.com/rowanz/hellaswag in llm.c's layout: each ending is encoded with a leading
-space. --input FILE reads a hellaswag_val.jsonl that you already have, or any file in its format.
+space. --input FILE reads a hellaswag_val.jsonl that you already have, or any file in its format. --vocabulary takes a
+Hugging Face folder's tokens for GPT-2's.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -17,10 +18,10 @@ import os
 import numpy as np
 
 from llmc.errors import UserError, run_main
-from llmc.hellaswag import BEGIN, ENDINGS, HELLASWAG, Example
+from llmc.hellaswag import BEGIN, ENDINGS, HELLASWAG, NUMBERS, Example
 from llmc.files import EXAMPLES_MAGIC, make_directory, make_header, replacing
 from prepro import check_not_written_over, download, read_input
-from vocabulary import encode, load_encoding
+from vocabulary import HFEncoding, encode, load_encoding
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -36,28 +37,30 @@ def parse_line(where, line, encoding):
             raise TypeError("'ctx' or 'endings' that are not text")
         if len(endings) != ENDINGS or str(label) not in map(str, range(ENDINGS)):
             raise ValueError(f"{len(endings)} endings and label {label}")
-        ids = [np.array(encode(encoding, text, disallowed_special=()), np.int32)
-               for text in (context, *(f" {ending}" for ending in endings))]
+        begin = encoding.encode("") if isinstance(encoding, HFEncoding) else []  # the token that begins a text, if any
+        ids = [np.array([*before, *encode(encoding, text, disallowed_special=())], np.int32)
+               for before, text in ((begin, context), *(([], f" {ending}") for ending in endings))]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise UserError(f"{where}: expected a JSON object with a text 'ctx', {ENDINGS} 'endings' and a 'label' of 0 to"
                         f" {ENDINGS - 1}, found: {error!r}") from None
     return Example(ids[0], ids[1:], int(label))
 
 
-def write_examples(path, examples):
-    """Write a list of Examples in the format of llmc/hellaswag.py; raises UserError for what it cannot hold."""
+def write_examples(path, examples, V):
+    """Write a list of Examples in the format of llmc/hellaswag.py, version 2 if V ids do not fit into uint16; raises
+    UserError for what it cannot hold."""
     if not 0 < len(examples) <= MOST:
         raise UserError(f"{path}: {len(examples)} examples, expected 1 to {MOST}")
-    records = []
+    records, dtype = [], NUMBERS[version := 1 if V <= MOST else 2]
     for index, (context, endings, label) in enumerate(examples):
         parts = [part for ids in (context, *endings) for part in ([len(ids)], ids)]
-        size = 2 * (5 + sum(map(len, parts)))
+        size = dtype.itemsize * (5 + sum(map(len, parts)))
         if size > MOST or any(len(ids) == 0 for ids in (context, *endings)):
             raise UserError(f"{path}: example {index} has {size} bytes, expected at most {MOST}, and at least one token"
                             " in its context and in each ending")
-        records.append(np.concatenate([[BEGIN, size, index, label, len(endings)], *parts]).astype("<u2"))
+        records.append(np.concatenate([[BEGIN, size, index, label, len(endings)], *parts]).astype(dtype))
     with replacing(path) as f:
-        f.write(make_header(EXAMPLES_MAGIC, 1, len(records), max(record.nbytes for record in records)))
+        f.write(make_header(EXAMPLES_MAGIC, version, len(records), max(record.nbytes for record in records)))
         for record in records:
             f.write(record)
 
@@ -68,6 +71,7 @@ def main():
     parser.add_argument("--input", metavar="FILE", help="hellaswag_val.jsonl, instead of the download")
     parser.add_argument("--url", default=URL, help="where the download comes from (the SHA-256 is checked)")
     parser.add_argument("--output", metavar="FILE", default=HELLASWAG, help="the file to write")
+    parser.add_argument("--vocabulary", metavar="NAME", default="gpt2", help="gpt2, or a Hugging Face folder")
     args = parser.parse_args()
 
     path = args.input
@@ -75,12 +79,12 @@ def main():
         path = os.path.join(os.path.dirname(args.output), "hellaswag_val.jsonl")
         download(args.url, path, SHA256, "sha256")
     check_not_written_over([path], [args.output])
-    encoding, examples = load_encoding("gpt2"), []
+    encoding, examples = load_encoding(args.vocabulary), []
     for number, line in enumerate(read_input(path).splitlines(), 1):
         if line.strip():
             examples.append(parse_line(f"{path}:{number}", line, encoding))
     make_directory(os.path.dirname(args.output))
-    write_examples(args.output, examples)
+    write_examples(args.output, examples, encoding.n_vocab)
     print(f"Saved {len(examples)} examples to {args.output}")
 
 

@@ -12,7 +12,8 @@ from llmc.files import EXAMPLES_MAGIC, HELLASWAG, open_input, read_header
 
 HELLASWAG_HINT = "make it with: python prepro_hellaswag.py"
 ENDINGS = 4
-BEGIN = 65535  # of a record; never a token id
+BEGIN = 65535  # of a record
+NUMBERS = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # version -> what a file consists of; 2 is this project's
 
 
 class Example(NamedTuple):
@@ -29,10 +30,10 @@ def read_examples(path, V):
         header = read_header(f, EXAMPLES_MAGIC, HELLASWAG_HINT)
         data = f.read()
     version, count = int(header[1]), int(header[2])
-    if version != 1 or count < 1 or len(data) % 2:
-        raise UserError(f"{path}: version {version} with {count} examples in {len(data)} bytes, expected version 1, at"
-                        f" least one example, and 2 bytes a number; {HELLASWAG_HINT}")
-    numbers, examples, end = np.frombuffer(data, "<u2"), [], 0
+    if version not in NUMBERS or count < 1 or len(data) % (2 * version):
+        raise UserError(f"{path}: version {version} with {count} examples in {len(data)} bytes, expected version 1 or"
+                        f" 2, at least one example, and 2 or 4 bytes a number; {HELLASWAG_HINT}")
+    numbers, examples, end = np.frombuffer(data, NUMBERS[version]), [], 0
     for index in range(count):
         begin, parts = end, []
         head, end = numbers[begin : begin + 5].tolist(), begin + 5
@@ -40,13 +41,13 @@ def read_examples(path, V):
             length = int(numbers[end]) if end < len(numbers) else 0
             parts.append(numbers[end + 1 : end + 1 + length])
             end += 1 + length
-        if (head != [BEGIN, 2 * (end - begin), index, *head[3:4], ENDINGS] or head[3] >= ENDINGS
+        if (head != [BEGIN, 2 * version * (end - begin), index, *head[3:4], ENDINGS] or head[3] >= ENDINGS
                 or end > len(numbers) or min(map(len, parts)) == 0):
             raise UserError(f"{path}: record {index} of {count} is damaged; {HELLASWAG_HINT}")
         check_ids(path, np.concatenate(parts), V)
         examples.append(Example(parts[0], parts[1:], head[3]))
     if end != len(numbers):
-        raise UserError(f"{path}: {2 * (len(numbers) - end)} bytes after the last record, expected 0; {HELLASWAG_HINT}")
+        raise UserError(f"{path}: {len(numbers) - end} numbers after the last record, expected 0; {HELLASWAG_HINT}")
     return examples
 
 

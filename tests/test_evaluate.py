@@ -44,7 +44,7 @@ EXAMPLES = make_examples(60)
 @pytest.fixture
 def examples(workplace):
     """Those of data/hellaswag_val.bin, in a directory as conftest's."""
-    write_examples(HELLASWAG, EXAMPLES)
+    write_examples(HELLASWAG, EXAMPLES, SMALL.V)
     return EXAMPLES
 
 
@@ -101,6 +101,14 @@ def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_her
     assert path.read_text() == f"{LINES}{line}\n"
 
 
+def test_a_large_vocabulary_has_32_bits(tmp_path):
+    """The same examples come back."""
+    write_examples(tmp_path / "large.bin", EXAMPLES, 70_000)
+    found = read_examples(tmp_path / "large.bin", SMALL.V)
+    assert [(a.label, a.context.tolist(), *map(list, a.endings)) for a in found] == [
+        (b.label, list(b.context), *map(list, b.endings)) for b in EXAMPLES]
+
+
 def damaged(data):
     """(what is wrong, the file's bytes) of a file with one fault each."""
     def put(position, value, at=1024):
@@ -109,14 +117,14 @@ def damaged(data):
         return bytes(changed)
 
     yield "magic", put(0, 1, 0)
-    yield "version 2", put(2, 2, 0)
+    yield "version 3", put(2, 3, 0)
     yield "with 0 examples", put(4, 0, 0)
     yield "record 60 of 61", put(4, 61, 0)
     for position, value in ((0, 1), (1, 9), (1, 0), (1, 60000), (2, 5), (3, 4), (4, 3), (5, 0), (5, 60000)):
         yield "record 0 of 60", put(position, value)
     yield "token id 300, expected 0 to 256", put(6, 300)
     yield "record 59 of 60", data[:-2]
-    yield "2 bytes a number", data[:-1]
+    yield "2 or 4 bytes a number", data[:-1]
     yield "after the last record", data + b"\0\0"
     yield "1024-byte header", data[:1000]
 
@@ -159,7 +167,7 @@ def trained(request, tmp_path_factory):
         patch.chdir(directory)
         os.mkdir("data")
         write_tokens("data/tiny_shakespeare_val.bin", [text[:600]], 600)
-        write_examples(HELLASWAG, EXAMPLES)
+        write_examples(HELLASWAG, EXAMPLES, SMALL.V)
         write_tokenizer("gpt2_tokenizer.bin", BYTES, 256)
         if request.param == "trained":
             model, settings = make_model(4, 32, 1, SMALL, params), Settings(B=4, T=32)
