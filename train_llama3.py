@@ -75,8 +75,8 @@ class Config:
         multiplier, eps, theta = (float(str(x)) for x in header[256:259].view("<f4"))  # 1e-5, not 9.99999974e-6
         ours = dict(zip(("F", "tied", "HS", "factor", "low", "high", "original"), map(int, header[12:19])))
         if header[19] != 1:
-            multiple = max(1, multiple)
-            F = multiple * -(-int(multiplier * int(8 * C / 3)) // multiple)
+            multiple, F = max(1, multiple), multiplier * int(8 * C / 3)
+            F = multiple * -(-int(F) // multiple) if 0 < F < 2**31 else 0  # 0 is refused
             ours = dict(F=F, tied=0, HS=C // max(1, NH), factor=8 * scaled)
         return cls(maxT, V, L, NH, NKV, C, V, eps=eps, theta=theta, **ours)
 

@@ -1,5 +1,6 @@
 """Llama 3: its layers against finite differences, the model against transformers, files, folders, text."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -366,6 +367,21 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
     asked = theirs.apply_chat_template([{"role": "user", "content": "the cat"}], add_generation_prompt=True)
     assert json.loads(done.stdout)["prompt_ids"] == list(asked["input_ids"])
     assert_one_line_error(run_here(generate, "run", "--chat", "--prompt", "a", check=False), "--chat", "template")
+
+
+def test_damaged_headers(tmp_path):
+    """One line, or a model: no other error, and nothing large is allocated."""
+    path, rng = tmp_path / "model.bin", np.random.default_rng(5)
+    write_model(path, CONFIG, random_case(CONFIG)[1])
+    data = path.read_bytes()
+    extremes = [0, 1, -1, 2, 3, 255, 2**16, 2**30, 2**31 - 1, -(2**31), 0x7FC00000, 0x7F800000, 0x3F800000]
+    for _ in range(300):
+        header = np.frombuffer(data[:2048], "<i4").copy()
+        slots = rng.choice([*range(1, 21), 256, 257, 258], 2, replace=False)
+        header[slots] = rng.choice(extremes, 2)
+        (tmp_path / "x.bin").write_bytes(header.tobytes() + data[2048:])
+        with contextlib.suppress(UserError):
+            read_model(tmp_path / "x.bin", t.Llama3)
 
 
 def test_a_debug_state(workplace, run_here):
