@@ -112,9 +112,16 @@ class Chat:
         whole = self.template.render(messages=self.messages, add_generation_prompt=True, **self.names)
         return self.vocabulary.encode(whole, begin=False)
 
-    def answered(self, ids):
-        kept = [id for id in ids if id not in self.vocabulary.stops]
-        self.messages.append({"role": "assistant", "content": self.vocabulary.decode(kept).strip()})
+    def listen(self, steps):
+        """Yield the same steps, and remember what the first sample answers, as far as it came."""
+        answer = []
+        try:
+            for ids, logprobs in steps:
+                answer.append(int(ids[0]))
+                yield ids, logprobs
+        finally:
+            kept = [id for id in until(self.vocabulary.stops, answer) if id not in self.vocabulary.stops]
+            self.messages.append({"role": "assistant", "content": self.vocabulary.decode(kept).strip()})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,17 +174,12 @@ def run_prompt(decoder, prompt, tokenizer, args, randoms, V, chat=None):
     stops = () if args.ignore_eot else tokenizer.stops if tokenizer else {eot}
     choice = Choice(args.temperature, args.top_k, args.top_p)
     steps = until_all_stop(decoder.draw(ids, args.tokens, randoms, choice, want_logprobs=args.json), stops)
+    steps = chat.listen(steps) if chat else steps
     shown = [] if prompt is None else ids[0].tolist()
     typed = args.interactive and sys.stdin.isatty()  # so the terminal shows the prompt already
     printed = [] if typed or chat else shown
     if args.samples == 1 and not args.json:
-        answer = []
-        try:
-            drawn = (answer.append(int(new[0])) or answer[-1] for new, _ in steps)
-            write(itertools.chain(printed, until(stops, drawn)), tokenizer, stops)
-        finally:
-            if chat:
-                chat.answered(answer)
+        write(itertools.chain(printed, until(stops, (int(new[0]) for new, _ in steps))), tokenizer, stops)
         return
     drawn = []
     try:

@@ -13,8 +13,7 @@ which other pages share, are in llmc/. test_gpt2.py compares this file with PyTo
 
 Names, here and everywhere: B batch size, T sequence length, C channels, NH heads, HS = C / NH head size, L layers,
 V vocabulary size, Vp the same padded to a multiple of 128, maxT longest sequence, OC output channels; b t h c l are
-their indices; N is a number of rows or of elements. `dx` is the gradient of the loss with respect to x. Comments give
-a tensor's shape where it first appears.
+their indices; N is a number of rows or of elements. `dx` is the gradient of the loss with respect to x.
 
 Layers are functions: outputs first, then saved statistics, inputs, weights, sizes. Each says which outputs it writes
 (=) and which it adds to (+=). Its CUDA kernel has the same name and arguments: the function is the specification.
@@ -115,9 +114,8 @@ def random_model(name, V, seed=42, maxT=1024):
     """Return (config, params) of an untrained SIZES[name], or None if `name` is not in SIZES."""
     if name not in SIZES:
         return None
-    L, NH, C = SIZES[name]
-    config = Config(maxT, V, L, NH, C, padded(V))
-    return config, random_params(parameter_table(config), V, L, seed)
+    config = Config(maxT, V, *SIZES[name], padded(V))
+    return config, random_params(parameter_table(config), V, config.L, seed)
 
 
 def random_params(table, V, L, seed):
@@ -202,15 +200,17 @@ def decode_table(config, B, T, context):
 
 
 def encoder_forward(out, inp, wte, wpe, B, T, C):
-    """out (B,T,C) = wte[inp] + wpe. inp (B,T) holds token ids, all below V (checked when they were read)."""
+    """out (B,T,C) = wte[inp] + wpe (None: no positions). inp (B,T): ids, all below V (checked when they were read)."""
     np.take(wte, inp, axis=0, out=out, mode="clip")  # the mode that needs no buffered copy of `out`
-    out += wpe[:T]
+    if wpe is not None:
+        out += wpe[:T]
 
 
 def encoder_backward(dwte, dwpe, dout, inp, B, T, C):
-    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch (0 beyond T)."""
-    np.add.reduce(dout, axis=0, out=dwpe[:T])  # out += wpe
-    dwpe[T:] = 0.0
+    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch (0 beyond T; or None)."""
+    if dwpe is not None:
+        np.add.reduce(dout, axis=0, out=dwpe[:T])  # out += wpe
+        dwpe[T:] = 0.0
     order = np.argsort(inp, axis=None, kind="stable")  # out = wte[inp]: equal tokens side by side, in a fixed order
     tokens = inp.reshape(-1)[order]
     firsts = np.flatnonzero(np.diff(tokens, prepend=-1))

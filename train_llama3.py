@@ -28,8 +28,9 @@ from llmc.files import LLAMA_MAGIC, make_header
 from llmc.settings import Settings, with_default
 from llmc.tensors import Row, layer, views
 from llmc.threads import BLOCK, parallel_blocks
-from train_gpt2 import (GPT2, Decoder, attention_block, causal_mask, crossentropy_softmax_backward, main,
-                        matmul_backward, matmul_few_rows, matmul_forward, random_params, residual_forward)
+from train_gpt2 import (GPT2, Decoder, attention_block, causal_mask, crossentropy_softmax_backward, encoder_backward,
+                        encoder_forward, main, matmul_backward, matmul_few_rows, matmul_forward, random_params,
+                        residual_forward)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout
@@ -199,19 +200,6 @@ def decode_table(config, B, T, context):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layers
-
-
-def embedding_forward(out, inp, wte):
-    """out (B,T,C) = wte[inp]."""
-    np.take(wte, inp, axis=0, out=out, mode="clip")
-
-
-def embedding_backward(dwte, dout, inp, B, T, C):
-    """dwte += the sum of dout over the positions of each token."""
-    order = np.argsort(inp, axis=None, kind="stable")  # equal tokens side by side, in a fixed order
-    tokens = inp.reshape(-1)[order]
-    firsts = np.flatnonzero(np.diff(tokens, prepend=-1))
-    dwte[tokens[firsts]] += np.add.reduceat(dout.reshape(B * T, C)[order], firsts, axis=0)
 
 
 def rmsnorm_forward(out, rstd, inp, weight, eps, B, T, C):
@@ -395,7 +383,7 @@ def forward_layers(acts, params, config, inputs, rope, attend, matmul):
     """Token ids (B, T), whose positions have the rows of rope, (cos, sin), -> acts.lnf (B, T, C), as GPT-2's."""
     (B, T), N = inputs.shape, inputs.size
     NH, NKV, HS, C, Q, F, eps = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "eps"))
-    embedding_forward(acts.encoded, inputs, params.wte)
+    encoder_forward(acts.encoded, inputs, params.wte, None, B, T, C)
     residual = acts.encoded
     for l in range(config.L):
         p, a = layer(params, l), layer(acts, l)
@@ -414,6 +402,11 @@ def forward_layers(acts, params, config, inputs, rope, attend, matmul):
     rmsnorm_forward(acts.lnf, acts.lnf_rstd, residual, params.lnfw, eps, B, T, C)
 
 
+def classifier_weight(config, tensors):
+    """The classifier's weight, or its gradient, (V, C)."""
+    return (tensors.wte if config.tied else tensors.lm_head)[: config.V]
+
+
 @dataclasses.dataclass
 class LlamaSettings(Settings):
     """GPT-2's, with another model to start from."""
@@ -430,8 +423,7 @@ class Llama3(GPT2):
     activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
 
     def head(self, tensors):
-        """The classifier's weight, or its gradient, (V, C)."""
-        return (tensors.wte if self.config.tied else tensors.lm_head)[: self.config.V]
+        return classifier_weight(self.config, tensors)
 
     def trunk(self, inputs):
         """Token ids (B, T) -> acts.lnf (B, T, C): all but the classifier."""
@@ -472,7 +464,7 @@ class Llama3(GPT2):
             rope_backward(s.dqkv, cos, sin, B, T, NH + NKV, HS)
             matmul_backward(s.dbranch, g.qkvw, None, s.dqkv, a.ln1, p.qkvw, B, T, C, Q + 2 * config.K)
             rmsnorm_backward(s.dresidual, g.ln1w, s.dbranch, residual, p.ln1w, a.ln1_rstd, B, T, C)
-        embedding_backward(grads.wte, s.dresidual, self.inputs, B, T, C)  # adds to the classifier's part, if tied
+        encoder_backward(grads.wte, None, s.dresidual, self.inputs, B, T, C)  # adds to the classifier's part, if tied
 
 
 class LlamaDecoder(Decoder):
@@ -490,7 +482,7 @@ class LlamaDecoder(Decoder):
                               self.cache.values[l, :B], position)
 
         forward_layers(acts, params, config, tokens, rope, attend, matmul_few_rows)
-        head = (params.wte if config.tied else params.lm_head)[: config.V]
+        head = classifier_weight(config, params)
         matmul_few_rows(acts.logits, acts.lnf[:, -1].copy(), head, None, B, 1, config.C, config.V)
         return acts.logits
 

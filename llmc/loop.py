@@ -57,9 +57,7 @@ class Loop:
             self.examples = load_hellaswag(settings, self.config)
         if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
             keep_tokenizer(settings.output_dir, self.tokenizer)
-        if settings.most_epochs:
-            epoch = max(1, self.train_loader.batches_per_epoch // settings.micro_steps)
-            settings.steps = min(settings.steps, settings.most_epochs * epoch)
+        settings.fit_to_text(self.train_loader.batches_per_epoch // settings.micro_steps)
         print_changed_settings(settings)
         self.settings = resolve(settings) if resolve else settings
         if self.settings.steps == 0:  # one epoch

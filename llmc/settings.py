@@ -95,7 +95,15 @@ class Settings:
         B=16, shuffle=1, spread=1, steps=1000, schedule="cosine", beta2=0.95, weight_decay=0.1, grad_clip=1.0,
         val_every=100, val_batches=20, sample_every=200, sample_tokens=200, final_reports=1, print_every=10)
 
-    most_epochs: ClassVar = 0  # 0: no limit; of -e dN, unless -x is given: beyond ten, it learns a small text by heart
+    given: ClassVar = None  # of a run of from_scratch: the fields that the command line sets
+
+    def fit_to_text(self, updates):
+        """Of from_scratch, unless -x is given: at most ten epochs of `updates`, beyond which a small text is learnt by
+        heart; the warm-up follows."""
+        if self.given is not None and "steps" not in self.given:
+            self.steps = min(self.steps, 10 * max(1, updates))
+            if "warmup_steps" not in self.given:
+                self.warmup_steps = min(self.warmup_steps, self.steps // 10)
 
     @classmethod
     def from_scratch(cls, depth, given):
@@ -188,7 +196,7 @@ def parse_settings(settings_class, description, argv=None):
     settings = settings_class(**given)
     if (random := re.fullmatch(r"[a-z](\d+)", settings.model)) and not os.path.exists(settings.model):
         settings = settings_class(**{**settings_class.from_scratch(int(random[1]), given), **given})
-        settings.most_epochs = 0 if "steps" in given else 10
+        settings.given = frozenset(given)
     settings.check()
     return settings
 

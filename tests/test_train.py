@@ -138,11 +138,13 @@ def test_verbose(workplace, train):
                                            "gradients of activations"]
 
 
-@pytest.mark.parametrize("flags, steps", (((), 70), (("-x", 3), 3)))
-def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, flags, steps):
+@pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
+def test_a_small_text_is_not_learnt_by_heart(workplace, run_here, flags, steps, warmup):
     """Of random weights: ten epochs of seven batches, unless -x says more."""
     done = run_here(train_gpt2, "-e", "d2", "-b", 7, "-t", 80, "-s", 0, "-v", 0, "--final_reports", 0, *flags)
-    assert f"\nrun       {steps} steps of 560 tokens" in done.stdout and f"steps={steps}" in done.stdout
+    assert f"\nrun       {steps} steps of 560 tokens" in done.stdout
+    assert f" steps={steps} " in " ".join(done.stdout.split())
+    assert f"warmup_steps={warmup} " in done.stdout or not warmup
 
 
 def test_the_memory_plan_is_what_the_model_allocates():
