@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import warnings
 
 import numpy as np
@@ -35,7 +36,7 @@ from llmc.errors import UserError, run_main
 from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
-from llmc.resume import newest_checkpoint, notes_of
+from llmc.resume import model_file, newest_checkpoint, notes_of
 from model import load_model, on_gpu
 from prepro import progress_bar
 from vocabulary import load_vocabulary
@@ -216,6 +217,8 @@ def parse_arguments():
 
 def data_of_run(model):
     """Return the validation data of a run, which its newest checkpoint names; raises UserError if there is none."""
+    if not os.path.lexists(model):
+        model_file(model)  # says so
     step = newest_checkpoint(model)
     with notes_of(model, step) if step is not None else contextlib.nullcontext({}) as notes:
         if "data" in notes:

@@ -39,9 +39,9 @@ class HFEncoding:
         """path: of a folder's tokenizer.json. eot_token, which separates documents, is the token that begins a text or,
         in vocabularies without one, that ends it (`eot`, if no config.json says which). Raises UserError for a file
         that cannot be read, or if nothing says how a text ends."""
-        tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
-        with open_input(path, "expected a Hugging Face folder with a tokenizer.json") as f:
+        with open_input(path, "expected gpt2, bytes, chars or a Hugging Face folder with a tokenizer.json") as f:
             text = f.read().decode(errors="replace")
+        tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
         try:
             self.backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package raises nothing narrower

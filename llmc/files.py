@@ -14,7 +14,7 @@ from llmc.errors import UserError
 MODEL_MAGIC, LLAMA_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240803, 20240327, 20240328
 TOKENS_MAGIC, TOKENS32_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240801, 20240522, 20240527
 KINDS = {
-    MODEL_MAGIC: "model checkpoint", LLAMA_MAGIC: "Llama 3 checkpoint", STATE_MAGIC: "debug state",
+    MODEL_MAGIC: "model checkpoint", LLAMA_MAGIC: "Llama 3 checkpoint of train_llama3.py", STATE_MAGIC: "debug state",
     TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file", TOKENS32_MAGIC: "token file",
     EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "optimizer state",
 }  # fmt: skip

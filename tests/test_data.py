@@ -241,6 +241,7 @@ TEXT = b"Some words.\n" * 1000
     ("d.jsonl", b'{"text": "a"}\n', ("d.jsonl:1", "'story'"), ("--field", "story")),
     ("e.txt", TEXT, ("--val_fraction 2.0",), ("--val_fraction", 2)),
     ("f.txt", TEXT, ("--processes 0",), ("--processes", 0)),
+    ("f.txt", TEXT, ("char/tokenizer.json: no such file", "gpt2, bytes, chars or"), ("--vocabulary", "char")),
     ("h.txt", TEXT, ("h.txt", "directory"), ("--output", "h.txt/x")),
     ("i.txt", TEXT, ("--shard_tokens 0",), ("--shard_tokens", 0)),
     ("j_train.bin", TEXT, ("j_train.bin", "another --output"), ("--output", "j", "--vocabulary", "bytes")),

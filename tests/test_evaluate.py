@@ -303,6 +303,7 @@ def test_several_files_and_their_first_tokens(examples, run_here):
     (("--data", "none*.bin"), ("none*.bin", "no file matches")),
     (("--data", "data/one.bin"), ("one.bin: 1 tokens", "at least 2")),
     (("--data", "data/large.bin"), ("token id 500", "expected 0 to 256")),
+    (("nowhere.bin",), ("nowhere.bin: no such file",)),
     (("--hellaswag", "none.bin"), ("none.bin", "python prepro_hellaswag.py")),
     (("--hellaswag", "data/one.bin"), ("one.bin", "file of evaluation examples")),
     (("--hellaswag", HELLASWAG, "--context", 20), (HELLASWAG, "sequence of 20", "--context 28 or more")),
