@@ -54,7 +54,7 @@ from llmc.files import make_directory, open_input, replacing
 from llmc.resume import model_file
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
-from llmc.tokenizer import read_tokenizer
+from llmc.tokenizer import FOLDER_FILES, read_tokenizer
 import llama_hf
 from prepro import read_input
 from model import load_model as load_any
@@ -333,12 +333,9 @@ def write_hf_folder(model, folder):
     if os.path.lexists(vocabulary):
         tokenizer = read_tokenizer(vocabulary)
         tokenizer_files = our_tokenizer_files(config, tokenizer) | {"tokenizer.bin": read_input(vocabulary)}
-        encodes = f"{vocabulary.removesuffix('.bin')}.json"
-        if "tokenizer.json" not in tokenizer_files and os.path.exists(encodes):  # of the folder that the run began with
-            end = tokenizer.tokens[tokenizer.eot].decode(errors="replace")
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-            tokenizer_files |= {"tokenizer.json": read_input(encodes),
-                                "tokenizer_config.json": json.dumps(settings, indent=2).encode()}
+        if "tokenizer.json" not in tokenizer_files:  # that of the folder that the run began with
+            beside = {name: os.path.join(os.path.dirname(vocabulary), name) for name in FOLDER_FILES}
+            tokenizer_files |= {name: read_input(path) for name, path in beside.items() if os.path.exists(path)}
     elif config.V == VOCABULARIES["bytes"]:
         tokenizer = as_vocabulary(load_encoding("bytes"))
         tokenizer_files = our_tokenizer_files(config, tokenizer)
@@ -356,7 +353,8 @@ def write_hf_folder(model, folder):
         raise UserError(f"{folder}: has another vocabulary's {', '.join(others)}: remove that, or name another folder")
     make_directory(folder)
     eot = end_of_text(tokenizer, config.V)
-    hf = llama_hf.hf_config(config, eot, eot) if architecture is Llama3 else {
+    ends = json.loads(tokenizer_files.get("generation_config.json", "{}")).get("eos_token_id", eot)
+    hf = llama_hf.hf_config(config, eot, ends) if architecture is Llama3 else {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
         "n_positions": config.maxT, "n_ctx": config.maxT, "vocab_size": config.V, "n_layer": config.L,
         "n_head": config.NH, "n_embd": config.C, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,

@@ -72,15 +72,15 @@ def prompt_ids(prompt, tokenizer, V):
 class Chat:
     """A conversation with a chat model, in the words of its folder's template."""
 
-    def __init__(self, folder, tokenizer):
-        """Raises UserError for a folder without a template, or a template that is not valid."""
+    def __init__(self, model, tokenizer):
+        """Raises UserError for a model whose vocabulary is not from a folder with a template that is valid."""
         if tokenizer is None or tokenizer.folder is None:
-            raise UserError(f"--chat: {folder} is no Hugging Face folder with a tokenizer.json")
+            raise UserError(f"--chat: {model} has no tokenizer.json, which a Hugging Face folder has")
         self.vocabulary, self.messages, self.names = tokenizer.folder, [], {}
         try:
-            with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as f:
+            with open(f"{tokenizer.folder.prefix}tokenizer_config.json", encoding="utf-8") as f:
                 settings = json.load(f)
-            beside = os.path.join(folder, "chat_template.jinja")
+            beside = f"{tokenizer.folder.prefix}chat_template.jinja"
             if os.path.exists(beside):
                 with open(beside, encoding="utf-8") as f:
                     settings["chat_template"] = f.read()
@@ -89,7 +89,7 @@ class Chat:
                 self.names[name] = token["content"] if isinstance(token, dict) else token
             self.template = self.environment().from_string(settings["chat_template"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"--chat: {folder} has no chat template in tokenizer_config.json ({error!r})") from None
+            raise UserError(f"--chat: {model} has no chat template in tokenizer_config.json ({error!r})") from None
 
     @staticmethod
     def environment():
@@ -222,8 +222,8 @@ def parse_arguments():
     group.add_argument("--interactive", action="store_true",
                        help="each line of standard input is a prompt; Ctrl-C ends an answer, Ctrl-D the program")
     parser.add_argument("--chat", action="store_true",
-                        help="prompts are what a user says to a chat model, a Hugging Face folder with a chat template;"
-                        " with --interactive, a conversation")
+                        help="prompts are what a user says to a chat model, from a Hugging Face folder with a chat"
+                        " template; with --interactive, a conversation")
     parser.add_argument("--tokens", type=int, metavar="N", default=100, help="generate at most N tokens per sample")
     parser.add_argument("--samples", type=int, metavar="N", default=1, help="number of samples")
     parser.add_argument("--temperature", type=float, metavar="X", default=1.0,

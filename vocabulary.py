@@ -10,10 +10,11 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from llmc.errors import UserError, import_package
 from llmc.files import open_input, replacing
-from llmc.tokenizer import Tokenizer, read_tokenizer, write_tokenizer
+from llmc.tokenizer import FOLDER_FILES, Tokenizer, read_tokenizer, write_tokenizer
 
 EOT = "<|endoftext|>"
 KNOWN = {50257: "gpt2", 257: "bytes"}  # V -> the vocabulary, where no file says it
@@ -48,9 +49,10 @@ class HFEncoding:
             raise UserError(f"{path}: cannot be read ({error})") from None
         folder = os.path.dirname(os.path.abspath(path))
         self.path, self.name, self.n_vocab = path, os.path.basename(folder), self.backend.get_vocab_size()
+        self.prefix = os.fspath(path).removesuffix("tokenizer.json")  # of the folder's other files
         self.special = {id for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
         self.byte_level = "ByteLevel" in str(self.backend.decoder)
-        begin, ends = self.backend.encode("").ids, end_ids(folder) or [eot]
+        begin, ends = self.backend.encode("").ids, end_ids(self.prefix) or [eot]
         if not begin and ends == [None]:
             raise UserError(f"{path}: no config.json beside it says which token ends a text")
         self.eot_token, self.stops = (begin or ends)[0], {*begin, *ends}
@@ -74,11 +76,11 @@ class HFEncoding:
         return b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace")
 
 
-def end_ids(folder):
-    """The ids that end a text of a Hugging Face folder's model."""
+def end_ids(prefix):
+    """The ids that end a text of a Hugging Face folder's model. prefix: of its files' paths."""
     for name in ("generation_config.json", "config.json"):
         try:
-            with open(os.path.join(folder, name), encoding="utf-8") as f:
+            with open(prefix + name, encoding="utf-8") as f:
                 found = json.load(f).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
@@ -146,9 +148,17 @@ def encode(encoding, text, **options):
 def save_vocabulary(path, encoding, version=2):
     """Write an encoding as llm.c's tokenizer file."""
     write_tokenizer(path, tokens_of(encoding), encoding.eot_token, version)
-    if isinstance(encoding, HFEncoding):  # which can encode, too
-        with open(encoding.path, "rb") as f, replacing(f"{path.removesuffix('.bin')}.json") as copy:
-            copy.write(f.read())
+    if isinstance(encoding, HFEncoding):  # whose files can encode, too, and chat
+        for name, data in folder_files(encoding).items():
+            with replacing(path.removesuffix("tokenizer.bin") + name) as f:
+                f.write(data)
+
+
+def folder_files(encoding):
+    """{name: content} of the FOLDER_FILES of an HFEncoding; the tokens that end a text may be config.json's."""
+    found = {"generation_config.json": json.dumps({"eos_token_id": end_ids(encoding.prefix)}).encode()}
+    paths = {name: Path(encoding.prefix + name) for name in FOLDER_FILES}
+    return found | {name: path.read_bytes() for name, path in paths.items() if path.exists()}
 
 
 def tokens_of(encoding):
@@ -214,7 +224,8 @@ class Vocabulary(Tokenizer):
 def as_vocabulary(encoding):
     """Return the Vocabulary of an encoding."""
     folder = encoding if isinstance(encoding, HFEncoding) else None
-    return Vocabulary(tokens_of(encoding), encoding.eot_token, folder=folder)
+    path = f"{folder.prefix}tokenizer.bin" if folder else ""  # which would be beside its files
+    return Vocabulary(tokens_of(encoding), encoding.eot_token, path, folder)
 
 
 def load_vocabulary(model, V, path=None):
@@ -232,7 +243,7 @@ def load_vocabulary(model, V, path=None):
         found = read_tokenizer(path)
         if len(found.tokens) != V:
             raise UserError(f"{path}: {len(found.tokens)} tokens, but the model has V={V}: pass --tokenizer FILE")
-        encodes, folder = f"{os.fspath(path).removesuffix('.bin')}.json", None
+        encodes, folder = f"{os.fspath(path).removesuffix('tokenizer.bin')}tokenizer.json", None
         plain = all(len(token) <= 4 for id, token in enumerate(found.tokens) if id != found.eot)  # bytes or characters
         if V not in KNOWN and not plain and os.path.exists(encodes):
             folder = HFEncoding(encodes, found.eot)

@@ -107,8 +107,7 @@ def read_start(settings, first_step, tokenizer, architecture):
     """Return (config, params, their file or -e's name) of the model that a run begins with: of its checkpoint at
     first_step or, if that is None, of -e. Raises UserError if T or the tokenizer does not fit the model.
     A model with random weights, like d12, has the vocabulary size of the tokenizer or, without one, of GPT-2, and the
-    run's T as its maxT: positions beyond it would never be trained.
-    """
+    run's T as its maxT: positions beyond it would never be trained."""
     V, start, made = len(tokenizer.tokens) if tokenizer else 50257, settings.model, None
     if first_step is not None:
         start, _, marker = checkpoint_paths(settings.output_dir, first_step)

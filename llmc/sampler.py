@@ -87,8 +87,7 @@ def draw(decoder, prompt, count, randoms, choice, want_logprobs=False):
     """Draw `count` tokens after prompt (1, T) int32, in one sequence for each of `randoms`. Yields, for each position,
     the ids (B,) int32, and their log-probabilities (B,) under the model or None.
     decoder: logits(tokens (B, t), position of the first) -> logits (B, V) of the next token. Beyond its T positions, it
-    starts over from the last T/2 tokens.
-    """
+    starts over from the last T/2 tokens."""
     B, T = len(randoms), prompt.shape[1]
     tokens = np.empty((B, T + count), np.int32)
     tokens[:, :T] = prompt

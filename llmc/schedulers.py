@@ -6,8 +6,7 @@ import math
 def learning_rate_at(settings, step):
     """The learning rate of update `step` (from 0): linear warm-up, then the schedule, to final_fraction of the peak.
     wsd (warm-up, stable, decay) holds the peak, then falls by 1 - sqrt over the last fifth;
-    Hägele et al. 2024, https://arxiv.org/abs/2405.18392
-    """
+    Hägele et al. 2024, https://arxiv.org/abs/2405.18392"""
     peak, warmup, total = settings.learning_rate, settings.warmup_steps, settings.steps
     if step < warmup:
         return peak * (step + 1) / warmup

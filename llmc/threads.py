@@ -13,8 +13,7 @@ def configure_openblas():
     OpenBLAS's threads spin for 26 ms after a matmul before they sleep, on cores that the element-wise loops after it
     need. 2^12 cycles is enough to catch the next matmul of a series.
     OpenBLAS picks its kernels by CPU model, and an unknown one (AMD's Zen 4 and 5, for instance) gets Haswell's: AVX2,
-    half the speed. The SkylakeX kernels are AVX-512, for any CPU that has all the instructions they use.
-    """
+    half the speed. The SkylakeX kernels are AVX-512, for any CPU that has all the instructions they use."""
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "12")
     if "OPENBLAS_CORETYPE" in os.environ or platform.machine() != "x86_64" or not os.path.exists("/proc/cpuinfo"):
         return

@@ -10,6 +10,8 @@ from llmc.dataloader import tokenizer_beside
 from llmc.errors import UserError
 from llmc.files import EXPORT, TOKENIZER_MAGIC, make_header, open_input, read_header, replacing
 
+FOLDER_FILES = "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+
 
 @dataclasses.dataclass
 class Tokenizer:
@@ -56,9 +58,9 @@ def keep_tokenizer(directory, tokenizer):
     path = os.path.join(directory, "tokenizer.bin")
     if not os.path.lexists(path):
         write_tokenizer(path, tokenizer.tokens, tokenizer.eot)
-        encodes = f"{os.fspath(tokenizer.path).removesuffix('.bin')}.json"  # beside the tokens of a Hugging Face folder
-        if os.path.exists(encodes):
-            shutil.copyfile(encodes, f"{path.removesuffix('.bin')}.json")
+        for name in FOLDER_FILES if tokenizer.path else ():
+            if os.path.exists(source := os.fspath(tokenizer.path).removesuffix("tokenizer.bin") + name):
+                shutil.copyfile(source, os.path.join(directory, name))
     elif (found := read_tokenizer(path)).tokens != tokenizer.tokens or found.eot != tokenizer.eot:
         raise UserError(f"{path}: is another vocabulary than {tokenizer.path}: choose another -o")
 

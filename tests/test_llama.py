@@ -365,7 +365,11 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
     theirs = AutoTokenizer.from_pretrained(path)
     asked = theirs.apply_chat_template([{"role": "user", "content": "the cat"}], add_generation_prompt=True)
     assert json.loads(done.stdout)["prompt_ids"] == list(asked["input_ids"])
-    assert_one_line_error(run_here(generate, "run", "--chat", "--prompt", "a", check=False), "--chat", "template")
+    for model in ("run", "again"):  # what a chat needs goes along
+        again = run_here(generate, model, "--chat", "--prompt", "the cat", "--tokens", 5, "--json", "--device", "cpu")
+        assert json.loads(again.stdout)["prompt_ids"] == json.loads(done.stdout)["prompt_ids"]
+        assert vocabulary.load_vocabulary(model, V).stops == {0}
+    assert json.loads((workplace / "again" / "config.json").read_text())["eos_token_id"] == 0
 
 
 def test_damaged_headers(tmp_path):
