@@ -57,7 +57,7 @@ test-124M: $(ENVIRONMENT)
 bench: $(ENVIRONMENT)
 	$(PYTHON) dev/bench.py $(if $(GPU),gpu --readme,cpu)
 
-# On a GPU. check: one batch, compared with train_gpt2.py; profile: where the time of a step goes. Another model:
+# On a GPU. check: one batch, compared with NumPy; profile: where the time of a step goes. Another model, MODEL=l4 too:
 # make profile MODEL=gpt2_d12.bin ARGS="-b 64"
 check profile: $(ENVIRONMENT)
 	$(PYTHON) dev/$@_gpu.py -e $(MODEL) $(ARGS)

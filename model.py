@@ -6,30 +6,44 @@ A model from Python, on the CPU or a GPU: its loss, text from it, a training ste
     print(model.loss("A sentence."), model.generate("The ", tokens=40))
 """
 
-import importlib.util
+import importlib
 import os
+import re
 
 import numpy as np
 
 from llmc.checkpoint import read_model, write_model
 from llmc.errors import UserError
-from llmc.files import LLAMA_MAGIC, MODEL_MAGIC, export_hint, make_directory, open_input
+from llmc.files import export_hint, make_directory, open_input
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, draw, end_of_text
 from llmc.tokenizer import keep_tokenizer
+from train_gpt2 import GPT2
+from train_llama3 import Llama3
 from vocabulary import load_vocabulary
 
-PAGES = {  # a checkpoint's magic number -> module and class of its page
-    MODEL_MAGIC: ("train_gpt2", "GPT2"), LLAMA_MAGIC: ("train_llama3", "Llama3"),
-}  # fmt: skip
+PAGES = GPT2, Llama3
+
+
+def architecture_of(model):
+    """The class of the page for -e's or --model's value, by a name of random weights, a Hugging Face folder's
+    configuration or the magic number of a .bin file, the newest of a run's directory."""
+    for page in PAGES:
+        if model in page.SIZES:
+            return page
+    config = os.path.join(model, "config.json")
+    if os.path.exists(config):
+        with open_input(config, export_hint(model)) as f:
+            return Llama3 if re.search(rb'"model_type":\s*"(llama|mistral)"', f.read()) else GPT2
+    path = model_file(model)
+    with open_input(path, export_hint(path)) as f:
+        magic = int.from_bytes(f.read(4), "little")
+    return next((page for page in PAGES if page.MAGIC == magic), GPT2)  # which refuses a file of another kind
 
 
 def on_gpu(architecture):
-    """The class of the page for GPUs; raises UserError if there is none."""
-    page = f"{architecture.__module__}_cuda"
-    if not importlib.util.find_spec(page):
-        raise UserError(f"{architecture.TITLE} runs on the CPU only")
-    return getattr(importlib.import_module(page), architecture.__name__)
+    """The class of the page for GPUs."""
+    return getattr(importlib.import_module(f"{architecture.__module__}_cuda"), architecture.__name__)
 
 
 def load_model(path):
@@ -39,10 +53,7 @@ def load_model(path):
 
         return read_hf_folder(path)
     path = model_file(path)
-    with open_input(path, export_hint(path)) as f:
-        magic = int.from_bytes(f.read(4), "little")
-    module, name = PAGES.get(magic, PAGES[MODEL_MAGIC])  # GPT-2's refuses a file of another kind
-    architecture = getattr(importlib.import_module(module), name)
+    architecture = architecture_of(path)
     return architecture, *read_model(path, architecture)
 
 

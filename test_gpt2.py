@@ -2,6 +2,7 @@
 Parity with PyTorch, tensor by tensor: is the hand-written backward pass right to the last digits?
 
     python test_gpt2.py                       # gpt2_124M.bin and its debug state; --model llama3_l4.bin: of Llama 3
+    python test_gpt2.py --backend cuda-bf16   # of the page for GPUs; BACKENDS has more
     pytest test_gpt2.py                       # random small models, made on the spot
     pytest test_gpt2.py -m large              # random GPT-2 124M
 
@@ -59,8 +60,8 @@ from llmc.gpu.precision import Precision
 from llmc.settings import Settings
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from llmc.gpu.trainer import Trainer, open_device, open_trainer
-from model import load_model
-from train_gpt2 import GPT2, random_model
+from model import architecture_of, load_model, on_gpu
+from train_gpt2 import GPT2, random_model, random_params
 from train_llama3 import Llama3
 
 FACTOR, NORM_FACTOR = 6.0, 2.8
@@ -112,15 +113,15 @@ class NumpyRun:
 
 
 class CudaRun:
-    """train_gpt2_cuda.py on one batch."""
+    """train_gpt2_cuda.py, or train_llama3_cuda.py, on one batch."""
 
     def __init__(self, config, params, x, y, settings, dtype="float32", tf32=1, arch="native", matmul="auto"):
-        (B, T), gpu = x.shape, open_gpu(arch)
+        (B, T), gpu, architecture = x.shape, open_gpu(arch), on_gpu(model_of(config))
         self.x, self.y = x, y
-        settings = cuda.CudaSettings(B=B, T=T, steps=STEPS, dtype=dtype, tf32=tf32, matmul=matmul, **settings)
-        self.settings = cuda.resolve_auto(settings, gpu.arch)
+        settings = architecture.Settings(B=B, T=T, steps=STEPS, dtype=dtype, tf32=tf32, matmul=matmul, **settings)
+        self.settings = architecture.resolve_auto(settings, gpu.arch)
         with contextlib.redirect_stdout(io.StringIO()):  # hide the report of allocations
-            self.trainer = open_trainer(cuda.GPT2, gpu, config, params, self.settings)
+            self.trainer = open_trainer(architecture, gpu, config, params, self.settings)
             self.trainer.prepare()
 
     def logits(self):
@@ -364,14 +365,23 @@ def judge_debug_state(yardstick, state):
     return all(error <= 2 * yardstick.allowed[place][0] for place, error in errors.items())
 
 
-def write_pair(directory, depth, vocabulary, B, T, steps=STEPS):
+def untied_llama():
+    """(config, params): its classifier has a weight of its own, its heads more channels than the residual stream."""
+    config = Llama3.Config(64, 250, 2, 6, 2, 96, 256, 200, 32, tied=0, factor=8, original=16)
+    return config, random_params(Llama3.parameter_table(config), config.V, config.L, seed=42)
+
+
+def write_pair(directory, name, vocabulary, B, T):
     """Write a random model and its debug state on random tokens; returns their paths."""
-    config, params = random_model(f"d{depth}", VOCABULARIES[vocabulary])
+    if name == "untied":
+        config, params = untied_llama()
+    else:
+        config, params = architecture_of(name).random_model(name, VOCABULARIES[vocabulary])
     tokens = np.random.default_rng(1).integers(0, config.V, B * T + 1, dtype=np.int32)
     x, y = tokens[:-1].reshape(B, T), tokens[1:].reshape(B, T)
     paths = str(directory / "model.bin"), str(directory / "debug_state.bin")
     write_model(paths[0], config, params)
-    write_debug_state(paths[1], config, make_debug_state(config, params, x, y, steps)[0])
+    write_debug_state(paths[1], config, make_debug_state(config, params, x, y, STEPS)[0], config.STATES[-1])
     return paths
 
 
@@ -395,7 +405,7 @@ all_backends = pytest.mark.parametrize("backend", [
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """pair(vocabulary, B, T) -> paths of a model of two layers and its debug state, written once; its Yardstick is
+    """pair(name, vocabulary, B, T) -> paths of a random model and its debug state, written once; its Yardstick is
     computed once, too."""
     compute, known = Yardstick, {}
 
@@ -407,7 +417,7 @@ def pair(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "Yardstick", compute_once)
-        yield functools.cache(lambda *sizes: write_pair(tmp_path_factory.mktemp("pair"), 2, *sizes))
+        yield functools.cache(lambda *sizes: write_pair(tmp_path_factory.mktemp("pair"), *sizes))
 
 
 @all_backends
@@ -415,14 +425,23 @@ def pair(tmp_path_factory):
     ("bytes", 2, 33), pytest.param("gpt2", 2, 9, marks=pytest.mark.large)))
 def test_small_models_agree_with_pytorch(pair, vocabulary, B, T, backend):
     need(backend)
-    assert climb(*pair(vocabulary, B, T), backend)
+    assert climb(*pair("d2", vocabulary, B, T), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if "cuda" in backend])
+@pytest.mark.parametrize("name", ("l2", "untied"))
+def test_small_llamas_agree_with_pytorch(pair, name, backend):
+    """In NumPy, they do in tests/test_llama.py."""
+    need(backend)
+    assert climb(*pair(name, "bytes", 2, 33), backend)
 
 
 @pytest.mark.large
 @all_backends
 def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
     need(backend)
-    assert climb(*write_pair(tmp_path, 12, "gpt2", 4, 64), backend)
+    assert climb(*write_pair(tmp_path, "d12", "gpt2", 4, 64), backend)
 
 
 @pytest.mark.gpu
@@ -436,7 +455,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
     T, (config, params), gpu = 1024, random_model("d12", VOCABULARIES["gpt2"]), open_gpu()
     tokens = np.random.default_rng(0).integers(0, config.V, T + 1, dtype=np.int32)
     precision = Precision(dtype)
-    (device, matmuls), results = open_device(gpu, config, precision, matmul), []
+    (device, matmuls), results = open_device(cuda.GPT2, gpu, config, precision, matmul), []
     for rows in (B, 1):
         gc.collect()
         cp.get_default_memory_pool().free_all_blocks()  # from the previous model
@@ -474,7 +493,7 @@ def run_here(monkeypatch, capsys):
 
 def test_the_program_fails_when_a_gradient_is_wrong(pair, run_here, monkeypatch):
     """A factor of 1 + 1e-4 in GELU's backward pass fails the gradients after it, and only those; exit status 1."""
-    right, paths = train_gpt2.gelu_backward, pair("bytes", 2, 33)
+    right, paths = train_gpt2.gelu_backward, pair("d2", "bytes", 2, 33)
 
     def wrong(dinp, inp, dout, N):
         right(dinp, inp, dout, N)
@@ -491,7 +510,7 @@ def test_the_program_fails_when_a_gradient_is_wrong(pair, run_here, monkeypatch)
 
 @pytest.mark.parametrize("row, error", (("dfcb[0]", 1.0), ("logits", np.nan)))
 def test_a_debug_state_full_of_errors_does_not_widen_the_tolerance(pair, run_here, tmp_path, row, error):
-    model, state_path = pair("bytes", 2, 33)
+    model, state_path = pair("d2", "bytes", 2, 33)
     config, params = read_model(model, GPT2)
     state = read_debug_state(state_path, config, params)
     tensor = state.logits if row == "logits" else state.grads.fcb
@@ -507,7 +526,7 @@ def test_out_of_memory_is_a_line(pair, monkeypatch, run_here):
 
     monkeypatch.setattr(sys.modules[__name__], "Yardstick", no_memory)
     with pytest.raises(UserError, match="PyTorch: CUDA out of memory. Tried to allocate 2.00 GiB.$"):
-        run_here(pair("bytes", 2, 33))
+        run_here(pair("d2", "bytes", 2, 33))
 
 
 def test_the_program_without_its_files(tmp_path, run_here):

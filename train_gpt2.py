@@ -8,7 +8,6 @@ which other pages share, are in llmc/. test_gpt2.py compares this file with PyTo
     python export_weights.py                  # gpt2_124M.bin
     OMP_NUM_THREADS=8 python train_gpt2.py    # prints:
         model     gpt2_124M.bin: L=12 NH=12 C=768 maxT=1024 V=50257, 124,439,808 parameters
-        step  0/41 | val loss 5.2520
         step  1/41 | train loss 5.3562 | 0.64 s | 402 tok/s | 26 s left
 
 Names, here and everywhere: B batch size, T sequence length, C channels, NH heads, HS = C / NH head size, L layers,
@@ -56,6 +55,9 @@ class Config:
     Vp: int  # V padded with zero rows (V itself in a file without padding)
 
     HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)  # of a checkpoint: Vp rows; debug states' versions
+
+    HS, NKV, F = (property(size) for size in (  # Llama 3's names: of a head; heads of keys; of feed-forward
+        lambda self: self.C // self.NH, lambda self: self.NH, lambda self: 4 * self.C))
 
     @classmethod
     def from_header(cls, header):
@@ -121,8 +123,7 @@ def random_model(name, V, seed=42, maxT=1024):
 def random_params(table, V, L, seed):
     """Weights N(0, 0.02), projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, layernorm weights 1.
     Language Models are Unsupervised Multitask Learners, Radford et al. 2019. Each block of a tensor has its own random
-    generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT.
-    """
+    generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT."""
     params = allocate(table)
 
     def draw(tensor, number, std, start, stop):
@@ -184,7 +185,7 @@ def scratch_table(config, B, T):
 
 def cache_table(config, B, T, dtype="float32"):
     """name -> Row for the KV cache: keys and values of B sequences of up to T positions."""
-    shape = config.L, B, config.NH, T, config.C // config.NH
+    shape = config.L, B, config.NKV, T, config.HS
     return {"keys": Row(shape, dtype, stacked=True), "values": Row(shape, dtype, stacked=True)}
 
 
@@ -461,8 +462,7 @@ def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_d
     """One AdamW step in place on flat arrays (N,): params, m, v +=; `step` counts from 1 for the bias correction.
 
     grad_scale multiplies the gradients first (clipping).
-    Decoupled Weight Decay Regularization, Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101
-    """
+    Decoupled Weight Decay Regularization, Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101"""
     # m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), with the bias corrections moved out of the element-wise loop:
     correction2 = math.sqrt(1.0 - beta2**step)
     rate = np.float32(learning_rate * correction2 / (1.0 - beta1**step))

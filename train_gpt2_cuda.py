@@ -53,7 +53,7 @@ from llmc.loop import Loop
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, flag_of, option, with_default
 from llmc.tensors import Row, layer, views
-from train_gpt2 import cache_table, parameter_table, random_model
+from train_gpt2 import SIZES, cache_table, parameter_table, random_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # settings: those of train_gpt2.py, some with other defaults, and what only a GPU has
@@ -231,17 +231,18 @@ def gradient_table(config, B, T, precision):
 
 
 def encoder_forward(device, out, inp, wte, wpe, B, T, C):
-    """out (B,T,C) = wte[inp] + wpe. inp (B,T) int32."""
+    """out (B,T,C) = wte[inp] + wpe, or without a wpe. inp (B,T) int32."""
     threads = device.geometry.ENCODER_THREADS
     device.launch("encoder_forward", encoder_grid(device, B * T), (threads,), out, inp, wte, wpe, B * T, T)
 
 
 def encoder_backward(device, dwte, dwpe, partials, dout, order, piece_begins, piece_tokens, B, T, C):
-    """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch. order, piece_begins,
-    piece_tokens: see sort_tokens of llmc/gpu/batch.py. partials (rows, C) float32: scratch."""
+    """dwte += the sum of dout over the positions of each token; dwpe, if not None, = the sum over the batch. order,
+    piece_begins, piece_tokens: see sort_tokens of llmc/gpu/batch.py. partials (rows, C) float32: scratch."""
     threads = device.geometry.ENCODER_THREADS
-    grid = (blocks(dwpe.size, threads * pack(dout)),)
-    device.launch("encoder_backward_wpe", grid, (threads,), dwpe, dout, B, T, dwpe.shape[0])
+    if dwpe is not None:
+        grid = (blocks(dwpe.size, threads * pack(dout)),)
+        device.launch("encoder_backward_wpe", grid, (threads,), dwpe, dout, B, T, dwpe.shape[0])
     rows, spans = encoder_grid(device, B * T)
     grid = min(rows, 6 * device.sm_count), spans  # persistent blocks: see encoder.cu
     device.launch("encoder_backward_wte", grid, (threads,), dwte, partials, dout, order, piece_begins, piece_tokens,
@@ -299,30 +300,32 @@ def matmul_gelu_backward_inp(device, linear, dinp, partials, gelu, dout, inp, N,
         gelu_backward(device, dinp, partials, gelu, inp, dinp, N, C)
 
 
-def attention_forward(device, out, lse, inp, B, T, C, NH):
-    """Causal attention: out (B,T,C) =, lse (B,NH,T) =; inp (B,T,3C)."""
-    launch_attention(device, "attention_forward", (out, lse, inp), (inp,), out, B, T, C, NH)
+def attention_forward(device, out, lse, inp, B, T, NH, NKV, HS):
+    """Causal attention: out (B,T,Q) =, lse (B,NH,T) =; inp (B,T,Q+2K): query, key, value, Q = NH * HS, K = NKV * HS."""
+    launch_attention(device, "attention_forward", (out, lse, inp), (inp,), out, B, T, NH)
 
 
-def attention_backward(device, dinp, D, partials, dout, inp, out, lse, B, T, C, NH):
-    """dinp (B,T,3C) =; partials (B * tiles, 3C) =, for column_sums: of dinp; D (B,NH,T): scratch; dout, out (B,T,C)."""
-    launch_attention(device, "attention_backward_dquery", (dinp, D, partials, dout, inp, out, lse), (inp, dout, out),
-                     dinp, B, T, C, NH)
-    launch_attention(device, "attention_backward_dkv", (dinp, partials, dout, inp, lse, D), (inp, dout),
-                     dinp, B, T, C, NH)
+def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, B, T, NH, NKV, HS):
+    """dinp (B,T,Q+2K) =; partials (B * tiles, Q+2K) =, for column_sums: of dinp; D (B,NH,T): scratch; dout, out
+    (B,T,Q). rope (T,HS/2,2): the angles by which queries and keys were rotated, and their gradients are rotated back.
+    partials, rope: or None."""
+    launch_attention(device, "attention_backward_dquery", (dinp, D, partials, dout, inp, out, lse, rope),
+                     (inp, dout, out), dinp, B, T, NH)
+    launch_attention(device, "attention_backward_dkv", (dinp, partials, dout, inp, lse, D, rope), (inp, dout),
+                     dinp, B, T, NKV)
 
 
-def launch_attention(device, name, arguments, reads, write, B, T, C, NH):
-    """One block for each tile of rows of each head. On Hopper in bfloat16, TMA copies `reads` and `write`, and the
-    kernel is persistent: one block for each multiprocessor, which takes one tile after the other. In the
+def launch_attention(device, name, arguments, reads, write, B, T, heads):
+    """One block for each tile of rows of each of the `heads`. On Hopper in bfloat16, TMA copies `reads` and `write`,
+    and the kernel is persistent: one block for each multiprocessor, which takes one tile after the other. In the
     backward pass, few tiles take less time with one block for each."""
     g, forward, extra = device.geometry, name == "attention_forward", ()
-    grid = NH, blocks(T, g.ATTENTION_FORWARD_ROWS if forward else g.ATTENTION_BACKWARD_ROWS), B
+    grid = heads, blocks(T, g.ATTENTION_FORWARD_ROWS if forward else g.ATTENTION_BACKWARD_ROWS), B
     if hasattr(g, "ATTENTION_READ_ROWS"):
         tiles, least = math.prod(grid), device.sm_count * (1 if forward else 8)
         grid = (device.sm_count if tiles >= least else tiles,)
         boxes = [(array, g.ATTENTION_READ_ROWS) for array in reads] + [(write, g.ATTENTION_WRITE_ROWS)]
-        extra = B, *(device.tensor_map(array, rows, C // NH) for array, rows in boxes)
+        extra = B, *(device.tensor_map(array, rows, g.ATTENTION_BOX_COLUMNS) for array, rows in boxes)
     device.launch(name, grid, (g.ATTENTION_THREADS,), *arguments, T, *extra)
 
 
@@ -402,8 +405,8 @@ class Normed(NamedTuple):
 
 
 def decode_embed(device, residual, branches, tokens, wte, wpe, control, B, T):
-    """residual (B,T,C) = wte[tokens] + wpe, branches (4,B,T,C) = 0. tokens (B,T) int32; the first position is
-    control's, here and below."""
+    """residual (B,T,C) = wte[tokens] + wpe, branches (fcproj's parts,B,T,C) = 0. tokens (B,T) int32; the first position
+    is control's, here and below."""
     launch_decode(device, "decode_embed", (B * T,), residual, branches, tokens, wte, wpe, control, T)
 
 
@@ -417,27 +420,28 @@ def decode_layernorm(device, x, parts, N):
     return x
 
 
-def decode_qkv(device, query, keys, values, x, weight, bias, control, B, T, C):
-    """query (B,T,C) = and, in keys and values (B,NH,maxT,HS), their positions =: x @ weight (3C,C)^T + bias."""
-    decode_matmul(device, "decode_qkv", (query, keys, values, *x, weight, bias, control, keys.shape[2], T), B * T,
-                  3 * C, normalizes=x.normed is None)
+def decode_qkv(device, query, keys, values, x, weight, bias, rope, control, B, T, OC):
+    """query (B,T,Q) = and, in keys and values (B,NKV,maxT,HS), their positions =: x @ weight (OC,C)^T + bias. rope:
+    Llama 3's."""
+    decode_matmul(device, "decode_qkv", (query, keys, values, *x, weight, bias, rope, control, keys.shape[2], T), B * T,
+                  OC, normalizes=x.normed is None)
 
 
 def decode_attention(device, atty, parts, arrived, query, keys, values, control, B, T, NH):
-    """atty (B,T,C) = attention of query (B,T,C) to all positions so far. arrived: 0 before and after."""
+    """atty (B,T,Q) = attention of query (B,T,Q) to all positions so far. arrived: 0 before and after."""
     splits = min(parts.shape[2], blocks(2 * device.sm_count, B * T * NH))
     launch_decode(device, "decode_attention", (NH, splits, B * T), atty, parts, arrived, query, keys, values, control,
                   keys.shape[2], T)
 
 
-def decode_project(device, branches, inp, weight, N, C, IC):
-    """branches (IC/C,N,C) = inp (N,IC) @ weight (C,IC)^T, the parts of the sum that each C of IC makes."""
-    decode_matmul(device, "decode_project", (branches, inp, weight), N, C, parts=IC // C)
+def decode_project(device, branches, inp, weight, parts, width, N, C, IC):
+    """branches (parts,N,C) = inp (N,IC) @ weight (C,IC)^T, the sum over each `width` of IC apart."""
+    decode_matmul(device, "decode_project", (branches, inp, weight, IC, width), N, C, parts=parts)
 
 
-def decode_fc(device, fch_gelu, x, weight, bias, N, C):
-    """fch_gelu (N,4C) = GELU(x @ weight (4C,C)^T + bias)."""
-    decode_matmul(device, "decode_fc", (fch_gelu, *x, weight, bias), N, 4 * C, normalizes=x.normed is None)
+def decode_fc(device, act, x, weight, bias, N, OC):
+    """act (N,F) = GELU(x @ weight (OC,C)^T + bias), or Llama 3's SwiGLU."""
+    decode_matmul(device, "decode_fc", (act, *x, weight, bias), N, OC, normalizes=x.normed is None)
 
 
 def decode_layers(decoder, B, T):
@@ -456,13 +460,13 @@ def decode_layers(decoder, B, T):
     fcprojb_below = acts.zeros
     for p, cache in decoder.layers:
         x = normed(p.ln1w, p.ln1b, fcprojb_below, 4)
-        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, acts.control, B, T, C)
+        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, p.qkvb, None, acts.control, B, T, 3 * C)
         decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
                          acts.control, B, T, NH)
-        decode_project(device, acts.branches, acts.atty, p.attprojw, N, C, C)
+        decode_project(device, acts.branches, acts.atty, p.attprojw, 1, C, N, C, C)
         x = normed(p.ln2w, p.ln2b, p.attprojb, 1)
-        decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, N, C)
-        decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, N, C, 4 * C)
+        decode_fc(device, acts.fch_gelu, x, p.fcw, p.fcb, N, 4 * C)
+        decode_project(device, acts.branches, acts.fch_gelu, p.fcprojw, 4, C, N, C, 4 * C)
         fcprojb_below = p.fcprojb
     return normed(params.lnfw, params.lnfb, fcprojb_below, 4), params.wte
 
@@ -476,9 +480,12 @@ class GPT2:
     batches and shorter sequences use the start of the same buffers."""
 
     TITLE, MAGIC, Config, Settings = train_gpt2.GPT2.TITLE, train_gpt2.GPT2.MAGIC, train_gpt2.Config, CudaSettings
-    parameter_table, random_model = staticmethod(parameter_table), staticmethod(random_model)
+    KERNELS = ("encoder", "layernorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
+               "update")  # files of kernels/
+    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
     decode_layers, resolve_auto = staticmethod(decode_layers), staticmethod(resolve_auto)
+    decode_constants = staticmethod(lambda config, T: {})
 
     @classmethod
     def load(cls, path, **options):
@@ -504,15 +511,19 @@ class GPT2:
         self.config, self.settings = config, settings
         self.device, self.matmul = matmul.device, matmul
         self.params, self.grads, self.buffers = params, grads, buffers
-        self.head = Linear(matmul, params.wte, None, grads and grads.wte)  # tied to the embedding
+        self.head = Linear(matmul, self.head_of(params), None, grads and self.head_of(grads))
         self.param_layers = [layer(params, l) for l in range(config.L)]
         self.grad_layers = [layer(grads, l) for l in range(config.L)] if grads else None
         self.shapes = {}
 
+    def head_of(self, tensors):
+        """The classifier's weight, or its gradient: it is tied to the embedding."""
+        return tensors.wte
+
     def linear(self, name, l):
         """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj"."""
         p, g = self.param_layers[l], self.grad_layers and self.grad_layers[l]
-        return Linear(self.matmul, getattr(p, f"{name}w"), getattr(p, f"{name}b"), g and getattr(g, f"{name}w"))
+        return Linear(self.matmul, getattr(p, f"{name}w"), getattr(p, f"{name}b", None), g and getattr(g, f"{name}w"))
 
     def activations(self, B, T):
         """Views of all buffers for batches of (B, T), made once: rows by name, and each layer's rows as the forward
@@ -555,7 +566,7 @@ class GPT2:
                 residual_layernorm_forward(device, residual, a.ln1, a.ln1_mean, a.ln1_rstd, below.residual2, branch,
                                            p.ln1w, p.ln1b, B, T, C)
             linear("qkv", l).forward(a.qkv, a.ln1)
-            attention_forward(device, a.atty, a.lse, a.qkv, B, T, C, NH)
+            attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, C // NH)
             linear("attproj", l).forward(branch, a.atty)
             residual_layernorm_forward(device, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, branch,
                                        p.ln2w, p.ln2b, B, T, C)
@@ -628,8 +639,8 @@ class GPT2:
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
-            attention_backward(device, acts.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse,
-                               B, T, C, NH)
+            attention_backward(device, acts.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, None,
+                               B, T, NH, NH, C // NH)
             partials.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
@@ -655,23 +666,24 @@ def nearest_power_of_2(x):
 # main
 
 
-def main():
-    return on_ranks(CudaSettings, "Train GPT-2 on GPUs, with CuPy and CUDA kernels.", run)
+def main(architecture=GPT2):
+    description = f"Train {architecture.TITLE} on GPUs, with CuPy and CUDA kernels."
+    return on_ranks(architecture.Settings, description, functools.partial(run, architecture))
 
 
-def run(settings, ranks):
+def run(architecture, settings, ranks):
     """From the settings to the end of the training; returns the exit status."""
     gpu = open_gpu(settings.arch, ranks.local_rank)
     resolve = functools.partial(resolve_auto, arch=gpu.arch)
     resolve(settings)  # refuses at once what this GPU lacks
     loading = time.perf_counter()
     with (locked(settings.output_dir if ranks.is_first else None),
-          Loop(settings, GPT2, ranks, resolve, LlmcCudaLines) as loop):
+          Loop(settings, architecture, ranks, resolve, LlmcCudaLines) as loop):
         loading, settings = time.perf_counter() - loading, loop.settings
         check_alike(ranks, gpu, settings, loop.config, loop.params, loop.train_loader, loop.val_loader)
         peak = peak_rate(gpu, ranks.size, settings, loop.config, loop.parameters)
         loop.console.header(f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}", peak)
-        trainer = open_trainer(GPT2, gpu, loop.config, loop.params, settings, ranks)
+        trainer = open_trainer(architecture, gpu, loop.config, loop.params, settings, ranks)
         loop.console.memory(trainer.plan)
         loop.start(trainer, TrainerSaver(trainer))
         trainer.prepare()

@@ -5,7 +5,8 @@ RMSNorm for layernorm, rotated queries and keys (RoPE) for position embeddings, 
 head, SwiGLU for GELU, no biases. The rest, and the words and names, are train_gpt2.py's: read that page first.
 
     python train_llama3.py -e l4 -i data/mine -o runs/mine          # random weights
-    python train_llama3.py -e SmolLM2-135M/ -i data/mine            # a Hugging Face folder
+    python export_weights.py --model SmolLM2-135M-Instruct/         # of a Hugging Face folder
+    python train_llama3.py -e llama3_SmolLM2-135M-Instruct.bin -i data/mine
 
 More names: NKV key and value heads, HS head size, Q = NH*HS and K = NKV*HS channels of queries and of keys, F channels
 of the feed-forward layer.
@@ -119,7 +120,7 @@ def parameter_table(config, dtype="float32"):
     L, C, Q, F, Vp = config.L, config.C, config.Q, config.F, config.Vp
     return {
         "wte": Row((Vp, C), dtype, vocabulary=True, decays=True),
-        **({} if config.tied else {"lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True)}),
+        **({} if config.tied else {"lm_head": Row((Vp, C), dtype, vocabulary=True, decays=True, early=True)}),
         "ln1w": Row((L, C), dtype, stacked=True, ones=True),
         "qkvw": Row((L, Q + 2 * config.K, C), dtype, stacked=True, decays=True),
         "attprojw": Row((L, C, Q), dtype, stacked=True, decays=True),
@@ -183,12 +184,6 @@ def scratch_table(config, B, T):
         "datt": Row((B, NH, T, T)),  # within attention_backward
         "dlosses": Row((B, T)),
     }
-
-
-def cache_table(config, B, T, dtype="float32"):
-    """name -> Row for the KV cache: rotated keys, and values, of B sequences of up to T positions."""
-    shape = config.L, B, config.NKV, T, config.HS
-    return {"keys": Row(shape, dtype, stacked=True), "values": Row(shape, dtype, stacked=True)}
 
 
 def decode_table(config, B, T, context):
@@ -325,10 +320,11 @@ def attention_backward(dinp, datt, dout, inp, att, B, T, NH, NKV, HS):
     def batch(start, stop):
         for b in range(start, stop):
             a, d = att[b], datt[b]
+            # axis 1: the query heads of a group, whose gradients meet here
             np.add.reduce(np.matmul(np.swapaxes(a, 2, 3), dheads[b]), axis=1, keepdims=True, out=dvalue[b])
             np.matmul(dheads[b], np.swapaxes(value[b], 2, 3), out=d)  # heads = att @ value
             d -= np.vecdot(a, d)[..., None]  # att = softmax(scores)
-            d *= a
+            d *= a  # from here on, the gradient of the scores
             d *= scale  # scores = query @ key^T * scale
             np.matmul(d, key[b], out=dquery[b])
             np.add.reduce(np.matmul(np.swapaxes(d, 2, 3), query[b]), axis=1, keepdims=True, out=dkey[b])
@@ -470,7 +466,7 @@ class Llama3(GPT2):
 class LlamaDecoder(Decoder):
     """Llama 3 for text generation; the cache has NKV heads."""
 
-    cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
+    decode_table = staticmethod(decode_table)
 
     def forward(self, tokens, position):
         (B, T), config, params = tokens.shape, self.config, self.params

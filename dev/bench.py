@@ -455,11 +455,11 @@ def bench_matmul(args):
     """
     from llmc.gpu.device import cp, open_gpu
     from profile_gpu import describe, measure, open_device
-    from train_gpt2_cuda import CudaSettings, resolve_auto
+    from train_gpt2_cuda import GPT2, CudaSettings, resolve_auto
 
     gpu, config = open_gpu(), config_of(args.model)
     precision = resolve_auto(CudaSettings(), gpu.arch).precision
-    device, matmul = open_device(gpu, config, precision, "auto")
+    device, matmul = open_device(GPT2, gpu, config, precision, "auto")
     print(f"{args.model}, T={T}, {precision.dtype}; {describe(matmul)}\n")
     print("| matmul | rows x columns x inner dimension | ours, us | cuBLASLt, us |\n|---|---|---|---|")
     C = config.C

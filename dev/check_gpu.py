@@ -1,7 +1,9 @@
 """
-Is the GPU's forward and backward pass right? One random batch, tensor by tensor beside train_gpt2.py; needs a GPU.
+Is the GPU's forward and backward pass right? One random batch, tensor by tensor beside train_gpt2.py or, for a Llama,
+train_llama3.py; needs a GPU.
 
     make check                              # d4 with random weights; another: MODEL=gpt2_d12.bin ARGS="-t 256"
+    make check MODEL=l4                     # a Llama
     python dev/check_gpu.py -e gpt2_d12.bin -b 2 -t 128 --dtype float32 --tf32 0
 
 The flags are those of train_gpt2_cuda.py, but --recompute is 0 by default, so that every activation is kept. It prints
@@ -11,6 +13,7 @@ the first wrong tensor and the launches that computed it, and the exit status is
 
 import collections
 import contextlib
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -22,13 +25,13 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-import train_gpt2
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
+from model import architecture_of
 from profile_gpu import array_of, label, open_model, open_trainer
-from train_gpt2_cuda import GPT2, JOB, CudaSettings, activation_table, nearest_power_of_2
+from train_gpt2_cuda import JOB, CudaSettings, nearest_power_of_2
 from rounding import check_tensor
 
 # The largest error allowed in a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4
@@ -139,29 +142,39 @@ def describe_row(name, l):
 # the two runs; both return {row's name: array}
 
 
-def run_on_cpu(config, params, inputs, targets):
-    """Run one forward and backward pass of train_gpt2.py."""
+def run_on_cpu(architecture, config, params, inputs, targets):
+    """Run one forward and backward pass of the architecture's page in NumPy."""
     B, T = inputs.shape
-    print(f"train_gpt2.py computes B={B} T={T} ...", file=sys.stderr)
-    model = train_gpt2.GPT2(config, params)
+    print(f"{architecture.__module__}.py computes B={B} T={T} ...", file=sys.stderr)
+    model = architecture(config, params)
     model.allocate_activations(B, T)
     model.allocate_training(B, T)
     model.forward(inputs, targets)
     acts = model.acts
     rows = {name: getattr(acts, name) for name in acts.table}
-    largest = acts.preatt.max(axis=-1)
-    rows["lse"] = largest + np.log(np.exp(acts.preatt - largest[..., None]).sum(axis=-1))
+    rows["lse"] = np.stack([log_sum_exp(qkv, config) for qkv in acts.qkv])
     rows["logits"] = acts.logits.copy()
     model.backward()
     rows["dlogits"] = acts.logits
     return {**rows, **{f"d{name}": getattr(model.grads, name) for name in model.grads.table}}
 
 
+def log_sum_exp(qkv, config):
+    """The log of the sum of exp of each row's scores (B,NH,T), from qkv (B,T,(NH+2NKV)*HS)."""
+    NH, NKV, HS, (B, T, _) = config.NH, config.NKV, config.HS, qkv.shape
+    heads = qkv.reshape(B, T, -1, HS).swapaxes(1, 2)
+    scores = heads[:, :NH] @ np.repeat(heads[:, NH : NH + NKV], NH // NKV, axis=1).swapaxes(2, 3) / math.sqrt(HS)
+    scores[..., ~np.tri(T, dtype=bool)] = -np.inf
+    largest = scores.max(axis=-1)
+    return largest + np.log(np.exp(scores - largest[..., None]).sum(axis=-1))
+
+
 def run_on_gpu(trainer, inputs, targets):
     """Run the same pass on the GPU, with the matmuls that training would choose; also return its Recorder."""
-    device, config, settings, batch = trainer.device, trainer.config, trainer.settings, trainer.batch
-    model, acts, N = trainer.model, trainer.model.activations(*inputs.shape), inputs.size
-    kept = activation_table(config, *inputs.shape, trainer.precision, settings.recompute)
+    device, config, batch, N = trainer.device, trainer.config, trainer.batch, inputs.size
+    model, acts = trainer.model, trainer.model.activations(*inputs.shape)
+    tables = model.tables(config, trainer.settings, *inputs.shape, device.sm_count, device.geometry)
+    kept = tables["activations"]["activations"]
     recorder = Recorder(trainer.params, trainer.grads)
     trainer.stage(0, [(inputs, targets)], 0.0)
     with device.stream:
@@ -205,20 +218,21 @@ def compare(got, expected, recorder, tolerance):
     return not red
 
 
-def check(gpu, config, params, settings):
-    """Whether the GPU agrees with train_gpt2.py."""
+def check(architecture, gpu, config, params, settings):
+    """Whether the architecture's page for GPUs agrees with that in NumPy."""
     if settings.precision.bf16:
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
     inputs, targets = np.random.default_rng(0).integers(0, config.V, (2, settings.B, settings.T), dtype=np.int32)
-    trainer = open_trainer(GPT2, gpu, config, params, settings)
+    trainer = open_trainer(architecture, gpu, config, params, settings)
     trainer.prepare()
     got, recorder = run_on_gpu(trainer, inputs, targets)
-    return compare(got, run_on_cpu(config, params, inputs, targets), recorder, TOLERANCES[settings.precision.matmul])
+    expected = run_on_cpu(architecture_of(settings.model), config, params, inputs, targets)
+    return compare(got, expected, recorder, TOLERANCES[settings.precision.matmul])
 
 
 @gpu_errors_as_lines()
 def main():
-    settings = parse_settings(CheckSettings, "Compare one batch with train_gpt2.py, tensor by tensor.")
+    settings = parse_settings(CheckSettings, "Compare one batch with the page in NumPy, tensor by tensor.")
     settings.graph = settings.total_batch_size = 0  # one batch, launch by launch
     return 0 if check(*open_model(settings)) else 1
 

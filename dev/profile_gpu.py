@@ -3,6 +3,7 @@ Where the time of a training step goes, kernel by kernel; needs a GPU.
 
     make profile                            # the model of make train; another: MODEL=gpt2_d12.bin ARGS="-b 64"
     python dev/profile_gpu.py -e gpt2_d12.bin -b 64 --matmul cublaslt       # with GELU as a kernel of its own
+    python dev/profile_gpu.py -e l12 -b 32                                  # a Llama
 
 The flags are those of train_gpt2_cuda.py; -x is the number of timed steps (10 if not given), on random tokens with
 learning rate 0. Each launch is timed alone, on one stream, by a pair of events, minus the time of a pair with nothing
@@ -35,7 +36,8 @@ from llmc.gpu.trainer import open_device, open_trainer  # noqa: F401  (for the k
 from llmc.resume import read_start
 from llmc.settings import parse_settings
 from llmc.tensors import Row
-from train_gpt2_cuda import GPT2, JOB, CudaSettings, resolve_auto
+from model import architecture_of, on_gpu
+from train_gpt2_cuda import JOB, CudaSettings
 
 STEPS = 10
 
@@ -70,15 +72,17 @@ def label(name, arguments, params, grads):
         dweight, weight = tensor_at(grads, array), tensor_at(params, array)
         if dweight or weight:
             forward = is_transposed(arguments[2]) if name == "cublaslt" else name.startswith("matmul_forward")
-            of = "logits" if "wte" in (weight, dweight) else (weight or dweight).removesuffix("w")
+            of = weight or dweight
+            of = "logits" if of in ("wte", "lm_head") else of.removesuffix("w")
             return f"matmul {of}{' dweight' if dweight else '' if forward else ' dinp'}"
     return name
 
 
-# kernel -> indices of the arguments that are a matmul's result and its two operands
-MATMULS = {"cublaslt": (0, 1, 2), "matmul_forward": (0, 1, 2), "matmul_forward_gelu": (0, 2, 3),
-           "matmul_backward_inp": (0, 1, 2), "matmul_backward_inp_gelu": (0, 2, 3), "matmul_backward_weight": (0, 3, 4)}
-# kernel -> (index of an argument that is (B,T,C), number of (T,T) matmuls per head)
+# matmul -> indices of the arguments that are its weight or the gradient of one, and an operand of N rows
+MATMULS = {"matmul_forward": (2, 1), "matmul_forward_gelu": (3, 2), "matmul_forward_rope": (2, 1),
+           "matmul_forward_swiglu": (3, 2), "matmul_backward_inp": (2, 1), "matmul_backward_inp_gelu": (3, 2),
+           "matmul_backward_inp_swiglu": (2, 1), "matmul_backward_weight": (0, 3)}
+# kernel -> (index of an argument that is (B,T,NH*HS), number of (T,T) matmuls per head of queries)
 ATTENTION = {"attention_forward": (0, 2), "attention_backward_dquery": (3, 3), "attention_backward_dkv": (2, 4)}
 # kernel -> bytes that it reads and writes; small arrays, and those that are usually in the cache, do not count
 BYTES = {
@@ -92,8 +96,13 @@ BYTES = {
     "residual_layernorm_forward": lambda residual, out, mean, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
     "layernorm_backward": lambda dinp, sums, dout, inp, weight, mean, rstd, add_residual, N: (
         size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
+    "residual_rmsnorm_forward": lambda residual, out, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
+    "rmsnorm_backward": lambda dinp, sums, dout, inp, weight, rstd, add_residual, N: (
+        size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
     "gelu_forward": lambda out, inp, N: size_of(out, inp),
     "gelu_backward": lambda dinp, sums, out, inp, dout, N: size_of(dinp, out, inp, dout),
+    "swiglu_forward": lambda out, inp, N: size_of(out, inp),
+    "swiglu_backward": lambda dinp, out, inp, dout, N: size_of(dinp, out, inp, dout),
     "transpose": lambda out, inp, rows, columns: size_of(inp, inp),
     "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (1 + write_gradient) * size_of(logits),
     "loss_mean": lambda loss, losses, *_: size_of(losses),
@@ -112,19 +121,23 @@ def size_of(*arrays):
     return sum(array.nbytes for array in arrays if array is not None)
 
 
-def attention_flops(B, T, C, matmuls):
-    """Return the operations of that many (T,T) matmuls for each head, without the masked half."""
-    return matmuls * B * C * T * (T + 1)
+def attention_flops(B, T, Q, matmuls):
+    """Return the operations of that many (T,T) matmuls for each head, without the masked half. Q: NH*HS."""
+    return matmuls * B * Q * T * (T + 1)
 
 
-def work(name, arguments):
+def work(name, arguments, config):
     """Return (bytes that a launch must move, operations that it must do); 0 for the one that does not bound it."""
+    if name == "cublaslt":
+        return 0, 2 * math.isqrt(math.prod(array.size for array in arguments[:3]))  # M*N, M*K and N*K
     if is_matmul(name):
-        sizes = [array_of(arguments[i]).size for i in MATMULS[name.removesuffix("_narrow")]]
-        return 0, 2 * math.isqrt(math.prod(sizes))  # M*N, M*K and N*K
+        weight, operand = (array_of(arguments[i]) for i in MATMULS[name.removesuffix("_narrow")])
+        return 0, 2 * weight.size * operand.shape[0]
     if name in ATTENTION:
         argument, matmuls = ATTENTION[name]
         return 0, attention_flops(*arguments[argument].shape, matmuls)
+    if name == "rope_forward":  # of the queries and keys
+        return 2 * size_of(arguments[0]) * (config.NH + config.NKV) // (config.NH + 2 * config.NKV), 0
     return BYTES[name](*arguments), 0
 
 
@@ -173,7 +186,7 @@ class Profile:
         rows = {}
         for what, name, arguments, start, end in self.launches:
             row = rows.setdefault(what, SimpleNamespace(calls=0, ms=0.0, bytes=0, flops=0))
-            moved, computed = work(name, arguments)
+            moved, computed = work(name, arguments, self.trainer.config)
             row.calls += 1 / steps
             row.ms += max(0.0, cp.cuda.get_elapsed_time(start, end) - self.nothing) / steps
             row.bytes += moved / steps
@@ -249,21 +262,22 @@ def print_profile(rows, bandwidth, peak):
 
 
 def open_model(settings):
-    """(GPU, config, params, settings without "auto") as the trainer would; raises UserError for several GPUs."""
+    """(architecture, GPU, config, params, settings without "auto") as the trainer would; raises UserError for several
+    GPUs."""
     if settings.gpus > 1:
         raise UserError(f"--gpus {settings.gpus}: this program looks at one GPU: leave the flag out")
-    gpu = open_gpu(settings.arch)
-    settings = resolve_auto(settings, gpu.arch)
-    config, params, _ = read_start(settings, None, None, GPT2)
+    gpu, architecture = open_gpu(settings.arch), on_gpu(architecture_of(settings.model))
+    settings = architecture.resolve_auto(settings, gpu.arch)
+    config, params, _ = read_start(settings, None, None, architecture)
     print(f"{gpu.name}, {gpu.arch}, {describe_precision(settings)}, B={settings.B} T={settings.T}")
-    return gpu, config, params, settings
+    return architecture, gpu, config, params, settings
 
 
 @gpu_errors_as_lines()
 def main():
     settings = parse_settings(CudaSettings, "Time a training step kernel by kernel.")
     settings.verbose = True  # the memory of each part, too
-    trainer = open_trainer(GPT2, *open_model(settings))
+    trainer = open_trainer(*open_model(settings))
     trainer.prepare()
     peaks = measure_copy(trainer.device), measure_matmul(trainer.matmul)
     print_profile(time_launches(trainer, settings.steps or STEPS), *peaks)

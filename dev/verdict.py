@@ -52,13 +52,15 @@ def draw(seed, HS_multiple=4):
     return config, params, *rng.integers(0, V, (2, B, T), dtype=np.int32), std
 
 
-def draw_llama(seed):
+def draw_llama(seed, HS_multiple=2):
     """Draw the same of a Llama 3, with grouped queries, tied or not, RoPE scaled or not."""
+    multiple = max(4, HS_multiple // 2)  # of C and F
     rng = np.random.default_rng(seed)
     while True:
-        HS, NKV, G, L = 2 * int(rng.integers(1, 33)), *map(int, rng.integers(1, 5, 2)), int(rng.integers(1, 13))
+        HS = HS_multiple * int(rng.integers(1, 1 + 64 // HS_multiple))
+        NKV, G, L = *map(int, rng.integers(1, 5, 2)), int(rng.integers(1, 13))
         B, T, V = int(rng.integers(1, 8)), int(2 ** rng.uniform(0, 7.5)), int(50 * 2 ** rng.uniform(0, 5))
-        C, F = 4 * int(rng.integers(4, 129)), 4 * int(rng.integers(2, 257))
+        C, F = multiple * int(rng.integers(4, 129)), multiple * int(rng.integers(2, 257))
         if HS * NKV * G <= 512 and L * B * T * C * (C + F) < 1e8:
             break
     config = train_llama3.Config(max(T, 8), V, L, NKV * G, NKV, C, padded(V), F, HS, tied=int(rng.integers(2)),
@@ -87,8 +89,7 @@ def judge(backend, config, params, x, y, std):
         rows = replay(BACKENDS[backend](config, params, x, y, SMOOTH))
         okay = yardstick.judge(rows)
         okay &= judge_adamw(BACKENDS[backend](config, params, x, y, ADAMW_CHECK))
-    heads = f"{config.NH}/{config.NKV}" if hasattr(config, "NKV") else config.NH
-    sizes = f"L{config.L} C{config.C} NH{heads} V{config.V} B{x.shape[0]} T{x.shape[1]} std {std:.3f}"
+    sizes = f"L{config.L} C{config.C} NH{config.NH}/{config.NKV} V{config.V} B{x.shape[0]} T{x.shape[1]} std {std:.3f}"
     return sizes, *yardstick.worst(rows), printed.getvalue(), okay
 
 
@@ -105,8 +106,8 @@ def main():
     require(args.backend)
     parts, red = [], 0
     for seed in tqdm(range(args.seed, args.seed + args.n), desc=args.backend, disable=None):
-        drawn = draw_llama(seed) if args.llama else draw_d12(seed) if args.d12 else draw(
-            seed, 4 if args.backend == "numpy" else 16)
+        multiple = () if args.backend == "numpy" else (16,)  # of HS, on a GPU
+        drawn = draw_d12(seed) if args.d12 else (draw_llama if args.llama else draw)(seed, *multiple)
         sizes, part, name, printed, okay = judge(args.backend, *drawn)
         parts.append(part)
         red += not okay

@@ -1,15 +1,21 @@
 // Causal multi-head attention that never stores a (T,T) matrix. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762;
-// online softmax and recomputation after FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691
+// online softmax and recomputation after FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691; grouped queries,
+// Ainslie et al. 2023, https://arxiv.org/abs/2305.13245
 //
 //     forward   S = query @ key^T / sqrt(HS), -inf for keys after the query
 //               lse = log(sum over keys of exp(S));  P = exp(S - lse);  out = P @ value         out =, lse =
 //     backward  D = sum over HS of dout * out;  dP = dout @ value^T;  dS = P * (dP - D) / sqrt(HS)
 //               dquery = dS @ key;  dkey = dS^T @ query;  dvalue = P^T @ dout                   dinp =, D =, partials =
 //
-// inp, dinp (B,T,3C): query, key, value side by side, each NH heads of HS. out, dout (B,T,C). lse, D (B,NH,T) float32.
-// partials (B * (T / 64 rounded up), 3C) float32: the column sums of dinp over every 64 rows, for the bias gradient.
+// inp, dinp (B,T,QKV): NH heads of queries, NKV of keys and NKV of values side by side, each of HS. Query head h reads
+// key and value head h / (NH / NKV); dkey and dvalue sum over the query heads of their group, in order. out, dout
+// (B,T,Q). lse, D (B,NH,T) float32.
+// rope (T,HS/2): if not null, the queries and keys in inp have been rotated (rope.cuh), and their gradients are rotated
+// back. partials (B * (T / 64 rounded up), QKV) float32: if not null, the column sums of dinp over every 64 rows, for
+// the bias gradient.
 //
-// For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 use hopper/attention.cu instead.
+// For every GPU, in float32, TF32 and bfloat16. On Hopper in bfloat16, heads of 64 and 128 use hopper/attention.cu
+// instead.
 //
 // A block of 4 warps has 64 or 128 rows of one head: queries or, in attention_backward_dkv, keys and values. Each warp
 // keeps 16 or 32 of them in registers, as A fragments. Tiles of the other tensors (keys and values; queries and dout)
@@ -23,10 +29,12 @@
 // (forward). What was tried is in dev/attention.md.
 
 #include "mma.cuh"
+#include "rope.cuh"
 
 static_assert(HS % 16 == 0, "bfloat16 tensor cores multiply 16 columns of a head at a time");
 static_assert(HS <= 128, "rows of a head stay in registers");
 
+constexpr int GROUP = NH / NKV;  // query heads that read the same keys and values
 constexpr int THREADS = ATTENTION_THREADS, WARPS = THREADS / 32;
 constexpr int FORWARD_ROWS = ATTENTION_FORWARD_ROWS, ROWS = ATTENTION_BACKWARD_ROWS;  // per block
 constexpr int M = FORWARD_ROWS / (WARPS * 16);                                        // a warp has 16 * M, forward
@@ -87,9 +95,25 @@ __device__ inline void online_softmax(FragmentD (&s)[N], float (&largest)[2], fl
     }
 }
 
-// Store a warp's 16 rows of one head's gradient, times `factor`; sums[c] = the sum of their column c.
-__device__ inline void store_gradient(element* head, float (&sums)[HS], const Result& d, float factor, int row, int T) {
-    store_rows(head, d, row, T, 3 * C, [&](float x, int) { return x * factor; });
+// Rotate a warp's 16 rows of one head's gradient back, unless rope is null.
+__device__ inline void rotate_back(Result& d, const float2* rope, int row, int T) {
+    if (!rope) return;
+#pragma unroll
+    for (int p = 0; p < HS / 4; p++) {  // the lane's pairs of neighbours: see result_column
+        const int n = BFLOAT16 ? p / 2 : p / 4 * 2, i = BFLOAT16 ? p % 2 * 2 : p % 4;
+        float &a = d[n][i], &b = BFLOAT16 ? d[n][i + 1] : d[n + 1][i];
+        const int r = min(row + int(threadIdx.x) % 32 / 4 + i / 2 * 8, T - 1);  // rows >= T are 0
+        const float2 x = rotated_back(a, b, rope[r * (HS / 2) + result_column(n, i) / 2]);
+        a = x.x;
+        b = x.y;
+    }
+}
+
+// Store a warp's 16 rows of one head's gradient, times `factor`; if `summed`, sums[c] = the sum of their column c.
+__device__ inline void store_gradient(element* head, float (&sums)[HS], bool summed, const Result& d, float factor,
+                                      int row, int T) {
+    store_rows(head, d, row, T, QKV, [&](float x, int) { return x * factor; });
+    if (!summed) return;
 #pragma unroll
     for (int j = 0; j < HS / 4; j++) {
         const float upper = d[j / 2][j % 2], lower = d[j / 2][j % 2 + 2];  // rows >= T are 0
@@ -114,13 +138,14 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
     element* const tiles = reinterpret_cast<element*>(shared);  // key, value, next key, next value
     const int h = blockIdx.x, b = blockIdx.z, warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int first = (gridDim.y - 1 - blockIdx.y) * FORWARD_ROWS, warp_row = first + warp * 16 * M;
-    const element* query = inp + int64(b) * T * 3 * C + h * HS;
+    const element* query = inp + int64(b) * T * QKV + h * HS;
+    const int to_key = Q + (h / GROUP - h) * HS, to_value = to_key + KV;  // from the query's head
     const int count = (min(T, first + FORWARD_ROWS) + PASSING - 1) / PASSING;  // tiles of keys
 
     const auto copy = [&](int i) {
         if (i < count) {
-            copy_tile<PASSING>(tiles + i % 2 * 2 * TILE, query + C, PASSING * i, T, 3 * C);
-            copy_tile<PASSING>(tiles + i % 2 * 2 * TILE + TILE, query + 2 * C, PASSING * i, T, 3 * C);
+            copy_tile<PASSING>(tiles + i % 2 * 2 * TILE, query + to_key, PASSING * i, T, QKV);
+            copy_tile<PASSING>(tiles + i % 2 * 2 * TILE + TILE, query + to_value, PASSING * i, T, QKV);
         }
         copies_commit();
     };
@@ -130,7 +155,7 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
     float largest[M][2], sum[M][2] = {};  // of rows g and g + 8
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        load_rows(q[m], query, warp_row + 16 * m, T, 3 * C);
+        load_rows(q[m], query, warp_row + 16 * m, T, QKV);
         largest[m][0] = largest[m][1] = -INFINITE;
     }
 
@@ -170,7 +195,7 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
             const float x = largest[m][k], y = log2f(total[k]);
             if (t == 0 && r < T) lse[(int64(b) * NH + h) * T + r] = BFLOAT16 ? x * scale() + y * LN2 : (x + y) * LN2;
         }
-        store_rows(out + int64(b) * T * C + h * HS, o[m], warp_row + 16 * m, T, C,
+        store_rows(out + int64(b) * T * Q + h * HS, o[m], warp_row + 16 * m, T, Q,
                    [&](float x, int k) { return BFLOAT16 ? x * inverse[k] : x / total[k]; });
     }
 }
@@ -179,21 +204,22 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
 // of PASSING rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
-                          const element* out, const float* lse, int T) {
+                          const element* out, const float* lse, const float2* rope, int T) {
     extern __shared__ uint4 shared[];
     __shared__ float sums[WARPS][HS];
     constexpr int TILE = PASSING * TILE_STRIDE;
     element* const tiles = reinterpret_cast<element*>(shared);  // key, value, next key, next value
     const int h = blockIdx.x, b = blockIdx.z, warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int row_block = gridDim.y - 1 - blockIdx.y, first = row_block * ROWS, warp_row = first + 16 * warp;
-    const element* query = inp + int64(b) * T * 3 * C + h * HS;
-    const int64 rows = int64(b) * T * C + h * HS, head = (int64(b) * NH + h) * T;
+    const element* query = inp + int64(b) * T * QKV + h * HS;
+    const int to_key = Q + (h / GROUP - h) * HS, to_value = to_key + KV;  // from the query's head
+    const int64 rows = int64(b) * T * Q + h * HS, head = (int64(b) * NH + h) * T;
     const int count = (min(T, first + ROWS) + PASSING - 1) / PASSING;
 
     const auto copy = [&](int i) {
         if (i < count) {
-            copy_tile<PASSING>(tiles + i % 2 * 2 * TILE, query + C, PASSING * i, T, 3 * C);
-            copy_tile<PASSING>(tiles + i % 2 * 2 * TILE + TILE, query + 2 * C, PASSING * i, T, 3 * C);
+            copy_tile<PASSING>(tiles + i % 2 * 2 * TILE, query + to_key, PASSING * i, T, QKV);
+            copy_tile<PASSING>(tiles + i % 2 * 2 * TILE + TILE, query + to_value, PASSING * i, T, QKV);
         }
         copies_commit();
     };
@@ -201,8 +227,8 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     Rows q[1], d[1];
     // D and lse of rows g and g + 8; 0 for rows >= T, like dout
     float D_of_rows[2] = {0.0f, 0.0f}, lse_of_rows[2] = {0.0f, 0.0f};
-    load_rows(q[0], out + rows, warp_row, T, C);
-    load_rows(d[0], dout + rows, warp_row, T, C);
+    load_rows(q[0], out + rows, warp_row, T, Q);
+    load_rows(d[0], dout + rows, warp_row, T, Q);
     add_dot_products(D_of_rows, q[0], d[0]);
 #pragma unroll
     for (int k = 0; k < 2; k++) {
@@ -211,7 +237,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
         if (r < T) lse_of_rows[k] = lse[head + r] * LOG2E;
         if (t == 0 && r < T) D[head + r] = D_of_rows[k];
     }
-    load_rows(q[0], query, warp_row, T, 3 * C);
+    load_rows(q[0], query, warp_row, T, QKV);
 
     Result dq[1] = {};
     for (int i = 0; i < count; i++) {
@@ -234,17 +260,19 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
         matmul(dq, s, key);
     }
     __syncthreads();  // tells the compiler that lanes have reconverged after `continue`: else each shuffle branches
-    store_gradient(dinp + int64(b) * T * 3 * C + h * HS, sums[warp], dq[0], scale(), warp_row, T);
+    rotate_back(dq[0], rope, warp_row, T);
+    store_gradient(dinp + int64(b) * T * QKV + h * HS, sums[warp], partials, dq[0], scale(), warp_row, T);
+    if (!partials) return;
     __syncthreads();
-    add_warps(partials + (int64(b) * gridDim.y + row_block) * 3 * C + h * HS, sums);
+    add_warps(partials + (int64(b) * gridDim.y + row_block) * QKV + h * HS, sums);
 }
 
-// dkey and dvalue: the block's rows are keys and values; tiles of query and dout stream by. Block (THREADS); grid (NH,
-// T / ROWS rounded up, B). Shared memory: 4 tiles of DKV_PASSING rows, and a float of statistics for each of these
-// rows.
+// dkey and dvalue: the block's rows are keys and values; tiles of query and dout stream by, of one query head of the
+// group after the other. Block (THREADS); grid (NKV, T / ROWS rounded up, B). Shared memory: 4 tiles of DKV_PASSING
+// rows, and a float of statistics for each of these rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
-                       const float* D, int T) {
+                       const float* D, const float2* rope, int T) {
     extern __shared__ uint4 shared[];
     __shared__ float sums[2][WARPS][HS];
     constexpr int N = DKV_PASSING, TILE = N * TILE_STRIDE;
@@ -253,18 +281,25 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     float* const statistics = reinterpret_cast<float*>(tiles + 4 * TILE);
     const int h = blockIdx.x, b = blockIdx.z, warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int first = blockIdx.y * ROWS, warp_row = first + 16 * warp;  // the first keys have the most queries
-    const element *query = inp + int64(b) * T * 3 * C + h * HS, *dhead = dout + int64(b) * T * C + h * HS;
-    const int64 head = (int64(b) * NH + h) * T;
-    const int count = (T - first + N - 1) / N;  // queries before `first` do not see these keys
+    // of the group's first query head
+    const element* query = inp + int64(b) * T * QKV + h * GROUP * HS;
+    const element* dhead = dout + int64(b) * T * Q + h * GROUP * HS;
+    const int64 head = (int64(b) * NH + h * GROUP) * T;
+    const int to_key = Q + (h - h * GROUP) * HS, to_value = to_key + KV;
+    const int head_tiles = (T - first + N - 1) / N;  // queries before `first` do not see these keys
+    const int count = GROUP * head_tiles;
+    const Divisor divisor(head_tiles);
+    const auto member_of = [&](int i) { return GROUP == 1 ? 0 : divisor.quotient(i); };  // tile i's head in the group
+    const auto start_of = [&](int i) { return first + N * (i - member_of(i) * head_tiles); };
 
     const auto copy = [&](int i) {
         if (i < count) {
-            const int start = first + N * i;
-            copy_tile<N>(tiles + i % 2 * 2 * TILE, query, start, T, 3 * C);
-            copy_tile<N>(tiles + i % 2 * 2 * TILE + TILE, dhead, start, T, C);
+            const int start = start_of(i), member = member_of(i);
+            copy_tile<N>(tiles + i % 2 * 2 * TILE, query + member * HS, start, T, QKV);
+            copy_tile<N>(tiles + i % 2 * 2 * TILE + TILE, dhead + member * HS, start, T, Q);
             for (int j = threadIdx.x; j < 2 * N; j += THREADS) {  // 0 for rows >= T, like dout
                 const bool exists = start + j % N < T;
-                const float* from = (j < N ? lse : D) + (exists ? head + start + j % N : 0);
+                const float* from = (j < N ? lse : D) + (exists ? head + int64(member) * T + start + j % N : 0);
                 copy_async_float(statistics + i % 2 * 2 * N + j, from, exists);
             }
         }
@@ -272,14 +307,14 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
     };
     copy(0);
     Rows k[1], v[1];
-    load_rows(k[0], query + C, warp_row, T, 3 * C);
-    load_rows(v[0], query + 2 * C, warp_row, T, 3 * C);
+    load_rows(k[0], query + to_key, warp_row, T, QKV);
+    load_rows(v[0], query + to_value, warp_row, T, QKV);
     Result dk[1] = {}, dv[1] = {};
     for (int i = 0; i < count; i++) {
         copies_wait<0>();
         __syncthreads();
         copy(i + 1);
-        const int start = first + N * i;
+        const int start = start_of(i);
         if (start + N <= warp_row) continue;  // these queries come before all keys of this warp
         const element* tile = tiles + i % 2 * 2 * TILE;
         const float* lse_and_D = statistics + i % 2 * 2 * N;
@@ -306,12 +341,14 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
         }
         matmul(dk, s, tile);
     }
-    element* dhead_inp = dinp + int64(b) * T * 3 * C + h * HS;
-    float* partial = partials + (int64(b) * gridDim.y + blockIdx.y) * 3 * C + h * HS;
+    element* dkey = dinp + int64(b) * T * QKV + Q + h * HS;
     __syncthreads();  // tells the compiler that lanes have reconverged after `continue`: else each shuffle branches
-    store_gradient(dhead_inp + C, sums[0][warp], dk[0], scale(), warp_row, T);
-    store_gradient(dhead_inp + 2 * C, sums[1][warp], dv[0], 1.0f, warp_row, T);
+    rotate_back(dk[0], rope, warp_row, T);
+    store_gradient(dkey, sums[0][warp], partials, dk[0], scale(), warp_row, T);
+    store_gradient(dkey + KV, sums[1][warp], partials, dv[0], 1.0f, warp_row, T);
+    if (!partials) return;
+    float* partial = partials + (int64(b) * gridDim.y + blockIdx.y) * QKV + Q + h * HS;
     __syncthreads();
-    add_warps(partial + C, sums[0]);
-    add_warps(partial + 2 * C, sums[1]);
+    add_warps(partial, sums[0]);
+    add_warps(partial + KV, sums[1]);
 }

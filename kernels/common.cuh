@@ -3,7 +3,8 @@
 //
 // Each .cu file is compiled at run time (llmc/gpu/compiler.py) for one GPU and one model, with -D constants from
 // llmc/gpu/geometry.py: its layer's launch geometry, and
-//     MODEL_C, MODEL_NH, MODEL_V, MODEL_VP   the model's sizes
+//     MODEL_C, MODEL_NH, MODEL_NKV, MODEL_HS, MODEL_F, MODEL_V, MODEL_VP
+//                                            the model's sizes
 //     BFLOAT16                               1: activations, parameters and gradients are bfloat16, the residual stream
 //                                            half precision
 //     FLOAT32_GRADS                          1: gradients of parameters are float32 whatever BFLOAT16 says
@@ -24,8 +25,11 @@ typedef long long int64;
 typedef unsigned int uint32;
 
 constexpr int C = MODEL_C;
-constexpr int NH = MODEL_NH;
-constexpr int HS = C / NH;
+constexpr int NH = MODEL_NH, NKV = MODEL_NKV;  // heads: of queries, of keys and values
+constexpr int HS = MODEL_HS;                   // channels of a head
+constexpr int Q = NH * HS, KV = NKV * HS;      // channels of all queries, of all keys
+constexpr int QKV = Q + 2 * KV;                // of a row of queries, keys and values: 3 C in GPT-2
+constexpr int F = MODEL_F;                     // of the feed-forward layer: 4 C in GPT-2
 constexpr int V = MODEL_V;
 constexpr int Vp = MODEL_VP;
 
@@ -45,7 +49,8 @@ typedef element gradient;
 
 constexpr int PACK = 16 / sizeof(element);  // elements in one 16-byte access
 
-static_assert(C % NH == 0, "each head has C / NH channels");
+static_assert(NH % NKV == 0, "a key and value head serves NH / NKV query heads");
+static_assert(F % PACK == 0, "rows of F elements must start at multiples of 16 bytes");
 static_assert(C % PACK == 0, "rows of C elements must start at multiples of 16 bytes");
 static_assert(Vp % PACK == 0 && Vp >= V, "rows of logits must start at multiples of 16 bytes");
 

@@ -1,6 +1,6 @@
 // Token and position embedding.
 //
-//     forward   out[b,t] = wte[inp[b,t]] + wpe[t]                                          out =
+//     forward   out[b,t] = wte[inp[b,t]] + wpe[t], where there is a wpe                     out =
 //     backward  dwte[token] += the sum of dout over the positions of the token             dwte +=
 //               dwpe[t] = the sum of dout over b, 0 for t >= T                             dwpe =
 //
@@ -58,7 +58,7 @@ encoder_forward(residual_element* out, const int* inp, const element* wte, const
     for (int p = 0; p < PACKS; p++) {
         if (!has_pack(c, p)) continue;
         packs[p][0] = load_bits(token + p * WARP_ELEMENTS);
-        packs[p][1] = load_bits(position + p * WARP_ELEMENTS);
+        packs[p][1] = wpe ? load_bits(position + p * WARP_ELEMENTS) : uint4{};
     }
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {

@@ -6,7 +6,7 @@
 //               partials[block] = the column sums of dinp over the block's rows               partials =
 //               out = the forward value, recomputed unless `out` is null                      out =
 //
-// inp, out, dinp, dout (N,4C). The column sums of dinp are the gradient of the bias that was added to make inp.
+// inp, out, dinp, dout (N,F). The column sums of dinp are the gradient of the bias that was added to make inp.
 //
 // Bound by bytes: forward moves 2 elements, backward 3 (4 with `out`). With --recompute, the backward pass recomputes
 // `out` for the next weight gradient.
@@ -17,21 +17,20 @@
 
 #include "gelu.cuh"
 
-constexpr int OC = 4 * C;
 constexpr int COLUMN_THREADS = GELU_COLUMN_THREADS, ROWS = GELU_ROW_GROUPS;  // ROWS: per block, at a time
 
-// One thread per pack; grid (N*OC / PACK / 256).
+// One thread per pack; grid (N*F / PACK / 256).
 extern "C" __global__ void gelu_forward(element* out, const element* inp, int N) {
     const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
-    if (i >= int64(N) * OC) return;
+    if (i >= int64(N) * F) return;
     Floats x = load(inp + i);
 #pragma unroll
     for (int k = 0; k < PACK; k++) x.x[k] = gelu(x.x[k]);
     store(out + i, x);
 }
 
-// Block (COLUMN_THREADS, ROWS): a thread has one pack of columns in every ROWS-th of the block's rows. Grid (OC /
-// (COLUMN_THREADS * PACK) rounded up, any number of blocks that share the rows); partials (gridDim.y, OC) float32. out
+// Block (COLUMN_THREADS, ROWS): a thread has one pack of columns in every ROWS-th of the block's rows. Grid (F /
+// (COLUMN_THREADS * PACK) rounded up, any number of blocks that share the rows); partials (gridDim.y, F) float32. out
 // may be null.
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS * ROWS, 4)
 gelu_backward(element* dinp, float* partials, element* out, const element* inp, const element* dout, int N) {
@@ -39,10 +38,10 @@ gelu_backward(element* dinp, float* partials, element* out, const element* inp, 
     const int rows = (N + gridDim.y - 1) / gridDim.y;
     const int begin = blockIdx.y * rows, end = min(N, begin + rows);
     Floats sum = {};
-    if (c < OC) {
+    if (c < F) {
 #pragma unroll 2
         for (int row = begin + threadIdx.y; row < end; row += ROWS) {
-            const int64 i = int64(row) * OC + c;
+            const int64 i = int64(row) * F + c;
             const Floats x = load(inp + i);
             Floats d = load(dout + i), y;
 #pragma unroll
@@ -59,11 +58,11 @@ gelu_backward(element* dinp, float* partials, element* out, const element* inp, 
     __shared__ Floats sums[ROWS][COLUMN_THREADS];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.y > 0 || c >= OC) return;
+    if (threadIdx.y > 0 || c >= F) return;
     for (int i = 1; i < ROWS; i++) {
 #pragma unroll
         for (int k = 0; k < PACK; k++) sum.x[k] += sums[i][threadIdx.x].x[k];
     }
 #pragma unroll
-    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * OC + c + k] = sum.x[k];
+    for (int k = 0; k < PACK; k++) partials[int64(blockIdx.y) * F + c + k] = sum.x[k];
 }

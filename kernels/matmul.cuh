@@ -6,8 +6,14 @@
 //     matmul_backward_inp_gelu   dinp = dout @ weight * GELU'(inp)                         dinp =
 //                                partials[tile] = column sums of dinp                      partials =
 //     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight =
+// and, on Hopper:
+//     matmul_forward_swiglu      out = inp @ weight^T: up, then gate                       out =
+//                                swiglu = up * gate * sigmoid(gate), of the rounded out    swiglu =
+//     matmul_backward_inp_swiglu dinp = SwiGLU's gradient at inp for dout @ weight         dinp =
+//     matmul_forward_rope        out = inp @ weight^T, queries and keys rotated            out =
 //
-// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). In matmul_backward_inp_gelu, inp is the input of GELU.
+// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). In matmul_backward_inp_gelu and _swiglu, inp is the
+// input of GELU or SwiGLU.
 // In the code, each matmul is out (M,N) = A (M,K) @ B (K,N), with inner dimension K. No operand is transposed
 // beforehand: an operand whose contiguous dimension is not K is called "across".
 //

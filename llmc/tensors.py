@@ -20,6 +20,7 @@ class Row(NamedTuple):
     stacked: bool = False  # the first axis is the layer
     vocabulary: bool = False  # the first axis is the token, V rows padded to Vp
     decays: bool = False  # weight decay applies
+    early: bool = False  # its gradient is complete before the layers' are: several GPUs send it then
     ones: bool = False  # initialized to ones; in bfloat16 always rounded stochastically: see kernels/update.cu
 
     @property

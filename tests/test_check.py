@@ -17,11 +17,14 @@ sys.path.append(str(ROOT / "dev" / "kernels"))
 import check_gpu
 import profile_gpu
 import train_gpt2
-import train_gpt2_cuda as cuda
+import train_llama3
 from llmc.checkpoint import write_model
 from llmc.gpu.geometry import KERNELS
+from model import PAGES, architecture_of, on_gpu
+from test_gpt2 import untied_llama
 
 B, T = 2, 32
+MODELS = {train_gpt2.GPT2: (SMALL_HEADS, random_params(SMALL_HEADS)), train_llama3.Llama3: untied_llama()}
 
 
 @pytest.fixture
@@ -37,24 +40,36 @@ def fake(fake_gpu, monkeypatch):
     return fake_gpu
 
 
-def open_trainer(fake, tmp_path, monkeypatch, config=SMALL_HEADS, arch="sm_90a", **settings):
+def open_trainer(fake, tmp_path, monkeypatch, page=train_gpt2.GPT2, arch="sm_90a", **settings):
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path))
-    gpu = fake.gpu._replace(arch=arch)
-    settings = cuda.resolve_auto(cuda.CudaSettings(**{"B": B, "T": T, **settings}), arch)
-    trainer = profile_gpu.open_trainer(cuda.GPT2, gpu, config, random_params(config), settings)
+    architecture, gpu = on_gpu(page), fake.gpu._replace(arch=arch)
+    settings = architecture.resolve_auto(architecture.Settings(**{"B": B, "T": T, **settings}), arch)
+    trainer = profile_gpu.open_trainer(architecture, gpu, *MODELS[page], settings)
     trainer.prepare()
     fake.clear()
     return trainer
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(page, tmp_path):
     path = tmp_path / "model.bin"
-    write_model(path, SMALL_HEADS, random_params(SMALL_HEADS))
+    write_model(path, *MODELS[page])
     return path
 
 
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+@each_page
+def test_a_model_s_page(page, model, tmp_path):
+    """By its name, its magic number, a Hugging Face folder's configuration."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{"gpt2" if page is train_gpt2.GPT2 else "llama"}"}}')
+    for what in (str(model), str(tmp_path), *page.SIZES):
+        assert architecture_of(what) is page
+
+
 @pytest.mark.gpu
+@each_page
 @pytest.mark.parametrize("flags", ((), ("--recompute", 2), ("--arch", "sm_80"), ("--dtype", "float32", "--tf32", 0)))
 def test_a_gpu_agrees_with_the_cpu(model, run_here, flags):
     done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, *flags)
@@ -62,23 +77,31 @@ def test_a_gpu_agrees_with_the_cpu(model, run_here, flags):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function, line", (
-    ("gelu_forward", "fch_gelu of layer 0, from "), ("layernorm_forward", "ln1 of layer 0, from "),
-    ("gelu_backward", "dfcb of layer 1, from "), ("encoder_backward", "dwpe, from ")))
-def test_a_wrong_function_is_found_on_a_gpu(model, run_here, monkeypatch, function, line):
-    """The first result of a function of train_gpt2.py is 20 percent too large."""
-    right = getattr(train_gpt2, function)
+@pytest.mark.parametrize("page, function, line", (
+    (train_gpt2.GPT2, "gelu_forward", "fch_gelu of layer 0, from "),
+    (train_gpt2.GPT2, "layernorm_forward", "ln1 of layer 0, from "),
+    (train_gpt2.GPT2, "gelu_backward", "dfcb of layer 1, from "),
+    (train_gpt2.GPT2, "encoder_backward", "dwpe, from "),
+    (train_llama3.Llama3, "rope_forward", "qkv of layer 0, from "),
+    (train_llama3.Llama3, "swiglu_forward", "fch_swiglu of layer 0, from "),
+    (train_llama3.Llama3, "swiglu_backward", "dfcw of layer 1, from "),
+    (train_llama3.Llama3, "rope_backward", "dqkvw of layer 1, from ")))
+def test_a_wrong_function_is_found_on_a_gpu(page, model, run_here, monkeypatch, function, line):
+    """The first result of a function of the page in NumPy is 20 percent too large."""
+    module = sys.modules[page.__module__]
+    right = getattr(module, function)
 
     def wrong(out, *arguments):
         right(out, *arguments)
         (arguments[0] if function == "encoder_backward" else out).__imul__(1.2)
 
-    monkeypatch.setattr(train_gpt2, function, wrong)
+    monkeypatch.setattr(module, function, wrong)
     done = run_here(check_gpu, "-e", model, "-b", 3, "-t", 48, "--dtype", "float32", check=False)
     assert done.returncode == 1 and f"first wrong: {line}" in done.stdout and "overall okay: 0" in done.stdout
 
 
 @pytest.mark.gpu
+@each_page
 @pytest.mark.parametrize("flags", ((), ("--matmul", "cublaslt", "--dtype", "float32", "-d", 96)))
 def test_the_profile_of_a_gpu(model, run_here, flags):
     lines = run_here(profile_gpu, "-e", model, "-b", 3, "-t", 16, "-x", 2, *flags).stdout.splitlines()
@@ -99,25 +122,26 @@ def observed_step(trainer):
     return step
 
 
+@each_page
 @pytest.mark.parametrize("settings", ({"matmul": "kernels", "total_batch_size": 2 * B * T}, {"matmul": "cublaslt"},
                                       {"matmul": "kernels", "arch": "sm_80", "recompute": 2}, {"dtype": "float32"}))
-def test_the_launches_of_a_step_have_labels_and_work(fake, tmp_path, monkeypatch, settings):
+def test_the_launches_of_a_step_have_labels_and_work(fake, tmp_path, monkeypatch, page, settings):
     """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a step never launches."""
-    trainer = open_trainer(fake, tmp_path, monkeypatch, grad_clip=1.0, **settings)
+    trainer = open_trainer(fake, tmp_path, monkeypatch, page, grad_clip=1.0, **settings)
     labels, flops = set(), 0
     for name, arguments in observed_step(trainer):
         labels.add(profile_gpu.label(name, arguments, trainer.params, trainer.grads))
-        moved, computed = profile_gpu.work(name, arguments)
+        moved, computed = profile_gpu.work(name, arguments, trainer.config)
         flops += computed * profile_gpu.is_matmul(name)
         idle = name in ("prepare_update", "encoder_backward_wte_cut")  # the latter here, where no token is cut
         assert (moved > 0) + (computed > 0) == (not idle), name
     weights = "qkv", "attproj", "fc", "fcproj", "logits"
     assert {what for what in labels if what.startswith("matmul")} == {
         f"matmul {weight}{of}" for weight in weights for of in ("", " dinp", " dweight")}
-    L, C, Vp = trainer.config.L, trainer.config.C, trainer.config.Vp
-    assert flops == trainer.settings.micro_steps * 6 * B * T * (12 * L * C * C + Vp * C)
-    kernels = {kernel for kernels in KERNELS.values() for kernel in kernels}
-    known = {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.BYTES}
+    matrices = sum(row.size for row in trainer.params.table.values() if len(row.shape) == 3)
+    assert flops == trainer.settings.micro_steps * 6 * B * T * (matrices + trainer.config.Vp * trainer.config.C)
+    kernels = {kernel.removesuffix("_narrow") for kernels in KERNELS.values() for kernel in kernels}
+    known = {*profile_gpu.MATMULS, *profile_gpu.ATTENTION, *profile_gpu.BYTES, "rope_forward"}
     assert kernels - known == {"round_weights", "hold", "fill_random"}
 
 

@@ -45,7 +45,7 @@ def test_kernels_compile_with_no_gpu(arch, precision):
     precision = PRECISIONS[precision]
     for config in MODELS[:1] if arch == "sm_80" else MODELS[:2]:
         geometry = launch_geometry(config, precision, arch)
-        vars(geometry).update(decode_geometry(config, precision, SHARED.get(arch, SHARED["sm_90a"])))
+        vars(geometry).update(decode_geometry(GPT2, config, precision, SHARED.get(arch, SHARED["sm_90a"])))
         for file in decode_files(config, precision, geometry):
             cubin = compile_kernels(file.name, arch, file.constants)
             assert cubin[:4] == b"\x7fELF" and all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
@@ -145,7 +145,7 @@ def check_pass(ours, cpu, dtype, B, T, position):
     close("atty", ours.acts.atty[:N], acts.atty)
     close("fch_gelu", ours.acts.fch_gelu[:N], acts.fch_gelu)
     branch = ours.acts.branches.reshape(-1)[: 4 * N * C].reshape(4, N, C).get().sum(0)
-    close("fcproj", (branch + layer(cpu.params, config.L - 1).fcprojb), acts.branch.reshape(N, C))
+    close("fcproj", (branch + layer(cpu.params, config.L - 1).fcprojb), acts.fcproj.reshape(N, C))
     for name in ("keys", "values"):
         mine, theirs = to_float32(getattr(ours.cache, name)), getattr(cpu.cache, name)
         close(name, mine[:, :, :, : position + T], theirs[:, :, :, : position + T])
@@ -157,8 +157,8 @@ def check_pass(ours, cpu, dtype, B, T, position):
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0.9), (1, 40, 0), (70, 1, 0.7)))
 def test_a_pass_in_less_shared_memory_is_the_cpu_s(decoders, monkeypatch, B, T, position):
     """In which float32 weights of GPT-2 1558M have tiles of 8 rows."""
-    def geometry(config, precision, shared):
-        return decode_geometry(config, precision, min(shared, SHARED["sm_86"]))
+    def geometry(architecture, config, precision, shared):
+        return decode_geometry(architecture, config, precision, min(shared, SHARED["sm_86"]))
 
     monkeypatch.setattr(llmc.gpu.decoder, "decode_geometry", geometry)
     ours, cpu = decoders(MODELS[3], "float32", B)

@@ -24,6 +24,7 @@ from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.geometry import kernel_files
 from llmc.gpu.precision import Precision
 from llmc.tensors import Row
+import train_gpt2_cuda as cuda
 from train_gpt2 import Config
 
 spec = importlib.util.spec_from_file_location("kernels_bench", ROOT / "dev" / "kernels" / "bench.py")
@@ -62,7 +63,7 @@ class FakeLab(lab.Lab):
         self.fake, self.signatures, module = fake, {}, fake.cp.RawModule("any")
         devices = (self.device, GPU.arch, (), ""), (self.portable, "sm_80", lab.FILES, "portable ")
         for device, arch, files, prefix in devices:
-            live = kernel_files(config, precision, arch).values()
+            live = kernel_files(cuda.GPT2, config, precision, arch).values()
             for path in (*(ROOT / "kernels" / f"{file.name}.cu" for file in live), *files):
                 for name, parameters in signatures_of(path).items():
                     assert prefix + name not in self.signatures, f"{path}: another file has such a kernel"

@@ -22,7 +22,7 @@ from llmc.checkpoint import padded
 from llmc.gpu.compiler import Cache, compile_kernels
 from llmc.gpu.device import cp, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
-from llmc.gpu.geometry import ENCODER_PIECE, KERNELS, blocks, kernel_files
+from llmc.gpu.geometry import ENCODER_PIECE, blocks, kernel_files
 from llmc.gpu.matmul import Linear
 from llmc.outliers import RECENT, z_score
 from llmc.gpu.precision import Precision
@@ -55,7 +55,7 @@ OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_10
 @functools.cache
 def cubin_of(layer, config, precision, arch):
     """A layer's KernelFile, and its cubin, compiled once for all tests."""
-    file = kernel_files(config, precision, arch)[layer]
+    file = kernel_files(cuda.GPT2, config, precision, arch)[layer]
     return file, compile_kernels(file.name, arch, file.constants)
 
 
@@ -65,7 +65,7 @@ def test_kernels_compile_with_no_gpu(arch, precision):
     pytest.importorskip("cuda.core")
     precision = PRECISIONS[precision]
     with_gradients = "encoder", "matmul", "column_sums", "update"  # whose code depends on the gradients' dtype
-    cases = [(layer, MODELS[0]) for layer in (with_gradients if precision.float32_grads else KERNELS)]
+    cases = [(layer, MODELS[0]) for layer in (with_gradients if precision.float32_grads else cuda.GPT2.KERNELS)]
     if arch == "sm_90a":  # of matmuls and attention, only the size of a head matters, the same here
         cases += [(layer, MODELS[2]) for layer, _ in cases if layer not in ("matmul", "attention")]
     with ThreadPoolExecutor() as pool:
@@ -89,10 +89,10 @@ def test_blocks_fit_into_the_shared_memory_of_every_gpu():
     ahead: two blocks into a multiprocessor's, but for the longest rows."""
     for arch, limit in (("sm_75", 64 << 10), ("sm_86", 99 << 10), ("sm_90a", 227 << 10)):
         for HS, precision in itertools.product((64,) if arch == "sm_75" else (16, 64, 80, 128), PRECISIONS.values()):
-            file = kernel_files(Config(1024, 131, 1, 2, 2 * HS, 256), precision, arch)["attention"]
+            file = kernel_files(cuda.GPT2, Config(1024, 131, 1, 2, 2 * HS, 256), precision, arch)["attention"]
             assert len(file.shared) == 3 and max(file.shared.values()) + STATIC_SHARED <= limit
     for arch, C, precision in itertools.product(("sm_80", "sm_86", "sm_90a"), (64, 1600, 8192), PRECISIONS.values()):
-        file = kernel_files(Config(1024, 131, 1, 1, C, 256), precision, arch)["layernorm"]
+        file = kernel_files(cuda.GPT2, Config(1024, 131, 1, 1, C, 256), precision, arch)["layernorm"]
         shared = file.shared["layernorm_backward"]
         assert shared <= (96 << 10) and (C == 8192 or 2 * shared <= 160 << 10)
         assert bool(shared) == (precision.bf16 and arch != "sm_86")
@@ -144,13 +144,13 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, tmp_path, arch, pre
     precision, gpu, config = PRECISIONS[precision], fake_gpu.gpu._replace(arch=arch), Config(64, 257, 2, 3, 192, 384)
     settings = cuda.CudaSettings(B=3, T=32, total_batch_size=192, dtype=precision.dtype, tf32=precision.tf32,
                                  float32_grads=precision.float32_grads, grad_clip=1.0, recompute=recompute, graph=0)
-    _, matmul = open_device(gpu, config, precision, library)
+    _, matmul = open_device(cuda.GPT2, gpu, config, precision, library)
     trainer = Trainer(cuda.GPT2, config, settings, matmul, random_params(config))
     trainer.prepare()
     fake_gpu.launches.clear()
     batch = np.ones((2, 3, 32), np.int32)
     assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 0.001, None)
-    files = kernel_files(config, precision, arch, library).values()
+    files = kernel_files(cuda.GPT2, config, precision, arch, library).values()
     parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
     check_launches([launch for launch in fake_gpu.launches if launch.name != "cublaslt"], gpu, precision, parameters)
     launched = {launch.name for launch in fake_gpu.launches}
@@ -248,7 +248,7 @@ def get_matmul(gpu, config, precision, tmp_path_factory, portable=False, matmul=
         pytest.skip(f"{gpu.arch} has no bfloat16")
     if key not in MATMULS:
         gpu = open_gpu("sm_80" if portable else "native")
-        device, made = open_device(gpu, config, precision, matmul)
+        device, made = open_device(cuda.GPT2, gpu, config, precision, matmul)
         device.config, device.precision = config, precision  # for the tests
         device.stream.use()
         made.allocate()
@@ -402,7 +402,7 @@ def test_attention(gpu, tmp_path_factory, monkeypatch, config, B, T, precision, 
     largest = expected["preatt"].max(axis=-1)
     expected_lse = largest + np.log(np.exp(expected["preatt"] - largest[..., None]).sum(axis=-1))
     out, lse, inp_gpu, dout_gpu = unwritten(B, T, C, dtype=e), unwritten(B, NH, T), *on_gpu(inp, dout, dtype=e)
-    cuda.attention_forward(device, out, lse, inp_gpu, B, T, C, NH)
+    cuda.attention_forward(device, out, lse, inp_gpu, B, T, NH, NH, C // NH)
     assert_close(tolerance, out=(out, expected["out"]))
     # A score may be as small as chance wants, its error depends on the lengths of its two vectors: each operand that is
     # rounded to TF32 changes by up to 2^-11 of itself.
@@ -414,7 +414,7 @@ def test_attention(gpu, tmp_path_factory, monkeypatch, config, B, T, precision, 
     train_gpt2.attention_backward(dinp, *scratch, *wide(dout, inp), expected["att"], B, T, C, NH)
     got, D, dbias = unwritten(B, T, 3 * C, dtype=e), unwritten(B, NH, T), unwritten(3 * C, dtype=e)
     partials = unwritten(partial_rows(device, B, T).attention, 3 * C)
-    cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, B, T, C, NH)
+    cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, None, B, T, NH, NH, C // NH)
     cuda.column_sums(device, [(partials, (dbias,))])
     assert_close(tolerance, dinp=(got, dinp))
     # Each of the B*T rows has an error up to the tolerance; the errors add up like a random walk.

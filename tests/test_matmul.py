@@ -123,15 +123,15 @@ def test_matmuls_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, precis
 def test_the_rule(fake_gpu, C, launched):
     """On Hopper in bfloat16: whose tiles divide the width of a result."""
     config = train_gpt2.Config(64, 257, 1, C // 64, C, 384)
-    matmul = open_device(fake_gpu.gpu, config, Precision("bfloat16"))[1]
+    matmul = open_device(cuda.GPT2, fake_gpu.gpu, config, Precision("bfloat16"))[1]
     assert matmul.tile(C, narrow=True) == launched and matmul.tile(C) == (192 if C == 768 else 0)
-    matmul = open_device(fake_gpu.gpu, config, Precision("float32"))[1]
+    matmul = open_device(cuda.GPT2, fake_gpu.gpu, config, Precision("float32"))[1]
     assert matmul.tile(C) == 0 and matmul.kernels is None
 
 
 def test_parts_of_a_weight_gradient(fake_gpu):
     """As many as fill an H100's 132 multiprocessors; one where rows are few."""
-    matmul = open_device(fake_gpu.gpu, MODELS[0], Precision("bfloat16"), "kernels")[1]
+    matmul = open_device(cuda.GPT2, fake_gpu.gpu, MODELS[0], Precision("bfloat16"), "kernels")[1]
     splits = matmul.kernels.splits
     assert [splits(3072, 768, N) for N in (512, 4096, 32768)] == [1, 1, 4] and splits(768, 768, 65536) == 5
     assert splits(50304, 768, 65536) == 1

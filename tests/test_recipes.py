@@ -13,14 +13,14 @@ import evaluate
 import generate
 import prepro_fineweb
 from conftest import ROOT
-from llmc.settings import Settings, parse_settings
-from train_gpt2 import SIZES
-from train_gpt2_cuda import CudaSettings
+from llmc.settings import parse_settings
+from model import PAGES, architecture_of, on_gpu
 
 RECIPES = sorted(path.name for path in (ROOT / "scripts").glob("run_*.sh"))
 NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
 PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.parse_arguments,
            "prepro_fineweb.py": prepro_fineweb.parse_arguments}
+TRAINERS = {f"{architecture.__module__}.py": architecture for page in PAGES for architecture in (page, on_gpu(page))}
 
 
 @pytest.fixture
@@ -58,10 +58,12 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
         monkeypatch.setattr(sys, "argv", [program, *flags])
         if program in PARSERS:
             PARSERS[program]()
-        if program == "train_gpt2_cuda.py":
-            either = [CudaSettings] if recipe.startswith("run_gpt2") else [CudaSettings, Settings]
-            for settings in (parse_settings(cls, "", flags) for cls in either):
-                assert settings.model in SIZES and settings.steps == 7 and settings.shuffle == 1
+        if program in TRAINERS:
+            alone, here = re.match("run_(gpt2|llama3)_", recipe), TRAINERS[program]
+            either = [here] if alone else [here, architecture_of(flags[flags.index("-e") + 1])]
+            for settings in (parse_settings(cls.Settings, "", flags) for cls in either):
+                assert on_gpu(architecture_of(settings.model)) is here
+                assert settings.steps == 7 and settings.shuffle == 1
                 assert settings.resume and settings.checkpoint_every and settings.checkpoints_keep
                 prefix = settings.data.removesuffix("_train_*.bin")
             directory = settings.output

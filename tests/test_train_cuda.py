@@ -270,7 +270,7 @@ def test_what_is_left_to_the_gpu():
     ("sm_80", "bfloat16", "auto", False, True), ("sm_80", "bfloat16", "kernels", True, False)))
 def test_who_multiplies(fake_gpu, tmp_path, arch, dtype, given, kernels, cublaslt):
     gpu, precision = fake_gpu.gpu._replace(arch=arch), Precision(dtype)
-    _, matmul = open_device(gpu, SMALL_HEADS, precision, given)
+    _, matmul = open_device(cuda.GPT2, gpu, SMALL_HEADS, precision, given)
     assert (bool(matmul.kernels), bool(matmul.cublaslt)) == (kernels, cublaslt)
 
 

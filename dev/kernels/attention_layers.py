@@ -1,6 +1,6 @@
 """
 Attention in the kernel library, forward and backward. lab.py says what a layer is; the kernels are in attention.cu, and
-the first one that uses wgmma is in attention_hopper.cu. Two rungs are live: wgmma on Hopper for heads of 64 in
+the first one that uses wgmma is in attention_hopper.cu. Two rungs are live: wgmma on Hopper for heads of 64 and 128 in
 bfloat16, else mma_sync. The library's row is cuDNN's attention through PyTorch in bfloat16, and PyTorch's own in
 float32, where cuDNN has none; dev/bench.py attention compares with FlashAttention-2, too.
 """
@@ -45,6 +45,10 @@ def on_hopper(layer, block):
     return hopper_attention(layer.config, layer.precision, layer.gpu.arch)
 
 
+def with_heads_of_64(layer, block):
+    return on_hopper(layer, block) and layer.config.HS == 64
+
+
 class Attention(Layer):
     """What both directions share."""
 
@@ -57,6 +61,10 @@ class Attention(Layer):
 
     def sizes(self):
         return self.B, self.T, self.C, self.NH
+
+    def live_sizes(self):
+        """What the live kernels' launches take."""
+        return self.B, self.T, self.NH, self.NH, self.C // self.NH
 
     def thread_launch(self, lab, name, rows, block, *arguments):
         """Launch a thread for each row of each head, or several: `rows` of them share a block."""
@@ -112,16 +120,16 @@ class AttentionForward(Attention):
 
     @rung(128)
     def mma_sync(self, lab, a, block):
-        cuda.attention_forward(lab.portable, a.out, a.lse, a.inp, *self.sizes())
+        cuda.attention_forward(lab.portable, a.out, a.lse, a.inp, *self.live_sizes())
 
-    @rung(128, fits=on_hopper)
+    @rung(128, fits=with_heads_of_64)
     def warpgroup(self, lab, a, block):
         grid, map = (self.NH, blocks(self.T, 64), self.B), lab.device.tensor_map(a.inp, 64, self.C // self.NH)
         lab.launch("attention_forward_warpgroup", grid, (block,), a.out, a.lse, a.inp, self.T, map)
 
     @rung(384, fits=on_hopper)
     def wgmma(self, lab, a, block):
-        cuda.attention_forward(lab.device, a.out, a.lse, a.inp, *self.sizes())
+        cuda.attention_forward(lab.device, a.out, a.lse, a.inp, *self.live_sizes())
 
 
 class AttentionBackward(Attention):
@@ -164,7 +172,7 @@ class AttentionBackward(Attention):
         return lambda: {"dinp": SideBySide(torch.autograd.grad(out, operands, dout, retain_graph=True))}
 
     def backward(self, device, a):
-        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, *self.sizes())
+        cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, None, *self.live_sizes())
 
     @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):

@@ -196,7 +196,7 @@ def signatures(path):
 
 def portable_files(config, precision, arch):
     """KernelFiles: of the live matmuls and attention for arch (sm_75, sm_80) and later, and all of this library."""
-    live, constants = kernel_files(config, precision, arch), model_constants(config, precision)
+    live, constants = kernel_files(cuda.GPT2, config, precision, arch), model_constants(config, precision)
     return [live["matmul"], live["attention"], *(KernelFile(
         os.path.relpath(path, KERNEL_DIRECTORY)[:-3], tuple(signatures(path)), constants) for path in FILES)]
 
@@ -207,7 +207,7 @@ class Lab:
     def __init__(self, gpu, config, precision):
         self.gpu, self.config, self.precision, self.sm_count = gpu, config, precision, gpu.sm_count
         self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
-        self.device, self.matmul = open_device(gpu, config, precision, "auto")
+        self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
         arch = "sm_75" if gpu.arch == "sm_75" else "sm_80"
         self.portable = Device(gpu, Cache(), portable_files(config, precision, arch),
                                launch_geometry(config, precision, arch))

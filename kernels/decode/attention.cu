@@ -1,6 +1,6 @@
 // Attention of each row's query to all positions of its sequence so far, atty = softmax(query @ keys^T / sqrt(HS)) @
-// values. A block has SPLIT positions of a head at a time; of a head's blocks, the last one to finish merges all parts,
-// in the order of positions. Reading keys and values bounds it.
+// values; query head h reads key and value head h / (NH / NKV). A block has SPLIT positions of a head at a time; of a
+// head's blocks, the last one to finish merges all parts, in the order of positions. Reading keys and values bounds it.
 
 #include "decode/step.cuh"
 
@@ -43,7 +43,7 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
 
     const int c = lane % ROW_LANES * PACK, channel = threadIdx.x;
     const bool has_channels = c < HS;
-    const int64 start = int64(n / T * NH + h) * maxT * HS + c;
+    const int64 start = int64(n / T * NKV + h / (NH / NKV)) * maxT * HS + c;
     float* const head_parts = parts + int64(head) * ((maxT + SPLIT - 1) / SPLIT) * PART;
     Floats q = {};
     for (int s = blockIdx.y; s < splits; s += blocks) {
@@ -63,7 +63,7 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
         load_positions(0, before);
         if (s == blockIdx.y) {
             wait_for_inputs();
-            if (has_channels) q = load(query + int64(n) * C + h * HS + c);
+            if (has_channels) q = load(query + int64(n) * Q + h * HS + c);
         }
         load_positions(before, count);
         copies_commit();
@@ -107,7 +107,7 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
         if (channel < HS) {
             float sum, out, *const part = head_parts + s * PART;
             merge_parts([&](int i) { return warp_parts[i]; }, WARPS, largest, sum, out);
-            if (splits == 1) from_float(atty[int64(n) * C + h * HS + channel], out / sum);
+            if (splits == 1) from_float(atty[int64(n) * Q + h * HS + channel], out / sum);
             part[4 + channel] = out;
             if (channel == 0) part[0] = largest, part[1] = sum;
         }
@@ -124,6 +124,6 @@ decode_attention(element* atty, float* parts, int* arrived, const element* query
     if (channel < HS) {
         float largest, sum, out;
         merge_parts([&](int i) { return __ldcg(head_parts + i); }, splits, largest, sum, out);
-        from_float(atty[int64(n) * C + h * HS + channel], out / sum);
+        from_float(atty[int64(n) * Q + h * HS + channel], out / sum);
     }
 }

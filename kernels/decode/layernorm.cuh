@@ -1,5 +1,5 @@
-// The layernorm before a matmul, and the sum before it. For a few rows, each block of the matmul does both for itself,
-// which takes less time than a kernel of its own; either way has the same bits.
+// The layernorm (or RMSNorm) before a matmul, and the sum before it. For a few rows, each block of the matmul does both
+// for itself, which takes less time than a kernel of its own; either way has the same bits.
 
 #pragma once
 
@@ -21,7 +21,8 @@ constexpr int PACKS = (C / PACK + THREADS - 1) / THREADS;  // of a row, for a th
 __device__ inline int channel_of(int p) { return PACK * (p * THREADS + threadIdx.x); }
 
 // A thread's part of the vectors of a layernorm, and of the sum before it: weights, which do not queue behind the
-// matmul's if they are requested before those. They stay bits: what converts them waits for their arrival.
+// matmul's if they are requested before those. They stay bits: what converts them waits for their arrival. An RMSNorm
+// has the weight alone.
 struct Vectors {
     uint4 branch_bias[PACKS], weight[PACKS], bias[PACKS];
 
@@ -30,8 +31,9 @@ struct Vectors {
         for (int p = 0; p < PACKS; p++) {
             const int c = channel_of(p);
             if (c >= C) continue;
-            branch_bias[p] = load_bits(branch_bias_ + c), weight[p] = load_bits(weight_ + c);
-            bias[p] = load_bits(bias_ + c);
+            if (!RMS) branch_bias[p] = load_bits(branch_bias_ + c);
+            weight[p] = load_bits(weight_ + c);
+            if (!RMS) bias[p] = load_bits(bias_ + c);
         }
     }
 };
@@ -58,7 +60,7 @@ __device__ inline void normalize(element* normed, const Residual& residual, cons
 #pragma unroll
         for (int i = 0; i < COUNT; i++) parts[i] = load(residual.branches + i * int64(N) * C + at);
         x[p] = load(residual.inp + at);
-        const Floats branch_bias = unpack(vectors.branch_bias[p]);
+        const Floats branch_bias = RMS ? Floats{} : unpack(vectors.branch_bias[p]);
 #pragma unroll
         for (int k = 0; k < PACK; k++) {
             x[p].x[k] += branch_bias.x[k];
@@ -68,7 +70,7 @@ __device__ inline void normalize(element* normed, const Residual& residual, cons
         }
         if (write) store(residual.out + at, x[p]);
     }
-    const float mean = sum_over_block(sum, 0) / C;
+    const float mean = RMS ? 0.0f : sum_over_block(sum, 0) / C;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
 #pragma unroll
@@ -77,11 +79,11 @@ __device__ inline void normalize(element* normed, const Residual& residual, cons
             squares += x[p].x[k] * x[p].x[k];
         }
     }
-    const float rstd = 1.0f / sqrtf(sum_over_block(squares, 1) / C + 1e-5f);
+    const float rstd = 1.0f / sqrtf(sum_over_block(squares, RMS ? n % 2 : 1) / C + float(DECODE_EPS));
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         if (channel_of(p) >= C) continue;
-        const Floats weight = unpack(vectors.weight[p]), bias = unpack(vectors.bias[p]);
+        const Floats weight = unpack(vectors.weight[p]), bias = RMS ? Floats{} : unpack(vectors.bias[p]);
 #pragma unroll
         for (int k = 0; k < PACK; k++) x[p].x[k] = x[p].x[k] * rstd * weight.x[k] + bias.x[k];
         store(normed + channel_of(p), x[p]);

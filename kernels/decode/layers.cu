@@ -3,24 +3,26 @@
 
 #include "decode/layernorm.cuh"
 
-// Block (any number); grid (N). residual (N,C) = wte[tokens] + wpe; branches (4,N,C) = 0, for the first layernorm.
+// Block (any number); grid (N). residual (N,C) = wte[tokens] + wpe; branches (FC_PARTS,N,C) = 0, for the first
+// layernorm.
 extern "C" __global__ void decode_embed(float* residual, float* branches, const int* tokens, const element* wte,
                                         const element* wpe, const Control* control, int T) {
     let_next_begin();
     wait_for_inputs();
     const int n = blockIdx.x;
-    const element *token = wte + int64(tokens[n]) * C, *position = wpe + int64(control->position + n % T) * C;
+    const element* const token = wte + int64(tokens[n]) * C;
+    const element* const position = ROPE ? nullptr : wpe + int64(control->position + n % T) * C;
     for (int c = threadIdx.x * PACK; c < C; c += blockDim.x * PACK) {
         Floats x = load(token + c);
-        const Floats y = load(position + c);
+        const Floats y = ROPE ? Floats{} : load(position + c);
 #pragma unroll
         for (int k = 0; k < PACK; k++) x.x[k] += y.x[k];
         store(residual + int64(n) * C + c, x);
-        for (int part = 0; part < 4; part++) store(branches + (int64(part) * gridDim.x + n) * C + c, Floats{});
+        for (int part = 0; part < FC_PARTS; part++) store(branches + (int64(part) * gridDim.x + n) * C + c, Floats{});
     }
 }
 
-// Block (THREADS); grid (N). count: of the parts of branches, 1 or 4.
+// Block (THREADS); grid (N). count: of the parts of branches, ATT_PARTS or FC_PARTS.
 extern "C" __global__ void __launch_bounds__(THREADS)
 decode_layernorm(element* normed, float* residual, const float* inp, const float* branches, const element* branch_bias,
                  const element* weight, const element* bias, int count) {
@@ -28,6 +30,7 @@ decode_layernorm(element* normed, float* residual, const float* inp, const float
     const Vectors vectors(branch_bias, weight, bias);
     normed += int64(blockIdx.x) * C;
     wait_for_inputs();
-    if (count == 1) normalize<1>(normed, {residual, inp, branches}, vectors, blockIdx.x, gridDim.x, true);
-    else normalize<4>(normed, {residual, inp, branches}, vectors, blockIdx.x, gridDim.x, true);
+    const Residual sum = {residual, inp, branches};
+    if (count == ATT_PARTS) normalize<ATT_PARTS>(normed, sum, vectors, blockIdx.x, gridDim.x, true);
+    else normalize<FC_PARTS>(normed, sum, vectors, blockIdx.x, gridDim.x, true);
 }

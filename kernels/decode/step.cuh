@@ -5,15 +5,17 @@
 //     decode_layernorm  residual, layernorm, unless the matmul does both                residual, normed =
 //     decode_qkv        residual, layernorm, matmul; keys and values go to the cache    residual, query, keys, values =
 //     decode_attention  softmax(query @ keys^T / sqrt(HS)) @ values                     atty =
-//     decode_project    matmul, of atty or fch_gelu                                     branches =
-//     decode_fc         residual, layernorm, matmul, GELU                               residual, fch_gelu =
+//     decode_project    matmul, of atty or act                                          branches =
+//     decode_fc         residual, layernorm, matmul, GELU                               residual, act =
 //     decode_logits     residual, layernorm, matmul                                     residual, logits =
 //     decode_sample     draws the next token                                            tokens, randoms, control =
 //
-// train_gpt2.py's Decoder is the specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows.
-// residual (N,C) and logits (B,Vp) are float32; query and atty (N,C), fch_gelu (N,4C), keys and values (B,NH,maxT,HS)
-// are elements. "residual" above: branches, which decode_project wrote, is added to the residual stream. The position
-// is in GPU memory, so that one graph is every step. A row has the same bits whatever the other rows are.
+// Llama 3 has RMSNorm for layernorm and no biases (RMS), queries and keys rotated for wpe (ROPE), SwiGLU for GELU
+// (SWIGLU): the arguments that it lacks are null. The Decoders of train_gpt2.py and train_llama3.py are the
+// specification, llmc/sampler.py's Choice that of decode_sample. There are N = B*T rows. residual (N,C) and logits
+// (B,Vp) are float32; query and atty (N,Q), act (N,F), keys and values (B,NKV,maxT,HS) are elements. "residual" above:
+// branches, which decode_project wrote, is added to the residual stream. The position is in GPU memory, so that one
+// graph is every step. A row has the same bits whatever the other rows are.
 //
 // A step reads all weights once; the rest of its time is the latency of a chain of kernels. So each begins before the
 // previous one ends, requests its weights, and only then waits for its inputs (programmatic dependent launch).
@@ -23,6 +25,8 @@
 #include "common.cuh"
 
 constexpr int WARPS = DECODE_WARPS, THREADS = 32 * WARPS;  // of a block; decode_sample has more
+constexpr bool RMS = DECODE_RMS, ROPE = DECODE_ROPE, SWIGLU = DECODE_SWIGLU;  // else as in GPT-2
+constexpr int ATT_PARTS = DECODE_ATT_PARTS, FC_PARTS = DECODE_FC_PARTS;       // in which attproj, fcproj are summed
 
 typedef unsigned long long uint64;
 

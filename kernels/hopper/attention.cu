@@ -1,11 +1,11 @@
-// Causal attention for Hopper (sm_90a), heads of 64, bfloat16, with the formulas of attention.cu. The algorithm is
-// FlashAttention-2's; the pipeline of a producer warpgroup and two consumer warpgroups is FlashAttention-3's, Shah et
-// al. 2024, https://arxiv.org/abs/2407.08608
+// Causal attention for Hopper (sm_90a), heads of 64 or 128, bfloat16, with the formulas, groups and arguments of
+// attention.cu. The algorithm is FlashAttention-2's; the pipeline of a producer warpgroup and two consumer warpgroups
+// is FlashAttention-3's, Shah et al. 2024, https://arxiv.org/abs/2407.08608
 //
 // A work item is 128 rows of one head: queries or, in attention_backward_dkv, keys and values. These rows are resident:
-// they stay on the chip while tiles of 64 or 128 rows of the other tensors stream by. The kernels are persistent: one
-// block per multiprocessor takes item after item. (If there are few items, each has a block of its own.) Data flow in
-// the forward pass:
+// they stay on the chip while tiles of 32 to 128 rows of the other tensors stream by; past keys and values, those of
+// each query head of the group, one head after the other. The kernels are persistent: one block per multiprocessor
+// takes item after item. (If there are few items, each has a block of its own.) Data flow in the forward pass:
 //
 //     queries       --TMA--> shared memory --ldmatrix--> registers ---+
 //     keys, values  --TMA--> shared memory, a ring buffer of tiles ---+--wgmma--> S, P, O in registers
@@ -24,9 +24,14 @@
 //
 // The other consumer fills the gaps that remain.
 //
-// device.py makes the TMA maps: of what is read, inp (B,T,3C), dout and out (B,T,C), with boxes of 64 rows by HS
-// columns; of what is written, with boxes of 16 rows. Rows >= T arrive as zeros and are not written. Tensors that have
-// a map are accessed only through it: their pointers (out, inp, dout, dinp) are unused, kept to match attention.cu's
+// With heads of 128, a thread's part of a result takes twice the registers. Therefore streamed tiles have half as many
+// rows as with heads of 64, and attention_backward_dkv leaves keys and values in shared memory, from where wgmma reads
+// them, too.
+//
+// device.py makes the TMA maps: of what is read, inp (B,T,QKV), dout and out (B,T,Q), with boxes of 64 or 32 rows by 64
+// columns; of what is written, with boxes of 16 rows. A head of 128 has two boxes side by side, one for each half of
+// its columns: a tile of n rows is (HALVES,n,64). Rows >= T arrive as zeros and are not written. Tensors that have a
+// map are accessed only through it: their pointers (out, inp, dout, dinp) are unused, kept to match attention.cu's
 // arguments.
 //
 // Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and equally by exp (16 per cycle: with
@@ -35,26 +40,32 @@
 
 #include "hopper/hopper.cuh"
 #include "mma.cuh"
+#include "rope.cuh"
 
-static_assert(sizeof(element) == 2 && HS == 64, "elsewhere, attention.cu is used");
+static_assert(sizeof(element) == 2 && (HS == 64 || HS == 128), "elsewhere, attention.cu is used");
 
 constexpr int CONSUMERS = ATTENTION_GROUPS;  // warpgroups that compute
 constexpr int THREADS = ATTENTION_THREADS;
 constexpr int ROWS = ATTENTION_FORWARD_ROWS;  // per item
-constexpr int LOADER_REGISTERS = 24, COMPUTE_REGISTERS = 240;
-constexpr int BOX = ATTENTION_READ_ROWS * HS;  // elements of a box
-constexpr int BOX_BYTES = BOX * sizeof(element);
+constexpr int LOADER_REGISTERS = 40, COMPUTE_REGISTERS = 232;
+constexpr int GROUP = NH / NKV;  // query heads that read the same keys and values
+constexpr int HALVES = HS / 64;  // of a head's columns
+constexpr int ROW_BYTES = HS * sizeof(element);
+constexpr int RESIDENT = 64 * HS, RESIDENT_BYTES = 64 * ROW_BYTES;  // a consumer's rows of one tensor: elements, bytes
 
-// Boxes per tile, and stages of the ring of tiles. A stage has a tile of each streamed tensor.
-constexpr int FORWARD_BOXES = ATTENTION_FORWARD_BOXES, FORWARD_STAGES = ATTENTION_FORWARD_STAGES;
-constexpr int DQUERY_STAGES = ATTENTION_DQUERY_STAGES, DKV_STAGES = ATTENTION_DKV_STAGES;  // of one box each
+// Rows of the streamed tiles, and stages of the ring of tiles. A stage has a tile of each streamed tensor.
+constexpr int FORWARD_KEYS = ATTENTION_FORWARD_KEYS, FORWARD_STAGES = ATTENTION_FORWARD_STAGES;
+constexpr int PASSING = ATTENTION_READ_ROWS;  // in the backward pass
+constexpr int DQUERY_STAGES = ATTENTION_DQUERY_STAGES, DKV_STAGES = ATTENTION_DKV_STAGES;
 
 static_assert(THREADS == (1 + CONSUMERS) * WARPGROUP, "beside the consumer warpgroups, one loads");
 static_assert(ROWS == CONSUMERS * 64 && ATTENTION_BACKWARD_ROWS == ROWS, "each consumer has 64 rows");
-static_assert(ATTENTION_READ_ROWS == 64 && ATTENTION_WRITE_ROWS == 16, "TMA reads 64 rows, and writes a warp's 16");
-static_assert(ATTENTION_FORWARD_SHARED == (2 * CONSUMERS + FORWARD_STAGES * 2 * FORWARD_BOXES) * BOX_BYTES + 1024 &&
-                  ATTENTION_DQUERY_SHARED == (4 * CONSUMERS + DQUERY_STAGES * 2) * BOX_BYTES + 1024 &&
-                  ATTENTION_DKV_SHARED == (4 * CONSUMERS + DKV_STAGES * 2) * BOX_BYTES + 1024,
+static_assert(ATTENTION_BOX_COLUMNS == 64 && ATTENTION_WRITE_ROWS == 16, "TMA writes a warp's 16 rows of 64 columns");
+static_assert(64 % ATTENTION_READ_ROWS == 0 && FORWARD_KEYS % ATTENTION_READ_ROWS == 0, "TMA reads whole boxes");
+static_assert(DKV_STAGES >= 2 + 64 / PASSING, "a consumer holds a tile, skips 64 / PASSING, and waits for the next");
+static_assert(ATTENTION_FORWARD_SHARED == (2 * ROWS + FORWARD_STAGES * 2 * FORWARD_KEYS) * ROW_BYTES + 1024 &&
+                  ATTENTION_DQUERY_SHARED == (4 * ROWS + DQUERY_STAGES * 2 * PASSING) * ROW_BYTES + 1024 &&
+                  ATTENTION_DKV_SHARED == (4 * ROWS + DKV_STAGES * 2 * PASSING) * ROW_BYTES + 1024,
               "shared memory: an item's rows and results, and the stages, from the next multiple of 1024 bytes on");
 
 // A work item: a chunk of 128 rows of one head. Each kernel counts chunks from the end where they cost most.
@@ -65,10 +76,11 @@ struct Item {
 // Find the block's item number `round`; false if there are no more. Items are numbered in order of decreasing cost:
 // chunk 0 of all heads, then chunk 1 ... In every other round, the blocks take them in reverse order, which balances
 // their totals.
+template <int HEADS>
 __device__ inline bool pick(Item& item, int round, int T, const Divisor& heads) {
     const int blocks = gridDim.x, w = round * blocks + (round % 2 ? blocks - 1 - int(blockIdx.x) : int(blockIdx.x));
     const int chunk = heads.quotient(w), head = w - chunk * heads.divisor;
-    item = {chunk, head % NH, head / NH};
+    item = {chunk, head % HEADS, head / HEADS};
     return chunk < (T + ROWS - 1) / ROWS;
 }
 
@@ -84,79 +96,144 @@ __device__ inline void init_rings(Ring<1, LANES>& resident, int resident_arrival
     __syncthreads();
 }
 
-// Called by the producer thread: wait for the stage of tile n to be empty, and start loading it: BOXES boxes of keys
-// and as many of values.
-template <int BOXES, int STAGES>
-__device__ inline void load_keys_and_values(Ring<STAGES>& kv_ring, int n, element* tiles, const TensorMap& map,
-                                            int column, int start, int b) {
-    const int stage = n % STAGES;
-    element* const tile = tiles + stage * 2 * BOXES * BOX;
-    kv_ring.wait_empty(n);
-    mbarrier_arrive_expect_tx(&kv_ring.full[stage], 2 * BOXES * BOX_BYTES);
-    for (int j = 0; j < BOXES; j++) {
-        load_box(tile + j * BOX, &map, &kv_ring.full[stage], C + column, start + 64 * j, b);
-        load_box(tile + (BOXES + j) * BOX, &map, &kv_ring.full[stage], 2 * C + column, start + 64 * j, b);
+// Called by the producer thread: start loading N rows of a head.
+template <int N>
+__device__ inline void load_rows(element* tile, const TensorMap& map, Mbarrier* full, int column, int row, int b) {
+    for (int j = 0; j < HALVES; j++) {
+        for (int r = 0; r < N; r += ATTENTION_READ_ROWS) {
+            load_box(tile + (j * N + r) * 64, &map, full, column + 64 * j, row + r, b);
+        }
     }
 }
 
-// Load the warp's 16 rows of a box (64,HS) by ldmatrix, as the A operands of 4 wgmmas.
-__device__ inline void read_rows(uint32 (&a)[4][4], const element* box) {
-    const int lane = threadIdx.x % 32, r = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
-#pragma unroll
-    for (int k = 0; k < 4; k++) load_tiles<0>(a[k], box + r * 64 + ((2 * k + lane / 16) ^ r % 8) * 8);
+// Called by the producer thread: wait for the stage of tile n to be empty, and start loading it: KEYS rows of the keys
+// at `column`, and as many of their values.
+template <int KEYS, int STAGES>
+__device__ inline void load_keys_and_values(Ring<STAGES>& kv_ring, int n, element* tiles, const TensorMap& map,
+                                            int column, int start, int b) {
+    const int stage = n % STAGES;
+    element* const tile = tiles + stage * 2 * KEYS * HS;
+    kv_ring.wait_empty(n);
+    mbarrier_arrive_expect_tx(&kv_ring.full[stage], 2 * KEYS * ROW_BYTES);
+    load_rows<KEYS>(tile, map, &kv_ring.full[stage], column, start, b);
+    load_rows<KEYS>(tile + KEYS * HS, map, &kv_ring.full[stage], KV + column, start, b);
 }
 
-// A warp's epilogue: its 16 rows (16,64) of one head, times a factor for each of the thread's two rows, go to
-// `staging`, a quarter of a box, by stmatrix, and from there to the tensor by TMA. Before it overwrites `staging`, the
-// warp waits until TMA has read all its stores but the newest PENDING.
+typedef uint32 Operand[HS / 16][4];  // 16 rows of a head, as the A operands of wgmmas
+
+// Load the warp's 16 rows of a consumer's tile (HALVES,64,64) by ldmatrix.
+__device__ inline void read_rows(Operand& a, const element* tile) {
+    const int lane = threadIdx.x % 32, r = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < HS / 16; k++) {
+        load_tiles<0>(a[k], tile + (k / 4 * 64 + r) * 64 + ((2 * (k % 4) + lane / 16) ^ r % 8) * 8);
+    }
+}
+
+// The gradient of a rotated head: the warp's rows `row` and `row` + 8 of it are rotated back, unless rope is null.
+__device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int row, int T) {
+    if (!rope) return;
+#pragma unroll
+    for (int k = 0; k < HS / 4; k++) {
+        const int r = min(row + k % 2 * 8, T - 1);  // rows >= T are not stored
+        const float2 x = rotated_back(d[2 * k], d[2 * k + 1], rope[r * (HS / 2) + k / 2 * 4 + threadIdx.x % 4]);
+        d[2 * k] = x.x;
+        d[2 * k + 1] = x.y;
+    }
+}
+
+// A warp's epilogue: its 16 rows (16,HS) of one head, times a factor for each of the thread's two rows, go to
+// `staging`, (HALVES,16,64), by stmatrix, and from there to the tensor by TMA. Before it overwrites `staging`, the warp
+// waits until TMA has read all its stores but the newest PENDING.
 template <int PENDING>
-__device__ inline void store_rows(const TensorMap& map, element* staging, const float (&d)[32], float upper,
+__device__ inline void store_rows(const TensorMap& map, element* staging, const float (&d)[HS / 2], float upper,
                                   float lower, int column, int row, int b) {
     const int lane = threadIdx.x % 32, r = lane % 16;
     if (lane == 0) stores_wait<PENDING>();
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < HS / 16; k++) {
         const float* x = d + 8 * k;
         store_tiles({as_pair(x[0] * upper, x[1] * upper), as_pair(x[2] * lower, x[3] * lower),
                      as_pair(x[4] * upper, x[5] * upper), as_pair(x[6] * lower, x[7] * lower)},
-                    staging + r * 64 + ((2 * k + lane / 16) ^ r % 8) * 8);
+                    staging + (k / 4 * 16 + r) * 64 + ((2 * (k % 4) + lane / 16) ^ r % 8) * 8);
     }
     fence_for_async();
     __syncwarp();
     if (lane == 0) {
-        store_box(&map, staging, column, row, b);
+        for (int j = 0; j < HALVES; j++) store_box(&map, staging + j * 16 * 64, column + 64 * j, row, b);
         stores_commit();
     }
 }
 
 // sums[c] = the sum of column c over the warp's 16 rows, times `factor`.
-__device__ inline void sum_rows(float* sums, const float (&d)[32], float factor) {
+__device__ inline void sum_rows(float* sums, const float (&d)[HS / 2], float factor) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    float v[16];
-#pragma unroll
-    for (int k = 0; k < 16; k++) v[k] = (d[k / 2 * 4 + k % 2] + d[k / 2 * 4 + k % 2 + 2]) * factor;
-    halve<8, 1>(v);
-    halve<4, 2>(v);
-    halve<2, 4>(v);
     const int n = g % 2 * 4 + g / 2 % 2 * 2 + g / 4;
-    *reinterpret_cast<float2*>(sums + 8 * n + 2 * t) = float2{v[0], v[1]};
+#pragma unroll
+    for (int j = 0; j < HALVES; j++) {
+        float v[16];
+#pragma unroll
+        for (int k = 0; k < 16; k++) {
+            const float* x = d + 32 * j + k / 2 * 4 + k % 2;
+            v[k] = (x[0] + x[2]) * factor;
+        }
+        halve<8, 1>(v);
+        halve<4, 2>(v);
+        halve<2, 4>(v);
+        *reinterpret_cast<float2*>(sums + 64 * j + 8 * n + 2 * t) = float2{v[0], v[1]};
+    }
 }
+
+// For tiles of 32 rows: wgmma with 32 columns, a in registers or in shared memory.
+#define NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+template <int ACROSS>
+__device__ inline void wgmma(float (&d)[16], const uint32 (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{" NAMES16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22; }\n"
+        : D16(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
+}
+WGMMA(32, D16(0), NAMES16, "%16", "%17", "%18", "%19", "%20")
+
+// What to add to the descriptor of a tile (HALVES,n,64) to start at its column 16 * k: 16 columns are 32 bytes.
+__device__ constexpr int k_step(int k, int n) { return k / 4 * (n * 128 / 16) + k % 4 * 2; }
 
 // Begin d (64,n) = rows (64,HS) @ tile (n,HS)^T, like S = Q K^T.
 template <int N>
-__device__ inline void begin_matmul_transposed(float (&d)[N], const uint32 (&rows)[4][4], const element* tile) {
+__device__ inline void begin_matmul_transposed(float (&d)[N], const Operand& rows, const element* tile) {
     const unsigned long long b = descriptor(tile);  // once per tile: computed for each wgmma, it would delay each
 #pragma unroll
-    for (int k = 0; k < 4; k++) wgmma<0>(d, rows[k], b + k * 2, k > 0);  // 16 columns are 32 bytes
+    for (int k = 0; k < HS / 16; k++) wgmma<0>(d, rows[k], b + k_step(k, 2 * N), k > 0);
 }
+// The same with the rows in shared memory, (HALVES,64,64).
+template <int N>
+__device__ inline void begin_matmul_transposed(float (&d)[N], const element* rows, const element* tile) {
+    const unsigned long long a = descriptor(rows), b = descriptor(tile);
+#pragma unroll
+    for (int k = 0; k < HS / 16; k++) wgmma<0, 0>(d, a + k_step(k, 64), b + k_step(k, 2 * N), k > 0);
+}
+
+// The keys and values of attention_backward_dkv: in registers, or where they are in shared memory.
+#if MODEL_HS == 64
+typedef Operand Resident;
+__device__ inline void keep_rows(Resident& rows, const element* tile) { read_rows(rows, tile); }
+#else
+typedef const element* Resident;
+__device__ inline void keep_rows(Resident& rows, const element* tile) { rows = tile; }
+#endif
 
 // Begin d (64,HS) += p (64,n) @ tile (n,HS), like O += P V. p must not change before it completes. Wait for it in the
 // same iteration of a loop: from one iteration to the next, the compiler (CUDA 13.0) loses track of p and reuses its
 // registers.
 template <int K>
-__device__ inline void begin_matmul(float (&d)[32], const uint32 (&p)[K][4], const element* tile) {
-    const unsigned long long b = descriptor(tile);
+__device__ inline void begin_matmul(float (&d)[HS / 2], const uint32 (&p)[K][4], const element* tile) {
+    // The second half of the columns begins n rows of 128 bytes after the first; `descriptor` says 16 bytes, which does
+    // not matter where there is one half.
+    constexpr unsigned long long distance = HALVES == 1 ? 0 : K * 16 * 128 / 16 - 1;
+    const unsigned long long b = descriptor(tile) + (distance << 16);
 #pragma unroll
     for (int k = 0; k < K; k++) wgmma<1>(d, p[k], b + k * 128, 1);  // 16 rows are 2048 bytes
 }
@@ -177,27 +254,28 @@ __device__ inline void put_partials(float* partials, const float (&sums)[4][HS],
     const int c = threadIdx.x % WARPGROUP;
     if (c >= HS || consumer_row >= T) return;
     const int64 partial = int64(b) * ((T + 63) / 64) + consumer_row / 64;
-    partials[partial * 3 * C + column + c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
+    partials[partial * QKV + column + c] = sums[0][c] + sums[1][c] + sums[2][c] + sums[3][c];
 }
 
-constexpr float TO_LOG2 = LOG2E / 8.0f;  // 8 = sqrt(HS)
+constexpr float SCALE = HS == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(HS)
+constexpr float TO_LOG2 = LOG2E * SCALE;
 
 // Named barriers, one for each consumer: SUMS + consumer guards that consumer's `sums`, and is passed twice per item:
 // when all its warps have read the previous item's sums, and when all have written this one's.
 enum NamedBarrier { SUMS = 1 };
 
-// Block (384); grid (any number of blocks, which share the items). Shared memory: 4 + FORWARD_STAGES * 2 *
-// FORWARD_BOXES boxes and 1024 bytes.
+// Block (384); grid (any number of blocks, which share the items). Shared memory: 2 ROWS + FORWARD_STAGES * 2 *
+// FORWARD_KEYS rows of a head and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(element* out, float* lse, const element* inp, int T, int B, const __grid_constant__ TensorMap inp_map,
                   const __grid_constant__ TensorMap out_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1> query_ring;            // guards `queries`
     __shared__ Ring<FORWARD_STAGES> kv_ring;  // guards `tiles`
-    constexpr int KEYS = FORWARD_BOXES * 64, KEY_TILE = FORWARD_BOXES * BOX;  // per tile: rows, elements
+    constexpr int KEYS = FORWARD_KEYS, KEY_TILE = KEYS * HS;  // per tile: rows, elements
     element* const queries = tiles_of(shared);
-    element* const staging_of_warps = queries + CONSUMERS * BOX;  // out, staged for TMA
-    element* const tiles = staging_of_warps + CONSUMERS * BOX;    // per stage: keys, values
+    element* const staging_of_warps = queries + CONSUMERS * RESIDENT;  // out, staged for TMA
+    element* const tiles = staging_of_warps + CONSUMERS * RESIDENT;    // per stage: keys, values
     const int last_chunk = (T - 1) / ROWS;
     init_rings(query_ring, 1, kv_ring, 1);
     const Divisor heads(NH * B);
@@ -207,17 +285,18 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
+            for (int round = 0, n = 0; pick<NH>(item, round, T, heads); round++) {
                 const int first = (last_chunk - item.chunk) * ROWS, column = item.h * HS;
                 // Load the item's queries once the consumers have the previous item's in registers.
                 query_ring.wait_empty(round);
-                mbarrier_arrive_expect_tx(&query_ring.full[0], CONSUMERS * BOX_BYTES);
+                mbarrier_arrive_expect_tx(&query_ring.full[0], CONSUMERS * RESIDENT_BYTES);
                 for (int j = 0; j < CONSUMERS; j++) {
-                    load_box(queries + j * BOX, &inp_map, &query_ring.full[0], column, first + 64 * j, item.b);
+                    const int row = first + 64 * j;
+                    load_rows<64>(queries + j * RESIDENT, inp_map, &query_ring.full[0], column, row, item.b);
                 }
                 // Load the tiles of keys and values up to the diagonal. n counts on across items, as the ring does.
                 for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
-                    load_keys_and_values<FORWARD_BOXES>(kv_ring, n, tiles, inp_map, column, start, item.b);
+                    load_keys_and_values<KEYS>(kv_ring, n, tiles, inp_map, Q + item.h / GROUP * HS, start, item.b);
                 }
             }
         }
@@ -226,24 +305,26 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
         take_registers<COMPUTE_REGISTERS>();
         const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        element* const staging = staging_of_warps + (consumer * 4 + warp) * (BOX / 4);
+        element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 4);
         const auto key_tile = [&](int n) { return tiles + n % FORWARD_STAGES * 2 * KEY_TILE; };
         const auto value_tile = [&](int n) { return key_tile(n) + KEY_TILE; };
-        for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
+        for (int round = 0, n = 0; pick<NH>(item, round, T, heads); round++) {
             const int first = (last_chunk - item.chunk) * ROWS;
             const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
-            const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys up to the diagonal
-            static_assert(KEYS == ROWS, "both consumers need the same tiles");
-            uint32 q[4][4], p[KEYS / 16][4];
-            float s[KEYS / 2], o[32] = {}, row_max[2] = {-INFINITE, -INFINITE}, row_sum[2] = {0.0f, 0.0f}, rescale[2];
+            const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys up to the block's diagonal
+            const int consumer_count = KEYS == ROWS ? count : min(count, consumer_row / KEYS + 64 / KEYS);
+            Operand q;
+            uint32 p[KEYS / 16][4];
+            float s[KEYS / 2], o[HS / 2] = {};
+            float row_max[2] = {-INFINITE, -INFINITE}, row_sum[2] = {0.0f, 0.0f}, rescale[2];
             const auto softmax = [&](int start) {  // s = P
                 softmax_of_tile(s, row_max, row_sum, rescale, TO_LOG2, start + KEYS > consumer_row, start, row);
             };
 
             // Wait for the queries, and keep them in registers.
             query_ring.wait_full(round);
-            read_rows(q, queries + consumer * BOX);
+            read_rows(q, queries + consumer * RESIDENT);
             query_ring.release(round);
 
             // Prologue: S = Q K^T of tile 0, and its softmax.
@@ -257,7 +338,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             as_operand(p, s);
 
             // Steady state: begin S = Q K^T of tile i and O += P V of tile i - 1, which overlaps the softmax of tile i.
-            for (int i = 1; i < count; i++) {
+            for (int i = 1; i < consumer_count; i++) {
                 n++;
                 kv_ring.wait_full(n);
                 fence_operand(s);
@@ -274,11 +355,12 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
                 fence_operand(o);
                 kv_ring.release(n - 1);
 #pragma unroll
-                for (int j = 0; j < 32; j++) o[j] *= rescale[j % 4 / 2];
+                for (int j = 0; j < HS / 2; j++) o[j] *= rescale[j % 4 / 2];
                 as_operand(p, s);
             }
 
-            // Drain: O += P V of the last tile; lse meanwhile.
+            // Drain: O += P V of the last tile; lse meanwhile. Then release the tiles that only the other consumer
+            // needs.
             fence_operand(o);
             wgmma_fence();
             begin_matmul(o, p, value_tile(n));
@@ -289,11 +371,15 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             for (int k = 0; k < 2; k++) {
                 const int r = row + 8 * k;
                 float* const lse_of_head = lse + (int64(item.b) * NH + item.h) * T;
-                if (t == 0 && r < T) lse_of_head[r] = row_max[k] / 8.0f + log2f(row_sum[k]) * LN2;
+                if (t == 0 && r < T) lse_of_head[r] = row_max[k] * SCALE + log2f(row_sum[k]) * LN2;
             }
             wgmma_wait<0>();
             fence_operand(o);
             kv_ring.release(n++);
+            for (int i = consumer_count; i < count; i++, n++) {
+                kv_ring.wait_full(n);
+                kv_ring.release(n);
+            }
 
             // Epilogue: out = O / row_sum.
             store_rows<0>(out_map, staging, o, 1.0f / row_sum[0], 1.0f / row_sum[1], item.h * HS, warp_row, item.b);
@@ -303,22 +389,23 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
 }
 
 // dquery, and D for attention_backward_dkv. Resident: query, dout, out and lse of the item's queries; keys and values
-// stream by. Block (384); grid as above. Shared memory: 8 + DQUERY_STAGES * 2 boxes and 1024 bytes.
+// stream by. Block (384); grid as above. Shared memory: 4 ROWS + DQUERY_STAGES * 2 * PASSING rows of a head and 1024
+// bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
-                          const element* out, const float* lse, int T, int B, const __grid_constant__ TensorMap inp_map,
-                          const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap out_map,
-                          const __grid_constant__ TensorMap dinp_map) {
+                          const element* out, const float* lse, const float2* rope, int T, int B,
+                          const __grid_constant__ TensorMap inp_map, const __grid_constant__ TensorMap dout_map,
+                          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap dinp_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1, 32> query_ring;       // guards `queries`, `douts`, `outs` and `lses`
     __shared__ Ring<DQUERY_STAGES> kv_ring;  // guards `tiles`
     __shared__ float sums[CONSUMERS][4][HS], lses[ROWS];  // lse in units of log2
-    constexpr int KEYS = 64;
+    constexpr int KEYS = PASSING, KEY_TILE = KEYS * HS;
     element* const queries = tiles_of(shared);
-    element* const douts = queries + CONSUMERS * BOX;
-    element* const outs = douts + CONSUMERS * BOX;
-    element* const staging_of_warps = outs + CONSUMERS * BOX;   // dquery, staged for TMA
-    element* const tiles = staging_of_warps + CONSUMERS * BOX;  // per stage: keys, values
+    element* const douts = queries + CONSUMERS * RESIDENT;
+    element* const outs = douts + CONSUMERS * RESIDENT;
+    element* const staging_of_warps = outs + CONSUMERS * RESIDENT;   // dquery, staged for TMA
+    element* const tiles = staging_of_warps + CONSUMERS * RESIDENT;  // per stage: keys, values
     const int last_chunk = (T - 1) / ROWS;
     init_rings(query_ring, 1 + 64, kv_ring, 1);
     const Divisor heads(NH * B);
@@ -328,21 +415,22 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
+            for (int round = 0, n = 0; pick<NH>(item, round, T, heads); round++) {
                 const int first = (last_chunk - item.chunk) * ROWS, column = item.h * HS;
                 query_ring.wait_empty(round);
-                mbarrier_arrive_expect_tx(&query_ring.full[0], 3 * CONSUMERS * BOX_BYTES);
+                mbarrier_arrive_expect_tx(&query_ring.full[0], 3 * CONSUMERS * RESIDENT_BYTES);
                 for (int j = 0; j < CONSUMERS; j++) {
-                    load_box(douts + j * BOX, &dout_map, &query_ring.full[0], column, first + 64 * j, item.b);
-                    load_box(outs + j * BOX, &out_map, &query_ring.full[0], column, first + 64 * j, item.b);
-                    load_box(queries + j * BOX, &inp_map, &query_ring.full[0], column, first + 64 * j, item.b);
+                    const int row = first + 64 * j;
+                    load_rows<64>(douts + j * RESIDENT, dout_map, &query_ring.full[0], column, row, item.b);
+                    load_rows<64>(outs + j * RESIDENT, out_map, &query_ring.full[0], column, row, item.b);
+                    load_rows<64>(queries + j * RESIDENT, inp_map, &query_ring.full[0], column, row, item.b);
                 }
                 for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
-                    load_keys_and_values<1>(kv_ring, n, tiles, inp_map, column, start, item.b);
+                    load_keys_and_values<KEYS>(kv_ring, n, tiles, inp_map, Q + item.h / GROUP * HS, start, item.b);
                 }
             }
         } else if (threadIdx.x >= 64) {
-            for (int round = 0; pick(item, round, T, heads); round++) {
+            for (int round = 0; pick<NH>(item, round, T, heads); round++) {
                 const int r = threadIdx.x - 64, first = (last_chunk - item.chunk) * ROWS;
                 const float* from = lse + (int64(item.b) * NH + item.h) * T;
                 const float upper = first + r < T ? from[first + r] : 0.0f;
@@ -358,29 +446,30 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
         take_registers<COMPUTE_REGISTERS>();
         const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        element* const staging = staging_of_warps + (consumer * 4 + warp) * (BOX / 4);
-        for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
+        element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 4);
+        for (int round = 0, n = 0; pick<NH>(item, round, T, heads); round++) {
             const int first = (last_chunk - item.chunk) * ROWS;
             const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
-            uint32 q[4][4], d[4][4], ds[KEYS / 16][4];
-            float s[KEYS / 2], dp[KEYS / 2], dq[32] = {}, D_of_rows[2] = {0.0f, 0.0f};
+            Operand q, d;
+            uint32 ds[KEYS / 16][4];
+            float s[KEYS / 2], dp[KEYS / 2], dq[HS / 2] = {}, D_of_rows[2] = {0.0f, 0.0f};
 
             // Wait for the resident rows. q and dout stay in registers; of out, only D = sum over HS of dout * out is
             // needed.
             query_ring.wait_full(round);
-            read_rows(d, douts + consumer * BOX);
-            read_rows(q, outs + consumer * BOX);  // out, for now
+            read_rows(d, douts + consumer * RESIDENT);
+            read_rows(q, outs + consumer * RESIDENT);  // out, for now
             const float lse_of_rows[2] = {lses[row - first], lses[row - first + 8]};
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
+            for (int k = 0; k < HS / 16; k++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float2 x = as_floats(q[k][i]), y = as_floats(d[k][i]);
                     D_of_rows[i % 2] += x.x * y.x + x.y * y.y;
                 }
             }
-            read_rows(q, queries + consumer * BOX);
+            read_rows(q, queries + consumer * RESIDENT);
             query_ring.release(round);
 #pragma unroll
             for (int k = 0; k < 2; k++) {
@@ -389,11 +478,11 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
             }
 
             const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys up to the block's diagonal
-            const int consumer_count = min(count, consumer_row / KEYS + 1);    // up to this consumer's
+            const int consumer_count = min(count, consumer_row / KEYS + 64 / KEYS);  // up to this consumer's
             const auto S_to_P = [&](int start) {  // s = P = exp(S - lse)
 #pragma unroll
                 for (int j = 0; j < KEYS / 2; j++) s[j] = exp2_approx(s[j] * TO_LOG2 - lse_of_rows[j % 4 / 2]);
-                if (start == consumer_row) {  // the diagonal
+                if (start >= consumer_row) {  // the diagonal
 #pragma unroll
                     for (int j = 0; j < KEYS / 2; j++) {
                         if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = 0.0f;
@@ -402,12 +491,12 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
             };
 
             // Prologue: S = Q K^T and dP = dO V^T of tile 0; dS = P * (dP - D).
-            const element* tile = tiles + n % DQUERY_STAGES * 2 * BOX;
+            const element* tile = tiles + n % DQUERY_STAGES * 2 * KEY_TILE;
             kv_ring.wait_full(n);
             wgmma_fence();
             begin_matmul_transposed(s, q, tile);
             wgmma_commit();
-            begin_matmul_transposed(dp, d, tile + BOX);
+            begin_matmul_transposed(dp, d, tile + KEY_TILE);
             wgmma_commit();
             wgmma_wait<1>();
             fence_operand(s);
@@ -422,7 +511,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
             for (int i = 1; i < consumer_count; i++) {
                 const element* previous = tile;
                 n++;
-                tile = tiles + n % DQUERY_STAGES * 2 * BOX;
+                tile = tiles + n % DQUERY_STAGES * 2 * KEY_TILE;
                 kv_ring.wait_full(n);
                 fence_operand(s);
                 fence_operand(dp);
@@ -430,7 +519,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
                 wgmma_fence();
                 begin_matmul_transposed(s, q, tile);
                 wgmma_commit();
-                begin_matmul_transposed(dp, d, tile + BOX);
+                begin_matmul_transposed(dp, d, tile + KEY_TILE);
                 wgmma_commit();
                 begin_matmul(dq, ds, previous);
                 wgmma_commit();
@@ -461,9 +550,11 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
             }
 
             // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
-            store_rows<0>(dinp_map, staging, dq, 1.0f / 8.0f, 1.0f / 8.0f, item.h * HS, warp_row, item.b);
+            rotate_back(dq, rope, row, T);
+            store_rows<0>(dinp_map, staging, dq, SCALE, SCALE, item.h * HS, warp_row, item.b);
+            if (!partials) continue;
             named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
-            sum_rows(sums[consumer][warp], dq, 1.0f / 8.0f);
+            sum_rows(sums[consumer][warp], dq, SCALE);
             named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
             put_partials(partials, sums[consumer], item.h * HS, item.b, consumer_row, T);
         }
@@ -472,58 +563,65 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
 }
 
 // dkey and dvalue. Resident: keys and values; query, dout, lse and D of tiles of queries stream by. Block (384); grid
-// as above. Shared memory: 8 + DKV_STAGES * 2 boxes and 1024 bytes.
+// as above. Shared memory: 4 ROWS + DKV_STAGES * 2 * PASSING rows of a head and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
-                       const float* D, int T, int B, const __grid_constant__ TensorMap inp_map,
+                       const float* D, const float2* rope, int T, int B, const __grid_constant__ TensorMap inp_map,
                        const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1> kv_ring;              // guards `keys` and `values`
     __shared__ Ring<DKV_STAGES> query_ring;  // guards `tiles` and `statistics`
     __shared__ float sums[CONSUMERS][2][4][HS];
-    __shared__ float statistics[DKV_STAGES][2][64];  // of the queries: lse in units of log2, D
-    constexpr int QUERIES = 64;
+    __shared__ float statistics[DKV_STAGES][2][PASSING];  // of the queries: lse in units of log2, D
+    constexpr int QUERIES = PASSING, QUERY_TILE = QUERIES * HS;
+    constexpr bool IN_REGISTERS = HS == 64;  // keys and values
     element* const keys = tiles_of(shared);
-    element* const values = keys + CONSUMERS * BOX;
-    element* const staging_of_warps = values + CONSUMERS * BOX;     // dkey and dvalue, staged for TMA
-    element* const tiles = staging_of_warps + 2 * CONSUMERS * BOX;  // per stage: query, dout
-    init_rings(kv_ring, 1, query_ring, 1 + 64);
-    const Divisor heads(NH * B);
+    element* const values = keys + CONSUMERS * RESIDENT;
+    element* const staging_of_warps = values + CONSUMERS * RESIDENT;     // dkey and dvalue, staged for TMA
+    element* const tiles = staging_of_warps + 2 * CONSUMERS * RESIDENT;  // per stage: query, dout
+    init_rings(kv_ring, 1, query_ring, 1 + QUERIES);
+    const Divisor heads(NKV * B);
     Item item;  // counted from the first keys, which are seen by the most queries
 
-    // ---- producer warpgroup: thread 0 issues TMA loads, two warps load lse and D -----------------------------------
+    // ---- producer warpgroup: thread 0 issues TMA loads, other warps load lse and D ---------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
-                const int first = item.chunk * ROWS, column = item.h * HS;
+            for (int round = 0, n = 0; pick<NKV>(item, round, T, heads); round++) {
+                const int first = item.chunk * ROWS, key = Q + item.h * HS;
                 kv_ring.wait_empty(round);
-                mbarrier_arrive_expect_tx(&kv_ring.full[0], 2 * CONSUMERS * BOX_BYTES);
+                mbarrier_arrive_expect_tx(&kv_ring.full[0], 2 * CONSUMERS * RESIDENT_BYTES);
                 for (int j = 0; j < CONSUMERS; j++) {
-                    load_box(keys + j * BOX, &inp_map, &kv_ring.full[0], C + column, first + 64 * j, item.b);
-                    load_box(values + j * BOX, &inp_map, &kv_ring.full[0], 2 * C + column, first + 64 * j, item.b);
+                    const int row = first + 64 * j;
+                    load_rows<64>(keys + j * RESIDENT, inp_map, &kv_ring.full[0], key, row, item.b);
+                    load_rows<64>(values + j * RESIDENT, inp_map, &kv_ring.full[0], KV + key, row, item.b);
                 }
-                for (int start = first; start < T; start += QUERIES, n++) {
-                    const int stage = n % DKV_STAGES;
-                    element* tile = tiles + stage * 2 * BOX;
-                    query_ring.wait_empty(n);
-                    mbarrier_arrive_expect_tx(&query_ring.full[stage], 2 * BOX_BYTES);
-                    load_box(tile, &inp_map, &query_ring.full[stage], column, start, item.b);
-                    load_box(tile + BOX, &dout_map, &query_ring.full[stage], column, start, item.b);
+                for (int h = item.h * GROUP; h < (item.h + 1) * GROUP; h++) {
+                    for (int start = first; start < T; start += QUERIES, n++) {
+                        const int stage = n % DKV_STAGES;
+                        element* tile = tiles + stage * 2 * QUERY_TILE;
+                        Mbarrier* const full = &query_ring.full[stage];
+                        query_ring.wait_empty(n);
+                        mbarrier_arrive_expect_tx(full, 2 * QUERIES * ROW_BYTES);
+                        load_rows<QUERIES>(tile, inp_map, full, h * HS, start, item.b);
+                        load_rows<QUERIES>(tile + QUERY_TILE, dout_map, full, h * HS, start, item.b);
+                    }
                 }
             }
-        } else if (threadIdx.x >= 64) {
-            const int q = threadIdx.x - 64;
-            for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
-                const int64 head = (int64(item.b) * NH + item.h) * T;
-                for (int start = item.chunk * ROWS; start < T; start += QUERIES, n++) {
-                    const int stage = n % DKV_STAGES, r = start + q;
-                    const float lse_of_row = r < T ? lse[head + r] * LOG2E : 0.0f;
-                    const float D_of_row = r < T ? D[head + r] : 0.0f;
-                    query_ring.wait_empty(n);
-                    statistics[stage][0][q] = lse_of_row;
-                    statistics[stage][1][q] = D_of_row;
-                    mbarrier_arrive(&query_ring.full[stage]);
+        } else if (threadIdx.x >= WARPGROUP - QUERIES) {
+            const int q = threadIdx.x - (WARPGROUP - QUERIES);
+            for (int round = 0, n = 0; pick<NKV>(item, round, T, heads); round++) {
+                for (int h = item.h * GROUP; h < (item.h + 1) * GROUP; h++) {
+                    const int64 head = (int64(item.b) * NH + h) * T;
+                    for (int start = item.chunk * ROWS; start < T; start += QUERIES, n++) {
+                        const int stage = n % DKV_STAGES, r = start + q;
+                        const float lse_of_row = r < T ? lse[head + r] * LOG2E : 0.0f;
+                        const float D_of_row = r < T ? D[head + r] : 0.0f;
+                        query_ring.wait_empty(n);
+                        statistics[stage][0][q] = lse_of_row;
+                        statistics[stage][1][q] = D_of_row;
+                        mbarrier_arrive(&query_ring.full[stage]);
+                    }
                 }
             }
         }
@@ -532,22 +630,25 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
         take_registers<COMPUTE_REGISTERS>();
         const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        element* const staging = staging_of_warps + (consumer * 4 + warp) * (BOX / 2);
-        for (int round = 0, n = 0; pick(item, round, T, heads); round++) {
+        element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 2);
+        for (int round = 0, n = 0; pick<NKV>(item, round, T, heads); round++) {
             const int first = item.chunk * ROWS;
             const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
-            const int count = (T - first + QUERIES - 1) / QUERIES;  // tiles of queries from the diagonal on
-            uint32 k[4][4], v[4][4], p[QUERIES / 16][4], ds[QUERIES / 16][4];
-            float s[QUERIES / 2], dp[QUERIES / 2], dk[32] = {}, dv[32] = {};  // S^T, dP^T: keys down, queries across
+            const int count = (T - first + QUERIES - 1) / QUERIES;  // tiles of queries of a head from the diagonal on
+            const int before = consumer * (64 / QUERIES);  // of them, those with queries before this consumer's keys
+            Resident k, v;
+            uint32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
+            // S^T, dP^T: keys down, queries across
+            float s[QUERIES / 2], dp[QUERIES / 2], dk[HS / 2] = {}, dv[HS / 2] = {};
 
-            // Wait for the resident keys and values, and keep them in registers.
+            // Wait for the resident keys and values, and keep them in registers if there is room.
             kv_ring.wait_full(round);
-            read_rows(k, keys + consumer * BOX);
-            read_rows(v, values + consumer * BOX);
-            kv_ring.release(round);
+            keep_rows(k, keys + consumer * RESIDENT);
+            keep_rows(v, values + consumer * RESIDENT);
+            if (IN_REGISTERS) kv_ring.release(round);
 
-            const auto S_to_P = [&](int stage, bool diagonal) {  // s = P^T = exp(S^T - lse)
+            const auto S_to_P = [&](int stage, bool diagonal, int start) {  // s = P^T = exp(S^T - lse)
 #pragma unroll
                 for (int j = 0; j < QUERIES / 2; j += 2) {
                     const float2 log_sum = *reinterpret_cast<const float2*>(&statistics[stage][0][j / 4 * 8 + 2 * t]);
@@ -557,7 +658,7 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
                 if (diagonal) {
 #pragma unroll
                     for (int j = 0; j < QUERIES / 2; j++) {
-                        if (consumer_row + j / 4 * 8 + 2 * t + j % 2 < row + j % 4 / 2 * 8) s[j] = 0.0f;
+                        if (start + j / 4 * 8 + 2 * t + j % 2 < row + j % 4 / 2 * 8) s[j] = 0.0f;
                     }
                 }
             };
@@ -570,34 +671,45 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
                 }
             };
 
-            // Release the tiles whose queries all come before this consumer's keys.
-            for (int i = 0; i < min(consumer, count); i++, n++) {
-                query_ring.wait_full(n);
-                query_ring.release(n);
-            }
-            if (consumer < count) {
+            const auto skip = [&](int tiles) {  // that only the other consumer needs
+                for (int i = 0; i < tiles; i++, n++) {
+                    query_ring.wait_full(n);
+                    query_ring.release(n);
+                }
+            };
+
+            if (before >= count) {
+                skip(GROUP * count);
+            } else {
+                skip(before);
+
                 // Prologue: S^T = K Q^T and dP^T = V dO^T of the first tile, on the diagonal; P and dS.
-                const element* tile = tiles + n % DKV_STAGES * 2 * BOX;
+                const element* tile = tiles + n % DKV_STAGES * 2 * QUERY_TILE;
                 query_ring.wait_full(n);
                 wgmma_fence();
                 begin_matmul_transposed(s, k, tile);
                 wgmma_commit();
-                begin_matmul_transposed(dp, v, tile + BOX);
+                begin_matmul_transposed(dp, v, tile + QUERY_TILE);
                 wgmma_commit();
                 wgmma_wait<1>();
                 fence_operand(s);
-                S_to_P(n % DKV_STAGES, true);
+                S_to_P(n % DKV_STAGES, true, consumer_row);
                 wgmma_wait<0>();
                 fence_operand(dp);
                 dP_to_dS(n % DKV_STAGES);
                 as_operand(p, s);
                 as_operand(ds, dp);
 
-                // Steady state: begin S^T and dP^T of tile i, then dV += P^T dO and dK += dS^T Q of tile i - 1.
-                for (int i = consumer + 1; i < count; i++) {
+                // Steady state: begin S^T and dP^T of a tile, then dV += P^T dO and dK += dS^T Q of the one before it.
+                int i = before;  // number of the tile among the head's
+                for (int left = GROUP * (count - before) - 1; left > 0; left--) {
                     const element* previous = tile;
-                    n++;
-                    tile = tiles + n % DKV_STAGES * 2 * BOX;
+                    const int previous_n = n++;
+                    if (++i == count && GROUP > 1) {  // the next head
+                        skip(before);
+                        i = before;
+                    }
+                    tile = tiles + n % DKV_STAGES * 2 * QUERY_TILE;
                     query_ring.wait_full(n);
                     fence_operand(s);
                     fence_operand(dp);
@@ -606,21 +718,22 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
                     wgmma_fence();
                     begin_matmul_transposed(s, k, tile);
                     wgmma_commit();
-                    begin_matmul_transposed(dp, v, tile + BOX);
+                    begin_matmul_transposed(dp, v, tile + QUERY_TILE);
                     wgmma_commit();
-                    begin_matmul(dv, p, previous + BOX);
+                    begin_matmul(dv, p, previous + QUERY_TILE);
                     begin_matmul(dk, ds, previous);
                     wgmma_commit();
                     wgmma_wait<2>();  // S is done
                     fence_operand(s);
-                    S_to_P(n % DKV_STAGES, false);
+                    const int start = first + QUERIES * i;
+                    S_to_P(n % DKV_STAGES, (GROUP > 1 || QUERIES < 64) && start < consumer_row + 64, start);
                     wgmma_wait<1>();  // dP is done
                     fence_operand(dp);
                     dP_to_dS(n % DKV_STAGES);
                     wgmma_wait<0>();  // dK and dV are done, and tile i - 1 no longer needed
                     fence_operand(dk);
                     fence_operand(dv);
-                    query_ring.release(n - 1);
+                    query_ring.release(previous_n);
                     as_operand(p, s);
                     as_operand(ds, dp);
                 }
@@ -629,7 +742,7 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
                 fence_operand(dk);
                 fence_operand(dv);
                 wgmma_fence();
-                begin_matmul(dv, p, tile + BOX);
+                begin_matmul(dv, p, tile + QUERY_TILE);
                 begin_matmul(dk, ds, tile);
                 wgmma_commit();
                 wgmma_wait<0>();
@@ -639,15 +752,18 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
             }
 
             // Epilogue: dkey = dK / sqrt(HS), dvalue = dV, and their column sums for the gradient of the bias.
-            const int column = item.h * HS;
-            store_rows<1>(dinp_map, staging, dk, 1.0f / 8.0f, 1.0f / 8.0f, C + column, warp_row, item.b);
-            store_rows<1>(dinp_map, staging + BOX / 4, dv, 1.0f, 1.0f, 2 * C + column, warp_row, item.b);
+            if (!IN_REGISTERS) kv_ring.release(round);
+            const int column = Q + item.h * HS;
+            rotate_back(dk, rope, row, T);
+            store_rows<1>(dinp_map, staging, dk, SCALE, SCALE, column, warp_row, item.b);
+            store_rows<1>(dinp_map, staging + RESIDENT / 4, dv, 1.0f, 1.0f, KV + column, warp_row, item.b);
+            if (!partials) continue;
             named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
-            sum_rows(sums[consumer][0][warp], dk, 1.0f / 8.0f);
+            sum_rows(sums[consumer][0][warp], dk, SCALE);
             sum_rows(sums[consumer][1][warp], dv, 1.0f);
             named_barrier_sync(SUMS + consumer, WARPGROUP);  // all warps have written theirs
-            put_partials(partials, sums[consumer][0], C + column, item.b, consumer_row, T);
-            put_partials(partials, sums[consumer][1], 2 * C + column, item.b, consumer_row, T);
+            put_partials(partials, sums[consumer][0], column, item.b, consumer_row, T);
+            put_partials(partials, sums[consumer][1], KV + column, item.b, consumer_row, T);
         }
         if (threadIdx.x % 32 == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
     }

@@ -29,7 +29,8 @@ def sort_tokens(order, piece_begins, piece_tokens, inp):
     """
     inp = inp.reshape(-1)
     whole = np.bincount(inp)[inp] <= ENCODER_PIECE  # for each position: whether its token's group is one piece
-    order[:] = np.lexsort((inp.astype(np.uint16) if inp.max() < 65536 else inp, whole))  # 16 bits: a radix sort
+    halves = (inp.astype(np.uint16), (inp >> 16).astype(np.uint16))[: 1 + (inp.max() >= 65536)]  # 16 bits: a radix sort
+    order[:] = np.lexsort((*halves, whole))
     ordered = inp[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
     counts = np.diff(starts, append=inp.size)

@@ -1,15 +1,18 @@
 """Text on a GPU: forward passes over T new positions of each of B sequences, with a KV cache, and sampling.
 
 It knows the cache and sampling, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, which has,
+beside parameter_table and KERNELS,
 
-    cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NH,T,HS)
+    cache_table(config, B, T, dtype)    name -> Row of the KV cache, keys and values (L,B,NKV,T,HS)
     decode_table(config, N, dtype)      name -> Row of what a pass over N rows needs beside it, see Decoder.tables
     decode_layers(decoder, B, T)        launches all but the classifier: decoder.acts.tokens (B,T) -> the classifier's
                                         input, its first arguments, as a tuple with `normed`, and its weight (Vp,C)
+    decode_constants(config, T)         name -> array, for texts of T positions, which decoder.constants has on the GPU
 
 The page has the launches of its layers, too, which use decode_matmul and launch_decode.
 """
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,18 +42,24 @@ def decode_files(config, precision, geometry):
     return [KernelFile(name, kernels, constants, shared.get(name, {})) for name, kernels in DECODE.items()]
 
 
-def decode_geometry(config, precision, shared):
-    """{constant: int} of kernels/decode/; raises UserError if `shared`, the bytes of shared memory that a block can
+def decode_geometry(architecture, config, precision, shared):
+    """{constant: number} of kernels/decode/; raises UserError if `shared`, the bytes of shared memory that a block can
     have, is too small.
 
     A matmul has tiles of ROWS rows of the weight, up to STAGES of them at a time, and of X_ROWS rows of the other
     operand, x; and BLOCKS on a multiprocessor. FEW: up to this many rows of x, it does the layernorm itself. ROW_BYTES:
-    of a row in shared memory. In attention, ROW_LANES lanes read a head's row, 16 bytes each; a block works on SPLIT
-    positions at a time, 8 for each group of lanes. SHARED: bytes that a block may use.
+    of a row in shared memory. ATT_PARTS, FC_PARTS: into which attproj's and fcproj's sums are cut, WIDTH elements each.
+    In attention, ROW_LANES lanes read a head's row, 16 bytes each; a block works on SPLIT positions at a time, 8 for
+    each group of lanes. SHARED: bytes that a block may use. RMS, ROPE, SWIGLU: whether the model has them.
     """
-    warps, row = 8, config.C * (2 if precision.bf16 else 4)
-    lanes = 1 << (blocks(row // config.NH, 16) - 1).bit_length()
+    warps, size = 8, 2 if precision.bf16 else 4
+    row, lanes = config.C * size, 1 << (blocks(config.HS * size, 16) - 1).bit_length()
+    att_parts, att_width = inner_parts(config.NH * config.HS, config.C, size)
+    fc_parts, fc_width = inner_parts(config.F, config.C, size)
     geometry = SimpleNamespace(
+        DECODE_RMS=int("rmsnorm" in architecture.KERNELS), DECODE_EPS=getattr(config, "eps", 1e-5),
+        DECODE_ROPE=int("rope" in architecture.KERNELS), DECODE_SWIGLU=int("swiglu" in architecture.KERNELS),
+        DECODE_ATT_PARTS=att_parts, DECODE_ATT_WIDTH=att_width, DECODE_FC_PARTS=fc_parts, DECODE_FC_WIDTH=fc_width,
         DECODE_WARPS=warps, DECODE_X_ROWS=16, DECODE_ROW_BYTES=64 * (blocks(row, 64) | 1),  # odd: no bank conflicts
         DECODE_FEW=4 if precision.bf16 else 1, DECODE_BLOCKS=2, DECODE_STAGES=4,
         DECODE_ROW_LANES=lanes, DECODE_SPLIT=8 * warps * WARP // lanes, DECODE_SAMPLE_THREADS=1024,
@@ -58,10 +67,17 @@ def decode_geometry(config, precision, shared):
     for geometry.DECODE_ROWS in (16, 8):
         sizes = (decode_shared(geometry, 1, geometry.DECODE_FEW, True),
                  decode_shared(geometry, 1, geometry.DECODE_X_ROWS, False))
-        if max(sizes) <= geometry.DECODE_SHARED:
+        if max(sizes) <= geometry.DECODE_SHARED and config.C % geometry.DECODE_ROWS == 0:
             return vars(geometry)
     raise UserError(f"text from a model with C={config.C} needs more shared memory than the {shared} bytes that a block"
                     " of this GPU can have: pass -s 0 to train without samples")
+
+
+def inner_parts(IC, C, size):
+    """(parts, width): a sum over IC elements of `size` bytes is cut into so many parts of `width` elements, C at most;
+    the last one may be shorter. Where C allows it, they begin at multiples of 64 bytes."""
+    parts, unit = blocks(IC, C), math.gcd(C, 64 // size)
+    return parts, unit * blocks(IC, parts * unit)
 
 
 def decode_shared(geometry, stages, N, normalizes):
@@ -83,7 +99,8 @@ def decode_logits(device, logits, x, weight, B, Vp):
 
 
 def decode_matmul(device, name, arguments, N, OC, parts=1, normalizes=False):
-    """Launch a matmul of N rows with a weight (OC, parts * C). normalizes: it does the layernorm, too."""
+    """Launch a matmul of N rows with a weight (OC, inner dimension), which is cut into parts of C elements at most.
+    normalizes: it does the layernorm, too."""
     g = device.geometry
     shared = {stages: decode_shared(g, stages, N, normalizes) for stages in range(1, g.DECODE_STAGES + 1)}
     resident = {stages: min(g.DECODE_BLOCKS, g.DECODE_SHARED // size) for stages, size in shared.items()}
@@ -123,6 +140,8 @@ class Decoder:
         with device.stream:
             self.cache, self.acts = (views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
                                      for table in self.tables(architecture, config, precision, B, T, device.geometry))
+            constants = architecture.decode_constants(config, T)
+            self.constants = SimpleNamespace(**{name: cp.asarray(array) for name, array in constants.items()})
         self.layers = [(layer(params, l), layer(self.cache, l)) for l in range(config.L)]
         ring = self.AHEAD + 1
         self.drawn = pinned_array(4 * ring * B).view(np.int32).reshape(ring, B)
@@ -133,7 +152,7 @@ class Decoder:
     @staticmethod
     def tables(architecture, config, precision, B, T, geometry):
         """What is allocated: the KV cache, and what the passes need."""
-        N, NH, HS = max(B, PROMPT_ROWS), config.NH, config.C // config.NH
+        N, NH, HS = max(B, PROMPT_ROWS), config.NH, config.HS
         return architecture.cache_table(config, B, T, precision.dtype), {
             "tokens": Row((N,), "int32"),
             **architecture.decode_table(config, N, precision.dtype),
@@ -230,8 +249,8 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     check_sizes(config)
     precision = Precision(resolve_dtype(dtype, gpu.arch), tf32=0)
     geometry = launch_geometry(config, precision, gpu.arch)
-    vars(geometry).update(decode_geometry(config, precision, gpu.shared))
-    update = kernel_files(config, precision, gpu.arch, "cublaslt")["update"]
+    vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))
+    update = kernel_files(architecture, config, precision, gpu.arch, "cublaslt")["update"]
     device = Device(gpu, Cache(), [update, *decode_files(config, precision, geometry)], geometry)
     with device.stream:
         exact = on_gpu = allocate(params.table, cp)

@@ -217,13 +217,13 @@ class Device:
             self.uploads[key] = cp.asarray(array.view(np.uint8))
         return self.uploads[key]
 
-    def tensor_map(self, array, rows, columns):
-        """Return a TensorMap for boxes of (rows, columns) of a bfloat16 or float32 array (B,T,C) or (T,C). A row of a
-        box is 64 or 128 bytes, in 16-byte units that are permuted ("swizzled"): those of a column lie in different
-        banks of shared memory."""
-        key = array.data.ptr, array.shape, array.dtype, rows, columns
+    def tensor_map(self, array, rows, columns, batches=1):
+        """Return a TensorMap for boxes of (batches, rows, columns) of a bfloat16 or float32 array (B,T,C) or (T,C). A
+        row of a box is 64 or 128 bytes, in 16-byte units that are permuted ("swizzled"): those of a column lie in
+        different banks of shared memory."""
+        key = array.data.ptr, array.shape, array.dtype, rows, columns, batches
         if key not in self.maps:
-            self.maps[key] = TensorMap(array, encode_tensor_map(array, rows, columns))
+            self.maps[key] = TensorMap(array, encode_tensor_map(array, rows, columns, batches))
         return self.maps[key]
 
 
@@ -244,13 +244,13 @@ def check(answer):
     return answer[1:]
 
 
-def encode_tensor_map(array, rows, columns):
+def encode_tensor_map(array, rows, columns, batches=1):
     B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
     row, dtype = array.itemsize * C, "BFLOAT16" if array.itemsize == 2 else "FLOAT32"
     kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
     swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{columns * array.itemsize}B")
     sizes = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]  # and strides in bytes
-    boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, 1), (1, 1, 1))]
+    boxes = [[driver.cuuint32_t(n) for n in numbers] for numbers in ((columns, rows, batches), (1, 1, 1))]
     made, = check(driver.cuTensorMapEncodeTiled(
         kind, 3, array.data.ptr, *sizes, *boxes, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -28,10 +28,15 @@ ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column 
 KERNELS = {  # layer -> its kernels
     "encoder": ("encoder_forward", "encoder_backward_wte", "encoder_backward_wte_cut", "encoder_backward_wpe"),
     "layernorm": ("residual_layernorm_forward", "layernorm_backward"),
+    "rmsnorm": ("residual_rmsnorm_forward", "rmsnorm_backward"),
+    "rope": ("rope_forward",),
     "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
     "gelu": ("gelu_forward", "gelu_backward"),
+    "swiglu": ("swiglu_forward", "swiglu_backward"),
     "matmul": ("matmul_forward", "matmul_forward_gelu", "matmul_backward_inp", "matmul_backward_inp_gelu",
                "matmul_backward_weight"),
+    "matmul_swiglu": ("matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope",
+                      "matmul_forward_rope_narrow"),  # Hopper only
     "classifier": ("classifier",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
@@ -43,15 +48,16 @@ MATMUL_NARROW = ("matmul_forward_narrow",)  # Hopper only
 
 def check_sizes(config):
     """Raise UserError for a model that the kernels do not support."""
-    HS = config.C // config.NH
+    HS = config.HS
     if HS % 16 or HS > 128 or config.C > 8192:
-        raise UserError(f"C={config.C} with NH={config.NH} heads: the GPU kernels expect C up to 8192 and heads of"
-                        " C / NH = 16, 32, ... 128 channels; train this model with: python train_gpt2.py")
+        raise UserError(f"C={config.C} with NH={config.NH} heads of {HS} channels: the GPU kernels expect C up to 8192"
+                        " and heads of 16, 32, ... 128; train this model on the CPU:"
+                        f" python {type(config).__module__}.py")
 
 
 def hopper_attention(config, precision, arch):
     """Whether attention uses Hopper's own tensor core instructions, not those of every GPU from sm_80 on."""
-    return arch == "sm_90a" and config.C // config.NH == 64 and precision.bf16
+    return arch == "sm_90a" and config.HS in (64, 128) and precision.bf16
 
 
 def hopper_matmul(precision, arch):
@@ -59,14 +65,16 @@ def hopper_matmul(precision, arch):
     return arch == "sm_90a" and precision.bf16
 
 
-def kernel_files(config, precision, arch, matmul="kernels"):
+def kernel_files(architecture, config, precision, arch, matmul="kernels"):
     """{layer: KernelFile} of a run. matmul: as Matmul's library; "auto" has our matmuls on Hopper in bfloat16 alone."""
     ours = matmul == "kernels" or matmul == "auto" and hopper_matmul(precision, arch)
-    names = {layer: layer for layer in KERNELS if layer != "matmul" or ours}
+    hopper = ours and hopper_matmul(precision, arch)
+    has = {"matmul": ours, "matmul_swiglu": hopper}
+    names = {layer: layer for layer in architecture.KERNELS if has.get(layer, True)}
     if hopper_attention(config, precision, arch):
         names["attention"] = "hopper/attention"
-    if "matmul" in names and hopper_matmul(precision, arch):
-        names["matmul"] = "hopper/matmul"
+    if hopper:
+        names |= {layer: f"hopper/{layer}" for layer in names if layer in has}
     files, constants, geometry = {}, model_constants(config, precision), layer_geometry(config, precision, arch)
     for layer, name in names.items():
         kernels = KERNELS[layer] + (MATMUL_NARROW if name == "hopper/matmul" else ())
@@ -77,17 +85,19 @@ def kernel_files(config, precision, arch, matmul="kernels"):
 
 def model_constants(config, precision):
     """The -D constants of every file."""
-    return {"MODEL_C": config.C, "MODEL_NH": config.NH, "MODEL_V": config.V, "MODEL_VP": config.Vp,
-            "BFLOAT16": int(precision.bf16), "FLOAT32_GRADS": int(precision.grads == "float32"), "TF32": precision.tf32}
+    sizes = {f"MODEL_{name.upper()}": getattr(config, name) for name in ("C", "NH", "NKV", "HS", "F", "V", "Vp")}
+    return sizes | {"BFLOAT16": int(precision.bf16), "FLOAT32_GRADS": int(precision.grads == "float32"),
+                    "TF32": precision.tf32}
 
 
 def shared_memory(layer, kernels, geometry):
     """kernel -> bytes of dynamic shared memory of a block, for kernels that use it."""
     if layer == "attention":
         return dict(zip(kernels, (geometry[f"ATTENTION_{part}_SHARED"] for part in ("FORWARD", "DQUERY", "DKV"))))
-    if layer == "layernorm":
-        return {"layernorm_backward": geometry["LAYERNORM_SHARED"]}
-    return {kernel: geometry[f"{layer.upper()}_SHARED"] for kernel in kernels if layer in ("matmul", "classifier")}
+    if layer in ("layernorm", "rmsnorm"):
+        return {f"{layer}_backward": geometry["LAYERNORM_SHARED"]}
+    name = layer.removesuffix("_swiglu")  # of matmul_swiglu
+    return {kernel: geometry[f"{name.upper()}_SHARED"] for kernel in kernels if name in ("matmul", "classifier")}
 
 
 def launch_geometry(config, precision, arch):
@@ -101,9 +111,13 @@ def layer_geometry(config, precision, arch):
     return {
         "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(config.C, 4 * WARP * precision.pack)},
         "layernorm": layernorm_geometry(config, precision, arch),
+        "rmsnorm": layernorm_geometry(config, precision, arch),
+        "rope": {},
         "attention": attention_geometry(config, precision, arch),
         "gelu": {"GELU_COLUMN_THREADS": WARP, "GELU_ROW_GROUPS": 8},
+        "swiglu": {},
         "matmul": matmul_geometry(precision, arch),
+        "matmul_swiglu": matmul_geometry(precision, arch),
         "classifier": classifier_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},
@@ -128,7 +142,7 @@ def layernorm_geometry(config, precision, arch):
 def attention_geometry(config, precision, arch):
     """FORWARD_ROWS, BACKWARD_ROWS: resident rows of a block. PASSING: rows of the tiles that stream by. SHARED: bytes
     of a block's tiles, and of what it keeps beside them."""
-    HS = config.C // config.NH
+    HS = config.HS
     if hopper_attention(config, precision, arch):
         return attention_hopper_geometry(HS)
     small, size = HS <= 64, 2 if precision.bf16 else 4
@@ -146,18 +160,20 @@ def attention_geometry(config, precision, arch):
 
 
 def attention_hopper_geometry(HS):
-    """TMA reads boxes of 64 rows of a head, and writes boxes of a warp's 16 rows. A stage is a pair of tiles, key and
-    value or, in dkv, query and dout: of FORWARD_BOXES boxes each in the forward pass, else of one."""
-    groups, box, forward_boxes, forward_stages, dquery_stages, dkv_stages = 2, 64 * HS * 2, 2, 4, 8, 8
+    """TMA reads boxes of READ_ROWS rows and half of a head of 128, or all of a head of 64, and writes boxes of a warp's
+    16 rows. A stage is a pair of tiles, key and value or, in dkv, query and dout: of FORWARD_KEYS rows in the forward
+    pass, else of READ_ROWS."""
+    groups, row, read_rows, forward_keys, forward_stages = 2, 2 * HS, 4096 // HS, 8192 // HS, 4
+    stages, rows = 8 if HS == 64 else 5, groups * ATTENTION_ROWS
+    backward_shared = (4 * rows + 2 * stages * read_rows) * row + 1024
     return {
         "ATTENTION_GROUPS": groups, "ATTENTION_THREADS": (1 + groups) * WARPGROUP,  # and one group that loads
-        "ATTENTION_FORWARD_ROWS": groups * ATTENTION_ROWS, "ATTENTION_BACKWARD_ROWS": groups * ATTENTION_ROWS,
-        "ATTENTION_READ_ROWS": 64, "ATTENTION_WRITE_ROWS": 16,
-        "ATTENTION_FORWARD_BOXES": forward_boxes, "ATTENTION_FORWARD_STAGES": forward_stages,
-        "ATTENTION_DQUERY_STAGES": dquery_stages, "ATTENTION_DKV_STAGES": dkv_stages,
-        "ATTENTION_FORWARD_SHARED": (2 * groups + 2 * forward_stages * forward_boxes) * box + 1024,
-        "ATTENTION_DQUERY_SHARED": (4 * groups + 2 * dquery_stages) * box + 1024,
-        "ATTENTION_DKV_SHARED": (4 * groups + 2 * dkv_stages) * box + 1024,
+        "ATTENTION_FORWARD_ROWS": rows, "ATTENTION_BACKWARD_ROWS": rows,
+        "ATTENTION_READ_ROWS": read_rows, "ATTENTION_WRITE_ROWS": 16, "ATTENTION_BOX_COLUMNS": 64,
+        "ATTENTION_FORWARD_KEYS": forward_keys, "ATTENTION_FORWARD_STAGES": forward_stages,
+        "ATTENTION_DQUERY_STAGES": stages, "ATTENTION_DKV_STAGES": stages,
+        "ATTENTION_FORWARD_SHARED": (2 * rows + 2 * forward_stages * forward_keys) * row + 1024,
+        "ATTENTION_DQUERY_SHARED": backward_shared, "ATTENTION_DKV_SHARED": backward_shared,
     }
 
 

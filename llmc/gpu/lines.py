@@ -12,9 +12,9 @@ from llmc.tensors import flat
 
 def flops_per_token(parameters, config, T):
     """Floating-point operations per token of training, as llm.c counts them: 6 N, a multiplication and an addition for
-    each of N parameters in three matmuls (output, gradients of input and weight); 6 L C T, the two matmuls of causal
-    attention, over T / 2 positions on average. Kaplan et al. 2020, https://arxiv.org/abs/2001.08361"""
-    return 6 * parameters + 6 * config.L * config.C * T
+    each of N parameters in three matmuls (output, gradients of input and weight); 6 L NH HS T, the two matmuls of
+    causal attention, over T / 2 positions on average. Kaplan et al. 2020, https://arxiv.org/abs/2001.08361"""
+    return 6 * parameters + 6 * config.L * config.NH * config.HS * T
 
 
 PEAKS = {  # CUDA's name -> dense TFLOP/s with float32 accumulation, (bf16, TF32): NVIDIA's data sheets, whitepapers

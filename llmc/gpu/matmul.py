@@ -42,6 +42,23 @@ class Linear(NamedTuple):
         of tiles. By our kernels."""
         self.matmul.kernels.gelu_backward_inp(rows(dinp), partials, rows(dout), self.weight, rows(inp))
 
+    def forward_swiglu(self, out, swiglu, inp):
+        """out (N,2F) = inp (N,C) @ weight (2F,C)^T: up, then gate; swiglu (N,F) = up * gate * sigmoid(gate). By our
+        kernels, where Matmul.fuses."""
+        self.matmul.kernels.swiglu_forward(rows(out), rows(swiglu), rows(inp), self.weight)
+
+    def backward_inp_swiglu(self, dinp, dout, inp):
+        """dinp (N,2F) = SwiGLU's gradient at inp (N,2F) for dout (N,OC) @ weight (OC,F). By our
+        kernels, where Matmul.fuses."""
+        self.matmul.kernels.swiglu_backward_inp(rows(dinp), rows(dout), self.weight, rows(inp))
+
+    def forward_rope(self, out, inp, rope, T):
+        """out (N,QKV) = inp (N,C) @ weight^T, queries and keys rotated: row n is at position n % T of rope (T,HS/2,2).
+        By our kernels, where Matmul.fuses and has a tile for QKV columns."""
+        matmul, out = self.matmul, rows(out)
+        tile = matmul.tile(out.shape[1], narrow=True)
+        matmul.kernels.rope_forward(out, rows(inp), self.weight, rope, T, tile)
+
     def backward_weight(self, dout, inp, transposed=None, scale=1.0):
         """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). transposed: scratch (C,N), see cublaslt_transposed."""
         matmul, dout, inp = self.matmul, rows(dout), rows(inp)
@@ -59,8 +76,8 @@ def rows(array):
 
 class Matmul:
     """Chooses. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients of inputs whose
-    width is a multiple of a tile's, and whatever is fused with GELU; all else is cuBLASLt's first proposal: gradients
-    of weights, other widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt": none."""
+    width is a multiple of a tile's, and whatever is fused with GELU or SwiGLU; all else is cuBLASLt's first proposal:
+    gradients of weights, other widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt": none."""
 
     def __init__(self, device, precision, library="auto"):
         self.device, self.precision = device, precision
@@ -68,6 +85,11 @@ class Matmul:
         self.workspace = None  # see allocate
         self.kernels = MatmulKernels(self) if library == "kernels" or library == "auto" and self.hopper else None
         self.cublaslt = CublasLt(device, precision, self.stream_workspace) if library != "kernels" else None
+
+    @property
+    def fuses(self):
+        """Whether there are kernels with SwiGLU and RoPE: hopper/matmul_swiglu.cu."""
+        return bool(self.kernels and self.hopper)
 
     def allocate(self):
         """Allocate the workspaces, one for the main stream, one for the side stream."""
@@ -98,8 +120,8 @@ class Matmul:
 
 
 class MatmulKernels:
-    """The kernels of hopper/matmul.cu or matmul.cu, as Linear's methods of these names. Operands and results are
-    row-major, two-dimensional."""
+    """The kernels of hopper/matmul.cu and hopper/matmul_swiglu.cu, or of matmul.cu, as Linear's methods of these names.
+    Operands and results are row-major, two-dimensional."""
 
     def __init__(self, matmul):
         self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry
@@ -130,6 +152,22 @@ class MatmulKernels:
         self.launch("matmul_backward_inp_gelu", *dinp.shape, dout.shape[1], self.result(dinp), partials,
                     self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), self.result(inp))
 
+    def swiglu_forward(self, out, swiglu, inp, weight):
+        g, (N, F), C = self.geometry, swiglu.shape, inp.shape[1]
+        columns = g.MATMUL_BN // 2  # of up; and as many of gate
+        self.launch("matmul_forward_swiglu", N, F, C, self.halves(out), self.result(swiglu, narrow=True),
+                    self.operand(inp, g.MATMUL_BM), self.operand(weight.reshape(2, F, C), columns), columns=columns)
+
+    def swiglu_backward_inp(self, dinp, dout, weight, inp):
+        g, (C, F) = self.geometry, weight.shape
+        self.launch("matmul_backward_inp_swiglu", dout.shape[0], F, C, self.halves(dinp),
+                    self.operand(dout, g.MATMUL_BM), self.operand(weight, g.MATMUL_BK), self.halves(inp))
+
+    def rope_forward(self, out, inp, weight, rope, T, columns):
+        g, narrow = self.geometry, columns != self.geometry.MATMUL_BN
+        self.launch("matmul_forward_rope" + "_narrow" * narrow, *out.shape, inp.shape[1], self.result(out, narrow),
+                    self.operand(inp, g.MATMUL_BM), self.operand(weight, columns), rope, T, columns=columns)
+
     def backward_weight(self, dweight, dout, inp, scale, splits=None):
         """splits: into how many parts the inner dimension N is cut (split-K)."""
         g, (OC, C), N = self.geometry, dweight.shape, inp.shape[0]
@@ -154,6 +192,11 @@ class MatmulKernels:
         g = self.geometry
         columns = (g.MATMUL_NARROW_STRIP if narrow else g.MATMUL_STRIP) if self.hopper else None
         return self.operand(array, g.MATMUL_BM, columns)
+
+    def halves(self, array):
+        """A tensor of up, then gate, as the kernels take it: TMA copies a strip of one of them at once."""
+        g, (N, columns) = self.geometry, array.shape
+        return self.device.tensor_map(array.reshape(N, 2, columns // 2), 1, g.MATMUL_NARROW_STRIP, g.MATMUL_BM)
 
     def launch(self, name, M, N, K, *arguments, columns=None, splits=None):
         g = self.geometry

@@ -23,7 +23,8 @@ REST = None, None  # instead of a matrix's (name, layer): embeddings, biases, la
 
 
 class Segment(NamedTuple):
-    """One layer's matrix, or tensors of the rest that are adjacent in the flat buffer of the parameters."""
+    """One layer's matrix, an untied classifier's weight, or tensors of the rest that are adjacent in the flat buffer
+    of the parameters."""
 
     name: str | None
     layer: int | None
@@ -63,13 +64,14 @@ class Shares:
                 self.spans.append((self.size, *treatment))
             count = row.shape[0] if is_matrix or row.stacked and llmc else 1
             for l in range(count):
-                segment = Segment(*((name, l) if is_matrix else REST), self.size, row.size // count)
+                key = (name, l) if is_matrix else (name, None) if row.early else REST
+                segment = Segment(*key, self.size, row.size // count)
                 self.size += segment.size
                 if self.segments and segment[:2] == REST == self.segments[-1][:2] and not llmc:
                     before = self.segments.pop()
                     segment = before._replace(size=before.size + segment.size)
                 self.segments.append(segment)
-        self.layers = 1 + max((segment.layer for segment in self.segments if segment.name), default=-1)
+        self.layers = 1 + max((segment.layer for segment in self.segments if segment.layer is not None), default=-1)
         self.first_matrix = next((segment.name for segment in self.segments if segment.layer == 0), None)
 
     def pieces(self, rank):

@@ -62,21 +62,21 @@ def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, c
 # ----------------------------------------------------------------------------------------------------------------------
 # opening a model on a GPU
 
-STATIC_SHARED = 9 << 10  # bytes of shared memory that attention's kernels declare themselves, at most
+STATIC_SHARED = 10 << 10  # bytes of shared memory that attention's kernels declare themselves, at most
 
 
-def open_device(gpu, config, precision, matmul="auto", text=False):
+def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
     """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
     that is too large for the kernels or this GPU."""
     check_sizes(config)
-    files = kernel_files(config, precision, gpu.arch, matmul)
+    files = kernel_files(architecture, config, precision, gpu.arch, matmul)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
     if needed > gpu.shared:
-        raise UserError(f"heads of {config.C // config.NH} channels need {needed} bytes of shared memory in a block,"
+        raise UserError(f"heads of {config.HS} channels need {needed} bytes of shared memory in a block,"
                         f" {gpu.name} has {gpu.shared}: train this model with: python train_gpt2.py")
     geometry, files = launch_geometry(config, precision, gpu.arch), list(files.values())
     if text:
-        vars(geometry).update(decode_geometry(config, precision, gpu.shared))
+        vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))
         files += decode_files(config, precision, geometry)
     device = Device(gpu, Cache(), files, geometry)
     return device, Matmul(device, precision, matmul)
@@ -85,7 +85,7 @@ def open_device(gpu, config, precision, matmul="auto", text=False):
 def open_trainer(architecture, gpu, config, params, settings, ranks=ALONE):
     """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the samples."""
     text = settings.sample_every > 0 and ranks.is_first
-    device, matmul = open_device(gpu, config, settings.precision, settings.matmul, text)
+    device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
     print(f"kernels: {device.compiled} compiled, {device.cached} from the cache")
     return Trainer(architecture, config, settings, matmul, params, ranks)
 
@@ -93,7 +93,7 @@ def open_trainer(architecture, gpu, config, params, settings, ranks=ALONE):
 def open_evaluator(architecture, gpu, config, params):
     """An Evaluator of this model on this GPU, in float32, with TF32 matmuls where the GPU has them."""
     settings = architecture.resolve_auto(architecture.Settings(dtype="float32"), gpu.arch)
-    _, matmul = open_device(gpu, config, settings.precision, settings.matmul)
+    _, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul)
     return Evaluator(architecture, config, settings, matmul, params)
 
 
@@ -354,8 +354,9 @@ class Trainer(ForwardPasses):
             self.global_norm("other layers")
 
     def send_gradients(self, key, computed=None):
-        """Send and receive a matrix's gradients. key: (name, layer) or REST; computed: an event to wait for first."""
-        name = "gradients" if key == REST else f"gradients {key[1]} {key[0]}"
+        """Send and receive a matrix's gradients. key: (name, layer), (name, None) or REST; computed: an event to wait
+        for first."""
+        name = " ".join(["gradients", *(str(part) for part in reversed(key) if part is not None)])
         self.gradients_arrived[key] = self.send(self.messages.gradient_sends[key], name, computed)
 
     def send_weights(self, l):

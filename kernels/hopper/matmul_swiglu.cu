@@ -1,0 +1,213 @@
+// The matmuls of matmul.cuh that Llama has beside GPT-2's, for Hopper (sm_90a), bfloat16: with SwiGLU, its gradient, or
+// RoPE in the epilogue. Their pipeline is in hopper/matmul.cuh, the formulas in swiglu.cuh and rope.cuh.
+//
+// A tile of matmul_forward_swiglu is 96 columns of up and the 96 columns of gate that belong to them, so that a thread
+// has both of a pair in its accumulators. matmul_backward_inp_swiglu has a side job, as matmul_backward_inp_gelu has:
+// a warp of the producer warpgroup prefetches strips of up and gate and stores those of their gradients. RoPE's pairs
+// are neighbours, which a thread has side by side.
+//
+// What has halves, up and gate, has maps in which the half is a dimension of its own: out, inp and dinp as (N,2,F),
+// weight as (2,F,C). F need not be a multiple of a tile's width: what lies beyond F is zero when loaded and not stored,
+// in either half.
+
+#include "hopper/matmul.cuh"
+#include "rope.cuh"
+#include "swiglu.cuh"
+
+static_assert(HS % 16 == 0, "RoPE: two units of 8 columns are of one head");
+
+constexpr int HALF_STRIP = STRIP / 2;  // elements of a strip of 32 columns
+static_assert(MATMUL_STRIP == 64 && MATMUL_NARROW_STRIP == 32, "a strip's room is that of two strips of 32 columns");
+
+// As the kernels of matmul.cu: block (384), grid (at most as many blocks as items), shared memory. Boxes of the maps,
+// rows x columns: inp and dout 128 x 64; weight 96 x 64, 64 x 64 in the backward pass, for RoPE 192 x 64 (narrow: 160 x
+// 64); out for RoPE 128 x 64 (narrow: 128 x 32); all others 128 x 32, of one half.
+
+// Of the rounded up and gate, so that swiglu.cu recomputes the same bits from out.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_forward_swiglu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap swiglu_out,
+                      const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight, int M, int N,
+                      int K, int band) {
+    constexpr int BN = WIDE_BN, UNITS = BN / 2 / 8;  // of 8 columns of up
+    static_assert(UNITS % 4 == 0, "strips of 32 columns");
+    matmul<BN, 0, 0, false, 2>(
+        inp, weight, {M, N, K, band, 1}, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+#pragma unroll
+            for (int s = 0; s < UNITS / 4; s++) {
+                const Squares<32> ups(strips), gates(strips + HALF_STRIP), swiglus(strips + 2 * HALF_STRIP);
+                wait_strip_empty<0>();
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const float* const x = &acc[n % 2][4 * (4 * s + n / 2 * 2)];
+                    uint32 up[4], gate_pairs[4];
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        up[k] = as_pair(x[2 * k], x[2 * k + 1]);
+                        gate_pairs[k] = as_pair(x[4 * UNITS + 2 * k], x[4 * UNITS + 2 * k + 1]);
+                    }
+                    ups.store(up, n);
+                    gates.store(gate_pairs, n);
+                    float gate[8], sigmoid[8];
+#pragma unroll
+                    for (int k = 0; k < 8; k++) gate[k] = number(gate_pairs, k);
+                    sigmoids(sigmoid, gate);
+                    uint32 swiglu_pairs[4];
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        const int i = 2 * k, j = i + 1;
+                        swiglu_pairs[k] = as_pair(swiglu(number(up, i), gate[i], sigmoid[i]),
+                                                  swiglu(number(up, j), gate[j], sigmoid[j]));
+                    }
+                    swiglus.store(swiglu_pairs, n);
+                }
+                fence_for_async();
+                warpgroup_sync();
+                if (leads_warpgroup()) {
+                    const int column = item.column + 32 * s;
+                    store_box(&out, strips, column, 0, item.row);
+                    store_box(&out, strips + HALF_STRIP, column, 1, item.row);
+                    store_box(&swiglu_out, strips + 2 * HALF_STRIP, column, item.row, 0);
+                    stores_commit();
+                }
+            }
+        });
+}
+
+// A slot holds a strip of up and the strip of gate beside it, later those of dup and dgate.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_backward_inp_swiglu(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dout,
+                           const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap inp, int M,
+                           int N, int K, int band) {
+    constexpr int BN = WIDE_BN, STRIPS = BN / 32, SLOTS = 4;  // pairs of strips of a tile; slots for them
+    extern __shared__ __align__(1024) element stages[];
+    __shared__ Mbarrier inp_full[SLOTS], dinp_full[SLOTS];  // guard `slots`: inp is loaded, dinp written
+    __shared__ Mbarrier epilogue_turn;  // guards their order: a phase ends when the epilogue of a tile does
+    element* const slots = stages + STAGES_ROOM;
+    if (threadIdx.x == 0) {
+        for (int k = 0; k < SLOTS; k++) mbarrier_init(&inp_full[k], 1), mbarrier_init(&dinp_full[k], WARPGROUP);
+        mbarrier_init(&epilogue_turn, WARPGROUP);
+    }
+    const Sizes z = {M, N, K, band, 1};
+    int tile = warpgroup() - 1;  // which of the block's tiles this consumer is at
+    matmul<BN, 0, 1>(
+        dout, weight, z,
+        [&](Accumulators<BN>& acc, const Item& item, element*) {  // epilogue: inp becomes dinp
+            // Wait for the turn, because of parity, as in matmul_forward_gelu: once the previous tile's strips are
+            // done, no slot is two phases behind what this tile waits for.
+            warpgroup_sync();
+            if (tile > 0) mbarrier_wait(&epilogue_turn, (tile & 1) ^ 1);
+#pragma unroll
+            for (int s = 0; s < STRIPS; s++) {
+                const int current = tile * STRIPS + s;
+                element* const slot = slots + current % SLOTS * STRIP;
+                const Squares<32> ups(slot), gates(slot + HALF_STRIP);
+                mbarrier_wait(&inp_full[current % SLOTS], current / SLOTS & 1);
+                __syncwarp();
+                uint32 next[4];  // the next square of gate
+                gates.load(next, 0);
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const float* const x = &acc[n % 2][4 * (4 * s + n / 2 * 2)];
+                    uint32 up[4], gate_pairs[4];
+                    ups.load(up, n);
+                    float gate[8], sigmoid[8];
+#pragma unroll
+                    for (int k = 0; k < 8; k++) gate[k] = number(next, k);
+                    if (n < 3) gates.load(next, n + 1);
+                    sigmoids(sigmoid, gate);
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        const int i = 2 * k, j = i + 1;
+                        const float2 left = swiglu_gradient(x[i], number(up, i), gate[i], sigmoid[i]);
+                        const float2 right = swiglu_gradient(x[j], number(up, j), gate[j], sigmoid[j]);
+                        up[k] = as_pair(left.x, right.x);
+                        gate_pairs[k] = as_pair(left.y, right.y);
+                    }
+                    ups.store(up, n);
+                    gates.store(gate_pairs, n);
+                }
+                fence_for_async();
+                mbarrier_arrive(&dinp_full[current % SLOTS]);
+            }
+            mbarrier_arrive(&epilogue_turn);
+            tile += CONSUMERS;
+        },
+        [&] {  // side job, of one warp's first thread: load the strips of inp, store those of dinp
+            if (threadIdx.x != 32) return;
+            const auto find_strips = [&](Item& item, int n) {  // false: there are no such strips
+                const bool found = pick<BM, BN, BK>(item, blockIdx.x + n / STRIPS * gridDim.x, z);
+                item.column += n % STRIPS * 32;
+                return found;
+            };
+            const auto load = [&](int n) {
+                Item item;
+                if (!find_strips(item, n)) return;
+                element* const slot = slots + n % SLOTS * STRIP;
+                mbarrier_arrive_expect_tx(&inp_full[n % SLOTS], STRIP * sizeof(element));
+                load_box(slot, &inp, &inp_full[n % SLOTS], item.column, 0, item.row);
+                load_box(slot + HALF_STRIP, &inp, &inp_full[n % SLOTS], item.column, 1, item.row);
+            };
+            for (int n = 0; n < SLOTS; n++) load(n);
+            Item item;
+            for (int n = 0; find_strips(item, n); n++) {
+                const element* const slot = slots + n % SLOTS * STRIP;
+                mbarrier_wait(&dinp_full[n % SLOTS], n / SLOTS & 1);
+                store_box(&dinp, slot, item.column, 0, item.row);
+                store_box(&dinp, slot + HALF_STRIP, item.column, 1, item.row);
+                stores_commit();
+                stores_wait<1>();  // TMA has read all strips but these
+                if (n > 0) load(n - 1 + SLOTS);
+            }
+            stores_wait<0>();
+        });
+}
+
+// The columns of queries and keys are rotated, as rope.cu does, but before they are rounded. Row n is at position n %
+// T, the rows of `rope`.
+template <int BN>
+__device__ __forceinline__ void forward_rope(const TensorMap& out, const TensorMap& inp, const TensorMap& weight,
+                                             const float2* rope, int T, const Sizes& z) {
+    constexpr int HEAD = HS / 8, UNITS = BN / 8;  // units of 8 columns: of a head, and of a tile
+    static_assert(HEAD <= UNITS, "a tile has each pair of a head");
+    matmul<BN, 0, 0>(inp, weight, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+        const Layout at;
+        if (item.column < Q + KV) {
+            const float2* angles[4];  // of the thread's rows
+#pragma unroll
+            for (int k = 0; k < 4; k++) angles[k] = rope + int64((item.row + at.row(k)) % T) * (HS / 2) + at.t;
+#pragma unroll
+            for (int first = 0; first < HEAD; first += 2) {  // two units at a time: 8 loads in flight
+                float2 angle[2][4];
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    angle[j / 4][j % 4] = angles[j % 4][(item.column + 8 * (first + j / 4)) % HS / 2];
+                }
+#pragma unroll
+                for (int unit = first; unit < UNITS; unit += HEAD) {
+                    if (item.column + 8 * unit >= Q + KV) break;
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        float* x = &acc[j % 4 / 2][4 * (unit + j / 4) + j % 2 * 2];
+                        const float2 pair = rotated(x[0], x[1], angle[j / 4][j % 4]);
+                        x[0] = pair.x, x[1] = pair.y;
+                    }
+                }
+            }
+        }
+        store_tile<BN>(out, acc, item, strips, 1.0f, nullptr, z.N);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_forward_rope(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
+                    const __grid_constant__ TensorMap weight, const float2* rope, int T, int M, int N, int K,
+                    int band) {
+    forward_rope<WIDE_BN>(out, inp, weight, rope, T, {M, N, K, band, 1});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_forward_rope_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap inp,
+                           const __grid_constant__ TensorMap weight, const float2* rope, int T, int M, int N, int K,
+                           int band) {
+    forward_rope<NARROW_BN>(out, inp, weight, rope, T, {M, N, K, band, 1});
+}

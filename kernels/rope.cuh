@@ -1,0 +1,13 @@
+// The rotation of RoPE, for rope.cu and for kernels that do it in their epilogues. A row of `rope` (T,HS/2) has the
+// cosine and the sine of the angle of each pair of neighbours at that position.
+
+#pragma once
+
+#include "common.cuh"
+
+// (a, b) rotated by an angle (cos, sin).
+__device__ inline float2 rotated(float a, float b, float2 angle) {
+    return {__fmaf_rn(-b, angle.y, __fmul_rn(a, angle.x)), __fmaf_rn(b, angle.x, __fmul_rn(a, angle.y))};
+}
+// And back: a rotation's gradient.
+__device__ inline float2 rotated_back(float a, float b, float2 angle) { return rotated(a, b, {angle.x, -angle.y}); }

@@ -1,0 +1,130 @@
+"""Attention of grouped queries on the GPU, with gradients rotated back by RoPE, against train_llama3.py's functions in
+float64, in every precision and on every path; and, with no GPU, that Hopper's kernels compile into registers alone.
+
+Outputs are NaN before the call, so that an element which is not written fails. test_kernels.py has GPT-2's cases.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import train_gpt2_cuda as cuda
+import train_llama3
+from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.device import Device, open_gpu
+from llmc.gpu.geometry import ATTENTION_ROWS, blocks, hopper_attention, kernel_files, launch_geometry
+from llmc.gpu.precision import has_bfloat16
+from rounding import check_tensor
+from test_kernels import BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_close, on_gpu, random, unwritten, wide
+from test_matmul_swiglu import frame_sizes
+from train_llama3 import Config
+
+LAYER = SimpleNamespace(KERNELS=("attention",))
+HEADS = [(9, 3, 16), (6, 3, 48), (3, 1, 64), (9, 3, 64), (4, 4, 64), (6, 3, 80), (8, 2, 128), (3, 1, 128),
+         (4, 4, 128)]  # NH, NKV, HS
+SHAPES = [(1, 1), (3, 63), (2, 130), (1, 200), (2, 256), (1, 600)]  # B, T
+TOLERANCES = {"tf32": TF32, "float32": SUMS, "bf16": BF16_TWICE}
+
+
+def model(NH, NKV, HS):
+    """A model whose Q is not C."""
+    return Config(1024, 257, 1, NH, NKV, 64, 264, 96, HS)
+
+
+def attention_file(config, precision, arch):
+    return kernel_files(LAYER, config, precision, arch)["attention"]
+
+
+@functools.cache
+def open_once(config, precision, arch):
+    """A Device with this model's attention, made once for all tests. arch: as open_gpu's."""
+    gpu = open_gpu(arch)
+    return Device(gpu, Cache(), [attention_file(config, precision, gpu.arch)],
+                  launch_geometry(config, precision, gpu.arch))
+
+
+@pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("float32", "native"), ("bf16", "native"),
+                                             ("bf16", "portable"), ("bf16", "two blocks")))
+@pytest.mark.parametrize("NH, NKV, HS", HEADS)
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind):
+    config, numbers, tolerance = model(NH, NKV, HS), PRECISIONS[precision], TOLERANCES[precision]
+    if numbers.bf16 and not has_bfloat16(gpu.arch):
+        pytest.skip(f"{gpu.arch} has no bfloat16")
+    device = open_once(config, numbers, "sm_80" if kind == "portable" else "native")
+    if kind == "two blocks":  # which take all tiles, one after the other, where each multiprocessor keeps its block
+        if not hopper_attention(config, numbers, gpu.arch):
+            pytest.skip("blocks do not stay here")
+        monkeypatch.setattr(device, "sm_count", 2)
+    device.stream.use()
+    sizes, Q, QKV, e = (B, T, NH, NKV, HS), NH * HS, (NH + 2 * NKV) * HS, numbers.dtype
+    inp, dout = random(B, T, QKV, seed=1, spread=1.5, dtype=e), random(B, T, Q, seed=2, dtype=e)
+    inp_gpu, dout_gpu = on_gpu(inp, dout, dtype=e)
+    expected, att = np.empty((B, T, Q)), np.empty((B, NH, T, T))
+    train_llama3.attention_forward(expected, att, *wide(inp), *sizes)
+
+    def forward():
+        out, lse = unwritten(B, T, Q, dtype=e), unwritten(B, NH, T)
+        cuda.attention_forward(device, out, lse, inp_gpu, *sizes)
+        return out, lse
+
+    out, lse = same_bits_twice(forward)
+    assert_close(tolerance, out=(out, expected))
+    query, key, _ = train_llama3.split_heads(*wide(inp), *sizes)
+    scores = np.where(np.tri(T, dtype=bool), query @ key.swapaxes(-1, -2) / HS**0.5, -np.inf)
+    largest = scores.max(axis=-1)
+    expected_lse = (largest + np.log(np.exp(scores - largest[..., None]).sum(axis=-1))).reshape(B, NH, T)
+    longest = np.linalg.norm(query, axis=-1).max() * np.linalg.norm(key, axis=-1).max() / HS**0.5
+    assert check_tensor("lse", lse.get(), expected_lse, (2.0**-10 if precision == "tf32" else EXACT) * longest)
+
+    # the gradients of a model with biases and no RoPE, then those of one with RoPE and no biases
+    dinp, datt = np.empty((B, T, QKV)), np.empty((B, NH, T, T))
+    train_llama3.attention_backward(dinp, datt, *wide(dout, inp), att, *sizes)
+    tables = train_llama3.rope_table(config, T)
+    rope = on_gpu(np.stack(tables, axis=-1))
+
+    def backward(rope, rows):
+        got, D, partials = unwritten(B, T, QKV, dtype=e), unwritten(B, NH, T), rows and unwritten(rows, QKV)
+        cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, rope, *sizes)
+        return (got, partials) if rows else (got,)
+
+    plain, partials = same_bits_twice(lambda: backward(None, B * blocks(T, ATTENTION_ROWS)))
+    assert_close(tolerance, dinp=(plain, dinp))
+    # Each of the B*T rows has an error up to the tolerance; the errors add up like a random walk.
+    wanted = dinp.sum(axis=(0, 1))
+    allowed = tolerance * np.abs(dinp).max() * (B * T) ** 0.5
+    assert check_tensor("dbias", partials.get().sum(axis=0, dtype=np.float64), wanted, allowed)
+
+    rotated, = same_bits_twice(lambda: backward(rope, None))
+    values = Q + NKV * HS
+    assert np.array_equal(rotated[..., values:].get(), plain[..., values:].get()), "RoPE leaves values alone"
+    train_llama3.rope_backward(dinp, *wide(*tables), B, T, NH + NKV, HS)
+    assert_close(tolerance, rotated=(rotated, dinp))
+
+
+def same_bits_twice(call):
+    """What call() returns, arrays; fails if it returns other bits the next time."""
+    first, second = call(), call()
+    assert all(a.get().tobytes() == b.get().tobytes() for a, b in zip(first, second))
+    return first
+
+
+@pytest.mark.parametrize("NH, NKV, HS", ((12, 12, 64), (12, 4, 64), (24, 8, 128), (4, 4, 128)))
+def test_nothing_spills_on_hopper(NH, NKV, HS):
+    pytest.importorskip("cuda.core")
+    file = attention_file(model(NH, NKV, HS), PRECISIONS["bf16"], "sm_90a")
+    assert file.name == "hopper/attention"
+    cubin = compile_kernels(file.name, "sm_90a", file.constants)
+    assert all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
+    frames = frame_sizes(cubin)
+    assert len(frames) >= 3 and not any(frames)
+
+
+@pytest.mark.parametrize("NH, NKV, HS", ((3, 1, 16), (6, 3, 80)))
+@pytest.mark.parametrize("arch, precision", (("sm_80", "bf16"), ("sm_80", "tf32")))
+def test_groups_compile(arch, precision, NH, NKV, HS):
+    pytest.importorskip("cuda.core")
+    file = attention_file(model(NH, NKV, HS), PRECISIONS[precision], arch)
+    assert file.name == "attention" and compile_kernels(file.name, arch, file.constants)[:4] == b"\x7fELF"

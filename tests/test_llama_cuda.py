@@ -1,0 +1,254 @@
+"""Llama 3's GPU kernels against their NumPy functions, and the trainer, on a GPU; with no GPU, that all kernels compile
+and that every launch passes what its kernel takes. Attention, SwiGLU in matmuls, and text have tests of their own."""
+
+import dataclasses
+import itertools
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import train_gpt2
+import train_gpt2_cuda as gpt2_cuda
+import train_llama3
+import train_llama3_cuda as cuda
+from conftest import remove_after, run_program
+from llmc.checkpoint import write_model
+from llmc.gpu.batch import sort_tokens
+from llmc.gpu.compiler import compile_kernels
+from llmc.gpu.device import open_gpu, to_float32
+from llmc.gpu.geometry import kernel_files
+from llmc.gpu.trainer import Trainer, open_device
+from llmc.tensors import allocate, flat
+from test_kernels import (COMPILED, EXACT, PRECISIONS, SUMS, assert_close, check_launches, on_gpu, random, signatures,
+                          skewed, unwritten, wide)
+from test_train_cuda import FAST, FLOAT32, losses_and_samples, train_losses
+from train_llama3 import Config
+
+MODELS = [  # maxT, V, L, NH, NKV, C, Vp, F, HS
+    Config(1024, 50257, 1, 12, 4, 768, 50304, 2048, 64),  # l12
+    Config(1024, 257, 2, 9, 3, 576, 384, 1536, 64),  # SmolLM2
+    Config(1024, 1003, 1, 3, 1, 240, 1024, 200, 16, tied=0),  # heads of 16, fewer channels than C
+    Config(1024, 131, 1, 2, 2, 2048, 256, 512, 128, eps=1e-6),
+]
+
+
+def random_params(config, seed=0):
+    params, rng = allocate(train_llama3.parameter_table(config)), np.random.default_rng(seed)
+    flat(params)[:] = rng.standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.05)
+    for name, row in params.table.items():
+        if row.ones:
+            getattr(params, name)[...] += np.float32(1.0)
+        if row.vocabulary:
+            getattr(params, name)[config.V :] = 0.0
+    return params
+
+
+@pytest.mark.parametrize("arch, precision", [("sm_75", "float32"), *COMPILED])
+def test_kernels_compile_with_no_gpu(arch, precision):
+    pytest.importorskip("cuda.core")
+    layers = "rmsnorm", "rope", "swiglu", "classifier"  # the others are GPT-2's, or have tests of their own
+    cases = [kernel_files(cuda.Llama3, config, PRECISIONS[precision], arch)[layer]
+             for config, layer in itertools.product(MODELS[1:], layers)]
+    cases.append(kernel_files(cuda.Llama3, dataclasses.replace(MODELS[0], V=128256, Vp=128256), PRECISIONS[precision],
+                              arch)["classifier"])
+    with ThreadPoolExecutor() as pool:
+        cubins = list(pool.map(lambda file: compile_kernels(file.name, arch, file.constants), cases))
+    for file, cubin in zip(cases, cubins):
+        assert all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
+
+
+@pytest.mark.parametrize("recompute", (0, 2))
+@pytest.mark.parametrize("library", ("auto", "kernels"))
+@pytest.mark.parametrize("arch, precision", [("sm_75", "float32"), *itertools.product(("sm_80", "sm_90a"), PRECISIONS)])
+def test_every_launch_passes_what_its_kernel_takes(fake_gpu, arch, precision, library, recompute):
+    precision, gpu = PRECISIONS[precision], fake_gpu.gpu._replace(arch=arch)
+    config = Config(64, 257, 2, 4, 2, 192, 384, 384, 48, tied=0)
+    settings = cuda.LlamaCudaSettings(B=3, T=32, total_batch_size=192, dtype=precision.dtype, tf32=precision.tf32,
+                                      float32_grads=precision.float32_grads, grad_clip=1.0, recompute=recompute,
+                                      graph=0)
+    _, matmul = open_device(cuda.Llama3, gpu, config, precision, library)
+    trainer = Trainer(cuda.Llama3, config, settings, matmul, random_params(config))
+    trainer.prepare()
+    fake_gpu.launches.clear()
+    batch = np.ones((2, 3, 32), np.int32)
+    assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 0.001, None)
+    files = kernel_files(cuda.Llama3, config, precision, arch, library).values()
+    parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
+    launches = [launch for launch in fake_gpu.launches if launch.name != "cublaslt"]
+    check_launches(launches, gpu, precision, parameters)
+    assert not any("gelu" in launch.name or "layernorm" in launch.name for launch in launches)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# with a GPU
+
+SHAPES = [(1, 1), (3, 97), (3, 1024)]
+DEVICES = {}
+CASES = [(config, name) for config in MODELS for name in ("tf32", "bf16")] + [(MODELS[2], "bf16-float32-grads")]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"C{case[0].C}xNKV{case[0].NKV}xF{case[0].F}-{case[1]}")
+def device(request, gpu):
+    if request.param not in DEVICES:
+        config, precision = request.param
+        DEVICES[request.param] = open_device(cuda.Llama3, open_gpu(), config, PRECISIONS[precision])[0]
+        DEVICES[request.param].config, DEVICES[request.param].precision = config, PRECISIONS[precision]
+    DEVICES[request.param].stream.use()
+    return DEVICES[request.param]
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_encoder(device, B, T):
+    (C, V, Vp), e, g = (getattr(device.config, n) for n in ("C", "V", "Vp")), device.precision.dtype, "grads"
+    g, inp = getattr(device.precision, g), skewed(V, (B, T), seed=T)
+    wte, dout, dwte = random(Vp, C, seed=1, dtype=e), random(B, T, C, seed=2, dtype=e), random(Vp, C, seed=3, dtype=g)
+    out = unwritten(B, T, C, dtype=device.precision.residual)
+    gpt2_cuda.encoder_forward(device, out, on_gpu(inp), on_gpu(wte, dtype=e), None, B, T, C)
+    assert_close(EXACT, out=(out, wte[inp]))
+    sorted_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
+    sort_tokens(*sorted_tokens, inp)
+    got, partials = on_gpu(dwte, dtype=g), unwritten(2 * B * T, C)
+    gpt2_cuda.encoder_backward(device, got, None, partials, on_gpu(dout, dtype=e), *on_gpu(*sorted_tokens), B, T, C)
+    expected = dwte.astype(np.float64)
+    train_gpt2.encoder_backward(expected, None, *wide(dout), inp, B, T, C)
+    assert_close(SUMS, dwte=(got, expected))
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+@pytest.mark.parametrize("both", (True, False))
+def test_residual_rmsnorm(device, B, T, both):
+    config, e, residual_dtype = device.config, device.precision.dtype, device.precision.residual
+    C, eps = config.C, config.eps
+    inp1, inp2 = random(B, T, C, seed=1, mean=1, dtype=residual_dtype), random(B, T, C, seed=2, mean=1, dtype=e)
+    weight, out, rstd = random(C, seed=3, dtype=e), unwritten(B, T, C, dtype=e), unwritten(B, T)
+    residual = unwritten(B, T, C, dtype=residual_dtype)
+    cuda.residual_rmsnorm_forward(device, residual if both else None, out, rstd, on_gpu(inp1, dtype=residual_dtype),
+                                  on_gpu(inp2, dtype=e) if both else None, on_gpu(weight, dtype=e), eps, B, T, C)
+    total = inp1.astype(np.float64) + (inp2 if both else 0)
+    if both:
+        assert_close(EXACT, residual=(residual, total))
+        total = to_float32(residual).astype(np.float64)  # the RMSNorm is that of what is stored
+    expected = np.empty((B, T, C)), np.empty((B, T))
+    train_llama3.rmsnorm_forward(*expected, total, *wide(weight), eps, B, T, C)
+    assert_close(SUMS, out=(out, expected[0]), rstd=(rstd, expected[1]))
+
+
+def test_rmsnorm_has_the_models_eps(device):
+    C, e = device.config.C, device.precision.dtype
+    inp, out, rstd = np.full((1, 1, C), 1e-3, np.float32), unwritten(1, 1, C, dtype=e), unwritten(1, 1)
+    for eps in (1e-5, 1e-6):
+        cuda.rmsnorm_forward(device, out, rstd, on_gpu(inp, dtype=device.precision.residual),
+                             on_gpu(np.ones(C, np.float32), dtype=e), eps, 1, 1, C)
+        assert abs(rstd.get()[0, 0] * np.sqrt(1e-6 + eps) - 1) < 1e-3
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_rmsnorm_backward(device, B, T):
+    C, e, g = device.config.C, device.precision.dtype, device.precision.grads
+    dinp, dout = (random(B, T, C, seed=seed, dtype=e) for seed in (1, 2))
+    inp, weight = random(B, T, C, seed=3, dtype=device.precision.residual), random(C, seed=4, dtype=e)
+    rstd = (1 / np.sqrt(np.square(inp, dtype=np.float64).mean(axis=-1) + 1e-5)).astype(np.float32)
+    expected, dweight = dinp.astype(np.float64), np.empty(C)
+    train_llama3.rmsnorm_backward(expected, dweight, *wide(dout, inp, weight, rstd), B, T, C)
+    for add_residual, rows in ((1, 264), (0, 3), (1, 3)):
+        rows = min(rows, B * T)
+        got = on_gpu(dinp, dtype=e) if add_residual else unwritten(B, T, C, dtype=e)
+        partials, sums = unwritten(rows, C), unwritten(C, dtype=g)
+        cuda.rmsnorm_backward(device, got, partials, on_gpu(dout, dtype=e),
+                              on_gpu(inp, dtype=device.precision.residual), on_gpu(weight, dtype=e), on_gpu(rstd),
+                              add_residual, B, T, C)
+        gpt2_cuda.column_sums(device, [(partials, (sums,))])
+        assert_close(SUMS, dinp=(got, expected - (0 if add_residual else dinp)), dweight=(sums, dweight))
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_rope(device, B, T):
+    config, e = device.config, device.precision.dtype
+    heads, width = config.NH + config.NKV, config.Q + 2 * config.K
+    cos, sin = train_llama3.rope_table(config, T)
+    qkv = random(B, T, width, seed=1, dtype=e)
+    got, expected = on_gpu(qkv, dtype=e), qkv.astype(np.float64)
+    cuda.rope_forward(device, got, on_gpu(np.stack((cos, sin), axis=-1)), B, T, heads * config.HS)
+    train_llama3.rope_forward(expected, *wide(cos, sin), B, T, heads, config.HS)
+    assert_close(EXACT, qkv=(got, expected))
+    assert np.array_equal(to_float32(got)[..., heads * config.HS :], qkv[..., heads * config.HS :])
+
+
+@pytest.mark.parametrize("B, T", SHAPES)
+def test_swiglu(device, B, T):
+    F, N, e = device.config.F, B * T, device.precision.dtype
+    inp, dout = random(N, 2 * F, seed=1, spread=3, dtype=e), random(N, F, seed=2, dtype=e)
+    inp[0, F : F + 4] = -100.0, 100.0, -1e4, 0.0
+    out, dinp, again = unwritten(N, F, dtype=e), unwritten(N, 2 * F, dtype=e), unwritten(N, F, dtype=e)
+    cuda.swiglu_forward(device, out, on_gpu(inp, dtype=e), N, F)
+    expected, dexpected = np.empty((N, F)), np.empty((N, 2 * F))
+    with np.errstate(over="ignore"):
+        train_llama3.swiglu_forward(expected, *wide(inp), N, F)
+        train_llama3.swiglu_backward(dexpected, *wide(inp, dout), N, F)
+    cuda.swiglu_backward(device, dinp, again, on_gpu(inp, dtype=e), on_gpu(dout, dtype=e), N, F)
+    assert_close(SUMS, out=(out, expected), dinp=(dinp, dexpected))
+    assert (out == again).all(), "recomputed with the same bits"
+
+
+# -- the trainer, in the manner of test_train_cuda.py
+
+
+@pytest.fixture(params=(1, 0), ids=("tied", "untied"))
+def llama(request, gpu, workplace):
+    """A model with heads of 64, as Hopper's kernels want them, and more channels of queries than of the residual."""
+    config = Config(64, 257, 3, 4, 2, 192, 384, 384, 64, tied=request.param, factor=8)
+    write_model("llama.bin", config, random_params(config))
+    return workplace
+
+
+def train(*flags, program="train_llama3_cuda.py"):
+    return run_program(program, "-e", "llama.bin", *FAST, *flags)
+
+
+PRECISE = {"float32": ("--dtype", "float32"), "bfloat16": ("--dtype", "bfloat16"),
+           "sm_80": ("--dtype", "bfloat16", "--arch", "sm_80"),
+           "kernels": ("--dtype", "bfloat16", "--matmul", "kernels", "--float32_grads", 1)}
+
+
+@pytest.fixture(params=PRECISE)
+def precise(request):
+    return PRECISE[request.param]
+
+
+def test_losses_and_samples_are_those_of_the_cpu_trainer(llama):
+    flags = ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c", 0.1,
+             "--final_reports", 1)
+    on_gpu = train(*flags, *FLOAT32).stdout
+    on_cpu = train(*flags, program="train_llama3.py").stdout
+    losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", output)] for output in (on_gpu, on_cpu)]
+    assert len(losses[0]) == 9 and np.allclose(*losses, rtol=0, atol=2e-5)
+    samples = [re.findall(r"---\n(.*?)\n---", output, re.DOTALL) for output in (on_gpu, on_cpu)]
+    assert len(samples[0]) == 2 and samples[0] == samples[1]
+
+
+def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(llama, precise):
+    flags = ("-x", 6, "-v", 2, "-s", 4, "-d", 96, "--grad_clip", 1, "-n", 3, *precise)
+
+    def run(*more, directory="run"):
+        shutil.rmtree("run", ignore_errors=True)
+        output = train(*flags, *more, "-o", directory).stdout
+        output = output[output.index("val loss"):]  # after the settings
+        names = "model_00000006.bin", "state_00000006_00000.bin", "main.log"
+        return losses_and_samples(output), [(llama / directory / name).read_bytes() for name in names]
+
+    first = run()
+    assert "step    6/6" in first[0] and "nan" not in first[0]
+    for more in (("--graph", 0), ("--recompute", 1), ("--recompute", 2)):
+        assert run(*more) == first, more
+    remove_after("run", 3)
+    (llama / "run").rename(llama / "parts")
+    assert run("-y", 1, directory="parts")[1] == first[1]
+
+
+def test_bfloat16_trains_like_float32(llama, precise):
+    flags = ("-x", 60, "-v", 0, "-s", 0, "-l", 0.001)
+    losses = [train_losses(train(*flags, *more).stdout) for more in (FLOAT32, precise)]
+    assert len(losses[0]) == 60 and np.allclose(*losses, rtol=0, atol=0.03)

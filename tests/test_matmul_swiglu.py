@@ -1,0 +1,196 @@
+"""Matmuls with SwiGLU and RoPE in their epilogues, on Hopper, against float64; and, with no GPU, that they compile into
+registers alone and are launched with what they take."""
+
+import functools
+import struct
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.device import Device, to_float32
+from llmc.gpu.geometry import KERNELS, blocks, hopper_matmul, kernel_files, launch_geometry, pack
+from llmc.gpu.matmul import Linear, Matmul
+from llmc.gpu.precision import Precision
+from test_kernels import SUMS, assert_close, check_launches, on_gpu, random, signatures, unwritten, wide
+from train_llama3 import Config
+
+BFLOAT16 = Precision("bfloat16")
+SIZES = [(129, 64, 96), (256, 768, 2048), (300, 576, 1536), (128, 128, 200), (1000, 2048, 8192),
+         (130, 72, 104)]  # N, C, F
+HEADS = [(12, 4, 64), (9, 3, 64), (3, 1, 128), (4, 2, 16)]  # NH, NKV, HS
+
+
+def model(C=64, F=96, NH=4, NKV=2, HS=16):
+    return Config(1024, 257, 1, NH, NKV, C, 264, F, HS)
+
+
+def open_matmul(gpu, config):
+    """A Matmul by the rule, with the kernels of these layers."""
+    layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu", "swiglu"))
+    files = kernel_files(layers, config, BFLOAT16, gpu.arch, "auto")
+    device = Device(gpu, Cache(), list(files.values()), launch_geometry(config, BFLOAT16, gpu.arch))
+    return Matmul(device, BFLOAT16)
+
+
+open_once = functools.cache(open_matmul)
+
+
+def get(gpu, monkeypatch, config, sm_count=None):
+    """The same, once for all tests. sm_count: blocks at most, so that each computes many tiles."""
+    if not hopper_matmul(BFLOAT16, gpu.arch):
+        pytest.skip(f"{gpu.arch} is not Hopper")
+    matmul = open_once(gpu, config)
+    matmul.device.stream.use()
+    if sm_count:
+        monkeypatch.setattr(matmul.device, "sm_count", sm_count)
+    return matmul
+
+
+class Amid:
+    """bfloat16 numbers on the GPU, or room for them, amid NaN: one tile's rows of it before and after."""
+
+    def __init__(self, *shape, numbers=None):
+        self.margin = 128 * shape[-1]
+        self.memory = unwritten(2 * self.margin + int(np.prod(shape)), dtype="bfloat16")
+        self.array = self.memory[self.margin : -self.margin].reshape(shape)
+        if numbers is not None:
+            self.array[...] = on_gpu(numbers, dtype="bfloat16")
+
+    def alone(self):
+        """Whether nothing was written around it."""
+        memory = self.memory.get()
+        return bool(np.all(memory[: self.margin] == 0xFFFF) and np.all(memory[-self.margin :] == 0xFFFF))
+
+
+def given(numbers):
+    return Amid(*numbers.shape, numbers=numbers).array
+
+
+def twice(call, *shapes):
+    """What call(*arrays) writes to arrays of these shapes, the same bits twice, and nothing around them."""
+    runs = []
+    for _ in range(2):
+        results = [Amid(*shape) for shape in shapes]
+        call(*(result.array for result in results))
+        assert all(result.alone() for result in results)
+        runs.append([result.array for result in results])
+    assert all(np.array_equal(first.get(), second.get()) for first, second in zip(*runs))
+    return runs[0]
+
+
+@pytest.mark.parametrize("sm_count", (None, 2, 1))
+@pytest.mark.parametrize("N, C, F", SIZES)
+def test_forward_swiglu(gpu, monkeypatch, N, C, F, sm_count):
+    """SwiGLU's bits are those of the layer alone, and what NumPy makes of the rounded up and gate."""
+    matmul = get(gpu, monkeypatch, model(C, F), sm_count)
+    inp, weight = random(N, C, seed=1, dtype="bfloat16"), random(2 * F, C, seed=2, spread=3 * C**-0.5, dtype="bfloat16")
+    weight[F:] *= 8  # exactly; some gates are beyond where exp(-gate) is infinite
+    linear, inp_gpu = Linear(matmul, given(weight)), given(inp)
+    out, swiglu = twice(lambda *results: linear.forward_swiglu(*results, inp_gpu), (N, 2 * F), (N, F))
+    exact = np.matmul(*wide(inp, weight.T))
+    assert_close(SUMS, up=(out[:, :F], exact[:, :F]), gate=(out[:, F:], exact[:, F:]))
+
+    alone = unwritten(N, F, dtype="bfloat16")
+    matmul.device.launch("swiglu_forward", (blocks(N * F, 256 * pack(alone)),), (256,), alone, out, N)
+    assert np.array_equal(swiglu.get(), alone.get())
+    up, gate = np.split(to_float32(out), 2, axis=1)
+    with np.errstate(over="ignore"):
+        expected = up * (gate / (np.float32(1.0) + np.exp(-gate)))
+    ulp = np.ldexp(np.float32(1.0), np.frexp(expected)[1] - 8) + np.float32(1e-34)  # a sigmoid below 1e-38 may be 0
+    assert np.all(np.abs(to_float32(swiglu) - expected) <= ulp)
+
+
+@pytest.mark.parametrize("sm_count", (None, 2, 1))
+@pytest.mark.parametrize("N, C, F", SIZES)
+def test_backward_inp_swiglu(gpu, monkeypatch, N, C, F, sm_count):
+    matmul = get(gpu, monkeypatch, model(C, F), sm_count)
+    shapes = (N, C), (C, F), (N, 2 * F)
+    dout, weight, inp = (random(*shape, seed=i, dtype="bfloat16") for i, shape in enumerate(shapes))
+    inp *= 4  # exactly
+    inp[:, F::14], inp[:, F + 7 :: 14] = -100, 100
+    linear, inp_gpu, dout_gpu = Linear(matmul, given(weight)), given(inp), given(dout)
+    dinp, = twice(lambda dinp: linear.backward_inp_swiglu(dinp, dout_gpu, inp_gpu), (N, 2 * F))
+    up, gate, dact = *np.split(inp.astype(np.float64), 2, axis=1), np.matmul(*wide(dout, weight))
+    s = 1 / (1 + np.exp(-gate))
+    assert_close(SUMS, dup=(dinp[:, :F], dact * gate * s),
+                 dgate=(dinp[:, F:], dact * up * s * (1 + gate * (1 - s))))
+
+
+@pytest.mark.parametrize("B, T", ((3, 97), (1, 300), (5, 128)))
+@pytest.mark.parametrize("NH, NKV, HS", HEADS)
+def test_forward_rope(gpu, monkeypatch, NH, NKV, HS, B, T):
+    """With tiles of both widths, whether they divide the width of the result or not. Values are not rotated: they have
+    the bits of the plain matmul."""
+    N, C, rotated, QKV = B * T, NH * HS, (NH + NKV) * HS, (NH + 2 * NKV) * HS
+    matmul = get(gpu, monkeypatch, model(C, 96, NH, NKV, HS), sm_count=2)
+    inp, weight = random(N, C, seed=1, dtype="bfloat16"), random(QKV, C, seed=2, dtype="bfloat16")
+    angle = np.random.default_rng(3).uniform(-np.pi, np.pi, (T, HS // 2))
+    rope = np.stack((np.cos(angle), np.sin(angle)), axis=-1).astype(np.float32)
+    exact = np.matmul(*wide(inp, weight.T))
+    heads = exact[:, :rotated].reshape(B, T, -1, HS // 2, 2)  # neighbours
+    (a, b), (cos, sin) = np.moveaxis(heads, -1, 0), np.moveaxis(rope[:, None].astype(np.float64), -1, 0)
+    heads[...] = np.stack((a * cos - b * sin, a * sin + b * cos), axis=-1)  # in `exact`
+
+    weight_gpu, inp_gpu, rope_gpu, plain = given(weight), given(inp), on_gpu(rope), unwritten(N, QKV, dtype="bfloat16")
+    kernels, linear = matmul.kernels, Linear(matmul, weight_gpu)
+    calls = [lambda out, width=width: kernels.rope_forward(out, inp_gpu, weight_gpu, rope_gpu, T, width)
+             for width in (192, 160)]
+    if matmul.tile(QKV, narrow=True):
+        calls.append(lambda out: linear.forward_rope(out, inp_gpu, rope_gpu, T))
+    kernels.forward(plain, inp_gpu, weight_gpu, None)
+    for call in calls:
+        out, = twice(call, (N, QKV))
+        assert_close(SUMS, out=(out, exact))
+        assert np.array_equal(out[:, rotated:].get(), plain[:, rotated:].get())
+
+
+def frame_sizes(cubin):
+    """Bytes of each kernel's stack: EIATTR_FRAME_SIZE (0x11) among the attributes of sections of the type
+    SHT_CUDA_INFO, (form, attribute, value or, if the form is 4, length), then as many bytes: symbol, size."""
+    (sections,), (count,), sizes = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<H", cubin, 0x3C), []
+    for header in range(sections, sections + 64 * count, 64):
+        at, size = struct.unpack_from("<QQ", cubin, header + 24)
+        end = at + size if struct.unpack_from("<I", cubin, header + 4) == (0x70000000,) else at
+        while at < end:
+            form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+            if (form, attribute) == (4, 0x11):
+                sizes.append(struct.unpack_from("<I", cubin, at + 8)[0])
+            at += 4 + (length if form == 4 else 0)
+    return sizes
+
+
+@pytest.mark.parametrize("config", (model(768, 2048, 12, 12, 64), model(2048, 8192, 32, 8, 64),
+                                    model(64, 96, 2, 1, 128), model(64, 96, 4, 2, 16)), ids=("l12", "1B", "128", "16"))
+def test_nothing_spills(config):
+    """No kernel has a stack: the accumulators take most of the registers."""
+    pytest.importorskip("cuda.core")
+    file = kernel_files(SimpleNamespace(KERNELS=("matmul_swiglu",)), config, BFLOAT16, "sm_90a")["matmul_swiglu"]
+    cubin = compile_kernels(file.name, "sm_90a", file.constants)
+    assert all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
+    assert frame_sizes(cubin) == [0] * len(file.kernels)
+
+
+def test_launches_pass_what_the_kernels_take(fake_gpu):
+    N, C, F, QKV = 6, 64, 96, 960
+    matmul = open_matmul(fake_gpu.gpu, model(C, F, 9, 3, 64))
+    assert matmul.fuses
+    empty = functools.partial(fake_gpu.cp.empty, dtype="uint16")
+    rope, fake_launches = fake_gpu.cp.empty((3, 32, 2), "float32"), fake_gpu.launches
+    fake_gpu.clear()
+    Linear(matmul, empty((2 * F, C))).forward_swiglu(empty((2, 3, 2 * F)), empty((2, 3, F)), empty((2, 3, C)))
+    Linear(matmul, empty((C, F))).backward_inp_swiglu(empty((2, 3, 2 * F)), empty((2, 3, C)), empty((2, 3, 2 * F)))
+    Linear(matmul, empty((QKV, C))).forward_rope(empty((2, 3, QKV)), empty((2, 3, C)), rope, 3)
+    Linear(matmul, empty((1280, C))).forward_rope(empty((2, 3, 1280)), empty((2, 3, C)), rope, 3)
+    assert [launch.name for launch in fake_launches] == list(KERNELS["matmul_swiglu"])
+    assert [launch.arguments[-4] for launch in fake_launches] == [N] * 4  # M, then N, K, band
+    check_launches(fake_launches, fake_gpu.gpu, BFLOAT16, signatures("hopper/matmul_swiglu"))
+
+
+@pytest.mark.parametrize("arch, precision, matmul", (("sm_80", "bfloat16", "kernels"), ("sm_90a", "float32", "kernels"),
+                                                     ("sm_90a", "bfloat16", "cublaslt")))
+def test_where_the_kernels_are_not(arch, precision, matmul):
+    layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu"))
+    files = kernel_files(layers, model(), Precision(precision), arch, matmul)
+    assert "matmul_swiglu" not in files and ("matmul" in files) == (matmul == "kernels")

@@ -1,0 +1,355 @@
+"""
+Llama 3 training on a GPU: what it has instead of GPT-2's layers, by CUDA kernels of our own.
+
+The chapters are train_llama3.py's, and what both architectures do alike is train_gpt2_cuda.py's: read these two pages
+first. RMSNorm adds to the residual stream, as layernorm does there. Rotations (RoPE) cost no pass of their own on
+Hopper: queries and keys are rotated by the matmul that makes them, their gradients by the attention that does. SwiGLU
+and its gradient are in the matmuls before them.
+
+    python train_llama3_cuda.py -e l12                                    # random weights
+    python export_weights.py --model SmolLM2-135M-Instruct/               # of a Hugging Face folder
+    python train_llama3_cuda.py -e llama3_SmolLM2-135M-Instruct.bin -i data/mine -o runs/mine
+"""
+
+import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+import train_llama3
+from llmc.errors import run_main
+from llmc.gpu.geometry import BLOCK_THREADS, ENCODER_PIECE, blocks, pack
+from llmc.settings import with_default
+from llmc.tensors import Row
+from train_gpt2_cuda import (GPT2, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
+                             decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
+                             encoder_backward, encoder_forward, main, nearest_power_of_2)
+from train_llama3 import SIZES, LlamaSettings, parameter_table, random_model, rope_table
+
+# ----------------------------------------------------------------------------------------------------------------------
+# settings
+
+
+@dataclass
+class LlamaCudaSettings(CudaSettings):
+    """GPT-2's, with another model to start from."""
+
+    model: str = with_default(LlamaSettings, "model", LlamaSettings.model)
+    recompute: int = with_default(CudaSettings, "recompute", -1, "what the backward pass recomputes to save memory (0:"
+                                  " nothing, 1: SwiGLU, 2: RMSNorms too, -1: nothing in bfloat16, SwiGLU in float32)")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layout: the tables of activations
+
+RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}  # rows that hold one layer at a time
+
+
+def activation_table(config, B, T, precision, recompute):
+    """name -> Row for what the forward pass saves for the backward pass."""
+    L, NH, C, Q, F, dtype = config.L, config.NH, config.C, config.Q, config.F, precision.dtype
+    table = {
+        "encoded": Row((B, T, C), precision.residual),
+        "ln1": Row((L, B, T, C), dtype, stacked=True),  # not with recompute 2
+        "ln1_rstd": Row((L, B, T), stacked=True),
+        "qkv": Row((L, B, T, Q + 2 * config.K), dtype, stacked=True),  # queries and keys rotated
+        "atty": Row((L, B, T, Q), dtype, stacked=True),
+        "lse": Row((L, B, NH, T), stacked=True),
+        "residual2": Row((L, B, T, C), precision.residual, stacked=True),
+        "ln2": Row((L, B, T, C), dtype, stacked=True),  # not with recompute 2
+        "ln2_rstd": Row((L, B, T), stacked=True),
+        "fch": Row((L, B, T, 2 * F), dtype, stacked=True),  # up, then gate
+        "fch_swiglu": Row((L, B, T, F), dtype, stacked=True),  # not with recompute 1 and 2
+        "residual3": Row((L, B, T, C), precision.residual, stacked=True),
+        "lnf": Row((B, T, C), dtype),
+        "lnf_rstd": Row((B, T)),
+        "losses": Row((B, T)),
+    }
+    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
+
+
+def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
+    """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
+    L, NH, C, F, dtype = config.L, config.NH, config.C, config.F, precision.dtype
+    recomputed = {"fch_swiglu": Row((B, T, F), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
+    recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
+    rows = min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS))
+    return {
+        "forward": {"branch": Row((B, T, C), dtype), **recomputed},
+        "classifier": {"logits": Row((B, T, config.Vp), dtype)},  # overwritten with their gradient
+        "backward": {
+            "dfch": Row((B, T, 2 * F), dtype),
+            "dfch_swiglu": Row((B, T, F), dtype),  # where the matmul does not make dfch of it
+            "dqkv": Row((B, T, config.Q + 2 * config.K), dtype),
+            "datty": Row((B, T, config.Q), dtype),
+            "D": Row((B, NH, T)),  # within attention_backward
+            **recomputed,
+            "lnf_partials": Row((rows, C)),  # partial sums over rows, until column_sums adds them up
+            "ln2_partials": Row((L, rows, C), stacked=True),
+            "ln1_partials": Row((L, rows, C), stacked=True),
+            "wte_partials": Row((blocks(2 * B * T, ENCODER_PIECE), C)),  # within encoder_backward
+        },
+    }
+
+
+def gradient_table(config, B, T, precision):
+    """name -> Row for the gradients of activations that live across phases."""
+    table = {
+        "dresidual": Row((B, T, config.C), precision.dtype),  # of the residual stream, all through the backward pass
+        "dbranch": Row((B, T, config.C), precision.dtype),  # of an RMSNorm's output
+    }
+    if not precision.bf16:
+        table["transposed"] = Row((config.C, B * T))  # an operand of a weight gradient, within that matmul
+    return table
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layers, in network order, under the names of train_llama3.py
+
+
+def rmsnorm_forward(device, out, rstd, inp, weight, eps, B, T, C):
+    """out (B,T,C) = the RMSNorm of inp (B,T,C), which has the residual stream's dtype; rstd (B,T) =."""
+    residual_rmsnorm_forward(device, None, out, rstd, inp, None, weight, eps, B, T, C)
+
+
+def residual_rmsnorm_forward(device, residual, out, rstd, inp1, inp2, weight, eps, B, T, C):
+    """residual (B,T,C) = inp1 + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =. residual and inp1 have the residual
+    stream's dtype."""
+    g = device.geometry
+    grid = (blocks(B * T, g.LAYERNORM_ROWS),)
+    device.launch("residual_rmsnorm_forward", grid, (g.LAYERNORM_THREADS,), residual, out, rstd, inp1, inp2, weight,
+                  float(eps), B * T)
+
+
+def rmsnorm_backward(device, dinp, partials, dout, inp, weight, rstd, add_residual, B, T, C):
+    """dinp (B,T,C) = or, with add_residual, += (it holds the gradient of the residual stream); partials (blocks, C) =,
+    for column_sums: each block's part of dweight. inp has the residual stream's dtype."""
+    grid, threads = (partials.shape[0],), (device.geometry.LAYERNORM_THREADS,)
+    device.launch("rmsnorm_backward", grid, threads, dinp, partials, dout, inp, weight, rstd, int(add_residual), B * T)
+
+
+def matmul_rope_forward(device, linear, out, inp, rope, B, T, rotated):
+    """out (B,T,QKV) = the linear layer of inp, its first `rotated` channels, queries and keys, rotated by the angles of
+    rope (T,HS/2,2), cosines and sines."""
+    if linear.matmul.fuses and linear.matmul.tile(out.shape[-1], narrow=True):
+        linear.forward_rope(out, inp, rope, T)
+    else:
+        linear.forward(out, inp)
+        rope_forward(device, out, rope, B, T, rotated)
+
+
+def rope_forward(device, qkv, rope, B, T, rotated):
+    """Rotate, in place, the first `rotated` channels, queries and keys, of qkv (B,T,QKV)."""
+    grid = (blocks(B * T * rotated, BLOCK_THREADS * pack(qkv)),)
+    device.launch("rope_forward", grid, (BLOCK_THREADS,), qkv, rope, B * T, T)
+
+
+def matmul_swiglu_forward(device, linear, out, swiglu, inp, N, F):
+    """out (N,2F) = the linear layer of inp, swiglu (N,F) = SwiGLU(out)."""
+    if linear.matmul.fuses:
+        linear.forward_swiglu(out, swiglu, inp)
+    else:
+        linear.forward(out, inp)
+        swiglu_forward(device, swiglu, out, N, F)
+
+
+def matmul_swiglu_backward_inp(device, linear, dinp, swiglu, dswiglu, dout, inp, N, F):
+    """dinp (N,2F) = the gradient of the linear layer's SwiGLU(inp) with respect to inp; swiglu (N,F) = SwiGLU(inp),
+    recomputed, if not None. dswiglu (N,F): scratch."""
+    if linear.matmul.fuses:
+        linear.backward_inp_swiglu(dinp, dout, inp)
+        if swiglu is not None:
+            swiglu_forward(device, swiglu, inp, N, F)
+    else:
+        linear.backward_inp(dswiglu, dout)
+        swiglu_backward(device, dinp, swiglu, inp, dswiglu, N, F)
+
+
+def swiglu_forward(device, out, inp, N, F):
+    """out (N,F) = up * gate * sigmoid(gate); inp (N,2F) holds up, then gate."""
+    device.launch("swiglu_forward", (blocks(N * F, BLOCK_THREADS * pack(out)),), (BLOCK_THREADS,), out, inp, N)
+
+
+def swiglu_backward(device, dinp, out, inp, dout, N, F):
+    """dinp (N,2F) =, of up and gate; out (N,F) = SwiGLU(inp), if not None. dout (N,F)."""
+    grid = (blocks(N * F, BLOCK_THREADS * pack(dinp)),)
+    device.launch("swiglu_backward", grid, (BLOCK_THREADS,), dinp, out, inp, dout, N)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text: what llmc/gpu/decoder.py's Decoder asks of Llama 3, beside its parameters and the table of its KV cache; the
+# launches are GPT-2's
+
+
+def decode_table(config, N, dtype):
+    """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
+    C, Q, F = config.C, config.Q, config.F
+    return {
+        "residual": Row((2, N, C)),  # one is made from the other and `branches`
+        "branches": Row((blocks(max(Q, F), C), N, C)),  # of attproj, fcproj: the parts of their sums
+        "normed": Row((N, C), dtype),
+        "query": Row((N, Q), dtype),  # rotated
+        "atty": Row((N, Q), dtype),
+        "fch_swiglu": Row((N, F), dtype),
+    }
+
+
+def decode_constants(config, T):
+    """name -> array that a pass needs on the GPU."""
+    return {"rope": np.stack(rope_table(config, T), axis=-1)}  # (T,HS/2,2)
+
+
+def decode_layers(decoder, B, T):
+    """decoder.acts.tokens (B, T), at the next T positions -> the classifier's input, a Normed, and its weight."""
+    device, params, acts, config, N = decoder.device, decoder.params, decoder.acts, decoder.config, B * T
+    C, Q, F, g = config.C, config.Q, config.F, device.geometry
+    inp, residual = acts.residual
+
+    def normed(weight, parts):
+        nonlocal inp, residual
+        x = Normed(residual, inp, acts.branches, None, acts.normed, weight, None)
+        inp, residual = residual, inp
+        return decode_layernorm(device, x, parts, N)
+
+    decode_embed(device, inp, acts.branches, acts.tokens, params.wte, None, acts.control, B, T)
+    for p, cache in decoder.layers:
+        x = normed(p.ln1w, g.DECODE_FC_PARTS)
+        decode_qkv(device, acts.query, cache.keys, cache.values, x, p.qkvw, None, decoder.constants.rope, acts.control,
+                   B, T, Q + 2 * config.K)
+        decode_attention(device, acts.atty, acts.parts, acts.arrived, acts.query, cache.keys, cache.values,
+                         acts.control, B, T, config.NH)
+        decode_project(device, acts.branches, acts.atty, p.attprojw, g.DECODE_ATT_PARTS, g.DECODE_ATT_WIDTH, N, C, Q)
+        x = normed(p.ln2w, g.DECODE_ATT_PARTS)
+        decode_fc(device, acts.fch_swiglu, x, p.fcw, None, N, 2 * F)
+        decode_project(device, acts.branches, acts.fch_swiglu, p.fcprojw, g.DECODE_FC_PARTS, g.DECODE_FC_WIDTH, N, C, F)
+    return normed(params.lnfw, g.DECODE_FC_PARTS), params.wte if config.tied else params.lm_head
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model
+
+
+class Llama3(GPT2):
+    """The architecture; the classifier, buffers and views are GPT-2's."""
+
+    TITLE, MAGIC, Config, Settings = "Llama 3", train_llama3.Llama3.MAGIC, train_llama3.Config, LlamaCudaSettings
+    KERNELS = ("encoder", "rmsnorm", "rope", "attention", "swiglu", "matmul", "matmul_swiglu", "classifier",
+               "transpose", "column_sums", "update")
+    SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
+    decode_table, decode_layers = staticmethod(decode_table), staticmethod(decode_layers)
+    decode_constants = staticmethod(decode_constants)
+
+    @staticmethod
+    def tables(config, settings, B, T, sm_count, geometry):
+        precision, recompute = settings.precision, settings.recompute
+        return {
+            "activations": {"activations": activation_table(config, B, T, precision, recompute)},
+            "logits, and in other phases scratch": phase_tables(config, B, T, precision, recompute, sm_count, geometry),
+            "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
+        }
+
+    def head_of(self, tensors):
+        """The classifier's weight, or its gradient."""
+        return tensors.wte if self.config.tied else tensors.lm_head
+
+    def activations(self, B, T):
+        acts = super().activations(B, T)
+        acts.rope = self.device.upload(np.stack(rope_table(self.config, T), axis=-1))  # (T,HS/2,2)
+        return acts
+
+    def trunk(self, acts, inputs, layer_begins=None):
+        """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
+        device, linear, params, config, branch = self.device, self.linear, self.params, self.config, acts.branch
+        B, T, C, eps, rotated = acts.B, acts.T, config.C, config.eps, config.Q + config.K
+
+        encoder_forward(device, acts.encoded, inputs, params.wte, None, B, T, C)
+        for l in range(config.L):
+            p, a = self.param_layers[l], acts.layers[l]
+            if layer_begins:
+                layer_begins(l)
+            if l == 0:
+                residual = acts.encoded
+                rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
+            else:  # adds fcproj of the layer below, which is still in `branch`
+                below = acts.layers[l - 1]
+                residual = below.residual3
+                residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below.residual2, branch, p.ln1w, eps,
+                                         B, T, C)
+            matmul_rope_forward(device, linear("qkv", l), a.qkv, a.ln1, acts.rope, B, T, rotated)
+            attention_forward(device, a.atty, a.lse, a.qkv, B, T, config.NH, config.NKV, config.HS)
+            linear("attproj", l).forward(branch, a.atty)
+            residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch, p.ln2w, eps, B, T, C)
+            matmul_swiglu_forward(device, linear("fc", l), a.fch, a.fch_swiglu, a.ln2, B * T, config.F)
+            linear("fcproj", l).forward(branch, a.fch_swiglu)
+        top = acts.layers[-1]
+        residual_rmsnorm_forward(device, top.residual3, acts.lnf, acts.lnf_rstd, top.residual2, branch, params.lnfw,
+                                 eps, B, T, C)
+
+    def backward(self, acts, order, piece_begins, piece_tokens, scale, weight_done=None):
+        """self.grads = the gradients of the last batch's loss, as GPT-2's."""
+        device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
+        B, T, C, F, eps = acts.B, acts.T, config.C, config.F, config.eps
+        N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
+        dresidual, dbranch, transposed = acts.dresidual, acts.dbranch, getattr(acts, "transposed", None)
+        partials = []  # (partial sums, the gradient that column_sums makes of them), of RMSNorms
+
+        def weight_gradient(name, l, dout, inp):
+            """On the side stream; returns an event, after which dout and inp may be overwritten."""
+            with device.on_side_stream() as done:
+                linear(name, l).backward_weight(dout, inp, transposed)
+            if weight_done:
+                weight_done(f"{name}w", l, done)
+            return done
+
+        # logits = lnf @ head^T; see GPT-2's
+        dlogits, factor = acts.logits, scale / nearest_power_of_2(scale)
+        self.head.backward_inp(dbranch, dlogits, factor)
+        self.head.backward_weight(dlogits, acts.lnf, transposed, factor)
+        if not config.tied:
+            grads.wte.fill(0)  # a memset on the main stream
+            if weight_done:
+                weight_done("lm_head", None, None)
+        rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
+                         acts.lnf_rstd, False, B, T, C)
+        partials.append((acts.lnf_partials, (grads.lnfw,)))
+        # x_read: event after which x may be overwritten, and with it the recomputed tensor that was read beside it: ln2
+        # with dfch, fch_swiglu with dresidual, ln1 with dqkv.
+        dfch_read = dqkv_read = None
+        for l in reversed(range(config.L)):
+            p, a, g = self.param_layers[l], acts.backward_layers[l], self.grad_layers[l]
+            residual = acts.encoded if l == 0 else acts.layers[l - 1].residual3
+
+            device.wait(dfch_read)
+            swiglu = a.fch_swiglu if "fch_swiglu" in recomputed else None
+            matmul_swiglu_backward_inp(device, linear("fcproj", l), acts.dfch, swiglu, acts.dfch_swiglu, dresidual,
+                                       a.fch, N, F)
+            dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_swiglu)
+            if "ln2" in recomputed:
+                rmsnorm_forward(device, a.ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
+            dfch_read = weight_gradient("fc", l, acts.dfch, a.ln2)
+            linear("fc", l).backward_inp(dbranch, acts.dfch)
+            device.wait(dresidual_read)
+            rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_rstd, True, B, T, C)
+            partials.append((a.ln2_partials, (g.ln2w,)))
+            dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
+            linear("attproj", l).backward_inp(acts.datty, dresidual)
+            device.wait(dqkv_read)
+            attention_backward(device, acts.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
+                               B, T, config.NH, config.NKV, config.HS)
+            if "ln1" in recomputed:
+                rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
+            dqkv_read = weight_gradient("qkv", l, acts.dqkv, a.ln1)
+            linear("qkv", l).backward_inp(dbranch, acts.dqkv)
+            device.wait(dresidual_read)
+            rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_rstd, True, B, T, C)
+            partials.append((a.ln1_partials, (g.ln1w,)))
+        column_sums(device, partials)
+        encoder_backward(device, grads.wte, None, acts.wte_partials, dresidual, order, piece_begins, piece_tokens,
+                         B, T, C)
+        device.wait(dqkv_read)  # joins the side stream
+
+
+if __name__ == "__main__":
+    run_main(functools.partial(main, Llama3))
