@@ -2,6 +2,7 @@
 and that every launch passes what its kernel takes. Attention, SwiGLU in matmuls, and text have tests of their own."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import shutil
@@ -14,17 +15,20 @@ import train_gpt2
 import train_gpt2_cuda as gpt2_cuda
 import train_llama3
 import train_llama3_cuda as cuda
-from conftest import remove_after, run_program
+import llmc.gpu.compiler
+from conftest import ROOT, remove_after, run_program
 from llmc.checkpoint import write_model
 from llmc.gpu.batch import sort_tokens
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import open_gpu, to_float32
 from llmc.gpu.geometry import kernel_files
 from llmc.gpu.trainer import Trainer, open_device
-from llmc.tensors import allocate, flat
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
+from test_gpt2 import BACKENDS, SMOOTH, Yardstick, precision_of, replay
 from test_kernels import (COMPILED, EXACT, PRECISIONS, SUMS, assert_close, check_launches, on_gpu, random, signatures,
                           skewed, unwritten, wide)
 from test_train_cuda import FAST, FLOAT32, losses_and_samples, train_losses
+from test_verdict import first_wrong
 from train_llama3 import Config
 
 MODELS = [  # maxT, V, L, NH, NKV, C, Vp, F, HS
@@ -191,6 +195,62 @@ def test_swiglu(device, B, T):
     cuda.swiglu_backward(device, dinp, again, on_gpu(inp, dtype=e), on_gpu(dout, dtype=e), N, F)
     assert_close(SUMS, out=(out, expected), dinp=(dinp, dexpected))
     assert (out == again).all(), "recomputed with the same bits"
+
+
+KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
+    "RMSNorm's eps doubled": ("cuda", "rmsnorm.cu", "/ C + eps)", "/ C + 2.0f * eps)", "logits"),
+    "RMSNorm's gradient without the mean": ("cuda", "rmsnorm.cu", "- xp.x[k] * scaled_mean", "", "dfcprojw"),
+    "RoPE's angles not negated": (
+        "cuda", "rope.cuh", "{angle.x, -angle.y}", "{angle.x, angle.y}", "dqkvw"),
+    "RoPE of one pair in four lost": (
+        "cuda", "rope.cu", "angles[k / 2]", "k == 2 ? float2{1.0f, 0.0f} : angles[k / 2]", "logits"),
+    "SwiGLU's slope without 1 - s": ("cuda", "swiglu.cuh", "__fmaf_rn(gated, __fsub_rn(1.0f, s), s)", "s", "dfcw"),
+    "one head of a group lost": (
+        "cuda", "attention.cu", "const int count = GROUP * head_tiles", "const int count = head_tiles", "dqkvw"),
+    "a wrong group": ("cuda", "attention.cu", "(h - h * GROUP) * HS", "(1 - h - h * GROUP) * HS", "dqkvw"),
+    "Hopper: queries rotated in the epilogue, keys not": (
+        "cuda-bf16-kernels", "hopper/matmul_swiglu.cu", "8 * unit >= Q + KV", "8 * unit >= Q", "logits"),
+    "Hopper: gradients rotated by one angle in four": (
+        "cuda-bf16", "hopper/attention.cu", "k / 2 * 4 + threadIdx.x % 4]", "k / 2 * 4]", "dqkvw"),
+    "Hopper: up and gate swapped in the gradient": (
+        "cuda-bf16", "hopper/matmul_swiglu.cu", "swiglu_gradient(x[i], number(up, i), gate[i]",
+        "swiglu_gradient(x[i], gate[i], number(up, i)", "dfcw"),
+}
+FAULT_CONFIG = Config(96, 391, 2, 4, 2, 128, 512, 200, 64, tied=0, theta=1e3, factor=8, original=32)
+
+
+@functools.cache
+def fault_case(precision):
+    params, rng = random_params(FAULT_CONFIG), np.random.default_rng(1)
+    for name, row in params.table.items():
+        if not row.vocabulary:
+            getattr(params, name)[...] = rng.normal(row.ones, 0.15, row.shape)
+    if precision == "bf16":
+        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
+    x, y = rng.integers(0, FAULT_CONFIG.V, (2, 3, 70), dtype=np.int32)
+    return params, x, y, Yardstick(FAULT_CONFIG, params, x, y, precision)
+
+
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_the_text_of_a_kernel_fault_is_there(fault):
+    _, file, right, _, _ = KERNEL_FAULTS[fault]
+    assert (ROOT / "kernels" / file).read_text().count(right) == 1
+
+
+@pytest.mark.parametrize("fault", (None, *KERNEL_FAULTS))
+@pytest.mark.gpu
+def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
+    backend, file, right, wrong, row = KERNEL_FAULTS.get(fault, ("cuda", "rope.cu", "", "", None))
+    if "bf16" in backend and gpu.arch != "sm_90a":
+        pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    path = tmp_path / "kernels" / file
+    path.write_text(path.read_text().replace(right, wrong) if fault else path.read_text())
+    monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
+    params, x, y, yardstick = fault_case(precision_of(backend))
+    capsys.readouterr()
+    assert yardstick.judge(replay(BACKENDS[backend](FAULT_CONFIG, params, x, y, SMOOTH))) == (fault is None)
+    assert first_wrong(capsys) == row
 
 
 # -- the trainer, in the manner of test_train_cuda.py
