@@ -21,7 +21,8 @@ from llmc.checkpoint import write_model
 from llmc.gpu.batch import sort_tokens
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import open_gpu, to_float32
-from llmc.gpu.geometry import kernel_files
+from llmc.errors import UserError
+from llmc.gpu.geometry import check_sizes, kernel_files
 from llmc.gpu.trainer import Trainer, open_device
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
 from test_gpt2 import BACKENDS, SMOOTH, Yardstick, precision_of, replay
@@ -62,6 +63,11 @@ def test_kernels_compile_with_no_gpu(arch, precision):
         cubins = list(pool.map(lambda file: compile_kernels(file.name, arch, file.constants), cases))
     for file, cubin in zip(cases, cubins):
         assert all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
+
+
+def test_a_model_that_the_kernels_do_not_take():
+    with pytest.raises(UserError, match="F=204.*train_llama3.py"):
+        check_sizes(dataclasses.replace(MODELS[0], F=204))
 
 
 @pytest.mark.parametrize("recompute", (0, 2))

@@ -48,10 +48,10 @@ MATMUL_NARROW = ("matmul_forward_narrow",)  # Hopper only
 
 def check_sizes(config):
     """Raise UserError for a model that the kernels do not support."""
-    HS = config.HS
-    if HS % 16 or HS > 128 or config.C > 8192:
-        raise UserError(f"C={config.C} with NH={config.NH} heads of {HS} channels: the GPU kernels expect C up to 8192"
-                        " and heads of 16, 32, ... 128; train this model on the CPU:"
+    C, HS, F = config.C, config.HS, config.F
+    if HS % 16 or HS > 128 or C > 8192 or C % 8 or F % 8:
+        raise UserError(f"C={C} with NH={config.NH} heads of {HS} channels, F={F}: the GPU kernels expect C and F to be"
+                        " multiples of 8, C up to 8192, heads of 16, 32, ... 128; train this model on the CPU:"
                         f" python {type(config).__module__}.py")
 
 
