@@ -315,6 +315,8 @@ def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(llama, pre
 
 
 def test_bfloat16_trains_like_float32(llama, precise):
+    """At a rate at which runs stay together: at 0.003, rounding weights and gradients alone changes the untied model's
+    losses by 0.08, on the CPU."""
     flags = ("-x", 60, "-v", 0, "-s", 0, "-l", 0.001)
     losses = [train_losses(train(*flags, *more).stdout) for more in (FLOAT32, precise)]
     assert len(losses[0]) == 60 and np.allclose(*losses, rtol=0, atol=0.03)
