@@ -26,7 +26,11 @@ ARGS ?= -b 16 -t 64
 SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention and (C192x or C256x))) or update \
     or stochastic or few_parts or (long_chains and 12808) \
     or (matmuls and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt) \
-    or (a_pass_is and C240 and bfloat16) or (drawing and 300-0 and (choice0 or choice4 or choice9))
+    or (a_pass_is and (C240 or C576 or C256) and bfloat16 and not 40) \
+    or (drawing and 300-0 and (choice0 or choice4 or choice9)) \
+    or (grouped and 3-63 and (9-3-16 or 3-1-64 or 3-1-128) and not two) \
+    or (swiglu and (129-64 or 130-72) and 2) or (forward_rope and 3-97 and (4-2-16 or 9-3)) \
+    or (3-97 and (C240-V or C576) and (rmsnorm or rope or swiglu))
 
 help:
 	@echo "make train       train a small GPT-2 on the English in Python's standard library: three minutes, no download"
@@ -70,7 +74,8 @@ sanitize: $(ENVIRONMENT)
 	    echo "$$tool:"; compute-sanitizer --tool $$tool --error-exitcode 1 --print-limit 5 \
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
 	        $(PYTHON) -m pytest -q -x tests/test_kernels.py tests/test_matmul.py tests/test_decode.py \
-	        -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
+	        tests/test_grouped_attention.py tests/test_matmul_swiglu.py tests/test_llama_cuda.py \
+	        tests/test_llama_decode.py -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
 	done
 
 clean:

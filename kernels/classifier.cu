@@ -7,8 +7,9 @@
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has room for a row (it
 // holds two of 50304 bfloat16 logits), TMA loads and stores rows in parts, and each warp handles its own slice of each
-// part. Blocks are persistent, as many per multiprocessor as rows fit; once a slice of the gradient has been stored,
-// the same slice of the block's next row is loaded. In bfloat16, the row holds exp(x - maximum so far) between the sum
+// part; of a row of Llama 3's 128256, the last part is in registers. Blocks are persistent, as many per multiprocessor
+// as rows fit; once a slice of the gradient has been stored, the same slice of the block's next row is loaded. In
+// bfloat16, the row holds exp(x - maximum so far) between the sum
 // and the gradient, so that there is one exp per element instead of two, which would cost power, and so clock. On other
 // GPUs, the second pass reads the row from the L2 cache, beginning at its end, which was read last.
 //
@@ -21,7 +22,6 @@
 #if ON_CHIP
 #include "hopper/hopper.cuh"
 constexpr int BLOCKS = CLASSIFIER_ROWS_ON_CHIP;  // per multiprocessor, each with a row
-static_assert(CLASSIFIER_SHARED == Vp * sizeof(element), "shared memory: one row of logits");
 #endif
 constexpr int THREADS = CLASSIFIER_THREADS;
 
@@ -29,6 +29,10 @@ constexpr int LOADS_AT_ONCE = ON_CHIP ? 2 : 1;  // packs that a thread loads at 
 // A row is PARTS parts of PART elements, the last one shorter; each warp has a slice of SLICE elements of each part.
 constexpr int WARPS = THREADS / 32, SLICE = LOADS_AT_ONCE * 32 * PACK;
 constexpr int PART = WARPS * SLICE, PARTS = (Vp + PART - 1) / PART;
+constexpr bool HOLDS = ON_CHIP && CLASSIFIER_SHARED < Vp * sizeof(element);  // the last part, in registers
+constexpr int SHARED_PARTS = PARTS - HOLDS;
+static_assert(!ON_CHIP || CLASSIFIER_SHARED == (HOLDS ? SHARED_PARTS * PART : Vp) * sizeof(element),
+              "shared memory: one row of logits, or its whole parts");
 
 // Merge over the block. `buffer` must alternate between 0 and 1, because a slower warp may still be reading of_warps of
 // the previous row.
@@ -57,14 +61,13 @@ __device__ inline float scaled_exp(float x, float offset, float scale) { return 
 constexpr bool KEEPS = ON_CHIP && BFLOAT16;
 constexpr float LOG2_KEPT_SCALE = KEEPS ? 15.0f : 0.0f, KEPT_SCALE = KEEPS ? 32768.0f : 1.0f;
 #if BFLOAT16
-__device__ inline void store_kept(element* to, const Floats& x) {
-    *reinterpret_cast<uint4*>(to) = {as_halves(x.x[0], x.x[1]), as_halves(x.x[2], x.x[3]),  //
-                                     as_halves(x.x[4], x.x[5]), as_halves(x.x[6], x.x[7])};
+__device__ inline uint4 kept(const Floats& x) {
+    return {as_halves(x.x[0], x.x[1]), as_halves(x.x[2], x.x[3]), as_halves(x.x[4], x.x[5]), as_halves(x.x[6], x.x[7])};
 }
-__device__ inline Floats load_kept(const element* from) { return load(reinterpret_cast<const __half*>(from)); }
+__device__ inline Floats unpack_kept(const uint4& bits) { return load(reinterpret_cast<const __half*>(&bits)); }
 #else
-__device__ inline void store_kept(element* to, const Floats& x) {}
-__device__ inline Floats load_kept(const element* from) { return Floats(); }
+__device__ inline uint4 kept(const Floats& x) { return {}; }
+__device__ inline Floats unpack_kept(const uint4& bits) { return Floats(); }
 #endif
 
 // The index of a thread's i-th pack of part s, in its warp's slice.
@@ -78,6 +81,8 @@ __device__ inline bool is_before(int end, int s, int v) { return (s + 1) * PART 
 // Whether the target is in the pack at v.
 __device__ inline bool has_target(int v, int target) { return uint32(target - v) < PACK; }
 
+typedef uint4 Packs[LOADS_AT_ONCE];  // a thread's bits of a part
+
 // Elements [v, v + PACK) of part s, -inf from V on.
 __device__ inline uint4 load_logits(const element* row, int s, int v) {
     uint4 bits = {};
@@ -90,9 +95,13 @@ __device__ inline uint4 load_logits(const element* row, int s, int v) {
     }
     return bits;
 }
+__device__ inline void load_part(Packs& packs, const element* row, int s) {
+#pragma unroll
+    for (int i = 0; i < LOADS_AT_ONCE; i++) packs[i] = load_logits(row, s, begin_of(s, i));
+}
 
 // The maximum of some packs, and the sum of one pack, in short chains of dependent operations.
-__device__ inline float largest_of(const uint4 (&packs)[LOADS_AT_ONCE]) {
+__device__ inline float largest_of(const Packs& packs) {
 #if BFLOAT16
     const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(packs);
     __nv_bfloat162 largest = pairs[0];
@@ -116,16 +125,8 @@ __device__ inline float sum_of(Floats x) {
     return x.x[0];
 }
 
-// Merge part s of the row into `so_far`; set target_logit in the thread that has the target. If KEEPS and
-// write_gradient, overwrite the part with its exponentials, for the gradient.
-__device__ inline MaxAndSum add_part(MaxAndSum so_far, element* row, int s, int target, float& target_logit,
-                                     bool write_gradient) {
-    uint4 packs[LOADS_AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < LOADS_AT_ONCE; i++) {
-        packs[i] = load_logits(row, s, begin_of(s, i));
-        if (has_target(begin_of(s, i), target)) target_logit = to_float(row[target]);
-    }
+// Merge logits of part s into `so_far`. If KEEPS and write_gradient, they become their exponentials, for the gradient.
+__device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_gradient) {
     const float largest = fmaxf(so_far.largest, largest_of(packs));
     const float finite = largest == -INFINITE ? 0.0f : largest;  // only padding so far: -inf - -inf would be NaN
     const float offset = offset_of(finite, LOG2_KEPT_SCALE);
@@ -136,35 +137,31 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, element* row, int s, int 
 #pragma unroll
         for (int k = 0; k < PACK; k++) x.x[k] = scaled_exp(x.x[k], offset, KEPT_SCALE);
         sum += sum_of(x);
-        if (KEEPS && write_gradient && is_before(Vp, s, begin_of(s, i))) store_kept(row + begin_of(s, i), x);
+        if (KEEPS && write_gradient) packs[i] = kept(x);
     }
     return {largest, sum};
 }
 
-// Overwrite part s of the row with its gradient. scale: dloss / the row's sum; offset: offset_of the row's maximum and
-// log2(scale); largest_then: this thread's maximum so far when it had merged part s.
-__device__ inline void write_gradient_part(element* row, int s, float offset, float scale, float largest_then,
-                                           int target, float dloss) {
-    Floats x[LOADS_AT_ONCE];
+// Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale: dloss / the row's
+// sum; offset: offset_of the row's maximum and log2(scale); largest_then: this thread's maximum so far when it had
+// merged part s.
+__device__ inline void write_gradient_part(element* row, const Packs& packs, int s, float offset, float scale,
+                                           float largest_then, int target, float dloss) {
     const float factor = scaled_exp(largest_then, offset, scale);
-#pragma unroll
-    for (int i = 0; i < LOADS_AT_ONCE; i++) {
-        if (KEEPS && is_before(Vp, s, begin_of(s, i))) x[i] = load_kept(row + begin_of(s, i));
-        if (!KEEPS) x[i] = unpack(load_logits(row, s, begin_of(s, i)));
-    }
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
         const int v = begin_of(s, i);
         if (!is_before(Vp, s, v)) continue;
+        Floats x = KEEPS ? unpack_kept(packs[i]) : unpack(packs[i]);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x[i].x[k] = KEEPS ? x[i].x[k] * factor : scaled_exp(x[i].x[k], offset, scale);
+        for (int k = 0; k < PACK; k++) x.x[k] = KEEPS ? x.x[k] * factor : scaled_exp(x.x[k], offset, scale);
         if (has_target(v, target)) {
 #pragma unroll
             for (int k = 0; k < PACK; k++) {
-                if (v + k == target) x[i].x[k] -= dloss;
+                if (v + k == target) x.x[k] -= dloss;
             }
         }
-        store(row + v, x[i]);
+        store(row + v, x);
     }
 }
 
@@ -172,7 +169,7 @@ __device__ inline float loss_of(MaxAndSum whole, float target_logit) {
     return logf(whole.sum / KEPT_SCALE) + (whole.largest - target_logit);
 }
 
-// Whether this thread had the target in add_part, and so has target_logit.
+// Whether the target is in this thread's packs.
 __device__ inline bool owns_target(int target) {
     return target % PART / (32 * PACK) / LOADS_AT_ONCE * 32 + target / PACK % 32 == int(threadIdx.x);
 }
@@ -181,12 +178,12 @@ __device__ inline bool owns_target(int target) {
 
 constexpr int STORES_IN_FLIGHT = 2;  // slices being stored while the next row replaces earlier ones
 
-// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: one row. Warps wait for each other only for the
+// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: one row, or its SHARED_PARTS. Warps wait for each other only for the
 // row's sum.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
     extern __shared__ uint4 shared[];
-    __shared__ Mbarrier barriers[WARPS][PARTS];
+    __shared__ Mbarrier barriers[WARPS][SHARED_PARTS];
     element* const row = reinterpret_cast<element*>(shared);
     // The shuffle tells the compiler that it is uniform across the warp.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
@@ -203,37 +200,63 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
         load_bytes(slices + s * PART, from + s * PART, &loaded[s], bytes_of(s));
     };
     if (is_lane_0) {
-        for (int s = 0; s < PARTS; s++) mbarrier_init(&loaded[s], 1);
+        for (int s = 0; s < SHARED_PARTS; s++) mbarrier_init(&loaded[s], 1);
         fence_mbarrier_init();
-        for (int s = 0; s < PARTS; s++) fetch(logits + int64(blockIdx.x) * Vp + warp * SLICE, s);
+        for (int s = 0; s < SHARED_PARTS; s++) fetch(logits + int64(blockIdx.x) * Vp + warp * SLICE, s);
     }
     __syncwarp();
 
     int target = targets[blockIdx.x];
     for (int n = blockIdx.x, parity = 0; n < N; n += gridDim.x, parity ^= 1) {
         const int next = n + gridDim.x, next_target = next < N ? targets[next] : 0;
-        element* const global_slice = logits + int64(n) * Vp + warp * SLICE;
+        element* const global_row = logits + int64(n) * Vp;
+        element* const global_slice = global_row + warp * SLICE;
         const element* const next_global_slice = global_slice + int64(gridDim.x) * Vp;
+        const bool has_the_target = owns_target(target);
+        const float target_logit = has_the_target ? to_float(global_row[target]) : 0.0f;
+        Packs held;
+        if (HOLDS) load_part(held, global_row, SHARED_PARTS);
         MaxAndSum so_far = {-INFINITE, 0.0f};
-        float largest_then[PARTS], target_logit = 0.0f;
+        float largest_then[PARTS];
 #pragma unroll
-        for (int s = 0; s < PARTS; s++) {
+        for (int s = 0; s < SHARED_PARTS; s++) {
+            Packs packs;
             if (bytes_of(s) > 0) mbarrier_wait(&loaded[s], parity);
-            so_far = add_part(so_far, row, s, target, target_logit, write_gradient);
+            load_part(packs, row, s);
+            so_far = add_part(so_far, packs, write_gradient);
             largest_then[s] = so_far.largest;
+#pragma unroll
+            for (int i = 0; i < LOADS_AT_ONCE; i++) {
+                if (KEEPS && write_gradient && is_before(Vp, s, begin_of(s, i))) {
+                    *reinterpret_cast<uint4*>(row + begin_of(s, i)) = packs[i];
+                }
+            }
             if (!write_gradient) {
                 fence_for_async();
                 __syncwarp();  // all lanes have read the slice
                 if (is_lane_0 && next < N) fetch(next_global_slice, s);
             }
         }
+        if (HOLDS) {
+            so_far = add_part(so_far, held, write_gradient);
+            largest_then[PARTS - 1] = so_far.largest;
+        }
         const MaxAndSum whole = block_merge(so_far, parity);
-        if (owns_target(target)) losses[n] = loss_of(whole, target_logit);
+        if (has_the_target) losses[n] = loss_of(whole, target_logit);
         if (write_gradient) {
             const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
+            if (HOLDS) {
+                write_gradient_part(global_row, held, PARTS - 1, offset, scale, largest_then[PARTS - 1], target, dloss);
+            }
 #pragma unroll
-            for (int s = 0; s < PARTS; s++) {
-                write_gradient_part(row, s, offset, scale, largest_then[s], target, dloss);
+            for (int s = 0; s < SHARED_PARTS; s++) {
+                Packs packs;
+#pragma unroll
+                for (int i = 0; i < LOADS_AT_ONCE; i++) {
+                    if (KEEPS && is_before(Vp, s, begin_of(s, i))) packs[i] = load_bits(row + begin_of(s, i));
+                    if (!KEEPS) packs[i] = load_logits(row, s, begin_of(s, i));
+                }
+                write_gradient_part(row, packs, s, offset, scale, largest_then[s], target, dloss);
                 fence_for_async();
                 __syncwarp();
                 if (is_lane_0) {
@@ -248,7 +271,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
             }
             if (is_lane_0) {
                 stores_wait<0>();
-                for (int s = max(0, PARTS - STORES_IN_FLIGHT); s < PARTS; s++) {
+                for (int s = max(0, SHARED_PARTS - STORES_IN_FLIGHT); s < SHARED_PARTS; s++) {
                     if (next < N) fetch(next_global_slice, s);
                 }
             }
@@ -264,15 +287,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
     const int n = blockIdx.x, target = targets[n];
     element* const row = logits + int64(n) * Vp;
+    const float target_logit = owns_target(target) ? to_float(row[target]) : 0.0f;
+    Packs packs;
     MaxAndSum so_far = {-INFINITE, 0.0f};
-    float target_logit = 0.0f;
-    for (int s = 0; s < PARTS; s++) so_far = add_part(so_far, row, s, target, target_logit, false);
+    for (int s = 0; s < PARTS; s++) {
+        load_part(packs, row, s);
+        so_far = add_part(so_far, packs, false);
+    }
     // Because of the barrier in block_merge, no thread writes to the row while others read it.
     const MaxAndSum whole = block_merge(so_far, 0);
     if (owns_target(target)) losses[n] = loss_of(whole, target_logit);
     if (!write_gradient) return;
     const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
-    for (int s = PARTS - 1; s >= 0; s--) write_gradient_part(row, s, offset, scale, 0.0f, target, dloss);
+    for (int s = PARTS - 1; s >= 0; s--) {
+        load_part(packs, row, s);
+        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, dloss);
+    }
 }
 
 #endif

@@ -452,7 +452,9 @@ def test_classifier(device, B, T):
     check_classifier(device, B, T)
 
 
-@pytest.mark.parametrize("config, portable", ((Config(1024, 100001, 1, 2, 128, 100096), False), (MODELS[0], True)))
+@pytest.mark.parametrize("config, portable", ((Config(1024, 100001, 1, 2, 128, 100096), False), (MODELS[0], True),
+                                              (Config(1024, 120001, 1, 2, 128, 120064), False),  # in registers: a part
+                                              (Config(1024, 128256, 1, 2, 128, 128256), False)))
 def test_classifier_with_one_row_on_chip_or_none(gpu, tmp_path_factory, config, portable):
     """In bfloat16; in float32, there is never room for two of 50304. Without thread block clusters, for none."""
     device = get_device(gpu, config, PRECISIONS["bf16"], tmp_path_factory, portable)

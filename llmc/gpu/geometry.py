@@ -199,8 +199,9 @@ def matmul_geometry(precision, arch):
 
 
 def classifier_geometry(config, precision, arch):
-    """ROWS_ON_CHIP: rows of logits in a multiprocessor's shared memory, one for each of its blocks; 0 if not used."""
-    row = config.Vp * (2 if precision.bf16 else 4)
-    rows = 0 if arch != "sm_90a" or row > 220 << 10 else 2 if row <= 110 << 10 else 1
-    return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": row if rows else 0,
+    """ROWS_ON_CHIP: rows of logits on a multiprocessor, one for each of its blocks; 0 if not used. SHARED: bytes of a
+    row in shared memory. The last one of up to 8 parts may be in registers, 32 bytes of a thread."""
+    row, part = config.Vp * (2 if precision.bf16 else 4), 1024 * 32
+    rows = 0 if arch != "sm_90a" or row > 8 * part else 2 if row <= 110 << 10 else 1
+    return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": min(row, 7 * part) if rows else 0,
             "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024}
