@@ -85,9 +85,9 @@ __device__ inline bool pick(Item& item, int round, int T, const Divisor& heads) 
 }
 
 // Called by all threads of the block, before they use the rings. The arrivals are those on `full`.
-template <int STAGES, int LANES>
-__device__ inline void init_rings(Ring<1, LANES>& resident, int resident_arrivals, Ring<STAGES>& streamed,
-                                  int streamed_arrivals) {
+template <int STAGES, int LANES, int STREAMED_LANES>
+__device__ inline void init_rings(Ring<1, LANES>& resident, int resident_arrivals,
+                                  Ring<STAGES, STREAMED_LANES>& streamed, int streamed_arrivals) {
     if (threadIdx.x == 0) {
         resident.init(resident_arrivals, 4 * CONSUMERS);
         streamed.init(streamed_arrivals, 4 * CONSUMERS);
@@ -569,8 +569,8 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
                        const float* D, const float2* rope, int T, int B, const __grid_constant__ TensorMap inp_map,
                        const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
     extern __shared__ float4 shared[];
-    __shared__ Ring<1> kv_ring;              // guards `keys` and `values`
-    __shared__ Ring<DKV_STAGES> query_ring;  // guards `tiles` and `statistics`
+    __shared__ Ring<1> kv_ring;                  // guards `keys` and `values`
+    __shared__ Ring<DKV_STAGES, 32> query_ring;  // guards `tiles` and `statistics`, which is read by ordinary loads
     __shared__ float sums[CONSUMERS][2][4][HS];
     __shared__ float statistics[DKV_STAGES][2][PASSING];  // of the queries: lse in units of log2, D
     constexpr int QUERIES = PASSING, QUERY_TILE = QUERIES * HS;
