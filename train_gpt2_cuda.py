@@ -70,9 +70,10 @@ class CudaSettings(Settings):
     val_batches: int = with_default(Settings, "val_batches", 20)
     final_reports: int = with_default(Settings, "final_reports", 1)
 
-    dtype: str = option("auto", group="gpu", choices=("auto", "bfloat16", "float32"),
+    dtype: str = option("auto", group="gpu", choices=("auto", "bfloat16", "fp8", "float32"),
                         help="dtype of parameters, activations and gradients; with bfloat16, the residual stream is"
-                        " float16 (auto: bfloat16 if the GPU has it, sm_80 and newer)")
+                        " float16 (auto: bfloat16 if the GPU has it, sm_80 and newer; fp8: bfloat16 with matmuls of"
+                        " 8-bit operands in the layers, on Hopper)")
     master_weights: int = option(1, "-w", group="gpu", choices=(0, 1),
                                  help="bfloat16: 1: AdamW works on a float32 copy of the weights")
     stochastic_rounding: int = option(0, group="gpu", metavar="SEED",
@@ -115,12 +116,13 @@ class CudaSettings(Settings):
 
     @property
     def precision(self):
-        return Precision(self.dtype, self.tf32, self.float32_grads)
+        fp8 = self.dtype == "fp8"
+        return Precision("bfloat16" if fp8 else self.dtype, self.tf32, self.float32_grads, fp8)
 
     @property
     def master(self):
         """Whether there are float32 weights beside the model's."""
-        return self.dtype == "bfloat16" and bool(self.master_weights)
+        return self.precision.bf16 and bool(self.master_weights)
 
 
 def resolve_auto(settings, arch):
@@ -130,8 +132,11 @@ def resolve_auto(settings, arch):
     if settings.arch != "native" and not has_bfloat16(arch):
         raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
     settings.dtype = resolve_dtype(settings.dtype, arch)
-    if settings.dtype == "bfloat16" and not settings.tf32:
-        raise UserError("--tf32 0: this run is in bfloat16, whose matmuls know no TF32: pass --dtype float32, too")
+    if settings.precision.bf16 and not settings.tf32:
+        raise UserError(f"--tf32 0: this run is in {settings.dtype}, whose matmuls know no TF32: pass --dtype float32,"
+                        " too")
+    if settings.precision.fp8 and settings.matmul == "cublaslt":
+        raise UserError("--matmul cublaslt: the matmuls of --dtype fp8 are our kernels: leave the flag out")
     if not has_bfloat16(arch):
         settings.tf32 = 0
     if settings.dtype == "float32":
@@ -140,14 +145,15 @@ def resolve_auto(settings, arch):
                 raise UserError(f"{flag_of(settings, name)} {getattr(settings, name)}: this run is in float32, and the"
                                 " flag is for bfloat16: pass --dtype bfloat16")
     if settings.recompute == -1:
-        settings.recompute = 0 if settings.dtype == "bfloat16" else 1
+        settings.recompute = 0 if settings.precision.bf16 else 1
     return settings
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that hold one layer at a time
+RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # what the backward pass recomputes
+READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu"}  # linear layer -> the row that FP8 keeps in 8 bits instead
 
 
 def activation_table(config, B, T, precision, recompute):
@@ -173,14 +179,20 @@ def activation_table(config, B, T, precision, recompute):
         "lnf_rstd": Row((B, T)),
         "losses": Row((B, T)),
     }
-    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
+    return {name: row for name, row in table.items() if name not in one_layer_rows(precision, recompute)}
+
+
+def one_layer_rows(precision, recompute):
+    """Names of the rows that hold one layer at a time: recomputed ones and, in FP8, all that is kept in 8 bits instead.
+    """
+    return READS.values() if precision.fp8 else RECOMPUTED[recompute]
 
 
 def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, Vp, dtype = config.L, config.NH, config.C, config.Vp, precision.dtype
     recomputed = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
-    recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
+    recomputed = {name: recomputed[name] for name in recomputed if name in one_layer_rows(precision, recompute)}
     rows = partial_rows(B, T, sm_count, geometry)
     return {
         "forward": {
@@ -281,7 +293,7 @@ def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, ad
 
 def matmul_gelu_forward(device, linear, out, gelu, inp, N, OC):
     """out (N,OC) = the linear layer of inp, gelu (N,OC) = GELU(out)."""
-    if linear.matmul.kernels:
+    if linear.fuses_gelu:
         linear.forward_gelu(out, gelu, inp)
     else:
         linear.forward(out, inp)
@@ -291,7 +303,7 @@ def matmul_gelu_forward(device, linear, out, gelu, inp, N, OC):
 def matmul_gelu_backward_inp(device, linear, dinp, partials, gelu, dout, inp, N, C):
     """dinp (N,C) = the linear layer's gradient with respect to its input GELU(inp), times GELU'(inp); partials (blocks,
     C) =, for column_sums: of dinp; gelu (N,C) = GELU(inp), recomputed, if not None."""
-    if linear.matmul.kernels:
+    if linear.fuses_gelu:
         linear.backward_inp_gelu(dinp, partials, dout, inp)
         if gelu is not None:
             gelu_forward(device, gelu, inp, N, C)
@@ -482,6 +494,8 @@ class GPT2:
     TITLE, MAGIC, Config, Settings = train_gpt2.GPT2.TITLE, train_gpt2.GPT2.MAGIC, train_gpt2.Config, CudaSettings
     KERNELS = ("encoder", "layernorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
                "update")  # files of kernels/
+    READS, RECOMPUTED = READS, RECOMPUTED
+    fp8 = None  # in a run of --dtype fp8, an Fp8
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
     decode_layers, resolve_auto = staticmethod(decode_layers), staticmethod(resolve_auto)
@@ -523,7 +537,10 @@ class GPT2:
     def linear(self, name, l):
         """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj"."""
         p, g = self.param_layers[l], self.grad_layers and self.grad_layers[l]
-        return Linear(self.matmul, getattr(p, f"{name}w"), getattr(p, f"{name}b", None), g and getattr(g, f"{name}w"))
+        bias, dweight = getattr(p, f"{name}b", None), g and getattr(g, f"{name}w")
+        if self.fp8 and name in self.READS:
+            return self.fp8.linear(name, l, bias, dweight)
+        return Linear(self.matmul, getattr(p, f"{name}w"), bias, dweight)
 
     def activations(self, B, T):
         """Views of all buffers for batches of (B, T), made once: rows by name, and each layer's rows as the forward
@@ -624,14 +641,16 @@ class GPT2:
 
             device.wait(dfch_read)
             gelu = a.fch_gelu if "fch_gelu" in recomputed else None
-            matmul_gelu_backward_inp(device, linear("fcproj", l), acts.dfch, a.gelu_partials, gelu, dresidual, a.fch, N,
+            dout = linear("fcproj", l).operand(dresidual)
+            matmul_gelu_backward_inp(device, linear("fcproj", l), acts.dfch, a.gelu_partials, gelu, dout, a.fch, N,
                                      4 * C)
             partials.append((a.gelu_partials, (g.fcb,)))
-            dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_gelu)
+            dresidual_read = weight_gradient("fcproj", l, dout, a.fch_gelu)
             if "ln2" in recomputed:
                 layernorm_forward(device, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
-            dfch_read = weight_gradient("fc", l, acts.dfch, a.ln2)
-            linear("fc", l).backward_inp(dbranch, acts.dfch)
+            dout = linear("fc", l).operand(acts.dfch)
+            dfch_read = weight_gradient("fc", l, dout, a.ln2)
+            linear("fc", l).backward_inp(dbranch, dout)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd,
                                True, B, T, C)
@@ -644,8 +663,9 @@ class GPT2:
             partials.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
                 layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
-            dqkv_read = weight_gradient("qkv", l, acts.dqkv, a.ln1)
-            linear("qkv", l).backward_inp(dbranch, acts.dqkv)
+            dout = linear("qkv", l).operand(acts.dqkv)
+            dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
+            linear("qkv", l).backward_inp(dbranch, dout)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd,
                                True, B, T, C)

@@ -44,7 +44,8 @@ class LlamaCudaSettings(CudaSettings):
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}  # rows that hold one layer at a time
+RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}  # what the backward pass recomputes
+READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_swiglu"}  # linear layer -> the row that FP8 keeps in 8 bits instead
 
 
 def activation_table(config, B, T, precision, recompute):
@@ -67,14 +68,20 @@ def activation_table(config, B, T, precision, recompute):
         "lnf_rstd": Row((B, T)),
         "losses": Row((B, T)),
     }
-    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
+    return {name: row for name, row in table.items() if name not in one_layer_rows(precision, recompute)}
+
+
+def one_layer_rows(precision, recompute):
+    """Names of the rows that hold one layer at a time: recomputed ones and, in FP8, all that is kept in 8 bits instead.
+    """
+    return READS.values() if precision.fp8 else RECOMPUTED[recompute]
 
 
 def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, F, dtype = config.L, config.NH, config.C, config.F, precision.dtype
     recomputed = {"fch_swiglu": Row((B, T, F), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
-    recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
+    recomputed = {name: recomputed[name] for name in recomputed if name in one_layer_rows(precision, recompute)}
     rows = min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS))
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
@@ -133,7 +140,7 @@ def rmsnorm_backward(device, dinp, partials, dout, inp, weight, rstd, add_residu
 def matmul_rope_forward(device, linear, out, inp, rope, B, T, rotated):
     """out (B,T,QKV) = the linear layer of inp, its first `rotated` channels, queries and keys, rotated by the angles of
     rope (T,HS/2,2), cosines and sines."""
-    if linear.matmul.fuses and linear.matmul.tile(out.shape[-1], narrow=True):
+    if linear.fuses and linear.matmul.tile(out.shape[-1], narrow=True):
         linear.forward_rope(out, inp, rope, T)
     else:
         linear.forward(out, inp)
@@ -148,7 +155,7 @@ def rope_forward(device, qkv, rope, B, T, rotated):
 
 def matmul_swiglu_forward(device, linear, out, swiglu, inp, N, F):
     """out (N,2F) = the linear layer of inp, swiglu (N,F) = SwiGLU(out)."""
-    if linear.matmul.fuses:
+    if linear.fuses:
         linear.forward_swiglu(out, swiglu, inp)
     else:
         linear.forward(out, inp)
@@ -158,7 +165,7 @@ def matmul_swiglu_forward(device, linear, out, swiglu, inp, N, F):
 def matmul_swiglu_backward_inp(device, linear, dinp, swiglu, dswiglu, dout, inp, N, F):
     """dinp (N,2F) = the gradient of the linear layer's SwiGLU(inp) with respect to inp; swiglu (N,F) = SwiGLU(inp),
     recomputed, if not None. dswiglu (N,F): scratch."""
-    if linear.matmul.fuses:
+    if linear.fuses:
         linear.backward_inp_swiglu(dinp, dout, inp)
         if swiglu is not None:
             swiglu_forward(device, swiglu, inp, N, F)
@@ -237,6 +244,7 @@ class Llama3(GPT2):
     TITLE, MAGIC, Config, Settings = "Llama 3", train_llama3.Llama3.MAGIC, train_llama3.Config, LlamaCudaSettings
     KERNELS = ("encoder", "rmsnorm", "rope", "attention", "swiglu", "matmul", "matmul_swiglu", "classifier",
                "transpose", "column_sums", "update")
+    READS, RECOMPUTED = READS, RECOMPUTED
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     decode_table, decode_layers = staticmethod(decode_table), staticmethod(decode_layers)
     decode_constants = staticmethod(decode_constants)
@@ -323,13 +331,15 @@ class Llama3(GPT2):
 
             device.wait(dfch_read)
             swiglu = a.fch_swiglu if "fch_swiglu" in recomputed else None
-            matmul_swiglu_backward_inp(device, linear("fcproj", l), acts.dfch, swiglu, acts.dfch_swiglu, dresidual,
-                                       a.fch, N, F)
-            dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_swiglu)
+            dout = linear("fcproj", l).operand(dresidual)
+            matmul_swiglu_backward_inp(device, linear("fcproj", l), acts.dfch, swiglu, acts.dfch_swiglu, dout, a.fch,
+                                       N, F)
+            dresidual_read = weight_gradient("fcproj", l, dout, a.fch_swiglu)
             if "ln2" in recomputed:
                 rmsnorm_forward(device, a.ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
-            dfch_read = weight_gradient("fc", l, acts.dfch, a.ln2)
-            linear("fc", l).backward_inp(dbranch, acts.dfch)
+            dout = linear("fc", l).operand(acts.dfch)
+            dfch_read = weight_gradient("fc", l, dout, a.ln2)
+            linear("fc", l).backward_inp(dbranch, dout)
             device.wait(dresidual_read)
             rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_rstd, True, B, T, C)
             partials.append((a.ln2_partials, (g.ln2w,)))
@@ -340,8 +350,9 @@ class Llama3(GPT2):
                                B, T, config.NH, config.NKV, config.HS)
             if "ln1" in recomputed:
                 rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
-            dqkv_read = weight_gradient("qkv", l, acts.dqkv, a.ln1)
-            linear("qkv", l).backward_inp(dbranch, acts.dqkv)
+            dout = linear("qkv", l).operand(acts.dqkv)
+            dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
+            linear("qkv", l).backward_inp(dbranch, dout)
             device.wait(dresidual_read)
             rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_rstd, True, B, T, C)
             partials.append((a.ln1_partials, (g.ln1w,)))

@@ -15,6 +15,7 @@ are measured right before. Under Nsight Systems, the same names are NVTX ranges.
 import contextlib
 import math
 import os
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -64,12 +65,16 @@ def tensor_at(tensors, array):
     return None
 
 
-def label(name, arguments, params, grads):
-    """Name a launch by its kernel, or a matmul by its weight: "matmul qkv", "matmul qkv dinp", "matmul qkv dweight"."""
+def label(name, arguments, params, grads, operands=None):
+    """Name a launch by its kernel, or a matmul by its weight: "matmul qkv", "matmul qkv dinp", "matmul qkv dweight".
+    operands: FP8's Tensors, or None."""
     if not is_matmul(name):
         return name
     for array in filter(lambda array: array is not None, map(array_of, arguments)):
         dweight, weight = tensor_at(grads, array), tensor_at(params, array)
+        operand = operands and tensor_at(operands, array) or ""
+        if re.fullmatch("[a-z]+w(_t)?", operand):
+            return f"matmul {operand.removesuffix('_t').removesuffix('w')}{' dinp' * operand.endswith('_t')}"
         if dweight or weight:
             forward = is_transposed(arguments[2]) if name == "cublaslt" else name.startswith("matmul_forward")
             of = weight or dweight
@@ -81,7 +86,8 @@ def label(name, arguments, params, grads):
 # matmul -> indices of the arguments that are its weight or the gradient of one, and an operand of N rows
 MATMULS = {"matmul_forward": (2, 1), "matmul_forward_gelu": (3, 2), "matmul_forward_rope": (2, 1),
            "matmul_forward_swiglu": (3, 2), "matmul_backward_inp": (2, 1), "matmul_backward_inp_gelu": (3, 2),
-           "matmul_backward_inp_swiglu": (2, 1), "matmul_backward_weight": (0, 3)}
+           "matmul_backward_inp_swiglu": (2, 1), "matmul_backward_weight": (0, 3), "matmul_fp8": (2, 1),
+           "matmul_fp8_weight": (0, 3)}
 # kernel -> (index of an argument that is (B,T,NH*HS), number of (T,T) matmuls per head of queries)
 ATTENTION = {"attention_forward": (0, 2), "attention_backward_dquery": (3, 3), "attention_backward_dkv": (2, 4)}
 # kernel -> bytes that it reads and writes; small arrays, and those that are usually in the cache, do not count
@@ -105,6 +111,8 @@ BYTES = {
     "swiglu_backward": lambda dinp, out, inp, dout, N: size_of(dinp, out, inp, dout),
     "transpose": lambda out, inp, rows, columns: size_of(inp, inp),
     "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (1 + write_gradient) * size_of(logits),
+    "quantise": lambda plain, transposed, inp, *_: size_of(plain, transposed, inp),
+    "prepare_scales": lambda *_: 0,
     "loss_mean": lambda loss, losses, *_: size_of(losses),
     "column_sums": lambda jobs: sum(4 * int(job["rows"]) * int(job["columns"]) for job in jobs.get().view(JOB)),
     "add_gradients": lambda sums, gradients, chunks, ranks, first: (
@@ -132,7 +140,7 @@ def work(name, arguments, config):
         return 0, 2 * math.isqrt(math.prod(array.size for array in arguments[:3]))  # M*N, M*K and N*K
     if is_matmul(name):
         weight, operand = (array_of(arguments[i]) for i in MATMULS[name.removesuffix("_narrow")])
-        return 0, 2 * weight.size * operand.shape[0]
+        return 0, 2 * weight.size * operand.shape[name == "matmul_fp8_weight"]  # whose operands are transposed
     if name in ATTENTION:
         argument, matmuls = ATTENTION[name]
         return 0, attention_flops(*arguments[argument].shape, matmuls)
@@ -173,7 +181,8 @@ class Profile:
     @contextlib.contextmanager
     def __call__(self, name, arguments):
         stream, start, end = self.trainer.device.stream, cp.cuda.Event(), cp.cuda.Event()
-        what = label(name, arguments, self.trainer.params, self.trainer.grads)
+        trainer = self.trainer
+        what = label(name, arguments, trainer.params, trainer.grads, trainer.fp8 and trainer.fp8.operands)
         cp.cuda.nvtx.RangePush(what)
         start.record(stream)
         yield

@@ -8,10 +8,10 @@ from llmc.errors import UserError
 from llmc.files import errors_of_writing, make_directory, replacing
 
 RULE = re.compile(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---")  # separates a run's lines from those of earlier runs
-HEAD = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag\n"  # of main.csv
-COLUMNS = tuple(HEAD.strip().split(","))
+COLUMNS = "step,tokens,seconds,train_loss,val_loss,learning_rate,norm,tokens_per_second,hellaswag".split(",")
+FP8_COLUMNS = ["fp8_saturated", "fp8_underflowed"]  # too, in a run of --dtype fp8: how many numbers of an update
 LINE = re.compile(r"s:([0-9]{1,10}) ()")
-ROW = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5}\n")
+ROW = re.compile(r"([0-9]{1,10}),[0-9]+,[0-9]{1,10}\.[0-9]+,([0-9a-z.+-]*)(,[0-9a-z.+-]*){5,7}\n")
 
 
 def last_run(lines):
@@ -29,6 +29,7 @@ class Log:
 
     def __init__(self, settings, first_step=0):
         self.file, self.table, self.detailed = None, None, settings.output_dir is not None
+        self.columns = COLUMNS + FP8_COLUMNS * (getattr(settings, "dtype", None) == "fp8")
         if not settings.output:
             return
         path = os.path.join(settings.output, "main.log") if self.detailed else settings.output
@@ -48,7 +49,7 @@ class Log:
             os.rename(path, old)
         self.table = opened(path, first_step, ROW)
         if not self.table.tell():
-            append(self.table, HEAD)
+            append(self.table, ",".join(self.columns) + "\n")
         self.table.seek(0)
         rows = [line.split(b",") for line in self.table.readlines()[1:]]
         self.began = time.perf_counter() - (float(rows[-1][2]) if rows else 0.0)
@@ -61,13 +62,13 @@ class Log:
     def evaluation(self, step, accuracy):
         self.write(step, step, f"eval:{accuracy:.4f}", hellaswag=f"{accuracy:.6f}")
 
-    def training(self, step, loss, learning_rate, norm, seconds):
-        """Log update number `step`, from 0, which took `seconds`. norm: the gradient norm; None for a .log file."""
+    def training(self, step, learning_rate, update):
+        """Log update number `step`, from 0, an Update. A .log file needs no norm."""
         if not self.detailed:
-            return self.write(step, step + 1, f"trl:{loss:.4f}")
-        self.write(step, step + 1, f"trl:{loss:.4f} lr:{learning_rate:.6f} norm:{norm:.2f}", train_loss=f"{loss:.6f}",
-                   learning_rate=f"{learning_rate:.6g}", norm=f"{norm:.4f}",
-                   tokens_per_second=f"{self.tokens / seconds:.0f}")
+            return self.write(step, step + 1, f"trl:{update.loss:.4f}")
+        self.write(step, step + 1, f"trl:{update.loss:.4f} lr:{learning_rate:.6f} norm:{update.norm:.2f}",
+                   train_loss=f"{update.loss:.6f}", learning_rate=f"{learning_rate:.6g}", norm=f"{update.norm:.4f}",
+                   tokens_per_second=f"{self.tokens / update.seconds:.0f}", **dict(zip(FP8_COLUMNS, update.fp8 or ())))
 
     def write(self, step, done, event, **row):
         """Write an event after `done` updates to the log and, as a row, to the table."""
@@ -76,7 +77,7 @@ class Log:
         if self.table:
             row |= {"step": done, "tokens": self.tokens_before + done * self.tokens,
                     "seconds": f"{time.perf_counter() - self.began:.3f}"}
-            append(self.table, ",".join(str(row.get(name, "")) for name in COLUMNS) + "\n")
+            append(self.table, ",".join(str(row.get(name, "")) for name in self.columns) + "\n")
 
 
 def append(file, text):
@@ -91,7 +92,7 @@ def opened(path, first_step, pattern):
         if first_step and os.path.exists(path):
             with open(path, errors="replace") as f:
                 lines = f.readlines()
-            first = last_run(lines) + (lines[:1] == [HEAD])
+            first = last_run(lines) + lines[:1][0].startswith("step,") if lines else 0  # a table has a head
             steps = [pattern.match(line) for line in lines[first:] if line.endswith("\n")]  # a killed run may cut one
             if None in steps:
                 raise UserError(f"{path}: is not a training log; move it away to go on")

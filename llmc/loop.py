@@ -35,6 +35,7 @@ class Update(NamedTuple):
     norm: float | None  # of the gradients; None if no one asked for it
     seconds: float
     skipped: str | None  # why no weight has changed
+    fp8: tuple | None = None  # in a run of --dtype fp8: how many numbers saturated, and how many became 0
 
 
 class Loop:
@@ -136,7 +137,7 @@ class Loop:
         """Print and log update number `step`, from 0. Raises UserError when its loss is not finite."""
         check_loss(step, update.loss)
         self.console.training(step, update.loss, update.seconds)
-        self.log.training(step, update.loss, learning_rate_at(self.settings, step), update.norm, update.seconds)
+        self.log.training(step, learning_rate_at(self.settings, step), update)
         if update.skipped:
             self.console.skip(step, update.skipped)
 

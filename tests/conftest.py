@@ -31,6 +31,7 @@ import pytest
 import llmc.gpu.cublaslt
 import llmc.gpu.decoder
 import llmc.gpu.device
+import llmc.gpu.fp8
 import llmc.gpu.matmul
 import llmc.gpu.memory
 import llmc.gpu.ranks
@@ -480,7 +481,7 @@ class FakeCublasLt:
 
 def install(fake, change):
     """Let the modules of the GPU use this FakeGPU; change(module, name, value) sets one. Kernels are not compiled."""
-    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
+    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.fp8, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
                    llmc.gpu.trainer):
         change(module, "cp", fake.cp)
     device = llmc.gpu.device

@@ -124,16 +124,18 @@ def observed_step(trainer):
 
 @each_page
 @pytest.mark.parametrize("settings", ({"matmul": "kernels", "total_batch_size": 2 * B * T}, {"matmul": "cublaslt"},
-                                      {"matmul": "kernels", "arch": "sm_80", "recompute": 2}, {"dtype": "float32"}))
+                                      {"matmul": "kernels", "arch": "sm_80", "recompute": 2}, {"dtype": "float32"},
+                                      {"dtype": "fp8"}))
 def test_the_launches_of_a_step_have_labels_and_work(fake, tmp_path, monkeypatch, page, settings):
     """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a step never launches."""
     trainer = open_trainer(fake, tmp_path, monkeypatch, page, grad_clip=1.0, **settings)
     labels, flops = set(), 0
     for name, arguments in observed_step(trainer):
-        labels.add(profile_gpu.label(name, arguments, trainer.params, trainer.grads))
+        operands = trainer.fp8 and trainer.fp8.operands
+        labels.add(profile_gpu.label(name, arguments, trainer.params, trainer.grads, operands))
         moved, computed = profile_gpu.work(name, arguments, trainer.config)
         flops += computed * profile_gpu.is_matmul(name)
-        idle = name in ("prepare_update", "encoder_backward_wte_cut")  # the latter here, where no token is cut
+        idle = name in ("prepare_update", "prepare_scales", "encoder_backward_wte_cut")  # the last: no token is cut
         assert (moved > 0) + (computed > 0) == (not idle), name
     weights = "qkv", "attproj", "fc", "fcproj", "logits"
     assert {what for what in labels if what.startswith("matmul")} == {

@@ -175,7 +175,7 @@ def test_nothing_spills(config):
 def test_launches_pass_what_the_kernels_take(fake_gpu):
     N, C, F, QKV = 6, 64, 96, 960
     matmul = open_matmul(fake_gpu.gpu, model(C, F, 9, 3, 64))
-    assert matmul.fuses
+    assert Linear(matmul, None).fuses
     empty = functools.partial(fake_gpu.cp.empty, dtype="uint16")
     rope, fake_launches = fake_gpu.cp.empty((3, 32, 2), "float32"), fake_gpu.launches
     fake_gpu.clear()

@@ -86,7 +86,8 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
         raise NcclError("unhandled cuda error")
 
     nccl = SimpleNamespace(NcclError=NcclError, available=True, get_unique_id=lambda: b"id", groupStart=fail, **{
-        name: 0 for name in ("NCCL_INT8", "NCCL_FLOAT32", "NCCL_SUM")}, get_version=lambda: 22809, check_status=fail,
+        name: 0 for name in ("NCCL_INT8", "NCCL_INT32", "NCCL_FLOAT32", "NCCL_MAX", "NCCL_SUM")},
+        get_version=lambda: 22809, check_status=fail,
         NcclCommunicator=lambda *arguments: SimpleNamespace(
             allReduce=fail, allGather=fail, check_async_error=fail, comm=0))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(nccl=nccl)))
@@ -95,7 +96,8 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
         **{function: lambda *arguments: 1 for function in Nccl.NOT_IN_CUPY}))
     ranks = SimpleNamespace(is_first=True, rank=0, size=2, gather=lambda value: [value, None])
     peers = Nccl(ranks)
-    array, stream = SimpleNamespace(data=SimpleNamespace(ptr=0), size=0, nbytes=8), SimpleNamespace(ptr=0)
+    array = SimpleNamespace(data=SimpleNamespace(ptr=0), size=0, nbytes=8, dtype=np.dtype(np.int32))
+    stream = SimpleNamespace(ptr=0)
     for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
                  lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
                  lambda: peers.allocate(8)):

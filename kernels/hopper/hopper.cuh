@@ -14,6 +14,7 @@
 // row are swizzled, as by TMA's 128-byte swizzle: unit u of row r is stored at u ^ r % 8.
 //     A or B, TF32         k must be contiguous (K-major): 64 rows (m or n) of 64 floats, as two halves of 32 floats
 //     A or B, bfloat16     rows of 64 elements, contiguous along k (K-major) or, ACROSS, along m or n (MN-major)
+//     A or B, FP8          rows of 128 elements, K-major
 
 #pragma once
 
@@ -174,8 +175,21 @@ __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
 }
 
-// The same with both operands in shared memory, each MN-major if its ACROSS is 1. d is 64 rows by COLUMNS, half as many
-// floats per thread. A .. TB are the numbers of the asm operands, which follow those of d.
+// The same with both operands in shared memory. d is 64 rows by COLUMNS, half as many floats per thread. A .. B are the
+// numbers of the asm operands, which follow those of d.
+#if MATMUL_FP8
+#define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \
+    template <int A_ACROSS, int B_ACROSS>                                                                              \
+    __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
+        static_assert(!A_ACROSS && !B_ACROSS, "in 8 bits, k must be contiguous");                                      \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 "                                 \
+                     "{" NAMES "}, " A ", " B ", p, 1, 1; }\n"                                                         \
+                     : D                                                                                               \
+                     : "l"(a), "l"(b), "r"(accumulate));                                                               \
+    }
+#else
+// Each operand is MN-major if its ACROSS is 1. TA, TB: as A, B.
 #define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \
     template <int A_ACROSS, int B_ACROSS>                                                                              \
     __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
@@ -185,6 +199,7 @@ __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long
                      : D                                                                                               \
                      : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));                                 \
     }
+#endif
 WGMMA(128, D64, NAMES64, "%64", "%65", "%66", "%67", "%68")
 WGMMA(160, D80, NAMES80, "%80", "%81", "%82", "%83", "%84")
 WGMMA(192, D96, NAMES96, "%96", "%97", "%98", "%99", "%100")

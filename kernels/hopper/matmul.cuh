@@ -1,4 +1,5 @@
-// The pipeline of our matmuls for Hopper (sm_90a), bfloat16. The epilogues are in matmul.cu and matmul_swiglu.cu.
+// The pipeline of our matmuls for Hopper (sm_90a), bfloat16 or FP8. The epilogues are in matmul.cu, matmul_swiglu.cu and
+// matmul_fp8.cu.
 //
 // The design is CUTLASS's "persistent, warp-specialized, ping-pong" kernel: one block per multiprocessor takes one work
 // item after the other, tiles of out of 128 x 192 or, in the "narrow" kernels, 128 x 160. Data flow:
@@ -6,7 +7,7 @@
 //     A, B           --TMA--> shared memory, a ring buffer of steps --wgmma--> accumulators in registers
 //     accumulators   --epilogue--> strips of 32 or 64 columns in shared memory --TMA--> out
 //
-// A step is 64 of the inner dimension: 128 x 64 of A and 64 x 192 of B. In the producer warpgroup, one thread issues
+// A step is 64 of the inner dimension: 128 x 64 of A and 64 x 192 of B, or 128 of it in FP8. In the producer warpgroup, one thread issues
 // TMA loads, a few steps ahead, across tile boundaries, too. The two consumer warpgroups have a tile each, and take
 // turns:
 //
@@ -29,6 +30,11 @@
 
 static_assert(sizeof(element) == 2, "TF32 and float32 are in matmul.cu");
 
+#if MATMUL_FP8
+constexpr int STEP = 2 * MATMUL_BK;  // of the inner dimension: 128 bytes of operands
+#else
+constexpr int STEP = MATMUL_BK;
+#endif
 constexpr int BM = MATMUL_BM, BK = MATMUL_BK;  // BN, the columns of a tile, is WIDE_BN or NARROW_BN
 constexpr int WIDE_BN = MATMUL_BN, NARROW_BN = MATMUL_NARROW_BN;
 constexpr int CONSUMERS = 2;  // warpgroups that compute
@@ -83,6 +89,39 @@ struct Nothing {
     __device__ void operator()() const {}
 };
 
+// What thread 0 of the producer warpgroup does: load the steps of all of the block's items, one after the other.
+template <int BN, int A_ACROSS, int B_ACROSS, int HALVES, int STAGES>
+__device__ __forceinline__ void load_steps(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z,
+                                           Ring<STAGES>& step_ring, element* stages) {
+    constexpr int COLUMNS = BN / HALVES, BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK;
+    constexpr int LOADED = (BM + (B_ACROSS ? BOXES * 64 : BN)) * BK;  // elements per step
+    Item item;
+    for (int w = blockIdx.x, n = 0; pick<BM, COLUMNS, STEP>(item, w, z); w += gridDim.x) {
+        for (int step = item.begin; step < item.end; step++, n++) {
+            element *a = stages + n % STAGES * STAGE, *b = a + BM * BK;
+            Mbarrier* full = &step_ring.full[n % STAGES];
+            step_ring.wait_empty(n);
+            mbarrier_arrive_expect_tx(full, LOADED * sizeof(element));
+            if (A_ACROSS) {
+                for (int j = 0; j < BM / 64; j++) {
+                    load_box(a + j * 64 * BK, &a_map, full, item.row + 64 * j, step * STEP, 0);
+                }
+            } else {
+                load_box(a, &a_map, full, step * STEP, item.row, 0);
+            }
+            if (B_ACROSS) {
+                for (int j = 0; j < BOXES; j++) {
+                    load_box(b + j * 64 * BK, &b_map, full, item.column + 64 * j, step * STEP, 0);
+                }
+            } else {
+                for (int half = 0; half < HALVES; half++) {
+                    load_box(b + half * COLUMNS * BK, &b_map, full, step * STEP, item.column, half);
+                }
+            }
+        }
+    }
+}
+
 // The pipeline. For each of the block's tiles, the consumer warpgroup whose turn it is runs the
 // mainloop, then epilogue(acc, item, strips). `strips` is its shared memory for two strips. epilogue() must synchronize
 // the consumer's warps: see `mainloop_turn`. side_job() is called once, by each warp of the GELU warpgroup if there is
@@ -96,7 +135,6 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
                                        Epilogue epilogue, SideJob side_job = {}) {
     constexpr int COLUMNS = BN / HALVES;
     constexpr int BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK, STAGES = STAGES_ROOM / STAGE;
-    constexpr int LOADED = (BM + (B_ACROSS ? BOXES * 64 : BN)) * BK;  // elements per step
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> step_ring;  // guards `stages`
     __shared__ Mbarrier mainloop_turn;  // guards the tensor cores: a phase ends when an item's last wgmma is issued
@@ -106,37 +144,12 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
         fence_mbarrier_init();
     }
     __syncthreads();
-    Item item;
 
     // ---- producer warpgroup: thread 0 loads; the other warps may have a side job -----------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS<HAS_GELU_WARPGROUP>>();
         if (!HAS_GELU_WARPGROUP && threadIdx.x >= 32) side_job();
-        if (threadIdx.x > 0) return;
-        for (int w = blockIdx.x, n = 0; pick<BM, COLUMNS, BK>(item, w, z); w += gridDim.x) {
-            for (int step = item.begin; step < item.end; step++, n++) {
-                element *a = stages + n % STAGES * STAGE, *b = a + BM * BK;
-                Mbarrier* full = &step_ring.full[n % STAGES];
-                step_ring.wait_empty(n);
-                mbarrier_arrive_expect_tx(full, LOADED * sizeof(element));
-                if (A_ACROSS) {
-                    for (int j = 0; j < BM / 64; j++) {
-                        load_box(a + j * 64 * BK, &a_map, full, item.row + 64 * j, step * BK, 0);
-                    }
-                } else {
-                    load_box(a, &a_map, full, step * BK, item.row, 0);
-                }
-                if (B_ACROSS) {
-                    for (int j = 0; j < BOXES; j++) {
-                        load_box(b + j * 64 * BK, &b_map, full, item.column + 64 * j, step * BK, 0);
-                    }
-                } else {
-                    for (int half = 0; half < HALVES; half++) {
-                        load_box(b + half * COLUMNS * BK, &b_map, full, step * BK, item.column, half);
-                    }
-                }
-            }
-        }
+        if (threadIdx.x == 0) load_steps<BN, A_ACROSS, B_ACROSS, HALVES>(a_map, b_map, z, step_ring, stages);
     // ---- GELU warpgroup --------------------------------------------------------------------------------------------
     } else if (HAS_GELU_WARPGROUP && warpgroup() == GELU_WARPGROUP) {
         give_registers<GELU_REGISTERS>();
@@ -146,11 +159,12 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
         take_registers<COMPUTE_REGISTERS<HAS_GELU_WARPGROUP>>();
         const int consumer = warpgroup() - 1;
         element* const strips = stages + STAGES_ROOM + consumer * 2 * STRIP;
+        Item item;
         int steps;  // of the block's i-th item; n: the steps of all items before it, as counted by the ring
         for (int w = blockIdx.x, i = 0, n = 0;; w += gridDim.x, i++, n += steps) {
-            steps = steps_of<BM, COLUMNS, BK>(w, z);
+            steps = steps_of<BM, COLUMNS, STEP>(w, z);
             if (i % CONSUMERS == consumer) {
-                if (!pick<BM, COLUMNS, BK>(item, w, z)) break;
+                if (!pick<BM, COLUMNS, STEP>(item, w, z)) break;
                 Accumulators<BN> acc;  // the first wgmma overwrites them
 
                 // Wait for the turn: the other consumer has issued its last wgmma. Parity only tells two phases apart,
@@ -165,7 +179,7 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
                     step_ring.wait_full(n + k);
                     wgmma_fence();
 #pragma unroll
-                    for (int slice = 0; slice < BK / 16; slice++) {  // 16 of K: 32 bytes of a row, or 16 rows
+                    for (int slice = 0; slice < BK / 16; slice++) {  // 32 bytes of a row, or 16 rows
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
                             wgmma<A_ACROSS, B_ACROSS>(acc[half], a_at + half * 512 + slice * (A_ACROSS ? 128 : 2),

@@ -218,7 +218,7 @@ class Device:
         return self.uploads[key]
 
     def tensor_map(self, array, rows, columns, batches=1):
-        """Return a TensorMap for boxes of (batches, rows, columns) of a bfloat16 or float32 array (B,T,C) or (T,C). A
+        """Return a TensorMap for boxes of (batches, rows, columns) of an array (B,T,C) or (T,C) of bytes or floats. A
         row of a box is 64 or 128 bytes, in 16-byte units that are permuted ("swizzled"): those of a column lie in
         different banks of shared memory."""
         key = array.data.ptr, array.shape, array.dtype, rows, columns, batches
@@ -246,7 +246,7 @@ def check(answer):
 
 def encode_tensor_map(array, rows, columns, batches=1):
     B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
-    row, dtype = array.itemsize * C, "BFLOAT16" if array.itemsize == 2 else "FLOAT32"
+    row, dtype = array.itemsize * C, {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}[array.itemsize]
     kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
     swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{columns * array.itemsize}B")
     sizes = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]  # and strides in bytes

@@ -37,6 +37,8 @@ KERNELS = {  # layer -> its kernels
                "matmul_backward_weight"),
     "matmul_swiglu": ("matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope",
                       "matmul_forward_rope_narrow"),  # Hopper only
+    "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_weight"),  # likewise
+    "fp8": ("quantise", "prepare_scales"),
     "classifier": ("classifier",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
@@ -71,10 +73,12 @@ def kernel_files(architecture, config, precision, arch, matmul="kernels"):
     hopper = ours and hopper_matmul(precision, arch)
     has = {"matmul": ours, "matmul_swiglu": hopper}
     names = {layer: layer for layer in architecture.KERNELS if has.get(layer, True)}
+    if precision.fp8:
+        names |= {"fp8": "fp8", "matmul_fp8": "matmul_fp8"}
     if hopper_attention(config, precision, arch):
         names["attention"] = "hopper/attention"
     if hopper:
-        names |= {layer: f"hopper/{layer}" for layer in names if layer in has}
+        names |= {layer: f"hopper/{layer}" for layer in names if layer.startswith("matmul")}
     files, constants, geometry = {}, model_constants(config, precision), layer_geometry(config, precision, arch)
     for layer, name in names.items():
         kernels = KERNELS[layer] + (MATMUL_NARROW if name == "hopper/matmul" else ())
@@ -96,7 +100,9 @@ def shared_memory(layer, kernels, geometry):
         return dict(zip(kernels, (geometry[f"ATTENTION_{part}_SHARED"] for part in ("FORWARD", "DQUERY", "DKV"))))
     if layer in ("layernorm", "rmsnorm"):
         return {f"{layer}_backward": geometry["LAYERNORM_SHARED"]}
-    name = layer.removesuffix("_swiglu")  # of matmul_swiglu
+    name = layer.removesuffix("_swiglu").removesuffix("_fp8")
+    if layer == "fp8":
+        return {}
     return {kernel: geometry[f"{name.upper()}_SHARED"] for kernel in kernels if name in ("matmul", "classifier")}
 
 
@@ -118,6 +124,8 @@ def layer_geometry(config, precision, arch):
         "swiglu": {},
         "matmul": matmul_geometry(precision, arch),
         "matmul_swiglu": matmul_geometry(precision, arch),
+        "matmul_fp8": matmul_geometry(precision, arch),
+        "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": 16},
         "classifier": classifier_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},

@@ -17,6 +17,20 @@ class Linear(NamedTuple):
     bias: object = None  # (OC,), or None
     dweight: object = None  # (OC, C), or None: there is no backward pass
 
+    @property
+    def fuses(self):
+        """Whether there are kernels with SwiGLU and RoPE: hopper/matmul_swiglu.cu."""
+        return bool(self.matmul.kernels and self.matmul.hopper)
+
+    @property
+    def fuses_gelu(self):
+        """Whether there are kernels with GELU."""
+        return bool(self.matmul.kernels)
+
+    def operand(self, dout):
+        """dout (N,OC) as backward_inp and backward_weight take it: as it is. In FP8, see llmc/gpu/fp8.py."""
+        return dout
+
     def forward(self, out, inp):
         """out (N,OC) = inp (N,C) @ weight^T + bias."""
         matmul, out, inp = self.matmul, rows(out), rows(inp)
@@ -44,17 +58,17 @@ class Linear(NamedTuple):
 
     def forward_swiglu(self, out, swiglu, inp):
         """out (N,2F) = inp (N,C) @ weight (2F,C)^T: up, then gate; swiglu (N,F) = up * gate * sigmoid(gate). By our
-        kernels, where Matmul.fuses."""
+        kernels, where `fuses`."""
         self.matmul.kernels.swiglu_forward(rows(out), rows(swiglu), rows(inp), self.weight)
 
     def backward_inp_swiglu(self, dinp, dout, inp):
         """dinp (N,2F) = SwiGLU's gradient at inp (N,2F) for dout (N,OC) @ weight (OC,F). By our
-        kernels, where Matmul.fuses."""
+        kernels, where `fuses`."""
         self.matmul.kernels.swiglu_backward_inp(rows(dinp), rows(dout), self.weight, rows(inp))
 
     def forward_rope(self, out, inp, rope, T):
         """out (N,QKV) = inp (N,C) @ weight^T, queries and keys rotated: row n is at position n % T of rope (T,HS/2,2).
-        By our kernels, where Matmul.fuses and has a tile for QKV columns."""
+        By our kernels, where `fuses` and has a tile for QKV columns."""
         matmul, out = self.matmul, rows(out)
         tile = matmul.tile(out.shape[1], narrow=True)
         matmul.kernels.rope_forward(out, rows(inp), self.weight, rope, T, tile)
@@ -85,11 +99,6 @@ class Matmul:
         self.workspace = None  # see allocate
         self.kernels = MatmulKernels(self) if library == "kernels" or library == "auto" and self.hopper else None
         self.cublaslt = CublasLt(device, precision, self.stream_workspace) if library != "kernels" else None
-
-    @property
-    def fuses(self):
-        """Whether there are kernels with SwiGLU and RoPE: hopper/matmul_swiglu.cu."""
-        return bool(self.kernels and self.hopper)
 
     def allocate(self):
         """Allocate the workspaces, one for the main stream, one for the side stream."""

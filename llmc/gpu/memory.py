@@ -8,6 +8,7 @@ from llmc.gpu.batch import batch_table
 from llmc.gpu.cublaslt import WORKSPACE
 from llmc.gpu.decoder import Decoder
 from llmc.gpu.device import cp
+from llmc.gpu.fp8 import operand_bytes
 from llmc.gpu.matmul import ALIGN
 from llmc.gpu.shares import Shares
 from llmc.tensors import table_bytes
@@ -35,10 +36,17 @@ def memory_plan(architecture, config, settings, device):
         *([(shares.received_size() * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((group_bytes(group), what) for what, group in tables.items()),
+        *([(operand_bytes(architecture.parameter_table(config), B * T, recomputed_inputs(architecture, settings)),
+            "operands in 8 bits")] if precision.fp8 else []),
         *([(sum(table_bytes(table, ALIGN) for table in text), "text")] if text else []),
         (2 * WORKSPACE, "matmul workspaces"),
         (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
     ]
+
+
+def recomputed_inputs(architecture, settings):
+    """The linear layers with FP8 operands whose input the backward pass recomputes."""
+    return [name for name, row in architecture.READS.items() if row in architecture.RECOMPUTED[settings.recompute]]
 
 
 def makes_text(device):

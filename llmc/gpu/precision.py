@@ -16,6 +16,7 @@ class Precision(NamedTuple):
     dtype: str = "float32"
     tf32: int = 1  # matmuls round float32 operands to TF32
     float32_grads: int = 0  # the gradients of the weights are float32 in a bfloat16 run, too
+    fp8: bool = False  # a bfloat16 run whose layers' matmuls have E4M3 operands: llmc/gpu/fp8.py
 
     @property
     def bf16(self):
@@ -54,6 +55,8 @@ def has_bfloat16(arch):
 
 def resolve_dtype(dtype, arch):
     """The dtype of a run on this GPU; "auto" is bfloat16 where there is one. Raises UserError where there is not."""
+    if dtype == "fp8" and arch != "sm_90a":
+        raise UserError(f"--dtype fp8: this GPU is {arch}; the kernels are for Hopper, sm_90a: pass --dtype bfloat16")
     if dtype == "bfloat16" and not has_bfloat16(arch):
         raise UserError(f"--dtype bfloat16: this GPU is {arch}, expected sm_80 or newer: pass --dtype float32")
     return dtype if dtype != "auto" else "bfloat16" if has_bfloat16(arch) else "float32"
@@ -69,7 +72,8 @@ def describe_precision(settings):
     """Describe a run's precision, as printed and as recorded in checkpoints."""
     if not settings.precision.bf16:
         return f"float32, {'TF32' if settings.tf32 else 'float32'} products"
-    parts = ["bfloat16", f"{'float32' if settings.master else 'no'} master weights"]
+    parts = ["bfloat16", *["FP8 matmuls in the layers"] * settings.precision.fp8,
+             f"{'float32' if settings.master else 'no'} master weights"]
     if settings.float32_grads:
         parts.append("float32 gradients")
     if settings.stochastic_rounding:

@@ -24,6 +24,8 @@ class TrainerSaver(Saver):
         has_exact = restore(settings, owned, step, loader, random)
         with notes_of(settings.output_dir, step) as notes:
             recent = read_recent(notes)
+            if trainer.fp8 and not trainer.fp8.restore(notes) and trainer.ranks.is_first:
+                print("note: the checkpoint has no scales of FP8: this run finds its own", file=sys.stderr)
         trainer.set_state(owned, has_exact, step, recent)
         before, now = notes.get("precision"), describe_precision(settings)
         if before not in (None, now) and trainer.ranks.is_first:
@@ -37,7 +39,8 @@ class TrainerSaver(Saver):
         trainer.complete_weights()
         params = trainer.params_now() if ranks.is_first else None
         owned = trainer.state_now()
-        notes = {**notes, "precision": describe_precision(settings), **notes_on(trainer.recent_values())}
+        notes = {**notes, "precision": describe_precision(settings), **notes_on(trainer.recent_values()),
+                 **(trainer.fp8.notes() if trainer.fp8 else {})}
 
         def write():
             save_checkpoint(settings.output_dir, trainer.config, params, owned, progress, notes,

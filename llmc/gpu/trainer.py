@@ -19,7 +19,8 @@ from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, record_event, to_float32
 from llmc.gpu.geometry import BLOCK_THREADS, blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
-from llmc.gpu.memory import check_memory, group_bytes, makes_text
+from llmc.gpu.fp8 import Fp8
+from llmc.gpu.memory import check_memory, group_bytes, makes_text, recomputed_inputs
 from llmc.gpu.precision import round_weights
 from llmc.gpu.shares import CHUNKS, REST, OwnedShare, Shares
 from llmc.gpu.zero import Messages, Nccl
@@ -34,6 +35,7 @@ STEP_CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), 
                          ("learning_rate", "f4"), ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
 REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
 NOT_READY = 600  # cudaErrorNotReady
+CALIBRATIONS = 4  # passes that find FP8's first scales
 
 
 def add_gradients(device, sums, gradients, chunks, ranks, first):
@@ -158,6 +160,8 @@ class Trainer(ForwardPasses):
     """A model in training: its weights, gradients and optimizer on the GPU. Everything is allocated here, once. Each of
     several GPUs computes the gradients of its own micro-batches, and updates its share of the weights."""
 
+    fp8 = None  # in a run of --dtype fp8, an Fp8
+
     def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks. Raises UserError if not
         everything fits into the GPU's free memory."""
@@ -184,6 +188,9 @@ class Trainer(ForwardPasses):
                            "all": chunks}
             self.set_params(params)
             self.model = self.make_model(settings.B, settings.T)
+            if self.precision.fp8:
+                recomputed = recomputed_inputs(architecture, settings)
+                self.fp8 = self.model.fp8 = Fp8(matmul, self.params, settings.B * settings.T, recomputed)
             matmul.allocate()
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
             self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
@@ -209,6 +216,7 @@ class Trainer(ForwardPasses):
         self.steps_begun, self.graph = 0, None
         self.gradients_arrived, self.weights_arrived = {}, {}  # events
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
+        self.fp8_behind = True  # the weights in 8 bits are of before the last update
 
     def allocate_shared(self, table):
         """Tensors that NCCL can send, if there are several GPUs."""
@@ -237,7 +245,9 @@ class Trainer(ForwardPasses):
         with self.device.stream:
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
-            self.compute(0)
+            self.compute(0, layer_begins=self.fp8 and self.fp8.quantise_weights)
+            if self.fp8:
+                self.calibrate()
             if self.messages:  # before the capture, because two ranks connect at their first message
                 for key in self.messages.gradient_sends:
                     self.send_gradients(key)
@@ -249,6 +259,17 @@ class Trainer(ForwardPasses):
                 self.launch_step()
                 self.graph = self.device.stream.end_capture()
                 self.graph.upload(self.device.stream)
+
+    def calibrate(self):
+        """Find FP8's first scales, unless a checkpoint had them: with the batch of random tokens that is on the GPU,
+        again and again, because what has too small a scale is 0, and so is what is computed from it."""
+        if not self.fp8.updates:
+            for _ in range(CALIBRATIONS):
+                self.fp8.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
+                self.compute(0, layer_begins=self.fp8.quantise_weights)
+                self.prepare_scales()
+            self.fp8.updates = 1
+        self.fp8.forget()
 
     def begin_step(self, batches, learning_rate):
         """Start one update with own_micro_steps batches (inputs, targets), and return its number. The one before may
@@ -263,7 +284,7 @@ class Trainer(ForwardPasses):
             else:
                 self.launch_step()
             self.finished[half].record(stream)
-        self.steps_begun, self.weights_behind = number + 1, self.messages is not None
+        self.steps_begun, self.weights_behind, self.fp8_behind = number + 1, self.messages is not None, True
         return number
 
     def end_step(self, number):
@@ -273,7 +294,7 @@ class Trainer(ForwardPasses):
         loss, norm, *z_scores = self.reports[half].item()
         seconds = cp.cuda.get_elapsed_time(self.started[half], self.finished[half]) / 1000
         return Update(loss, norm if self.settings.needs_norm else None, seconds,
-                      reason_to_skip(self.settings, *z_scores))
+                      reason_to_skip(self.settings, *z_scores), self.fp8 and self.fp8.counts(number))
 
     # -- the same in three calls, from Python: forward, compute_gradients, update_now
 
@@ -284,13 +305,27 @@ class Trainer(ForwardPasses):
         with self.device.stream:
             copy_to_gpu(batch.buffer, half.buffer)
             acts, scale = self.model.activations(B, T), 1.0 / (B * T)
+            if self.fp8:
+                self.fp8.records = True
+                self.model.trunk(acts, batch.inputs[0], self.fp8.quantise_weights)  # keeps what backward reads
             self.model.classify(acts, batch.targets[0], self.own_parts[:1], scale, train=True)
             self.model.backward(acts, batch.order[0], batch.piece_begins[0], batch.piece_tokens[0], scale)
+            if self.fp8:
+                self.fp8.records = False
 
     def update_now(self, learning_rate):
         with self.device.stream:
             copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
             self.update()
+        self.fp8_behind = True
+
+    def forward(self, inputs, targets):
+        if self.fp8 and self.fp8_behind:
+            with self.device.stream:
+                for l in range(self.config.L):
+                    self.fp8.quantise_weights(l)
+            self.fp8_behind = False
+        return super().forward(inputs, targets)
 
     def wait(self, event):
         """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
@@ -317,7 +352,7 @@ class Trainer(ForwardPasses):
             self.copy_batch(words, self.batch.buffer.nbytes // 4)
         for i in range(self.settings.own_micro_steps):
             self.compute(i, batch_copied, functools.partial(self.weight_done, i) if self.messages else None,
-                         self.fetch_weights if self.messages and i == 0 else None)
+                         self.layer_begins if i == 0 else None)
             if self.messages:
                 self.send_gradients(REST)
         self.update()
@@ -335,6 +370,8 @@ class Trainer(ForwardPasses):
         batch, B, T = self.batch, self.settings.B, self.settings.T
         number = i * self.ranks.size + self.ranks.rank  # among the update's micro-batches
         acts, scale = self.model.activations(B, T), 1.0 / (B * T * self.settings.micro_steps)
+        if self.fp8:
+            self.fp8.records = True
         with self.device.span(f"forward {i}"):
             self.model.trunk(acts, batch.inputs[i], layer_begins)
             self.device.wait(batch_copied)
@@ -343,6 +380,8 @@ class Trainer(ForwardPasses):
             self.add_gradients(i - 1)
         with self.device.span(f"backward {i}"):
             self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale, weight_done)
+        if self.fp8:
+            self.fp8.records = False
 
     def weight_done(self, i, name, l, computed):
         """Send the gradient of layer l's matrix `name` in micro-batch i, after the event `computed`. The last one is of
@@ -372,6 +411,13 @@ class Trainer(ForwardPasses):
                 for send in sends:
                     send(self.device.stream)
         return done
+
+    def layer_begins(self, l):
+        """Before layer l of an update's first forward pass."""
+        if self.messages:
+            self.fetch_weights(l)
+        if self.fp8:
+            self.fp8.quantise_weights(l)
 
     def fetch_weights(self, l):
         """Before layer l: wait for its matrices, and have those of the next two layers on their way; the first layer's
@@ -407,6 +453,16 @@ class Trainer(ForwardPasses):
             self.peers.add_up(self.all_parts, self.own_parts, self.device.stream)
         return done
 
+    def prepare_scales(self):
+        """At the end of an update: FP8's scales of the next one, from the largest numbers on all ranks."""
+        if self.messages:
+            with self.device.beside(self.device.comm) as done:
+                largest, counts = self.fp8.state.largest, self.fp8.state.counts
+                self.peers.add_up(largest, largest, self.device.stream, largest=True)
+                self.peers.add_up(counts, counts, self.device.stream)
+            self.device.wait(done)
+        self.fp8.prepare_scales()
+
     def close(self):
         """Free the graph and leave NCCL, after the last update."""
         self.device.synchronize()
@@ -427,6 +483,8 @@ class Trainer(ForwardPasses):
             device.wait(self.add_up_parts())
         else:
             self.global_norm()
+        if self.fp8:
+            self.prepare_scales()
         device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), parts,
                       parts[micro_steps:], self.batch.learning_rate, np.float64(settings.beta1),
                       np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, micro_steps,

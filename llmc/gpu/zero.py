@@ -106,11 +106,13 @@ class Nccl:
             self.communicator.allGather(array.data.ptr + self.rank * size, array.data.ptr, size, self.nccl.NCCL_INT8,
                                         stream.ptr)
 
-    def add_up(self, total, addend, stream):
-        """total (n,) = the sum over the ranks of addend (n,), float32; exact where at most one rank's is not 0."""
+    def add_up(self, total, addend, stream, largest=False):
+        """total (n,) = the sum over the ranks of addend (n,), float32 or int32, or the largest; exact for integers, and
+        where at most one rank's addend is not 0."""
+        kind = self.nccl.NCCL_INT32 if addend.dtype.kind == "i" else self.nccl.NCCL_FLOAT32
+        operation = self.nccl.NCCL_MAX if largest else self.nccl.NCCL_SUM
         with self.errors_as_lines():
-            self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, self.nccl.NCCL_FLOAT32,
-                                        self.nccl.NCCL_SUM, stream.ptr)
+            self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, kind, operation, stream.ptr)
 
     def check(self):
         """Raise UserError if a message has failed since it was launched."""

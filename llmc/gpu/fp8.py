@@ -1,0 +1,231 @@
+"""FP8: matmuls of E4M3 operands, their scales, and the rounding in NumPy. Micikevicius et al. 2022,
+https://arxiv.org/abs/2209.05433.
+
+In a run of --dtype fp8, three of a layer's four matmuls, forward and backward, read operands of 8 bits: x is stored as
+E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of its own, a power of 2 that stays
+the same for an update, with all its micro-batches: it follows from the largest numbers of the last 16 updates. They
+are found where a tensor is rounded, as an integer maximum, which has the same bits in any order and on any number of
+GPUs. All else is a bfloat16 run: residual stream, attention and its projection, classifier, gradients, AdamW.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer
+from llmc.gpu.geometry import blocks
+from llmc.gpu.matmul import ALIGN, WORKSPACE, rows
+from llmc.tensors import Row, allocate, table_bytes, views
+
+LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work
+ROLES = ("inp", "weight", "dout")  # their operands, with a scale each
+HISTORY = 16  # updates whose largest numbers a scale follows from
+LARGEST, SMALLEST = 448.0, 2.0**-9  # numbers of E4M3
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the specification of kernels/fp8.cu
+
+
+def round_e4m3(x):
+    """x as float32, rounded to the numbers of E4M3: to nearest, ties to even, saturating; NaN stays NaN."""
+    x = np.clip(np.asarray(x, np.float32), -LARGEST, LARGEST)
+    _, exponent = np.frexp(x)
+    step = np.ldexp(np.float32(1.0), np.maximum(exponent, -5) - 4)  # of numbers with 3 bits after the leading one
+    return np.rint(x / step) * step
+
+
+def decode_e4m3(bits):
+    """(...) uint8 -> (...) float32: 1 bit of sign, 4 of exponent, 3 of mantissa."""
+    exponent, mantissa = (bits >> 3 & 15).astype(np.int32), (bits & 7).astype(np.float32)
+    size = np.where(exponent == 0, mantissa * SMALLEST, np.ldexp(8.0 + mantissa, exponent - 10))
+    return np.where(bits & 127 == 127, np.nan, np.where(bits & 128, -size, size)).astype(np.float32)
+
+
+def next_scales(history, scales):
+    """history (HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one. Half of E4M3's range is
+    left for what grows; without a history, a scale stays as it is."""
+    most = history.max(axis=0)
+    with np.errstate(divide="ignore", over="ignore"):
+        highest = np.minimum(np.float32(LARGEST / 2) / most, np.float32(2.0**100))
+    powers = (highest.view(np.int32) & 0x7F800000).view(np.float32)  # without the mantissa
+    return np.where(most > 0, powers, scales)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# on a GPU
+
+
+def operand_table(parameters, N, recomputed):
+    """name -> Row of the operands in 8 bits, for N rows, B*T. parameters: the model's table. Transposed copies, _t, are
+    padded with zeros to whole 16 bytes. recomputed: names of LINEARS whose input is kept for one layer at a time."""
+    shapes, pitch = {name: parameters[f"{name}w"].shape for name in LINEARS}, blocks(N, 16) * 16
+    table = {"inp": Row((N, max(C for _, _, C in shapes.values())), "uint8")}  # of the layer at hand
+    for name, (L, OC, C) in shapes.items():
+        table |= {f"{name}w": Row((L, OC, C), "uint8", stacked=True), f"{name}w_t": Row((L, C, OC), "uint8"),
+                  f"{name}_inp_t": Row((1 if name in recomputed else L, C, pitch), "uint8"),
+                  f"{name}_dout": Row((N, OC), "uint8"), f"{name}_dout_t": Row((OC, pitch), "uint8")}
+    return table
+
+
+def operand_bytes(parameters, N, recomputed):
+    return table_bytes(operand_table(parameters, N, recomputed), ALIGN)
+
+
+def scale_table(L):
+    """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for LINEARS[i] of layer l and
+    ROLES[r]."""
+    count = len(LINEARS) * L * len(ROLES)
+    return {"scales": Row((count,)), "history": Row((HISTORY, count)), "largest": Row((count,), "int32"),
+            "updates": Row((1,), "int32"), "counts": Row((2,), "int32")}
+
+
+class Fp8:
+    """The operands and scales of a model in training."""
+
+    def __init__(self, matmul, params, N, recomputed=()):
+        """params: Tensors on the GPU; N, recomputed: see operand_table. Allocates on the current stream."""
+        self.device, self.matmul, self.params = matmul.device, matmul, params
+        self.L, self.recomputed = params.table["qkvw"].shape[0], recomputed
+        table = operand_table(params.table, N, recomputed)
+        self.operands = views(table, cp.empty(table_bytes(table, ALIGN), np.uint8), ALIGN)
+        self.state = allocate(scale_table(self.L), cp)
+        self.state.scales.fill(1.0)
+        tiles = WORKSPACE // (4 * 64 * self.device.geometry.MATMUL_BN)  # halves of tiles that fit into a workspace
+        self.done = cp.zeros((2, tiles), np.int32)
+        self.reports = pinned_array(16).view(np.int32).reshape(2, 2)  # counts of updates with even and odd numbers
+        self.updates = 0  # before this run
+        self.records = False  # whether this pass is part of an update: its largest numbers and counts are noted
+
+    def linear(self, name, l, bias, dweight):
+        return Fp8Linear(self, name, l, bias, dweight)
+
+    def slot(self, name, l, role):
+        return (LINEARS.index(name) * self.L + l) * len(ROLES) + ROLES.index(role)
+
+    def scale(self, name, l, role):
+        slot = self.slot(name, l, role)
+        return self.state.scales[slot : slot + 1]
+
+    def quantise(self, name, l, role, x, plain=None, transposed=None, records=None):
+        """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C)."""
+        g, (N, C), slot, state = self.device.geometry, x.shape, self.slot(name, l, role), self.state
+        records = self.records if records is None else records
+        self.device.launch("quantise", (blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE)), (g.FP8_THREADS,), plain,
+                           transposed, x, state.scales[slot:], state.largest[slot:] if records else None, state.counts,
+                           N, C, N if transposed is None else transposed.shape[1])
+
+    def quantise_weights(self, l):
+        """Layer l's matrices, after an update has changed them."""
+        for name in LINEARS:
+            plain, transposed = (getattr(self.operands, f"{name}w{t}")[l] for t in ("", "_t"))
+            self.quantise(name, l, "weight", getattr(self.params, f"{name}w")[l], plain, transposed)
+
+    def prepare_scales(self):
+        """At the end of an update: the scales of the next one."""
+        state = self.state
+        self.device.launch("prepare_scales", (1,), (256,), state.scales, state.history, state.largest, state.updates,
+                           state.counts, pointer(self.reports), state.scales.size)
+
+    def counts(self, number):
+        """(how many numbers of this run's update `number` saturated, how many became 0)."""
+        return tuple(self.reports[(self.updates + number) % 2].tolist())
+
+    def forget(self):
+        """Of a pass that was no update: the largest numbers and counts."""
+        self.state.largest.fill(0)
+        self.state.counts.fill(0)
+
+    def notes(self):
+        """For a checkpoint."""
+        history, scales, updates = (getattr(self.state, name).get() for name in ("history", "scales", "updates"))
+        return {"fp8": {"updates": int(updates[0]), "history": history.tobytes().hex(),
+                        "scales": scales.tobytes().hex()}}
+
+    def restore(self, notes):
+        """Continue with a checkpoint's notes, if they are of a run in FP8 of this model; returns whether they are."""
+        found, state = notes.get("fp8"), self.state
+        if not found or len(found["history"]) != 2 * state.history.nbytes:
+            return False
+        for name in ("history", "scales"):
+            copy_to_gpu(getattr(state, name), np.frombuffer(bytes.fromhex(found[name]), np.float32))
+        self.updates = found["updates"]
+        copy_to_gpu(state.updates, np.array([self.updates], np.int32))
+        return True
+
+    # -- the kernels of hopper/matmul_fp8.cu
+
+    def multiply(self, out, a, a_scale, b, b_scale, bias=None, scale=1.0):
+        """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), in the operands' own units."""
+        kernels, g, N = self.matmul.kernels, self.device.geometry, out.shape[1]
+        narrow = N % g.MATMUL_BN > 0 and N % g.MATMUL_NARROW_BN == 0
+        columns = g.MATMUL_NARROW_BN if narrow else g.MATMUL_BN
+        kernels.launch("matmul_fp8" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, narrow),
+                       self.operand(a, g.MATMUL_BM), self.operand(b, columns), bias, a_scale, b_scale, float(scale),
+                       columns=columns)
+
+    def multiply_long(self, dweight, a, a_scale, b, b_scale, scale, splits=None):
+        """dweight (M,N) = scale * a (M,K) @ b (N,K)^T, with sums in float32; K is cut into `splits` parts."""
+        kernels, g, (M, N), K = self.matmul.kernels, self.device.geometry, dweight.shape, a.shape[1]
+        side = int(self.device.stream is self.device.side)
+        kernels.launch("matmul_fp8_weight", M, N, K, dweight, self.matmul.workspace[side], self.done[side],
+                       self.operand(a, g.MATMUL_BM), self.operand(b, g.MATMUL_BN), a_scale, b_scale, float(scale),
+                       splits=splits or kernels.splits(M, N, K))
+
+    def operand(self, array, rows):
+        return self.device.tensor_map(array, rows, 2 * self.device.geometry.MATMUL_BK)
+
+
+class Gradient(NamedTuple):
+    """A gradient of a layer's output, as its matmuls read it."""
+
+    plain: object  # (N,OC)
+    transposed: object  # (OC,pitch)
+
+
+class Fp8Linear(NamedTuple):
+    """Linear of matmul.py in 8 bits. The input's transposed copy stays from forward to backward_weight."""
+
+    fp8: Fp8
+    name: str
+    l: int
+    bias: object
+    dweight: object
+
+    fuses, fuses_gelu = False, False
+
+    def forward(self, out, inp):
+        """out (N,OC) = inp (N,C) @ weight^T + bias."""
+        fp8, out, inp = self.fp8, rows(out), rows(inp)
+        plain = fp8.operands.inp.reshape(-1)[: inp.size].reshape(inp.shape)
+        kept = self.inp_transposed if fp8.records and self.name not in fp8.recomputed else None
+        fp8.quantise(self.name, self.l, "inp", inp, plain, kept)
+        fp8.multiply(out, plain, self.scale("inp"), self.tensor("w")[self.l], self.scale("weight"), self.bias)
+
+    def operand(self, dout):
+        """dout (N,OC) as backward_inp and backward_weight take it."""
+        plain, transposed, dout = self.tensor("_dout"), self.tensor("_dout_t"), rows(dout)
+        self.fp8.quantise(self.name, self.l, "dout", dout, plain, transposed)
+        return Gradient(plain, transposed)
+
+    def backward_inp(self, dinp, dout, scale=1.0):
+        """dinp (N,C) = scale * dout @ weight (OC,C)."""
+        self.fp8.multiply(rows(dinp), dout.plain, self.scale("dout"), self.tensor("w_t")[self.l], self.scale("weight"),
+                          scale=scale)
+
+    def backward_weight(self, dout, inp, transposed=None, scale=1.0):
+        """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it was recomputed."""
+        if self.name in self.fp8.recomputed:
+            self.fp8.quantise(self.name, self.l, "inp", rows(inp), None, self.inp_transposed, records=False)
+        self.fp8.multiply_long(self.dweight, dout.transposed, self.scale("dout"), self.inp_transposed,
+                               self.scale("inp"), scale)
+
+    def tensor(self, suffix):
+        return getattr(self.fp8.operands, self.name + suffix)
+
+    @property
+    def inp_transposed(self):
+        kept = self.tensor("_inp_t")
+        return kept[self.l % len(kept)]
+
+    def scale(self, role):
+        return self.fp8.scale(self.name, self.l, role)

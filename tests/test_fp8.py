@@ -1,0 +1,230 @@
+"""FP8: the rounding, its scales, quantised copies and matmuls against NumPy; and runs."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import train_gpt2
+import train_gpt2_cuda as cuda
+import train_llama3
+import train_llama3_cuda as llama_cuda
+from llmc.errors import UserError
+from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.device import Device, copy_to_gpu
+from llmc.gpu.fp8 import HISTORY, LARGEST, LINEARS, Fp8, decode_e4m3, next_scales, round_e4m3
+from llmc.gpu.geometry import blocks, kernel_files, launch_geometry
+from llmc.gpu.matmul import Matmul
+from llmc.gpu.precision import Precision, resolve_dtype
+from llmc.gpu.trainer import Trainer, open_device
+from llmc.tensors import allocate, views
+from test_kernels import assert_close, check_launches, on_gpu, random, signatures, unwritten
+from test_matmul_swiglu import frame_sizes
+
+FP8 = Precision("bfloat16", fp8=True)
+NUMBERS = decode_e4m3(np.arange(256, dtype=np.uint8))
+LAYERS = SimpleNamespace(KERNELS=("matmul",))
+GPT2 = train_gpt2.Config(64, 257, 2, 3, 192, 384)
+LLAMA = train_llama3.Config(64, 257, 2, 4, 2, 64, 384, 96, 16)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# with no GPU
+
+
+def test_the_numbers_and_their_rounding_are_pytorch_s():
+    torch = pytest.importorskip("torch")
+    theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(NUMBERS, theirs, equal_nan=True)
+    finite = np.unique(NUMBERS[np.isfinite(NUMBERS)])
+    ties = (finite[1:] + finite[:-1]) / 2
+    rng = np.random.default_rng(0)
+    x = np.concatenate([finite, ties, np.nextafter(ties, np.float32(1e9)), np.nextafter(ties, np.float32(-1e9)),
+                        rng.uniform(-448, 448, 100000), rng.uniform(-0.02, 0.02, 100000)]).astype(np.float32)
+    assert np.array_equal(round_e4m3(x), torch.from_numpy(x).to(torch.float8_e4m3fn).float().numpy())
+
+
+def test_what_e4m3_has_no_numbers_for():
+    assert np.array_equal(round_e4m3([500, np.inf, -np.inf, np.nan, 2.0**-10, -1.01 * 2.0**-10]),
+                          [448, 448, -448, np.nan, 0, -(2.0**-9)], equal_nan=True)
+
+
+def test_scales_leave_half_of_the_range():
+    history = np.zeros((HISTORY, 6), np.float32)
+    history[3] = [1.0, 224.0, 224.1, 1e-30, 0.0, 1e-45]
+    history[5, 0] = 0.5  # the largest of all updates counts
+    assert next_scales(history, np.full(6, 3.0)).tolist() == [128.0, 1.0, 0.5, 2.0**100, 3.0, 2.0**100]
+
+
+def test_kernels_compile_without_a_stack():
+    pytest.importorskip("cuda.core")
+    for grads in (0, 1):
+        for file in kernel_files(LAYERS, GPT2, FP8._replace(float32_grads=grads), "sm_90a", "auto").values():
+            if "fp8" in file.name:
+                cubin = compile_kernels(file.name, "sm_90a", file.constants)
+                assert not any(frame_sizes(cubin))
+
+
+@pytest.mark.parametrize("recompute", (0, 1, 2))
+@pytest.mark.parametrize("architecture, config", ((cuda.GPT2, GPT2), (llama_cuda.Llama3, LLAMA)), ids=("gpt2", "llama"))
+def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, config, recompute):
+    """Two updates with accumulation on a fake GPU; attproj and the classifier stay in bfloat16."""
+    gpu = fake_gpu.gpu._replace(arch="sm_90a")
+    settings = architecture.Settings(B=3, T=32, total_batch_size=192, dtype="fp8", grad_clip=1.0, recompute=recompute,
+                                     graph=0)
+    _, matmul = open_device(architecture, gpu, config, settings.precision)
+    params = allocate(architecture.parameter_table(config))
+    trainer = Trainer(architecture, config, settings, matmul, params)
+    trainer.prepare()
+    fake_gpu.launches.clear()
+    batch = np.ones((2, 3, 32), np.int32)
+    assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)).fp8 == (0, 0)
+    files = kernel_files(architecture, config, settings.precision, gpu.arch, "auto").values()
+    parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
+    check_launches([launch for launch in fake_gpu.launches if launch.name != "cublaslt"], gpu, settings.precision,
+                   parameters)
+    count = {name: sum(launch.name == name for launch in fake_gpu.launches) for name in
+             ("quantise", "matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_weight", "prepare_scales")}
+    layers = len(LINEARS) * config.L
+    again = {0: 0, 1: 1, 2: 3}[recompute] * config.L  # inputs that were recomputed
+    assert count["quantise"] == layers * (1 + 2 * 2) + 2 * again
+    assert count["matmul_fp8"] + count["matmul_fp8_narrow"] == layers * 2 * 2
+    assert count["matmul_fp8_weight"] == layers * 2 and count["prepare_scales"] == 1
+
+
+@pytest.mark.parametrize("arch", ("sm_75", "sm_80", "sm_89", "sm_100a"))
+def test_other_gpus_are_refused(arch):
+    with pytest.raises(UserError, match=f"--dtype fp8: this GPU is {arch}; .*: pass --dtype bfloat16"):
+        resolve_dtype("fp8", arch)
+
+
+@pytest.mark.parametrize("flags, message", (({"tf32": 0}, "--tf32 0"), ({"matmul": "cublaslt"}, "--matmul cublaslt")))
+def test_flags_that_do_not_go_with_it(flags, message):
+    with pytest.raises(UserError, match=message):
+        cuda.resolve_auto(cuda.CudaSettings(dtype="fp8", **flags), "sm_90a")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# with a GPU
+
+
+DEVICES = {}
+
+
+@pytest.fixture
+def matmul(gpu):
+    if gpu.arch != "sm_90a":
+        pytest.skip(f"{gpu.arch} is not Hopper")
+    if not DEVICES:
+        files = kernel_files(LAYERS, GPT2, FP8, gpu.arch, "auto")
+        device = Device(gpu, Cache(), list(files.values()), launch_geometry(GPT2, FP8, gpu.arch))
+        DEVICES["matmul"] = Matmul(device, FP8)
+        DEVICES["matmul"].allocate()
+    DEVICES["matmul"].device.stream.use()
+    return DEVICES["matmul"]
+
+
+def make_fp8(matmul, N):
+    table = cuda.parameter_table(GPT2, "bfloat16")
+    params = views(table, matmul.device.upload(np.zeros(sum(row.bytes() for row in table.values()), np.uint8)))
+    return Fp8(matmul, params, N)
+
+
+def bytes_on_gpu(shape, value=255):
+    out = on_gpu(np.zeros(shape, np.int32)).astype("uint8")
+    out[...] = value
+    return out
+
+
+def test_prepare_scales(matmul):
+    fp8 = make_fp8(matmul, 16)
+    rng = np.random.default_rng(1)
+    history, scales = np.zeros(fp8.state.history.shape, np.float32), np.ones(fp8.state.scales.size, np.float32)
+    for update in range(HISTORY + 3):
+        largest = (10.0 ** rng.uniform(-12, 4, scales.size)).astype(np.float32) * (rng.random(scales.size) < 0.2)
+        largest[:3] = np.nan, np.inf, 224.0
+        copy_to_gpu(fp8.state.largest, largest.astype(np.float32).view(np.int32))
+        copy_to_gpu(fp8.state.counts, np.array([update, 7], np.int32))
+        fp8.prepare_scales()
+        matmul.device.synchronize()
+        history[update % HISTORY] = np.where(np.isfinite(largest), largest, 0)
+        scales = next_scales(history, scales)
+        assert np.array_equal(fp8.state.history.get(), history) and np.array_equal(fp8.state.scales.get(), scales)
+        assert fp8.counts(update) == (update, 7)
+        assert not fp8.state.largest.get().any() and not fp8.state.counts.get().any()
+
+
+@pytest.mark.parametrize("N, C", ((1, 16), (3, 48), (64, 64), (97, 208), (256, 3072), (130, 1600)))
+@pytest.mark.parametrize("spread, scale", ((1.0, 64.0), (300.0, 2.0), (1e-6, 2.0**14)))
+def test_quantise(matmul, N, C, spread, scale):
+    """Every byte, what is not finite and the padding included; the largest number and the counts."""
+    fp8 = make_fp8(matmul, 16)
+    x = random(N, C, seed=1, spread=spread, dtype="bfloat16")
+    if N > 60:
+        x[5, :3], x[N - 1, C - 1] = (np.inf, -np.inf, 0.0), np.nan
+    pitch, slot = blocks(N, 16) * 16, fp8.slot("fc", 1, "dout")
+    fp8.state.scales[slot] = scale
+    expected = round_e4m3(x * np.float32(scale))
+    for plain, transposed in itertools.product((True, False), repeat=2):
+        fp8.forget()
+        out, out_t = bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None
+        fp8.quantise("fc", 1, "dout", on_gpu(x, dtype="bfloat16"), out, out_t, records=plain)
+        if plain:
+            assert np.array_equal(decode_e4m3(out.get()), expected, equal_nan=True)
+        if transposed:
+            assert np.array_equal(decode_e4m3(out_t.get())[:, :N], expected.T, equal_nan=True)
+            assert not out_t.get()[:, N:].any()
+        largest, counts = fp8.state.largest.get(), fp8.state.counts.get()
+        if plain:
+            size = np.abs(x * np.float32(scale))
+            assert counts.tolist() == [(size > LARGEST).sum(), ((size > 0) & (expected == 0)).sum()]
+            found = largest[slot : slot + 1].view(np.float32)[0]
+            assert np.isnan(found) if np.isnan(x).any() else found == np.abs(x).max()
+            largest[slot] = 0
+        assert not largest.any() and (plain or not counts.any())
+
+
+def e4m3(*shape, seed):
+    """Random bytes of E4M3, numbers up to 30, and what they stand for."""
+    rng = np.random.default_rng((seed, *shape))
+    bits = (rng.integers(0, 96, shape) | rng.integers(0, 2, shape) << 7).astype(np.uint8)
+    return on_gpu(bits.astype(np.int32)).astype("uint8"), decode_e4m3(bits).astype(np.float64)
+
+
+SIZES = ((1, 16, 16), (129, 208, 96), (97, 1600, 320), (128, 192, 128), (300, 768, 3072), (1000, 2304, 768))  # M, N, K
+
+
+@pytest.mark.parametrize("sm_count", (None, 2))
+@pytest.mark.parametrize("M, N, K", SIZES)
+def test_matmul(matmul, monkeypatch, M, N, K, sm_count):
+    """Against float64. Each of the K / 32 steps cuts off what is below some 2^-13 of the sum so far."""
+    if sm_count:
+        monkeypatch.setattr(matmul.device, "sm_count", sm_count)
+    fp8, (a, a64), (b, b64) = make_fp8(matmul, 16), e4m3(M, K, seed=1), e4m3(N, K, seed=2)
+    bias = random(N, seed=3, dtype="bfloat16")
+    scales = on_gpu(np.float32([16.0, 0.5]))
+    for with_bias, scale in ((True, 1.0), (False, 0.25)):
+        out = unwritten(M, N, dtype="bfloat16")
+        fp8.multiply(out, a, scales[:1], b, scales[1:], on_gpu(bias, dtype="bfloat16") if with_bias else None, scale)
+        expected = a64 @ b64.T * (scale / 8.0) + with_bias * bias.astype(np.float64)
+        assert_close(2.0**-8 if K < 1000 else 2.0**-7, out=(out, expected))
+
+
+@pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)))
+@pytest.mark.parametrize("M, N, K", (*SIZES, (768, 768, 8192), (192, 96, 40000)))
+def test_matmul_weight(matmul, monkeypatch, M, N, K, sm_count, splits):
+    """Against float64: as close for a long K as for a short one; the same bits twice."""
+    if sm_count:
+        monkeypatch.setattr(matmul.device, "sm_count", sm_count)
+    K, fp8 = blocks(K, 16) * 16, make_fp8(matmul, 16)
+    (a, a64), (b, b64) = e4m3(M, K, seed=1), e4m3(N, K, seed=2)
+    a64, b64 = a64 + 0.0, b64 + 0.0
+    scales, results = on_gpu(np.float32([16.0, 0.5])), []
+    splits = splits and min(splits, blocks(K, 128))
+    for _ in range(2):
+        out = unwritten(M, N, dtype="bfloat16")
+        fp8.multiply_long(out, a, scales[:1], b, scales[1:], 0.5, splits)
+        assert_close(2.0**-8, out=(out, a64 @ b64.T / 16.0))
+        results.append(out.get().tobytes())
+    assert results[0] == results[1] and not fp8.done.get().any()
