@@ -255,6 +255,13 @@ __device__ inline void load_box(void* to, const TensorMap* map, Mbarrier* full, 
         : "memory");
 }
 
+// Start to bring the box into the L2 cache.
+__device__ inline void prefetch_box(const TensorMap* map, int column, int row, int batch) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(column), "r"(row),
+                 "r"(batch)
+                 : "memory");
+}
+
 // Start a TMA store: a box from shared memory to a tensor; what lies outside the tensor is not written. stores_commit()
 // makes a group of the thread's stores since the last commit, for stores_wait().
 __device__ inline void store_box(const TensorMap* map, const void* from, int column, int row, int batch) {

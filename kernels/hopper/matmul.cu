@@ -137,16 +137,6 @@ matmul_backward_inp(const __grid_constant__ TensorMap dinp, const __grid_constan
     });
 }
 
-// column[0 .. 15] = the column sums over all rows of the warp. v: the thread's sums over its own rows, of columns 2t,
-// 2t + 1, 2t + 8 and 2t + 9.
-__device__ inline void sum_columns(float* column, float (&v)[4]) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    halve<2, 1>(v);
-    halve<1, 2>(v);
-    v[0] += __shfl_xor_sync(0xffffffff, v[0], 16);
-    if (g < 4) column[g % 2 * 8 + 2 * t + g / 2] = v[0];
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials,
                          const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap weight,

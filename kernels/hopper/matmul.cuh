@@ -30,6 +30,9 @@
 
 static_assert(sizeof(element) == 2, "TF32 and float32 are in matmul.cu");
 
+#ifndef MATMUL_FP8
+#define MATMUL_FP8 0
+#endif
 #if MATMUL_FP8
 constexpr int STEP = 2 * MATMUL_BK;  // of the inner dimension: 128 bytes of operands
 #else
@@ -86,7 +89,8 @@ __device__ inline bool leads_warpgroup() { return threadIdx.x % WARPGROUP == 0; 
 __device__ inline void warpgroup_sync() { named_barrier_sync(OWN_STRIPS + warpgroup(), WARPGROUP); }
 
 struct Nothing {
-    __device__ void operator()() const {}
+    template <class... Arguments>
+    __device__ void operator()(const Arguments&...) const {}
 };
 
 // What thread 0 of the producer warpgroup does: load the steps of all of the block's items, one after the other.
@@ -125,14 +129,15 @@ __device__ __forceinline__ void load_steps(const TensorMap& a_map, const TensorM
 // The pipeline. For each of the block's tiles, the consumer warpgroup whose turn it is runs the
 // mainloop, then epilogue(acc, item, strips). `strips` is its shared memory for two strips. epilogue() must synchronize
 // the consumer's warps: see `mainloop_turn`. side_job() is called once, by each warp of the GELU warpgroup if there is
-// one, else by the three warps of the producer warpgroup that load nothing.
+// one, else by the three warps of the producer warpgroup that load nothing. begin(item, strips) is called by the
+// consumer before the mainloop.
 //
 // HALVES 2: out has two halves, and so has b_map, as its batch. A tile is the same BN / 2 columns of each half, one
 // after the other in the accumulators; z.N and item.column are columns of a half.
 template <int BN, int A_ACROSS, int B_ACROSS, bool HAS_GELU_WARPGROUP = false, int HALVES = 1, class Epilogue,
-          class SideJob = Nothing>
+          class SideJob = Nothing, class Begin = Nothing>
 __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z,
-                                       Epilogue epilogue, SideJob side_job = {}) {
+                                       Epilogue epilogue, SideJob side_job = {}, Begin begin = {}) {
     constexpr int COLUMNS = BN / HALVES;
     constexpr int BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK, STAGES = STAGES_ROOM / STAGE;
     extern __shared__ __align__(1024) element stages[];
@@ -165,7 +170,14 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
             steps = steps_of<BM, COLUMNS, STEP>(w, z);
             if (i % CONSUMERS == consumer) {
                 if (!pick<BM, COLUMNS, STEP>(item, w, z)) break;
+                begin(item, strips);
                 Accumulators<BN> acc;  // the first wgmma overwrites them
+#if MATMUL_FP8
+                // To the compiler, what is not initialized would live on from the previous tile's through its epilogue,
+                // where FP8's needs the registers.
+#pragma unroll
+                for (int j = 0; j < BN; j++) acc[j / (BN / 2)][j % (BN / 2)] = 0.0f;
+#endif
 
                 // Wait for the turn: the other consumer has issued its last wgmma. Parity only tells two phases apart,
                 // so no warp may run ahead of its warpgroup: the epilogue synchronizes its warps.
@@ -264,6 +276,16 @@ struct Squares {
 __device__ inline float number(const uint32 (&pairs)[4], int k) {
     const float2 both = as_floats(pairs[k / 2]);
     return k % 2 ? both.y : both.x;
+}
+
+// column[0 .. 15] = the column sums over all rows of the warp. v: the thread's sums over its own rows, of columns 2t,
+// 2t + 1, 2t + 8 and 2t + 9.
+__device__ inline void sum_columns(float* column, float (&v)[4]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    halve<2, 1>(v);
+    halve<1, 2>(v);
+    v[0] += __shfl_xor_sync(0xffffffff, v[0], 16);
+    if (g < 4) column[g % 2 * 8 + 2 * t + g / 2] = v[0];
 }
 
 // The plain epilogue: store a tile * scale + bias to the tensor, strip by strip through shared memory.

@@ -2,16 +2,21 @@
 // asks for in 8 bits: kernels/fp8.cu writes the transposed copies that this takes.
 //
 //     matmul_fp8          out (M,N) = factor * a (M,K) @ b (N,K)^T + bias                             out =
+//     matmul_fp8_gelu     the same, and GELU(out), of the rounded out, in 8 bits                      out, gelu =
+//     matmul_fp8_gelu_backward   factor * a @ b^T * GELU'(inp), in 8 bits                             dinp =
+//                                partials[tile] = its column sums                                     partials =
 //     matmul_fp8_weight   dweight (M,N) = factor * a (M,K) @ b (N,K)^T, K long                        dweight =
 //
-// out, bias (N): bfloat16; factor = scale / (*a_scale * *b_scale), the operands' own scales: llmc/gpu/fp8.py.
+// out, inp (M,N), bias (N): bfloat16; factor = scale / (*a_scale * *b_scale), the operands' own scales: llmc/gpu/fp8.py.
+// What results in 8 bits is written as it is, (M,N), and transposed, (N,M padded), times its own scale.
 //
-// matmul_fp8 is hopper/matmul.cuh's pipeline. Its accumulators, in the tensor cores, keep about 14 bits: enough for a
+// All but the last are hopper/matmul.cuh's pipeline. Its accumulators, in the tensor cores, keep about 14 bits: enough for a
 // few thousand products, but B*T of them, which matmul_fp8_weight adds up, would be off by percents (DeepSeek-V3 2024,
 // https://arxiv.org/abs/2412.19437, section 3.3.2). There, each step's sums are added in float32. As that takes as many
 // registers again, the two consumer warpgroups share a tile, 64 rows each, and one adds while the other multiplies.
 
 #define MATMUL_FP8 1
+#include "fp8.cuh"
 #include "hopper/matmul.cuh"
 
 // Block (384); grid (at most as many blocks as items); shared memory: as in matmul.cu. Boxes of the maps, rows x bytes:
@@ -37,6 +42,268 @@ matmul_fp8_narrow(const __grid_constant__ TensorMap out, const __grid_constant__
                   const __grid_constant__ TensorMap b, const element* bias, const float* a_scale, const float* b_scale,
                   float scale, int M, int N, int K, int band) {
     multiply<NARROW_BN>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
+}
+
+constexpr int HALF_COLUMNS = 32, HALF_STRIP = STRIP / 2;  // a half strip: elements of 128 x 32
+constexpr int BYTES = BM * HALF_COLUMNS;                   // of a half strip in 8 bits
+
+// A tensor that results in 8 bits.
+struct Quantised {
+    const TensorMap &plain, &transposed;
+    const float* scale;
+    int *largest, *counts;  // or null: this pass is not part of an update, and nothing reads `transposed`
+};
+
+// A warp's squares of a half strip in 8 bits, of 128 x 32 numbers, and transposed, of 32 x 128, swizzled as TMA expects
+// them. Squares and a thread's numbers of one are as in matmul.cuh.
+struct ByteSquares {
+    unsigned char *plain, *transposed;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp_row = threadIdx.x % WARPGROUP / 32 * 16;
+
+    __device__ ByteSquares(element* half_strip)
+        : plain(reinterpret_cast<unsigned char*>(half_strip)), transposed(plain + BYTES) {}
+
+    // x: not scaled. rows: how many rows of the strip exist; what is beyond is not noted.
+    __device__ void store(const float (&x)[8], float scale, int n, int rows, bool has_columns, Noted& noted) const {
+        const int row = n % 2 * 64 + warp_row;
+        const bool lower = has_columns && row + g < rows, upper = has_columns && row + g + 8 < rows;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {  // columns 2t and 2t + 1 of each 8: of row g in the lower half, of g + 8
+            const float* const y = x + 4 * j;
+            const uint32 bytes = four_bytes(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale);
+            if (lower) noted.number(y[0]), noted.number(y[1]);
+            if (upper) noted.number(y[2]), noted.number(y[3]);
+            noted.bytes((lower ? bytes & 0xffff : 0x0101) | (upper ? bytes & 0xffff0000 : 0x01010000));
+            const int c = n / 2 * 16 + 8 * j;
+            unsigned char* const at = plain + (row + g) * HALF_COLUMNS + (n / 2 ^ g / 4) * 16 + 8 * j + 2 * t;
+            *reinterpret_cast<unsigned short*>(at) = bytes;
+            *reinterpret_cast<unsigned short*>(at + 8 * HALF_COLUMNS) = bytes >> 16;
+            // Lanes of rows g and g ^ 1 exchange, so that each has one column of both rows; then, with g ^ 2, four rows.
+            const uint32 pair = __byte_perm(bytes, __shfl_xor_sync(0xffffffff, bytes, 4), g % 2 ? 0x3715 : 0x6240);
+            const uint32 quad = __byte_perm(pair, __shfl_xor_sync(0xffffffff, pair, 8), g & 2 ? 0x3276 : 0x5410);
+            const int column = c + 2 * t + g % 2, r = row + (g & 4) + (g & 2) * 4;
+            *reinterpret_cast<uint32*>(transposed + column * BM + (r / 16 ^ column % 8) * 16 + r % 16) = quad;
+        }
+    }
+};
+
+// Called by the warpgroup's first thread: start to store a half strip of `result`.
+__device__ inline void store_bytes_of(const Quantised& result, const element* half_strip, int row, int column) {
+    store_box(&result.plain, half_strip, column, row, 0);
+    if (result.largest) store_box(&result.transposed, half_strip + BYTES / 2, row, column, 0);
+}
+
+// A tile's accumulators * factor + bias, rounded: [half][2 * j + k] are columns 8j + 2t and 8j + 2t + 1 of row g + 8 * k
+// of a half. They take half as many registers, and leave the others to what follows.
+template <int BN>
+using Pairs = uint32[2][BN / 4];
+
+template <int BN, bool HAS_BIAS>
+__device__ __forceinline__ void round_tile(Pairs<BN>& pairs, const Accumulators<BN>& acc, float factor,
+                                           const element* bias, int column, int N) {
+#pragma unroll
+    for (int j = 0; j < BN / 8; j++) {
+        if (j % 2 == 0) __syncwarp();  // the compiler moves nothing across: more would take too many registers
+        float2 b = {0.0f, 0.0f};
+        if (HAS_BIAS) {
+            const int c = column + 8 * j + threadIdx.x % 4 * 2;
+            b = as_floats(c < N ? *reinterpret_cast<const uint32*>(bias + c) : 0);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float* const x = &acc[k / 2][4 * j + k % 2 * 2];
+            pairs[k / 2][2 * j + k % 2] = as_pair(x[0] * factor + b.x, x[1] * factor + b.y);
+        }
+    }
+}
+
+// half_strip (128 x 32) = the tile's first 32 columns; the others take their place. So the loop over half strips need not
+// be unrolled: 60 KB of code would not fit into the instruction cache.
+template <int BN>
+__device__ __forceinline__ void take_half_strip(const Squares<HALF_COLUMNS>& half_strip, Pairs<BN>& pairs) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const uint32* const p = &pairs[n % 2][n / 2 * 4];
+        half_strip.store({p[0], p[1], p[2], p[3]}, n);
+    }
+#pragma unroll
+    for (int i = 0; i < BN / 4 - 8; i++) {
+        for (int half = 0; half < 2; half++) pairs[half][i] = pairs[half][i + 8];
+    }
+}
+
+// Boxes of the maps: out 128 x 32; in 8 bits 128 x 32, transposed 32 x 128; a, b as above.
+template <int BN>
+__device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quantised& gelu, const TensorMap& a,
+                                              const TensorMap& b, const element* bias, const float* a_scale,
+                                              const float* b_scale, const Sizes& z) {
+    matmul<BN, 0, 0>(a, b, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+        const float factor = 1.0f / (*a_scale * *b_scale), gelu_scale = *gelu.scale;
+        Noted noted;
+        Pairs<BN> pairs_of_tile;
+        round_tile<BN, true>(pairs_of_tile, acc, factor, bias, item.column, z.N);
+        wait_strip_empty<0>();
+#pragma unroll 1
+        for (int s = 0; s < BN / HALF_COLUMNS; s++) {
+            element* const strip = strips + s % 2 * STRIP;
+            const int column = item.column + HALF_COLUMNS * s;
+            const Squares<HALF_COLUMNS> outs(strip);
+            const ByteSquares gelus(strip + HALF_STRIP);
+            if (s > 1) wait_strip_empty<1>();
+            take_half_strip<BN>(outs, pairs_of_tile);
+            __syncwarp();
+#pragma unroll 2
+            for (int n = 0; n < 4; n++) {
+                uint32 pairs[4];
+                float y[8];
+                Gate gate[8];
+                outs.load(pairs, n);
+#pragma unroll
+                for (int k = 0; k < 8; k++) y[k] = number(pairs, k);
+                gates(gate, y);
+#pragma unroll
+                for (int k = 0; k < 8; k += 2) {  // rounded to bfloat16 first, so that it can be recomputed from out
+                    const float2 both = as_floats(as_pair(__fmul_rn(y[k], gate[k].s),
+                                                          __fmul_rn(y[k + 1], gate[k + 1].s)));
+                    y[k] = both.x, y[k + 1] = both.y;
+                }
+                gelus.store(y, gelu_scale, n, z.M - item.row, column + n / 2 * 16 < z.N, noted);
+            }
+            fence_for_async();
+            warpgroup_sync();
+            if (leads_warpgroup()) {
+                store_box(&out, strip, column, item.row, 0);
+                store_bytes_of(gelu, strip + HALF_STRIP, item.row, column);
+                stores_commit();
+            }
+        }
+        noted.publish(gelu.largest, gelu.counts);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
+                const __grid_constant__ TensorMap gelu_transposed, const __grid_constant__ TensorMap a,
+                const __grid_constant__ TensorMap b, const element* bias, const float* a_scale, const float* b_scale,
+                const float* gelu_scale, int* largest, int* counts, int M, int N, int K, int band) {
+    multiply_gelu<WIDE_BN>(out, {gelu, gelu_transposed, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale,
+                           {M, N, K, band, 1});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_fp8_gelu_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
+                       const __grid_constant__ TensorMap gelu_transposed, const __grid_constant__ TensorMap a,
+                       const __grid_constant__ TensorMap b, const element* bias, const float* a_scale,
+                       const float* b_scale, const float* gelu_scale, int* largest, int* counts, int M, int N, int K,
+                       int band) {
+    multiply_gelu<NARROW_BN>(out, {gelu, gelu_transposed, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale,
+                             {M, N, K, band, 1});
+}
+
+// Each consumer has room for four half strips: two of inp, one of dout @ weight, and one of dinp in 8 bits. Its first
+// thread loads inp's: two before the mainloop, the others as room becomes free, out of the L2 cache, where they are
+// brought meanwhile. Boxes: inp 128 x 32.
+template <int BN>
+__device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, float* partials, const TensorMap& a,
+                                                       const TensorMap& b, const TensorMap& inp, const float* a_scale,
+                                                       const float* b_scale, const Sizes& z) {
+    constexpr int STRIPS = BN / HALF_COLUMNS;
+    __shared__ Mbarrier inp_full[CONSUMERS][2];            // guards the half strips of inp
+    __shared__ float sums[CONSUMERS][2][4][HALF_COLUMNS];  // column sums over the rows of each warp
+    if (threadIdx.x == 0) {
+        for (int k = 0; k < 2 * CONSUMERS; k++) mbarrier_init(&inp_full[k / 2][k % 2], 1);
+    }
+    const int consumer = max(warpgroup() - 1, 0);
+    int current = 0;  // which of the consumer's half strips this is
+    const auto load_strip = [&](const Item& item, element* strips, int s, int number) {
+        Mbarrier* const full = &inp_full[consumer][number % 2];
+        mbarrier_arrive_expect_tx(full, HALF_STRIP * sizeof(element));
+        load_box(strips + number % 2 * HALF_STRIP, &inp, full, item.column + HALF_COLUMNS * s, item.row, 0);
+    };
+    matmul<BN, 0, 0>(
+        a, b, z,
+        [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+            const float factor = 1.0f / (*a_scale * *b_scale), dinp_scale = *dinp.scale;
+            element *const dgelu = strips + STRIP, *const result = dgelu + HALF_STRIP;
+            const Squares<HALF_COLUMNS> dgelus(dgelu);
+            const ByteSquares dinps(result);
+            Noted noted;
+            Pairs<BN> pairs_of_tile;
+            round_tile<BN, false>(pairs_of_tile, acc, factor, nullptr, 0, 0);
+#pragma unroll 1
+            for (int s = 0; s < STRIPS; s++, current++) {
+                const int column = item.column + HALF_COLUMNS * s;
+                const Squares<HALF_COLUMNS> inps(strips + current % 2 * HALF_STRIP);
+                float* const of_warp = sums[consumer][current % 2][threadIdx.x % WARPGROUP / 32];
+                take_half_strip<BN>(dgelus, pairs_of_tile);
+                wait_strip_empty<0>();
+                mbarrier_wait(&inp_full[consumer][current % 2], current / 2 & 1);
+                __syncwarp();
+#pragma unroll 1
+                for (int c = 0; c < 2; c++) {
+                    float total[4] = {};
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        uint32 pairs[4];
+                        float x[8];
+                        Gate gate[8];
+                        inps.load(pairs, 2 * c + half);
+#pragma unroll
+                        for (int k = 0; k < 8; k++) x[k] = number(pairs, k);
+                        gates(gate, x);
+                        dgelus.load(pairs, 2 * c + half);
+#pragma unroll
+                        for (int k = 0; k < 8; k++) x[k] = number(pairs, k) * gelu_derivative(x[k], gate[k]);
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8
+                            total[k] += x[first] + x[first + 2];
+                        }
+                        dinps.store(x, dinp_scale, 2 * c + half, z.M - item.row, column + 16 * c < z.N, noted);
+                    }
+                    sum_columns(of_warp + 16 * c, total);
+                }
+                fence_for_async();
+                warpgroup_sync();
+                if (leads_warpgroup()) {
+                    store_bytes_of(dinp, result, item.row, column);
+                    stores_commit();
+                    if (s + 2 < STRIPS) load_strip(item, strips, s + 2, current + 2);
+                }
+                const int c = threadIdx.x % WARPGROUP;
+                if (c < HALF_COLUMNS && column + c < z.N) {
+                    const float(&of_warps)[4][HALF_COLUMNS] = sums[consumer][current % 2];
+                    partials[int64(item.row / BM) * z.N + column + c] =
+                        of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
+                }
+            }
+            noted.publish(dinp.largest, dinp.counts);
+        },
+        Nothing{},
+        [&](const Item& item, element* strips) {  // before the mainloop
+            if (!leads_warpgroup()) return;
+            for (int s = 0; s < 2; s++) load_strip(item, strips, s, current + s);
+            for (int s = 2; s < STRIPS; s++) prefetch_box(&inp, item.column + HALF_COLUMNS * s, item.row, 0);
+        });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dinp_transposed,
+                         float* partials, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+                         const __grid_constant__ TensorMap inp, const float* a_scale, const float* b_scale,
+                         const float* dinp_scale, int* largest, int* counts, int M, int N, int K, int band) {
+    multiply_gelu_backward<WIDE_BN>({dinp, dinp_transposed, dinp_scale, largest, counts}, partials, a, b, inp, a_scale,
+                                    b_scale, {M, N, K, band, 1});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_fp8_gelu_backward_narrow(const __grid_constant__ TensorMap dinp,
+                                const __grid_constant__ TensorMap dinp_transposed, float* partials,
+                                const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+                                const __grid_constant__ TensorMap inp, const float* a_scale, const float* b_scale,
+                                const float* dinp_scale, int* largest, int* counts, int M, int N, int K, int band) {
+    multiply_gelu_backward<NARROW_BN>({dinp, dinp_transposed, dinp_scale, largest, counts}, partials, a, b, inp,
+                                      a_scale, b_scale, {M, N, K, band, 1});
 }
 
 // partials, done: see ../matmul.cuh; a half of a tile, 64 rows, stands for a tile there.

@@ -59,7 +59,8 @@ def operand_table(parameters, N, recomputed):
     """name -> Row of the operands in 8 bits, for N rows, B*T. parameters: the model's table. Transposed copies, _t, are
     padded with zeros to whole 16 bytes. recomputed: names of LINEARS whose input is kept for one layer at a time."""
     shapes, pitch = {name: parameters[f"{name}w"].shape for name in LINEARS}, blocks(N, 16) * 16
-    table = {"inp": Row((N, max(C for _, _, C in shapes.values())), "uint8")}  # of the layer at hand
+    table = {"inp": Row((N, max(shapes[name][2] for name in ("qkv", "fc"))), "uint8"),  # of the layer at hand
+             "act": Row((N, shapes["fcproj"][2]), "uint8")}  # fcproj's
     for name, (L, OC, C) in shapes.items():
         table |= {f"{name}w": Row((L, OC, C), "uint8", stacked=True), f"{name}w_t": Row((L, C, OC), "uint8"),
                   f"{name}_inp_t": Row((1 if name in recomputed else L, C, pitch), "uint8"),
@@ -82,9 +83,10 @@ def scale_table(L):
 class Fp8:
     """The operands and scales of a model in training."""
 
-    def __init__(self, matmul, params, N, recomputed=()):
-        """params: Tensors on the GPU; N, recomputed: see operand_table. Allocates on the current stream."""
-        self.device, self.matmul, self.params = matmul.device, matmul, params
+    def __init__(self, matmul, params, N, recomputed=(), fuses_gelu=True):
+        """params: Tensors on the GPU; N, recomputed: see operand_table; fuses_gelu: fc's epilogue makes fcproj's input,
+        fcproj's backward pass fc's gradient. Allocates on the current stream."""
+        self.device, self.matmul, self.params, self.fuses_gelu = matmul.device, matmul, params, fuses_gelu
         self.L, self.recomputed = params.table["qkvw"].shape[0], recomputed
         table = operand_table(params.table, N, recomputed)
         self.operands = views(table, cp.empty(table_bytes(table, ALIGN), np.uint8), ALIGN)
@@ -106,13 +108,13 @@ class Fp8:
         slot = self.slot(name, l, role)
         return self.state.scales[slot : slot + 1]
 
-    def quantise(self, name, l, role, x, plain=None, transposed=None, records=None):
-        """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C)."""
-        g, (N, C), slot, state = self.device.geometry, x.shape, self.slot(name, l, role), self.state
-        records = self.records if records is None else records
+    def quantise(self, name, l, role, x, plain=None, transposed=None, again=False):
+        """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C). again: it was noted before.
+        """
+        g, (N, C), (scale, largest, counts) = self.device.geometry, x.shape, self.noted(name, l, role)
         self.device.launch("quantise", (blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE)), (g.FP8_THREADS,), plain,
-                           transposed, x, state.scales[slot:], state.largest[slot:] if records else None, state.counts,
-                           N, C, N if transposed is None else transposed.shape[1])
+                           transposed, x, scale, None if again else largest, counts, N, C,
+                           N if transposed is None else transposed.shape[1])
 
     def quantise_weights(self, l):
         """Layer l's matrices, after an update has changed them."""
@@ -156,11 +158,22 @@ class Fp8:
 
     def multiply(self, out, a, a_scale, b, b_scale, bias=None, scale=1.0):
         """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), in the operands' own units."""
-        kernels, g, N = self.matmul.kernels, self.device.geometry, out.shape[1]
-        narrow = N % g.MATMUL_BN > 0 and N % g.MATMUL_NARROW_BN == 0
-        columns = g.MATMUL_NARROW_BN if narrow else g.MATMUL_BN
+        kernels, columns, narrow = self.matmul.kernels, *self.columns(out.shape[1])
         kernels.launch("matmul_fp8" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, narrow),
-                       self.operand(a, g.MATMUL_BM), self.operand(b, columns), bias, a_scale, b_scale, float(scale),
+                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, float(scale), columns=columns)
+
+    def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, noted):
+        """out (M,N), and gelu, a Quantised, = GELU(out) * its scale. noted: the arguments for its scale."""
+        kernels, columns, narrow = self.matmul.kernels, *self.columns(out.shape[1])
+        kernels.launch("matmul_fp8_gelu" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, True),
+                       *self.results(gelu), *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted,
+                       columns=columns)
+
+    def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, noted):
+        """dinp, a Quantised, = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums."""
+        kernels, columns, narrow = self.matmul.kernels, *self.columns(inp.shape[1])
+        kernels.launch("matmul_fp8_gelu_backward" + "_narrow" * narrow, *inp.shape, a.shape[1], *self.results(dinp),
+                       partials, *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
                        columns=columns)
 
     def multiply_long(self, dweight, a, a_scale, b, b_scale, scale, splits=None):
@@ -168,18 +181,36 @@ class Fp8:
         kernels, g, (M, N), K = self.matmul.kernels, self.device.geometry, dweight.shape, a.shape[1]
         side = int(self.device.stream is self.device.side)
         kernels.launch("matmul_fp8_weight", M, N, K, dweight, self.matmul.workspace[side], self.done[side],
-                       self.operand(a, g.MATMUL_BM), self.operand(b, g.MATMUL_BN), a_scale, b_scale, float(scale),
+                       *self.operands_of(a, b, g.MATMUL_BN), a_scale, b_scale, float(scale),
                        splits=splits or kernels.splits(M, N, K))
 
-    def operand(self, array, rows):
-        return self.device.tensor_map(array, rows, 2 * self.device.geometry.MATMUL_BK)
+    def columns(self, N):
+        """(columns of a tile, whether they are the narrow ones) for a result of N columns."""
+        g = self.device.geometry
+        narrow = N % g.MATMUL_BN > 0 and N % g.MATMUL_NARROW_BN == 0
+        return g.MATMUL_NARROW_BN if narrow else g.MATMUL_BN, narrow
+
+    def operands_of(self, a, b, columns):
+        g = self.device.geometry
+        return [self.device.tensor_map(x, n, 2 * g.MATMUL_BK) for x, n in ((a, g.MATMUL_BM), (b, columns))]
+
+    def results(self, quantised):
+        g, tensor_map = self.device.geometry, self.device.tensor_map
+        return (tensor_map(quantised.plain, g.MATMUL_BM, g.MATMUL_NARROW_STRIP),
+                tensor_map(quantised.transposed, g.MATMUL_NARROW_STRIP, g.MATMUL_BM))
+
+    def noted(self, name, l, role):
+        """The arguments of a kernel that makes an operand: its scale, and where it notes the largest number and counts.
+        """
+        slot, state = self.slot(name, l, role), self.state
+        return state.scales[slot:], state.largest[slot:] if self.records else None, state.counts
 
 
-class Gradient(NamedTuple):
-    """A gradient of a layer's output, as its matmuls read it."""
+class Quantised(NamedTuple):
+    """A tensor in 8 bits, as matmuls read it."""
 
-    plain: object  # (N,OC)
-    transposed: object  # (OC,pitch)
+    plain: object  # (N,C)
+    transposed: object  # (C,pitch)
 
 
 class Fp8Linear(NamedTuple):
@@ -191,31 +222,61 @@ class Fp8Linear(NamedTuple):
     bias: object
     dweight: object
 
-    fuses, fuses_gelu = False, False
+    fuses = False
+
+    @property
+    def fuses_gelu(self):
+        return self.fp8.fuses_gelu
 
     def forward(self, out, inp):
-        """out (N,OC) = inp (N,C) @ weight^T + bias."""
-        fp8, out, inp = self.fp8, rows(out), rows(inp)
-        plain = fp8.operands.inp.reshape(-1)[: inp.size].reshape(inp.shape)
+        """out (N,OC) = inp (N,C) @ weight^T + bias. inp of fcproj: not read if fc's forward_gelu has made it."""
+        self.fp8.multiply(rows(out), self.quantised_inp(rows(inp)), self.scale("inp"), self.tensor("w")[self.l],
+                          self.scale("weight"), self.bias)
+
+    def forward_gelu(self, out, gelu, inp):
+        """The same, and fcproj's input = GELU(out); gelu (N,OC): not written."""
+        fcproj, out, inp = self.fp8.linear("fcproj", self.l, None, None), rows(out), rows(inp)
+        result = Quantised(fcproj.plain_inp(out.shape), fcproj.inp_transposed)
+        self.fp8.multiply_gelu(out, result, self.quantised_inp(inp), self.scale("inp"), self.tensor("w")[self.l],
+                               self.scale("weight"), self.bias, self.fp8.noted("fcproj", self.l, "inp"))
+
+    def quantised_inp(self, inp):
+        """inp (N,C) -> its copy in 8 bits; the transposed one is made, too, if there will be a backward pass."""
+        fp8, plain = self.fp8, self.plain_inp(inp.shape)
+        if self.name == "fcproj" and fp8.fuses_gelu:
+            return plain
         kept = self.inp_transposed if fp8.records and self.name not in fp8.recomputed else None
         fp8.quantise(self.name, self.l, "inp", inp, plain, kept)
-        fp8.multiply(out, plain, self.scale("inp"), self.tensor("w")[self.l], self.scale("weight"), self.bias)
+        return plain
+
+    def plain_inp(self, shape):
+        room = self.fp8.operands.act if self.name == "fcproj" else self.fp8.operands.inp
+        return room.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 
     def operand(self, dout):
-        """dout (N,OC) as backward_inp and backward_weight take it."""
-        plain, transposed, dout = self.tensor("_dout"), self.tensor("_dout_t"), rows(dout)
-        self.fp8.quantise(self.name, self.l, "dout", dout, plain, transposed)
-        return Gradient(plain, transposed)
+        """dout (N,OC) as backward_inp and backward_weight take it. dout of fc: not read if fcproj's backward_inp_gelu
+        has made it."""
+        quantised = Quantised(self.tensor("_dout"), self.tensor("_dout_t"))
+        if not (self.name == "fc" and self.fp8.fuses_gelu):
+            self.fp8.quantise(self.name, self.l, "dout", rows(dout), *quantised)
+        return quantised
 
     def backward_inp(self, dinp, dout, scale=1.0):
         """dinp (N,C) = scale * dout @ weight (OC,C)."""
         self.fp8.multiply(rows(dinp), dout.plain, self.scale("dout"), self.tensor("w_t")[self.l], self.scale("weight"),
                           scale=scale)
 
+    def backward_inp_gelu(self, dinp, partials, dout, inp):
+        """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C): not written."""
+        fc, inp = self.fp8.linear("fc", self.l, None, None), rows(inp)
+        result = Quantised(fc.tensor("_dout"), fc.tensor("_dout_t"))
+        self.fp8.multiply_gelu_backward(result, partials, dout.plain, self.scale("dout"), self.tensor("w_t")[self.l],
+                                        self.scale("weight"), inp, self.fp8.noted("fc", self.l, "dout"))
+
     def backward_weight(self, dout, inp, transposed=None, scale=1.0):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it was recomputed."""
         if self.name in self.fp8.recomputed:
-            self.fp8.quantise(self.name, self.l, "inp", rows(inp), None, self.inp_transposed, records=False)
+            self.fp8.quantise(self.name, self.l, "inp", rows(inp), None, self.inp_transposed, again=True)
         self.fp8.multiply_long(self.dweight, dout.transposed, self.scale("dout"), self.inp_transposed,
                                self.scale("inp"), scale)
 

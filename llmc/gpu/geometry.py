@@ -37,7 +37,8 @@ KERNELS = {  # layer -> its kernels
                "matmul_backward_weight"),
     "matmul_swiglu": ("matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope",
                       "matmul_forward_rope_narrow"),  # Hopper only
-    "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_weight"),  # likewise
+    "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_narrow",
+                   "matmul_fp8_gelu_backward", "matmul_fp8_gelu_backward_narrow", "matmul_fp8_weight"),  # likewise
     "fp8": ("quantise", "prepare_scales"),
     "classifier": ("classifier",),
     "transpose": ("transpose",),

@@ -190,7 +190,8 @@ class Trainer(ForwardPasses):
             self.model = self.make_model(settings.B, settings.T)
             if self.precision.fp8:
                 recomputed = recomputed_inputs(architecture, settings)
-                self.fp8 = self.model.fp8 = Fp8(matmul, self.params, settings.B * settings.T, recomputed)
+                N, fuses_gelu = settings.B * settings.T, "gelu" in architecture.KERNELS
+                self.fp8 = self.model.fp8 = Fp8(matmul, self.params, N, recomputed, fuses_gelu)
             matmul.allocate()
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
             self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
