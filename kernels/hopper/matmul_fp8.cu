@@ -55,7 +55,8 @@ struct Quantised {
 };
 
 // A warp's squares of a half strip in 8 bits, of 128 x 32 numbers, and transposed, of 32 x 128, swizzled as TMA expects
-// them. Squares and a thread's numbers of one are as in matmul.cuh.
+// them. Squares and a thread's numbers of one are as in matmul.cuh. Two squares, of 16 columns of both halves, are
+// worked on together: one after the other, a warp would mostly wait.
 struct ByteSquares {
     unsigned char *plain, *transposed;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp_row = threadIdx.x % WARPGROUP / 32 * 16;
@@ -63,26 +64,45 @@ struct ByteSquares {
     __device__ ByteSquares(element* half_strip)
         : plain(reinterpret_cast<unsigned char*>(half_strip)), transposed(plain + BYTES) {}
 
-    // x: not scaled. rows: how many rows of the strip exist; what is beyond is not noted.
-    __device__ void store(const float (&x)[8], float scale, int n, int rows, bool has_columns, Noted& noted) const {
-        const int row = n % 2 * 64 + warp_row;
-        const bool lower = has_columns && row + g < rows, upper = has_columns && row + g + 8 < rows;
+    // x: squares 2c and 2c + 1, not scaled. rows: how many rows of the strip exist; what is beyond is not noted.
+    __device__ void store(const float (&x)[16], float scale, int c, int rows, bool has_columns, Noted& noted) const {
+        uint32 bytes[4];  // of columns 2t and 2t + 1 of each 8: of row g in the lower half, of row g + 8
 #pragma unroll
-        for (int j = 0; j < 2; j++) {  // columns 2t and 2t + 1 of each 8: of row g in the lower half, of g + 8
-            const float* const y = x + 4 * j;
-            const uint32 bytes = four_bytes(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale);
-            if (lower) noted.number(y[0]), noted.number(y[1]);
-            if (upper) noted.number(y[2]), noted.number(y[3]);
-            noted.bytes((lower ? bytes & 0xffff : 0x0101) | (upper ? bytes & 0xffff0000 : 0x01010000));
-            const int c = n / 2 * 16 + 8 * j;
-            unsigned char* const at = plain + (row + g) * HALF_COLUMNS + (n / 2 ^ g / 4) * 16 + 8 * j + 2 * t;
-            *reinterpret_cast<unsigned short*>(at) = bytes;
-            *reinterpret_cast<unsigned short*>(at + 8 * HALF_COLUMNS) = bytes >> 16;
-            // Lanes of rows g and g ^ 1 exchange, so that each has one column of both rows; then, with g ^ 2, four rows.
-            const uint32 pair = __byte_perm(bytes, __shfl_xor_sync(0xffffffff, bytes, 4), g % 2 ? 0x3715 : 0x6240);
-            const uint32 quad = __byte_perm(pair, __shfl_xor_sync(0xffffffff, pair, 8), g & 2 ? 0x3276 : 0x5410);
-            const int column = c + 2 * t + g % 2, r = row + (g & 4) + (g & 2) * 4;
-            *reinterpret_cast<uint32*>(transposed + column * BM + (r / 16 ^ column % 8) * 16 + r % 16) = quad;
+        for (int i = 0; i < 4; i++) {
+            const float* const y = x + 4 * i;
+            bytes[i] = four_bytes(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale);
+        }
+        if (has_columns && rows >= BM) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) noted.number(x[i]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) noted.bytes(bytes[i]);
+        } else if (has_columns) {
+            for (int i = 0; i < 4; i++) {
+                const int row = i / 2 * 64 + warp_row + g;
+                const bool lower = row < rows, upper = row + 8 < rows;
+                for (int k = 0; k < 4; k++) noted.number((k < 2 ? lower : upper) ? x[4 * i + k] : 0.0f);
+                noted.bytes((lower ? bytes[i] & 0xffff : 0x0101) | (upper ? bytes[i] & 0xffff0000 : 0x01010000));
+            }
+        }
+        // Lanes of rows g and g ^ 1 exchange, so that each has one column of both rows; then, with g ^ 2, of four rows.
+        uint32 quads[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            quads[i] = __byte_perm(bytes[i], __shfl_xor_sync(0xffffffff, bytes[i], 4), g % 2 ? 0x3715 : 0x6240);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            quads[i] = __byte_perm(quads[i], __shfl_xor_sync(0xffffffff, quads[i], 8), g & 2 ? 0x3276 : 0x5410);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = i / 2 * 64 + warp_row, eight = i % 2 * 8;
+            unsigned char* const at = plain + (row + g) * HALF_COLUMNS + (c ^ g / 4) * 16 + eight + 2 * t;
+            *reinterpret_cast<unsigned short*>(at) = bytes[i];
+            *reinterpret_cast<unsigned short*>(at + 8 * HALF_COLUMNS) = bytes[i] >> 16;
+            const int column = 16 * c + eight + 2 * t + g % 2, r = row + (g & 4) + (g & 2) * 4;
+            *reinterpret_cast<uint32*>(transposed + column * BM + (r / 16 ^ column % 8) * 16 + r % 16) = quads[i];
         }
     }
 };
@@ -117,18 +137,19 @@ __device__ __forceinline__ void round_tile(Pairs<BN>& pairs, const Accumulators<
     }
 }
 
-// half_strip (128 x 32) = the tile's first 32 columns; the others take their place. So the loop over half strips need not
-// be unrolled: 60 KB of code would not fit into the instruction cache.
-template <int BN>
-__device__ __forceinline__ void take_half_strip(const Squares<HALF_COLUMNS>& half_strip, Pairs<BN>& pairs) {
+// half_strip (128 x 32) = the tile's columns from 32 * s on. s is not known at compile time, so that the loop over half
+// strips need not be unrolled: 60 KB of code would not fit into the instruction cache.
+template <int BN, int CANDIDATE = 0>
+__device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& half_strip, const Pairs<BN>& pairs, int s) {
+    if (s == CANDIDATE) {
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
-        const uint32* const p = &pairs[n % 2][n / 2 * 4];
-        half_strip.store({p[0], p[1], p[2], p[3]}, n);
-    }
-#pragma unroll
-    for (int i = 0; i < BN / 4 - 8; i++) {
-        for (int half = 0; half < 2; half++) pairs[half][i] = pairs[half][i + 8];
+        for (int n = 0; n < 4; n++) {
+            const uint32* const p = &pairs[n % 2][8 * CANDIDATE + n / 2 * 4];
+            half_strip.store({p[0], p[1], p[2], p[3]}, n);
+        }
+        asm volatile("// %0" ::"n"(CANDIDATE));  // else the compiler may merge the branches, with pairs in local memory
+    } else if constexpr (CANDIDATE + 1 < BN / HALF_COLUMNS) {
+        fill_half_strip<BN, CANDIDATE + 1>(half_strip, pairs, s);
     }
 }
 
@@ -150,24 +171,25 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
             const Squares<HALF_COLUMNS> outs(strip);
             const ByteSquares gelus(strip + HALF_STRIP);
             if (s > 1) wait_strip_empty<1>();
-            take_half_strip<BN>(outs, pairs_of_tile);
+            fill_half_strip<BN>(outs, pairs_of_tile, s);
             __syncwarp();
-#pragma unroll 2
-            for (int n = 0; n < 4; n++) {
-                uint32 pairs[4];
-                float y[8];
-                Gate gate[8];
-                outs.load(pairs, n);
+#pragma unroll 1
+            for (int c = 0; c < 2; c++) {
+                uint32 pairs[2][4];
+                float y[16];
+                Gate gate[16];
+                outs.load(pairs[0], 2 * c);
+                outs.load(pairs[1], 2 * c + 1);
 #pragma unroll
-                for (int k = 0; k < 8; k++) y[k] = number(pairs, k);
+                for (int k = 0; k < 16; k++) y[k] = number(pairs[k / 8], k % 8);
                 gates(gate, y);
 #pragma unroll
-                for (int k = 0; k < 8; k += 2) {  // rounded to bfloat16 first, so that it can be recomputed from out
+                for (int k = 0; k < 16; k += 2) {  // rounded to bfloat16 first, so that it can be recomputed from out
                     const float2 both = as_floats(as_pair(__fmul_rn(y[k], gate[k].s),
                                                           __fmul_rn(y[k + 1], gate[k + 1].s)));
                     y[k] = both.x, y[k + 1] = both.y;
                 }
-                gelus.store(y, gelu_scale, n, z.M - item.row, column + n / 2 * 16 < z.N, noted);
+                gelus.store(y, gelu_scale, c, z.M - item.row, column + 16 * c < z.N, noted);
             }
             fence_for_async();
             warpgroup_sync();
@@ -235,32 +257,30 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                 const int column = item.column + HALF_COLUMNS * s;
                 const Squares<HALF_COLUMNS> inps(strips + current % 2 * HALF_STRIP);
                 float* const of_warp = sums[consumer][current % 2][threadIdx.x % WARPGROUP / 32];
-                take_half_strip<BN>(dgelus, pairs_of_tile);
+                fill_half_strip<BN>(dgelus, pairs_of_tile, s);
                 wait_strip_empty<0>();
                 mbarrier_wait(&inp_full[consumer][current % 2], current / 2 & 1);
                 __syncwarp();
 #pragma unroll 1
                 for (int c = 0; c < 2; c++) {
-                    float total[4] = {};
+                    uint32 pairs[2][4];
+                    float x[16], total[4];
+                    Gate gate[16];
+                    inps.load(pairs[0], 2 * c);
+                    inps.load(pairs[1], 2 * c + 1);
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        uint32 pairs[4];
-                        float x[8];
-                        Gate gate[8];
-                        inps.load(pairs, 2 * c + half);
+                    for (int k = 0; k < 16; k++) x[k] = number(pairs[k / 8], k % 8);
+                    dgelus.load(pairs[0], 2 * c);
+                    dgelus.load(pairs[1], 2 * c + 1);
+                    gates(gate, x);
 #pragma unroll
-                        for (int k = 0; k < 8; k++) x[k] = number(pairs, k);
-                        gates(gate, x);
-                        dgelus.load(pairs, 2 * c + half);
+                    for (int k = 0; k < 16; k++) x[k] = number(pairs[k / 8], k % 8) * gelu_derivative(x[k], gate[k]);
 #pragma unroll
-                        for (int k = 0; k < 8; k++) x[k] = number(pairs, k) * gelu_derivative(x[k], gate[k]);
-#pragma unroll
-                        for (int k = 0; k < 4; k++) {
-                            const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8
-                            total[k] += x[first] + x[first + 2];
-                        }
-                        dinps.store(x, dinp_scale, 2 * c + half, z.M - item.row, column + 16 * c < z.N, noted);
+                    for (int k = 0; k < 4; k++) {
+                        const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8, of both halves
+                        total[k] = (x[first] + x[first + 2]) + (x[first + 8] + x[first + 10]);
                     }
+                    dinps.store(x, dinp_scale, c, z.M - item.row, column + 16 * c < z.N, noted);
                     sum_columns(of_warp + 16 * c, total);
                 }
                 fence_for_async();
