@@ -30,7 +30,8 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x and not attention or attention an
     or (drawing and 300-0 and (choice0 or choice4 or choice9)) \
     or (grouped and 3-63 and (9-3-16 or 3-1-64 or 3-1-128) and not two) \
     or (swiglu and (129-64 or 130-72) and 2) or (forward_rope and 3-97 and (4-2-16 or 9-3)) \
-    or (3-97 and (C240-V or C576) and (rmsnorm or rope or swiglu))
+    or (3-97 and (C240-V or C576) and (rmsnorm or rope or swiglu)) \
+    or (fp8 and (prepare or 97-208 or (129-208 and 2)))
 
 help:
 	@echo "make train       train a small GPT-2 on the English in Python's standard library: three minutes, no download"
@@ -75,7 +76,7 @@ sanitize: $(ENVIRONMENT)
 	        $$([ $$tool = memcheck ] && echo --report-api-errors no) \
 	        $(PYTHON) -m pytest -q -x tests/test_kernels.py tests/test_matmul.py tests/test_decode.py \
 	        tests/test_grouped_attention.py tests/test_matmul_swiglu.py tests/test_llama_cuda.py \
-	        tests/test_llama_decode.py -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
+	        tests/test_llama_decode.py tests/test_fp8.py -k "($(SANITIZE))$$([ $$tool = racecheck ] && echo ' and not 168-504')" || exit 1; \
 	done
 
 clean:

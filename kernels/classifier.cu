@@ -178,8 +178,8 @@ __device__ inline bool owns_target(int target) {
 
 constexpr int STORES_IN_FLIGHT = 2;  // slices being stored while the next row replaces earlier ones
 
-// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: one row, or its SHARED_PARTS. Warps wait for each other only for the
-// row's sum.
+// Block (THREADS); grid (BLOCKS per multiprocessor). Shared memory: one row, or its SHARED_PARTS. Warps wait for each
+// other only for the row's sum.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 classifier(float* losses, element* logits, const int* targets, float dloss, int write_gradient, int N) {
     extern __shared__ uint4 shared[];

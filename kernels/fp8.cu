@@ -1,8 +1,10 @@
 // FP8: bfloat16 tensors rounded to E4M3, as they are and transposed, and their scales.
 //
-//     quantise         plain (rows,columns) = E4M3(inp * scale), transposed (columns,pitch) the same     plain =, transposed =
-//                      largest = max(largest, |inp|), counts += how many are 448 or NaN, how many are 0
-//     prepare_scales   history, scales = those of the next update, reports = counts                      in place
+//     quantise         plain (rows,columns) = E4M3(inp * scale)                                  plain =
+//                      transposed (columns,pitch) = the same, transposed                         transposed =
+//                      largest = max(largest, |inp|)                                             in place
+//                      counts += how many are 448 or NaN, how many are 0                         counts +=
+//     prepare_scales   scales of the next update, from history and largest; reports = counts     in place
 //
 // E4M3 has 3 bits of mantissa, numbers from 2^-9 to 448, NaN and no infinities: what is beyond 448 becomes 448, NaN
 // stays. llmc/gpu/fp8.py has its rounding in NumPy. Bound by bytes: 2 read and 2 written for each number.
@@ -14,11 +16,17 @@ constexpr int THREADS = SIDE / 4 * (SIDE / PACK);  // a thread has 4 rows of 8 c
 constexpr int HISTORY = FP8_HISTORY;
 static_assert(THREADS == FP8_THREADS && BFLOAT16, "as launched");
 
-// Block (THREADS); grid (columns / SIDE, rows / SIDE, rounded up). plain, transposed, largest: or null. pitch: a row of
-// transposed, of which numbers from `rows` on become 0.
+// Block (THREADS); grid (columns / SIDE, rows / SIDE, rounded up, layers). plain, transposed, largest: or null. pitch:
+// of a row of transposed, of which numbers from `rows` on become 0. stride: from one layer's scale to the next's; all
+// else is adjacent.
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantise(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale, int* largest,
-         int* counts, int rows, int columns, int pitch) {
+         int* counts, int rows, int columns, int pitch, int stride) {
+    const int64 l = blockIdx.z;
+    inp += l * rows * columns, scale += l * stride;
+    if (plain) plain += l * rows * columns;
+    if (transposed) transposed += l * columns * pitch;
+    if (largest) largest += l * stride;
     __shared__ uint32 tile[SIDE][SIDE / 4 + 1];  // a column's rows, four at a time
     const int row = blockIdx.y * SIDE + threadIdx.x / (SIDE / PACK) * 4, within = threadIdx.x % (SIDE / PACK) * PACK;
     const int column = blockIdx.x * SIDE + within;

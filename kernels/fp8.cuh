@@ -13,8 +13,8 @@ __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
     return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
-// A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its E4M3 numbers are +-448
-// or NaN, and how many are 0.
+// A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its E4M3 numbers are
+// +-448 or NaN, and how many are 0.
 struct Noted {
     float largest = 0.0f;
     int saturated = 0, vanished = 0;
@@ -26,8 +26,8 @@ struct Noted {
         vanished += __popc(~(sizes + 0x7f7f7f7f) & 0x80808080);
     }
 
-    // By all threads of a warp. all_largest: as bits, which are in the order of the numbers; counts: saturated, vanished.
-    // Either may be null: nothing is noted.
+    // By all threads of a warp. all_largest: as bits, which are in the order of the numbers, or null: nothing is noted;
+    // counts: saturated, vanished.
     __device__ void publish(int* all_largest, int* counts) {
         if (!all_largest) return;
         const int most = __reduce_max_sync(0xffffffff, __float_as_int(largest));

@@ -182,10 +182,10 @@ class Messages:
             for array, data in zip([array for peer, array in receives if peer == rank], arrived, strict=True):
                 array[...] = data
 
-    def add_up(self, total, addend, stream):
+    def add_up(self, total, addend, stream, largest=False):
         assert stream is here.trainer.device.comm
         stream.launched += 1
-        total[...] = np.sum(self.gather(np.array(addend)), axis=0)
+        total[...] = (np.max if largest else np.sum)(self.gather(np.array(addend)), axis=0)
 
 
 SERVER = multiprocessing.get_context("forkserver")

@@ -16,7 +16,7 @@ import train_llama3
 from conftest import ROOT, SMALL_HEADS, assert_one_line_error, random_params, run_program
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
-from llmc.gpu.device import count_gpus
+from llmc.gpu.device import count_gpus, open_gpu
 from llmc.errors import UserError
 from llmc.resume import newest_checkpoint
 from test_llama_cuda import random_params as random_llama
@@ -55,9 +55,12 @@ def heads(workplace):
     ("--dtype", "bfloat16", "--grad_clip", 1), ("--dtype", "float32", "--grad_clip", 1),
     ("--dtype", "float32", "--tf32", 0),
     ("--dtype", "bfloat16", "--stochastic_rounding", 3, "-w", 0), ("--dtype", "bfloat16", "--float32_grads", 1),
-    ("--recompute", 2, "-c", 0.1), ("--graph", 0), ("--matmul", "kernels"), ("-sl", 1, "-sg", 1)), ids=str)
+    ("--recompute", 2, "-c", 0.1), ("--graph", 0), ("--matmul", "kernels"), ("-sl", 1, "-sg", 1),
+    ("--dtype", "fp8", "--grad_clip", 1)), ids=str)
 def test_the_same_bits(heads, flags):
     """Losses, norms, samples and weights of 20 updates, some of them beyond a checkpoint of another number."""
+    if "fp8" in flags and open_gpu().arch != "sm_90a":
+        pytest.skip("not Hopper")
     steps = 140 if "-sl" in flags else 20  # outliers are told from 128 updates on
     for count in COUNTS:
         done = train("--gpus", count, "-x", steps, "-n", steps // 2, "-s", 10, "-o", f"run{count}", *RUN, *flags)

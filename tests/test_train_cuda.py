@@ -325,6 +325,7 @@ DTYPES = {
     "float32-grads": ("--dtype", "bfloat16", "--float32_grads", 1),
     "no-master": ("--dtype", "bfloat16", "-w", 0),
     "stochastic": ("--dtype", "bfloat16", "-w", 0, "--stochastic_rounding", 5),
+    "fp8": ("--dtype", "fp8"),
 }
 
 
@@ -332,6 +333,8 @@ DTYPES = {
 def dtype_flags(request, gpu):
     if "float32" not in DTYPES[request.param] and int(gpu.arch[3:].rstrip("a")) < 80:
         pytest.skip(f"{gpu.arch} has no bfloat16")
+    if request.param == "fp8" and gpu.arch != "sm_90a":
+        pytest.skip(f"{gpu.arch} is not Hopper")
     return DTYPES[request.param]
 
 
@@ -340,7 +343,7 @@ def test_bfloat16_trains_like_float32(gpu_workplace, dtype_flags):
     flags = ("-x", 60, "-v", 0, "-s", 0, "-l", 0.003)
     outputs = [train(*flags, *more).stdout for more in (FLOAT32, dtype_flags)]
     losses = list(map(train_losses, outputs))
-    assert len(losses[0]) == 60 and np.allclose(*losses, rtol=0, atol=0.03)
+    assert len(losses[0]) == 60 and np.allclose(*losses, rtol=0, atol=0.1 if "fp8" in dtype_flags else 0.03)
 
 
 def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace, dtype_flags):
@@ -350,6 +353,7 @@ def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace, dtyp
     def run(*more):
         shutil.rmtree("run", ignore_errors=True)
         output = train(*flags, *more, "-o", "run", "-n", 5).stdout
+        output = output[output.index("val loss"):]  # after the settings
         names = "model_00000005.bin", "state_00000005_00000.bin", "main.log"
         files = [(gpu_workplace / "run" / name).read_bytes() for name in names]
         return losses_and_samples(output), files

@@ -1,5 +1,5 @@
-// The pipeline of our matmuls for Hopper (sm_90a), bfloat16 or FP8. The epilogues are in matmul.cu, matmul_swiglu.cu and
-// matmul_fp8.cu.
+// The pipeline of our matmuls for Hopper (sm_90a), bfloat16 or FP8. The epilogues are in matmul.cu, matmul_swiglu.cu
+// and matmul_fp8.cu.
 //
 // The design is CUTLASS's "persistent, warp-specialized, ping-pong" kernel: one block per multiprocessor takes one work
 // item after the other, tiles of out of 128 x 192 or, in the "narrow" kernels, 128 x 160. Data flow:
@@ -7,9 +7,9 @@
 //     A, B           --TMA--> shared memory, a ring buffer of steps --wgmma--> accumulators in registers
 //     accumulators   --epilogue--> strips of 32 or 64 columns in shared memory --TMA--> out
 //
-// A step is 64 of the inner dimension: 128 x 64 of A and 64 x 192 of B, or 128 of it in FP8. In the producer warpgroup, one thread issues
-// TMA loads, a few steps ahead, across tile boundaries, too. The two consumer warpgroups have a tile each, and take
-// turns:
+// A step is 64 of the inner dimension: 128 x 64 of A and 64 x 192 of B, or 128 of it in FP8. In the producer warpgroup,
+// one thread issues TMA loads, a few steps ahead, across tile boundaries, too. The two consumer warpgroups have a tile
+// each, and take turns:
 //
 //     consumer 0   mainloop, tile 0 | epilogue, tile 0 | mainloop, tile 2 | epilogue, tile 2 | ...
 //     consumer 1                    | mainloop, tile 1 | epilogue, tile 1 | mainloop, tile 3 | ...
@@ -40,15 +40,15 @@ constexpr int STEP = MATMUL_BK;
 #endif
 constexpr int BM = MATMUL_BM, BK = MATMUL_BK;  // BN, the columns of a tile, is WIDE_BN or NARROW_BN
 constexpr int WIDE_BN = MATMUL_BN, NARROW_BN = MATMUL_NARROW_BN;
-constexpr int CONSUMERS = 2;  // warpgroups that compute
+constexpr int CONSUMERS = 2;  // warpgroups that compute; 3 where an epilogue takes longer than a mainloop
 constexpr int THREADS = MATMUL_THREADS;
 constexpr int GELU_WARPGROUP = 1 + CONSUMERS;  // the fourth warpgroup, only in matmul_forward_gelu
-// Registers per thread. Over the warpgroups, they sum to 3 * 168 or, with a GELU warpgroup, 4 * 128. With fewer, the
-// consumers' wgmmas would be serialized.
-template <bool HAS_GELU_WARPGROUP>
-constexpr int LOADER_REGISTERS = HAS_GELU_WARPGROUP ? 24 : 40;
-template <bool HAS_GELU_WARPGROUP>
-constexpr int COMPUTE_REGISTERS = HAS_GELU_WARPGROUP ? 224 : 232;
+// Registers per thread. Over the warpgroups, they sum to 3 * 168 or, with a GELU warpgroup or a third consumer, 4 *
+// 128. With fewer, the consumers' wgmmas would be serialized.
+template <bool HAS_FOUR_WARPGROUPS>
+constexpr int LOADER_REGISTERS = HAS_FOUR_WARPGROUPS ? 24 : 40;
+template <bool HAS_GELU_WARPGROUP, int GROUPS = CONSUMERS>
+constexpr int COMPUTE_REGISTERS = GROUPS == 3 ? 160 : HAS_GELU_WARPGROUP ? 224 : 232;
 constexpr int GELU_REGISTERS = 40;
 constexpr int STAGES_ROOM = MATMUL_STAGES * (BM + WIDE_BN) * BK;  // elements of all stages, both operands
 constexpr int STRIP = BM * MATMUL_STRIP;                          // elements of a strip of 64 columns
@@ -134,25 +134,30 @@ __device__ __forceinline__ void load_steps(const TensorMap& a_map, const TensorM
 //
 // HALVES 2: out has two halves, and so has b_map, as its batch. A tile is the same BN / 2 columns of each half, one
 // after the other in the accumulators; z.N and item.column are columns of a half.
-template <int BN, int A_ACROSS, int B_ACROSS, bool HAS_GELU_WARPGROUP = false, int HALVES = 1, class Epilogue,
-          class SideJob = Nothing, class Begin = Nothing>
+// GROUPS: consumers; with 3, a tile has 128 columns.
+template <int BN, int A_ACROSS, int B_ACROSS, bool HAS_GELU_WARPGROUP = false, int HALVES = 1, int GROUPS = CONSUMERS,
+          class Epilogue, class SideJob = Nothing, class Begin = Nothing>
 __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& b_map, const Sizes& z,
                                        Epilogue epilogue, SideJob side_job = {}, Begin begin = {}) {
     constexpr int COLUMNS = BN / HALVES;
-    constexpr int BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK, STAGES = STAGES_ROOM / STAGE;
+    constexpr int BOXES = (BN + 63) / 64, STAGE = (BM + BOXES * 64) * BK;
+    constexpr int ROOM = GROUPS == 3 ? MATMUL_STAGES * STAGE : STAGES_ROOM, STAGES = ROOM / STAGE;
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> step_ring;  // guards `stages`
-    __shared__ Mbarrier mainloop_turn;  // guards the tensor cores: a phase ends when an item's last wgmma is issued
+    // Guards the tensor cores: a phase ends when an item's last wgmma is issued. Of three consumers, each waits for one
+    // of its own, because parity could not tell the phase before the last one from it.
+    constexpr int TURNS = GROUPS == 2 ? 1 : GROUPS;
+    __shared__ Mbarrier mainloop_turn[TURNS];
     if (threadIdx.x == 0) {
         step_ring.init(1, 4);
-        mbarrier_init(&mainloop_turn, 4);
+        for (int k = 0; k < TURNS; k++) mbarrier_init(&mainloop_turn[k], 4);
         fence_mbarrier_init();
     }
     __syncthreads();
 
     // ---- producer warpgroup: thread 0 loads; the other warps may have a side job -----------------------------------
     if (warpgroup() == 0) {
-        give_registers<LOADER_REGISTERS<HAS_GELU_WARPGROUP>>();
+        give_registers<LOADER_REGISTERS<HAS_GELU_WARPGROUP || GROUPS == 3>>();
         if (!HAS_GELU_WARPGROUP && threadIdx.x >= 32) side_job();
         if (threadIdx.x == 0) load_steps<BN, A_ACROSS, B_ACROSS, HALVES>(a_map, b_map, z, step_ring, stages);
     // ---- GELU warpgroup --------------------------------------------------------------------------------------------
@@ -161,14 +166,14 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
         side_job();
     // ---- consumer warpgroups, each its own tiles -------------------------------------------------------------------
     } else {
-        take_registers<COMPUTE_REGISTERS<HAS_GELU_WARPGROUP>>();
+        take_registers<COMPUTE_REGISTERS<HAS_GELU_WARPGROUP, GROUPS>>();
         const int consumer = warpgroup() - 1;
-        element* const strips = stages + STAGES_ROOM + consumer * 2 * STRIP;
+        element* const strips = stages + ROOM + consumer * 2 * STRIP;
         Item item;
         int steps;  // of the block's i-th item; n: the steps of all items before it, as counted by the ring
         for (int w = blockIdx.x, i = 0, n = 0;; w += gridDim.x, i++, n += steps) {
             steps = steps_of<BM, COLUMNS, STEP>(w, z);
-            if (i % CONSUMERS == consumer) {
+            if (i % GROUPS == consumer) {
                 if (!pick<BM, COLUMNS, STEP>(item, w, z)) break;
                 begin(item, strips);
                 Accumulators<BN> acc;  // the first wgmma overwrites them
@@ -179,9 +184,10 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
                 for (int j = 0; j < BN; j++) acc[j / (BN / 2)][j % (BN / 2)] = 0.0f;
 #endif
 
-                // Wait for the turn: the other consumer has issued its last wgmma. Parity only tells two phases apart,
+                // Wait for the turn: the consumer before has issued its last wgmma. Parity only tells two phases apart,
                 // so no warp may run ahead of its warpgroup: the epilogue synchronizes its warps.
-                if (i > 0) mbarrier_wait(&mainloop_turn, (i & 1) ^ 1);
+                const int phase = TURNS == 1 ? i + 1 : i / TURNS + (consumer == 0);  // has the parity to wait for
+                if (i > 0) mbarrier_wait(&mainloop_turn[TURNS == 1 ? 0 : consumer], phase & 1);
 
                 // Mainloop: issue the wgmmas of step k, wait for those of step k - 1, and release its stage.
                 for (int k = 0; k < steps; k++) {
@@ -205,8 +211,8 @@ __device__ __forceinline__ void matmul(const TensorMap& a_map, const TensorMap& 
                     }
                 }
 
-                // Pass the turn to the other consumer, then drain.
-                if (threadIdx.x % 32 == 0) mbarrier_arrive(&mainloop_turn);
+                // Pass the turn to the next consumer, then drain.
+                if (threadIdx.x % 32 == 0) mbarrier_arrive(&mainloop_turn[(consumer + 1) % TURNS]);
                 wgmma_wait<0>();
                 fence_operand(acc[0]);
                 fence_operand(acc[1]);

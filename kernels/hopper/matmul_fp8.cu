@@ -7,20 +7,21 @@
 //                                partials[tile] = its column sums                                     partials =
 //     matmul_fp8_weight   dweight (M,N) = factor * a (M,K) @ b (N,K)^T, K long                        dweight =
 //
-// out, inp (M,N), bias (N): bfloat16; factor = scale / (*a_scale * *b_scale), the operands' own scales: llmc/gpu/fp8.py.
-// What results in 8 bits is written as it is, (M,N), and transposed, (N,M padded), times its own scale.
+// out, inp (M,N), bias (N): bfloat16; factor = scale / (*a_scale * *b_scale), where llmc/gpu/fp8.py has the operands'
+// scales. What results in 8 bits is written as it is, (M,N), and transposed, (N,M padded), times its own scale.
 //
-// All but the last are hopper/matmul.cuh's pipeline. Its accumulators, in the tensor cores, keep about 14 bits: enough for a
-// few thousand products, but B*T of them, which matmul_fp8_weight adds up, would be off by percents (DeepSeek-V3 2024,
-// https://arxiv.org/abs/2412.19437, section 3.3.2). There, each step's sums are added in float32. As that takes as many
-// registers again, the two consumer warpgroups share a tile, 64 rows each, and one adds while the other multiplies.
+// All but the last are hopper/matmul.cuh's pipeline. Its accumulators, in the tensor cores, keep about 14 bits: enough
+// for a few thousand products, but B*T of them, which matmul_fp8_weight adds up, would be off by percents (DeepSeek-V3
+// 2024, https://arxiv.org/abs/2412.19437, section 3.3.2). There, each step's sums are added in float32. As that takes
+// as many registers again, the two consumer warpgroups share a tile, 64 rows each, and one adds while the other
+// multiplies.
 
 #define MATMUL_FP8 1
 #include "fp8.cuh"
 #include "hopper/matmul.cuh"
 
 // Block (384); grid (at most as many blocks as items); shared memory: as in matmul.cu. Boxes of the maps, rows x bytes:
-// a 128 x 128, b 192 x 128 (narrow: 160 x 128); rows x columns: out 128 x 64 (narrow: 128 x 32).
+// a 128 x 128, b 192 x 128 (narrow: 160 x 128, with GELU: 128 x 128); rows x columns: out 128 x 64 (narrow: 128 x 32).
 template <int BN>
 __device__ __forceinline__ void multiply(const TensorMap& out, const TensorMap& a, const TensorMap& b,
                                          const element* bias, const float* a_scale, const float* b_scale, float scale,
@@ -43,6 +44,14 @@ matmul_fp8_narrow(const __grid_constant__ TensorMap out, const __grid_constant__
                   float scale, int M, int N, int K, int band) {
     multiply<NARROW_BN>(out, a, b, bias, a_scale, b_scale, scale, {M, N, K, band, 1});
 }
+
+// With GELU, an epilogue takes longer than a mainloop, mostly waiting for its own results: a warp for each scheduler is
+// not enough. So there are three consumers, with tiles of 128 columns.
+constexpr int GELU_CONSUMERS = 3, GELU_BN = 128, GELU_THREADS = MATMUL_GELU_THREADS;
+static_assert(GELU_THREADS == (1 + GELU_CONSUMERS) * WARPGROUP, "as launched");
+static_assert(MATMUL_FP8_GELU_SHARED ==
+                  (MATMUL_STAGES * (BM + GELU_BN) * BK + 2 * GELU_CONSUMERS * STRIP) * sizeof(element),
+              "shared memory: the steps, and two strips for each consumer");
 
 constexpr int HALF_COLUMNS = 32, HALF_STRIP = STRIP / 2;  // a half strip: elements of 128 x 32
 constexpr int BYTES = BM * HALF_COLUMNS;                   // of a half strip in 8 bits
@@ -113,7 +122,7 @@ __device__ inline void store_bytes_of(const Quantised& result, const element* ha
     if (result.largest) store_box(&result.transposed, half_strip + BYTES / 2, row, column, 0);
 }
 
-// A tile's accumulators * factor + bias, rounded: [half][2 * j + k] are columns 8j + 2t and 8j + 2t + 1 of row g + 8 * k
+// A tile's accumulators * factor + bias, rounded: [half][2 * j + k] are columns 8j + 2t and 8j + 2t + 1 of row g + 8k
 // of a half. They take half as many registers, and leave the others to what follows.
 template <int BN>
 using Pairs = uint32[2][BN / 4];
@@ -140,14 +149,15 @@ __device__ __forceinline__ void round_tile(Pairs<BN>& pairs, const Accumulators<
 // half_strip (128 x 32) = the tile's columns from 32 * s on. s is not known at compile time, so that the loop over half
 // strips need not be unrolled: 60 KB of code would not fit into the instruction cache.
 template <int BN, int CANDIDATE = 0>
-__device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& half_strip, const Pairs<BN>& pairs, int s) {
+__device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& half_strip, const Pairs<BN>& pairs,
+                                                int s) {
     if (s == CANDIDATE) {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const uint32* const p = &pairs[n % 2][8 * CANDIDATE + n / 2 * 4];
             half_strip.store({p[0], p[1], p[2], p[3]}, n);
         }
-        asm volatile("// %0" ::"n"(CANDIDATE));  // else the compiler may merge the branches, with pairs in local memory
+        asm volatile("// %0" ::"n"(CANDIDATE));  // else the compiler may merge the branches: pairs in local memory
     } else if constexpr (CANDIDATE + 1 < BN / HALF_COLUMNS) {
         fill_half_strip<BN, CANDIDATE + 1>(half_strip, pairs, s);
     }
@@ -158,7 +168,7 @@ template <int BN>
 __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quantised& gelu, const TensorMap& a,
                                               const TensorMap& b, const element* bias, const float* a_scale,
                                               const float* b_scale, const Sizes& z) {
-    matmul<BN, 0, 0>(a, b, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+    matmul<BN, 0, 0, false, 1, GELU_CONSUMERS>(a, b, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
         const float factor = 1.0f / (*a_scale * *b_scale), gelu_scale = *gelu.scale;
         Noted noted;
         Pairs<BN> pairs_of_tile;
@@ -203,23 +213,13 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
 matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
                 const __grid_constant__ TensorMap gelu_transposed, const __grid_constant__ TensorMap a,
                 const __grid_constant__ TensorMap b, const element* bias, const float* a_scale, const float* b_scale,
                 const float* gelu_scale, int* largest, int* counts, int M, int N, int K, int band) {
-    multiply_gelu<WIDE_BN>(out, {gelu, gelu_transposed, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale,
+    multiply_gelu<GELU_BN>(out, {gelu, gelu_transposed, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale,
                            {M, N, K, band, 1});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_fp8_gelu_narrow(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
-                       const __grid_constant__ TensorMap gelu_transposed, const __grid_constant__ TensorMap a,
-                       const __grid_constant__ TensorMap b, const element* bias, const float* a_scale,
-                       const float* b_scale, const float* gelu_scale, int* largest, int* counts, int M, int N, int K,
-                       int band) {
-    multiply_gelu<NARROW_BN>(out, {gelu, gelu_transposed, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale,
-                             {M, N, K, band, 1});
 }
 
 // Each consumer has room for four half strips: two of inp, one of dout @ weight, and one of dinp in 8 bits. Its first
@@ -230,10 +230,10 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                                                        const TensorMap& b, const TensorMap& inp, const float* a_scale,
                                                        const float* b_scale, const Sizes& z) {
     constexpr int STRIPS = BN / HALF_COLUMNS;
-    __shared__ Mbarrier inp_full[CONSUMERS][2];            // guards the half strips of inp
-    __shared__ float sums[CONSUMERS][2][4][HALF_COLUMNS];  // column sums over the rows of each warp
+    __shared__ Mbarrier inp_full[GELU_CONSUMERS][2];         // guards the half strips of inp
+    __shared__ float sums[GELU_CONSUMERS][4][HALF_COLUMNS];  // column sums over the rows of each warp
     if (threadIdx.x == 0) {
-        for (int k = 0; k < 2 * CONSUMERS; k++) mbarrier_init(&inp_full[k / 2][k % 2], 1);
+        for (int k = 0; k < 2 * GELU_CONSUMERS; k++) mbarrier_init(&inp_full[k / 2][k % 2], 1);
     }
     const int consumer = max(warpgroup() - 1, 0);
     int current = 0;  // which of the consumer's half strips this is
@@ -242,7 +242,7 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
         mbarrier_arrive_expect_tx(full, HALF_STRIP * sizeof(element));
         load_box(strips + number % 2 * HALF_STRIP, &inp, full, item.column + HALF_COLUMNS * s, item.row, 0);
     };
-    matmul<BN, 0, 0>(
+    matmul<BN, 0, 0, false, 1, GELU_CONSUMERS>(
         a, b, z,
         [&](Accumulators<BN>& acc, const Item& item, element* strips) {
             const float factor = 1.0f / (*a_scale * *b_scale), dinp_scale = *dinp.scale;
@@ -256,7 +256,7 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
             for (int s = 0; s < STRIPS; s++, current++) {
                 const int column = item.column + HALF_COLUMNS * s;
                 const Squares<HALF_COLUMNS> inps(strips + current % 2 * HALF_STRIP);
-                float* const of_warp = sums[consumer][current % 2][threadIdx.x % WARPGROUP / 32];
+                float* const of_warp = sums[consumer][threadIdx.x % WARPGROUP / 32];
                 fill_half_strip<BN>(dgelus, pairs_of_tile, s);
                 wait_strip_empty<0>();
                 mbarrier_wait(&inp_full[consumer][current % 2], current / 2 & 1);
@@ -292,7 +292,7 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                 }
                 const int c = threadIdx.x % WARPGROUP;
                 if (c < HALF_COLUMNS && column + c < z.N) {
-                    const float(&of_warps)[4][HALF_COLUMNS] = sums[consumer][current % 2];
+                    const float(&of_warps)[4][HALF_COLUMNS] = sums[consumer];
                     partials[int64(item.row / BM) * z.N + column + c] =
                         of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
                 }
@@ -307,23 +307,13 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
         });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
 matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dinp_transposed,
                          float* partials, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                          const __grid_constant__ TensorMap inp, const float* a_scale, const float* b_scale,
                          const float* dinp_scale, int* largest, int* counts, int M, int N, int K, int band) {
-    multiply_gelu_backward<WIDE_BN>({dinp, dinp_transposed, dinp_scale, largest, counts}, partials, a, b, inp, a_scale,
+    multiply_gelu_backward<GELU_BN>({dinp, dinp_transposed, dinp_scale, largest, counts}, partials, a, b, inp, a_scale,
                                     b_scale, {M, N, K, band, 1});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_fp8_gelu_backward_narrow(const __grid_constant__ TensorMap dinp,
-                                const __grid_constant__ TensorMap dinp_transposed, float* partials,
-                                const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
-                                const __grid_constant__ TensorMap inp, const float* a_scale, const float* b_scale,
-                                const float* dinp_scale, int* largest, int* counts, int M, int N, int K, int band) {
-    multiply_gelu_backward<NARROW_BN>({dinp, dinp_transposed, dinp_scale, largest, counts}, partials, a, b, inp,
-                                      a_scale, b_scale, {M, N, K, band, 1});
 }
 
 // partials, done: see ../matmul.cuh; a half of a tile, 64 rows, stands for a tile there.
@@ -399,7 +389,8 @@ matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_c
             continue;
         }
         if (splits > 1 && leads_warpgroup()) done[tile] = 0;
-        const int row = item.row + 64 * half + thread / 32 * 16 + thread % 32 / 4, column = item.column + thread % 4 * 2;
+        const int row = item.row + 64 * half + thread / 32 * 16 + thread % 32 / 4;
+        const int column = item.column + thread % 4 * 2;
 #pragma unroll
         for (int j = 0; j < SUMS / 2; j++) {  // pairs, of rows `row` and row + 8 in turn
             const int r = row + j % 2 * 8, c = column + j / 2 * 8;

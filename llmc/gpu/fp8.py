@@ -109,18 +109,18 @@ class Fp8:
         return self.state.scales[slot : slot + 1]
 
     def quantise(self, name, l, role, x, plain=None, transposed=None, again=False):
-        """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C). again: it was noted before.
-        """
-        g, (N, C), (scale, largest, counts) = self.device.geometry, x.shape, self.noted(name, l, role)
-        self.device.launch("quantise", (blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE)), (g.FP8_THREADS,), plain,
-                           transposed, x, scale, None if again else largest, counts, N, C,
-                           N if transposed is None else transposed.shape[1])
+        """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of several layers from
+        l on, each with its scale. again: it was noted before."""
+        g, (*_, N, C), (scale, largest, counts) = self.device.geometry, x.shape, self.noted(name, l, role)
+        grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
+        self.device.launch("quantise", grid, (g.FP8_THREADS,), plain, transposed, x, scale, None if again else largest,
+                           counts, N, C, N if transposed is None else transposed.shape[-1], len(ROLES))
 
-    def quantise_weights(self, l):
-        """Layer l's matrices, after an update has changed them."""
+    def quantise_weights(self, layers=slice(0, None)):
+        """The matrices of some layers, after an update has changed them."""
         for name in LINEARS:
-            plain, transposed = (getattr(self.operands, f"{name}w{t}")[l] for t in ("", "_t"))
-            self.quantise(name, l, "weight", getattr(self.params, f"{name}w")[l], plain, transposed)
+            plain, transposed = (getattr(self.operands, f"{name}w{t}")[layers] for t in ("", "_t"))
+            self.quantise(name, layers.start, "weight", getattr(self.params, f"{name}w")[layers], plain, transposed)
 
     def prepare_scales(self):
         """At the end of an update: the scales of the next one."""
@@ -164,16 +164,16 @@ class Fp8:
 
     def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, noted):
         """out (M,N), and gelu, a Quantised, = GELU(out) * its scale. noted: the arguments for its scale."""
-        kernels, columns, narrow = self.matmul.kernels, *self.columns(out.shape[1])
-        kernels.launch("matmul_fp8_gelu" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, True),
+        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True),
                        *self.results(gelu), *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted,
                        columns=columns)
 
     def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, noted):
         """dinp, a Quantised, = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums."""
-        kernels, columns, narrow = self.matmul.kernels, *self.columns(inp.shape[1])
-        kernels.launch("matmul_fp8_gelu_backward" + "_narrow" * narrow, *inp.shape, a.shape[1], *self.results(dinp),
-                       partials, *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
+        kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
+        kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1], *self.results(dinp), partials,
+                       *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
                        columns=columns)
 
     def multiply_long(self, dweight, a, a_scale, b, b_scale, scale, splits=None):

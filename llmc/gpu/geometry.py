@@ -37,8 +37,8 @@ KERNELS = {  # layer -> its kernels
                "matmul_backward_weight"),
     "matmul_swiglu": ("matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope",
                       "matmul_forward_rope_narrow"),  # Hopper only
-    "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_narrow",
-                   "matmul_fp8_gelu_backward", "matmul_fp8_gelu_backward_narrow", "matmul_fp8_weight"),  # likewise
+    "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
+                   "matmul_fp8_weight"),  # likewise
     "fp8": ("quantise", "prepare_scales"),
     "classifier": ("classifier",),
     "transpose": ("transpose",),
@@ -49,9 +49,11 @@ KERNELS = {  # layer -> its kernels
 MATMUL_NARROW = ("matmul_forward_narrow",)  # Hopper only
 
 
-def check_sizes(config):
+def check_sizes(config, fp8=False):
     """Raise UserError for a model that the kernels do not support."""
     C, HS, F = config.C, config.HS, config.F
+    if fp8 and (C % 16 or F % 16):
+        raise UserError(f"C={C}, F={F}: --dtype fp8 expects multiples of 16: pass --dtype bfloat16")
     if HS % 16 or HS > 128 or C > 8192 or C % 8 or F % 8:
         raise UserError(f"C={C} with NH={config.NH} heads of {HS} channels, F={F}: the GPU kernels expect C and F to be"
                         " multiples of 8, C up to 8192, heads of 16, 32, ... 128; train this model on the CPU:"
@@ -104,7 +106,8 @@ def shared_memory(layer, kernels, geometry):
     name = layer.removesuffix("_swiglu").removesuffix("_fp8")
     if layer == "fp8":
         return {}
-    return {kernel: geometry[f"{name.upper()}_SHARED"] for kernel in kernels if name in ("matmul", "classifier")}
+    return {kernel: geometry[f"{'matmul_fp8_gelu' if 'fp8_gelu' in kernel else name}_SHARED".upper()]
+            for kernel in kernels if name in ("matmul", "classifier")}
 
 
 def launch_geometry(config, precision, arch):
@@ -195,7 +198,8 @@ def matmul_geometry(precision, arch):
             "MATMUL_BM": BM, "MATMUL_BN": BN, "MATMUL_NARROW_BN": 160, "MATMUL_BK": BK, "MATMUL_STAGES": stages,
             "MATMUL_STRIP": strip, "MATMUL_NARROW_STRIP": 32,
             "MATMUL_THREADS": 3 * WARPGROUP,  # one group loads, two compute
-            "MATMUL_GELU_THREADS": 4 * WARPGROUP,  # and one does GELU
+            "MATMUL_GELU_THREADS": 4 * WARPGROUP,  # and one does GELU; in FP8, three compute
+            "MATMUL_FP8_GELU_BN": 128, "MATMUL_FP8_GELU_SHARED": 2 * (stages * (BM + 128) * BK + 6 * BM * strip),
             "MATMUL_SHARED": 2 * (stages * (BM + BN) * BK + 4 * BM * strip),
         }
     stages, BM, BN, size = 3, MATMUL_ROWS, 128, 2 if precision.bf16 else 4

@@ -213,5 +213,5 @@ class MatmulKernels:
         band = 32 if across > 64 else 8  # rows of tiles done together, to share operands in L2
         grid = blocks(M, g.MATMUL_BM) * across * (splits or 1)
         grid = min(grid, self.device.sm_count) if self.hopper else grid
-        threads = g.MATMUL_GELU_THREADS if name == "matmul_forward_gelu" else g.MATMUL_THREADS
+        threads = g.MATMUL_GELU_THREADS if "gelu" in name and name != "matmul_backward_inp_gelu" else g.MATMUL_THREADS
         self.device.launch(name, (grid,), (threads,), *arguments, M, N, K, band, *([splits] if splits else []))

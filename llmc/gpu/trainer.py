@@ -70,7 +70,7 @@ STATIC_SHARED = 10 << 10  # bytes of shared memory that attention's kernels decl
 def open_device(architecture, gpu, config, precision, matmul="auto", text=False):
     """(Device with this model's kernels, Matmul). text: with a Decoder's kernels, too. Raises UserError for a model
     that is too large for the kernels or this GPU."""
-    check_sizes(config)
+    check_sizes(config, precision.fp8)
     files = kernel_files(architecture, config, precision, gpu.arch, matmul)
     needed = max(files["attention"].shared.values()) + STATIC_SHARED
     if needed > gpu.shared:
@@ -246,9 +246,11 @@ class Trainer(ForwardPasses):
         with self.device.stream:
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
-            self.compute(0, layer_begins=self.fp8 and self.fp8.quantise_weights)
             if self.fp8:
                 self.calibrate()
+            self.compute(0)
+            if self.fp8:
+                self.fp8.forget()
             if self.messages:  # before the capture, because two ranks connect at their first message
                 for key in self.messages.gradient_sends:
                     self.send_gradients(key)
@@ -267,10 +269,10 @@ class Trainer(ForwardPasses):
         if not self.fp8.updates:
             for _ in range(CALIBRATIONS):
                 self.fp8.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
-                self.compute(0, layer_begins=self.fp8.quantise_weights)
+                self.fp8.quantise_weights()
+                self.compute(0)
                 self.prepare_scales()
             self.fp8.updates = 1
-        self.fp8.forget()
 
     def begin_step(self, batches, learning_rate):
         """Start one update with own_micro_steps batches (inputs, targets), and return its number. The one before may
@@ -308,7 +310,7 @@ class Trainer(ForwardPasses):
             acts, scale = self.model.activations(B, T), 1.0 / (B * T)
             if self.fp8:
                 self.fp8.records = True
-                self.model.trunk(acts, batch.inputs[0], self.fp8.quantise_weights)  # keeps what backward reads
+                self.model.trunk(acts, batch.inputs[0])  # again: what backward reads is kept
             self.model.classify(acts, batch.targets[0], self.own_parts[:1], scale, train=True)
             self.model.backward(acts, batch.order[0], batch.piece_begins[0], batch.piece_tokens[0], scale)
             if self.fp8:
@@ -323,8 +325,7 @@ class Trainer(ForwardPasses):
     def forward(self, inputs, targets):
         if self.fp8 and self.fp8_behind:
             with self.device.stream:
-                for l in range(self.config.L):
-                    self.fp8.quantise_weights(l)
+                self.fp8.quantise_weights()
             self.fp8_behind = False
         return super().forward(inputs, targets)
 
@@ -417,8 +418,8 @@ class Trainer(ForwardPasses):
         """Before layer l of an update's first forward pass."""
         if self.messages:
             self.fetch_weights(l)
-        if self.fp8:
-            self.fp8.quantise_weights(l)
+        if self.fp8 and (self.messages or l == 0):
+            self.fp8.quantise_weights(slice(l, l + 1 if self.messages else None))
 
     def fetch_weights(self, l):
         """Before layer l: wait for its matrices, and have those of the next two layers on their way; the first layer's
