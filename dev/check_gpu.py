@@ -26,7 +26,7 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
-from llmc.errors import run_main
+from llmc.errors import UserError, run_main
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from model import architecture_of
@@ -233,6 +233,8 @@ def check(architecture, gpu, config, params, settings):
 @gpu_errors_as_lines()
 def main():
     settings = parse_settings(CheckSettings, "Compare one batch with the page in NumPy, tensor by tensor.")
+    if settings.dtype == "fp8":
+        raise UserError("--dtype fp8: this program compares bfloat16 and float32; for FP8: pytest tests/test_fp8.py")
     settings.graph = settings.total_batch_size = 0  # one batch, launch by launch
     return 0 if check(*open_model(settings)) else 1
 

@@ -111,6 +111,11 @@ def test_the_profile_of_a_gpu(model, run_here, flags):
     assert len(shares) > 20 and sum(shares) == pytest.approx(100, abs=2)
 
 
+def test_fp8_is_not_compared(run_here):
+    done = run_here(check_gpu, "--dtype", "fp8", check=False)
+    assert done.returncode == 1 and "pytest tests/test_fp8.py" in done.stderr
+
+
 def observed_step(trainer):
     """[(kernel, arguments)] of one step."""
     def observer(name, arguments):
