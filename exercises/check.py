@@ -5,7 +5,7 @@ Write a layer yourself; the project's own tests check it, in the place of the pa
     python exercises/check.py 2            # what is wrong first with exercises/02_layernorm.py
     python exercises/check.py --train      # trains a small model on your layers, three minutes, with a sample
 
-README.md beside this file has hints; train_gpt2.py is the solution. --directory DIR: where your files are.
+README.md beside this file has hints; train_gpt2.py and, from 16 on, train_llama3.py are the solution.
 """
 
 import argparse
@@ -30,9 +30,10 @@ import numpy as np
 import dev.rounding  # noqa: F401  (as test_gpt2.py imports it)
 import rounding  # as the tests do
 import train_gpt2
+import train_llama3
 from llmc.errors import UserError, import_package, run_main
 
-LAYERS = "tests/test_layers.py::test_"
+LAYERS, LLAMA = "tests/test_layers.py::test_", "tests/test_llama.py::test_"
 TESTS = {  # exercise -> the tests that its functions must pass
     1: [f"{LAYERS}softmax_and_cross_entropy", f"{LAYERS}what_is_huge_or_impossible_stays_finite"],
     2: [f"{LAYERS}layernorm"], 3: [f"{LAYERS}matmul"],
@@ -41,6 +42,7 @@ TESTS = {  # exercise -> the tests that its functions must pass
     6: [f"{LAYERS}encoder"], 7: [f"{LAYERS}attention"], 8: [f"{LAYERS}attention"],
     9: [f"{LAYERS}adamw_and_norm_follow_the_formulas"],
     10: ["test_gpt2.py::test_small_models_agree_with_pytorch"],
+    16: [f"{LLAMA}rmsnorm"], 17: [f"{LLAMA}rope"], 18: [f"{LLAMA}attention_of_groups"], 19: [f"{LLAMA}swiglu"],
 }  # fmt: skip
 
 
@@ -71,7 +73,7 @@ class Watch:
 def path_of(number, directory):
     found = glob.glob(os.path.join(directory, f"{number:02}_*.py"))
     if not found:
-        raise UserError(f"exercise {number}: expected one of 1 to {len(TESTS)}")
+        raise UserError(f"exercise {number}: expected one of {', '.join(map(str, TESTS))}")
     return found[0]
 
 
@@ -85,9 +87,10 @@ def functions_of(path):
 
 
 @contextlib.contextmanager
-def in_place(functions):
-    """Context manager: the page has these functions instead of its own."""
-    owner = {name: train_gpt2 if hasattr(train_gpt2, name) else train_gpt2.GPT2 for name in functions}
+def in_place(path):
+    """Context manager: the page has an exercise's functions instead of its own."""
+    functions, page = functions_of(path), train_llama3 if os.path.basename(path) >= "16" else train_gpt2
+    owner = {name: page if hasattr(page, name) else page.GPT2 for name in functions}
     before = {name: getattr(owner[name], name) for name in functions}
     for name, function in functions.items():
         setattr(owner[name], name, function)
@@ -103,14 +106,14 @@ def wrong(number, directory):
     pytest, path, watch = import_package("pytest", "check.py"), path_of(number, directory), Watch()
     name = os.path.basename(path)
     try:
-        functions = functions_of(path)
+        functions_of(path)
     except Exception as error:  # whatever a learner's file raises
         return f"{name} cannot be imported: {type(error).__name__}: {error}"
     output = io.StringIO()
     for module in list(sys.modules.values()):  # also tests that an earlier exercise has imported
         if hasattr(module, "check_tensor"):
             module.check_tensor = watch.check_tensor
-    with in_place(functions), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    with in_place(path), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         status = pytest.main(["-qx", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", f"{ROOT}/pyproject.toml",
                               *(os.path.join(ROOT, test) for test in TESTS[number])], [watch])
     if status == 0:
@@ -128,7 +131,7 @@ def wrong(number, directory):
 
 def train(arguments, directory):
     """Train on all exercises' functions that pass, and on the page's for the others."""
-    passing = [path_of(number, directory) for number in TESTS if wrong(number, directory) is None]
+    passing = [path_of(number, directory) for number in TESTS if number <= 10 and not wrong(number, directory)]
     print("on your layers:", *map(os.path.basename, passing) if passing else ["none yet"])
     os.chdir(ROOT)
     if not os.path.exists("data/pyprose_train.bin"):
@@ -137,7 +140,7 @@ def train(arguments, directory):
                     "--print_every", "20", *arguments]
     with contextlib.ExitStack() as stack:
         for path in passing:  # the last one imports the others' functions from the page
-            stack.enter_context(in_place(functions_of(path)))
+            stack.enter_context(in_place(path))
         return train_gpt2.main()
 
 

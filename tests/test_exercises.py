@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 import train_gpt2
+import train_llama3
 from conftest import ROOT
 
 FILES = sorted((ROOT / "exercises").glob("[0-9][0-9]_*.py"))
@@ -26,6 +27,11 @@ FAULTS = {  # number of an exercise -> what to replace, by what, and what check.
     9: ("correction2 / (1.0", "correction2 / (2.0", r"p\[.*in test_adamw"),
     10: ("gelu_backward(scratch.dfch, a.fch", "gelu_backward(scratch.dfch, a.fch_gelu",
          r"d\w+.*\[.*\] is .*, expected .*, in test_small_models"),
+    16: ("dn -= n\n", "dn += n\n", r"dinp\[.*in test_rmsnorm"),
+    17: ("cos, -sin", "cos, sin", r"back\[.*in test_rope"),
+    18: ("np.matmul(np.swapaxes(d, 2, 3), query[b])", "np.matmul(np.swapaxes(d, 2, 3), query[b][:, ::-1])",
+         r"dinp\[.*in test_attention_of_groups"),
+    19: ("dgate += s", "dgate += 1", r"dinp\[.*in test_swiglu"),
 }
 
 
@@ -37,15 +43,17 @@ def functions_of(path):
             if function.__module__ == path.stem}
 
 
-def of_the_page(name):
-    return getattr(train_gpt2, name, None) or getattr(train_gpt2.GPT2, name)
+def of_the_page(path, name):
+    page = train_llama3 if path.name >= "16" else train_gpt2
+    return getattr(page, name, None) or getattr(page.GPT2, name)
 
 
 def write_solutions(directory, change=lambda number, text: text):
     """The page's functions, pasted in place of the stubs."""
     for path in FILES:
-        texts = [textwrap.dedent(inspect.getsource(of_the_page(name))) for name in functions_of(path)]
-        text = "\n\n".join(["from llmc.tensors import layer, views\nfrom train_gpt2 import *", *texts])
+        texts = [textwrap.dedent(inspect.getsource(of_the_page(path, name))) for name in functions_of(path)]
+        page = "train_llama3" if path.name >= "16" else "train_gpt2"
+        text = "\n\n".join([f"from llmc.tensors import layer, views\nfrom {page} import *", *texts])
         (directory / path.name).write_text(change(int(path.name[:2]), text))
 
 
@@ -62,8 +70,8 @@ def test_stubs_are_the_page_s():
     assert len(FILES) == len(FAULTS)
     for path in FILES:
         for name, stub in functions_of(path).items():
-            assert inspect.signature(stub) == inspect.signature(of_the_page(name)), name
-            assert inspect.getdoc(stub) == inspect.getdoc(of_the_page(name)), name
+            assert inspect.signature(stub) == inspect.signature(of_the_page(path, name)), name
+            assert inspect.getdoc(stub) == inspect.getdoc(of_the_page(path, name)), name
     status, lines = check()
     assert status == 1 and len(lines) == len(FILES)
     assert all(re.fullmatch(rf"{path.name}: \w+ is not written yet", line) for path, line in zip(FILES, lines))
