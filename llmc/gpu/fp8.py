@@ -139,7 +139,8 @@ class Fp8:
 
     def notes(self):
         """For a checkpoint."""
-        history, scales, updates = (getattr(self.state, name).get() for name in ("history", "scales", "updates"))
+        with self.device.stream:
+            history, scales, updates = (getattr(self.state, name).get() for name in ("history", "scales", "updates"))
         return {"fp8": {"updates": int(updates[0]), "history": history.tobytes().hex(),
                         "scales": scales.tobytes().hex()}}
 
@@ -148,10 +149,11 @@ class Fp8:
         found, state = notes.get("fp8"), self.state
         if not found or len(found["history"]) != 2 * state.history.nbytes:
             return False
-        for name in ("history", "scales"):
-            copy_to_gpu(getattr(state, name), np.frombuffer(bytes.fromhex(found[name]), np.float32))
         self.updates = found["updates"]
-        copy_to_gpu(state.updates, np.array([self.updates], np.int32))
+        with self.device.stream:
+            for name in ("history", "scales"):
+                copy_to_gpu(getattr(state, name), np.frombuffer(bytes.fromhex(found[name]), np.float32))
+            copy_to_gpu(state.updates, np.array([self.updates], np.int32))
         return True
 
     # -- the kernels of hopper/matmul_fp8.cu
