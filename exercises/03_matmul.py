@@ -8,4 +8,4 @@ import numpy as np  # noqa: F401
 
 def matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC):
     """dinp (B,T,C) =, dweight (OC,C) =, dbias (OC,) = (None: no bias); dout (B,T,OC)."""
-    raise NotImplementedError  # about 5 lines
+    raise NotImplementedError  # about 6 lines

@@ -11,9 +11,9 @@ def rope_forward(qkv, cos, sin, B, T, heads, HS):
 
     RoFormer, Su et al. 2021, https://arxiv.org/abs/2104.09864
     """
-    raise NotImplementedError  # about 9 lines
+    raise NotImplementedError  # about 4 lines
 
 
 def rope_backward(dqkv, cos, sin, B, T, heads, HS):
     """The gradient of a rotation is rotated back."""
-    raise NotImplementedError  # about 1 lines
+    raise NotImplementedError  # about 1 line

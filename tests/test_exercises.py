@@ -15,7 +15,8 @@ from conftest import ROOT
 
 FILES = sorted((ROOT / "exercises").glob("[0-9][0-9]_*.py"))
 FAULTS = {  # number of an exercise -> what to replace, by what, and what check.py must say of it
-    1: ("np.maximum.reduce(x, axis=1, keepdims=True)", "np.float32(0)", r"probs\[0, 0, 0\] is nan, expected 0.731059"),
+    1: ("np.maximum.reduce(x, axis=1, keepdims=True)", "np.float32(0)",
+        r"probs\[0, 0, 0\] is nan, expected 0.731059, in test_what"),
     2: ("n *= mean_dn_n", "n *= 0", r"dinp\[.*\] is .*, expected .*, in test_layernorm"),
     3: ("dout.T, inp.reshape(B * T, C)", "dout.T * 2, inp.reshape(B * T, C)", r"dweight\[.*in test_matmul"),
     4: ("np.float32(3.0) *", "np.float32(2.0) *", r"dinp\[.*in test_gelu"),
@@ -97,7 +98,8 @@ def test_a_fault_is_named(tmp_path):
 
 @pytest.mark.parametrize("text, message", (
     ("def gelu_backward(:", "cannot be imported: SyntaxError"),
-    ("def gelu_backward(dinp, inp, dout, N):\n    1 / 0", "line 2: ZeroDivision")))
+    ("def gelu_backward(dinp, inp, dout, N):\n    1 / 0", "line 2: ZeroDivision"),
+    ("def gelu_backward(dinp, inp, dout, N):\n    dinp = dout", "dinp is NaN everywhere: is it written")))
 def test_errors_of_a_learner_are_a_line(tmp_path, text, message):
     (tmp_path / "04_gelu.py").write_text(text)
     status, lines = check(4, "--directory", tmp_path)
