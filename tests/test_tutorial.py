@@ -1,9 +1,10 @@
 """doc/layernorm/layernorm.md: its Python blocks run and print what the page says, its CUDA blocks compile, its links
-lead somewhere; what all other pages link to or name exists."""
+lead somewhere; doc/attention/attention.md's blocks likewise; what all pages link to or name exists."""
 
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from conftest import ROOT
@@ -20,6 +21,13 @@ BLOCKS = read_blocks(PAGE)
 def test_python_blocks():
     assert sum(block.kind == "python" and block.output is not None for block in BLOCKS) >= 10
     run_blocks(BLOCKS, ["python"])
+
+
+def test_attention_s_blocks():
+    blocks = read_blocks((ROOT / "doc" / "attention" / "attention.md").read_text(encoding="utf-8"))
+    assert len(blocks) == sum(block.kind == "python" and block.output is not None for block in blocks) == 9
+    with np.printoptions():  # which the page sets
+        run_blocks(blocks, ["python"])
 
 
 @pytest.mark.gpu
