@@ -1,11 +1,11 @@
 // The matmuls of FP8 operands, E4M3, for Hopper (sm_90a). Both operands have the inner dimension K contiguous, as wgmma
 // asks for in 8 bits: kernels/fp8.cu writes the transposed copies that this takes.
 //
-//     matmul_fp8          out (M,N) = factor * a (M,K) @ b (N,K)^T + bias                             out =
-//     matmul_fp8_gelu     the same, and GELU(out), of the rounded out, in 8 bits                      out, gelu =
-//     matmul_fp8_gelu_backward   factor * a @ b^T * GELU'(inp), in 8 bits                             dinp =
-//                                partials[tile] = its column sums                                     partials =
-//     matmul_fp8_weight   dweight (M,N) = factor * a (M,K) @ b (N,K)^T, K long                        dweight =
+//     matmul_fp8                 out (M,N) = factor * a (M,K) @ b (N,K)^T + bias                  out =
+//     matmul_fp8_gelu            the same, and gelu = GELU(out), of the rounded out, in 8 bits    out =, gelu =
+//     matmul_fp8_gelu_backward   dinp = factor * a @ b^T * GELU'(inp), in 8 bits                  dinp =
+//                                partials[tile] = column sums of dinp                             partials =
+//     matmul_fp8_weight          dweight (M,N) = factor * a (M,K) @ b (N,K)^T, K long             dweight =
 //
 // out, inp (M,N), bias (N): bfloat16; factor = scale / (*a_scale * *b_scale), where llmc/gpu/fp8.py has the operands'
 // scales. What results in 8 bits is written as it is, (M,N), and transposed, (N,M padded), times its own scale.
@@ -20,8 +20,9 @@
 #include "fp8.cuh"
 #include "hopper/matmul.cuh"
 
-// Block (384); grid (at most as many blocks as items); shared memory: as in matmul.cu. Boxes of the maps, rows x bytes:
-// a 128 x 128, b 192 x 128 (narrow: 160 x 128, with GELU: 128 x 128); rows x columns: out 128 x 64 (narrow: 128 x 32).
+// Block (384, with GELU 512); grid (at most as many blocks as items); shared memory: as in matmul.cu. Boxes of the
+// maps, rows x bytes: a 128 x 128, b 192 x 128 (narrow: 160 x 128, with GELU: 128 x 128); rows x columns: out 128 x 64
+// (narrow: 128 x 32).
 template <int BN>
 __device__ __forceinline__ void multiply(const TensorMap& out, const TensorMap& a, const TensorMap& b,
                                          const element* bias, const float* a_scale, const float* b_scale, float scale,
