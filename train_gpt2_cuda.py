@@ -152,7 +152,7 @@ def resolve_auto(settings, arch):
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # what the backward pass recomputes
+RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that hold one layer at a time
 READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu"}  # linear layer -> the row that FP8 keeps in 8 bits instead
 
 
@@ -179,20 +179,14 @@ def activation_table(config, B, T, precision, recompute):
         "lnf_rstd": Row((B, T)),
         "losses": Row((B, T)),
     }
-    return {name: row for name, row in table.items() if name not in one_layer_rows(precision, recompute)}
-
-
-def one_layer_rows(precision, recompute):
-    """Names of the rows that hold one layer at a time: recomputed ones and, in FP8, all that is kept in 8 bits instead.
-    """
-    return READS.values() if precision.fp8 else RECOMPUTED[recompute]
+    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
 def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, Vp, dtype = config.L, config.NH, config.C, config.Vp, precision.dtype
     recomputed = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
-    recomputed = {name: recomputed[name] for name in recomputed if name in one_layer_rows(precision, recompute)}
+    recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
     rows = partial_rows(B, T, sm_count, geometry)
     return {
         "forward": {
@@ -511,7 +505,8 @@ class GPT2:
     def tables(config, settings, B, T, sm_count, geometry):
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
         entry share their memory."""
-        precision, recompute = settings.precision, settings.recompute
+        precision = settings.precision
+        recompute = 2 if precision.fp8 else settings.recompute  # FP8 keeps these rows in 8 bits instead
         phases = phase_tables(config, B, T, precision, recompute, sm_count, geometry)
         return {
             "activations": {"activations": activation_table(config, B, T, precision, recompute)},

@@ -44,7 +44,7 @@ class LlamaCudaSettings(CudaSettings):
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: the tables of activations
 
-RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}  # what the backward pass recomputes
+RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}  # rows that hold one layer at a time
 READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_swiglu"}  # linear layer -> the row that FP8 keeps in 8 bits instead
 
 
@@ -68,20 +68,14 @@ def activation_table(config, B, T, precision, recompute):
         "lnf_rstd": Row((B, T)),
         "losses": Row((B, T)),
     }
-    return {name: row for name, row in table.items() if name not in one_layer_rows(precision, recompute)}
-
-
-def one_layer_rows(precision, recompute):
-    """Names of the rows that hold one layer at a time: recomputed ones and, in FP8, all that is kept in 8 bits instead.
-    """
-    return READS.values() if precision.fp8 else RECOMPUTED[recompute]
+    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
 def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, F, dtype = config.L, config.NH, config.C, config.F, precision.dtype
     recomputed = {"fch_swiglu": Row((B, T, F), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
-    recomputed = {name: recomputed[name] for name in recomputed if name in one_layer_rows(precision, recompute)}
+    recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
     rows = min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS))
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
@@ -251,7 +245,8 @@ class Llama3(GPT2):
 
     @staticmethod
     def tables(config, settings, B, T, sm_count, geometry):
-        precision, recompute = settings.precision, settings.recompute
+        precision = settings.precision
+        recompute = 2 if precision.fp8 else settings.recompute  # FP8 keeps these rows in 8 bits instead
         return {
             "activations": {"activations": activation_table(config, B, T, precision, recompute)},
             "logits, and in other phases scratch": phase_tables(config, B, T, precision, recompute, sm_count, geometry),

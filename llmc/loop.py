@@ -35,7 +35,7 @@ class Update(NamedTuple):
     norm: float | None  # of the gradients; None if no one asked for it
     seconds: float
     skipped: str | None  # why no weight has changed
-    fp8: tuple | None = None  # in a run of --dtype fp8: how many numbers saturated, and how many became 0
+    fp8: tuple | None = None  # in a run of --dtype fp8: how many numbers are 448 or NaN in 8 bits, and how many 0
 
 
 class Loop:

@@ -57,13 +57,14 @@ def test_scales_leave_half_of_the_range():
     assert next_scales(history, np.full(6, 3.0)).tolist() == [128.0, 1.0, 0.5, 2.0**100, 3.0, 2.0**100]
 
 
-def test_kernels_compile_without_a_stack():
+def test_kernels_compile_into_registers():
     pytest.importorskip("cuda.core")
     for grads in (0, 1):
         for file in kernel_files(LAYERS, GPT2, FP8._replace(float32_grads=grads), "sm_90a", "auto").values():
             if "fp8" in file.name:
                 cubin = compile_kernels(file.name, "sm_90a", file.constants)
-                assert max(frame_sizes(cubin)) <= 64, "accumulators stay in registers"
+                frames = list(filter(None, frame_sizes(cubin)))  # of the two with GELU, and their divisions
+                assert len(frames) <= 4 * ("matmul" in file.name) and max(frames, default=0) <= 64
 
 
 @pytest.mark.parametrize("recompute", (0, 1, 2))
@@ -218,7 +219,7 @@ def test_matmul(matmul, monkeypatch, M, N, K, sm_count):
         out = unwritten(M, N, dtype="bfloat16")
         fp8.multiply(out, a, scales[:1], b, scales[1:], on_gpu(bias, dtype="bfloat16") if with_bias else None, scale)
         expected = a64 @ b64.T * (scale / 8.0) + with_bias * bias.astype(np.float64)
-        assert_close(2.0**-7, out=(out, expected))
+        assert_close(2.0**-8, out=(out, expected))
 
 
 @pytest.mark.parametrize("sm_count", (None, 2))

@@ -129,7 +129,7 @@ class Fp8:
                            state.counts, pointer(self.reports), state.scales.size)
 
     def counts(self, number):
-        """(how many numbers of this run's update `number` saturated, how many became 0)."""
+        """(how many numbers of this run's update `number` are +-448 or NaN in 8 bits, how many are 0)."""
         return tuple(self.reports[(self.updates + number) % 2].tolist())
 
     def forget(self):
