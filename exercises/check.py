@@ -27,11 +27,18 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
 
-import dev.rounding  # noqa: F401  (as test_gpt2.py imports it)
-import rounding  # as the tests do
 import train_gpt2
 import train_llama3
-from llmc.errors import UserError, import_package, run_main
+from llmc.errors import UserError, run_main
+
+try:
+    import pytest
+
+    import dev.rounding  # noqa: F401  (as test_gpt2.py imports it)
+    from rounding import check_tensor as compare  # as the tests do
+    MISSING = None
+except ImportError as error:
+    MISSING = error.name
 
 LAYERS, LLAMA = "tests/test_layers.py::test_", "tests/test_llama.py::test_"
 TESTS = {  # exercise -> the tests that its functions must pass
@@ -47,9 +54,6 @@ TESTS = {  # exercise -> the tests that its functions must pass
 }  # fmt: skip
 
 
-COMPARE = rounding.check_tensor
-
-
 class Watch:
     """A plugin of pytest, and a check_tensor, that keep what was wrong first."""
 
@@ -57,7 +61,7 @@ class Watch:
         self.tensor, self.error = None, None
 
     def check_tensor(self, name, got, expected, tolerance, *more, **options):
-        okay = COMPARE(name, got, expected, tolerance, *more, **options)
+        okay = compare(name, got, expected, tolerance, *more, **options)
         if not okay and self.tensor is None:
             got, expected = np.asarray(got), np.asarray(expected)
             self.tensor = f"{name} has the shape {got.shape}, expected {expected.shape}"
@@ -107,7 +111,7 @@ def in_place(path):
 
 def wrong(number, directory):
     """Run an exercise's tests on its functions; returns what is wrong first, a line, or None."""
-    pytest, path, watch = import_package("pytest", "check.py"), path_of(number, directory), Watch()
+    path, watch = path_of(number, directory), Watch()
     name = os.path.basename(path)
     try:
         functions_of(path)
@@ -154,6 +158,8 @@ def main():
     parser.add_argument("--directory", default=HERE, help="where your files are (default: exercises/)")
     parser.add_argument("--train", nargs=argparse.REMAINDER, help="train on your layers, with train_gpt2.py's flags")
     args = parser.parse_args()
+    if MISSING:
+        raise UserError(f"the tests need the Python package {MISSING}: pip install -r requirements-test.txt")
     directory, red = os.path.abspath(args.directory), 0
     if args.train is not None:
         return train(args.train, directory)
