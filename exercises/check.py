@@ -5,11 +5,13 @@ Write a layer yourself; the project's own tests check it, in the place of the pa
     python exercises/check.py 2            # what is wrong first with exercises/02_layernorm.py
     python exercises/check.py --train      # trains a small model on your layers, three minutes, with a sample
 
-README.md beside this file has hints; train_gpt2.py and, from 16 on, train_llama3.py are the solution.
+README.md beside this file has hints. The solutions are train_gpt2.py, of the kernels, 11 to 15, dev/kernels/*.cu, and
+from 16 on train_llama3.py. Kernels are checked and timed where there is a GPU, and compiled elsewhere.
 """
 
 import argparse
 import contextlib
+import functools
 import glob
 import importlib.util
 import inspect
@@ -30,6 +32,10 @@ import numpy as np
 import train_gpt2
 import train_llama3
 from llmc.errors import UserError, run_main
+from llmc.gpu.compiler import compile_kernels
+from llmc.gpu.device import open_gpu
+from llmc.gpu.geometry import model_constants
+from llmc.gpu.precision import Precision
 
 try:
     import pytest
@@ -52,13 +58,20 @@ TESTS = {  # exercise -> the tests that its functions must pass
          f"{LAYERS}gradients_of_accumulated_batches_are_their_mean"],
     16: [f"{LLAMA}rmsnorm"], 17: [f"{LLAMA}rope"], 18: [f"{LLAMA}attention_of_groups"], 19: [f"{LLAMA}swiglu"],
 }  # fmt: skip
+KERNELS = {11: "layernorm_forward", 12: "bias_backward", 13: "softmax", 14: "matmul_forward",
+           15: "attention_forward"}  # exercise -> the layer of dev/kernels that its kernels are rungs of
+ALL = sorted([*TESTS, *KERNELS])
 
 
 class Watch:
-    """A plugin of pytest, and a check_tensor, that keep what was wrong first."""
+    """A plugin of pytest, and a check_tensor for all modules, that keep what was wrong first."""
 
-    def __init__(self):
-        self.tensor, self.error = None, None
+    def __init__(self, if_unwritten):
+        """if_unwritten: what to say of a tensor that is NaN everywhere."""
+        self.if_unwritten, self.tensor, self.error = if_unwritten, None, None
+        for module in list(sys.modules.values()):  # also tests that an earlier exercise has imported
+            if hasattr(module, "check_tensor"):
+                module.check_tensor = self.check_tensor
 
     def check_tensor(self, name, got, expected, tolerance, *more, **options):
         okay = compare(name, got, expected, tolerance, *more, **options)
@@ -66,8 +79,7 @@ class Watch:
             got, expected = np.asarray(got), np.asarray(expected)
             self.tensor = f"{name} has the shape {got.shape}, expected {expected.shape}"
             if np.isnan(got).all():
-                self.tensor = (f"{name} is NaN everywhere: is it written, by {name}[...] = x, not {name} = x, and set"
-                               " before you add to it?")
+                self.tensor = f"{name} is NaN everywhere: {self.if_unwritten.format(name)}"
             elif got.shape == expected.shape:
                 excess = np.abs(np.subtract(got, expected, dtype=np.float64)) - tolerance
                 at = np.unravel_index(np.argmax(excess), got.shape)  # argmax finds a NaN first
@@ -79,9 +91,10 @@ class Watch:
 
 
 def path_of(number, directory):
-    found = glob.glob(os.path.join(directory, f"{number:02}_*.py"))
+    name = f"{number:02}_*.{'cu' if number in KERNELS else 'py'}"
+    found = glob.glob(os.path.join(directory, name))
     if not found:
-        raise UserError(f"{directory} has no {number:02}_*.py; exercises are {', '.join(map(str, TESTS))}")
+        raise UserError(f"{directory} has no {name}; exercises are {', '.join(map(str, ALL))}")
     return found[0]
 
 
@@ -111,16 +124,13 @@ def in_place(path):
 
 def wrong(number, directory):
     """Run an exercise's tests on its functions; returns what is wrong first, a line, or None."""
-    path, watch = path_of(number, directory), Watch()
+    path, output = path_of(number, directory), io.StringIO()
     name = os.path.basename(path)
     try:
         functions_of(path)
     except Exception as error:  # whatever a learner's file raises
         return f"{name} cannot be imported: {type(error).__name__}: {error}"
-    output = io.StringIO()
-    for module in list(sys.modules.values()):  # also tests that an earlier exercise has imported
-        if hasattr(module, "check_tensor"):
-            module.check_tensor = watch.check_tensor
+    watch = Watch("is it written, by {0}[...] = x, not {0} = x, and set before you add to it?")
     with in_place(path), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         status = pytest.main(["-qx", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", f"{ROOT}/pyproject.toml",
                               *(os.path.join(ROOT, test) for test in TESTS[number])], [watch])
@@ -135,6 +145,46 @@ def wrong(number, directory):
     if own:
         return f"{name}, line {own[-1].lineno}: {type(error).__name__}: {error}"
     return f"{name}: {watch.tensor or str(error).splitlines()[0]}, in {test}"
+
+
+def judge_kernels(number, directory):
+    """Compile an exercise's kernels and, on a GPU, check and time them; returns (whether they are wrong, what to say, a
+    line)."""
+    sys.path.append(os.path.join(ROOT, "dev", "kernels"))
+    import attention_layers  # noqa: F401  (these classes are the layers)
+    import lab
+    import layers  # noqa: F401
+    import matmul_layers  # noqa: F401
+    path, output = path_of(number, directory), io.StringIO()
+    name, config = os.path.basename(path), train_gpt2.Config(1024, 50257, *train_gpt2.SIZES["d12"], 50304)
+    with open(path) as f:
+        unwritten = [line for line, text in enumerate(f, 1) if "not written yet" in text]
+    if unwritten:
+        return True, f"{name}, line {unwritten[0]}: not written yet"
+    try:
+        compile_kernels(path.removesuffix(".cu"), "sm_80", model_constants(config, Precision("bfloat16")))
+        layer = lab.with_mine(lab.LAYERS[KERNELS[number]], path)
+        try:
+            gpu = open_gpu()
+        except UserError:
+            return False, f"{name}: compiles; whether it is right needs a GPU"
+        precision = lab.precision_of(layer, "float32" if gpu.arch == "sm_75" else "bfloat16")
+        mine, watch = [rung for rung in layer.rungs if rung.startswith("my_")], Watch("is it written?")
+        open_lab = functools.cache(functools.partial(lab.Lab, gpu, mine=path))
+        with contextlib.redirect_stdout(output):
+            right = lab.check_at_all_sizes(layer, open_lab, config, precision.dtype, mine)
+        if not right:
+            return True, f"{name}: {watch.tensor}, in {output.getvalue().partition(':')[0]}"
+        bench, at_size = open_lab(config, precision), layer(config, precision, gpu, 32, 1024)
+        live = [rung.name for rung, _ in at_size.runs() if rung.name not in mine][-1]
+        with bench.streams():
+            times, _ = lab.time_layer(at_size, bench, [*mine, live])
+    except UserError as error:
+        return True, f"{name}: {error}".replace(f"{name}: {path}", name)
+    ms = {rung: min(of_blocks.values()) for rung, of_blocks in times.items()}
+    share = ms[live] / min(ms[rung] for rung in mine)
+    return False, (f"{name}: passes; yours: {share:.0%} of the speed of the library's {live}"
+                   f" ({', '.join(f'{rung} {time:.3f} ms' for rung, time in ms.items())})")
 
 
 def train(arguments, directory):
@@ -163,10 +213,14 @@ def main():
     directory, red = os.path.abspath(args.directory), 0
     if args.train is not None:
         return train(args.train, directory)
-    for number in args.numbers or TESTS:
-        found = wrong(number, directory)
-        print(found or f"{os.path.basename(path_of(number, directory))}: passes", flush=True)
-        red += found is not None
+    for number in args.numbers or ALL:
+        if number in KERNELS:
+            is_wrong, line = judge_kernels(number, directory)
+        else:
+            line = wrong(number, directory)
+            is_wrong, line = bool(line), line or f"{os.path.basename(path_of(number, directory))}: passes"
+        print(line, flush=True)
+        red += is_wrong
     return int(red > 0)
 
 

@@ -1,4 +1,5 @@
-"""exercises/: each stub fails, each function of the page passes, a planted fault is named by its first wrong output."""
+"""exercises/: each stub fails, each function of the page and kernel of dev/kernels passes, a planted fault is named by
+its first wrong output."""
 
 import importlib.util
 import inspect
@@ -11,9 +12,24 @@ import pytest
 
 import train_gpt2
 import train_llama3
-from conftest import ROOT
+from conftest import GPT2_124M, ROOT
+from llmc.gpu.compiler import compile_kernels
+from llmc.gpu.geometry import model_constants
+from llmc.gpu.precision import Precision
+from test_kernel_library import signatures_of as signatures
 
 FILES = sorted((ROOT / "exercises").glob("[0-9][0-9]_*.py"))
+SOLUTIONS = {  # exercise in CUDA -> the file of dev/kernels that has its kernels
+    "11_layernorm": "layernorm_forward", "12_bias": "bias_backward", "13_softmax": "softmax", "14_matmul": "matmul",
+    "15_attention": "attention"}
+NUMBERS = [int(path.name[:2]) for path in FILES]
+CUDA_FAULTS = {  # likewise -> what to replace, by what, and what check.py must say of it
+    "11_layernorm": ("c < C; c += 32) sum +=", "c < C - 32; c += 32) sum +=", r"out\[.*, in layernorm_forward my_warp"),
+    "12_bias": ("sums[warp][lane] = sum;", "sums[warp][lane] = 0; __syncthreads(); atomicAdd(&sums[0][lane], sum);"
+                " __syncthreads(); sum = sums[0][lane];", r"a second run's dbias\[.*, in bias_backward my_fixed"),
+    "13_softmax": ("part.sum * expf(part.largest - largest)", "part.sum", r"probs\[.*, in softmax my_online"),
+    "14_matmul": ("+ i % 2 * 8 + g, c =", "+ i % 2 * 4 + g, c =", r"out .*, in matmul_forward my_tensor_cores"),
+    "15_attention": ("total *= factor;", "", r"out\[.*, in attention_forward my_online")}
 FAULTS = {  # number of an exercise -> what to replace, by what, and what check.py must say of it
     1: ("np.maximum.reduce(x, axis=1, keepdims=True)", "np.float32(0)",
         r"probs\[0, 0, 0\] is nan, expected 0.731059, in test_what"),
@@ -58,6 +74,18 @@ def write_solutions(directory, change=lambda number, text: text):
         (directory / path.name).write_text(change(int(path.name[:2]), text))
 
 
+def write_kernels(directory, faults=None):
+    """The library's files, in place of the stubs, with faults if there are any."""
+    for name, solution in SOLUTIONS.items():
+        text = (ROOT / "dev" / "kernels" / f"{solution}.cu").read_text()
+        if faults:
+            old, new, _ = faults[name]
+            assert old in text
+            before, _, after = text.rpartition(old)
+            text = before + new + after
+        (directory / f"{name}.cu").write_text(text)
+
+
 def check(*arguments):
     """(exit status, lines) of check.py."""
     done = subprocess.run([sys.executable, "exercises/check.py", *map(str, arguments)], cwd=ROOT, capture_output=True,
@@ -73,14 +101,55 @@ def test_stubs_are_the_page_s():
         for name, stub in functions_of(path).items():
             assert inspect.signature(stub) == inspect.signature(of_the_page(path, name)), name
             assert inspect.getdoc(stub) == inspect.getdoc(of_the_page(path, name)), name
+    for name, solution in SOLUTIONS.items():
+        stubs, kernels = (signatures(ROOT / path) for path in (f"exercises/{name}.cu", f"dev/kernels/{solution}.cu"))
+        assert stubs and stubs.items() <= kernels.items()
     status, lines = check()
-    assert status == 1 and len(lines) == len(FILES)
-    assert all(re.fullmatch(rf"{path.name}: \w+ is not written yet", line) for path, line in zip(FILES, lines))
+    assert status == 1 and len(lines) == len(FILES) + len(SOLUTIONS)
+    for path, line in zip(sorted((ROOT / "exercises").glob("[0-9][0-9]_*")), lines):
+        assert re.fullmatch(rf"{path.name}(: \w+ is|, line \d+:) not written yet", line)
+
+
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90a"))
+def test_stubs_compile(arch):
+    pytest.importorskip("cuda.core")
+    for name in SOLUTIONS:
+        assert compile_kernels(str(ROOT / "exercises" / name), arch, model_constants(GPT2_124M, Precision("bfloat16")))
 
 
 def test_the_page_s_functions_pass(tmp_path):
     write_solutions(tmp_path)
-    assert check("--directory", tmp_path) == (0, [f"{path.name}: passes" for path in FILES])
+    assert check(*NUMBERS, "--directory", tmp_path) == (0, [f"{path.name}: passes" for path in FILES])
+
+
+def test_kernels_compile_where_there_is_no_gpu(tmp_path, monkeypatch):
+    pytest.importorskip("cuda.core")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    write_kernels(tmp_path)
+    lines = [f"{name}.cu: compiles; whether it is right needs a GPU" for name in SOLUTIONS]
+    assert check(*range(11, 16), "--directory", tmp_path) == (0, lines)
+    (tmp_path / "13_softmax.cu").write_text("extern C")
+    (tmp_path / "12_bias.cu").write_text("")
+    status, (nothing, fault) = check(12, 13, "--directory", tmp_path)
+    assert status == 1 and nothing.startswith("12_bias.cu: its kernels are none, expected one of bias_backward_atomics")
+    assert fault.startswith("13_softmax.cu does not compile for sm_80: ")
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu(tmp_path):
+    """Those of the library pass, and are timed; a stub's outputs are named, and a fault's."""
+    write_kernels(tmp_path)
+    status, lines = check(*range(11, 16), "--directory", tmp_path)
+    assert status == 0 and all(re.search(r"\.cu: passes; yours: \d+% of the speed of", line) for line in lines), lines
+    for name in SOLUTIONS:
+        stub = (ROOT / "exercises" / f"{name}.cu").read_text().replace("// not written yet", "//")
+        (tmp_path / f"{name}.cu").write_text(stub)
+    status, lines = check(*range(11, 16), "--directory", tmp_path)
+    assert status == 1 and all("is NaN everywhere: is it written?, in" in line for line in lines), lines
+    write_kernels(tmp_path, CUDA_FAULTS)
+    status, lines = check(*range(11, 16), "--directory", tmp_path)
+    for line, (name, (_, _, message)) in zip(lines, CUDA_FAULTS.items(), strict=True):
+        assert line.startswith(f"{name}.cu: ") and re.search(message, line), line
 
 
 def test_a_fault_is_named(tmp_path):
@@ -90,7 +159,7 @@ def test_a_fault_is_named(tmp_path):
         return text.replace(old, new)
 
     write_solutions(tmp_path, change)
-    status, lines = check("--directory", tmp_path)
+    status, lines = check(*NUMBERS, "--directory", tmp_path)
     assert status == 1 and len(lines) == len(FILES)
     for line, path, (_, _, message) in zip(lines, FILES, FAULTS.values()):
         assert line.startswith(f"{path.name}: ") and re.search(message, line), line

@@ -130,6 +130,21 @@ def test_launches_pass_what_the_kernels_take(fake_cupy, name):
     assert ran == LAYERS[name].rungs.keys(), "each rung fits some of these sizes in some dtype"
 
 
+def test_a_learner_s_kernel_runs_beside_the_ladder(fake_cupy):
+    """Launched like the rung whose name it has, which the library's kernel keeps."""
+    layer = lab.with_mine(LAYERS["layernorm_forward"], ROOT / "exercises" / "11_layernorm.cu")
+    fake = FakeLab(fake_cupy, AWKWARD[1], Precision("bfloat16"))
+    fake.mine = {"layernorm_forward_warp_a_row": fake_cupy.cp.RawModule("any").get_function("mine")}
+    at_size = layer(AWKWARD[1], fake.precision, GPU, 3, 97)
+    launches = {}
+    for name in ("my_warp_a_row", "warp_a_row"):
+        fake_cupy.clear()
+        next(call for *_, call in lab.calls(at_size, fake, lab.upload(at_size.tensors()), [name]))()
+        ((launches[name], *_),) = fake_cupy.launches
+    assert launches == {"my_warp_a_row": "mine", "warp_a_row": "portable layernorm_forward_warp_a_row"}
+    assert list(layer.rungs)[-2:] == ["my_thread_a_row", "my_warp_a_row"] and "live" in layer.rungs
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # the oracles, and what becomes of a wrong element
 
@@ -172,8 +187,8 @@ def test_with_a_wrong_element_there_are_no_times(fake_cupy, monkeypatch, capsys,
     for name, rung in rungs.items():
         rung.name = name
     monkeypatch.setattr(LAYERS["layernorm_forward"], "rungs", rungs)
-    monkeypatch.setattr(bench, "AWKWARD", AWKWARD[1:])
-    monkeypatch.setattr(lab, "Lab", lambda gpu, *model: FakeLab(fake_cupy, *model))
+    monkeypatch.setattr(lab, "AWKWARD", AWKWARD[1:])
+    monkeypatch.setattr(lab, "Lab", lambda gpu, *model, mine: FakeLab(fake_cupy, *model))
     for name, value in dict(open_gpu=lambda: GPU, measure_copy=lambda device: 4e12, measure_matmul=lambda matmul: 8e14,
                             describe=lambda matmul: "a GPU").items():
         monkeypatch.setattr(bench, name, value)

@@ -4,6 +4,7 @@ The kernel library: every layer of GPT-2, from the naive kernel to the live one,
     python dev/kernels/bench.py                               # lists the layers and their rungs
     python dev/kernels/bench.py layernorm_forward             # checks them, times them, prints a table
     python dev/kernels/bench.py gelu_forward --rung live --check_only
+    python dev/kernels/bench.py layernorm_forward --mine my.cu           # your kernel layernorm_forward_warp_a_row, too
     python dev/kernels/bench.py --all                         # all layers, bfloat16 and float32: dev/kernels/RESULTS.md
 
 Each rung is compared with the NumPy function at every block size. If one element is wrong, its tensor is printed,
@@ -24,7 +25,7 @@ import matmul_layers  # noqa: F401
 import torch
 
 import llmc.gpu.device
-from lab import AWKWARD, LAYERS, SHAPES, SWEEP, check_layer, precision_of, time_layer
+from lab import LAYERS, SWEEP, check_at_all_sizes, precision_of, time_layer, with_mine
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 from llmc.gpu.compiler import compiler_version
@@ -39,6 +40,8 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
     parser.add_argument("layers", nargs="*", metavar="LAYER", help="what to check and time (none: list them)")
     parser.add_argument("--rung", nargs="+", metavar="NAME", help="only these rungs")
+    parser.add_argument("--mine", metavar="FILE.cu", help="with your kernels: each is launched like the rung whose name"
+                        " it has, LAYER_RUNG, and is a rung my_RUNG")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16 where the GPU has it)")
     parser.add_argument("-b", type=int, default=32, metavar="B", help="batch size of the timing")
     parser.add_argument("-t", type=int, default=1024, metavar="T", help="sequence length of the timing")
@@ -46,20 +49,6 @@ def parse_arguments(argv=None):
     parser.add_argument("--check_only", action="store_true", help="check, and time nothing")
     parser.add_argument("--all", action="store_true", help="all layers in each dtype, into dev/kernels/RESULTS.md")
     return parser.parse_args(argv)
-
-
-def check(layer, open_lab, config, dtype, names):
-    """Check a layer at all sizes and print what is wrong; returns whether nothing is."""
-    calls = wrong = 0
-    for sizes in (config, *AWKWARD):
-        bench = open_lab(sizes, precision_of(layer, dtype))
-        with bench.streams():
-            for B, T in layer.shapes if sizes is config else SHAPES:
-                at_size = layer(sizes, bench.precision, bench.gpu, B, T)
-                calls += len(at_size.runs(names))
-                wrong += check_layer(at_size, bench, names)
-    print(f"{layer.name}, {dtype}: {calls} calls checked")
-    return wrong == 0
 
 
 def timed_rows(layer, bench, names, B, T, peaks):
@@ -87,15 +76,18 @@ def main(argv=None):
             print(f"{name}: {about}\n    {', '.join(layer.rungs)}")
         return 0
     known = {*LAYERS, *(rung for name in args.layers if name in LAYERS for rung in LAYERS[name].rungs)}
-    for name in (*args.layers, *(args.rung or ())):
+    for name in (*args.layers, *(rung.removeprefix("my_") for rung in args.rung or ())):
         if name not in known:
             raise UserError(f"{name}: expected names that python dev/kernels/bench.py lists")
-    chosen, gpu = [LAYERS[name] for name in args.layers or LAYERS], open_gpu()
-    open_lab = functools.cache(functools.partial(lab.Lab, gpu))
+    chosen = [LAYERS[name] for name in args.layers or LAYERS]
+    if args.mine:
+        chosen = [with_mine(layer, args.mine) for layer in chosen]
+    gpu = open_gpu()
+    open_lab = functools.cache(functools.partial(lab.Lab, gpu, mine=args.mine))
     config = Config(max(args.t, 1024), 50257, *SIZES[args.model], 50304)
     default = "float32" if gpu.arch == "sm_75" else "bfloat16"
     dtypes = [args.dtype] if args.dtype else list(dict.fromkeys([default, "float32"])) if args.all else [default]
-    if not all([check(layer, open_lab, config, dtype, args.rung) for dtype in dtypes for layer in chosen]):
+    if not all([check_at_all_sizes(layer, open_lab, config, dtype, args.rung) for dtype in dtypes for layer in chosen]):
         return 1
     if args.check_only:
         return 0

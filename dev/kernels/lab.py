@@ -26,7 +26,7 @@ import llmc.gpu.device
 import train_gpt2
 import train_gpt2_cuda as cuda
 from llmc.errors import UserError
-from llmc.gpu.compiler import KERNEL_DIRECTORY, Cache, KernelFile
+from llmc.gpu.compiler import Cache, KernelFile
 from llmc.gpu.device import Device
 from llmc.gpu.geometry import blocks, kernel_files, launch_geometry, model_constants
 from llmc.gpu.matmul import Matmul
@@ -90,6 +90,18 @@ class Kernel(Rung):
 # Shares of a Kernel's block: an element or a row for each thread; 16 bytes for each; a row for each warp; one row.
 THREAD, PACK = lambda layer, block: block, lambda layer, block: block * layer.pack
 WARP, BLOCK = lambda layer, block: block // 32, lambda layer, block: 1
+
+
+class Mine(Rung):
+    """A rung with a learner's kernel of the same name."""
+
+    def __init__(self, rung):
+        super().__init__(self.launch, rung.blocks, rung.fits)
+        self.name, self.original = f"my_{rung.name}", rung
+
+    def launch(self, layer, lab, a, block):
+        with lab.mine_in_place():
+            self.original.run(layer, lab, a, block)
 
 
 def launcher(call):
@@ -194,17 +206,36 @@ def signatures(path):
             for name, parameters in EXTERN.findall(text)}
 
 
+def kernel_file(path, constants):
+    """The KernelFile of any .cu file."""
+    return KernelFile(os.path.abspath(path).removesuffix(".cu"), tuple(signatures(path)), constants)
+
+
+def with_mine(layer, path):
+    """The layer, with a rung more for each kernel of a learner's file that has the name of one of its rungs', and is
+    launched like that one: layernorm_forward_warp_a_row becomes my_warp_a_row. Raises UserError if there is none."""
+    library, found = {kernel for file in FILES for kernel in signatures(file)}, signatures(path)
+    named = {f"{layer.name}_{name}": rung for name, rung in layer.rungs.items() if f"{layer.name}_{name}" in library}
+    rungs = {f"my_{rung.name}": Mine(rung) for kernel, rung in named.items() if kernel in found}
+    if not rungs:
+        raise UserError(f"{path}: its kernels are {', '.join(found) or 'none'}, expected one of {', '.join(named)}: a"
+                        " kernel is launched like the rung whose name it has")
+    mine = type(layer.__name__, (layer,), {})
+    mine.rungs = layer.rungs | rungs
+    return mine
+
+
 def portable_files(config, precision, arch):
     """KernelFiles: of the live matmuls and attention for arch (sm_75, sm_80) and later, and all of this library."""
     live, constants = kernel_files(cuda.GPT2, config, precision, arch), model_constants(config, precision)
-    return [live["matmul"], live["attention"], *(KernelFile(
-        os.path.relpath(path, KERNEL_DIRECTORY)[:-3], tuple(signatures(path)), constants) for path in FILES)]
+    return [live["matmul"], live["attention"], *(kernel_file(path, constants) for path in FILES)]
 
 
 class Lab:
     """The live kernels of train_gpt2_cuda.py for one model and precision and, beside them, those of this library."""
 
-    def __init__(self, gpu, config, precision):
+    def __init__(self, gpu, config, precision, mine=None):
+        """mine: a learner's .cu file, for the rungs of `with_mine`."""
         self.gpu, self.config, self.precision, self.sm_count = gpu, config, precision, gpu.sm_count
         self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
         self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
@@ -212,6 +243,8 @@ class Lab:
         self.portable = Device(gpu, Cache(), portable_files(config, precision, arch),
                                launch_geometry(config, precision, arch))
         self.portable.gpu = gpu._replace(arch=arch)
+        files = [kernel_file(mine, model_constants(config, precision))] if mine else None
+        self.mine = Device(gpu, Cache(), files, None).functions if mine else {}
         self.stream = self.portable.stream = self.device.stream
         with self.stream:
             self.matmul.allocate()
@@ -223,6 +256,14 @@ class Lab:
         if shared > 48 << 10:  # more than a block gets without asking
             self.portable.functions[name].max_dynamic_shared_size_bytes = shared
         self.portable.launch(name, grid, block, *arguments, shared=shared)
+
+    @contextlib.contextmanager
+    def mine_in_place(self):
+        """Context manager: a learner's kernels run in the place of those with their names."""
+        before = self.portable.functions
+        self.portable.functions = before | self.mine
+        yield
+        self.portable.functions = before
 
     def clear(self, *arrays):
         """Set arrays to 0, as a part of a rung."""
@@ -303,25 +344,43 @@ def expected_results(layer, tensors):
 
 
 def agrees(where, name, got, expected, fraction):
-    """Whether a result is as expected up to this fraction of the largest value; prints a row that names `where` and the
-    tensor if it is not."""
+    """Whether a result is as expected up to this fraction of the largest value (0: the same bits); prints a row that
+    names `where` and the tensor if it is not."""
     stored = {np.dtype(np.uint16): BF16, np.dtype(np.float16): HALF}.get(got.dtype, 0.0)  # what storing it rounds off
-    tolerance = max(fraction, stored) * max(float(np.abs(expected).max()), 1e-30)
+    tolerance = max(fraction, stored if fraction else 0.0) * max(float(np.abs(expected).max()), 1e-30)
     got = widen(got).reshape(expected.shape)
     return (check_tensor(name, got, expected, tolerance, print_row=False)
             or check_tensor(f"{where}: {name}", got, expected, tolerance))
 
 
 def check_layer(layer, lab, names=None):
-    """Compare PyTorch and each rung at each block size with NumPy; print wrong tensors, return their number."""
+    """Compare PyTorch and each rung at each block size with NumPy; print wrong tensors, return their number. A
+    learner's kernels run twice, and must have the same bits."""
     tensors = layer.tensors()
-    expected, wrong = expected_results(layer, tensors), 0
-    for name, block, call in calls(layer, lab, upload(tensors), names):
+    expected, fresh, wrong = expected_results(layer, tensors), upload(tensors), 0
+    for (name, block, call), (*_, again) in zip(*(calls(layer, lab, fresh, names) for _ in range(2))):
         where = f"{layer.name} {name}, block {block}, {layer}"
-        for tensor, got in results_of(where, call).items():
+        results = results_of(where, call)
+        for tensor, got in results.items():
             fraction = max(layer.checked[tensor], LIBRARY[layer.precision.dtype] * (name == layer.library_name))
             wrong += not agrees(where, tensor, got, expected[tensor], fraction)
+        for tensor, got in results_of(where, again).items() if isinstance(layer.rungs.get(name), Mine) else ():
+            wrong += not agrees(where, f"a second run's {tensor}", got, widen(results[tensor]), 0)
     return wrong
+
+
+def check_at_all_sizes(layer, open_lab, config, dtype, names):
+    """check_layer at the model's sizes, config, and at AWKWARD ones; returns whether nothing is wrong."""
+    calls = wrong = 0
+    for sizes in (config, *AWKWARD):
+        bench = open_lab(sizes, precision_of(layer, dtype))
+        with bench.streams():
+            for B, T in layer.shapes if sizes is config else SHAPES:
+                at_size = layer(sizes, bench.precision, bench.gpu, B, T)
+                calls += len(at_size.runs(names))
+                wrong += check_layer(at_size, bench, names)
+    print(f"{layer.name}, {dtype}: {calls} calls checked")
+    return wrong == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -223,6 +223,35 @@ class GeluBackward(Gelu):
                                                                4 * self.C))
 
 
+class BiasBackward(Layer):
+    """dbias = the sum of dout over all rows"""
+
+    name, float32_grads = "bias_backward", True
+    checked, moved, signature = {"dbias": SUMS}, ("dout",), ("dbias", "dout")
+
+    def tensors(self):
+        return {"dbias": self.float32(self.config.F), "dout": self.random(self.N, self.config.F),
+                "partials": self.float32(blocks(self.N, 128), self.config.F)}
+
+    def oracle(self, t):
+        t.dbias[:] = t.dout.sum(axis=0)
+
+    def library(self, t):
+        return lambda: {"dbias": t.dout.sum(0, dtype=torch.float32)}
+
+    def columns(self, per_block):
+        return blocks(self.config.F, per_block)
+
+    atomics = Kernel(grid=lambda self, lab, block: (self.columns(block), blocks(self.N, 32)), adds_to=("dbias",))
+    fixed_order = Kernel(grid=lambda self, lab, block: (self.columns(32),))
+
+    @rung(*SWEEP)
+    def two_stages(self, lab, a, block):
+        grid = self.columns(block * self.pack), blocks(self.N, 128)
+        lab.launch("bias_backward_partial_sums", grid, (block,), a.partials, a.dout, self.N)
+        cuda.column_sums(lab.device, [(a.partials, (a.dbias,))])
+
+
 class Logits(Layer):
     """What these layers share. The padding of the logits is NaN, because no result may depend on it."""
 

@@ -13,6 +13,7 @@
 // these are, and on how many multiply-adds each of them serves once it is close.
 
 #include "matmul.cuh"
+#include "mma.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // thread_an_element. The formula. Neighbouring threads take neighbouring rows, the obvious choice. So in the
@@ -119,13 +120,13 @@ matmul_forward_shared_tiles(element* out, const element* inp, const element* wei
 // multiprocessor.
 // Block (256), grid (N / 128, M / 128).
 
-constexpr int SIDE = 128, DEPTH = 16;  // of a tile: rows, and columns
-typedef float Columns[DEPTH][SIDE + 4];  // in shared memory: the rows of one column are adjacent
+constexpr int SIDE = 128, STEP = 16;  // of a tile: rows, and columns
+typedef float Columns[STEP][SIDE + 4];  // in shared memory: the rows of one column are adjacent
 
 // Load a tile of an operand (rows,K); zeros beyond its end.
 __device__ inline void load_columns(Columns& tile, const element* from, int rows, int K, int first, int k0) {
 #pragma unroll
-    for (int i = threadIdx.x; i < SIDE * DEPTH / PACK; i += 256) {
+    for (int i = threadIdx.x; i < SIDE * STEP / PACK; i += 256) {
         const int row = i % SIDE, k = i / SIDE * PACK;
         const bool exists = first + row < rows && k0 + k < K;
         const Floats values = exists ? load(from + int64(first + row) * K + k0 + k) : Floats{};
@@ -148,12 +149,12 @@ matmul_forward_register_tiles(element* out, const element* inp, const element* w
     __shared__ __align__(16) Columns a_tile, b_tile;
     const int row = blockIdx.y * SIDE, column = blockIdx.x * SIDE, right = threadIdx.x % 16, down = threadIdx.x / 16;
     float sums[8][8] = {};
-    for (int k0 = 0; k0 < K; k0 += DEPTH) {
+    for (int k0 = 0; k0 < K; k0 += STEP) {
         load_columns(a_tile, inp, M, K, row, k0);
         load_columns(b_tile, weight, N, K, column, k0);
         __syncthreads();
 #pragma unroll
-        for (int k = 0; k < DEPTH; k++) {
+        for (int k = 0; k < STEP; k++) {
             float x[8], y[8];
             read_rows(x, a_tile[k], down);
             read_rows(y, b_tile[k], right);
@@ -173,6 +174,63 @@ matmul_forward_register_tiles(element* out, const element* inp, const element* w
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: kernels/matmul.cu, the live kernels of all GPUs except Hopper in bfloat16. One tensor core instruction does
-// 2048 multiply-adds in bfloat16, or 1024 in TF32, and the next steps are being copied to shared memory (cp.async)
-// while this one is multiplied.
+// tensor_cores. One mma.sync of a warp does 2048 multiply-adds in bfloat16, or 1024 in TF32: kernels/mma.cuh says which
+// lane holds what. A block computes 64 x 64, a warp 32 x 32 of it. Rows of a tile are padded by 16 bytes: without, the
+// 8 rows that a warp reads at once would be in the same banks. Nothing overlaps: copy, barrier, multiply, barrier.
+// Block (128), grid (N / 64, M / 64).
+
+constexpr int MMA_SIDE = 64, MMA_STEP = 64, MMA_PITCH = MMA_STEP + PACK;
+constexpr int REGISTER = DEPTH / 8;  // elements that a register of a fragment holds: a pair of bfloat16, a float
+
+__device__ inline void copy_tile(element (&tile)[MMA_SIDE][MMA_PITCH], const element* from, int rows, int K, int first,
+                                 int k0) {
+    for (int i = threadIdx.x; i < MMA_SIDE * MMA_STEP / PACK; i += blockDim.x) {
+        const int row = i / (MMA_STEP / PACK), k = i % (MMA_STEP / PACK) * PACK;
+        const bool exists = first + row < rows && k0 + k < K;
+        *reinterpret_cast<uint4*>(&tile[row][k]) = exists ? load_bits(from + int64(first + row) * K + k0 + k) : uint4{};
+    }
+}
+
+template <class T>  // uint32 or float
+__device__ inline void load_register(T& to, const element* from) {
+    to = *reinterpret_cast<const T*>(from);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+matmul_forward_tensor_cores(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
+                            int K) {
+    __shared__ __align__(16) element a_tile[MMA_SIDE][MMA_PITCH], b_tile[MMA_SIDE][MMA_PITCH];
+    const int row = blockIdx.y * MMA_SIDE, column = blockIdx.x * MMA_SIDE, warp = threadIdx.x / 32;
+    const int down = warp / 2 * 32, right = warp % 2 * 32;  // the warp's part of the block's tile
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    FragmentD sums[2][4] = {};
+    for (int k0 = 0; k0 < K; k0 += MMA_STEP) {
+        copy_tile(a_tile, inp, M, K, row, k0);
+        copy_tile(b_tile, weight, N, K, column, k0);
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < MMA_STEP; k += DEPTH) {
+            const element* const a_at = &a_tile[down + g][k + t * REGISTER];
+            const element* const b_at = &b_tile[right + g][k + t * REGISTER];
+            FragmentA a[2];
+            FragmentB b[4];
+            for (int i = 0; i < 8; i++) {
+                load_register(a[i / 4][i % 4], a_at + (i / 4 * 16 + i % 2 * 8) * MMA_PITCH + i % 4 / 2 * DEPTH / 2);
+                load_register(b[i / 2][i % 2], b_at + i / 2 * 8 * MMA_PITCH + i % 2 * DEPTH / 2);
+            }
+            for (int i = 0; i < 8; i++) mma(sums[i / 4][i % 4], a[i / 4], b[i % 4]);
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {  // of 2 x 4 tiles, rows g and g + 8
+        const float* const d = sums[i / 8][i / 2 % 4] + i % 2 * 2;
+        const int r = row + down + i / 8 * 16 + i % 2 * 8 + g, c = column + right + i / 2 % 4 * 8 + 2 * t;
+        if (r < M && c < N) put_pair(out + int64(r) * N + c, d[0] + to_float(bias[c]), d[1] + to_float(bias[c + 1]));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// mma_sync: kernels/matmul.cu, the live kernels of all GPUs except Hopper in bfloat16. ldmatrix reads four registers of
+// a fragment at once, tiles are larger, and the next steps are being copied to shared memory (cp.async) while this one
+// is multiplied.

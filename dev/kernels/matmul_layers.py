@@ -110,6 +110,11 @@ class MatmulForward(Matmul):
         grid = blocks(self.OC, 128), blocks(self.N, 128)
         lab.launch("matmul_forward_register_tiles", grid, (block,), *self.arguments(a))
 
+    @rung(128)
+    def tensor_cores(self, lab, a, block):
+        grid = blocks(self.OC, 64), blocks(self.N, 64)
+        lab.launch("matmul_forward_tensor_cores", grid, (block,), *self.arguments(a))
+
     mma_sync = Matmul.mma_sync
     wgmma_tma = hopper_rung("wgmma_tma", 128, 128, 128, 3)
     larger_tiles = hopper_rung("larger_tiles", 256, 192, 256, 4)
