@@ -1,5 +1,6 @@
 """doc/layernorm/layernorm.md: its Python blocks run and print what the page says, its CUDA blocks compile, its links
-lead somewhere; doc/attention/attention.md's blocks likewise; what all pages link to or name exists."""
+lead somewhere; the blocks of doc/attention/attention.md and doc/walkthrough.md likewise; what all pages link to or name
+exists."""
 
 import re
 import sys
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
+from draw_layer import STEPS
 from llmc.gpu.compiler import compile_kernels
+from train_gpt2 import Config, activation_table, parameter_table, scratch_table
 
 DIRECTORY = ROOT / "doc" / "layernorm"
 sys.path.insert(0, str(DIRECTORY))
@@ -23,11 +26,24 @@ def test_python_blocks():
     run_blocks(BLOCKS, ["python"])
 
 
-def test_attention_s_blocks():
-    blocks = read_blocks((ROOT / "doc" / "attention" / "attention.md").read_text(encoding="utf-8"))
-    assert len(blocks) == sum(block.kind == "python" and block.output is not None for block in blocks) == 9
+@pytest.mark.parametrize("name, count", (("attention/attention.md", 9), ("walkthrough.md", 10)))
+def test_blocks_of(name, count):
+    path = ROOT / "doc" / name
+    blocks = read_blocks(path.read_text(encoding="utf-8"), path)
+    assert len(blocks) == sum(block.kind == "python" and block.output is not None for block in blocks) == count
     with np.printoptions():  # which the page sets
-        run_blocks(blocks, ["python"])
+        run_blocks(blocks, ["python"], path)
+
+
+def test_the_picture_has_the_program_s_tensors():
+    """doc/layer.png: names and shapes."""
+    sizes = {"B": 2, "T": 3, "C": 35, "3C": 105, "4C": 140, "NH": 7}
+    config = Config(maxT=3, V=11, L=1, NH=7, C=35, Vp=11)
+    rows = parameter_table(config) | activation_table(config, 2, 3) | scratch_table(config, 2, 3)
+    tensors = re.findall(r"(\w+) \(([\w,]+)\)", str(STEPS).replace("residual (", "encoded (", 1))
+    assert len(tensors) == 27
+    for name, shape in tensors:
+        assert rows[name].shape[rows[name].stacked :] == tuple(map(sizes.get, shape.split(","))), name
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ class Block(NamedTuple):
     output: str | None  # what a Python block prints, if the page says so
 
 
-def read_blocks(page):
+def read_blocks(page, path=PAGE):
     """The fenced blocks of a page's text, in order."""
     blocks, start, after = [], None, 0
     lines = page.split("\n")
@@ -48,12 +48,12 @@ def read_blocks(page):
         if kind != "text":
             blocks.append(Block(kind, start + 1, content, None))
         elif not blocks or not blocks[-1].kind.startswith("python") or after != start - 1:
-            raise UserError(f"{PAGE}: line {start}: a text block, expected right after the Python block that prints it")
+            raise UserError(f"{path}: line {start}: a text block, expected right after the Python block that prints it")
         else:
             blocks[-1] = blocks[-1]._replace(output=content)
         start, after = None, i
     if start is not None:
-        raise UserError(f"{PAGE}: line {start}: the block has no end")
+        raise UserError(f"{path}: line {start}: the block has no end")
     return blocks
 
 
@@ -62,7 +62,7 @@ def cuda_name(block):
     return block.content.split(":")[0].removeprefix("// ")
 
 
-def run_blocks(blocks, kinds):
+def run_blocks(blocks, kinds, path=PAGE):
     """Run the Python blocks of these kinds in one namespace, in an empty directory that has the CUDA blocks as files;
     returns what the last one printed. Raises UserError for a block that prints something else than the page says."""
     namespace, printed, here = {}, "", os.getcwd()
@@ -78,12 +78,12 @@ def run_blocks(blocks, kinds):
                     continue
                 output = io.StringIO()
                 # So that a traceback has the page's lines
-                code = compile("\n" * (block.line - 1) + block.content, PAGE, "exec")
+                code = compile("\n" * (block.line - 1) + block.content, path, "exec")
                 with contextlib.redirect_stdout(output):
                     exec(code, namespace)
                 printed = output.getvalue()
                 if block.output is not None and printed != block.output:
-                    raise UserError(f"{PAGE}: the block at line {block.line} prints {printed!r}, expected"
+                    raise UserError(f"{path}: the block at line {block.line} prints {printed!r}, expected"
                                     f" {block.output!r}")
         finally:
             os.chdir(here)
