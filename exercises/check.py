@@ -163,20 +163,23 @@ def judge_kernels(number, directory):
         return True, f"{name}, line {unwritten[0]}: not written yet"
     try:
         compile_kernels(path.removesuffix(".cu"), "sm_80", model_constants(config, Precision("bfloat16")))
-        layer = lab.with_mine(lab.LAYERS[KERNELS[number]], path)
+        layer, asked = lab.with_mine(lab.LAYERS[KERNELS[number]], path), lab.signatures(path_of(number, HERE))
+        mine = [f"my_{kernel.removeprefix(layer.name)[1:]}" for kernel in asked]
+        if missing := set(mine) - set(layer.rungs):
+            raise UserError(f"{path}: the kernel {layer.name}_{missing.pop()[3:]} is missing")
         try:
             gpu = open_gpu()
         except UserError:
             return False, f"{name}: compiles; whether it is right needs a GPU"
         precision = lab.precision_of(layer, "float32" if gpu.arch == "sm_75" else "bfloat16")
-        mine, watch = [rung for rung in layer.rungs if rung.startswith("my_")], Watch("is it written?")
+        watch = Watch("is it written?")
         open_lab = functools.cache(functools.partial(lab.Lab, gpu, mine=path))
         with contextlib.redirect_stdout(output):
             right = lab.check_at_all_sizes(layer, open_lab, config, precision.dtype, mine)
         if not right:
             return True, f"{name}: {watch.tensor}, in {output.getvalue().partition(':')[0]}"
         bench, at_size = open_lab(config, precision), layer(config, precision, gpu, 32, 1024)
-        live = [rung.name for rung, _ in at_size.runs() if rung.name not in mine][-1]
+        live = [rung.name for rung, _ in at_size.runs() if not rung.name.startswith("my_")][-1]
         with bench.streams():
             times, _ = lab.time_layer(at_size, bench, [*mine, live])
     except UserError as error:
