@@ -42,6 +42,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import locked
 from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import describe_gpu, open_gpu
+from llmc.gpu.fp8 import Destination
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, BLOCK_THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
@@ -269,11 +270,18 @@ def layernorm_forward(device, out, mean, rstd, inp, weight, bias, B, T, C):
 
 def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, weight, bias, B, T, C):
     """residual (B,T,C) = inp1 + inp2, out (B,T,C) = its layernorm, mean, rstd (B,T) =. residual and inp1 have the
-    residual stream's dtype."""
+    residual stream's dtype. In FP8, out may be a Destination."""
+    launch_norm(device, "residual_layernorm_forward", residual, out, mean, rstd, inp1, inp2, weight, bias, B * T)
+
+
+def launch_norm(device, name, residual, out, *arguments):
+    """A normalization's forward pass, in 8 bits if out is a Destination. The last argument is N."""
     g = device.geometry
-    grid = (blocks(B * T, g.LAYERNORM_ROWS),)
-    device.launch("residual_layernorm_forward", grid, (g.LAYERNORM_THREADS,), residual, out, mean, rstd, inp1, inp2,
-                  weight, bias, B * T)
+    if isinstance(out, Destination):
+        name, rows, outs = f"{name}_fp8", g.NORM_TILE_ROWS, out
+    else:
+        rows, outs = g.LAYERNORM_ROWS, (out,)
+    device.launch(name, (blocks(arguments[-1], rows),), (g.LAYERNORM_THREADS,), residual, *outs, *arguments)
 
 
 def layernorm_backward(device, dinp, partials, dout, inp, weight, mean, rstd, add_residual, B, T, C):
@@ -567,22 +575,23 @@ class GPT2:
         encoder_forward(device, acts.encoded, inputs, params.wte, params.wpe, B, T, C)
         for l in range(L):
             p, a = self.param_layers[l], acts.layers[l]
+            ln1, ln2 = linear("qkv", l).destination(a.ln1), linear("fc", l).destination(a.ln2)
             if layer_begins:
                 layer_begins(l)
             if l == 0:
                 residual = acts.encoded
-                layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
+                layernorm_forward(device, ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
             else:  # adds fcproj of the layer below, which is still in `branch`
                 below = acts.layers[l - 1]
                 residual = below.residual3
-                residual_layernorm_forward(device, residual, a.ln1, a.ln1_mean, a.ln1_rstd, below.residual2, branch,
+                residual_layernorm_forward(device, residual, ln1, a.ln1_mean, a.ln1_rstd, below.residual2, branch,
                                            p.ln1w, p.ln1b, B, T, C)
-            linear("qkv", l).forward(a.qkv, a.ln1)
+            linear("qkv", l).forward(a.qkv, ln1)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, C // NH)
             linear("attproj", l).forward(branch, a.atty)
-            residual_layernorm_forward(device, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, branch,
+            residual_layernorm_forward(device, a.residual2, ln2, a.ln2_mean, a.ln2_rstd, residual, branch,
                                        p.ln2w, p.ln2b, B, T, C)
-            matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_gelu, a.ln2, N, 4 * C)
+            matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_gelu, ln2, N, 4 * C)
             linear("fcproj", l).forward(branch, a.fch_gelu)
         top = acts.layers[-1]
         residual_layernorm_forward(device, top.residual3, acts.lnf, acts.lnf_mean, acts.lnf_rstd, top.residual2, branch,
@@ -642,7 +651,8 @@ class GPT2:
             partials.append((a.gelu_partials, (g.fcb,)))
             dresidual_read = weight_gradient("fcproj", l, dout, a.fch_gelu)
             if "ln2" in recomputed:
-                layernorm_forward(device, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
+                ln2 = linear("fc", l).destination(a.ln2, again=True)
+                layernorm_forward(device, ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
             dout = linear("fc", l).operand(acts.dfch)
             dfch_read = weight_gradient("fc", l, dout, a.ln2)
             linear("fc", l).backward_inp(dbranch, dout)
@@ -657,7 +667,8 @@ class GPT2:
                                B, T, NH, NH, C // NH)
             partials.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
-                layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
+                ln1 = linear("qkv", l).destination(a.ln1, again=True)
+                layernorm_forward(device, ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
             dout = linear("qkv", l).operand(acts.dqkv)
             dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
             linear("qkv", l).backward_inp(dbranch, dout)

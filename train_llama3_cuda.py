@@ -25,7 +25,7 @@ from llmc.settings import with_default
 from llmc.tensors import Row
 from train_gpt2_cuda import (GPT2, CudaSettings, Normed, attention_backward, attention_forward, column_sums,
                              decode_attention, decode_embed, decode_fc, decode_layernorm, decode_project, decode_qkv,
-                             encoder_backward, encoder_forward, main, nearest_power_of_2)
+                             encoder_backward, encoder_forward, launch_norm, main, nearest_power_of_2)
 from train_llama3 import SIZES, LlamaSettings, parameter_table, random_model, rope_table
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -117,11 +117,8 @@ def rmsnorm_forward(device, out, rstd, inp, weight, eps, B, T, C):
 
 def residual_rmsnorm_forward(device, residual, out, rstd, inp1, inp2, weight, eps, B, T, C):
     """residual (B,T,C) = inp1 + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =. residual and inp1 have the residual
-    stream's dtype."""
-    g = device.geometry
-    grid = (blocks(B * T, g.LAYERNORM_ROWS),)
-    device.launch("residual_rmsnorm_forward", grid, (g.LAYERNORM_THREADS,), residual, out, rstd, inp1, inp2, weight,
-                  float(eps), B * T)
+    stream's dtype. In FP8, out may be a Destination."""
+    launch_norm(device, "residual_rmsnorm_forward", residual, out, rstd, inp1, inp2, weight, float(eps), B * T)
 
 
 def rmsnorm_backward(device, dinp, partials, dout, inp, weight, rstd, add_residual, B, T, C):
@@ -270,21 +267,22 @@ class Llama3(GPT2):
         encoder_forward(device, acts.encoded, inputs, params.wte, None, B, T, C)
         for l in range(config.L):
             p, a = self.param_layers[l], acts.layers[l]
+            ln1, ln2 = linear("qkv", l).destination(a.ln1), linear("fc", l).destination(a.ln2)
             if layer_begins:
                 layer_begins(l)
             if l == 0:
                 residual = acts.encoded
-                rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
+                rmsnorm_forward(device, ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
             else:  # adds fcproj of the layer below, which is still in `branch`
                 below = acts.layers[l - 1]
                 residual = below.residual3
-                residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below.residual2, branch, p.ln1w, eps,
+                residual_rmsnorm_forward(device, residual, ln1, a.ln1_rstd, below.residual2, branch, p.ln1w, eps,
                                          B, T, C)
-            matmul_rope_forward(device, linear("qkv", l), a.qkv, a.ln1, acts.rope, B, T, rotated)
+            matmul_rope_forward(device, linear("qkv", l), a.qkv, ln1, acts.rope, B, T, rotated)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, config.NH, config.NKV, config.HS)
             linear("attproj", l).forward(branch, a.atty)
-            residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch, p.ln2w, eps, B, T, C)
-            matmul_swiglu_forward(device, linear("fc", l), a.fch, a.fch_swiglu, a.ln2, B * T, config.F)
+            residual_rmsnorm_forward(device, a.residual2, ln2, a.ln2_rstd, residual, branch, p.ln2w, eps, B, T, C)
+            matmul_swiglu_forward(device, linear("fc", l), a.fch, a.fch_swiglu, ln2, B * T, config.F)
             linear("fcproj", l).forward(branch, a.fch_swiglu)
         top = acts.layers[-1]
         residual_rmsnorm_forward(device, top.residual3, acts.lnf, acts.lnf_rstd, top.residual2, branch, params.lnfw,
@@ -331,7 +329,8 @@ class Llama3(GPT2):
                                        N, F)
             dresidual_read = weight_gradient("fcproj", l, dout, a.fch_swiglu)
             if "ln2" in recomputed:
-                rmsnorm_forward(device, a.ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
+                ln2 = linear("fc", l).destination(a.ln2, again=True)
+                rmsnorm_forward(device, ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
             dout = linear("fc", l).operand(acts.dfch)
             dfch_read = weight_gradient("fc", l, dout, a.ln2)
             linear("fc", l).backward_inp(dbranch, dout)
@@ -344,7 +343,8 @@ class Llama3(GPT2):
             attention_backward(device, acts.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
                                B, T, config.NH, config.NKV, config.HS)
             if "ln1" in recomputed:
-                rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
+                ln1 = linear("qkv", l).destination(a.ln1, again=True)
+                rmsnorm_forward(device, ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
             dout = linear("qkv", l).operand(acts.dqkv)
             dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
             linear("qkv", l).backward_inp(dbranch, dout)

@@ -100,9 +100,14 @@ BYTES = {
     "encoder_backward_wte_cut": lambda dwte, partials, tokens, N: (
         size_of(partials[0]) * np.count_nonzero(tokens.get() < 0)),
     "residual_layernorm_forward": lambda residual, out, mean, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
+    "residual_layernorm_forward_fp8": (
+        lambda residual, plain, transposed, scale, largest, counts, mean, rstd, inp1, inp2, *_: (
+            size_of(residual, plain, transposed, inp1, inp2))),
     "layernorm_backward": lambda dinp, sums, dout, inp, weight, mean, rstd, add_residual, N: (
         size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
     "residual_rmsnorm_forward": lambda residual, out, rstd, inp1, inp2, *_: size_of(residual, out, inp1, inp2),
+    "residual_rmsnorm_forward_fp8": lambda residual, plain, transposed, scale, largest, counts, rstd, inp1, inp2, *_: (
+        size_of(residual, plain, transposed, inp1, inp2)),
     "rmsnorm_backward": lambda dinp, sums, dout, inp, weight, rstd, add_residual, N: (
         size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
     "gelu_forward": lambda out, inp, N: size_of(out, inp),

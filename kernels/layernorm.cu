@@ -19,22 +19,7 @@
 // L2 cache still holds the end of what the preceding matmul wrote, and afterwards the rows that the next matmul begins
 // with.
 
-#include "common.cuh"
-
-constexpr int THREADS = LAYERNORM_THREADS;
-
-// ROW_WARPS warps share a row, so that what the backward pass keeps of it fits into registers with two blocks per
-// multiprocessor. (H200, C=1600: with one warp per row, the forward pass falls from 3200 to 2100 GB/s.)
-constexpr int ROW_WARPS = LAYERNORM_ROW_WARPS;
-constexpr int ROW_THREADS = 32 * ROW_WARPS;
-constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // per thread
-constexpr int ROWS = LAYERNORM_ROWS;                                        // per block, at a time
-
-static_assert(ROWS * ROW_THREADS == THREADS, "each row has its warps");
-static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: C up to 8192");
-
-// The column at which this thread's pack p of a row starts; if >= C, there is none.
-__device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
+#include "norm.cuh"
 
 // Block (THREADS); grid (N / ROWS, rounded up). inp2 and residual may be null, both or neither.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -42,60 +27,8 @@ residual_layernorm_forward(residual_element* residual, element* out, float* mean
                            const residual_element* inp1, const element* inp2, const element* weight,
                            const element* bias, int N) {
     const int row = N - 1 - (blockIdx.x * ROWS + threadIdx.x / ROW_THREADS);
-    const bool exists = row >= 0;  // else the thread stays for the barriers in sum_over_warps
-    const int64 start = int64(row) * C;
-
-    uint4 bits[PACKS], addends[PACKS];  // all loads are issued before the first is needed, and before any store
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        bits[p] = addends[p] = {};
-        const int c = column(p);
-        if (!exists || c >= C) continue;
-        bits[p] = load_bits(inp1 + start + c);
-        if (inp2) addends[p] = load_bits(inp2 + start + c);
-    }
-    Floats x[PACKS];
-    float sum = 0.0f;
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        const int c = column(p);
-        x[p] = unpack_residual(bits[p]);
-        if (inp2 && exists && c < C) {
-            const Floats addend = unpack(addends[p]);
-#pragma unroll
-            for (int k = 0; k < PACK; k++) x[p].x[k] += addend.x[k];
-            const uint4 rounded = pack_residual(x[p]);  // what the backward pass will read
-            *reinterpret_cast<uint4*>(residual + start + c) = rounded;
-            x[p] = unpack_residual(rounded);
-        }
-#pragma unroll
-        for (int k = 0; k < PACK; k++) sum += x[p].x[k];
-    }
-    const float m = sum_over_warps<ROW_WARPS>({sum, 0.0f}, 0).x / C;
-
-    float squares = 0.0f;
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        if (column(p) >= C) continue;
-#pragma unroll
-        for (int k = 0; k < PACK; k++) squares += (x[p].x[k] - m) * (x[p].x[k] - m);
-    }
-    const float r = 1.0f / sqrtf(sum_over_warps<ROW_WARPS>({squares, 0.0f}, 1).x / C + 1e-5f);
-
-    if (!exists) return;
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        const int c = column(p);
-        if (c >= C) continue;
-        const Floats w = load(weight + c), b = load(bias + c);
-#pragma unroll
-        for (int k = 0; k < PACK; k++) x[p].x[k] = (x[p].x[k] - m) * r * w.x[k] + b.x[k];
-        store(out + start + c, x[p]);
-    }
-    if (threadIdx.x % ROW_THREADS == 0) {
-        mean[row] = m;
-        rstd[row] = r;
-    }
+    layernorm_row(residual, mean, rstd, inp1, inp2, weight, bias, row, row >= 0,
+                  [&](int c, const Floats& y) { store(out + int64(row) * C + c, y); });
 }
 
 // Whether the backward pass copies its next row to shared memory while it works on one.

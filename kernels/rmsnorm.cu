@@ -11,67 +11,20 @@
 // float32. weight (C). The rest is as in layernorm.cu, which says why: a row stays in the registers of its warps, the
 // backward pass copies the next row to shared memory meanwhile, if AHEAD, and rows are processed last to first.
 
-#include "common.cuh"
+#include "norm.cuh"
 
-constexpr int THREADS = LAYERNORM_THREADS, ROW_WARPS = LAYERNORM_ROW_WARPS, ROW_THREADS = 32 * ROW_WARPS;
-constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // per thread
-constexpr int ROWS = LAYERNORM_ROWS;                                          // per block, at a time
 constexpr bool AHEAD = LAYERNORM_AHEAD;
 
-static_assert(ROWS * ROW_THREADS == THREADS, "each row has its warps");
-static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: C up to 8192");
 static_assert(LAYERNORM_SHARED == (AHEAD ? 2 * 3 * ROWS * C * sizeof(element) : 0),
               "shared memory: for each of the block's rows, two buffers of three operands");
-
-// The column at which this thread's pack p of a row starts; if >= C, there is none.
-__device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
 
 // Block (THREADS); grid (N / ROWS, rounded up). inp2 and residual may be null, both or neither.
 extern "C" __global__ void __launch_bounds__(THREADS)
 residual_rmsnorm_forward(residual_element* residual, element* out, float* rstd, const residual_element* inp1,
                          const element* inp2, const element* weight, float eps, int N) {
     const int row = N - 1 - (blockIdx.x * ROWS + threadIdx.x / ROW_THREADS);
-    const bool exists = row >= 0;  // else the thread stays for the barrier in sum_over_warps
-    const int64 start = int64(row) * C;
-
-    uint4 bits[PACKS], addends[PACKS];  // all loads are issued before the first is needed, and before any store
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        bits[p] = addends[p] = {};
-        const int c = column(p);
-        if (!exists || c >= C) continue;
-        bits[p] = load_bits(inp1 + start + c);
-        if (inp2) addends[p] = load_bits(inp2 + start + c);
-    }
-    Floats x[PACKS];
-    float squares = 0.0f;
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        const int c = column(p);
-        x[p] = unpack_residual(bits[p]);
-        if (inp2 && exists && c < C) {
-            const Floats addend = unpack(addends[p]);
-#pragma unroll
-            for (int k = 0; k < PACK; k++) x[p].x[k] += addend.x[k];
-            const uint4 rounded = pack_residual(x[p]);  // what the backward pass will read
-            *reinterpret_cast<uint4*>(residual + start + c) = rounded;
-            x[p] = unpack_residual(rounded);
-        }
-#pragma unroll
-        for (int k = 0; k < PACK; k++) squares += x[p].x[k] * x[p].x[k];
-    }
-    const float r = 1.0f / sqrtf(sum_over_warps<ROW_WARPS>({squares, 0.0f}, 0).x / C + eps);
-    if (!exists) return;
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        const int c = column(p);
-        if (c >= C) continue;
-        const Floats w = load(weight + c);
-#pragma unroll
-        for (int k = 0; k < PACK; k++) x[p].x[k] = x[p].x[k] * r * w.x[k];
-        store(out + start + c, x[p]);
-    }
-    if (threadIdx.x % ROW_THREADS == 0) rstd[row] = r;
+    rmsnorm_row(residual, rstd, inp1, inp2, weight, eps, row, row >= 0, 0,
+                [&](int c, const Floats& y) { store(out + int64(row) * C + c, y); });
 }
 
 // Block (THREADS); grid (any number of blocks), partials (gridDim.x, C) float32. Shared memory: 6 * ROWS rows of C

@@ -13,7 +13,7 @@ import train_llama3_cuda as llama_cuda
 from llmc.errors import UserError
 from llmc.gpu.compiler import Cache, compile_kernels
 from llmc.gpu.device import Device, copy_to_gpu
-from llmc.gpu.fp8 import HISTORY, LARGEST, LINEARS, Fp8, Quantised, decode_e4m3, next_scales, round_e4m3
+from llmc.gpu.fp8 import HISTORY, LARGEST, LINEARS, Destination, Fp8, Quantised, decode_e4m3, next_scales, round_e4m3
 from llmc.gpu.geometry import blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.precision import Precision, resolve_dtype
@@ -68,6 +68,15 @@ def test_kernels_compile_into_registers():
                 assert len(frames) <= 4 * ("matmul" in file.name) and max(frames, default=0) <= 64
 
 
+@pytest.mark.parametrize("C", (48, 768, 1600, 3072, 8192))
+def test_norms_compile_and_their_blocks_fit(C):
+    """One into a multiprocessor's 227 KB of shared memory, up to C=3072 two or more."""
+    pytest.importorskip("cuda.core")
+    file = kernel_files(LAYERS, norm_config(C), FP8, "sm_90a", "auto")["norm_fp8"]
+    assert not any(frame_sizes(compile_kernels(file.name, "sm_90a", file.constants)))
+    assert set(file.shared) == set(file.kernels) and max(file.shared.values()) <= (227 << 10) // (1 + (C <= 3072))
+
+
 @pytest.mark.parametrize("recompute", (0, 1, 2))
 @pytest.mark.parametrize("architecture, config", ((cuda.GPT2, GPT2), (llama_cuda.Llama3, LLAMA)), ids=("gpt2", "llama"))
 def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, config, recompute):
@@ -88,10 +97,12 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
                    parameters)
     count = {name: sum(launch.name == name for launch in fake_gpu.launches) for name in
              ("quantise", "matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
-              "matmul_fp8_weight", "prepare_scales")}
+              "matmul_fp8_weight", "prepare_scales", "residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8")}
     layers, fused = len(LINEARS) * config.L, config.L * (architecture is cuda.GPT2)
-    again = {0: 0, 1: 1, 2: 3}[recompute] * config.L  # inputs that were recomputed
-    assert count["quantise"] == len(LINEARS) + 2 * (2 * layers - 2 * fused + again)
+    again = config.L * (recompute > 0)  # of fcproj's input, which was recomputed
+    assert count["quantise"] == len(LINEARS) + 2 * (2 * layers - 2 * config.L - 2 * fused + again)
+    norms = [count[f"residual_{name}_forward_fp8"] for name in ("layernorm", "rmsnorm")]
+    assert sorted(norms) == [0, 2 * 2 * config.L * (1 + (recompute == 2))] and bool(norms[0]) == bool(fused)
     assert count["matmul_fp8"] + count["matmul_fp8_narrow"] == 2 * (2 * layers - 2 * fused)
     assert count["matmul_fp8_gelu"] == count["matmul_fp8_gelu_backward"] == 2 * fused
     assert count["matmul_fp8_weight"] == layers * 2 and count["prepare_scales"] == 1
@@ -195,6 +206,76 @@ def assert_noted(fp8, slot, largest, expected):
     assert found[slot : slot + 1].view(np.float32)[0] == np.float32(largest) and np.count_nonzero(found) == 1
     saturated = np.isnan(expected) | (np.abs(expected) == LARGEST)
     assert fp8.state.counts.get().tolist() == [saturated.sum(), (expected == 0).sum()]
+
+
+NORMS = {"layernorm": (train_gpt2.layernorm_forward, cuda.residual_layernorm_forward),
+         "rmsnorm": (train_llama3.rmsnorm_forward, llama_cuda.residual_rmsnorm_forward)}
+
+
+def norm_config(C):
+    return train_gpt2.Config(64, 257, 2, C // 16, C, 384)
+
+
+def norm_device(gpu, C):
+    if gpu.arch != "sm_90a":
+        pytest.skip(f"{gpu.arch} is not Hopper")
+    if C not in DEVICES:
+        file = kernel_files(LAYERS, norm_config(C), FP8, gpu.arch, "auto")["norm_fp8"]
+        DEVICES[C] = Device(gpu, Cache(), [file], launch_geometry(norm_config(C), FP8, gpu.arch))
+    DEVICES[C].stream.use()
+    return DEVICES[C]
+
+
+@pytest.mark.parametrize("both", (True, False))
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("N, C", ((1, 16), (3, 48), (64, 64), (97, 208), (291, 768), (1000, 1024), (130, 1600),
+                                  (33, 4096), (50, 8192)))
+def test_norm(gpu, N, C, norm, both):
+    """Against float64, rounded once: every byte, but where a sum's last bit leads to the next number of E4M3; what is
+    noted, the transposed copy, and both copies made again, alone, to the byte."""
+    device, (reference, forward), scale, pitch = norm_device(gpu, C), NORMS[norm], 32.0, blocks(N, 16) * 16
+    inp1, inp2 = random(1, N, C, seed=1, mean=1, dtype="float16"), random(1, N, C, seed=2, mean=1, dtype="bfloat16")
+    weight, bias = random(C, seed=3, dtype="bfloat16"), random(C, seed=4, dtype="bfloat16")
+    if N > 60:
+        inp1[0, 5, 3] = np.nan  # the whole row is
+    stream = (inp1 + inp2 if both else inp1).astype(np.float16)
+    statistics, last = 1 + (norm == "layernorm"), bias if norm == "layernorm" else 1e-5
+    expected = np.empty((1, N, C)), *np.empty((statistics, 1, N))
+    reference(*expected, stream.astype(np.float64), weight.astype(np.float64), last, 1, N, C)
+
+    weight, scale_gpu = on_gpu(weight, dtype="bfloat16"), on_gpu(np.float32([scale]))
+    last = on_gpu(bias, dtype="bfloat16") if norm == "layernorm" else last
+    largest, counts = on_gpu(np.zeros(1, np.int32), np.zeros(2, np.int32))
+
+    def run(residual, inp1, inp2, plain=True, transposed=True, notes=True):
+        """[plain, transposed, statistics], the first two or None."""
+        to = Destination(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None,
+                         scale_gpu, largest if notes else None, counts)
+        found = unwritten(statistics, 1, N)
+        forward(device, residual, to, *found, inp1, inp2, weight, last, 1, N, C)
+        return [array if array is None else array.get() for array in (*to[:2], found)]
+
+    inp1, inp2 = on_gpu(inp1, dtype="float16"), on_gpu(inp2, dtype="bfloat16")
+    residual = unwritten(1, N, C, dtype="float16") if both else inp1
+    plain, transposed, found = run(*((residual, inp1, inp2) if both else (None, inp1, None)))
+    assert np.array_equal(residual.get(), stream, equal_nan=True)
+    assert np.allclose(found, expected[1:], rtol=1e-5, atol=1e-6, equal_nan=True)
+    wanted = round_e4m3(expected[0][0] * scale)
+    got, finite = decode_e4m3(plain), np.unique(NUMBERS[np.isfinite(NUMBERS)])
+    assert np.array_equal(np.isnan(got), np.isnan(wanted))
+    apart = np.abs(np.searchsorted(finite, got) - np.searchsorted(finite, wanted))
+    assert apart.max() <= 1 and np.count_nonzero(apart) <= 1 + 1e-3 * apart.size
+    most = np.fmax.reduce(np.abs(expected[0]), axis=None)
+    assert abs(largest.get().view(np.float32)[0] / most - 1) < 1e-5
+    saturated, vanished = (np.count_nonzero(of) for of in ((plain & 127) >= 126, (plain & 127) == 0))
+    noted = [largest.get().tolist(), [saturated, vanished]]
+    assert counts.get().tolist() == noted[1]
+    assert np.array_equal(transposed[:, :N], plain.T) and not transposed[:, N:].any()
+    for less in ({"plain": False}, {"transposed": False}):
+        again = run(None, residual, None, notes=False, **less)
+        assert all(array is None or np.array_equal(array, first, equal_nan=array.dtype == np.float32)
+                   for array, first in zip(again, (plain, transposed, found)))
+    assert [largest.get().tolist(), counts.get().tolist()] == noted
 
 
 def e4m3(*shape, seed):

@@ -256,9 +256,9 @@ GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
 
 KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
     "gelu's cube 0.0447": ("cuda", "gelu.cuh", "CUBE = 0.044715f", "CUBE = 0.0447f", "logits"),
-    "layernorm's eps 1e-6": ("cuda", "layernorm.cu", "/ C + 1e-5f", "/ C + 1e-6f", "logits"),
+    "layernorm's eps 1e-6": ("cuda", "norm.cuh", "/ C + 1e-5f", "/ C + 1e-6f", "logits"),
     "rstd in bfloat16": (
-        "cuda", "layernorm.cu", "rstd[row] = r;", "rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);",
+        "cuda", "norm.cuh", "  rstd[row] = r;", "  rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);",
         "dlnfw"),
     "layernorm backward without the mean of dn * n": (
         "cuda", "layernorm.cu", " - (xp.x[k] - m) * r * mean_dn_n", "", "dfcprojb"),

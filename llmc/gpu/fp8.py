@@ -215,6 +215,16 @@ class Quantised(NamedTuple):
     transposed: object  # (C,pitch)
 
 
+class Destination(NamedTuple):
+    """Where a kernel of norm_fp8.cu writes its result in 8 bits: its arguments, in their order."""
+
+    plain: object  # as of Quantised, each or None
+    transposed: object
+    scale: object
+    largest: object  # None: nothing is noted
+    counts: object
+
+
 class Fp8Linear(NamedTuple):
     """Linear of matmul.py in 8 bits. The input's transposed copy stays from forward to backward_weight."""
 
@@ -230,26 +240,36 @@ class Fp8Linear(NamedTuple):
     def fuses_gelu(self):
         return self.fp8.fuses_gelu
 
+    def destination(self, inp, again=False):
+        """Where a normalization writes inp (N,C): in 8 bits, and transposed if there will be a backward pass. again:
+        for that pass alone, which recomputes it."""
+        fp8, (scale, largest, counts) = self.fp8, self.fp8.noted(self.name, self.l, "inp")
+        if again:
+            return Destination(None, self.inp_transposed, scale, None, counts)
+        kept = self.inp_transposed if fp8.records and self.name not in fp8.recomputed else None
+        return Destination(self.plain_inp(rows(inp).shape), kept, scale, largest, counts)
+
     def forward(self, out, inp):
-        """out (N,OC) = inp (N,C) @ weight^T + bias. inp of fcproj: not read if fc's forward_gelu has made it."""
-        self.fp8.multiply(rows(out), self.quantised_inp(rows(inp)), self.scale("inp"), self.tensor("w")[self.l],
+        """out (N,OC) = inp @ weight^T + bias. inp: a Destination, or (N,C), not read if fc's forward_gelu has made it.
+        """
+        self.fp8.multiply(rows(out), self.quantised_inp(inp), self.scale("inp"), self.tensor("w")[self.l],
                           self.scale("weight"), self.bias)
 
     def forward_gelu(self, out, gelu, inp):
         """The same, and fcproj's input = GELU(out); gelu (N,OC): not written."""
-        fcproj, out, inp = self.fp8.linear("fcproj", self.l, None, None), rows(out), rows(inp)
+        fcproj, out = self.fp8.linear("fcproj", self.l, None, None), rows(out)
         result = Quantised(fcproj.plain_inp(out.shape), fcproj.inp_transposed)
         self.fp8.multiply_gelu(out, result, self.quantised_inp(inp), self.scale("inp"), self.tensor("w")[self.l],
                                self.scale("weight"), self.bias, self.fp8.noted("fcproj", self.l, "inp"))
 
     def quantised_inp(self, inp):
-        """inp (N,C) -> its copy in 8 bits; the transposed one is made, too, if there will be a backward pass."""
-        fp8, plain = self.fp8, self.plain_inp(inp.shape)
-        if self.name == "fcproj" and fp8.fuses_gelu:
-            return plain
-        kept = self.inp_transposed if fp8.records and self.name not in fp8.recomputed else None
-        fp8.quantise(self.name, self.l, "inp", inp, plain, kept)
-        return plain
+        """inp, as of forward -> its plain copy in 8 bits, which is made if it is not there yet."""
+        if isinstance(inp, Destination):
+            return inp.plain
+        to = self.destination(inp)
+        if not (self.name == "fcproj" and self.fp8.fuses_gelu):
+            self.fp8.quantise(self.name, self.l, "inp", rows(inp), to.plain, to.transposed)
+        return to.plain
 
     def plain_inp(self, shape):
         room = self.fp8.operands.act if self.name == "fcproj" else self.fp8.operands.inp
@@ -276,8 +296,8 @@ class Fp8Linear(NamedTuple):
                                         self.scale("weight"), inp, self.fp8.noted("fc", self.l, "dout"))
 
     def backward_weight(self, dout, inp, transposed=None, scale=1.0):
-        """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it was recomputed."""
-        if self.name in self.fp8.recomputed:
+        """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was recomputed."""
+        if self.name == "fcproj" and self.name in self.fp8.recomputed:
             self.fp8.quantise(self.name, self.l, "inp", rows(inp), None, self.inp_transposed, again=True)
         self.fp8.multiply_long(self.dweight, dout.transposed, self.scale("dout"), self.inp_transposed,
                                self.scale("inp"), scale)

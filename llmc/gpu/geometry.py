@@ -40,6 +40,7 @@ KERNELS = {  # layer -> its kernels
     "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
                    "matmul_fp8_weight"),  # likewise
     "fp8": ("quantise", "prepare_scales"),
+    "norm_fp8": ("residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8"),
     "classifier": ("classifier",),
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
@@ -77,7 +78,7 @@ def kernel_files(architecture, config, precision, arch, matmul="kernels"):
     has = {"matmul": ours, "matmul_swiglu": hopper}
     names = {layer: layer for layer in architecture.KERNELS if has.get(layer, True)}
     if precision.fp8:
-        names |= {"fp8": "fp8", "matmul_fp8": "matmul_fp8"}
+        names |= {layer: layer for layer in ("fp8", "norm_fp8", "matmul_fp8")}
     if hopper_attention(config, precision, arch):
         names["attention"] = "hopper/attention"
     if hopper:
@@ -103,6 +104,8 @@ def shared_memory(layer, kernels, geometry):
         return dict(zip(kernels, (geometry[f"ATTENTION_{part}_SHARED"] for part in ("FORWARD", "DQUERY", "DKV"))))
     if layer in ("layernorm", "rmsnorm"):
         return {f"{layer}_backward": geometry["LAYERNORM_SHARED"]}
+    if layer == "norm_fp8":
+        return dict.fromkeys(kernels, geometry["NORM_SHARED"])
     name = layer.removesuffix("_swiglu").removesuffix("_fp8")
     if layer == "fp8":
         return {}
@@ -122,6 +125,7 @@ def layer_geometry(config, precision, arch):
         "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(config.C, 4 * WARP * precision.pack)},
         "layernorm": layernorm_geometry(config, precision, arch),
         "rmsnorm": layernorm_geometry(config, precision, arch),
+        "norm_fp8": layernorm_geometry(config, precision, arch) | norm_fp8_geometry(config),
         "rope": {},
         "attention": attention_geometry(config, precision, arch),
         "gelu": {"GELU_COLUMN_THREADS": WARP, "GELU_ROW_GROUPS": 8},
@@ -149,6 +153,13 @@ def layernorm_geometry(config, precision, arch):
     return {"LAYERNORM_THREADS": BLOCK_THREADS, "LAYERNORM_ROW_WARPS": row_warps, "LAYERNORM_ROWS": rows,
             "LAYERNORM_BLOCKS": 2 if precision.bf16 else 1, "LAYERNORM_AHEAD": int(ahead),
             "LAYERNORM_SHARED": rows * 2 * 3 * 2 * C if ahead else 0}
+
+
+def norm_fp8_geometry(config):
+    """TILE_ROWS: rows of a block, whose bytes it keeps in shared memory to transpose them; two blocks or more fit into
+    a multiprocessor's up to C=6144."""
+    rows = 32 if config.C <= 3072 else 16
+    return {"NORM_TILE_ROWS": rows, "NORM_SHARED": rows * config.C + 128}
 
 
 def attention_geometry(config, precision, arch):

@@ -31,6 +31,11 @@ class Linear(NamedTuple):
         """dout (N,OC) as backward_inp and backward_weight take it: as it is. In FP8, see llmc/gpu/fp8.py."""
         return dout
 
+    def destination(self, inp, again=False):
+        """Where a normalization writes inp (N,C) for forward or, `again`, for backward_weight: there. In FP8, see
+        llmc/gpu/fp8.py."""
+        return inp
+
     def forward(self, out, inp):
         """out (N,OC) = inp (N,C) @ weight^T + bias."""
         matmul, out, inp = self.matmul, rows(out), rows(inp)

@@ -1,0 +1,112 @@
+// A row's forward pass in layer normalization and RMSNorm, as layernorm.cu, rmsnorm.cu and, in 8 bits, norm_fp8.cu have
+// it.
+
+#pragma once
+
+#include "common.cuh"
+
+constexpr int THREADS = LAYERNORM_THREADS;
+
+// ROW_WARPS warps share a row, so that what the backward pass keeps of it fits into registers with two blocks per
+// multiprocessor. (H200, C=1600: with one warp per row, the forward pass falls from 3200 to 2100 GB/s.)
+constexpr int ROW_WARPS = LAYERNORM_ROW_WARPS;
+constexpr int ROW_THREADS = 32 * ROW_WARPS;
+constexpr int PACKS = (C + ROW_THREADS * PACK - 1) / (ROW_THREADS * PACK);  // per thread
+constexpr int ROWS = LAYERNORM_ROWS;                                        // per block, at a time
+
+static_assert(ROWS * ROW_THREADS == THREADS, "each row has its warps");
+static_assert(PACKS * PACK <= 32, "a thread keeps at most 32 elements of a row: C up to 8192");
+
+// The column at which this thread's pack p of a row starts; if >= C, there is none.
+__device__ inline int column(int p) { return (p * ROW_THREADS + threadIdx.x % ROW_THREADS) * PACK; }
+
+// x = inp1 + inp2, rounded, and residual =, or x = inp1 without an inp2: this thread's packs of the row that begins at
+// `start`; 0 beyond C, or unless the row exists. each(x) is called with every number.
+template <class Each>
+__device__ __forceinline__ void residual_row(Floats (&x)[PACKS], residual_element* residual,
+                                             const residual_element* inp1, const element* inp2, int64 start,
+                                             bool exists, Each each) {
+    uint4 bits[PACKS], addends[PACKS];  // all loads are issued before the first is needed, and before any store
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        bits[p] = addends[p] = {};
+        const int c = column(p);
+        if (!exists || c >= C) continue;
+        bits[p] = load_bits(inp1 + start + c);
+        if (inp2) addends[p] = load_bits(inp2 + start + c);
+    }
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int c = column(p);
+        x[p] = unpack_residual(bits[p]);
+        if (inp2 && exists && c < C) {
+            const Floats addend = unpack(addends[p]);
+#pragma unroll
+            for (int k = 0; k < PACK; k++) x[p].x[k] += addend.x[k];
+            const uint4 rounded = pack_residual(x[p]);  // what the backward pass will read
+            *reinterpret_cast<uint4*>(residual + start + c) = rounded;
+            x[p] = unpack_residual(rounded);
+        }
+#pragma unroll
+        for (int k = 0; k < PACK; k++) each(x[p].x[k]);
+    }
+}
+
+// A row of out, by all threads of its warps, which stay for the barriers in sum_over_warps if it does not exist:
+// put(c, y) is called for each of this thread's packs, y, from column c on. inp2 and residual may be null, both or
+// neither.
+template <class Put>
+__device__ __forceinline__ void layernorm_row(residual_element* residual, float* mean, float* rstd,
+                                              const residual_element* inp1, const element* inp2, const element* weight,
+                                              const element* bias, int row, bool exists, Put put) {
+    Floats x[PACKS];
+    float sum = 0.0f;
+    residual_row(x, residual, inp1, inp2, int64(row) * C, exists, [&](float y) { sum += y; });
+    const float m = sum_over_warps<ROW_WARPS>({sum, 0.0f}, 0).x / C;
+
+    float squares = 0.0f;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (column(p) >= C) continue;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) squares += (x[p].x[k] - m) * (x[p].x[k] - m);
+    }
+    const float r = 1.0f / sqrtf(sum_over_warps<ROW_WARPS>({squares, 0.0f}, 1).x / C + 1e-5f);
+
+    if (!exists) return;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int c = column(p);
+        if (c >= C) continue;
+        const Floats w = load(weight + c), b = load(bias + c);
+#pragma unroll
+        for (int k = 0; k < PACK; k++) x[p].x[k] = (x[p].x[k] - m) * r * w.x[k] + b.x[k];
+        put(c, x[p]);
+    }
+    if (threadIdx.x % ROW_THREADS == 0) {
+        mean[row] = m;
+        rstd[row] = r;
+    }
+}
+
+// The same. buffer: 0 and 1 in turn, for sum_over_warps.
+template <class Put>
+__device__ __forceinline__ void rmsnorm_row(residual_element* residual, float* rstd, const residual_element* inp1,
+                                            const element* inp2, const element* weight, float eps, int row, bool exists,
+                                            int buffer, Put put) {
+    Floats x[PACKS];
+    float squares = 0.0f;
+    residual_row(x, residual, inp1, inp2, int64(row) * C, exists, [&](float y) { squares += y * y; });
+    const float r = 1.0f / sqrtf(sum_over_warps<ROW_WARPS>({squares, 0.0f}, buffer).x / C + eps);
+    if (!exists) return;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int c = column(p);
+        if (c >= C) continue;
+        const Floats w = load(weight + c);
+#pragma unroll
+        for (int k = 0; k < PACK; k++) x[p].x[k] = x[p].x[k] * r * w.x[k];
+        put(c, x[p]);
+    }
+    if (threadIdx.x % ROW_THREADS == 0) rstd[row] = r;
+}
