@@ -341,11 +341,12 @@ class Llama3(GPT2):
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(acts.datty, dresidual)
             device.wait(dqkv_read)
-            attention_backward(device, acts.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
+            dqkv = linear("qkv", l).result(acts.dqkv)
+            attention_backward(device, dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
                                B, T, config.NH, config.NKV, config.HS)
             if "ln1" in recomputed:
                 rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
-            dout = linear("qkv", l).operand(acts.dqkv)
+            dout = linear("qkv", l).operand(dqkv)
             dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
             linear("qkv", l).backward_inp(dbranch, dout)
             device.wait(dresidual_read)

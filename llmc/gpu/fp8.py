@@ -213,6 +213,7 @@ class Quantised(NamedTuple):
 
     plain: object  # (N,C)
     transposed: object  # (C,pitch)
+    noted: tuple = ()  # of a result: what Fp8.noted returns
 
 
 class Fp8Linear(NamedTuple):
@@ -256,12 +257,21 @@ class Fp8Linear(NamedTuple):
         return room.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 
     def operand(self, dout):
-        """dout (N,OC) as backward_inp and backward_weight take it. dout of fc: not read if fcproj's backward_inp_gelu
-        has made it."""
+        """dout (N,OC) as backward_inp and backward_weight take it, or what `result` returned. dout of fc: not read if
+        fcproj's backward_inp_gelu has made it."""
+        if isinstance(dout, Quantised):
+            return dout
         quantised = Quantised(self.tensor("_dout"), self.tensor("_dout_t"))
         if not (self.name == "fc" and self.fp8.fuses_gelu):
-            self.fp8.quantise(self.name, self.l, "dout", rows(dout), *quantised)
+            self.fp8.quantise(self.name, self.l, "dout", rows(dout), quantised.plain, quantised.transposed)
         return quantised
+
+    def result(self, dout):
+        """What attention_backward writes dout (B,T,OC) to: a Quantised, or dout, if its kernels do not write 8 bits.
+        TMA wants each sequence to begin at a multiple of 16 bytes of a transposed row."""
+        if dout.shape[1] % 16 or not hasattr(self.fp8.device.geometry, "ATTENTION_FP8"):
+            return dout
+        return Quantised(self.tensor("_dout"), self.tensor("_dout_t"), self.fp8.noted(self.name, self.l, "dout"))
 
     def backward_inp(self, dinp, dout, scale=1.0):
         """dinp (N,C) = scale * dout @ weight (OC,C)."""

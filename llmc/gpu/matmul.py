@@ -31,6 +31,10 @@ class Linear(NamedTuple):
         """dout (N,OC) as backward_inp and backward_weight take it: as it is. In FP8, see llmc/gpu/fp8.py."""
         return dout
 
+    def result(self, dout):
+        """What attention_backward writes dout (B,T,OC) to, and `operand` then takes: dout. In FP8, likewise."""
+        return dout
+
     def forward(self, out, inp):
         """out (N,OC) = inp (N,C) @ weight^T + bias."""
         matmul, out, inp = self.matmul, rows(out), rows(inp)
