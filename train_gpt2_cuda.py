@@ -42,7 +42,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import locked
 from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import describe_gpu, open_gpu
-from llmc.gpu.fp8 import Destination
+from llmc.gpu.fp8 import Quantised
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, BLOCK_THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
@@ -270,15 +270,15 @@ def layernorm_forward(device, out, mean, rstd, inp, weight, bias, B, T, C):
 
 def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, weight, bias, B, T, C):
     """residual (B,T,C) = inp1 + inp2, out (B,T,C) = its layernorm, mean, rstd (B,T) =. residual and inp1 have the
-    residual stream's dtype. In FP8, out may be a Destination."""
+    residual stream's dtype. In FP8, out may be a Quantised."""
     launch_norm(device, "residual_layernorm_forward", residual, out, mean, rstd, inp1, inp2, weight, bias, B * T)
 
 
 def launch_norm(device, name, residual, out, *arguments):
-    """A normalization's forward pass, in 8 bits if out is a Destination. The last argument is N."""
+    """A normalization's forward pass, in 8 bits if out is a Quantised. The last argument is N."""
     g = device.geometry
-    if isinstance(out, Destination):
-        name, rows, outs = f"{name}_fp8", g.NORM_TILE_ROWS, out
+    if isinstance(out, Quantised):
+        name, rows, outs = f"{name}_fp8", g.NORM_TILE_ROWS, (out.plain, out.transposed, *out.noted)
     else:
         rows, outs = g.LAYERNORM_ROWS, (out,)
     device.launch(name, (blocks(arguments[-1], rows),), (g.LAYERNORM_THREADS,), residual, *outs, *arguments)
@@ -320,9 +320,9 @@ def attention_forward(device, out, lse, inp, B, T, NH, NKV, HS):
 
 
 def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, B, T, NH, NKV, HS):
-    """dinp (B,T,Q+2K) =; partials (B * tiles, Q+2K) =, for column_sums: of dinp; D (B,NH,T): scratch; dout, out
-    (B,T,Q). rope (T,HS/2,2): the angles by which queries and keys were rotated, and their gradients are rotated back.
-    partials, rope: or None."""
+    """dinp (B,T,Q+2K) =, or a Quantised; partials (B * tiles, Q+2K) =, for column_sums: of dinp; D (B,NH,T): scratch;
+    dout, out (B,T,Q). rope (T,HS/2,2): the angles by which queries and keys were rotated, and their gradients are
+    rotated back. partials, rope: or None."""
     launch_attention(device, "attention_backward_dquery", (dinp, D, partials, dout, inp, out, lse, rope),
                      (inp, dout, out), dinp, B, T, NH)
     launch_attention(device, "attention_backward_dkv", (dinp, partials, dout, inp, lse, D, rope), (inp, dout),
@@ -331,15 +331,22 @@ def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, B, 
 
 def launch_attention(device, name, arguments, reads, write, B, T, heads):
     """One block for each tile of rows of each of the `heads`. On Hopper in bfloat16, TMA copies `reads` and `write`,
-    and the kernel is persistent: one block for each multiprocessor, which takes one tile after the other. In the
-    backward pass, few tiles take less time with one block for each."""
+    the first of `arguments`, and the kernel is persistent: one block for each multiprocessor, which takes one tile
+    after the other. In the backward pass, few tiles take less time with one block for each."""
     g, forward, extra = device.geometry, name == "attention_forward", ()
     grid = heads, blocks(T, g.ATTENTION_FORWARD_ROWS if forward else g.ATTENTION_BACKWARD_ROWS), B
     if hasattr(g, "ATTENTION_READ_ROWS"):
         tiles, least = math.prod(grid), device.sm_count * (1 if forward else 8)
         grid = (device.sm_count if tiles >= least else tiles,)
-        boxes = [(array, g.ATTENTION_READ_ROWS) for array in reads] + [(write, g.ATTENTION_WRITE_ROWS)]
-        extra = B, *(device.tensor_map(array, rows, g.ATTENTION_BOX_COLUMNS) for array, rows in boxes)
+        rows, columns = g.ATTENTION_WRITE_ROWS, g.ATTENTION_BOX_COLUMNS
+        boxes = [(array, g.ATTENTION_READ_ROWS, columns) for array in reads]
+        if isinstance(write, Quantised):
+            name, arguments = f"{name}_fp8", (write.plain, *arguments[1:], *write.noted)
+            boxes += [(write.plain.reshape(B, T, -1), rows, columns),
+                      (write.transposed.reshape(-1, B, T), 1, columns, rows)]
+        else:
+            boxes.append((write, rows, columns))
+        extra = B, *(device.tensor_map(*box) for box in boxes)
     device.launch(name, grid, (g.ATTENTION_THREADS,), *arguments, T, *extra)
 
 
@@ -575,7 +582,7 @@ class GPT2:
         encoder_forward(device, acts.encoded, inputs, params.wte, params.wpe, B, T, C)
         for l in range(L):
             p, a = self.param_layers[l], acts.layers[l]
-            ln1, ln2 = linear("qkv", l).destination(a.ln1), linear("fc", l).destination(a.ln2)
+            ln1, ln2 = linear("qkv", l).place_inp(a.ln1), linear("fc", l).place_inp(a.ln2)
             if layer_begins:
                 layer_begins(l)
             if l == 0:
@@ -651,7 +658,7 @@ class GPT2:
             partials.append((a.gelu_partials, (g.fcb,)))
             dresidual_read = weight_gradient("fcproj", l, dout, a.fch_gelu)
             if "ln2" in recomputed:
-                ln2 = linear("fc", l).destination(a.ln2, again=True)
+                ln2 = linear("fc", l).place_inp(a.ln2, again=True)
                 layernorm_forward(device, ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
             dout = linear("fc", l).operand(acts.dfch)
             dfch_read = weight_gradient("fc", l, dout, a.ln2)
@@ -663,13 +670,14 @@ class GPT2:
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
-            attention_backward(device, acts.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, None,
+            dqkv = linear("qkv", l).place_dout(acts.dqkv)
+            attention_backward(device, dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, None,
                                B, T, NH, NH, C // NH)
             partials.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
-                ln1 = linear("qkv", l).destination(a.ln1, again=True)
+                ln1 = linear("qkv", l).place_inp(a.ln1, again=True)
                 layernorm_forward(device, ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
-            dout = linear("qkv", l).operand(acts.dqkv)
+            dout = linear("qkv", l).operand(dqkv)
             dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
             linear("qkv", l).backward_inp(dbranch, dout)
             device.wait(dresidual_read)

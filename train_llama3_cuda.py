@@ -117,7 +117,7 @@ def rmsnorm_forward(device, out, rstd, inp, weight, eps, B, T, C):
 
 def residual_rmsnorm_forward(device, residual, out, rstd, inp1, inp2, weight, eps, B, T, C):
     """residual (B,T,C) = inp1 + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =. residual and inp1 have the residual
-    stream's dtype. In FP8, out may be a Destination."""
+    stream's dtype. In FP8, out may be a Quantised."""
     launch_norm(device, "residual_rmsnorm_forward", residual, out, rstd, inp1, inp2, weight, float(eps), B * T)
 
 
@@ -267,7 +267,7 @@ class Llama3(GPT2):
         encoder_forward(device, acts.encoded, inputs, params.wte, None, B, T, C)
         for l in range(config.L):
             p, a = self.param_layers[l], acts.layers[l]
-            ln1, ln2 = linear("qkv", l).destination(a.ln1), linear("fc", l).destination(a.ln2)
+            ln1, ln2 = linear("qkv", l).place_inp(a.ln1), linear("fc", l).place_inp(a.ln2)
             if layer_begins:
                 layer_begins(l)
             if l == 0:
@@ -329,7 +329,7 @@ class Llama3(GPT2):
                                        N, F)
             dresidual_read = weight_gradient("fcproj", l, dout, a.fch_swiglu)
             if "ln2" in recomputed:
-                ln2 = linear("fc", l).destination(a.ln2, again=True)
+                ln2 = linear("fc", l).place_inp(a.ln2, again=True)
                 rmsnorm_forward(device, ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
             dout = linear("fc", l).operand(acts.dfch)
             dfch_read = weight_gradient("fc", l, dout, a.ln2)
@@ -340,12 +340,13 @@ class Llama3(GPT2):
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(acts.datty, dresidual)
             device.wait(dqkv_read)
-            attention_backward(device, acts.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
+            dqkv = linear("qkv", l).place_dout(acts.dqkv)
+            attention_backward(device, dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
                                B, T, config.NH, config.NKV, config.HS)
             if "ln1" in recomputed:
-                ln1 = linear("qkv", l).destination(a.ln1, again=True)
+                ln1 = linear("qkv", l).place_inp(a.ln1, again=True)
                 rmsnorm_forward(device, ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
-            dout = linear("qkv", l).operand(acts.dqkv)
+            dout = linear("qkv", l).operand(dqkv)
             dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
             linear("qkv", l).backward_inp(dbranch, dout)
             device.wait(dresidual_read)

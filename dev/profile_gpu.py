@@ -146,8 +146,8 @@ def work(name, arguments, config):
     if is_matmul(name):
         weight, operand = (array_of(arguments[i]) for i in MATMULS[name.removesuffix("_narrow")])
         return 0, 2 * weight.size * operand.shape[name == "matmul_fp8_weight"]  # whose operands are transposed
-    if name in ATTENTION:
-        argument, matmuls = ATTENTION[name]
+    if name.removesuffix("_fp8") in ATTENTION:
+        argument, matmuls = ATTENTION[name.removesuffix("_fp8")]
         return 0, attention_flops(*arguments[argument].shape, matmuls)
     if name == "rope_forward":  # of the queries and keys
         return 2 * size_of(arguments[0]) * (config.NH + config.NKV) // (config.NH + 2 * config.NKV), 0

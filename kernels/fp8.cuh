@@ -13,6 +13,15 @@ __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
     return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
+// Of 16 rows of bytes, lane 4g + t has columns 2t and 2t + 1 of row g, then of row g + 8 -> column 2t + g % 2 of four
+// rows, from (g & 4) + (g & 2) * 4 on. Lanes of rows g and g ^ 1 exchange, so that each has one column of both rows;
+// then, with g ^ 2, of four rows.
+__device__ inline uint32 four_rows(uint32 bytes) {
+    const int g = threadIdx.x % 32 / 4;
+    bytes = __byte_perm(bytes, __shfl_xor_sync(0xffffffff, bytes, 4), g % 2 ? 0x3715 : 0x6240);
+    return __byte_perm(bytes, __shfl_xor_sync(0xffffffff, bytes, 8), g & 2 ? 0x3276 : 0x5410);
+}
+
 // A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its E4M3 numbers are
 // +-448 or NaN, and how many are 0.
 struct Noted {
@@ -37,4 +46,13 @@ struct Noted {
         if (saturated) atomicAdd(counts, saturated);
         if (vanished) atomicAdd(counts + 1, vanished);
     }
+};
+
+struct TensorMap;  // of hopper/hopper.cuh
+
+// A tensor that results in 8 bits.
+struct Quantised {
+    const TensorMap &plain, &transposed;
+    const float* scale;
+    int *largest, *counts;  // or null: this pass is not part of an update, and nothing reads `transposed`
 };

@@ -12,15 +12,15 @@ import train_llama3
 import train_llama3_cuda as llama_cuda
 from llmc.errors import UserError
 from llmc.gpu.compiler import Cache, compile_kernels
-from llmc.gpu.device import Device, copy_to_gpu
-from llmc.gpu.fp8 import HISTORY, LARGEST, LINEARS, Destination, Fp8, Quantised, decode_e4m3, next_scales, round_e4m3
+from llmc.gpu.device import Device, copy_to_gpu, to_float32
+from llmc.gpu.fp8 import HISTORY, LARGEST, LINEARS, Fp8, Quantised, decode_e4m3, next_scales, round_e4m3
 from llmc.gpu.geometry import blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.precision import Precision, resolve_dtype
 from llmc.gpu.trainer import Trainer, open_device
 from llmc.tensors import allocate, views
-from test_kernels import (assert_close, check_launches, check_tensor, on_gpu, random, signatures, to_float32,
-                          unwritten)
+from test_grouped_attention import model, open_once
+from test_kernels import assert_close, check_launches, check_tensor, on_gpu, random, signatures, unwritten
 from test_matmul_swiglu import frame_sizes
 
 FP8 = Precision("bfloat16", fp8=True)
@@ -77,19 +77,19 @@ def test_norms_compile_and_their_blocks_fit(C):
     assert set(file.shared) == set(file.kernels) and max(file.shared.values()) <= (227 << 10) // (1 + (C <= 3072))
 
 
-@pytest.mark.parametrize("recompute", (0, 1, 2))
+@pytest.mark.parametrize("T, recompute", ((32, 0), (32, 1), (40, 2)))
 @pytest.mark.parametrize("architecture, config", ((cuda.GPT2, GPT2), (llama_cuda.Llama3, LLAMA)), ids=("gpt2", "llama"))
-def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, config, recompute):
+def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, config, T, recompute):
     """Two updates with accumulation on a fake GPU; attproj and the classifier stay in bfloat16."""
     gpu = fake_gpu.gpu._replace(arch="sm_90a")
-    settings = architecture.Settings(B=3, T=32, total_batch_size=192, dtype="fp8", grad_clip=1.0, recompute=recompute,
-                                     graph=0)
+    settings = architecture.Settings(B=3, T=T, total_batch_size=6 * T, dtype="fp8", grad_clip=1.0,
+                                     recompute=recompute, graph=0)
     _, matmul = open_device(architecture, gpu, config, settings.precision)
     params = allocate(architecture.parameter_table(config))
     trainer = Trainer(architecture, config, settings, matmul, params)
     trainer.prepare()
     fake_gpu.launches.clear()
-    batch = np.ones((2, 3, 32), np.int32)
+    batch = np.ones((2, 3, T), np.int32)
     assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)).fp8 == (0, 0)
     files = kernel_files(architecture, config, settings.precision, gpu.arch, "auto").values()
     parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
@@ -97,15 +97,19 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
                    parameters)
     count = {name: sum(launch.name == name for launch in fake_gpu.launches) for name in
              ("quantise", "matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
-              "matmul_fp8_weight", "prepare_scales", "residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8")}
+              "matmul_fp8_weight", "prepare_scales", "residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8",
+              "attention_backward_dquery_fp8", "attention_backward_dkv_fp8", "attention_backward_dkv")}
     layers, fused = len(LINEARS) * config.L, config.L * (architecture is cuda.GPT2)
+    attention = fused * (T % 16 == 0)  # Llama's heads here are not for Hopper's kernels
     again = config.L * (recompute > 0)  # of fcproj's input, which was recomputed
-    assert count["quantise"] == len(LINEARS) + 2 * (2 * layers - 2 * config.L - 2 * fused + again)
+    assert count["quantise"] == len(LINEARS) + 2 * (2 * layers - 2 * config.L - 2 * fused - attention + again)
     norms = [count[f"residual_{name}_forward_fp8"] for name in ("layernorm", "rmsnorm")]
     assert sorted(norms) == [0, 2 * 2 * config.L * (1 + (recompute == 2))] and bool(norms[0]) == bool(fused)
     assert count["matmul_fp8"] + count["matmul_fp8_narrow"] == 2 * (2 * layers - 2 * fused)
     assert count["matmul_fp8_gelu"] == count["matmul_fp8_gelu_backward"] == 2 * fused
     assert count["matmul_fp8_weight"] == layers * 2 and count["prepare_scales"] == 1
+    assert count["attention_backward_dquery_fp8"] == count["attention_backward_dkv_fp8"] == 2 * attention
+    assert count["attention_backward_dkv"] == 2 * (config.L - attention)
 
 
 @pytest.mark.parametrize("arch", ("sm_75", "sm_80", "sm_89", "sm_100a"))
@@ -249,8 +253,8 @@ def test_norm(gpu, N, C, norm, both):
 
     def run(residual, inp1, inp2, plain=True, transposed=True, notes=True):
         """[plain, transposed, statistics], the first two or None."""
-        to = Destination(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None,
-                         scale_gpu, largest if notes else None, counts)
+        to = Quantised(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None,
+                       (scale_gpu, largest if notes else None, counts))
         found = unwritten(statistics, 1, N)
         forward(device, residual, to, *found, inp1, inp2, weight, last, 1, N, C)
         return [array if array is None else array.get() for array in (*to[:2], found)]
@@ -329,7 +333,7 @@ def test_matmul_gelu(matmul, monkeypatch, M, N, K, sm_count, records):
     wanted_out[...] = 0
     fp8.multiply(wanted_out[: M * N].reshape(M, N), *operands)
     cuda.gelu_forward(matmul.device, gelu, wanted_out, whole, GPT2.F)
-    fp8.quantise("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), *wanted)
+    fp8.quantise("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), wanted.plain, wanted.transposed)
     assert np.array_equal(out.get().ravel(), wanted_out.get()[: M * N])
     assert np.array_equal(got.plain.get(), wanted.plain.get())
     assert np.array_equal(noted[0], fp8.state.largest.get()) and np.array_equal(noted[1], fp8.state.counts.get())
@@ -360,6 +364,52 @@ def test_matmul_gelu_backward(matmul, monkeypatch, M, N, K, sm_count):
     largest = fp8.state.largest.get()[slot : slot + 1].view(np.float32)[0]
     assert abs(largest / np.abs(expected).max() - 1) < 2.0**-8
     assert_noted(fp8, slot, largest, plain)
+
+
+@pytest.mark.parametrize("sm_count", (None, 2))
+@pytest.mark.parametrize("NH, NKV, HS", ((3, 3, 64), (2, 2, 128), (6, 2, 64), (4, 1, 128)))
+@pytest.mark.parametrize("B, T", ((3, 16), (2, 112), (1, 208), (2, 1024)))
+def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
+    """As the bfloat16 kernels', within half of E4M3's step and bfloat16's; transposed, the same bytes; column sums to
+    the bit. With RoPE, too, and scales with which numbers saturate."""
+    config, sizes, QKV = model(NH, NKV, HS), (B, T, NH, NKV, HS), (NH + 2 * NKV) * HS
+    device = open_once(config, FP8, "native")
+    if sm_count:
+        monkeypatch.setattr(device, "sm_count", sm_count)
+    device.stream.use()
+    fp8 = make_fp8(matmul, 16)
+    slot, dtype = fp8.slot("qkv", 1, "dout"), "bfloat16"
+    inp, dout = on_gpu(random(B, T, QKV, seed=1, dtype=dtype), random(B, T, NH * HS, seed=2, dtype=dtype), dtype=dtype)
+    out, lse = unwritten(B, T, NH * HS, dtype=dtype), unwritten(B, NH, T)
+    cuda.attention_forward(device, out, lse, inp, *sizes)
+    angles = on_gpu(np.stack(train_llama3.rope_table(config, T), axis=-1))
+
+    def backward(dinp, rope):
+        D, partials = unwritten(B, NH, T), unwritten(B * blocks(T, 64), QKV)
+        cuda.attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, *sizes)
+        return partials.get()
+
+    for rope, highest, fp8.records in ((None, 224, True), (angles, 224, False), (angles, 2000, True)):
+        rounded = unwritten(B, T, QKV, dtype=dtype)
+        partials = backward(rounded, rope)
+        exact = to_float32(rounded).reshape(B * T, QKV)
+        scale = 2.0 ** np.floor(np.log2(highest / np.abs(exact).max()))
+        fp8.forget()
+        fp8.state.scales[slot] = scale
+        got = Quantised(bytes_on_gpu((B * T, QKV)), bytes_on_gpu((QKV, B * T)), fp8.noted("qkv", 1, "dout"))
+        assert backward(got, rope).tobytes() == partials.tobytes()
+        plain = got.plain.get()
+        assert np.array_equal(got.transposed.get(), plain.T)
+        numbers, expected = decode_e4m3(plain), np.clip(exact * scale, -LARGEST, LARGEST)
+        step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)
+        assert (np.abs(numbers - expected) <= step / 2 + np.abs(expected) * 2.0**-8).all()
+        assert (numbers != round_e4m3(expected)).mean() < 2.0**-4  # where bfloat16's rounding made a tie
+        largest = fp8.state.largest.get()[slot : slot + 1].view(np.float32)[0]
+        if fp8.records:
+            assert abs(largest / np.abs(exact).max() - 1) < 2.0**-8
+            assert_noted(fp8, slot, largest, numbers)
+        else:
+            assert not fp8.state.largest.get().any() and not fp8.state.counts.get().any()
 
 
 @pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)))

@@ -111,15 +111,16 @@ def same_bits_twice(call):
     return first
 
 
+@pytest.mark.parametrize("fp8", (False, True))
 @pytest.mark.parametrize("NH, NKV, HS", ((12, 12, 64), (12, 4, 64), (24, 8, 128), (4, 4, 128)))
-def test_nothing_spills_on_hopper(NH, NKV, HS):
+def test_nothing_spills_on_hopper(NH, NKV, HS, fp8):
     pytest.importorskip("cuda.core")
-    file = attention_file(model(NH, NKV, HS), PRECISIONS["bf16"], "sm_90a")
+    file = attention_file(model(NH, NKV, HS), PRECISIONS["bf16"]._replace(fp8=fp8), "sm_90a")
     assert file.name == "hopper/attention"
     cubin = compile_kernels(file.name, "sm_90a", file.constants)
     assert all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
     frames = frame_sizes(cubin)
-    assert len(frames) >= 3 and not any(frames)
+    assert len(frames) >= len(file.kernels) == (5 if fp8 else 3) and not any(frames)
 
 
 @pytest.mark.parametrize("NH, NKV, HS", ((3, 1, 16), (6, 3, 80)))

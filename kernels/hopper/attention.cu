@@ -34,6 +34,9 @@
 // map are accessed only through it: their pointers (out, inp, dout, dinp) are unused, kept to match attention.cu's
 // arguments.
 //
+// In FP8 runs, the kernels of the backward pass have variants that write dinp in 8 bits, as it is and transposed. They
+// have all but the epilogue in common.
+//
 // Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and equally by exp (16 per cycle: with
 // heads of 64, the exp of an element of P takes as long as its part of the two matmuls). The steps from a simple kernel
 // to this one are in dev/kernels/, what was tried in dev/attention.md.
@@ -41,6 +44,9 @@
 #include "hopper/hopper.cuh"
 #include "mma.cuh"
 #include "rope.cuh"
+#if ATTENTION_FP8
+#include "fp8.cuh"
+#endif
 
 static_assert(sizeof(element) == 2 && (HS == 64 || HS == 128), "elsewhere, attention.cu is used");
 
@@ -143,13 +149,14 @@ __device__ inline void rotate_back(float (&d)[HS / 2], const float2* rope, int r
 }
 
 // A warp's epilogue: its 16 rows (16,HS) of one head, times a factor for each of the thread's two rows, go to
-// `staging`, (HALVES,16,64), by stmatrix, and from there to the tensor by TMA. Before it overwrites `staging`, the warp
-// waits until TMA has read all its stores but the newest PENDING.
-template <int PENDING>
+// `staging`, (HALVES,16,64), by stmatrix, and from there to the tensor by TMA. An item has PARTS such results, in turn,
+// each with its own `staging`: before it overwrites one, the warp waits until TMA has read all its stores but those of
+// the other.
+template <int PARTS>
 __device__ inline void store_rows(const TensorMap& map, element* staging, const float (&d)[HS / 2], float upper,
-                                  float lower, int column, int row, int b) {
+                                  float lower, int column, int row, int b, int /* T */) {
     const int lane = threadIdx.x % 32, r = lane % 16;
-    if (lane == 0) stores_wait<PENDING>();
+    if (lane == 0) stores_wait<PARTS - 1>();
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < HS / 16; k++) {
@@ -261,8 +268,54 @@ constexpr float SCALE = HS == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(H
 constexpr float TO_LOG2 = LOG2E * SCALE;
 
 // Named barriers, one for each consumer: SUMS + consumer guards that consumer's `sums`, and is passed twice per item:
-// when all its warps have read the previous item's sums, and when all have written this one's.
+// when all its warps have read the previous item's sums, and when all have written this one's. In 8 bits, `staging`,
+// likewise.
 enum NamedBarrier { SUMS = 1 };
+
+#if ATTENTION_FP8
+// The same epilogue for a gradient in 8 bits: as it is, and transposed, where the four warps' 64 rows lie side by side.
+// A warp's room is (2,HALVES,16,64) bytes: its rows, then the transposed columns 16 * warp .. 16 * warp + 15 of each
+// half, from all warps. 16-byte units are swizzled as TMA expects of rows of 64 bytes. T is a multiple of 16: of a
+// warp's rows, all exist, or none, which are not noted.
+template <int PARTS>
+__device__ inline void store_rows(const Quantised& result, element* staging, const float (&d)[HS / 2], float upper,
+                                  float lower, int column, int row, int b, int T) {
+    constexpr int BOX = 16 * 64, NEXT_WARP = PARTS * 2 * HALVES * BOX;  // bytes
+    const int consumer = threadIdx.x / WARPGROUP - 1, warp = threadIdx.x % WARPGROUP / 32;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    unsigned char* const boxes = reinterpret_cast<unsigned char*>(staging);
+    unsigned char* const plain = boxes + g * 64 + 2 * t;
+    unsigned char* const transposed = boxes - warp * NEXT_WARP + HALVES * BOX + (2 * t + g % 2) * 64 + (warp ^ t) * 16 +
+                                      (g & 4) + (g & 2) * 4;
+    const float scale = *result.scale;
+    Noted noted;
+    if (lane == 0) stores_wait<PARTS - 1>();
+    named_barrier_sync(SUMS + consumer, WARPGROUP);
+#pragma unroll
+    for (int j = 0; j < HS / 8; j++) {  // 8 columns
+        const int half = j / 8 * BOX, eight = j % 8;
+        const float x[4] = {d[4 * j] * upper, d[4 * j + 1] * upper, d[4 * j + 2] * lower, d[4 * j + 3] * lower};
+#pragma unroll
+        for (int k = 0; k < 4; k++) noted.number(x[k]);
+        const uint32 bytes = four_bytes(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
+        noted.bytes(bytes);
+        unsigned char* const at = plain + half + (eight / 2 ^ g / 2) * 16 + eight % 2 * 8;
+        *reinterpret_cast<unsigned short*>(at) = bytes;
+        *reinterpret_cast<unsigned short*>(at + 8 * 64) = bytes >> 16;
+        *reinterpret_cast<uint32*>(transposed + eight / 2 * NEXT_WARP + half + eight % 2 * 8 * 64) = four_rows(bytes);
+    }
+    fence_for_async();
+    if (row < T) noted.publish(result.largest, result.counts);
+    named_barrier_sync(SUMS + consumer, WARPGROUP);
+    if (lane == 0) {
+        for (int j = 0; j < HALVES; j++) {
+            store_box(&result.plain, boxes + j * BOX, column + 64 * j, row, b);
+            store_box(&result.transposed, boxes + (HALVES + j) * BOX, row - 16 * warp, b, column + 64 * j + 16 * warp);
+        }
+        stores_commit();
+    }
+}
+#endif
 
 // Block (384); grid (any number of blocks, which share the items). Shared memory: 2 ROWS + FORWARD_STAGES * 2 *
 // FORWARD_KEYS rows of a head and 1024 bytes.
@@ -382,7 +435,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             }
 
             // Epilogue: out = O / row_sum.
-            store_rows<0>(out_map, staging, o, 1.0f / row_sum[0], 1.0f / row_sum[1], item.h * HS, warp_row, item.b);
+            store_rows<1>(out_map, staging, o, 1.0f / row_sum[0], 1.0f / row_sum[1], item.h * HS, warp_row, item.b, T);
         }
         if (threadIdx.x % 32 == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
     }
@@ -390,12 +443,11 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
 
 // dquery, and D for attention_backward_dkv. Resident: query, dout, out and lse of the item's queries; keys and values
 // stream by. Block (384); grid as above. Shared memory: 4 ROWS + DQUERY_STAGES * 2 * PASSING rows of a head and 1024
-// bytes.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
-                          const element* out, const float* lse, const float2* rope, int T, int B,
-                          const __grid_constant__ TensorMap inp_map, const __grid_constant__ TensorMap dout_map,
-                          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap dinp_map) {
+// bytes. dinp: a TensorMap, or Quantised.
+template <class Result>
+__device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, float* partials, const float* lse,
+                                                const float2* rope, int T, int B, const TensorMap& inp_map,
+                                                const TensorMap& dout_map, const TensorMap& out_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1, 32> query_ring;       // guards `queries`, `douts`, `outs` and `lses`
     __shared__ Ring<DQUERY_STAGES> kv_ring;  // guards `tiles`
@@ -551,7 +603,7 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
 
             // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
             rotate_back(dq, rope, row, T);
-            store_rows<0>(dinp_map, staging, dq, SCALE, SCALE, item.h * HS, warp_row, item.b);
+            store_rows<1>(dinp, staging, dq, SCALE, SCALE, item.h * HS, warp_row, item.b, T);
             if (!partials) continue;
             named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
             sum_rows(sums[consumer][warp], dq, SCALE);
@@ -562,12 +614,20 @@ attention_backward_dquery(element* dinp, float* D, float* partials, const elemen
     }
 }
 
-// dkey and dvalue. Resident: keys and values; query, dout, lse and D of tiles of queries stream by. Block (384); grid
-// as above. Shared memory: 4 ROWS + DKV_STAGES * 2 * PASSING rows of a head and 1024 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
-                       const float* D, const float2* rope, int T, int B, const __grid_constant__ TensorMap inp_map,
-                       const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
+attention_backward_dquery(element* dinp, float* D, float* partials, const element* dout, const element* inp,
+                          const element* out, const float* lse, const float2* rope, int T, int B,
+                          const __grid_constant__ TensorMap inp_map, const __grid_constant__ TensorMap dout_map,
+                          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap dinp_map) {
+    backward_dquery(dinp_map, D, partials, lse, rope, T, B, inp_map, dout_map, out_map);
+}
+
+// dkey and dvalue. Resident: keys and values; query, dout, lse and D of tiles of queries stream by. Block (384); grid
+// as above. Shared memory: 4 ROWS + DKV_STAGES * 2 * PASSING rows of a head and 1024 bytes. dinp: likewise.
+template <class Result>
+__device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials, const float* lse, const float* D,
+                                             const float2* rope, int T, int B, const TensorMap& inp_map,
+                                             const TensorMap& dout_map) {
     extern __shared__ float4 shared[];
     __shared__ Ring<1> kv_ring;                  // guards `keys` and `values`
     __shared__ Ring<DKV_STAGES, 32> query_ring;  // guards `tiles` and `statistics`, which is read by ordinary loads
@@ -755,8 +815,8 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
             if (!IN_REGISTERS) kv_ring.release(round);
             const int column = Q + item.h * HS;
             rotate_back(dk, rope, row, T);
-            store_rows<1>(dinp_map, staging, dk, SCALE, SCALE, column, warp_row, item.b);
-            store_rows<1>(dinp_map, staging + RESIDENT / 4, dv, 1.0f, 1.0f, KV + column, warp_row, item.b);
+            store_rows<2>(dinp, staging, dk, SCALE, SCALE, column, warp_row, item.b, T);
+            store_rows<2>(dinp, staging + RESIDENT / 4, dv, 1.0f, 1.0f, KV + column, warp_row, item.b, T);
             if (!partials) continue;
             named_barrier_sync(SUMS + consumer, WARPGROUP);  // the previous item's sums have been read
             sum_rows(sums[consumer][0][warp], dk, SCALE);
@@ -768,3 +828,35 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
         if (threadIdx.x % 32 == 0) stores_wait<0>();  // the block must not exit before TMA has read its shared memory
     }
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_backward_dkv(element* dinp, float* partials, const element* dout, const element* inp, const float* lse,
+                       const float* D, const float2* rope, int T, int B, const __grid_constant__ TensorMap inp_map,
+                       const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
+    backward_dkv(dinp_map, partials, lse, D, rope, T, B, inp_map, dout_map);
+}
+
+#if ATTENTION_FP8
+// dinp in 8 bits, and transposed; scale .. counts: see fp8.cu. Boxes of the maps: dinp (B,T,QKV) 1 x 16 x 64, dinp_t
+// (QKV,B,T) 16 x 1 x 64.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_backward_dquery_fp8(unsigned char* dinp, float* D, float* partials, const element* dout, const element* inp,
+                              const element* out, const float* lse, const float2* rope, const float* scale,
+                              int* largest, int* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
+                              const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap out_map,
+                              const __grid_constant__ TensorMap dinp_map,
+                              const __grid_constant__ TensorMap dinp_t_map) {
+    backward_dquery(Quantised{dinp_map, dinp_t_map, scale, largest, counts}, D, partials, lse, rope, T, B, inp_map,
+                    dout_map, out_map);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_backward_dkv_fp8(unsigned char* dinp, float* partials, const element* dout, const element* inp,
+                           const float* lse, const float* D, const float2* rope, const float* scale, int* largest,
+                           int* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
+                           const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map,
+                           const __grid_constant__ TensorMap dinp_t_map) {
+    backward_dkv(Quantised{dinp_map, dinp_t_map, scale, largest, counts}, partials, lse, D, rope, T, B, inp_map,
+                 dout_map);
+}
+#endif

@@ -57,13 +57,6 @@ static_assert(MATMUL_FP8_GELU_SHARED ==
 constexpr int HALF_COLUMNS = 32, HALF_STRIP = STRIP / 2;  // a half strip: elements of 128 x 32
 constexpr int BYTES = BM * HALF_COLUMNS;                   // of a half strip in 8 bits
 
-// A tensor that results in 8 bits.
-struct Quantised {
-    const TensorMap &plain, &transposed;
-    const float* scale;
-    int *largest, *counts;  // or null: this pass is not part of an update, and nothing reads `transposed`
-};
-
 // A warp's squares of a half strip in 8 bits, of 128 x 32 numbers, and transposed, of 32 x 128, swizzled as TMA expects
 // them. Squares and a thread's numbers of one are as in matmul.cuh. Two squares, of 16 columns of both halves, are
 // worked on together: one after the other, a warp would mostly wait.
@@ -95,16 +88,9 @@ struct ByteSquares {
                 noted.bytes((lower ? bytes[i] & 0xffff : 0x0101) | (upper ? bytes[i] & 0xffff0000 : 0x01010000));
             }
         }
-        // Lanes of rows g and g ^ 1 exchange, so that each has one column of both rows; then, with g ^ 2, of four rows.
         uint32 quads[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            quads[i] = __byte_perm(bytes[i], __shfl_xor_sync(0xffffffff, bytes[i], 4), g % 2 ? 0x3715 : 0x6240);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            quads[i] = __byte_perm(quads[i], __shfl_xor_sync(0xffffffff, quads[i], 8), g & 2 ? 0x3276 : 0x5410);
-        }
+        for (int i = 0; i < 4; i++) quads[i] = four_rows(bytes[i]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int row = i / 2 * 64 + warp_row, eight = i % 2 * 8;

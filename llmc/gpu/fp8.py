@@ -209,20 +209,11 @@ class Fp8:
 
 
 class Quantised(NamedTuple):
-    """A tensor in 8 bits, as matmuls read it."""
+    """A tensor in 8 bits, as matmuls read it, or where a kernel writes it."""
 
-    plain: object  # (N,C)
-    transposed: object  # (C,pitch)
-
-
-class Destination(NamedTuple):
-    """Where a kernel of norm_fp8.cu writes its result in 8 bits: its arguments, in their order."""
-
-    plain: object  # as of Quantised, each or None
-    transposed: object
-    scale: object
-    largest: object  # None: nothing is noted
-    counts: object
+    plain: object  # (N,C); to write: or None
+    transposed: object  # (C,pitch), likewise
+    noted: tuple = ()  # to write: what Fp8.noted returns
 
 
 class Fp8Linear(NamedTuple):
@@ -240,18 +231,17 @@ class Fp8Linear(NamedTuple):
     def fuses_gelu(self):
         return self.fp8.fuses_gelu
 
-    def destination(self, inp, again=False):
-        """Where a normalization writes inp (N,C): in 8 bits, and transposed if there will be a backward pass. again:
-        for that pass alone, which recomputes it."""
+    def place_inp(self, inp, again=False):
+        """Where a normalization writes inp (N,C): a Quantised, transposed if there will be a backward pass. again: for
+        that pass alone, which recomputes it."""
         fp8, (scale, largest, counts) = self.fp8, self.fp8.noted(self.name, self.l, "inp")
         if again:
-            return Destination(None, self.inp_transposed, scale, None, counts)
+            return Quantised(None, self.inp_transposed, (scale, None, counts))
         kept = self.inp_transposed if fp8.records and self.name not in fp8.recomputed else None
-        return Destination(self.plain_inp(rows(inp).shape), kept, scale, largest, counts)
+        return Quantised(self.plain_inp(rows(inp).shape), kept, (scale, largest, counts))
 
     def forward(self, out, inp):
-        """out (N,OC) = inp @ weight^T + bias. inp: a Destination, or (N,C), not read if fc's forward_gelu has made it.
-        """
+        """out (N,OC) = inp @ weight^T + bias. inp: a Quantised, or (N,C), not read if fc's forward_gelu has made it."""
         self.fp8.multiply(rows(out), self.quantised_inp(inp), self.scale("inp"), self.tensor("w")[self.l],
                           self.scale("weight"), self.bias)
 
@@ -264,9 +254,9 @@ class Fp8Linear(NamedTuple):
 
     def quantised_inp(self, inp):
         """inp, as of forward -> its plain copy in 8 bits, which is made if it is not there yet."""
-        if isinstance(inp, Destination):
+        if isinstance(inp, Quantised):
             return inp.plain
-        to = self.destination(inp)
+        to = self.place_inp(inp)
         if not (self.name == "fcproj" and self.fp8.fuses_gelu):
             self.fp8.quantise(self.name, self.l, "inp", rows(inp), to.plain, to.transposed)
         return to.plain
@@ -275,12 +265,21 @@ class Fp8Linear(NamedTuple):
         room = self.fp8.operands.act if self.name == "fcproj" else self.fp8.operands.inp
         return room.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 
+    def place_dout(self, dout):
+        """Where attention_backward writes dout (B,T,OC): a Quantised, or dout, if its kernels do not write 8 bits.
+        TMA wants each sequence to begin at a multiple of 16 bytes of a transposed row."""
+        if dout.shape[1] % 16 or not hasattr(self.fp8.device.geometry, "ATTENTION_FP8"):
+            return dout
+        return Quantised(self.tensor("_dout"), self.tensor("_dout_t"), self.fp8.noted(self.name, self.l, "dout"))
+
     def operand(self, dout):
-        """dout (N,OC) as backward_inp and backward_weight take it. dout of fc: not read if fcproj's backward_inp_gelu
-        has made it."""
+        """dout (N,OC), or what `place_dout` returned, as backward_inp and backward_weight take it. dout of fc: not read
+        if fcproj's backward_inp_gelu has made it."""
+        if isinstance(dout, Quantised):
+            return dout
         quantised = Quantised(self.tensor("_dout"), self.tensor("_dout_t"))
         if not (self.name == "fc" and self.fp8.fuses_gelu):
-            self.fp8.quantise(self.name, self.l, "dout", rows(dout), *quantised)
+            self.fp8.quantise(self.name, self.l, "dout", rows(dout), quantised.plain, quantised.transposed)
         return quantised
 
     def backward_inp(self, dinp, dout, scale=1.0):

@@ -48,6 +48,7 @@ KERNELS = {  # layer -> its kernels
                "round_weights", "hold", "fill_random"),
 }
 MATMUL_NARROW = ("matmul_forward_narrow",)  # Hopper only
+ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8")  # likewise
 
 
 def check_sizes(config, fp8=False):
@@ -83,9 +84,10 @@ def kernel_files(architecture, config, precision, arch, matmul="kernels"):
         names["attention"] = "hopper/attention"
     if hopper:
         names |= {layer: f"hopper/{layer}" for layer in names if layer.startswith("matmul")}
+    more = {"hopper/matmul": MATMUL_NARROW, "hopper/attention": ATTENTION_FP8 if precision.fp8 else ()}
     files, constants, geometry = {}, model_constants(config, precision), layer_geometry(config, precision, arch)
     for layer, name in names.items():
-        kernels = KERNELS[layer] + (MATMUL_NARROW if name == "hopper/matmul" else ())
+        kernels = KERNELS[layer] + more.get(name, ())
         shared = shared_memory(layer, kernels, geometry[layer])
         files[layer] = KernelFile(name, kernels, constants | geometry[layer], shared)
     return files
@@ -101,7 +103,8 @@ def model_constants(config, precision):
 def shared_memory(layer, kernels, geometry):
     """kernel -> bytes of dynamic shared memory of a block, for kernels that use it."""
     if layer == "attention":
-        return dict(zip(kernels, (geometry[f"ATTENTION_{part}_SHARED"] for part in ("FORWARD", "DQUERY", "DKV"))))
+        return dict(zip(kernels, (geometry[f"ATTENTION_{part}_SHARED"]
+                                  for part in ("FORWARD", "DQUERY", "DKV", "DQUERY", "DKV"))))
     if layer in ("layernorm", "rmsnorm"):
         return {f"{layer}_backward": geometry["LAYERNORM_SHARED"]}
     if layer == "norm_fp8":
@@ -167,7 +170,7 @@ def attention_geometry(config, precision, arch):
     of a block's tiles, and of what it keeps beside them."""
     HS = config.HS
     if hopper_attention(config, precision, arch):
-        return attention_hopper_geometry(HS)
+        return attention_hopper_geometry(HS) | {"ATTENTION_FP8": int(precision.fp8)}
     small, size = HS <= 64, 2 if precision.bf16 else 4
     row = 4 * size * (HS + 8 if precision.bf16 else blocks(HS, 32) * 32)  # bytes for two pairs of padded tiles: mma.cuh
     passing = 64 if precision.bf16 or small and arch != "sm_75" else 32  # sm_75 has 64 KB of shared memory

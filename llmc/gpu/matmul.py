@@ -31,10 +31,14 @@ class Linear(NamedTuple):
         """dout (N,OC) as backward_inp and backward_weight take it: as it is. In FP8, see llmc/gpu/fp8.py."""
         return dout
 
-    def destination(self, inp, again=False):
+    def place_inp(self, inp, again=False):
         """Where a normalization writes inp (N,C) for forward or, `again`, for backward_weight: there. In FP8, see
         llmc/gpu/fp8.py."""
         return inp
+
+    def place_dout(self, dout):
+        """Where attention_backward writes dout (B,T,OC), for `operand`: there. In FP8, likewise."""
+        return dout
 
     def forward(self, out, inp):
         """out (N,OC) = inp (N,C) @ weight^T + bias."""
