@@ -3,7 +3,7 @@
 //
 //     dbias[c] = the sum over n of dout[n,c]                                                  dbias =
 //
-// dout (N,F), dbias (F) float32. kernels/common.cuh has F, a constant.
+// dout (N,F), dbias (F) float32. F is a constant; n * F is int64. kernels/common.cuh has to_float.
 
 #include "common.cuh"
 

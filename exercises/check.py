@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import io
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -58,9 +59,12 @@ TESTS = {  # exercise -> the tests that its functions must pass
          f"{LAYERS}gradients_of_accumulated_batches_are_their_mean"],
     16: [f"{LLAMA}rmsnorm"], 17: [f"{LLAMA}rope"], 18: [f"{LLAMA}attention_of_groups"], 19: [f"{LLAMA}swiglu"],
 }  # fmt: skip
-KERNELS = {11: "layernorm_forward", 12: "bias_backward", 13: "softmax", 14: "matmul_forward",
-           15: "attention_forward"}  # exercise -> the layer of dev/kernels that its kernels are rungs of
+KERNELS = {  # exercise -> a layer of dev/kernels, and which of its rungs
+    11: ("layernorm_forward", ["thread_a_row", "warp_a_row"]), 12: ("bias_backward", ["fixed_order"]),
+    13: ("softmax", ["online"]), 14: ("matmul_forward", ["shared_tiles", "tensor_cores"]),
+    15: ("attention_forward", ["online"])}  # fmt: skip
 ALL = sorted([*TESTS, *KERNELS])
+GPT2_124M = 1024, 50257, *train_gpt2.SIZES["d12"], 50304
 
 
 class Watch:
@@ -148,46 +152,56 @@ def wrong(number, directory):
 
 
 def judge_kernels(number, directory):
-    """Compile an exercise's kernels and, on a GPU, check and time them; returns (whether they are wrong, what to say, a
-    line)."""
+    """Compile an exercise's kernels and, on a GPU, check and time those that are written; returns (whether they are
+    wrong, what to say, a line)."""
     sys.path.append(os.path.join(ROOT, "dev", "kernels"))
-    import attention_layers  # noqa: F401  (these classes are the layers)
     import lab
-    import layers  # noqa: F401
-    import matmul_layers  # noqa: F401
-    path, output = path_of(number, directory), io.StringIO()
-    name, config = os.path.basename(path), train_gpt2.Config(1024, 50257, *train_gpt2.SIZES["d12"], 50304)
+    path, (of, rungs) = path_of(number, directory), KERNELS[number]
+    name, constants = os.path.basename(path), model_constants(train_gpt2.Config(*GPT2_124M), Precision("bfloat16"))
     with open(path) as f:
-        unwritten = [line for line, text in enumerate(f, 1) if "not written yet" in text]
-    if unwritten:
-        return True, f"{name}, line {unwritten[0]}: not written yet"
+        text = f.read()
+    unwritten = {rung: text[: found.start(1)].count("\n") + 1 for rung in rungs
+                 if (found := re.search(rf"\b{of}_{rung}\([^{{]*{{\s*(// not written yet)", text))}
+    lines = ", ".join(f"line {line}: not written yet" for line in unwritten.values())
+    if len(unwritten) == len(rungs):
+        return True, f"{name}, {lines}"
     try:
-        compile_kernels(path.removesuffix(".cu"), "sm_80", model_constants(config, Precision("bfloat16")))
-        layer, asked = lab.with_mine(lab.LAYERS[KERNELS[number]], path), lab.signatures(path_of(number, HERE))
-        mine = [f"my_{kernel.removeprefix(layer.name)[1:]}" for kernel in asked]
-        if missing := set(mine) - set(layer.rungs):
-            raise UserError(f"{path}: the kernel {layer.name}_{missing.pop()[3:]} is missing")
-        try:
-            gpu = open_gpu()
-        except UserError:
-            return False, f"{name}: compiles; whether it is right needs a GPU"
-        precision = lab.precision_of(layer, "float32" if gpu.arch == "sm_75" else "bfloat16")
-        watch = Watch("is it written?")
-        open_lab = functools.cache(functools.partial(lab.Lab, gpu, mine=path))
-        with contextlib.redirect_stdout(output):
-            right = lab.check_at_all_sizes(layer, open_lab, config, precision.dtype, mine)
-        if not right:
-            return True, f"{name}: {watch.tensor}, in {output.getvalue().partition(':')[0]}"
-        bench, at_size = open_lab(config, precision), layer(config, precision, gpu, 32, 1024)
-        live = [rung.name for rung, _ in at_size.runs() if not rung.name.startswith("my_")][-1]
-        with bench.streams():
-            times, _ = lab.time_layer(at_size, bench, [*mine, live])
+        compile_kernels(path.removesuffix(".cu"), "sm_80", constants)
+        wrong, said = run_kernels(lab, of, [rung for rung in rungs if rung not in unwritten], path)
     except UserError as error:
         return True, f"{name}: {error}".replace(f"{name}: {path}", name)
+    return wrong or bool(lines), f"{name}: {said}{'; ' * bool(lines)}{lines}"
+
+
+def run_kernels(lab, of, rungs, path):
+    """On a GPU, check and time a file's kernels; returns (whether one is wrong, what to say). Raises UserError if one
+    is missing, or the GPU refuses it."""
+    import attention_layers  # noqa: F401  (these classes are the layers)
+    import layers  # noqa: F401
+    import matmul_layers  # noqa: F401
+    layer, mine, output = lab.with_mine(lab.LAYERS[of], path), [f"my_{rung}" for rung in rungs], io.StringIO()
+    for rung in rungs:
+        if f"my_{rung}" not in layer.rungs:
+            raise UserError(f"{path}: the kernel {of}_{rung} is missing")
+    try:
+        gpu = open_gpu()
+    except UserError:
+        return False, "compiles; whether it is right needs a GPU"
+    precision = lab.precision_of(layer, "float32" if gpu.arch == "sm_75" else "bfloat16")
+    watch, config = Watch("is it written?"), train_gpt2.Config(*GPT2_124M)
+    open_lab = functools.cache(functools.partial(lab.Lab, gpu, mine=path))
+    with contextlib.redirect_stdout(output):
+        right = lab.check_at_all_sizes(layer, open_lab, config, precision.dtype, mine)
+    if not right:
+        return True, f"{watch.tensor}, in {output.getvalue().partition(':')[0]}"
+    bench, at_size = open_lab(config, precision), layer(config, precision, gpu, 32, 1024)
+    live = [rung.name for rung, _ in at_size.runs() if not rung.name.startswith("my_")][-1]
+    with bench.streams():
+        times, _ = lab.time_layer(at_size, bench, [*mine, live])
     ms = {rung: min(of_blocks.values()) for rung, of_blocks in times.items()}
     share = ms[live] / min(ms[rung] for rung in mine)
-    return False, (f"{name}: passes; yours: {share:.0%} of the speed of the library's {live}"
-                   f" ({', '.join(f'{rung} {time:.3f} ms' for rung, time in ms.items())})")
+    times = ", ".join(f"{rung} {time:.3f} ms" for rung, time in ms.items())
+    return False, f"passes; yours: {share:.0%} of the speed of the last rung, {live} ({times})"
 
 
 def train(arguments, directory):
