@@ -1,11 +1,12 @@
 """FP8: matmuls of E4M3 operands, their scales, and the rounding in NumPy. Micikevicius et al. 2022,
 https://arxiv.org/abs/2209.05433.
 
-In a run of --dtype fp8, three of a layer's four matmuls, forward and backward, read operands of 8 bits: x is stored as
-E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of its own, a power of 2 that stays
-the same for an update, with all its micro-batches: it follows from the largest numbers of the last 16 updates. They
-are found where a tensor is rounded, as an integer maximum, which has the same bits in any order and on any number of
-GPUs. All else is a bfloat16 run: residual stream, attention and its projection, classifier, gradients, AdamW.
+In a run of --dtype fp8, three of a layer's four matmuls, forward and backward, and the classifier's forward pass read
+operands of 8 bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of
+its own, a power of 2 that stays the same for an update, with all its micro-batches: it follows from the largest numbers
+of the last 16 updates. They are found where a tensor is rounded, as an integer maximum, which has the same bits in any
+order and on any number of GPUs. All else is a bfloat16 run: residual stream, attention and its projection, gradients of
+the logits, AdamW.
 """
 
 from typing import NamedTuple
@@ -60,7 +61,8 @@ def operand_table(parameters, N, recomputed):
     padded with zeros to whole 16 bytes. recomputed: names of LINEARS whose input is kept for one layer at a time."""
     shapes, pitch = {name: parameters[f"{name}w"].shape for name in LINEARS}, blocks(N, 16) * 16
     table = {"inp": Row((N, max(shapes[name][2] for name in ("qkv", "fc"))), "uint8"),  # of the layer at hand
-             "act": Row((N, shapes["fcproj"][2]), "uint8")}  # fcproj's
+             "act": Row((N, shapes["fcproj"][2]), "uint8"),  # fcproj's
+             "logitsw": parameters.get("lm_head", parameters["wte"])._replace(dtype="uint8")}
     for name, (L, OC, C) in shapes.items():
         table |= {f"{name}w": Row((L, OC, C), "uint8", stacked=True), f"{name}w_t": Row((L, C, OC), "uint8"),
                   f"{name}_inp_t": Row((1 if name in recomputed else L, C, pitch), "uint8"),
@@ -74,8 +76,8 @@ def operand_bytes(parameters, N, recomputed):
 
 def scale_table(L):
     """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for LINEARS[i] of layer l and
-    ROLES[r]."""
-    count = len(LINEARS) * L * len(ROLES)
+    ROLES[r]; the last three are the classifier's."""
+    count = (len(LINEARS) * L + 1) * len(ROLES)
     return {"scales": Row((count,)), "history": Row((HISTORY, count)), "largest": Row((count,), "int32"),
             "updates": Row((1,), "int32"), "counts": Row((2,), "int32")}
 
@@ -102,7 +104,8 @@ class Fp8:
         return Fp8Linear(self, name, l, bias, dweight)
 
     def slot(self, name, l, role):
-        return (LINEARS.index(name) * self.L + l) * len(ROLES) + ROLES.index(role)
+        """l of the classifier, "logits": 0."""
+        return ((*LINEARS, "logits").index(name) * self.L + l) * len(ROLES) + ROLES.index(role)
 
     def scale(self, name, l, role):
         slot = self.slot(name, l, role)
@@ -121,6 +124,9 @@ class Fp8:
         for name in LINEARS:
             plain, transposed = (getattr(self.operands, f"{name}w{t}")[layers] for t in ("", "_t"))
             self.quantise(name, layers.start, "weight", getattr(self.params, f"{name}w")[layers], plain, transposed)
+        if layers.start == 0:
+            weight = self.params.lm_head if "lm_head" in self.params.table else self.params.wte
+            self.quantise("logits", 0, "weight", weight, self.operands.logitsw)
 
     def prepare_scales(self):
         """At the end of an update: the scales of the next one."""
@@ -311,3 +317,26 @@ class Fp8Linear(NamedTuple):
 
     def scale(self, role):
         return self.fp8.scale(self.name, self.l, role)
+
+
+class Fp8Head(NamedTuple):
+    """The classifier: forward in 8 bits, backward in bfloat16, as dlogits are."""
+
+    fp8: Fp8
+    bf16: object  # its Linear
+
+    def forward(self, out, inp):
+        """out (N,Vp) = inp (N,C) @ weight^T."""
+        fp8, inp = self.fp8, rows(inp)
+        plain = fp8.operands.inp.reshape(-1)[: inp.size].reshape(inp.shape)
+        fp8.quantise("logits", 0, "inp", inp, plain)
+        scales = [fp8.scale("logits", 0, role) for role in ("inp", "weight")]
+        fp8.multiply(rows(out), plain, scales[0], fp8.operands.logitsw, scales[1])
+
+    @property
+    def backward_inp(self):
+        return self.bf16.backward_inp
+
+    @property
+    def backward_weight(self):
+        return self.bf16.backward_weight

@@ -19,7 +19,7 @@ from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, record_event, to_float32
 from llmc.gpu.geometry import BLOCK_THREADS, blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
-from llmc.gpu.fp8 import Fp8
+from llmc.gpu.fp8 import Fp8, Fp8Head
 from llmc.gpu.memory import check_memory, group_bytes, makes_text, recomputed_inputs
 from llmc.gpu.precision import round_weights
 from llmc.gpu.shares import CHUNKS, REST, OwnedShare, Shares
@@ -192,6 +192,7 @@ class Trainer(ForwardPasses):
                 recomputed = recomputed_inputs(architecture, settings)
                 N, fuses_gelu = settings.B * settings.T, "gelu" in architecture.KERNELS
                 self.fp8 = self.model.fp8 = Fp8(matmul, self.params, N, recomputed, fuses_gelu)
+                self.model.head = Fp8Head(self.fp8, self.model.head)
             matmul.allocate()
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
             self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
