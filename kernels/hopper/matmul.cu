@@ -241,39 +241,10 @@ matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partia
                        int M, int N, int K, int band, int splits) {
     constexpr int BN = WIDE_BN;
     constexpr int STRIP_COLUMNS = MATMUL_NARROW_STRIP;  // columns of a strip
-    constexpr int QUADS = BN / 4, IN_FLIGHT = 8;        // float4s per thread; loads in flight
     matmul<BN, 1, 1>(dout, inp, {M, N, K, band, splits}, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+        constexpr int QUADS = BN / 4;  // of a thread
         const auto quad = [&](int j) { return &acc[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
-        float4* const tile_partials = partials + int64(item.tile) * (BM * BN / 4) + threadIdx.x % WARPGROUP;
-
-        // Add the sums of the previous splits.
-        if (item.split > 0) {
-            if (leads_warpgroup()) wait_for(done + item.tile, item.split);
-            warpgroup_sync();
-#pragma unroll
-            for (int first = 0; first < QUADS; first += IN_FLIGHT) {
-                float4 y[IN_FLIGHT];
-#pragma unroll
-                for (int j = 0; j < IN_FLIGHT; j++) y[j] = __ldcg(tile_partials + (first + j) * WARPGROUP);
-#pragma unroll
-                for (int j = 0; j < IN_FLIGHT; j++) {
-                    float* x = quad(first + j);
-                    x[0] += y[j].x, x[1] += y[j].y, x[2] += y[j].z, x[3] += y[j].w;
-                }
-            }
-        }
-
-        // All splits but the last pass on their sums; the last one writes dweight.
-        if (item.split < splits - 1) {
-#pragma unroll
-            for (int j = 0; j < QUADS; j++) {
-                __stcg(tile_partials + j * WARPGROUP, float4{quad(j)[0], quad(j)[1], quad(j)[2], quad(j)[3]});
-            }
-            warpgroup_sync();  // all have written before the first thread announces it
-            if (leads_warpgroup()) announce(done + item.tile, item.split + 1);
-            return;
-        }
-        if (splits > 1 && leads_warpgroup()) done[item.tile] = 0;
+        if (!add_splits<QUADS>(partials + int64(item.tile) * (BM * BN / 4), done + item.tile, item, splits, quad)) return;
         const Layout at;
 #pragma unroll
         for (int s = 0; s < BN / STRIP_COLUMNS; s++) {

@@ -309,7 +309,7 @@ matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_c
                   const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale, float scale, int M,
                   int N, int K, int band, int splits) {
     constexpr int BN = WIDE_BN, STAGE = (BM + BN) * BK, STAGES = STAGES_ROOM / STAGE;
-    constexpr int SUMS = BN / 2, QUADS = SUMS / 4, IN_FLIGHT = 8;  // of a thread: floats, float4s; loads in flight
+    constexpr int SUMS = BN / 2, QUADS = SUMS / 4;  // of a thread: floats, float4s
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> step_ring;
     if (threadIdx.x == 0) {
@@ -347,35 +347,9 @@ matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_c
             for (int j = 0; j < SUMS; j++) sums[j] += products[j];
         }
 
-        // Add the sums of the previous splits; all but the last one pass theirs on.
         const int tile = 2 * item.tile + half;
-        float4* const tile_partials = partials + int64(tile) * (WARPGROUP * QUADS) + thread;
-        if (item.split > 0) {
-            if (leads_warpgroup()) wait_for(done + tile, item.split);
-            warpgroup_sync();
-#pragma unroll
-            for (int first = 0; first < QUADS; first += IN_FLIGHT) {
-                float4 y[IN_FLIGHT];
-#pragma unroll
-                for (int j = 0; j < IN_FLIGHT; j++) y[j] = __ldcg(tile_partials + (first + j) * WARPGROUP);
-#pragma unroll
-                for (int j = 0; j < IN_FLIGHT; j++) {
-                    float* const x = sums + 4 * (first + j);
-                    x[0] += y[j].x, x[1] += y[j].y, x[2] += y[j].z, x[3] += y[j].w;
-                }
-            }
-        }
-        if (item.split < splits - 1) {
-#pragma unroll
-            for (int j = 0; j < QUADS; j++) {
-                const float* const x = sums + 4 * j;
-                __stcg(tile_partials + j * WARPGROUP, float4{x[0], x[1], x[2], x[3]});
-            }
-            warpgroup_sync();  // all have written before the first thread announces it
-            if (leads_warpgroup()) announce(done + tile, item.split + 1);
-            continue;
-        }
-        if (splits > 1 && leads_warpgroup()) done[tile] = 0;
+        const auto quad = [&](int j) { return sums + 4 * j; };
+        if (!add_splits<QUADS>(partials + int64(tile) * (WARPGROUP * QUADS), done + tile, item, splits, quad)) continue;
         const int row = item.row + 64 * half + thread / 32 * 16 + thread % 32 / 4;
         const int column = item.column + thread % 4 * 2;
 #pragma unroll
