@@ -1,9 +1,10 @@
-"""Text generation on the GPU (kernels/decode/): each kernel's results against train_gpt2.py's Decoder and Choice, on
-fresh random data and awkward shapes; whole texts against the CPU's; and, with no GPU, that all compile and every launch
-passes what its kernel takes."""
+"""Text generation on the GPU (kernels/decode/), of GPT-2 and Llama 3: each kernel's results against the CPU's Decoder
+and Choice, on fresh random data and awkward shapes; whole texts against the CPU's; and, with no GPU, that all compile
+and every launch passes what its kernel takes."""
 
 import contextlib
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import generate
 import llmc.gpu.decoder
 import train_gpt2
+import train_llama3
 from conftest import random_params
 from llmc.checkpoint import write_model
 from llmc.gpu.compiler import compile_kernels
@@ -19,10 +21,12 @@ from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometr
 from llmc.gpu.device import to_float32
 from llmc.gpu.geometry import launch_geometry
 from llmc.sampler import Choice, Random
-from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
-from train_gpt2 import Config
+from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, layer, views
 from test_kernels import PRECISIONS, check_launches, signatures
+from train_gpt2 import Config
 from train_gpt2_cuda import GPT2
+from train_llama3 import Config as LlamaConfig
+from train_llama3_cuda import Llama3
 
 MODELS = [  # maxT, V, L, NH, C, Vp
     Config(1024, 50257, 1, 12, 768, 50304),  # GPT-2 124M
@@ -31,7 +35,42 @@ MODELS = [  # maxT, V, L, NH, C, Vp
     Config(70, 1003, 1, 25, 1600, 1024),  # GPT-2 1558M: more chunks than registers have room for
     Config(300, 1003, 1, 2, 256, 1024),  # heads of 128
 ]
+LLAMAS = [  # maxT, V, L, NH, NKV, C, Vp, F, HS
+    LlamaConfig(300, 1003, 1, 9, 3, 576, 1024, 1536, 64),  # SmolLM2's layers
+    LlamaConfig(300, 1003, 1, 12, 4, 768, 1024, 2048, 64, tied=0),  # l12's: fcproj's last part is shorter
+    LlamaConfig(70, 1003, 1, 32, 8, 2048, 1024, 8192, 64, factor=32),  # those of 1B
+    LlamaConfig(40, 257, 2, 3, 1, 128, 384, 200, 16, tied=0, eps=1e-3),  # one key and value head; F no multiple of 16
+    LlamaConfig(40, 257, 2, 4, 4, 48, 384, 80, 32, theta=1e4),  # Q beyond C
+    LlamaConfig(300, 1003, 1, 6, 2, 256, 1024, 704, 128),  # heads of 128
+    LlamaConfig(40, 128256, 1, 2, 1, 64, 128256, 96, 32, tied=0),  # Llama 3's vocabulary
+]
+DEEP = [LlamaConfig(2048, 128256, 16, 32, 8, 2048, 128256, 8192, 64, factor=32),  # 1B, 8B
+        LlamaConfig(2048, 128256, 32, 32, 8, 4096, 128256, 14336, 128, tied=0, factor=8)]
 SHARED = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90a": 227 << 10}
+
+
+def architecture_of(config):
+    return GPT2 if isinstance(config, Config) else Llama3
+
+
+def label(x):
+    return f"{architecture_of(x).__name__}-C{x.C}" if hasattr(x, "C") else x
+
+
+def random_model(config, seed=0):
+    """Weights; some tokens are likelier than others."""
+    if isinstance(config, Config):
+        params = random_params(config, seed=seed)
+        params.wte[: config.V] *= 3.0
+        return params
+    params = allocate(train_llama3.parameter_table(config))
+    flat(params)[:] = np.random.default_rng(seed).standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.1)
+    for name, row in params.table.items():
+        if row.vocabulary:
+            getattr(params, name)[: config.V] *= 3.0
+            getattr(params, name)[config.V :] = 0.0
+    return params
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU
@@ -43,21 +82,37 @@ SHARED = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90a": 22
 def test_kernels_compile_with_no_gpu(arch, precision):
     pytest.importorskip("cuda.core")
     precision = PRECISIONS[precision]
-    for config in MODELS[:1] if arch == "sm_80" else MODELS[:2]:
-        geometry = launch_geometry(config, precision, arch)
-        vars(geometry).update(decode_geometry(GPT2, config, precision, SHARED.get(arch, SHARED["sm_90a"])))
+    llamas = *LLAMAS[:2], *LLAMAS[3:5], *(DEEP if arch != "sm_75" else ())
+    for config in (*MODELS[: 1 if arch == "sm_80" else 2], *llamas):
+        geometry, shared = launch_geometry(config, precision, arch), SHARED.get(arch, SHARED["sm_90a"])
+        vars(geometry).update(decode_geometry(architecture_of(config), config, precision, shared))
         for file in decode_files(config, precision, geometry):
             cubin = compile_kernels(file.name, arch, file.constants)
             assert cubin[:4] == b"\x7fELF" and all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
 
 
+@pytest.mark.parametrize("config", (*LLAMAS, *DEEP), ids=label)
+@pytest.mark.parametrize("arch, precision", (("sm_80", "float32"), ("sm_90a", "bf16")))
+def test_parts_of_a_sum(arch, precision, config):
+    """They cover the inner dimension, none is empty or longer than C, and a tile has room for one."""
+    precision = PRECISIONS[precision]
+    g = SimpleNamespace(**decode_geometry(Llama3, config, precision, SHARED[arch]))
+    size = 2 if precision.bf16 else 4
+    for IC, parts, width in ((config.Q, g.DECODE_ATT_PARTS, g.DECODE_ATT_WIDTH),
+                             (config.F, g.DECODE_FC_PARTS, g.DECODE_FC_WIDTH)):
+        assert (parts - 1) * width < IC <= parts * width and width <= config.C and width * size <= g.DECODE_ROW_BYTES
+        assert width * size % 16 == 0 and parts == -(-IC // config.C)
+    assert all(n % g.DECODE_ROWS == 0 for n in (config.C, config.Vp, config.Q + 2 * config.K, 2 * config.F))
+
+
 @pytest.mark.parametrize("arch, precision", (("sm_75", "float32"), ("sm_80", "bf16"), ("sm_90a", "bf16"),
                                              ("sm_90a", "float32")))
+@pytest.mark.parametrize("config", (MODELS[2], LLAMAS[1]), ids=label)
 @pytest.mark.parametrize("B", (1, 5, 40))
-def test_every_launch_passes_what_its_kernel_takes(fake_gpu, arch, precision, B):
-    config, precision = MODELS[2], PRECISIONS[precision]
+def test_every_launch_passes_what_its_kernel_takes(fake_gpu, config, arch, precision, B):
+    precision = PRECISIONS[precision]
     gpu = fake_gpu.gpu._replace(arch=arch, shared=SHARED[arch])
-    decoder = open_decoder(GPT2, gpu, config, random_params(config), B, 300, precision.dtype)
+    decoder = open_decoder(architecture_of(config), gpu, config, random_model(config), B, 300, precision.dtype)
     list(decoder.draw(np.ones((1, 150), np.int32), 5, [Random() for _ in range(B)], Choice()))
     parameters = {name: kinds for file in DECODE for name, kinds in signatures(file).items()}
     assert {launch.name for launch in fake_gpu.launches} - {"round_weights"} == set(parameters)
@@ -65,6 +120,8 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, arch, precision, B)
     check_launches(launches, gpu, precision, parameters)
     named = [zip(parameters[launch.name], launch.arguments) for launch in launches]
     assert {int(argument) for pairs in named for (_, name), argument in pairs if name == "maxT"} == {300}
+    if config in LLAMAS:
+        assert decoder.constants.rope.shape == (300, 32, 2) and decoder.constants.rope.dtype == np.float32
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -72,7 +129,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, arch, precision, B)
 
 # of the largest value; in bfloat16, what a kernel reads is rounded, too
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-CASES = [(config, dtype) for config in MODELS for dtype in ("float32", "bfloat16")]
+CASES = [(config, dtype) for config in (*MODELS, *LLAMAS) for dtype in ("float32", "bfloat16")]
 
 
 def rounded(array, dtype):
@@ -84,13 +141,12 @@ def decoders(gpu):
     """(config, dtype, B) -> one on the GPU, with its stream current, and one in NumPy with the same weights."""
     with contextlib.ExitStack() as stack:
         def make(config, dtype, B):
-            params = random_params(config, seed=os.getpid())
-            params.wte[: config.V] *= 3.0  # so that some tokens are likelier
-            if dtype == "bfloat16":
-                flat(params)[:] = rounded(flat(params), dtype)
-            ours = open_decoder(GPT2, gpu, config, params, B, config.maxT, dtype)
+            params = random_model(config, seed=os.getpid())
+            flat(params)[:] = rounded(flat(params), dtype)
+            ours = open_decoder(architecture_of(config), gpu, config, params, B, config.maxT, dtype)
             stack.enter_context(ours.device.stream)
-            return ours, train_gpt2.Decoder(config, params, B, config.maxT)
+            in_numpy = train_gpt2.Decoder if isinstance(config, Config) else train_llama3.LlamaDecoder
+            return ours, in_numpy(config, params, B, config.maxT)
 
         yield make
 
@@ -104,7 +160,7 @@ def run_pass(decoder, tokens):
     """Launch a pass over tokens (B, T) and, of their last positions, the logits, if T is 1."""
     B, T = tokens.shape
     decoder.acts.tokens[: tokens.size].set(tokens.reshape(-1))
-    x, weight = GPT2.decode_layers(decoder, B, T)
+    x, weight = decoder.architecture.decode_layers(decoder, B, T)
     if T == 1:
         decode_logits(decoder.device, decoder.acts.logits, x, weight, B, decoder.config.Vp)
 
@@ -112,14 +168,19 @@ def run_pass(decoder, tokens):
 @pytest.mark.parametrize("B, T, position", ((1, 1, 0), (1, 1, 0.9), (1, 3, 0.1), (3, 1, 0.3), (5, 1, 1),
                                             (2, 17, 0.5), (20, 2, 0.02), (1, 40, 0), (1, 40, 0.24), (23, 1, 0.97),
                                             (70, 1, 0.7)))
-@pytest.mark.parametrize("config, dtype", CASES, ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
+@pytest.mark.parametrize("config, dtype", CASES, ids=label)
 def test_a_pass_is_the_cpu_s(decoders, config, dtype, B, T, position):
     check_pass(*decoders(config, dtype, B), dtype, B, T, position)
 
 
+def name_of_feed_forward(decoder):
+    """The input of fcproj."""
+    return "fch_gelu" if decoder.architecture is GPT2 else "fch_swiglu"
+
+
 def check_pass(ours, cpu, dtype, B, T, position):
     """Every tensor that it writes, NaN before. position: of those before the last one that fits."""
-    config = ours.config
+    config, feed_forward = ours.config, name_of_feed_forward(ours)
     position = int(position * (config.maxT - T))
     rng = np.random.default_rng((position, os.getpid()))
     tokens = rng.integers(0, config.V, (B, T), dtype=np.int32)
@@ -128,12 +189,13 @@ def check_pass(ours, cpu, dtype, B, T, position):
         theirs[:, :, :, :position] = rounded(before, dtype)
         theirs[:, :, :, position:] = np.nan
         mine.set(bf16_bits(theirs) if dtype == "bfloat16" else theirs)
-    fill(ours.acts, ("residual", "branches", "normed", "query", "atty", "parts", "fch_gelu", "logits"), 0xFF)
+    fill(ours.acts, ("residual", "branches", "normed", "query", "atty", "parts", feed_forward, "logits"), 0xFF)
     ours.set(position=position)
     run_pass(ours, tokens)
     logits = cpu.forward(tokens, position)
     N, C = B * T, config.C
-    acts = views(train_gpt2.decode_table(config, B, T, position + T), cpu.buffer)
+    page = train_gpt2 if isinstance(config, Config) else train_llama3
+    acts = views(page.decode_table(config, B, T, position + T), cpu.buffer)
 
     def close(name, got, expected):
         got = (got if isinstance(got, np.ndarray) else to_float32(got)).reshape(expected.shape)
@@ -141,11 +203,13 @@ def check_pass(ours, cpu, dtype, B, T, position):
         error = np.abs(got - expected).max()
         assert error <= allowed, f"{name}: {error} of {allowed}"
 
-    close("query", ours.acts.query[:N], acts.qkv[..., :C])
+    close("query", ours.acts.query[:N], acts.qkv[..., : config.NH * config.HS])
     close("atty", ours.acts.atty[:N], acts.atty)
-    close("fch_gelu", ours.acts.fch_gelu[:N], acts.fch_gelu)
-    branch = ours.acts.branches.reshape(-1)[: 4 * N * C].reshape(4, N, C).get().sum(0)
-    close("fcproj", (branch + layer(cpu.params, config.L - 1).fcprojb), acts.fcproj.reshape(N, C))
+    close(feed_forward, getattr(ours.acts, feed_forward)[:N], getattr(acts, feed_forward))
+    parts = ours.device.geometry.DECODE_FC_PARTS
+    branch = ours.acts.branches.reshape(-1)[: parts * N * C].reshape(parts, N, C).get().sum(0)
+    branch += getattr(layer(cpu.params, config.L - 1), "fcprojb", 0.0)
+    close("fcproj", branch, acts.fcproj.reshape(N, C))
     for name in ("keys", "values"):
         mine, theirs = to_float32(getattr(ours.cache, name)), getattr(cpu.cache, name)
         close(name, mine[:, :, :, : position + T], theirs[:, :, :, : position + T])
@@ -166,13 +230,12 @@ def test_a_pass_in_less_shared_memory_is_the_cpu_s(decoders, monkeypatch, B, T, 
     check_pass(ours, cpu, "float32", B, T, position)
 
 
-@pytest.mark.parametrize("config, dtype", [case for case in CASES if case[0].C >= 240],
-                         ids=lambda x: f"C{x.C}" if isinstance(x, Config) else x)
+@pytest.mark.parametrize("config, dtype", [case for case in CASES if 240 <= case[0].C < 2048], ids=label)
 def test_a_pass_does_not_depend_on_the_batch(decoders, config, dtype):
     """To the bit: the last layer's tensors and the logits. A head's attention has one block or several."""
     B, rng = 70, np.random.default_rng(os.getpid())
     tokens = rng.integers(0, config.V, (B, 1), dtype=np.int32)
-    past = rng.standard_normal((config.L, B, config.NH, config.maxT, config.C // config.NH), dtype=np.float32)
+    past = rng.standard_normal((config.L, B, config.NKV, config.maxT, config.HS), dtype=np.float32)
     past = bf16_bits(past) if dtype == "bfloat16" else past
     each = {n: decoders(config, dtype, n)[0] for n in (1, 5, 16, 64, B)}
 
@@ -184,10 +247,11 @@ def test_a_pass_does_not_depend_on_the_batch(decoders, config, dtype):
             decoder.cache.values.set(past[:, rows])
             run_pass(decoder, tokens[rows])
             acts, cache = decoder.acts, layer(decoder.cache, config.L - 1)
+            fcproj_inp = getattr(acts, name_of_feed_forward(decoder))
             assert not acts.arrived.get().any()
             new = (tensor[:, :, position] for tensor in (cache.keys, cache.values))
             return [tensor[: end - begin].get().view(np.uint8)
-                    for tensor in (acts.query, acts.atty, acts.fch_gelu, acts.logits, *new)]
+                    for tensor in (acts.query, acts.atty, fcproj_inp, acts.logits, *new)]
 
     for position in (0, config.maxT // 4 - 1, config.maxT - 1):
         together = outputs(position, 0, B)
@@ -247,15 +311,18 @@ def test_drawing(decoders, V, spread, choice):
             raise AssertionError(f"{b}: {id} with the coin {coin}")
 
 
-CHOICES = Choice(), Choice(0.0), Choice(0.7), Choice(0.7, 10, 0.9)
+CHOICES = Choice(0.0), Choice(0.7, 10, 0.9), Choice(0.7), Choice()
 
 
-@pytest.mark.parametrize("prompt, count", ((1, 30), (35, 90), (100, 5)))
-def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, prompt, count):
-    """Also beyond the longest sequence, 40. In float32; where rounding decides, texts may part."""
-    config, same, alone = MODELS[1], 0, {}
+@pytest.mark.parametrize("config, prompt, count", (
+    (MODELS[1], 1, 30), (MODELS[1], 35, 90), (MODELS[1], 100, 5), (LLAMAS[3], 1, 30), (LLAMAS[3], 35, 90),
+    (LLAMAS[4], 100, 5), (LLAMAS[0], 150, 20), (LLAMAS[6], 5, 10)), ids=label)
+def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, config, prompt, count):
+    """Also beyond the longest sequence, and for prompts of several passes. In float32; where rounding decides, texts
+    may part."""
+    total, same, alone = 0, 0, {}
     prompt = np.random.default_rng(1).integers(0, config.V, (1, prompt), dtype=np.int32)
-    for choice in CHOICES:
+    for choice in CHOICES[: 4 if config.V < 2000 else 2]:  # among all of many tokens, rounding decides often
         for B in (1, 3, 20, 70):
             ours, cpu = decoders(config, "float32", B)
             texts = []
@@ -266,8 +333,8 @@ def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, prompt, co
             fewer = alone.get(choice, texts[0])
             alone[choice] = texts[0]
             assert np.array_equal(texts[0][: len(fewer)], fewer)
-            same += (texts[0] == texts[1]).all(-1).sum()
-    assert same >= 367, f"{same} of 376 texts are the CPU's"
+            total, same = total + B, same + (texts[0] == texts[1]).all(-1).sum()
+    assert same >= 0.95 * total, f"{same} of {total} texts are the CPU's"
 
 
 def test_the_program_on_a_gpu(gpu, workplace, run_here):
