@@ -2,8 +2,8 @@
 // scale. fp8.cu has the words.
 //
 // The order of numbers along the inner dimension of a matmul is free, as long as both operands have the same. Ours is
-// that of tensor cores' results: of 16 x 16, a thread has rows g and g + 8, columns 2t, 2t + 1, 2t + 8 and 2t + 9. So an
-// epilogue stores a thread's numbers by stmatrix as they are; else, lanes would have to exchange them. Of each 16:
+// that of tensor cores' results: of 16 x 16, a thread has rows g and g + 8, columns 2t, 2t + 1, 2t + 8 and 2t + 9. So
+// an epilogue stores a thread's numbers by stmatrix as they are; else, lanes would have to exchange them. Of each 16:
 //     columns   0 1 8 9  2 3 10 11  4 5 12 13  6 7 14 15    (N,C), and weights, as they are and transposed
 //     rows      0 8 1 9  2 10 3 11  4 12 5 13  6 14 7 15    transposed, but for weights: (C,N)
 // Rows of a transposed copy, and of a weight, are not permuted, only the numbers in them.
@@ -25,7 +25,7 @@ __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
     return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
-// Threads 2i and 2i + 1 have the first 8 and the last 8 of 16 columns, in natural order -> in ours. lanes: those of this
+// Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours. lanes: those of this
 // warp that take part.
 __device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {
     const bool last = threadIdx.x % 2;
@@ -73,11 +73,10 @@ __device__ inline float largest_of(const uint32 (&pairs)[N]) {  // of bfloat16
     uint32 most = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        uint32 sizes = pairs[i] & 0x7fff7fff;
-        if (NAN_IS_LARGEST) {
-            asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(sizes));
+        if (NAN_IS_LARGEST) {  // of absolute values, though most may have a sign
+            asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(pairs[i]));
         } else {
-            asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(sizes));
+            asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(pairs[i]));
         }
     }
     const float2 both = as_floats(most);
@@ -87,11 +86,11 @@ __device__ inline float largest_of(const uint32 (&pairs)[N]) {  // of bfloat16
 // A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its E4M3 numbers are
 // +-448 or NaN, and 128 for each that is 0.
 struct Noted {
-    const float limit;  // from here on, numbers become 448
+    const float limit;  // numbers from here on become 448
     float largest = 0.0f;
     int saturated = 0, vanished = 0;
 
-    __device__ explicit Noted(float scale) : limit(432.0f * inverse_of_scale(scale)) {}
+    __device__ explicit Noted(float scale) : limit(432.0f * inverse_of_scale(scale)) {}  // half way from 416 to 448
 
     // x: floats, or pairs of bfloat16; bytes: what they became.
     template <class Numbers, int WORDS>
@@ -99,7 +98,7 @@ struct Noted {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             const uint32 zeros = ~((bytes[i] & 0x7f7f7f7f) + 0x7f7f7f7f) & 0x80808080;
-            vanished = __dp4a(zeros, 0x01010101u, uint32(vanished));
+            vanished = __dp4a(zeros, 0x01010101u, uint32(vanished));  // adds up the bytes, faster than __popc
         }
         const float most = largest_of<true>(x);
         if (most < limit) {
