@@ -17,11 +17,11 @@ constexpr int HISTORY = FP8_HISTORY;
 static_assert(THREADS == FP8_THREADS && BFLOAT16, "as launched");
 
 // Block (THREADS); grid (columns / SIDE, rows / SIDE, rounded up, layers). plain, transposed, largest: or null. pitch:
-// of a row of transposed, of which numbers from `rows` on become 0. stride: from one layer's scale to the next's; all
-// else is adjacent.
+// of a row of transposed, of which numbers from `rows` on become 0. is_weight: decides on the order of numbers in
+// transposed, see fp8.cuh. stride: from one layer's scale to the next's; all else is adjacent.
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantise(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale, int* largest,
-         int* counts, int rows, int columns, int pitch, int stride) {
+         int* counts, int rows, int columns, int pitch, int is_weight, int stride) {
     const int64 l = blockIdx.z;
     inp += l * rows * columns, scale += l * stride;
     if (plain) plain += l * rows * columns;
@@ -32,20 +32,22 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
     const int column = blockIdx.x * SIDE + within;
     const float factor = *scale;
     Floats x[4] = {};
-    Noted noted;
+    Noted noted(factor);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
         if (row + r < rows && column < columns) x[r] = load(inp + int64(row + r) * columns + column);
     }
 #pragma unroll
     for (int r = 0; r < 4; r++) {
+        const Floats unscaled = x[r];
         float* const y = x[r].x;
 #pragma unroll
-        for (int k = 0; k < PACK; k++) noted.number(y[k]), y[k] *= factor;
+        for (int k = 0; k < PACK; k++) y[k] *= factor;
+        const uint32 bytes[2] = {four_bytes(y[0], y[1], y[2], y[3]), four_bytes(y[4], y[5], y[6], y[7])};
+        const uint2 in_our_order = in_order({bytes[0], bytes[1]});
         if (row + r >= rows || column >= columns) continue;
-        const uint2 bytes = {four_bytes(y[0], y[1], y[2], y[3]), four_bytes(y[4], y[5], y[6], y[7])};
-        noted.bytes(bytes.x), noted.bytes(bytes.y);
-        if (plain) *reinterpret_cast<uint2*>(plain + int64(row + r) * columns + column) = bytes;
+        noted.add(unscaled.x, bytes);
+        if (plain) *reinterpret_cast<uint2*>(plain + int64(row + r) * columns + column) = in_our_order;
     }
     noted.publish(largest, counts);
     if (!transposed) return;
@@ -55,13 +57,15 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
     }
     __syncthreads();
     constexpr int UNITS = SIDE / 16;  // of 16 rows of a column
+    const uint32 first = is_weight ? FIRST_COLUMNS : FIRST_ROWS, last = is_weight ? LAST_COLUMNS : LAST_ROWS;
 #pragma unroll
     for (int i = threadIdx.x; i < SIDE * UNITS; i += THREADS) {
         const int c = i / UNITS, unit = i % UNITS, r = blockIdx.y * SIDE + unit * 16;
         const uint32* const from = tile[c] + unit * 4;
         if (blockIdx.x * SIDE + c >= columns || r >= pitch) continue;
-        *reinterpret_cast<uint4*>(transposed + int64(blockIdx.x * SIDE + c) * pitch + r) = {from[0], from[1], from[2],
-                                                                                            from[3]};
+        *reinterpret_cast<uint4*>(transposed + int64(blockIdx.x * SIDE + c) * pitch + r) = {
+            __byte_perm(from[0], from[2], first), __byte_perm(from[0], from[2], last),
+            __byte_perm(from[1], from[3], first), __byte_perm(from[1], from[3], last)};
     }
 }
 

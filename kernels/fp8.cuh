@@ -1,9 +1,21 @@
-// E4M3: numbers rounded to 8 bits, and what is noted of them for the next update's scale. fp8.cu has the words.
+// E4M3: numbers rounded to 8 bits, the order in which they are stored, and what is noted of them for the next update's
+// scale. fp8.cu has the words.
+//
+// The order of numbers along the inner dimension of a matmul is free, as long as both operands have the same. Ours is
+// that of tensor cores' results: of 16 x 16, a thread has rows g and g + 8, columns 2t, 2t + 1, 2t + 8 and 2t + 9. So
+// an epilogue stores a thread's numbers by stmatrix as they are; else, lanes would have to exchange them. Of each 16:
+//     columns   0 1 8 9  2 3 10 11  4 5 12 13  6 7 14 15    (N,C), and weights, as they are and transposed
+//     rows      0 8 1 9  2 10 3 11  4 12 5 13  6 14 7 15    transposed, but for weights: (C,N)
+// Rows of a transposed copy, and of a weight, are not permuted, only the numbers in them.
 
 #pragma once
 
 #include "common.cuh"
 #include <cuda_fp8.h>
+
+// For __byte_perm: of four of the first 8 and four of the last 8, in natural order, the first two and the last two of
+// each, in ours.
+constexpr uint32 FIRST_COLUMNS = 0x5410, LAST_COLUMNS = 0x7632, FIRST_ROWS = 0x5140, LAST_ROWS = 0x7362;
 
 // Two numbers, and four, the first one in the lowest byte. Beyond 448 they saturate; NaN stays.
 __device__ inline uint32 two_bytes(float a, float b) {
@@ -13,26 +25,89 @@ __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
     return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
-// Of 16 rows of bytes, lane 4g + t has columns 2t and 2t + 1 of row g, then of row g + 8 -> column 2t + g % 2 of four
-// rows, from (g & 4) + (g & 2) * 4 on. Lanes of rows g and g ^ 1 exchange, so that each has one column of both rows;
-// then, with g ^ 2, of four rows.
-__device__ inline uint32 four_rows(uint32 bytes) {
-    const int g = threadIdx.x % 32 / 4;
-    bytes = __byte_perm(bytes, __shfl_xor_sync(0xffffffff, bytes, 4), g % 2 ? 0x3715 : 0x6240);
-    return __byte_perm(bytes, __shfl_xor_sync(0xffffffff, bytes, 8), g & 2 ? 0x3276 : 0x5410);
+// Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours. lanes: those of this
+// warp that take part.
+__device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {
+    const bool last = threadIdx.x % 2;
+    const uint32 other = __shfl_xor_sync(lanes, last ? bytes.x : bytes.y, 1);
+    const uint32 left = last ? other : bytes.x, right = last ? bytes.y : other;
+    return {__byte_perm(left, right, FIRST_COLUMNS), __byte_perm(left, right, LAST_COLUMNS)};
+}
+
+// Two squares of 16 x 16, of which a thread has 8 numbers each, as in hopper/matmul.cuh, rounded: rows g and g + 8 of
+// the first, then of the second one. They are for stmatrix, and so are, transposed, their columns.
+__device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], float scale = 1.0f) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const float* const y = x + k / 2 * 8 + k % 2 * 2;
+        rows[k] = four_bytes(y[0] * scale, y[1] * scale, y[4] * scale, y[5] * scale);
+    }
+}
+__device__ inline void transpose_squares(uint32 (&columns)[4], const uint32 (&rows)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        columns[k] = __byte_perm(rows[k / 2 * 2], rows[k / 2 * 2 + 1], k % 2 ? LAST_ROWS : FIRST_ROWS);
+    }
+}
+
+// 1 / scale. A scale is a power of 2.
+__device__ inline float inverse_of_scale(float scale) { return __int_as_float(0x7f000000 - __float_as_int(scale)); }
+
+// The largest absolute value. NaN is larger than all others, or not looked at.
+template <bool NAN_IS_LARGEST, int N>
+__device__ inline float largest_of(const float (&x)[N]) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float size = fabsf(x[i]);
+        if (NAN_IS_LARGEST) {
+            asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(size));
+        } else {
+            most = fmaxf(most, size);
+        }
+    }
+    return most;
+}
+template <bool NAN_IS_LARGEST, int N>
+__device__ inline float largest_of(const uint32 (&pairs)[N]) {  // of bfloat16
+    uint32 most = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if (NAN_IS_LARGEST) {  // of absolute values, though most may have a sign
+            asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(pairs[i]));
+        } else {
+            asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(pairs[i]));
+        }
+    }
+    const float2 both = as_floats(most);
+    return largest_of<NAN_IS_LARGEST>({both.x, both.y});
 }
 
 // A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its E4M3 numbers are
-// +-448 or NaN, and how many are 0.
+// +-448 or NaN, and 128 for each that is 0.
 struct Noted {
+    const float limit;  // numbers from here on become 448
     float largest = 0.0f;
     int saturated = 0, vanished = 0;
 
-    __device__ void number(float x) { largest = fmaxf(largest, fabsf(x)); }
-    __device__ void bytes(uint32 four) {
-        const uint32 sizes = four & 0x7f7f7f7f;
-        saturated += __popc(sizes + 0x02020202 & 0x80808080);   // from 0x7e on
-        vanished += __popc(~(sizes + 0x7f7f7f7f) & 0x80808080);
+    __device__ explicit Noted(float scale) : limit(432.0f * inverse_of_scale(scale)) {}  // half way from 416 to 448
+
+    // x: floats, or pairs of bfloat16; bytes: what they became.
+    template <class Numbers, int WORDS>
+    __device__ void add(const Numbers& x, const uint32 (&bytes)[WORDS]) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            const uint32 zeros = ~((bytes[i] & 0x7f7f7f7f) + 0x7f7f7f7f) & 0x80808080;
+            vanished = __dp4a(zeros, 0x01010101u, uint32(vanished));  // adds up the bytes, faster than __popc
+        }
+        const float most = largest_of<true>(x);
+        if (most < limit) {
+            largest = fmaxf(largest, most);
+        } else {  // seldom
+            largest = fmaxf(largest, largest_of<false>(x));
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) saturated += __popc((bytes[i] & 0x7f7f7f7f) + 0x02020202 & 0x80808080);
+        }
     }
 
     // By all threads of a warp. all_largest: as bits, which are in the order of the numbers, or null: nothing is noted;
@@ -40,7 +115,8 @@ struct Noted {
     __device__ void publish(int* all_largest, int* counts) {
         if (!all_largest) return;
         const int most = __reduce_max_sync(0xffffffff, __float_as_int(largest));
-        saturated = __reduce_add_sync(0xffffffff, saturated), vanished = __reduce_add_sync(0xffffffff, vanished);
+        saturated = __reduce_add_sync(0xffffffff, saturated);
+        vanished = __reduce_add_sync(0xffffffff, vanished) / 128;
         if (threadIdx.x % 32 > 0) return;
         if (most > *all_largest) atomicMax(all_largest, most);  // most warps do not raise it
         if (saturated) atomicAdd(counts, saturated);

@@ -20,19 +20,24 @@ struct Tile {
     unsigned char *const plain, *const transposed;
     const float scale;
     const int N, first = (gridDim.x - 1 - blockIdx.x) * TILE_ROWS;  // its first row
-    Noted noted;
+    Noted noted{scale};
 
     __device__ static unsigned char* shared_at(int own, int c) {  // of the tile's row `own`
         extern __shared__ uint4 shared[];
         return reinterpret_cast<unsigned char*>(shared) + own / 16 * UNIT_STRIDE + own % 16 * C + c;
     }
 
-    // Columns c .. c + 7 of the tile's row `own`; y is overwritten.
-    __device__ void put(int own, int c, Floats& y) {
+    // Columns c .. c + 7 of the tile's row `own`. The next or previous thread has the others of 16.
+    __device__ void put(int own, int c, const Floats& y) {
+        uint32 words[2];
 #pragma unroll
-        for (int k = 0; k < PACK; k++) noted.number(y.x[k]), y.x[k] *= scale;
-        const uint2 bytes = {four_bytes(y.x[0], y.x[1], y.x[2], y.x[3]), four_bytes(y.x[4], y.x[5], y.x[6], y.x[7])};
-        noted.bytes(bytes.x), noted.bytes(bytes.y);
+        for (int k = 0; k < 2; k++) {
+            const float* const x = y.x + 4 * k;
+            words[k] = four_bytes(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
+        }
+        noted.add(y.x, words);
+        const int lanes = (C - c) / PACK + threadIdx.x % 32;  // of this warp, with columns
+        const uint2 bytes = in_order({words[0], words[1]}, 0xffffffff >> max(32 - lanes, 0));
         if (plain) *reinterpret_cast<uint2*>(plain + int64(first + own) * C + c) = bytes;
         if (transposed) *reinterpret_cast<uint2*>(shared_at(own, c)) = bytes;
     }
@@ -43,7 +48,7 @@ struct Tile {
         __syncthreads();
         const int64 pitch = (N + 15) / 16 * 16;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < C / 4 * UNITS; i += THREADS) {  // 4 columns of a unit
+        for (int i = threadIdx.x; i < C / 4 * UNITS; i += THREADS) {  // 4 columns of a unit: 2t, 2t + 1, 2t + 8, 2t + 9
             const int unit = i % UNITS, c = i / UNITS * 4, row = first + 16 * unit;
             if (row >= N) continue;
             const unsigned char* const from = shared_at(16 * unit, c);
@@ -52,9 +57,10 @@ struct Tile {
             for (int quad = 0; quad < 4; quad++) {
                 uint32 w[4];  // a row's 4 columns
 #pragma unroll
-                for (int r = 4 * quad; r < 4 * quad + 4; r++) {
+                for (int k = 0; k < 4; k++) {
+                    const int r = 2 * quad + k / 2 + k % 2 * 8;
                     const uint32 word = *reinterpret_cast<const uint32*>(from + r * C);
-                    w[r % 4] = row + r < N ? word : 0;
+                    w[k] = row + r < N ? word : 0;
                 }
                 const uint32 left[2] = {__byte_perm(w[0], w[1], 0x5140), __byte_perm(w[2], w[3], 0x5140)};
                 const uint32 right[2] = {__byte_perm(w[0], w[1], 0x7362), __byte_perm(w[2], w[3], 0x7362)};
@@ -66,7 +72,8 @@ struct Tile {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const uint32* const y = columns[k];
-                *reinterpret_cast<uint4*>(transposed + (c + k) * pitch + row) = {y[0], y[1], y[2], y[3]};
+                const int to = c / 16 * 16 + c % 16 / 2 + k % 2 + k / 2 * 8;
+                *reinterpret_cast<uint4*>(transposed + to * pitch + row) = {y[0], y[1], y[2], y[3]};
             }
         }
     }

@@ -282,27 +282,26 @@ __device__ inline void store_rows(const Quantised& result, element* staging, con
                                   float lower, int column, int row, int b, int T) {
     constexpr int BOX = 16 * 64, NEXT_WARP = PARTS * 2 * HALVES * BOX;  // bytes
     const int consumer = threadIdx.x / WARPGROUP - 1, warp = threadIdx.x % WARPGROUP / 32;
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, square = lane / 16, swizzle = lane % 8 / 2;
     unsigned char* const boxes = reinterpret_cast<unsigned char*>(staging);
-    unsigned char* const plain = boxes + g * 64 + 2 * t;
-    unsigned char* const transposed = boxes - warp * NEXT_WARP + HALVES * BOX + (2 * t + g % 2) * 64 + (warp ^ t) * 16 +
-                                      (g & 4) + (g & 2) * 4;
+    unsigned char* const plain = boxes + lane % 16 * 64;
+    unsigned char* const transposed = plain + (square - warp) * NEXT_WARP + HALVES * BOX + (warp ^ swizzle) * 16;
     const float scale = *result.scale;
-    Noted noted;
+    Noted noted(scale);
     if (lane == 0) stores_wait<PARTS - 1>();
     named_barrier_sync(SUMS + consumer, WARPGROUP);
 #pragma unroll
-    for (int j = 0; j < HS / 8; j++) {  // 8 columns
-        const int half = j / 8 * BOX, eight = j % 8;
-        const float x[4] = {d[4 * j] * upper, d[4 * j + 1] * upper, d[4 * j + 2] * lower, d[4 * j + 3] * lower};
+    for (int j = 0; j < HS / 32; j++) {  // two squares of 16 columns, from `first` on, of a half
+        const int half = j / 2 * BOX, first = j % 2 * 2;
+        float x[16];
+        uint32 rows[4], columns[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) noted.number(x[k]);
-        const uint32 bytes = four_bytes(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale);
-        noted.bytes(bytes);
-        unsigned char* const at = plain + half + (eight / 2 ^ g / 2) * 16 + eight % 2 * 8;
-        *reinterpret_cast<unsigned short*>(at) = bytes;
-        *reinterpret_cast<unsigned short*>(at + 8 * 64) = bytes >> 16;
-        *reinterpret_cast<uint32*>(transposed + eight / 2 * NEXT_WARP + half + eight % 2 * 8 * 64) = four_rows(bytes);
+        for (int k = 0; k < 16; k++) x[k] = d[16 * j + k] * (k / 2 % 2 ? lower : upper);
+        round_squares(rows, x, scale);
+        noted.add(x, rows);
+        store_tiles(rows, plain + half + (first + square ^ swizzle) * 16);
+        transpose_squares(columns, rows);
+        store_tiles<1>(columns, transposed + first * NEXT_WARP + half);
     }
     fence_for_async();
     if (row < T) noted.publish(result.largest, result.counts);

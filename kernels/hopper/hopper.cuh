@@ -61,12 +61,20 @@ __device__ inline void fence_operand(float (&d)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// stmatrix: store four 8 x 8 matrices to shared memory. Lane l passes the address of row l % 8 of matrix l / 8;
-// pairs[k] are its elements (g, 2t), (g, 2t + 1) of matrix k.
-__device__ inline void store_tiles(const uint32 (&pairs)[4], element* row) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-                 "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-                 : "memory");
+// stmatrix: store four 8 x 8 matrices of 16 bits to shared memory. Lane l passes the address of row l % 8 of matrix
+// l / 8; pairs[k] are its elements (g, 2t), (g, 2t + 1) of matrix k or, with ACROSS, (2t, g), (2t + 1, g).
+template <int ACROSS = 0>
+__device__ inline void store_tiles(const uint32 (&pairs)[4], void* row) {
+    const uint32 to = shared_address(row);
+    if (ACROSS) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
+                     "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                     : "memory");
+    } else {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
+                     "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                     : "memory");
+    }
 }
 
 // One step of a reduce-scatter over the 8 lanes with the same t: a lane sends one half of its v to the lane 4 *

@@ -61,45 +61,20 @@ constexpr int BYTES = BM * HALF_COLUMNS;                   // of a half strip in
 // them. Squares and a thread's numbers of one are as in matmul.cuh. Two squares, of 16 columns of both halves, are
 // worked on together: one after the other, a warp would mostly wait.
 struct ByteSquares {
-    unsigned char *plain, *transposed;
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp_row = threadIdx.x % WARPGROUP / 32 * 16;
-
-    __device__ ByteSquares(element* half_strip)
-        : plain(reinterpret_cast<unsigned char*>(half_strip)), transposed(plain + BYTES) {}
-
-    // x: squares 2c and 2c + 1, not scaled. rows: how many rows of the strip exist; what is beyond is not noted.
-    __device__ void store(const float (&x)[16], float scale, int c, int rows, bool has_columns, Noted& noted) const {
-        uint32 bytes[4];  // of columns 2t and 2t + 1 of each 8: of row g in the lower half, of row g + 8
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float* const y = x + 4 * i;
-            bytes[i] = four_bytes(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale);
-        }
-        if (has_columns && rows >= BM) {
-#pragma unroll
-            for (int i = 0; i < 16; i++) noted.number(x[i]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) noted.bytes(bytes[i]);
-        } else if (has_columns) {
-            for (int i = 0; i < 4; i++) {
-                const int row = i / 2 * 64 + warp_row + g;
-                const bool lower = row < rows, upper = row + 8 < rows;
-                for (int k = 0; k < 4; k++) noted.number((k < 2 ? lower : upper) ? x[4 * i + k] : 0.0f);
-                noted.bytes((lower ? bytes[i] & 0xffff : 0x0101) | (upper ? bytes[i] & 0xffff0000 : 0x01010000));
-            }
-        }
-        uint32 quads[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) quads[i] = four_rows(bytes[i]);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = i / 2 * 64 + warp_row, eight = i % 2 * 8;
-            unsigned char* const at = plain + (row + g) * HALF_COLUMNS + (c ^ g / 4) * 16 + eight + 2 * t;
-            *reinterpret_cast<unsigned short*>(at) = bytes[i];
-            *reinterpret_cast<unsigned short*>(at + 8 * HALF_COLUMNS) = bytes[i] >> 16;
-            const int column = 16 * c + eight + 2 * t + g % 2, r = row + (g & 4) + (g & 2) * 4;
-            *reinterpret_cast<uint32*>(transposed + column * BM + (r / 16 ^ column % 8) * 16 + r % 16) = quads[i];
-        }
+    unsigned char *plain, *transposed;  // of this lane in two squares' four 8 x 8 matrices of 16 bits
+    int swizzle;
+    __device__ ByteSquares(element* half_strip) {
+        const int lane = threadIdx.x % 32, half = lane / 16, warp = threadIdx.x % WARPGROUP / 32;
+        unsigned char* const strip = reinterpret_cast<unsigned char*>(half_strip);
+        plain = strip + (half * 64 + warp * 16 + lane % 16) * HALF_COLUMNS;
+        transposed = strip + BYTES + lane % 16 * BM + (half * 4 + warp ^ lane % 8) * 16;
+        swizzle = lane % 8 / 4;
+    }
+    __device__ void store(const uint32 (&rows)[4], int c) const {  // of squares 2c and 2c + 1
+        uint32 columns[4];
+        transpose_squares(columns, rows);
+        store_tiles(rows, plain + (c ^ swizzle) * 16);
+        store_tiles<1>(columns, transposed + c * (16 * BM));
     }
 };
 
@@ -110,27 +85,52 @@ __device__ inline void store_bytes_of(const Quantised& result, const element* ha
 }
 
 // A tile's accumulators * factor + bias, rounded: [half][2 * j + k] are columns 8j + 2t and 8j + 2t + 1 of row g + 8k
-// of a half. They take half as many registers, and leave the others to what follows.
+// of a half. They take half as many registers, and leave the others to what follows. What is beyond M and N becomes 0.
 template <int BN>
 using Pairs = uint32[2][BN / 4];
 
+// Products of bfloat16.
+__device__ inline uint32 times(uint32 pair, uint32 factors) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
+    return pair;
+}
+
 template <int BN, bool HAS_BIAS>
 __device__ __forceinline__ void round_tile(Pairs<BN>& pairs, const Accumulators<BN>& acc, float factor,
-                                           const element* bias, int column, int N) {
+                                           const element* bias, const Item& item, const Sizes& z) {
 #pragma unroll
     for (int j = 0; j < BN / 8; j++) {
+        const uint32 factors = as_pair(factor, factor);
         if (j % 2 == 0) __syncwarp();  // the compiler moves nothing across: more would take too many registers
         float2 b = {0.0f, 0.0f};
         if (HAS_BIAS) {
-            const int c = column + 8 * j + threadIdx.x % 4 * 2;
-            b = as_floats(c < N ? *reinterpret_cast<const uint32*>(bias + c) : 0);
+            const int c = item.column + 8 * j + threadIdx.x % 4 * 2;
+            b = as_floats(c < z.N ? *reinterpret_cast<const uint32*>(bias + c) : 0);
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const float* const x = &acc[k / 2][4 * j + k % 2 * 2];
-            pairs[k / 2][2 * j + k % 2] = as_pair(x[0] * factor + b.x, x[1] * factor + b.y);
+            pairs[k / 2][2 * j + k % 2] = HAS_BIAS ? as_pair(x[0] * factor + b.x, x[1] * factor + b.y)
+                                                   : times(as_pair(x[0], x[1]), factors);  // the same, and faster
         }
     }
+    if (item.row + BM <= z.M && item.column + BN <= z.N) return;
+    const Layout at;
+#pragma unroll
+    for (int j = 0; j < BN / 8; j++) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            if (item.row + at.row(k) >= z.M || item.column + 8 * j >= z.N) pairs[k / 2][2 * j + k % 2] = 0;
+        }
+    }
+}
+
+// What is noted of a tile: nothing of the zeros beyond M and N.
+template <int BN>
+__device__ inline Noted noted_of_tile(float scale, const Item& item, const Sizes& z) {
+    Noted noted(scale);
+    if (leads_warpgroup()) noted.vanished = 128 * (min(BM, z.M - item.row) * min(BN, z.N - item.column) - BM * BN);
+    return noted;
 }
 
 // half_strip (128 x 32) = the tile's columns from 32 * s on. s is not known at compile time, so that the loop over half
@@ -156,10 +156,11 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
                                               const TensorMap& b, const element* bias, const float* a_scale,
                                               const float* b_scale, const Sizes& z) {
     matmul<BN, 0, 0, false, 1, GELU_CONSUMERS>(a, b, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
-        const float factor = 1.0f / (*a_scale * *b_scale), gelu_scale = *gelu.scale;
-        Noted noted;
+        const float factor = inverse_of_scale(*a_scale) * inverse_of_scale(*b_scale);
+        const uint32 gelu_scale = as_pair(*gelu.scale, *gelu.scale);
+        Noted noted = noted_of_tile<BN>(*gelu.scale, item, z);
         Pairs<BN> pairs_of_tile;
-        round_tile<BN, true>(pairs_of_tile, acc, factor, bias, item.column, z.N);
+        round_tile<BN, true>(pairs_of_tile, acc, factor, bias, item, z);
         wait_strip_empty<0>();
 #pragma unroll 1
         for (int s = 0; s < BN / HALF_COLUMNS; s++) {
@@ -172,7 +173,7 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
             __syncwarp();
 #pragma unroll 1
             for (int c = 0; c < 2; c++) {
-                uint32 pairs[2][4];
+                uint32 pairs[2][4], results[8], rows[4];
                 float y[16];
                 Gate gate[16];
                 outs.load(pairs[0], 2 * c);
@@ -182,11 +183,13 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
                 gates(gate, y);
 #pragma unroll
                 for (int k = 0; k < 16; k += 2) {  // rounded to bfloat16 first, so that it can be recomputed from out
-                    const float2 both = as_floats(as_pair(__fmul_rn(y[k], gate[k].s),
-                                                          __fmul_rn(y[k + 1], gate[k + 1].s)));
-                    y[k] = both.x, y[k + 1] = both.y;
+                    results[k / 2] = as_pair(__fmul_rn(y[k], gate[k].s), __fmul_rn(y[k + 1], gate[k + 1].s));
+                    const float2 scaled = as_floats(times(results[k / 2], gelu_scale));
+                    y[k] = scaled.x, y[k + 1] = scaled.y;
                 }
-                gelus.store(y, gelu_scale, c, z.M - item.row, column + 16 * c < z.N, noted);
+                round_squares(rows, y);
+                noted.add(results, rows);
+                gelus.store(rows, c);
             }
             fence_for_async();
             warpgroup_sync();
@@ -232,13 +235,14 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
     matmul<BN, 0, 0, false, 1, GELU_CONSUMERS>(
         a, b, z,
         [&](Accumulators<BN>& acc, const Item& item, element* strips) {
-            const float factor = 1.0f / (*a_scale * *b_scale), dinp_scale = *dinp.scale;
+            const float dinp_scale = *dinp.scale, unscale = inverse_of_scale(dinp_scale);
+            const float factor = dinp_scale * inverse_of_scale(*a_scale) * inverse_of_scale(*b_scale);
             element *const dgelu = strips + STRIP, *const result = dgelu + HALF_STRIP;
             const Squares<HALF_COLUMNS> dgelus(dgelu);
             const ByteSquares dinps(result);
-            Noted noted;
+            Noted noted = noted_of_tile<BN>(1.0f, item, z);
             Pairs<BN> pairs_of_tile;
-            round_tile<BN, false>(pairs_of_tile, acc, factor, nullptr, 0, 0);
+            round_tile<BN, false>(pairs_of_tile, acc, factor, nullptr, item, z);
 #pragma unroll 1
             for (int s = 0; s < STRIPS; s++, current++) {
                 const int column = item.column + HALF_COLUMNS * s;
@@ -250,7 +254,7 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                 __syncwarp();
 #pragma unroll 1
                 for (int c = 0; c < 2; c++) {
-                    uint32 pairs[2][4];
+                    uint32 pairs[2][4], rows[4];
                     float x[16], total[4];
                     Gate gate[16];
                     inps.load(pairs[0], 2 * c);
@@ -267,7 +271,9 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                         const int first = k / 2 * 4 + k % 2;  // row g, then row g + 8, of both halves
                         total[k] = (x[first] + x[first + 2]) + (x[first + 8] + x[first + 10]);
                     }
-                    dinps.store(x, dinp_scale, c, z.M - item.row, column + 16 * c < z.N, noted);
+                    round_squares(rows, x);
+                    noted.add(x, rows);
+                    dinps.store(rows, c);
                     sum_columns(of_warp + 16 * c, total);
                 }
                 fence_for_async();
@@ -281,9 +287,10 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                 if (c < HALF_COLUMNS && column + c < z.N) {
                     const float(&of_warps)[4][HALF_COLUMNS] = sums[consumer];
                     partials[int64(item.row / BM) * z.N + column + c] =
-                        of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
+                        (of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c]) * unscale;
                 }
             }
+            noted.largest = fminf(noted.largest, 0x1p127f) * unscale;  // if it overflowed: a large one
             noted.publish(dinp.largest, dinp.counts);
         },
         Nothing{},

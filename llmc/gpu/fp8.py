@@ -42,6 +42,16 @@ def decode_e4m3(bits):
     return np.where(bits & 127 == 127, np.nan, np.where(bits & 128, -size, size)).astype(np.float32)
 
 
+# Where the numbers of each 16 along the inner dimension of a matmul are stored; kernels/fp8.cuh tells why.
+COLUMN_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])  # (N,C), and weights in both copies
+ROW_ORDER = np.arange(16).reshape(2, 8).T.ravel()  # transposed copies of all else: 0, 8, 1, 9 ...
+
+
+def natural(stored, order):
+    """(...,n), n a multiple of 16, as stored in COLUMN_ORDER or ROW_ORDER -> the same in natural order."""
+    return stored.reshape(*stored.shape[:-1], -1, 16)[..., np.argsort(order)].reshape(stored.shape)
+
+
 def next_scales(history, scales):
     """history (HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one. Half of E4M3's range is
     left for what grows; without a history, a scale stays as it is."""
@@ -117,7 +127,8 @@ class Fp8:
         g, (*_, N, C), (scale, largest, counts) = self.device.geometry, x.shape, self.noted(name, l, role)
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
         self.device.launch("quantise", grid, (g.FP8_THREADS,), plain, transposed, x, scale, None if again else largest,
-                           counts, N, C, N if transposed is None else transposed.shape[-1], len(ROLES))
+                           counts, N, C, N if transposed is None else transposed.shape[-1], int(role == "weight"),
+                           len(ROLES))
 
     def quantise_weights(self, layers=slice(0, None)):
         """The matrices of some layers, after an update has changed them."""
