@@ -25,10 +25,13 @@ from torch.nn import functional as F
 from export_weights import adamw, collect_gradients, to_reference
 from llama_hf import rotations, swapped
 
-FLOAT32, TF32, BFLOAT16, FLOAT16 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11  # unit roundoff: half a unit in the last place
+# unit roundoff: half a unit in the last place
+FLOAT32, TF32, BFLOAT16, FLOAT16, E4M3 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11, 2.0**-4
 
 
 RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))  # 0.42: root mean square of a rounding error over the unit roundoff
+# The same of E4M3's smallest numbers, 2^-9 apart, over a tensor's largest, which its scale takes to 112 or more.
+E4M3_FLOOR = 2.0**-9 / math.sqrt(12) / 112
 
 
 class Roundoff(NamedTuple):
@@ -40,6 +43,7 @@ class Roundoff(NamedTuple):
     operands: float = 0.0
     tensors: float = FLOAT32
     residual: float = FLOAT32
+    fp8: bool = False  # E4M3 operands in the matmuls of qkv, fc and fcproj, and in the classifier's forward pass
 
 
 ROUNDOFFS = {
@@ -47,6 +51,7 @@ ROUNDOFFS = {
     "float32": Roundoff(),
     "tf32": Roundoff(operands=TF32),
     "bf16": Roundoff(tensors=BFLOAT16, residual=FLOAT16),
+    "fp8": Roundoff(tensors=BFLOAT16, residual=FLOAT16, fp8=True),
 }
 
 
@@ -80,9 +85,17 @@ class NoisyGPT2:
         error = self.error(x.shape[-1]) * (x * x).sum(-1, keepdim=True).sqrt()
         return x.sum(-1, keepdim=True) + error * self.noise(error)
 
-    def product(self, a, b):
-        """a @ b."""
-        a, b = self.rounded(a, self.u.operands), self.rounded(b, self.u.operands)
+    def operand(self, x, fp8):
+        """x as a matmul reads it."""
+        if not (fp8 and self.u.fp8):
+            return self.rounded(x, self.u.operands)
+        size = x.abs()
+        error = torch.maximum(RMS * E4M3 * size, torch.minimum(size, E4M3_FLOOR * size.max()))  # 0 stays
+        return error.mul_(self.noise(x)).add_(x)
+
+    def product(self, a, b, fp8=False):
+        """a @ b. fp8: in a run of FP8, the operands are E4M3."""
+        a, b = self.operand(a, fp8), self.operand(b, fp8)
         error = ((a * a) @ (b * b)).sqrt_().mul_(self.error(a.shape[-1]))
         return error.mul_(self.noise(error)).add_(a @ b)
 
@@ -126,8 +139,8 @@ class NoisyGPT2:
         (B, T), C, NH, op, model = x.shape, self.config.C, self.config.NH, self.operations, self.model
         later = torch.ones(T, T, dtype=torch.bool).triu(1)
 
-        def linear(inp, module):
-            return op.store(op.bias(op.matmul(inp, module.weight.T), module.bias))
+        def linear(inp, module, fp8=True):
+            return op.store(op.bias(op.matmul(inp, module.weight.T, fp8, fp8), module.bias))
 
         residual = op.add(model.wte(x) + model.wpe(torch.arange(T)))
         for block in model.h:
@@ -137,12 +150,12 @@ class NoisyGPT2:
             scores = op.single(op.matmul(query, key.transpose(-2, -1)) / math.sqrt(C // NH))
             att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
             heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, C)
-            residual = op.add(residual + linear(heads, block.attn.c_proj))
+            residual = op.add(residual + linear(heads, block.attn.c_proj, fp8=False))
             normed = op.layernorm(residual, block.ln_2.weight, block.ln_2.bias)
             gelu = op.store(op.single(F.gelu(linear(normed, block.mlp.c_fc), approximate="tanh")))
             residual = op.add(residual + linear(gelu, block.mlp.c_proj))
         normed = op.layernorm(residual, model.ln_f.weight, model.ln_f.bias)
-        logits = op.store(op.matmul(normed, model.wte.weight.T))
+        logits = op.store(op.matmul(normed, model.wte.weight.T, True))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
         return logits, op.single(-torch.log(probs)).view(B, T)
 
@@ -154,8 +167,8 @@ class NoisyLlama(NoisyGPT2):
         (B, T), config, op, model = x.shape, self.config, self.operations, self.model.model
         later, cos_sin = torch.ones(T, T, dtype=torch.bool).triu(1), list(rotations(config, T, torch.float64))
 
-        def linear(inp, module):
-            return op.store(op.matmul(inp, module.weight.T))
+        def linear(inp, module, fp8=True):
+            return op.store(op.matmul(inp, module.weight.T, fp8, fp8))
 
         def rotated(part):
             cos, sin = cos_sin
@@ -171,11 +184,11 @@ class NoisyLlama(NoisyGPT2):
             scores = op.single(op.matmul(rotated(query), key.transpose(-2, -1)) / math.sqrt(config.HS))
             att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
             heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, config.Q)
-            residual = op.add(residual + linear(heads, attn.o_proj))
+            residual = op.add(residual + linear(heads, attn.o_proj, fp8=False))
             normed = op.rmsnorm(residual, block.post_attention_layernorm.weight)
             gate = op.single(F.silu(linear(normed, mlp.gate_proj)))
             residual = op.add(residual + linear(op.store(op.single(linear(normed, mlp.up_proj) * gate)), mlp.down_proj))
-        logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T))
+        logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T, True))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
         return logits, op.single(-torch.log(probs)).view(B, T)
 
@@ -187,7 +200,7 @@ class Operations(NamedTuple):
     store: object  # rounds to the dtype of tensors
     add: object  # rounds to the dtype of the residual stream; its gradient to that of tensors
     bias: object
-    matmul: object
+    matmul: object  # of a, b and, if not False, the forward and the backward pass's fp8: see `product`
     layernorm: object
     rmsnorm: object
     softmax: object
@@ -220,17 +233,18 @@ def operations(run):
 
     class Matmul(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, a, b):
+        def forward(ctx, a, b, forward_fp8=False, backward_fp8=False):
             ctx.save_for_backward(a, b)
-            return run.product(a, b)
+            ctx.fp8 = backward_fp8
+            return run.product(a, b, forward_fp8)
 
         @staticmethod
         def backward(ctx, g):
             a, b = ctx.saved_tensors
-            da = run.rounded(run.product(g, b.transpose(-1, -2)), u.tensors)
+            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8), u.tensors)
             if b.dim() == 2:  # a weight: its gradient sums over all rows
                 a, g = a.flatten(0, -2), g.flatten(0, -2)
-            return da, run.rounded(run.product(a.transpose(-1, -2), g), u.tensors)
+            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.fp8), u.tensors), None, None
 
     class Layernorm(torch.autograd.Function):
         @staticmethod

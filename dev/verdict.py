@@ -29,8 +29,9 @@ from tqdm import tqdm
 from export_weights import VOCABULARIES
 from llmc.checkpoint import padded
 from llmc.errors import UserError, run_main
-from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
-from test_gpt2 import ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_adamw, precision_of, replay, require
+from llmc.tensors import allocate
+from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, Yardstick, judge_adamw, precision_of, replay, require,
+                       starting_weights)
 import train_llama3
 from train_gpt2 import Config, parameter_table, random_model
 
@@ -82,8 +83,7 @@ def draw_d12(seed):
 
 def judge(backend, config, params, x, y, std):
     """Return (sizes, largest error as a fraction of its tolerance, its tensor, printed rows, whether all are green)."""
-    if precision_of(backend) == "bf16":
-        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
+    params = starting_weights(params, precision_of(backend))
     yardstick = Yardstick(config, params, x, y, precision_of(backend))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         rows = replay(BACKENDS[backend](config, params, x, y, SMOOTH))
@@ -106,7 +106,7 @@ def main():
     require(args.backend)
     parts, red = [], 0
     for seed in tqdm(range(args.seed, args.seed + args.n), desc=args.backend, disable=None):
-        multiple = () if args.backend == "numpy" else (16,)  # of HS, on a GPU
+        multiple = {"numpy": (), "cuda-fp8": (32,)}.get(args.backend, (16,))  # of HS; on a GPU, half of it of F
         drawn = draw_d12(seed) if args.d12 else (draw_llama if args.llama else draw)(seed, *multiple)
         sizes, part, name, printed, okay = judge(args.backend, *drawn)
         parts.append(part)
