@@ -26,7 +26,7 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
-from llmc.errors import UserError, run_main
+from llmc.errors import run_main
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from model import architecture_of
@@ -36,7 +36,9 @@ from rounding import check_tensor
 
 # The largest error allowed in a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4
 # through all layers, TF32 operands keep 11 bits, bfloat16 tensors 8. In bfloat16, both start from the rounded weights.
-TOLERANCES = {"bf16": 5e-2, "tf32": 1e-2, "float32": 1e-4}
+# rounding.py's noisy runs of GPT-2 124M have errors of up to 1.3 percent in bfloat16, 13 percent in FP8. What a run in
+# FP8 has in 8 bits alone, such as ln1 or the gradient of fch, is not among the rows: the next one shows it.
+TOLERANCES = {"fp8": 4e-1, "bf16": 5e-2, "tf32": 1e-2, "float32": 1e-4}
 
 
 @dataclass
@@ -56,8 +58,8 @@ class Recorder:
     takes its place in the order from the launch that left the partial sums.
     """
 
-    def __init__(self, params, grads):
-        self.params, self.grads = params, grads
+    def __init__(self, trainer):
+        self.tensors = trainer.params, trainer.grads, trainer.fp8 and trainer.fp8.operands
         self.launches = []  # their labels, in order
         self.writers = collections.defaultdict(list)  # row -> indices of the launches that write it
         self.place = {}  # row -> index of the launch whose work shows in it
@@ -73,7 +75,7 @@ class Recorder:
     @contextlib.contextmanager
     def __call__(self, name, arguments):
         i = len(self.launches)
-        self.launches.append(label(name, arguments, self.params, self.grads))
+        self.launches.append(label(name, arguments, *self.tensors))
         if name == "classifier":
             self.logits = to_float32(arguments[1])
         yield
@@ -175,14 +177,16 @@ def run_on_gpu(trainer, inputs, targets):
     model, acts = trainer.model, trainer.model.activations(*inputs.shape)
     tables = model.tables(config, trainer.settings, *inputs.shape, device.sm_count, device.geometry)
     kept = tables["activations"]["activations"]
-    recorder = Recorder(trainer.params, trainer.grads)
+    recorder = Recorder(trainer)
     trainer.stage(0, [(inputs, targets)], 0.0)
     with device.stream:
         copy_to_gpu(batch.buffer, trainer.staged[0].buffer)
         poison(device.stream, *model.buffers.values(), trainer.grads.buffer)
         device.observer = recorder
         recorder.watch(rows_of(acts, kept))
-        model.trunk(acts, batch.inputs[0])
+        if trainer.fp8:
+            trainer.fp8.records = True  # a pass of an update: its transposed copies are written
+        model.trunk(acts, batch.inputs[0], trainer.layer_begins)
         poison(device.stream, acts.logits)  # the forward pass keeps other rows in this memory
         recorder.watch({("logits", None): acts.logits})
         model.classify(acts, batch.targets[0], trainer.loss, 1 / N, train=1)
@@ -227,14 +231,13 @@ def check(architecture, gpu, config, params, settings):
     trainer.prepare()
     got, recorder = run_on_gpu(trainer, inputs, targets)
     expected = run_on_cpu(architecture_of(settings.model), config, params, inputs, targets)
-    return compare(got, expected, recorder, TOLERANCES[settings.precision.matmul])
+    precision = settings.precision
+    return compare(got, expected, recorder, TOLERANCES["fp8" if precision.fp8 else precision.matmul])
 
 
 @gpu_errors_as_lines()
 def main():
     settings = parse_settings(CheckSettings, "Compare one batch with the page in NumPy, tensor by tensor.")
-    if settings.dtype == "fp8":
-        raise UserError("--dtype fp8: this program compares bfloat16 and float32; for FP8: pytest tests/test_fp8.py")
     settings.graph = settings.total_batch_size = 0  # one batch, launch by launch
     return 0 if check(*open_model(settings)) else 1
 
