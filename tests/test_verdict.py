@@ -8,13 +8,22 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 import llmc.gpu.compiler
+import test_fp8
 import train_gpt2 as t
 from conftest import ROOT
-from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
+from dev.rounding import ROUNDOFFS, NoisyGPT2
+from llmc.gpu.compiler import Cache
+from llmc.gpu.device import Device
+from llmc.gpu.fp8 import Fp8, Fp8Linear, next_scales, round_e4m3
+from llmc.gpu.geometry import kernel_files, launch_geometry
+from llmc.gpu.matmul import Matmul
+from llmc.tensors import allocate
 from train_gpt2 import Config
-from test_gpt2 import ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_adamw, precision_of, replay
+from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_adamw, need, precision_of, replay,
+                       starting_weights)
 
 CONFIG = Config(maxT=24, V=61, L=3, NH=2, C=32, Vp=128)
 B, T = 3, 17
@@ -297,14 +306,21 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "bias correction off by a step": (
         "cuda", "update.cu", "pow(beta1, double(control->step))", "pow(beta1, double(control->step + 1))", "adamw"),
     "beta1 0.89": ("cuda", "update.cu", "+= one_minus_beta1", "+= 1.1f * one_minus_beta1", "adamw"),
+    "FP8: rows 48 .. 63 of each 64 are not among the largest": (
+        "cuda-fp8", "fp8.cuh", "if (threadIdx.x % 32 > 0) return;",
+        "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;", "dfcprojw"),
+    "FP8: NaN instead of 448": ("cuda-fp8", "fp8.cuh", "__NV_SATFINITE", "__NV_NOSAT", "test_quantise"),
 }
 
 
 @functools.cache
-def gpu_case(precision):
-    params, x, y = random_case(GPU_CONFIG, 3, 70)
-    if precision == "bf16":
-        params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
+def gpu_case(precision, outlier=False):
+    """outlier: the gradients of position 50 are some fifty times those of the others, whose layernorms divide by
+    more."""
+    params, x, y = random_case(GPU_CONFIG, 3, 64 if precision == "fp8" else 70)  # 64: attention writes 8 bits
+    if outlier:
+        params.wpe[:, 0] = 3000 * (np.arange(GPU_CONFIG.maxT) != 50)
+    params = starting_weights(params, precision)
     return params, x, y, Yardstick(GPU_CONFIG, params, x, y, precision)
 
 
@@ -317,13 +333,21 @@ def test_the_text_of_a_kernel_fault_is_there(fault):
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     backend, file, right, wrong, row = KERNEL_FAULTS[fault]
+    need(backend)
     if "hopper" in file and gpu.arch != "sm_90a":
         pytest.skip(f"{file}: for Hopper, this GPU is {gpu.arch}")
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     path = tmp_path / "kernels" / file
     path.write_text(path.read_text().replace(right, wrong))
     monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
-    params, x, y, yardstick = gpu_case(precision_of(backend))
+    if row == "test_quantise":  # scales leave room: in a run, hardly a number saturates
+        file = kernel_files(test_fp8.LAYERS, test_fp8.GPT2, test_fp8.FP8, gpu.arch, "auto")["fp8"]
+        device = Device(gpu, Cache(), [file], launch_geometry(test_fp8.GPT2, test_fp8.FP8, gpu.arch))
+        device.stream.use()
+        with pytest.raises(AssertionError):
+            test_fp8.test_quantise(Matmul(device, test_fp8.FP8), 97, 208, 300.0, 2.0)
+        return
+    params, x, y, yardstick = gpu_case(precision_of(backend), outlier=backend == "cuda-fp8")
     capsys.readouterr()
     if row == "adamw":
         assert not judge_adamw(BACKENDS[backend](GPU_CONFIG, params, x, y, ADAMW_CHECK))
@@ -338,3 +362,136 @@ def test_less_precision_than_asked_for_is_red(backend, precision, capsys):
     params, x, y, yardstick = gpu_case(precision)
     assert not yardstick.judge(replay(BACKENDS[backend](GPU_CONFIG, params, x, y, SMOOTH)))
     assert first_wrong(capsys) == "logits"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FP8: with no GPU, its specification in the noisy model; then Fp8's calls of the kernels
+
+
+class EmulatedFp8(NoisyGPT2):
+    """A run with operands as llmc/gpu/fp8.py specifies them; all other roundings are random, as in bfloat16."""
+
+    def operand(self, x, fp8):
+        return self.e4m3(x, x) if fp8 else x
+
+    def e4m3(self, x, noted):
+        scale = next_scales(np.float32([[noted.abs().max()]]), np.float32([1]))
+        return torch.from_numpy(round_e4m3(x.numpy() * scale) / scale.astype(np.float64))
+
+
+def judge_emulated(outlier=False):
+    params, x, y, yardstick = gpu_case("fp8", outlier)
+    rows = EmulatedFp8(GPU_CONFIG, params, ROUNDOFFS["fp8"], seed=99).run(x, y, SMOOTH, steps=1)
+    return yardstick.judge({**rows, "means": rows["losses"].mean((1, 2))})
+
+
+def in_fp8_matmul(number, change):
+    """A fault in the operands of a run's matmul `number` in E4M3."""
+    def plant(right):
+        numbers = itertools.count()
+
+        def wrong(run, a, b, fp8=False):
+            return right(run, *(change(a, b) if fp8 and next(numbers) == number else (a, b)), fp8)
+        return wrong
+    return plant
+
+
+def without_rows_from_48(right):
+    """The largest number of each 64 rows, of B*T=192, is one of the first 48. x may be transposed, or a weight."""
+    def wrong(run, x, fp8):
+        axis = next((axis for axis, size in enumerate(x.shape[:2]) if size in (64, 192)), None)
+        noted = x if axis is None else x.transpose(0, axis)[torch.arange(x.shape[axis]) % 64 < 48]
+        return run.e4m3(x, noted) if fp8 else x
+    return wrong
+
+
+EMULATED_FAULTS = {  # what is wrong: (method of EmulatedFp8, the fault)
+    # Scales are powers of 2. Matmuls: qkv, fc, fcproj of two layers, the classifier; then dinp and dweight in turn.
+    **{f"a stale scale in matmul {i}": ("product", in_fp8_matmul(i, lambda a, b: (2 * a, b))) for i in range(7 + 12)},
+    **{f"other rows' input in dweight, matmul {i}": ("product", in_fp8_matmul(i, lambda a, b: (a.roll(1, 1), b)))
+       for i in range(7 + 1, 7 + 12, 2)},
+    "a weight's two copies exchanged": ("product", in_fp8_matmul(0, lambda a, b: (a, b.T.reshape(b.shape)))),
+    "the largest number is not in rows 48 .. 63": ("operand", without_rows_from_48),
+}
+
+
+@pytest.mark.parametrize("outlier", (False, True))
+def test_no_fault_is_no_fault_in_fp8(outlier):
+    assert judge_emulated(outlier)
+
+
+@pytest.mark.parametrize("fault", EMULATED_FAULTS)
+def test_a_fault_in_emulated_fp8_is_red(fault, monkeypatch):
+    name, plant = EMULATED_FAULTS[fault]
+    monkeypatch.setattr(EmulatedFp8, name, plant(getattr(EmulatedFp8, name)))
+    assert not judge_emulated(outlier=name == "operand")
+
+
+def stale_scale(right):
+    """Half of it, in qkv of the first layer."""
+    def wrong(fp8, out, a, a_scale, *rest, scale=1.0):
+        stale = a_scale.data.ptr == fp8.scale("qkv", 0, "inp").data.ptr
+        right(fp8, out, a, a_scale, *rest, scale=scale * (1 + stale))
+    return wrong
+
+
+def copies_of(role, change):
+    """A fault in where Fp8.quantise writes: change(fp8, plain, transposed) -> the two."""
+    def plant(right):
+        def wrong(fp8, name, l, of, x, plain=None, transposed=None):
+            if of == role and transposed is not None:
+                plain, transposed = change(fp8, plain, transposed)
+            right(fp8, name, l, of, x, plain, transposed)
+        return wrong
+    return plant
+
+
+def of_the_first_batch(fp8, transposed):
+    """No graph writes this copy: it stays as the batch that prepares a trainer has left it."""
+    return None if fp8.device.stream.is_capturing() else transposed
+
+
+def cleared(transposed):
+    transposed.data.memset_async(0, transposed.nbytes)  # a run before may have left the right numbers here
+
+
+FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
+    "a stale scale in a forward pass": (Fp8, "multiply", stale_scale, "logits"),
+    "a stale scale in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: right(
+        linear, dinp, dout, scale * (1 + linear.l)), "dln2b"),
+    "a stale scale in dweight": (Fp8Linear, "backward_weight", lambda right: lambda linear, *rest: right(
+        linear, *rest, scale=1.0 + linear.l), "dfcprojw"),
+    "an earlier batch's transposed input": (Fp8Linear, "place_inp", lambda right: lambda linear, inp, again=False: (
+        lambda to: to._replace(transposed=of_the_first_batch(linear.fp8, to.transposed)))(right(linear, inp, again)),
+        "dfcw"),
+    "an earlier batch's transposed dout": (Fp8, "quantise", copies_of(
+        "dout", lambda fp8, plain, transposed: (plain, of_the_first_batch(fp8, transposed))), "dfcprojw"),
+    "a weight's two copies exchanged": (Fp8, "quantise", copies_of(
+        "weight", lambda fp8, plain, transposed: (transposed.reshape(plain.shape), plain.reshape(transposed.shape))),
+        "logits"),
+    "a weight's transposed copy not written": (Fp8, "quantise", copies_of(
+        "weight", lambda fp8, plain, transposed: (plain, cleared(transposed))), "dfcb"),
+    "the scale of the classifier's weight not applied": (
+        Fp8, "scale", lambda right: lambda fp8, name, l, role: right(  # that of its dout is 1
+            fp8, name, l, "dout" if (name, role) == ("logits", "weight") else role), "logits"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outlier", (False, True))
+def test_fp8_is_right(outlier):
+    need("cuda-fp8")
+    params, x, y, yardstick = gpu_case("fp8", outlier)
+    assert yardstick.judge(replay(BACKENDS["cuda-fp8"](GPU_CONFIG, params, x, y, SMOOTH)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FP8_FAULTS)
+def test_a_fault_in_fp8_is_red(fault, monkeypatch, capsys):
+    need("cuda-fp8")
+    owner, name, plant, row = FP8_FAULTS[fault]
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+    params, x, y, yardstick = gpu_case("fp8")
+    capsys.readouterr()
+    assert not yardstick.judge(replay(BACKENDS["cuda-fp8"](GPU_CONFIG, params, x, y, SMOOTH)))
+    assert first_wrong(capsys) == row
