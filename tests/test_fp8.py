@@ -194,7 +194,7 @@ def test_quantise(matmul, N, C, spread, scale, role):
     """Every byte, what is not finite and the padding included; the largest number and the counts."""
     fp8 = make_fp8(matmul, 16)
     x = random(N, C, seed=1, spread=spread, dtype="bfloat16")
-    if N > 60:
+    if N > 60 and role == "dout":
         x[5, :3], x[N - 1, C - 1] = (np.inf, -np.inf, 0.0), np.nan
     pitch, slot = blocks(N, 16) * 16, fp8.slot("fc", 1, role)
     fp8.state.scales[slot] = scale
