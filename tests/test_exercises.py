@@ -28,7 +28,7 @@ CUDA_FAULTS = {  # likewise -> what to replace, by what, and what check.py must 
     "12_bias": ("sums[warp][lane] = sum;", "sums[warp][lane] = 0; __syncthreads(); atomicAdd(&sums[0][lane], sum);"
                 " __syncthreads(); sum = sums[0][lane];", r"a second run's dbias\[.*, in bias_backward my_fixed"),
     "13_softmax": ("part.sum * expf(part.largest - largest)", "part.sum", r"probs\[.*, in softmax my_online"),
-    "14_matmul": ("+ i % 2 * 8 + g, c =", "+ i % 2 * 4 + g, c =", r"out .*, in matmul_forward my_tensor_cores"),
+    "14_matmul": ("+ i % 2 * 8 + g, c =", "+ i % 2 * 4 + g, c =", r"out\[.*, in matmul_forward my_tensor_cores"),
     "15_attention": ("total *= factor;", "", r"out\[.*, in attention_forward my_online")}
 FAULTS = {  # number of an exercise -> what to replace, by what, and what check.py must say of it
     1: ("np.maximum.reduce(x, axis=1, keepdims=True)", "np.float32(0)",

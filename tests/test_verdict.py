@@ -473,9 +473,8 @@ FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
         "logits"),
     "a weight's transposed copy not written": (Fp8, "quantise", copies_of(
         "weight", lambda fp8, plain, transposed: (plain, cleared(transposed))), "dfcb"),
-    "the scale of the classifier's weight not applied": (
-        Fp8, "scale", lambda right: lambda fp8, name, l, role: right(  # that of its dout is 1
-            fp8, name, l, "dout" if (name, role) == ("logits", "weight") else role), "logits"),
+    "a stale scale of the classifier's weight": (Fp8, "scale", lambda right: lambda fp8, name, l, role: (
+        right(fp8, name, l, role) * (2 if (name, role) == ("logits", "weight") else 1)), "logits"),
 }
 
 
