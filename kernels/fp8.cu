@@ -21,7 +21,7 @@ static_assert(THREADS == FP8_THREADS && BFLOAT16, "as launched");
 // transposed, see fp8.cuh. stride: from one layer's scale to the next's; all else is adjacent.
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantise(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale, int* largest,
-         int* counts, int rows, int columns, int pitch, int is_weight, int stride) {
+         int64* counts, int rows, int columns, int pitch, int is_weight, int stride) {
     const int64 l = blockIdx.z;
     inp += l * rows * columns, scale += l * stride;
     if (plain) plain += l * rows * columns;
@@ -74,8 +74,8 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
 // history's largest to 112 .. 224, half of what E4M3 has, because the next update's may be larger. What is not finite
 // leaves no trace. reports (2,2): pinned memory of the host, the counts of updates with even and odd numbers. largest
 // and counts are 0 afterwards.
-extern "C" __global__ void prepare_scales(float* scales, float* history, int* largest, int* updates, int* counts,
-                                          int* reports, int count) {
+extern "C" __global__ void prepare_scales(float* scales, float* history, int* largest, int* updates, int64* counts,
+                                          int64* reports, int count) {
     const int newest = *updates % HISTORY;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         const float now = __int_as_float(largest[i]);

@@ -112,15 +112,16 @@ struct Noted {
 
     // By all threads of a warp. all_largest: as bits, which are in the order of the numbers, or null: nothing is noted;
     // counts: saturated, vanished.
-    __device__ void publish(int* all_largest, int* counts) {
+    __device__ void publish(int* all_largest, int64* counts) {
         if (!all_largest) return;
         const int most = __reduce_max_sync(0xffffffff, __float_as_int(largest));
         saturated = __reduce_add_sync(0xffffffff, saturated);
         vanished = __reduce_add_sync(0xffffffff, vanished) / 128;
         if (threadIdx.x % 32 > 0) return;
         if (most > *all_largest) atomicMax(all_largest, most);  // most warps do not raise it
-        if (saturated) atomicAdd(counts, saturated);
-        if (vanished) atomicAdd(counts + 1, vanished);
+        unsigned long long* const sums = reinterpret_cast<unsigned long long*>(counts);
+        if (saturated) atomicAdd(sums, saturated);
+        if (vanished) atomicAdd(sums + 1, vanished);
     }
 };
 
@@ -130,5 +131,6 @@ struct TensorMap;  // of hopper/hopper.cuh
 struct Quantised {
     const TensorMap &plain, &transposed;
     const float* scale;
-    int *largest, *counts;  // or null: this pass is not part of an update, and nothing reads `transposed`
+    int* largest;  // or null: this pass is not part of an update, and nothing reads `transposed`
+    int64* counts;
 };

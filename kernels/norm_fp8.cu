@@ -83,7 +83,7 @@ struct Tile {
 // neither; plain, transposed and largest may be null. Up to C=6144, registers are left for four blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, PACKS * PACK <= 24 ? 4 : 1)
 residual_layernorm_forward_fp8(residual_element* residual, unsigned char* plain, unsigned char* transposed,
-                               const float* scale, int* largest, int* counts, float* mean, float* rstd,
+                               const float* scale, int* largest, int64* counts, float* mean, float* rstd,
                                const residual_element* inp1, const element* inp2, const element* weight,
                                const element* bias, int N) {
     Tile tile = {plain, transposed, *scale, N};
@@ -100,7 +100,7 @@ residual_layernorm_forward_fp8(residual_element* residual, unsigned char* plain,
 // The same.
 extern "C" __global__ void __launch_bounds__(THREADS, PACKS * PACK <= 24 ? 4 : 1)
 residual_rmsnorm_forward_fp8(residual_element* residual, unsigned char* plain, unsigned char* transposed,
-                             const float* scale, int* largest, int* counts, float* rstd,
+                             const float* scale, int* largest, int64* counts, float* rstd,
                              const residual_element* inp1, const element* inp2, const element* weight, float eps,
                              int N) {
     Tile tile = {plain, transposed, *scale, N};

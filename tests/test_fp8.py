@@ -177,13 +177,13 @@ def test_prepare_scales(matmul):
         largest = (10.0 ** rng.uniform(-12, 4, scales.size)).astype(np.float32) * (rng.random(scales.size) < 0.2)
         largest[:3] = np.nan, np.inf, 224.0
         copy_to_gpu(fp8.state.largest, largest.astype(np.float32).view(np.int32))
-        copy_to_gpu(fp8.state.counts, np.array([update, 7], np.int32))
+        copy_to_gpu(fp8.state.counts, np.array([update << 40, 7]))
         fp8.prepare_scales()
         matmul.device.synchronize()
         history[update % HISTORY] = np.where(np.isfinite(largest), largest, 0)
         scales = next_scales(history, scales)
         assert np.array_equal(fp8.state.history.get(), history) and np.array_equal(fp8.state.scales.get(), scales)
-        assert fp8.counts(update) == (update, 7)
+        assert fp8.counts(update) == (update << 40, 7)
         assert not fp8.state.largest.get().any() and not fp8.state.counts.get().any()
 
 
@@ -266,7 +266,7 @@ def test_norm(gpu, N, C, norm, both):
 
     weight, scale_gpu = on_gpu(weight, dtype="bfloat16"), on_gpu(np.float32([scale]))
     last = on_gpu(bias, dtype="bfloat16") if norm == "layernorm" else last
-    largest, counts = on_gpu(np.zeros(1, np.int32), np.zeros(2, np.int32))
+    largest, counts = on_gpu(np.zeros(1, np.int32), np.zeros(2, np.int64))
 
     def run(residual, inp1, inp2, plain=True, transposed=True, notes=True):
         """[plain, transposed, statistics], the first two or None."""

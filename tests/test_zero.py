@@ -86,7 +86,7 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
         raise NcclError("unhandled cuda error")
 
     nccl = SimpleNamespace(NcclError=NcclError, available=True, get_unique_id=lambda: b"id", groupStart=fail, **{
-        name: 0 for name in ("NCCL_INT8", "NCCL_INT32", "NCCL_FLOAT32", "NCCL_MAX", "NCCL_SUM")},
+        name: 0 for name in ("NCCL_INT8", "NCCL_INT32", "NCCL_INT64", "NCCL_FLOAT32", "NCCL_MAX", "NCCL_SUM")},
         get_version=lambda: 22809, check_status=fail,
         NcclCommunicator=lambda *arguments: SimpleNamespace(
             allReduce=fail, allGather=fail, check_async_error=fail, comm=0))

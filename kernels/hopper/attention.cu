@@ -841,7 +841,7 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery_fp8(unsigned char* dinp, float* D, float* partials, const element* dout, const element* inp,
                               const element* out, const float* lse, const float2* rope, const float* scale,
-                              int* largest, int* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
+                              int* largest, int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
                               const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap out_map,
                               const __grid_constant__ TensorMap dinp_map,
                               const __grid_constant__ TensorMap dinp_t_map) {
@@ -852,7 +852,7 @@ attention_backward_dquery_fp8(unsigned char* dinp, float* D, float* partials, co
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv_fp8(unsigned char* dinp, float* partials, const element* dout, const element* inp,
                            const float* lse, const float* D, const float2* rope, const float* scale, int* largest,
-                           int* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
+                           int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
                            const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map,
                            const __grid_constant__ TensorMap dinp_t_map) {
     backward_dkv(Quantised{dinp_map, dinp_t_map, scale, largest, counts}, partials, lse, D, rope, T, B, inp_map,

@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
 matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
                 const __grid_constant__ TensorMap gelu_transposed, const __grid_constant__ TensorMap a,
                 const __grid_constant__ TensorMap b, const element* bias, const float* a_scale, const float* b_scale,
-                const float* gelu_scale, int* largest, int* counts, int M, int N, int K, int band) {
+                const float* gelu_scale, int* largest, int64* counts, int M, int N, int K, int band) {
     multiply_gelu<GELU_BN>(out, {gelu, gelu_transposed, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale,
                            {M, N, K, band, 1});
 }
@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
 matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dinp_transposed,
                          float* partials, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
                          const __grid_constant__ TensorMap inp, const float* a_scale, const float* b_scale,
-                         const float* dinp_scale, int* largest, int* counts, int M, int N, int K, int band) {
+                         const float* dinp_scale, int* largest, int64* counts, int M, int N, int K, int band) {
     multiply_gelu_backward<GELU_BN>({dinp, dinp_transposed, dinp_scale, largest, counts}, partials, a, b, inp, a_scale,
                                     b_scale, {M, N, K, band, 1});
 }

@@ -88,8 +88,8 @@ def scale_table(L):
     """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for LINEARS[i] of layer l and
     ROLES[r]; the last three are the classifier's."""
     count = (len(LINEARS) * L + 1) * len(ROLES)
-    return {"scales": Row((count,)), "history": Row((HISTORY, count)), "largest": Row((count,), "int32"),
-            "updates": Row((1,), "int32"), "counts": Row((2,), "int32")}
+    return {"counts": Row((2,), "int64"), "scales": Row((count,)), "history": Row((HISTORY, count)),
+            "largest": Row((count,), "int32"), "updates": Row((1,), "int32")}
 
 
 class Fp8:
@@ -106,7 +106,7 @@ class Fp8:
         self.state.scales.fill(1.0)
         tiles = WORKSPACE // (4 * 64 * self.device.geometry.MATMUL_BN)  # halves of tiles that fit into a workspace
         self.done = cp.zeros((2, tiles), np.int32)
-        self.reports = pinned_array(16).view(np.int32).reshape(2, 2)  # counts of updates with even and odd numbers
+        self.reports = pinned_array(32).view(np.int64).reshape(2, 2)  # counts of updates with even and odd numbers
         self.updates = 0  # before this run
         self.records = False  # whether this pass is part of an update: its largest numbers and counts are noted
 

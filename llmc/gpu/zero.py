@@ -107,9 +107,9 @@ class Nccl:
                                         stream.ptr)
 
     def add_up(self, total, addend, stream, largest=False):
-        """total (n,) = the sum over the ranks of addend (n,), float32 or int32, or the largest; exact for integers, and
-        where at most one rank's addend is not 0."""
-        kind = self.nccl.NCCL_INT32 if addend.dtype.kind == "i" else self.nccl.NCCL_FLOAT32
+        """total (n,) = the sum over the ranks of addend (n,), float32, int32 or int64, or the largest; exact for
+        integers, and where at most one rank's addend is not 0."""
+        kind = getattr(self.nccl, f"NCCL_{addend.dtype.name.upper()}")
         operation = self.nccl.NCCL_MAX if largest else self.nccl.NCCL_SUM
         with self.errors_as_lines():
             self.communicator.allReduce(addend.data.ptr, total.data.ptr, addend.size, kind, operation, stream.ptr)
