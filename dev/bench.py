@@ -32,11 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 START = time.perf_counter()
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+from root import ROOT
 import numpy as np
 from tqdm import tqdm
 

@@ -26,11 +26,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+from root import ROOT
 import numpy as np
 import torch
 from tqdm import tqdm

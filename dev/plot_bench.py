@@ -13,16 +13,13 @@ losses, and how they differ from PyTorch's over the same first batches.
 import argparse
 import json
 import os
-import sys
 
+from root import ROOT
 import numpy as np
 
-from plot_log import draw_losses, head, label_parts, light_and_dark, picture, read_log, running_mean
-
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
 from llmc.errors import UserError, run_main
 from llmc.files import open_input
+from plot_log import draw_losses, head, label_parts, light_and_dark, picture, read_log, running_mean
 
 LOSSES = os.path.join(ROOT, "doc", "logs", "make_train_losses.txt")
 BESIDE_LLMC = os.path.join(ROOT, "dev", "bench_llmc.json")

@@ -14,11 +14,10 @@ import contextlib
 import io
 import os
 import re
-import sys
 
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import open_input, replacing
 from llmc.logger import last_run

@@ -25,9 +25,7 @@ import tempfile
 import textwrap
 from typing import NamedTuple
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
+from root import ROOT
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
 

@@ -6,10 +6,8 @@ Run doc/first_run.ipynb and store what it prints and shows in it. Needs: pip ins
 
 import argparse
 import os
-import sys
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
+from root import ROOT
 from llmc.errors import UserError, run_main
 from llmc.files import open_input, replacing
 

@@ -13,15 +13,9 @@ last gradients travel.
 
 import datetime
 import itertools
-import os
 import statistics
-import sys
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
 import train_gpt2_cuda as cuda

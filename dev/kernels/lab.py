@@ -14,11 +14,8 @@ import sys
 from types import SimpleNamespace
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.join(HERE, "..", "..")
-sys.path[:0] = [ROOT, os.path.join(ROOT, "dev")]
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+sys.path.insert(0, os.path.dirname(HERE))
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 import torch
 
