@@ -45,6 +45,7 @@ from llmc.gpu.lines import flops_per_token, peak_flops
 from llmc.settings import Settings
 from llmc.tensors import Row, bf16_bits, flat, layer, table_elements
 from llmc.threads import THREADS
+from plot_bench import BESIDE_LLMC, MEASURED, draw_measured
 from readme import SPEED, put_between_markers, split_at_markers
 from train_gpt2 import GPT2, SIZES, Config, Decoder, parameter_table, random_model  # a GPU's: where they are used
 
@@ -211,7 +212,6 @@ def describe_cpu():
 # ----------------------------------------------------------------------------------------------------------------------
 # gpu
 
-RESULTS, BESIDE_LLMC = (os.path.join(ROOT, "dev", f"bench_{of}.json") for of in ("gpu", "llmc"))  # for plot_bench.py
 GPU_WARMUP, GPU_STEPS, BATCHES, RIVALS = 10, 30, (4, 32, 64), ("eager", "compile", "reduce-overhead")
 TABLES = {
     "bfloat16": [*(Job("gpu", name, "bfloat16", B, T) for B in BATCHES for name in ("ours", *RIVALS)
@@ -252,9 +252,9 @@ def bench_gpu(args):
             put_between_markers("speed_gpu", "\n".join([machine[0], "", *gpu_summary(results)]))
             rows = [{**job._asdict(), **r} for job, r in results if "failed" not in r and job.recompute < 0]
             rows = ",\n".join(map(json.dumps, rows))
-            with replacing(RESULTS) as f:
+            with replacing(MEASURED) as f:
                 f.write(f'{{"machine": {json.dumps(machine[0])}, "T": {T}, "results": [\n{rows}\n]}}\n'.encode())
-            subprocess.run([sys.executable, os.path.join(ROOT, "dev", "plot_bench.py")], check=True)
+            draw_measured()
 
 
 def step_of_ours(job):

@@ -27,19 +27,14 @@ DARK = "#0d1117 #f0f6fc #818b98 #4493f8 #f0883e #3fb950 #ab7df8 #db61a2 #d4a72c 
 EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
-def read_lines(path, mend):
-    """Return the lines of a log, without a last one that was cut off before its end."""
-    with open_input(path, mend) as f:
-        data = f.read()
-    return data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()
-
-
 def read_log(path):
     """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log; raises UserError for any other file.
 
     Of a step that was logged again after a restart, the last loss counts.
     """
-    lines = read_lines(path, "make it with: python train_gpt2.py -o run.log")
+    with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
+        data = f.read()
+    lines = data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()  # without one that was cut off
     curves, first = {}, last_run(lines)
     for number, line in enumerate(lines[first:], first + 1):
         match = EVENT.match(line)
@@ -142,10 +137,11 @@ def picture(output, dark=False, size=(8, 5), **layout):
         plt.close(figure)
 
 
-def light_and_dark(output):
-    """Yield path and dark, for a page's picture and the one for dark screens."""
-    yield output, False
-    yield "-dark".join(os.path.splitext(output)), True
+def light_and_dark(output, size, **layout):
+    """Yield the axes of a page's picture twice: for light screens, then, with another name, for dark ones."""
+    for path, dark in ((output, False), ("-dark".join(os.path.splitext(output)), True)):
+        with picture(path, dark, size, **layout) as axes:
+            yield axes
 
 
 def head(axes, title, below):

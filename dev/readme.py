@@ -28,11 +28,11 @@ from typing import NamedTuple
 from root import ROOT
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
+from plot_bench import LOSSES, draw_measured
 
 README = os.path.join(ROOT, "README.md")
 SPEED, CORRECTNESS = (os.path.join(ROOT, "doc", name) for name in ("speed.md", "correctness.md"))
 LOGS = os.path.join(ROOT, "doc", "logs")
-LOSSES = os.path.join(LOGS, "make_train_losses.txt")  # what dev/plot_bench.py draws
 
 
 def write_text(path, text):
@@ -134,7 +134,7 @@ def main():
             if name == "train":
                 put_between_markers("make_train", f"```\n{excerpt(printed)}\n```")
                 shutil.copyfile(os.path.join(run, "main.log"), LOSSES)
-                subprocess.run([sys.executable, os.path.join(ROOT, "dev", "plot_bench.py")], check=True)
+                draw_measured()
 
 
 if __name__ == "__main__":
