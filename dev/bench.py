@@ -46,7 +46,7 @@ from llmc.settings import Settings
 from llmc.tensors import Row, bf16_bits, flat, layer, table_elements
 from llmc.threads import THREADS
 from plot_bench import BESIDE_LLMC, MEASURED, draw_measured
-from readme import SPEED, put_between_markers, split_at_markers
+from readme import SPEED, output_of, put_between_markers, split_at_markers
 from train_gpt2 import GPT2, SIZES, Config, Decoder, parameter_table, random_model  # a GPU's: where they are used
 
 V, T = 50257, 1024
@@ -636,10 +636,7 @@ def train(gpus, *flags, only=None):
     command = [sys.executable, PROGRAM, "-i", "tokens", "-t", T, "-s", 0, "--gpus", gpus, "--lines", "llmc", *flags]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count_gpus()))))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible if only is None else visible.split(",")[only]}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise UserError(f"{' '.join(map(str, command[1:]))}: {(done.stderr.splitlines() or ['no message'])[-1]}")
-    return done.stdout
+    return output_of(command, env=environment)
 
 
 def time_training(gpus, flags, only=None):

@@ -28,10 +28,9 @@ EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
 def read_log(path):
-    """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log; raises UserError for any other file.
-
-    Of a step that was logged again after a restart, the last loss counts.
-    """
+    """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log, or in that of a run's directory; raises
+    UserError for any other file. Of a step that was logged again after a restart, the last loss counts."""
+    path = os.path.join(path, "main.log") if os.path.isdir(path) else path
     with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
         data = f.read()
     lines = data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()  # without one that was cut off
@@ -48,18 +47,11 @@ def read_log(path):
 
 
 def run_names(paths):
-    """Name runs after their directories or logs, with as many parent directories as it takes to tell them apart, or a
-    number."""
-    parts = []
-    for path in paths:
-        path = os.path.abspath(path).removesuffix(os.sep + "main.log").removesuffix(".log")
-        parts.append(os.fsencode(path).decode(errors="replace").strip(os.sep).split(os.sep))
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(set(map(tuple, parts))):
-            break
-    before = [names[:i].count(name) for i, name in enumerate(names)]  # the same twice, or a.log and a/main.log
-    return [f"{name} ({count + 1})" if count else name for name, count in zip(names, before)]
+    """Name runs after their directories or logs; if two would have the same name, all by their paths."""
+    paths = [os.fsencode(path).decode(errors="replace") for path in paths]
+    names = [os.path.basename(os.path.abspath(path).removesuffix(os.sep + "main.log").removesuffix(".log"))
+             for path in paths]
+    return names if len(set(names)) == len(names) else paths
 
 
 def running_mean(losses, width):
@@ -190,9 +182,8 @@ def main():
     args = parser.parse_args()
     if args.smooth is not None and args.smooth < 0:
         raise UserError(f"--smooth {args.smooth}: expected at least 0")
-    paths = [os.path.join(path, "main.log") if os.path.isdir(path) else path for path in args.logs]
-    logs = [read_log(path) for path in paths]
-    draw(dict(zip(run_names(paths), logs)), args.output, args.smooth, args.dark)
+    logs = [read_log(path) for path in args.logs]
+    draw(dict(zip(run_names(args.logs), logs)), args.output, args.smooth, args.dark)
     print(f"wrote {args.output}")
 
 

@@ -18,6 +18,7 @@ The tables of steps come from dev/bench.py cpu --readme and dev/bench.py gpu --r
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -57,12 +58,13 @@ def put_between_markers(name, text, path=README):
     write_text(path, f"{before}\n{text}\n{after}")
 
 
-def output_of(command):
-    """Return what a command prints; raises UserError if it fails."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True)
+def output_of(command, **options):
+    """Return what a command prints; raises UserError if it fails. options: of subprocess.run."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, encoding="utf-8", errors="replace",
+                          **options)
     if done.returncode:
-        raise UserError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace').strip()}")
-    return done.stdout.decode(errors="replace")
+        raise UserError(f"{shlex.join(done.args)} failed:\n{done.stderr.strip()}")
+    return done.stdout
 
 
 def shorten(text, keep=2):
@@ -122,7 +124,7 @@ def main():
         command, page, marker = sections(run)[name]
         if marker:
             split_at_markers(marker, page)  # fail now, not after all the work
-        printed = output_of(command).replace(run, "runs/first").replace(sys.executable, "python")
+        printed = output_of(command, cwd=ROOT).replace(run, "runs/first").replace(sys.executable, "python")
         output = shorten(printed)
         print(output)
         if marker:
