@@ -60,15 +60,15 @@ def running_mean(losses, width):
     return (sums[2 * width + 1 :] - sums[: len(losses) - 2 * width]) / (2 * width + 1)
 
 
-def draw_losses(axes, logs, width=None):
-    """Draw logs, {name: curves from read_log}. width: of the running mean; None: 2 percent of the steps."""
+def draw_losses(axes, logs):
+    """Draw logs, {name: curves from read_log}."""
     low, high, entries = [], [], []  # entries: of the legend
     for index, (name, curves) in enumerate(logs.items()):
         color, of_validation = f"C{index}", "C1" if len(logs) == 1 else f"C{index}"
         prefix = "" if len(logs) == 1 else f"{name}: "
         if "trl" in curves:
             steps, losses = map(np.array, curves["trl"])
-            side = min(len(steps) // 50 if width is None else width, (len(steps) - 1) // 2)
+            side = len(steps) // 50  # of the running mean: 2 percent of the steps
             mean = running_mean(losses, side)
             axes.plot(steps, losses, color=color, linewidth=0.7, alpha=0.3)
             line, = axes.plot(steps[side : len(steps) - side], mean, color=color, linewidth=1.6)
@@ -163,9 +163,9 @@ def label_parts(axes, parts, y, up):
                           arrowprops={"arrowstyle": "-", "color": color, "shrinkA": 0, "shrinkB": 0})
 
 
-def draw(logs, output, width=None, dark=False):
+def draw(logs, output, dark=False):
     with picture(output, dark) as axes:
-        draw_losses(axes, logs, width)
+        draw_losses(axes, logs)
         axes.set_ylabel("loss, nats a token")
         if len(logs) == 1:
             axes.set_title(*logs, parse_math=False)
@@ -176,14 +176,10 @@ def main():
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's directory, or a log file")
     parser.add_argument("-o", "--output", default="losses.png",
                         help="picture to write (.png, .svg, .pdf; default: losses.png)")
-    parser.add_argument("--smooth", type=int, metavar="N",
-                        help="steps on either side that the running mean takes in (default: 2 percent of them)")
     parser.add_argument("--dark", action="store_true", help="on black")
     args = parser.parse_args()
-    if args.smooth is not None and args.smooth < 0:
-        raise UserError(f"--smooth {args.smooth}: expected at least 0")
     logs = [read_log(path) for path in args.logs]
-    draw(dict(zip(run_names(args.logs), logs)), args.output, args.smooth, args.dark)
+    draw(dict(zip(run_names(args.logs), logs)), args.output, args.dark)
     print(f"wrote {args.output}")
 
 
