@@ -70,7 +70,7 @@ def draw_run(axes, curves):
     draw_losses(axes, {"training": curves})
     axes.get_legend().remove()
     at, half, offset = len(steps) // 4, len(values) // 2, {"textcoords": "offset points", "color": "C1"}
-    axes.annotate("training", (steps[at], min(losses[at - 20 : at + 20])), (-4, -2), color="C0", ha="right",
+    axes.annotate("training", (steps[at], min(losses[max(0, at - 20) : at + 20])), (-4, -2), color="C0", ha="right",
                   textcoords="offset points", va="top")
     axes.annotate("validation", (validated[half], values[half]), (6, 12), **offset)
     axes.annotate(f"{values[-1]:.2f}", (validated[-1], values[-1]), (6, 0), va="center", **offset)
