@@ -32,11 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 START = time.perf_counter()
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+from root import ROOT
 import numpy as np
 from tqdm import tqdm
 
@@ -49,7 +45,8 @@ from llmc.gpu.lines import flops_per_token, peak_flops
 from llmc.settings import Settings
 from llmc.tensors import Row, bf16_bits, flat, layer, table_elements
 from llmc.threads import THREADS
-from readme import SPEED, put_between_markers, split_at_markers
+from plot_bench import BESIDE_LLMC, MEASURED, draw_measured
+from readme import SPEED, output_of, put_between_markers, split_at_markers
 from train_gpt2 import GPT2, SIZES, Config, Decoder, parameter_table, random_model  # a GPU's: where they are used
 
 V, T = 50257, 1024
@@ -215,7 +212,6 @@ def describe_cpu():
 # ----------------------------------------------------------------------------------------------------------------------
 # gpu
 
-RESULTS, BESIDE_LLMC = (os.path.join(ROOT, "dev", f"bench_{of}.json") for of in ("gpu", "llmc"))  # for plot_bench.py
 GPU_WARMUP, GPU_STEPS, BATCHES, RIVALS = 10, 30, (4, 32, 64), ("eager", "compile", "reduce-overhead")
 TABLES = {
     "bfloat16": [*(Job("gpu", name, "bfloat16", B, T) for B in BATCHES for name in ("ours", *RIVALS)
@@ -256,9 +252,9 @@ def bench_gpu(args):
             put_between_markers("speed_gpu", "\n".join([machine[0], "", *gpu_summary(results)]))
             rows = [{**job._asdict(), **r} for job, r in results if "failed" not in r and job.recompute < 0]
             rows = ",\n".join(map(json.dumps, rows))
-            with replacing(RESULTS) as f:
+            with replacing(MEASURED) as f:
                 f.write(f'{{"machine": {json.dumps(machine[0])}, "T": {T}, "results": [\n{rows}\n]}}\n'.encode())
-            subprocess.run([sys.executable, os.path.join(ROOT, "dev", "plot_bench.py")], check=True)
+            draw_measured()
 
 
 def step_of_ours(job):
@@ -640,10 +636,7 @@ def train(gpus, *flags, only=None):
     command = [sys.executable, PROGRAM, "-i", "tokens", "-t", T, "-s", 0, "--gpus", gpus, "--lines", "llmc", *flags]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count_gpus()))))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible if only is None else visible.split(",")[only]}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise UserError(f"{' '.join(map(str, command[1:]))}: {(done.stderr.splitlines() or ['no message'])[-1]}")
-    return done.stdout
+    return output_of(command, env=environment)
 
 
 def time_training(gpus, flags, only=None):

@@ -14,15 +14,10 @@ the first wrong tensor and the launches that computed it, and the exit status is
 import collections
 import contextlib
 import math
-import os
 import sys
 from dataclasses import dataclass
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32

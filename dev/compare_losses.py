@@ -21,16 +21,11 @@ last printed digit), and in bfloat16 the mean of our last ten losses is within 0
 import dataclasses
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+from root import ROOT
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -44,6 +39,7 @@ from llmc.settings import field_flags, option, parse_settings
 from llmc.tensors import views
 from llmc.tokenizer import load_tokenizer
 from plot_log import read_log
+from readme import output_of
 from train_gpt2 import GPT2
 from train_gpt2_cuda import CudaSettings
 
@@ -78,10 +74,9 @@ def reorder_channels(config, params, seed):
 def run_ours(settings):
     """Return our losses: read from --run, or those of a run started here."""
     if settings.run:
-        log = os.path.join(settings.run, "main.log") if os.path.isdir(settings.run) else settings.run
-        curves = read_log(log)
+        curves = read_log(settings.run)
         if "trl" not in curves:
-            raise UserError(f"{log}: no training loss in it yet")
+            raise UserError(f"{settings.run}: no training loss in it yet")
         return curves["trl"][1]
     flags = ["-v", "0", "-s", "0", "--final_reports", "0", "--lines", "llmc"]
     for field in dataclasses.fields(CudaSettings):
@@ -89,10 +84,7 @@ def run_ours(settings):
         if value != field.default and field_flags(field)[0] not in flags:
             flags += [field_flags(field)[0], *([] if field.type is bool else [str(value)])]
     command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()}")
-    return [float(loss) for loss in re.findall(r"^step .*train loss (\S+)", done.stdout, re.MULTILINE)]
+    return [float(loss) for loss in re.findall(r"^step .*train loss (\S+)", output_of(command), re.MULTILINE)]
 
 
 def make_optimizer(model, settings, fused):

@@ -6,7 +6,7 @@ Draw a layer of GPT-2, forward and backward: doc/walkthrough.md's picture, for l
 
 import os
 
-from plot_log import head, light_and_dark, picture, run_main
+from plot_log import head, light_and_dark, run_main
 
 OUTPUT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "doc", "layer.png")
 STEPS = [  # forward step, the tensor it makes; the tensor's gradient, the backward step from there; what else it reads
@@ -72,10 +72,9 @@ def draw(axes):
 
 
 def main():
-    for path, dark in light_and_dark(OUTPUT):
-        with picture(path, dark, (8, 8)) as axes:
-            draw(axes)
-        print(f"wrote {os.path.relpath(path)}")
+    for axes in light_and_dark(OUTPUT, (8, 8)):
+        draw(axes)
+    print(f"wrote {os.path.relpath(OUTPUT)}")
 
 
 if __name__ == "__main__":

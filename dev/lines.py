@@ -33,12 +33,11 @@ def count(path):
         return sum(1 for _ in f)
 
 
-def imports(path, whole=False):
-    """The project's files that a file imports when it is loaded; whole: within its functions, too."""
+def imports(path):
+    """The project's files that a file imports when it is loaded."""
     with open(os.path.join(ROOT, path), "rb") as f:
         tree = ast.parse(f.read())
-    nodes = ast.walk(tree) if whole else tree.body
-    names = {name for node in nodes for name in (
+    names = {name for node in tree.body for name in (
         [alias.name for alias in node.names] if isinstance(node, ast.Import) else
         [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)] if isinstance(node, ast.ImportFrom)
         else [])}

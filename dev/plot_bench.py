@@ -13,19 +13,16 @@ losses, and how they differ from PyTorch's over the same first batches.
 import argparse
 import json
 import os
-import sys
 
+from root import ROOT
 import numpy as np
 
-from plot_log import draw_losses, head, label_parts, light_and_dark, picture, read_log, running_mean
-
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
 from llmc.errors import UserError, run_main
-from llmc.files import open_input
+from plot_log import draw_losses, head, label_parts, light_and_dark, read_log, running_mean
 
-LOSSES = os.path.join(ROOT, "doc", "logs", "make_train_losses.txt")
-BESIDE_LLMC = os.path.join(ROOT, "dev", "bench_llmc.json")
+DOC = os.path.join(ROOT, "doc")
+LOSSES = os.path.join(DOC, "logs", "make_train_losses.txt")  # by dev/readme.py train
+MEASURED, BESIDE_LLMC = (os.path.join(ROOT, "dev", f"bench_{of}.json") for of in ("gpu", "llmc"))
 GROUPS = {  # part of a bar -> how its kernels' names begin
     "matmuls": ("matmul",),
     "attention": ("attention",),
@@ -73,7 +70,7 @@ def draw_run(axes, curves):
     draw_losses(axes, {"training": curves})
     axes.get_legend().remove()
     at, half, offset = len(steps) // 4, len(values) // 2, {"textcoords": "offset points", "color": "C1"}
-    axes.annotate("training", (steps[at], min(losses[at - 20 : at + 20])), (-4, -2), color="C0", ha="right",
+    axes.annotate("training", (steps[at], min(losses[max(0, at - 20) : at + 20])), (-4, -2), color="C0", ha="right",
                   textcoords="offset points", va="top")
     axes.annotate("validation", (validated[half], values[half]), (6, 12), **offset)
     axes.annotate(f"{values[-1]:.2f}", (validated[-1], values[-1]), (6, 0), va="center", **offset)
@@ -84,16 +81,15 @@ def draw_overview(beside, output):
     """README.md's picture. beside: {"machine": text, "T": T, "ms": {program: {B: ms a step}}}."""
     ms = {name.split(",")[0]: {int(B): t for B, t in row.items()} for name, row in beside["ms"].items()}
     curves = read_log(LOSSES)
-    for path, dark in light_and_dark(output):
-        with picture(path, dark, (10, 4), ncols=2) as (left, right):
-            draw_run(left, curves)
-            head(left, f"make train: loss {curves['tel'][1][-1]:.2f} after three minutes", "nats a character; GPT-2"
-                 " with 3.2 million random parameters\ntwo cores of an AMD EPYC")
-            names = [*ms][:2]
-            faster = advantage({name: ms[name] for name in names})
-            head(right, f"{faster} faster than {names[1]}", "thousand tokens a second, GPT-2 124M"
-                 f" in bfloat16, T={beside['T']}\n{beside['machine']}")
-            draw_rates(right, ms, beside["T"])
+    for left, right in light_and_dark(output, (10, 4), ncols=2):
+        draw_run(left, curves)
+        head(left, f"make train: loss {curves['tel'][1][-1]:.2f} after three minutes", "nats a character; GPT-2"
+             " with 3.2 million random parameters\ntwo cores of an AMD EPYC")
+        names = [*ms][:2]
+        faster = advantage({name: ms[name] for name in names})
+        head(right, f"{faster} faster than {names[1]}", "thousand tokens a second, GPT-2 124M"
+             f" in bfloat16, T={beside['T']}\n{beside['machine']}")
+        draw_rates(right, ms, beside["T"])
 
 
 def draw(measured, output):
@@ -108,32 +104,31 @@ def draw(measured, output):
             total, shares[r["B"]] = sum(r["profile"].values()), dict.fromkeys(GROUPS, 0.0)
             for kernel, t in r["profile"].items():
                 shares[r["B"]][group_of(kernel)] += 100 * t / total
-    for path, dark in light_and_dark(output):
-        with picture(path, dark, (8, 6.6), nrows=2, height_ratios=(3, 2)) as (above, below):
-            head(above, f"{advantage(ms)} more tokens a second than PyTorch at its best", "thousand tokens a second,"
-                 f" GPT-2 124M in bfloat16, T={measured['T']}\n{measured['machine']}")
-            draw_rates(above, ms, measured["T"])
-            matmuls = [row["matmuls"] for row in shares.values()]
-            head(below, f"Matmuls take {min(matmuls):.0f} to {max(matmuls):.0f} percent of the step",
-                 "percent of train_gpt2_cuda.py's step, each kernel timed alone")
-            below.set(xlim=(0, 100), ylim=(len(shares) - 0.5, -1.3), xticks=[], yticks=range(len(shares)))
-            below.set_yticklabels([f"B={B}" for B in shares])
-            below.tick_params(length=0, pad=8)
-            below.figure.get_layout_engine().set(hspace=0.06)
-            below.spines[:].set_visible(False)
-            for y, row in enumerate(shares.values()):
-                parts, begin = [], 0.0
-                for index, (group, share) in enumerate(row.items()):
-                    color = f"C{index}"
-                    below.barh(y, share, left=begin, height=0.8, color=color)
-                    if share >= 2.5:
-                        below.text(begin + share / 2, y, f"{share:.0f}", color=below.get_facecolor(), ha="center",
-                                   va="center", fontsize=10)
-                    if share >= 0.5:
-                        parts.append((begin, begin + share, group, color))
-                    begin += share
-                if y == 0:
-                    label_parts(below, parts, -0.5, True)
+    for above, below in light_and_dark(output, (8, 6.6), nrows=2, height_ratios=(3, 2)):
+        head(above, f"{advantage(ms)} more tokens a second than PyTorch at its best", "thousand tokens a second,"
+             f" GPT-2 124M in bfloat16, T={measured['T']}\n{measured['machine']}")
+        draw_rates(above, ms, measured["T"])
+        matmuls = [row["matmuls"] for row in shares.values()]
+        head(below, f"Matmuls take {min(matmuls):.0f} to {max(matmuls):.0f} percent of the step",
+             "percent of train_gpt2_cuda.py's step, each kernel timed alone")
+        below.set(xlim=(0, 100), ylim=(len(shares) - 0.5, -1.3), xticks=[], yticks=range(len(shares)))
+        below.set_yticklabels([f"B={B}" for B in shares])
+        below.tick_params(length=0, pad=8)
+        below.figure.get_layout_engine().set(hspace=0.06)
+        below.spines[:].set_visible(False)
+        for y, row in enumerate(shares.values()):
+            parts, begin = [], 0.0
+            for index, (group, share) in enumerate(row.items()):
+                color = f"C{index}"
+                below.barh(y, share, left=begin, height=0.8, color=color)
+                if share >= 2.5:
+                    below.text(begin + share / 2, y, f"{share:.0f}", color=below.get_facecolor(), ha="center",
+                               va="center", fontsize=10)
+                if share >= 0.5:
+                    parts.append((begin, begin + share, group, color))
+                begin += share
+            if y == 0:
+                label_parts(below, parts, -0.5, True)
 
 
 def draw_long_run(logs, output):
@@ -143,50 +138,44 @@ def draw_long_run(logs, output):
     ours, theirs = (np.array(log["trl"][1]) for log in logs)
     shared = len(theirs)
     differences = ours[:shared] - theirs
-    for path, dark in light_and_dark(output):
-        with picture(path, dark, (8, 6.6), nrows=2, height_ratios=(3, 2)) as (above, below):
-            draw_run(above, logs[0])
-            first, *_, last = logs[0]["tel"][1]
-            head(above, f"760 million tokens in 20 minutes: validation loss {first:.2f} to {last:.2f}", "nats a token;"
-                 " GPT-2 124M from random weights, 524,288 tokens an update\nNVIDIA H200, CUDA 13.0; 2026-11-23")
-            above.axvspan(0, shared, color="C7", alpha=0.12, linewidth=0)
-            above.text(shared / 2, above.get_ylim()[0], f"these {shared} in PyTorch,\ntoo: see below\n", ha="center")
-            above.set_xlabel("updates")
-            head(below, f"PyTorch, on the same {shared} batches: {np.mean(np.abs(differences)):.3f} apart on average",
-                 "train_gpt2_cuda.py's loss minus PyTorch's (bfloat16 autocast): each update, and the mean of 21")
-            below.axhline(0, color="C7", linewidth=1)
-            below.plot(differences, color="C0", linewidth=0.7, alpha=0.4)
-            below.plot(range(10, shared - 10), running_mean(differences, 10), color="C0", linewidth=1.6)
-            lowest = np.argmin(differences)
-            below.annotate("train_gpt2_cuda.py skipped two updates", (lowest, differences[lowest]), (-8, 4),
-                           textcoords="offset points", ha="right")
-            below.set(xlim=(0, shared), xlabel="updates")
-            below.grid()
-            below.figure.get_layout_engine().set(hspace=0.06)
+    for above, below in light_and_dark(output, (8, 6.6), nrows=2, height_ratios=(3, 2)):
+        draw_run(above, logs[0])
+        first, *_, last = logs[0]["tel"][1]
+        head(above, f"760 million tokens in 20 minutes: validation loss {first:.2f} to {last:.2f}", "nats a token;"
+             " GPT-2 124M from random weights, 524,288 tokens an update\nNVIDIA H200, CUDA 13.0; 2026-11-23")
+        above.axvspan(0, shared, color="C7", alpha=0.12, linewidth=0)
+        above.text(shared / 2, above.get_ylim()[0], f"these {shared} in PyTorch,\ntoo: see below\n", ha="center")
+        above.set_xlabel("updates")
+        head(below, f"PyTorch, on the same {shared} batches: {np.mean(np.abs(differences)):.3f} apart on average",
+             "train_gpt2_cuda.py's loss minus PyTorch's (bfloat16 autocast): each update, and the mean of 21")
+        below.axhline(0, color="C7", linewidth=1)
+        below.plot(differences, color="C0", linewidth=0.7, alpha=0.4)
+        below.plot(range(10, shared - 10), running_mean(differences, 10), color="C0", linewidth=1.6)
+        lowest = np.argmin(differences)
+        below.annotate("train_gpt2_cuda.py skipped two updates", (lowest, differences[lowest]), (-8, 4),
+                       textcoords="offset points", ha="right")
+        below.set(xlim=(0, shared), xlabel="updates")
+        below.grid()
+        below.figure.get_layout_engine().set(hspace=0.06)
+
+
+def draw_measured():
+    """README.md's picture and doc/speed.md's."""
+    for path, draw_it, output in ((MEASURED, draw, "bench_gpu.png"), (BESIDE_LLMC, draw_overview, "overview.png")):
+        with open(path) as f:
+            draw_it(json.load(f), os.path.join(DOC, output))
+        print(f"wrote {os.path.relpath(os.path.join(DOC, output))}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
-    parser.add_argument("results", nargs="?", default=os.path.join(ROOT, "dev", "bench_gpu.json"),
-                        help="what dev/bench.py gpu --readme wrote")
-    parser.add_argument("-o", "--output", default=os.path.join(ROOT, "doc", "bench_gpu.png"), help="their picture")
-    parser.add_argument("--overview", default=os.path.join(ROOT, "doc", "overview.png"), help="README.md's picture")
     parser.add_argument("--long_run", nargs=2, metavar="LOG", help="a run's log, and PyTorch's over its first batches")
-    args = parser.parse_args()
-    if args.long_run:
-        output = os.path.join(ROOT, "doc", "long_run.png")
-        draw_long_run([read_log(path) for path in args.long_run], output)
-        print(f"wrote {os.path.relpath(output)}")
-        return
-    for path, draw_it, output in ((args.results, draw, args.output), (BESIDE_LLMC, draw_overview, args.overview)):
-        try:
-            with open_input(path, "make it with: python dev/bench.py gpu --readme") as f:
-                found = json.load(f)
-            draw_it(found, output)
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, StopIteration, TypeError,
-                ValueError) as error:
-            raise UserError(f"{path}: not the JSON that was expected ({error!r:.100})") from None
-        print(f"wrote {os.path.relpath(output)}")
+    logs = parser.parse_args().long_run
+    if not logs:
+        return draw_measured()
+    output = os.path.join(DOC, "long_run.png")
+    draw_long_run([read_log(path) for path in logs], output)
+    print(f"wrote {os.path.relpath(output)}")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ import contextlib
 import io
 import os
 import re
-import sys
 
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from llmc.errors import UserError, import_package, run_main
 from llmc.files import open_input, replacing
 from llmc.logger import last_run
@@ -28,19 +27,13 @@ DARK = "#0d1117 #f0f6fc #818b98 #4493f8 #f0883e #3fb950 #ab7df8 #db61a2 #d4a72c 
 EVENT = re.compile(r"s:(\d{1,10}) (trl|tel|eval):(\S+)")
 
 
-def read_lines(path, mend):
-    """Return the lines of a log, without a last one that was cut off before its end."""
-    with open_input(path, mend) as f:
-        data = f.read()
-    return data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()
-
-
 def read_log(path):
-    """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log; raises UserError for any other file.
-
-    Of a step that was logged again after a restart, the last loss counts.
-    """
-    lines = read_lines(path, "make it with: python train_gpt2.py -o run.log")
+    """Return {'trl': (steps, losses), 'tel': ...} of the last run in a log, or in that of a run's directory; raises
+    UserError for any other file. Of a step that was logged again after a restart, the last loss counts."""
+    path = os.path.join(path, "main.log") if os.path.isdir(path) else path
+    with open_input(path, "make it with: python train_gpt2.py -o run.log") as f:
+        data = f.read()
+    lines = data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()  # without one that was cut off
     curves, first = {}, last_run(lines)
     for number, line in enumerate(lines[first:], first + 1):
         match = EVENT.match(line)
@@ -54,18 +47,11 @@ def read_log(path):
 
 
 def run_names(paths):
-    """Name runs after their directories or logs, with as many parent directories as it takes to tell them apart, or a
-    number."""
-    parts = []
-    for path in paths:
-        path = os.path.abspath(path).removesuffix(os.sep + "main.log").removesuffix(".log")
-        parts.append(os.fsencode(path).decode(errors="replace").strip(os.sep).split(os.sep))
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(set(map(tuple, parts))):
-            break
-    before = [names[:i].count(name) for i, name in enumerate(names)]  # the same twice, or a.log and a/main.log
-    return [f"{name} ({count + 1})" if count else name for name, count in zip(names, before)]
+    """Name runs after their directories or logs; if two would have the same name, all by their paths."""
+    paths = [os.fsencode(path).decode(errors="replace") for path in paths]
+    names = [os.path.basename(os.path.abspath(path).removesuffix(os.sep + "main.log").removesuffix(".log"))
+             for path in paths]
+    return names if len(set(names)) == len(names) else paths
 
 
 def running_mean(losses, width):
@@ -74,15 +60,15 @@ def running_mean(losses, width):
     return (sums[2 * width + 1 :] - sums[: len(losses) - 2 * width]) / (2 * width + 1)
 
 
-def draw_losses(axes, logs, width=None):
-    """Draw logs, {name: curves from read_log}. width: of the running mean; None: 2 percent of the steps."""
+def draw_losses(axes, logs):
+    """Draw logs, {name: curves from read_log}."""
     low, high, entries = [], [], []  # entries: of the legend
     for index, (name, curves) in enumerate(logs.items()):
         color, of_validation = f"C{index}", "C1" if len(logs) == 1 else f"C{index}"
         prefix = "" if len(logs) == 1 else f"{name}: "
         if "trl" in curves:
             steps, losses = map(np.array, curves["trl"])
-            side = min(len(steps) // 50 if width is None else width, (len(steps) - 1) // 2)
+            side = len(steps) // 50  # of the running mean: 2 percent of the steps
             mean = running_mean(losses, side)
             axes.plot(steps, losses, color=color, linewidth=0.7, alpha=0.3)
             line, = axes.plot(steps[side : len(steps) - side], mean, color=color, linewidth=1.6)
@@ -143,10 +129,11 @@ def picture(output, dark=False, size=(8, 5), **layout):
         plt.close(figure)
 
 
-def light_and_dark(output):
-    """Yield path and dark, for a page's picture and the one for dark screens."""
-    yield output, False
-    yield "-dark".join(os.path.splitext(output)), True
+def light_and_dark(output, size, **layout):
+    """Yield the axes of a page's picture twice: for light screens, then, with another name, for dark ones."""
+    for path, dark in ((output, False), ("-dark".join(os.path.splitext(output)), True)):
+        with picture(path, dark, size, **layout) as axes:
+            yield axes
 
 
 def head(axes, title, below):
@@ -176,9 +163,9 @@ def label_parts(axes, parts, y, up):
                           arrowprops={"arrowstyle": "-", "color": color, "shrinkA": 0, "shrinkB": 0})
 
 
-def draw(logs, output, width=None, dark=False):
+def draw(logs, output, dark=False):
     with picture(output, dark) as axes:
-        draw_losses(axes, logs, width)
+        draw_losses(axes, logs)
         axes.set_ylabel("loss, nats a token")
         if len(logs) == 1:
             axes.set_title(*logs, parse_math=False)
@@ -189,15 +176,10 @@ def main():
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's directory, or a log file")
     parser.add_argument("-o", "--output", default="losses.png",
                         help="picture to write (.png, .svg, .pdf; default: losses.png)")
-    parser.add_argument("--smooth", type=int, metavar="N",
-                        help="steps on either side that the running mean takes in (default: 2 percent of them)")
     parser.add_argument("--dark", action="store_true", help="on black")
     args = parser.parse_args()
-    if args.smooth is not None and args.smooth < 0:
-        raise UserError(f"--smooth {args.smooth}: expected at least 0")
-    paths = [os.path.join(path, "main.log") if os.path.isdir(path) else path for path in args.logs]
-    logs = [read_log(path) for path in paths]
-    draw(dict(zip(run_names(paths), logs)), args.output, args.smooth, args.dark)
+    logs = [read_log(path) for path in args.logs]
+    draw(dict(zip(run_names(args.logs), logs)), args.output, args.dark)
     print(f"wrote {args.output}")
 
 

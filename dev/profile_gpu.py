@@ -14,17 +14,11 @@ are measured right before. Under Nsight Systems, the same names are NVTX ranges.
 
 import contextlib
 import math
-import os
 import re
-import sys
 import time
 from types import SimpleNamespace
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
 from llmc.errors import UserError, run_main

@@ -18,6 +18,7 @@ The tables of steps come from dev/bench.py cpu --readme and dev/bench.py gpu --r
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,16 +26,14 @@ import tempfile
 import textwrap
 from typing import NamedTuple
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
+from root import ROOT
 from llmc.errors import UserError, run_main
 from llmc.files import replacing
+from plot_bench import LOSSES, draw_measured
 
 README = os.path.join(ROOT, "README.md")
 SPEED, CORRECTNESS = (os.path.join(ROOT, "doc", name) for name in ("speed.md", "correctness.md"))
 LOGS = os.path.join(ROOT, "doc", "logs")
-LOSSES = os.path.join(LOGS, "make_train_losses.txt")  # what dev/plot_bench.py draws
 
 
 def write_text(path, text):
@@ -59,12 +58,13 @@ def put_between_markers(name, text, path=README):
     write_text(path, f"{before}\n{text}\n{after}")
 
 
-def output_of(command):
-    """Return what a command prints; raises UserError if it fails."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True)
+def output_of(command, **options):
+    """Return what a command prints; raises UserError if it fails. options: of subprocess.run."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, encoding="utf-8", errors="replace",
+                          **options)
     if done.returncode:
-        raise UserError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace').strip()}")
-    return done.stdout.decode(errors="replace")
+        raise UserError(f"{shlex.join(done.args)} failed:\n{done.stderr.strip()}")
+    return done.stdout
 
 
 def shorten(text, keep=2):
@@ -124,7 +124,7 @@ def main():
         command, page, marker = sections(run)[name]
         if marker:
             split_at_markers(marker, page)  # fail now, not after all the work
-        printed = output_of(command).replace(run, "runs/first").replace(sys.executable, "python")
+        printed = output_of(command, cwd=ROOT).replace(run, "runs/first").replace(sys.executable, "python")
         output = shorten(printed)
         print(output)
         if marker:
@@ -136,7 +136,7 @@ def main():
             if name == "train":
                 put_between_markers("make_train", f"```\n{excerpt(printed)}\n```")
                 shutil.copyfile(os.path.join(run, "main.log"), LOSSES)
-                subprocess.run([sys.executable, os.path.join(ROOT, "dev", "plot_bench.py")], check=True)
+                draw_measured()
 
 
 if __name__ == "__main__":

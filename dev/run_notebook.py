@@ -6,43 +6,36 @@ Run doc/first_run.ipynb and store what it prints and shows in it. Needs: pip ins
 
 import argparse
 import os
-import sys
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-from llmc.errors import UserError, run_main
-from llmc.files import open_input, replacing
+from root import ROOT
+from llmc.errors import UserError, import_package, run_main
+from llmc.files import replacing
+
+PAGE = os.path.join(ROOT, "doc", "first_run.ipynb")
 
 
-def execute(path, directory):
-    """Run a notebook with this Python in `directory`; return it with outputs. Raises UserError with a cell's error."""
-    try:
-        import nbclient
-        import nbformat
-    except ImportError as error:
-        raise UserError(f"{error.name} cannot be imported: pip install -r requirements-test.txt") from None
-    with open_input(path, "it comes with this project: git checkout doc/first_run.ipynb") as f:
-        notebook = nbformat.reads(f.read().decode(), as_version=4)
+def execute(path):
+    """Run a notebook with this Python in its directory; return its text with outputs. Raises UserError with a cell's
+    error."""
+    nbclient, nbformat = (import_package(name, "a notebook") for name in ("nbclient", "nbformat"))
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": os.path.dirname(path)}}
     client = nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3", record_timing=False,
-                                     coalesce_streams=True, resources={"metadata": {"path": directory}})
+                                     coalesce_streams=True, resources=resources)
     try:
         client.execute()
     except nbclient.exceptions.CellExecutionError as error:
         raise UserError(f"{path}: {error}") from None
     notebook.metadata.language_info = {"name": "python"}
-    return notebook
+    return nbformat.writes(notebook) + "\n"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
-    parser.add_argument("notebook", nargs="?", default=os.path.join(ROOT, "doc", "first_run.ipynb"))
-    path = parser.parse_args().notebook
-    notebook = execute(path, os.path.dirname(os.path.abspath(path)))
-    import nbformat
-
-    with replacing(path) as f:
-        f.write(nbformat.writes(notebook).encode() + b"\n")
-    print(f"wrote {path}")
+    argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0]).parse_args()
+    executed = execute(PAGE)
+    with replacing(PAGE) as f:
+        f.write(executed.encode())
+    print(f"wrote {os.path.relpath(PAGE)}")
 
 
 if __name__ == "__main__":

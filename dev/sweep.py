@@ -26,11 +26,7 @@ import sys
 import time
 from typing import NamedTuple
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+from root import ROOT
 import numpy as np
 from tqdm import tqdm
 

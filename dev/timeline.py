@@ -13,15 +13,9 @@ last gradients travel.
 
 import datetime
 import itertools
-import os
 import statistics
-import sys
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
 import train_gpt2_cuda as cuda
@@ -30,7 +24,7 @@ from llmc.errors import run_main
 from llmc.gpu.trainer import open_trainer
 from llmc.resume import read_start
 from llmc.gpu.ranks import check_alike, on_ranks
-from plot_log import head, label_parts, light_and_dark, picture
+from plot_log import head, label_parts, light_and_dark
 
 PICTURE, STEPS = "timeline.png", 20
 ROWS = {"main": (2, "compute"), "comm": (0, "transfers between GPUs")}  # stream -> y, label
@@ -73,29 +67,28 @@ def draw(spans, machine):
     title, alone = f"A step of {length:.1f} ms", all(stream == "main" for _, stream in spans)
     if not alone:
         title = f"A GPU waits for transfers {sum(end - begin for begin, end in waits):.1f} ms in a{title[1:]}"
-    for output, dark in light_and_dark(PICTURE):
-        with picture(output, dark, (8, 2.4 if alone else 3.7)) as axes:
-            axes.set(xlim=(0, length or 1), ylim=(1 if alone else -1.3, 3.2), yticks=[])
-            axes.set_xlabel("ms since the step began")
-            axes.spines["left"].set_visible(False)
-            head(axes, title, machine)
-            for stream, (y, text) in list(ROWS.items())[: 1 if alone else 2]:
-                axes.text(0, y + 0.47, text, fontsize=10, va="bottom")
-                row, parts = sorted((times, name.split()) for (name, of), times in spans.items() if of == stream), []
-                for kind, group in itertools.groupby(row, lambda span: span[1][0]):
-                    times, names = zip(*group)
-                    for begin, end in times:
-                        axes.barh(y, end - begin, left=begin, color=COLORS[kind], linewidth=0.5,
-                                  edgecolor=axes.get_facecolor())
-                    begin, end, ms = times[0][0], max(end for _, end in times), sum(end - begin for begin, end in times)
-                    text = describe(kind, [(*name, None)[1] for name in names], ms, length)
-                    if len(times) == 1 and ms > 0.1 * length:
-                        axes.text((begin + end) / 2, y, text, color=axes.get_facecolor(), ha="center", va="center")
-                    else:
-                        parts.append((begin, end, text, COLORS[kind]))
-                label_parts(axes, parts, y + (0.5 if stream == "main" else -0.5), stream == "main")
-            label_parts(axes, [(begin, end, f"waits {end - begin:.1f} ms", "C7") for begin, end in waits
-                               if end - begin > 0.02 * length], 1.4, False)
+    for axes in light_and_dark(PICTURE, (8, 2.4 if alone else 3.7)):
+        axes.set(xlim=(0, length or 1), ylim=(1 if alone else -1.3, 3.2), yticks=[])
+        axes.set_xlabel("ms since the step began")
+        axes.spines["left"].set_visible(False)
+        head(axes, title, machine)
+        for stream, (y, text) in list(ROWS.items())[: 1 if alone else 2]:
+            axes.text(0, y + 0.47, text, fontsize=10, va="bottom")
+            row, parts = sorted((times, name.split()) for (name, of), times in spans.items() if of == stream), []
+            for kind, group in itertools.groupby(row, lambda span: span[1][0]):
+                times, names = zip(*group)
+                for begin, end in times:
+                    axes.barh(y, end - begin, left=begin, color=COLORS[kind], linewidth=0.5,
+                              edgecolor=axes.get_facecolor())
+                begin, end, ms = times[0][0], max(end for _, end in times), sum(end - begin for begin, end in times)
+                text = describe(kind, [(*name, None)[1] for name in names], ms, length)
+                if len(times) == 1 and ms > 0.1 * length:
+                    axes.text((begin + end) / 2, y, text, color=axes.get_facecolor(), ha="center", va="center")
+                else:
+                    parts.append((begin, end, text, COLORS[kind]))
+            label_parts(axes, parts, y + (0.5 if stream == "main" else -0.5), stream == "main")
+        label_parts(axes, [(begin, end, f"waits {end - begin:.1f} ms", "C7") for begin, end in waits
+                           if end - begin > 0.02 * length], 1.4, False)
 
 
 def work(settings, ranks):

@@ -16,13 +16,8 @@ status is 1.
 import argparse
 import contextlib
 import io
-import os
-import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 from tqdm import tqdm
 

@@ -1,7 +1,6 @@
 """The programs of dev/ that measure: what they print of results, and what those for a GPU say where there is none."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -42,10 +41,11 @@ def test_the_tables_of_a_gpu(monkeypatch, tmp_path):
     summary = bench.gpu_summary([(jobs[0], ours), (jobs[1], {**RESULT, "ms": 12.0})])
     assert any("llm.c" in line for line in summary) and len({line.count("|") for line in summary}) == 1
     (tmp_path / "r.json").write_text(json.dumps({"machine": "a", "T": 8, "results": [{**jobs[0]._asdict(), **ours}]}))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["", "r.json", "-o", "a.png", "--overview", "b.png"])
-    plot_bench.main()
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a-dark.png", "b.png"))
+    for name, value in dict(MEASURED=tmp_path / "r.json", DOC=tmp_path).items():
+        monkeypatch.setattr(plot_bench, name, value)
+    plot_bench.draw_measured()
+    for name in ("bench_gpu-dark.png", "overview.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))

@@ -62,4 +62,4 @@ def test_a_cell_that_fails_is_an_error(monkeypatch):
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("FIRST_RUN_STEPS", "no number")
     with pytest.raises(UserError, match="first_run.ipynb"):
-        run_notebook.execute(PAGE, str(ROOT / "doc"))
+        run_notebook.execute(PAGE)

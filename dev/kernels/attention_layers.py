@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import llmc.gpu.device
-from lab import (SUMS, TF32, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected_results, np, rung, torch,
+from lab import (SUMS, TF32, Kernel, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected_results, np, rung, torch,
                  train_gpt2)
 from llmc.gpu.geometry import hopper_attention
 from profile_gpu import attention_flops
@@ -66,9 +66,9 @@ class Attention(Layer):
         """What the live kernels' launches take."""
         return self.B, self.T, self.NH, self.NH, self.C // self.NH
 
-    def thread_launch(self, lab, name, rows, block, *arguments):
-        """Launch a thread for each row of each head, or several: `rows` of them share a block."""
-        lab.launch(name, (blocks(self.T, rows), self.NH, self.B), (block,), *arguments, self.T)
+    def row_grid(self, rows):
+        """A grid for all rows of each head, `rows` of them a block."""
+        return blocks(self.T, rows), self.NH, self.B
 
     def row_launch(self, lab, name, *arguments):
         """Launch a warp for each row of each head."""
@@ -100,9 +100,10 @@ class AttentionForward(Attention):
     def library(self, t):
         return lambda: {"out": attend(t.inp, self.NH, self.backend)[0].detach().transpose(1, 2)}
 
-    @rung(32, 64, 128, 256)
-    def thread_a_row(self, lab, a, block):
-        self.thread_launch(lab, "attention_forward_thread_a_row", block, block, a.out, a.lse, a.inp)
+    def arguments(self, a):
+        return *self.given(a), self.T
+
+    thread_a_row = Kernel(grid=lambda self, lab, block: self.row_grid(block), sweep=(32, 64, 128, 256))
 
     @rung(64, 256, 1024)
     def products_apart(self, lab, a, block):
@@ -114,9 +115,7 @@ class AttentionForward(Attention):
         grid = blocks(self.C // self.NH, tile), rows, heads
         lab.launch("attention_forward_values", grid, (tile, tile), a.out, att, a.inp, self.T, shared=shared)
 
-    @rung(32, 64, 128, 256)
-    def online(self, lab, a, block):
-        self.thread_launch(lab, "attention_forward_online", block, block, a.out, a.lse, a.inp)
+    online = Kernel(grid=lambda self, lab, block: self.row_grid(block), sweep=(32, 64, 128, 256))
 
     @rung(128)
     def mma_sync(self, lab, a, block):
@@ -171,20 +170,23 @@ class AttentionBackward(Attention):
         dout = t.dout.view(self.B, self.T, self.NH, -1).transpose(1, 2)
         return lambda: {"dinp": SideBySide(torch.autograd.grad(out, operands, dout, retain_graph=True))}
 
+    def two_passes(self, lab, a, name, rows, block):
+        """The gradients of queries, then of keys and values, `rows` rows of each a block."""
+        self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
+        for of in ("dquery", "dkv"):
+            lab.launch(f"attention_backward_{of}_{name}", self.row_grid(rows), (block,), a.dinp, a.dout, a.inp, a.lse,
+                       a.D, self.T)
+
     def backward(self, device, a):
         cuda.attention_backward(device, a.dinp, a.D, a.sums, a.dout, a.inp, a.out, a.lse, None, *self.live_sizes())
 
     @rung(32, 64, 128, 256)
     def thread_a_row(self, lab, a, block):
-        self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
-        for name in ("attention_backward_dquery_thread_a_row", "attention_backward_dkv_thread_a_row"):
-            self.thread_launch(lab, name, block, block, a.dinp, a.dout, a.inp, a.lse, a.D)
+        self.two_passes(lab, a, "thread_a_row", block, block)
 
     @rung(32, 64, 128, 256)
     def recompute(self, lab, a, block):
-        self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
-        for name in ("attention_backward_dquery_recompute", "attention_backward_dkv_recompute"):
-            self.thread_launch(lab, name, block // 4, block, a.dinp, a.dout, a.inp, a.lse, a.D)
+        self.two_passes(lab, a, "recompute", block // 4, block)
 
     @rung(128)
     def mma_sync(self, lab, a, block):

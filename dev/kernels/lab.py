@@ -14,11 +14,8 @@ import sys
 from types import SimpleNamespace
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.join(HERE, "..", "..")
-sys.path[:0] = [ROOT, os.path.join(ROOT, "dev")]
-
-import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
-
+sys.path.insert(0, os.path.dirname(HERE))
+import root  # noqa: F401  (it finds the modules)
 import numpy as np
 import torch
 
@@ -73,11 +70,11 @@ def rung(*blocks, **options):
 
 class Kernel(Rung):
     """A rung of one kernel, <layer>_<rung>(*layer.arguments). share(layer, block): how much of layer.work a block does;
-    or grid(layer, lab, block). shared(layer, block): bytes of dynamic shared memory. adds_to: results that are set to 0
-    first."""
+    or grid(layer, lab, block). sweep: its block sizes. shared(layer, block): bytes of dynamic shared memory. adds_to:
+    results that are set to 0 first."""
 
-    def __init__(self, share=None, grid=None, shared=lambda layer, block: 0, adds_to=()):
-        super().__init__(self.launch, SWEEP, lambda layer, block: shared(layer, block) <= layer.gpu.shared)
+    def __init__(self, share=None, grid=None, sweep=SWEEP, shared=lambda layer, block: 0, adds_to=()):
+        super().__init__(self.launch, sweep, lambda layer, block: shared(layer, block) <= layer.gpu.shared)
         self.grid = grid or (lambda layer, lab, block: (blocks(layer.work, share(layer, block)),))
         self.shared, self.adds_to = shared, adds_to
 

@@ -39,17 +39,17 @@ class EncoderForward(Layer):
     live = launcher(lambda self, device, a: cuda.encoder_forward(device, *self.given(a), *self.sizes()))
 
 
-class EncoderBackward(Layer):
+class EncoderBackward(EncoderForward):
     """dwte += the sum of dout over the positions of each token; dwpe = the sum over the batch"""
 
-    name, shapes, float32_grads = "encoder_backward", ((3, 97),), True
+    name, float32_grads = "encoder_backward", True
     checked, signature = {"dwte": SUMS, "dwpe": SUMS}, ("dwte", "dwpe", "dout", "inp")
 
     def tensors(self):
         B, T, C, N, maxT = self.B, self.T, self.C, self.N, self.config.maxT
         inp, order, begins, tokens = self.tokens(), *(np.zeros(size, np.int32) for size in (N, N + 1, N))
         sort_tokens(order, begins, tokens, inp)
-        self.different = np.unique(inp).size
+        self.work, self.different = N * C, np.unique(inp).size
         return {"dwte": self.random(self.Vp, C, dtype="float32"), "dwpe": self.float32(maxT, C),
                 "partials": self.float32(self.sum_rows().wte, C), "dout": self.random(B, T, C), "inp": inp,
                 "order": order, "begins": begins, "tokens": tokens}
@@ -66,12 +66,7 @@ class EncoderBackward(Layer):
 
         return call
 
-    @rung(*SWEEP)
-    def atomics(self, lab, a, block):
-        lab.clear(a.dwpe)
-        grid = (blocks(self.N * self.C, block),)
-        lab.launch("encoder_backward_atomics", grid, (block,), *self.given(a), self.B, self.T)
-
+    atomics = Kernel(THREAD, adds_to=("dwpe",))
     live = launcher(lambda self, device, a: cuda.encoder_backward(
         device, a.dwte, a.dwpe, a.partials, a.dout, a.order, a.begins, a.tokens, *self.sizes()))
 

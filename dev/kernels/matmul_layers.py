@@ -11,7 +11,7 @@ import math
 
 import torch.nn.functional as F
 
-from lab import SUMS, SWEEP, TF32, Layer, Rung, blocks, np, rung, train_gpt2
+from lab import SUMS, TF32, Kernel, Layer, Rung, blocks, np, rung, train_gpt2
 from llmc.gpu.geometry import hopper_matmul
 
 
@@ -94,27 +94,19 @@ class MatmulForward(Matmul):
 
     cublaslt, thread_an_element = Matmul.cublaslt, Matmul.thread_an_element
 
-    @rung(*SWEEP)
-    def coalesced(self, lab, a, block):
-        lab.launch("matmul_forward_coalesced", (blocks(self.N * self.OC, block // 32),), (block,), *self.arguments(a))
+    coalesced = Kernel(grid=lambda self, lab, block: (blocks(self.N * self.OC, block // 32),))
 
     @rung(64, 256, 1024)
     def shared_tiles(self, lab, a, block):
         tile = math.isqrt(block)
-        grid = blocks(self.OC, tile), blocks(self.N, tile)
-        lab.launch("matmul_forward_shared_tiles", grid, (tile, tile), *self.arguments(a),
+        lab.launch("matmul_forward_shared_tiles", self.tiles(tile), (tile, tile), *self.arguments(a),
                    shared=2 * tile * (tile + 1) * 4)
 
-    @rung(256)
-    def register_tiles(self, lab, a, block):
-        grid = blocks(self.OC, 128), blocks(self.N, 128)
-        lab.launch("matmul_forward_register_tiles", grid, (block,), *self.arguments(a))
+    def tiles(self, side):
+        return blocks(self.OC, side), blocks(self.N, side)
 
-    @rung(128)
-    def tensor_cores(self, lab, a, block):
-        grid = blocks(self.OC, 64), blocks(self.N, 64)
-        lab.launch("matmul_forward_tensor_cores", grid, (block,), *self.arguments(a))
-
+    register_tiles = Kernel(grid=lambda self, lab, block: self.tiles(128), sweep=(256,))
+    tensor_cores = Kernel(grid=lambda self, lab, block: self.tiles(64), sweep=(128,))
     mma_sync = Matmul.mma_sync
     wgmma_tma = hopper_rung("wgmma_tma", 128, 128, 128, 3)
     larger_tiles = hopper_rung("larger_tiles", 256, 192, 256, 4)
