@@ -395,8 +395,6 @@ class FakeEvent:
 
 
 class FakeFunction:
-    compute = None  # what a test lets it do with its arguments
-
     def __init__(self, fake, name):
         self.fake, self.name, self.max_dynamic_shared_size_bytes = fake, name, 48 << 10
 
@@ -405,17 +403,18 @@ class FakeFunction:
         stream = stream or self.fake.current[-1]
         stream.launched += 1
         self.fake.launches.append(Launch(self.name, grid, block, arguments, shared_mem, stream.ptr))
-        if self.compute:
-            self.compute(*(None if isinstance(a, np.uint64) and a == 0 else a for a in arguments))
+        if compute := self.fake.compute.get(self.name):
+            compute(*(None if isinstance(a, np.uint64) and a == 0 else a for a in arguments))
 
 
 class FakeGPU:
-    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear()."""
+    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear();
+    `compute` has what a kernel does with its arguments, for those that do anything."""
 
-    def __init__(self, arch="sm_90a"):
-        self.gpu = GPU("a fake GPU", arch, 132, 227 << 10)
+    def __init__(self):
+        self.gpu = GPU("a fake GPU", "sm_90a", 132, 227 << 10)
         self.free = 100 << 30
-        self.launches, self.streams, self.current = [], [], []
+        self.launches, self.streams, self.current, self.compute = [], [], [], {}
         error, names = type("CudaError", (RuntimeError,), {}), Anything()
         self.cp = self.make_cupy(error)
         self.driver = SimpleNamespace(
@@ -436,6 +435,7 @@ class FakeGPU:
 
         runtime = SimpleNamespace(
             CUDARuntimeError=error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
+            memsetAsync=lambda address, value, size, stream: ctypes.memset(address, value, size),
             memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000, getDeviceCount=lambda: 1,
             getDevice=lambda: 0, getDeviceProperties=properties, eventQuery=lambda ptr: 0)
         return SimpleNamespace(
