@@ -256,25 +256,6 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, 
     assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
 
 
-@pytest.mark.parametrize("change, words", (
-    (lambda f: f.write("é"), "'é' is new"), (lambda f: f.truncate(0), "is empty")))
-def test_a_text_that_changes_between_its_two_readings(tmp_path, run_here, monkeypatch, change, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_bytes(TEXT)
-    survey = prepro_text.survey
-
-    def then_changed(*arguments):
-        found = survey(*arguments)
-        with open("text", "a") as f:
-            change(f)
-        return found
-
-    monkeypatch.setattr(prepro_text, "survey", then_changed)
-    done = run_here(prepro_text, "text", "--vocabulary", "chars", "--output", "x", check=False)
-    assert_one_line_error(done, words)
-    assert os.listdir() == ["text"]
-
-
 def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
     """One that is found in a folder; tokens of an earlier run are no text."""
     monkeypatch.chdir(tmp_path)
@@ -363,10 +344,6 @@ def test_tinystories(tmp_path, vocabulary_here, run_here):
         (tmp_path / "shards" / shard).write_text(text)
         done = run_here(*command, tmp_path / "bad", "--processes", 1, check=False)
         assert_one_line_error(done, shard, word, after_bar=True)
-    os.unlink(tmp_path / "shards" / shard)
-    os.mkfifo(tmp_path / "shards" / shard)
-    done = run_here(*command, tmp_path / "bad", "--processes", 1, check=False)
-    assert_one_line_error(done, shard, "a pipe")
     assert not list(tmp_path.glob("bad_*"))
 
 
