@@ -11,23 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-import train_gpt2
 import train_gpt2_cuda as gpt2_cuda
 import train_llama3
 import train_llama3_cuda as cuda
 import llmc.gpu.compiler
 from conftest import ROOT, remove_after, run_program
 from llmc.checkpoint import write_model
-from llmc.gpu.batch import sort_tokens
 from llmc.gpu.compiler import compile_kernels
-from llmc.gpu.device import open_gpu, to_float32
+from llmc.gpu.device import to_float32
 from llmc.errors import UserError
 from llmc.gpu.geometry import check_sizes, kernel_files
-from llmc.gpu.trainer import Trainer, open_device
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
 from test_gpt2 import BACKENDS, SMOOTH, Yardstick, precision_of, replay
-from test_kernels import (COMPILED, EXACT, PRECISIONS, SUMS, assert_close, check_launches, on_gpu, random, signatures,
-                          skewed, unwritten, wide)
+from test_kernels import COMPILED, EXACT, PRECISIONS, SUMS, assert_close, get_device, on_gpu, random, unwritten, wide
 from test_train_cuda import FAST, FLOAT32, losses_and_samples, train_losses
 from test_verdict import first_wrong
 from train_llama3 import Config
@@ -70,61 +66,17 @@ def test_a_model_that_the_kernels_do_not_take():
         check_sizes(dataclasses.replace(MODELS[0], F=204))
 
 
-@pytest.mark.parametrize("recompute", (0, 2))
-@pytest.mark.parametrize("library", ("auto", "kernels"))
-@pytest.mark.parametrize("arch, precision", [("sm_75", "float32"), *itertools.product(("sm_80", "sm_90a"), PRECISIONS)])
-def test_every_launch_passes_what_its_kernel_takes(fake_gpu, arch, precision, library, recompute):
-    precision, gpu = PRECISIONS[precision], fake_gpu.gpu._replace(arch=arch)
-    config = Config(64, 257, 2, 4, 2, 192, 384, 384, 48, tied=0)
-    settings = cuda.LlamaCudaSettings(B=3, T=32, total_batch_size=192, dtype=precision.dtype, tf32=precision.tf32,
-                                      float32_grads=precision.float32_grads, grad_clip=1.0, recompute=recompute,
-                                      graph=0)
-    _, matmul = open_device(cuda.Llama3, gpu, config, precision, library)
-    trainer = Trainer(cuda.Llama3, config, settings, matmul, random_params(config))
-    trainer.prepare()
-    fake_gpu.launches.clear()
-    batch = np.ones((2, 3, 32), np.int32)
-    assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)) == (0.0, 0.0, 0.001, None, None)
-    files = kernel_files(cuda.Llama3, config, precision, arch, library).values()
-    parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
-    launches = [launch for launch in fake_gpu.launches if launch.name != "cublaslt"]
-    check_launches(launches, gpu, precision, parameters)
-    assert not any("gelu" in launch.name or "layernorm" in launch.name for launch in launches)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # with a GPU
 
 SHAPES = [(1, 1), (3, 97), (3, 1024)]
-DEVICES = {}
 CASES = [(config, name) for config in MODELS for name in ("tf32", "bf16")] + [(MODELS[2], "bf16-float32-grads")]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"C{case[0].C}xNKV{case[0].NKV}xF{case[0].F}-{case[1]}")
 def device(request, gpu):
-    if request.param not in DEVICES:
-        config, precision = request.param
-        DEVICES[request.param] = open_device(cuda.Llama3, open_gpu(), config, PRECISIONS[precision])[0]
-        DEVICES[request.param].config, DEVICES[request.param].precision = config, PRECISIONS[precision]
-    DEVICES[request.param].stream.use()
-    return DEVICES[request.param]
-
-
-@pytest.mark.parametrize("B, T", SHAPES)
-def test_encoder(device, B, T):
-    (C, V, Vp), e, g = (getattr(device.config, n) for n in ("C", "V", "Vp")), device.precision.dtype, "grads"
-    g, inp = getattr(device.precision, g), skewed(V, (B, T), seed=T)
-    wte, dout, dwte = random(Vp, C, seed=1, dtype=e), random(B, T, C, seed=2, dtype=e), random(Vp, C, seed=3, dtype=g)
-    out = unwritten(B, T, C, dtype=device.precision.residual)
-    gpt2_cuda.encoder_forward(device, out, on_gpu(inp), on_gpu(wte, dtype=e), None, B, T, C)
-    assert_close(EXACT, out=(out, wte[inp]))
-    sorted_tokens = [np.zeros(size, np.int32) for size in (B * T, B * T + 1, B * T)]
-    sort_tokens(*sorted_tokens, inp)
-    got, partials = on_gpu(dwte, dtype=g), unwritten(2 * B * T, C)
-    gpt2_cuda.encoder_backward(device, got, None, partials, on_gpu(dout, dtype=e), *on_gpu(*sorted_tokens), B, T, C)
-    expected = dwte.astype(np.float64)
-    train_gpt2.encoder_backward(expected, None, *wide(dout), inp, B, T, C)
-    assert_close(SUMS, dwte=(got, expected))
+    config, precision = request.param
+    return get_device(gpu, config, PRECISIONS[precision], architecture=cuda.Llama3)
 
 
 @pytest.mark.parametrize("B, T", SHAPES)
