@@ -298,3 +298,11 @@ def test_gradients_of_accumulated_batches_are_their_mean():
         expected = getattr(whole.grads, name)
         assert check_tensor(name, getattr(parts.grads, name), expected, 1e-6 * max(1.0, np.abs(expected).max()))
     assert not parts.grads.wte[SMALL.V :].any(), "padding rows have no gradient"
+
+
+def test_check_tensor_refuses_nan_shapes_and_one_bad_element(capsys):
+    good, bad = np.zeros((2, 2, 3))
+    assert check_tensor("same", bad, good, 0.0) and not check_tensor("shape", good, good.T, np.inf)
+    for value, tolerance in ((1e-3, 1e-4), (np.nan, np.inf)):
+        bad[1, 2] = value
+        assert not check_tensor("off", bad, good, tolerance) and "[1,2]" in capsys.readouterr().out
