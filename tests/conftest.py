@@ -135,20 +135,14 @@ def heads(workplace):
     return workplace
 
 
-@pytest.fixture(scope="session")
-def gpt2_vocabulary():
-    """The environment in which tiktoken has GPT-2's vocabulary with no network, or the test is skipped."""
+@pytest.fixture
+def vocabulary_here(monkeypatch):
+    """tiktoken has GPT-2's vocabulary with no network, in this process and those that it starts; or a skipped test."""
     for directory in (os.environ.get("TIKTOKEN_CACHE_DIR", ""), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
                       str(ROOT.parent / "shared" / "data" / "tiktoken_cache")):
         if os.path.exists(os.path.join(directory, "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")):
-            return {"TIKTOKEN_CACHE_DIR": directory}
+            return monkeypatch.setenv("TIKTOKEN_CACHE_DIR", directory)
     pytest.skip("GPT-2's vocabulary is neither in TIKTOKEN_CACHE_DIR nor in tiktoken's own cache")
-
-
-@pytest.fixture
-def vocabulary_here(monkeypatch, gpt2_vocabulary):
-    """GPT-2's vocabulary for what runs in this process and in those that it starts."""
-    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ import prepro_tinyshakespeare
 import prepro_tinystories
 from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens
+from llmc.errors import UserError
 from llmc.tokenizer import read_tokenizer
 from vocabulary import EOT, encode, load_encoding
 
@@ -373,20 +374,6 @@ def test_tinystories_download(tmp_path, vocabulary_here, run_here, use_hub):
     assert not list(tmp_path.glob("other*"))
 
 
-def test_a_killed_worker_of_tinystories_is_noticed(tmp_path, gpt2_vocabulary):
-    """In a process of its own, whose worker ends as if the kernel had killed it for want of memory."""
-    write_shards(tmp_path / "shards", STORIES)
-    code = f"""import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import prepro_tinystories
-def tokenize_shard(job):
-    os.kill(os.getpid(), 9)
-prepro_tinystories.tokenize_shard = tokenize_shard
-if __name__ == "__main__":
-    prepro_tinystories.run_main(prepro_tinystories.main)
-"""
-    (tmp_path / "program.py").write_text(code)
-    done = run_program(tmp_path / "program.py", "--input", tmp_path / "shards", "--output", tmp_path / "ts",
-                       "--processes", 2, check=False, timeout=60, **gpt2_vocabulary)
-    assert_one_line_error(done, "--processes 2", "killed", after_bar=True)
-    assert not list(tmp_path.glob("ts_*"))
+def test_a_killed_worker_is_noticed():
+    with pytest.raises(UserError, match="--processes 2: .* killed"):
+        list(prepro.in_processes(os._exit, [1], 2))
