@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -318,6 +319,17 @@ def test_a_signal_and_lost_data_stop_all_at_one_step(start, number):
     words = f"stopped after step {step}; resume with the same command" if number else "train.bin: no such file"
     assert statuses == [128 + number if number else 1] * 2 and err.count(words) == 1 and "Traceback" not in err
     assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
+
+
+def test_gpus_and_ctrl_c(heads):
+    """The program starts its ranks, which stop at one step."""
+    process = subprocess.Popen([sys.executable, fake_gpus.__file__, "--gpus", "2", *map(str, MANY), "-n", "0"],
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert any(line.startswith("step") for line in process.stdout), process.communicate()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.startswith("\nfinishing this step; Ctrl-C once more to stop at once\n")
+    assert err.count(f"stopped after step {newest_checkpoint('run')};") == 1 and err.count("\n") == 3
 
 
 @pytest.mark.parametrize("size, flags, words", (
