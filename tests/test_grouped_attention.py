@@ -125,11 +125,3 @@ def test_nothing_spills_on_hopper(NH, NKV, HS, fp8):
     assert all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
     frames = frame_sizes(cubin)
     assert len(frames) >= len(file.kernels) == (5 if fp8 else 3) and not any(frames)
-
-
-@pytest.mark.parametrize("NH, NKV, HS", ((3, 1, 16), (6, 3, 80)))
-@pytest.mark.parametrize("arch, precision", (("sm_80", "bf16"), ("sm_80", "tf32")))
-def test_groups_compile(arch, precision, NH, NKV, HS):
-    pytest.importorskip("cuda.core")
-    file = attention_file(model(NH, NKV, HS), PRECISIONS[precision], arch)
-    assert file.name == "attention" and compile_kernels(file.name, arch, file.constants)[:4] == b"\x7fELF"

@@ -4,6 +4,7 @@ compile and that every launch passes what its kernel takes.
 Outputs are NaN before the call, so that an element which is not written fails. The NumPy function runs in float64.
 """
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -49,16 +50,33 @@ MODELS = [  # maxT, V, L, NH, C, Vp
 PRECISIONS = {"tf32": Precision(), "float32": Precision(tf32=0), "bf16": Precision("bfloat16"),
               "bf16-float32-grads": Precision("bfloat16", 1, 1)}
 
-COMPILED = [("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16")]  # in make test; the others in make test-124M
+LLAMAS = [  # maxT, V, L, NH, NKV, C, Vp, F, HS
+    train_llama3.Config(1024, 50257, 1, 12, 4, 768, 50304, 2048, 64),  # l12
+    train_llama3.Config(1024, 257, 2, 9, 3, 576, 384, 1536, 64),  # SmolLM2
+    train_llama3.Config(1024, 1003, 1, 3, 1, 240, 1024, 200, 16, tied=0),  # heads of 16, fewer channels than C
+    train_llama3.Config(1024, 131, 1, 2, 2, 2048, 256, 512, 128, eps=1e-6),
+]
+
+COMPILED = [("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16")]  # others: make test-124M
 OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_100"), PRECISIONS)
           if case not in COMPILED and (case[0] != "sm_75" or "bf16" not in case[1])]
 
 
-@functools.cache
-def cubin_of(layer, config, precision, arch):
-    """A layer's KernelFile, and its cubin, compiled once for all tests."""
-    file = kernel_files(cuda.GPT2, config, precision, arch)[layer]
-    return file, compile_kernels(file.name, arch, file.constants)
+def cases_to_compile(arch, precision):
+    """(architecture, layer, config) of each file that a test compiles."""
+    with_gradients = "encoder", "matmul", "column_sums", "update"  # whose code depends on the gradients' dtype
+    cases = [(layer, MODELS[0]) for layer in (with_gradients if precision.float32_grads else cuda.GPT2.KERNELS)]
+    if arch == "sm_90a":  # of matmuls and attention, only the size of a head matters, the same here
+        cases += [(layer, MODELS[2]) for layer, _ in cases if layer not in ("matmul", "attention")]
+    if arch == "sm_80":
+        cases += [("layernorm", Config(1024, 131, 1, C // 64, C, 256)) for C in (2560, 8192)]
+    yield from ((cuda.GPT2, *case) for case in cases)
+    if not precision.float32_grads:
+        llamas = itertools.product(("rmsnorm", "rope", "swiglu", "classifier"), LLAMAS[1:])
+        yield from ((llama_cuda.Llama3, *case) for case in llamas)
+        yield llama_cuda.Llama3, "classifier", dataclasses.replace(LLAMAS[0], V=128256, Vp=128256)
+        yield llama_cuda.Llama3, "attention", LLAMAS[2]
+        yield llama_cuda.Llama3, "attention", dataclasses.replace(LLAMAS[2], NH=6, NKV=3, HS=80)
 
 
 @pytest.mark.parametrize("arch, precision", [
@@ -66,24 +84,15 @@ def cubin_of(layer, config, precision, arch):
 def test_kernels_compile_with_no_gpu(arch, precision):
     pytest.importorskip("cuda.core")
     precision = PRECISIONS[precision]
-    with_gradients = "encoder", "matmul", "column_sums", "update"  # whose code depends on the gradients' dtype
-    cases = [(layer, MODELS[0]) for layer in (with_gradients if precision.float32_grads else cuda.GPT2.KERNELS)]
-    if arch == "sm_90a":  # of matmuls and attention, only the size of a head matters, the same here
-        cases += [(layer, MODELS[2]) for layer, _ in cases if layer not in ("matmul", "attention")]
+    files = [kernel_files(architecture, config, precision, arch)[layer]
+             for architecture, layer, config in cases_to_compile(arch, precision)]
     with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda case: cubin_of(*case, precision, arch), cases))
-    for (layer, _), (file, cubin) in zip(cases, compiled):
+        cubins = list(pool.map(lambda file: compile_kernels(file.name, arch, file.constants), files))
+    for file, cubin in zip(files, cubins):
         assert cubin[:4] == b"\x7fELF" and all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
-        if layer == "attention":
-            assert (file.name == "hopper/attention") == (arch == "sm_90a" and precision.bf16)
-
-
-@pytest.mark.parametrize("C", (2560, 8192))
-def test_wide_models_compile(C):
-    pytest.importorskip("cuda.core")
-    for precision in (PRECISIONS["tf32"], PRECISIONS["bf16"]):
-        file, cubin = cubin_of("layernorm", Config(1024, 131, 1, C // 64, C, 256), precision, "sm_80")
-        assert cubin[:4] == b"\x7fELF" and file.constants["LAYERNORM_ROWS"] >= 1
+        assert file.constants.get("LAYERNORM_ROWS", 1) >= 1
+    hopper = kernel_files(cuda.GPT2, MODELS[0], precision, arch)["attention"].name == "hopper/attention"
+    assert hopper == (arch == "sm_90a" and precision.bf16)
 
 
 def test_blocks_fit_into_the_shared_memory_of_every_gpu():
@@ -139,7 +148,7 @@ def check_launches(launches, gpu, precision, parameters):
 
 
 @pytest.mark.parametrize("recompute", (0, 2))
-@pytest.mark.parametrize("library", ("auto", "kernels"))
+@pytest.mark.parametrize("library", ("auto", "kernels", "cublaslt"))
 @pytest.mark.parametrize("arch, precision", [("sm_75", "float32"), *itertools.product(("sm_80", "sm_90a"), PRECISIONS)])
 @pytest.mark.parametrize("architecture, config", (
     (cuda.GPT2, Config(64, 257, 2, 3, 192, 384)),
@@ -164,7 +173,8 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     unused |= {"matmul_backward_weight"} if library == "auto" else set()
     if architecture is llama_cuda.Llama3:
         unused |= {"encoder_backward_wpe", "matmul_forward_gelu", "matmul_backward_inp_gelu"}
-        unused |= {"rope_forward", "swiglu_forward", "swiglu_backward"} if matmul.hopper else set()
+        fused = matmul.hopper and library != "cublaslt"
+        unused |= {"rope_forward", "swiglu_forward", "swiglu_backward"} if fused else set()
     assert {name for name in parameters.keys() - launched if not name.endswith(("narrow", "fp8"))} <= unused
 
 
