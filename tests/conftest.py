@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import unittest.mock
 import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,13 +326,6 @@ class Launch(NamedTuple):
     stream: int  # ptr of the stream
 
 
-class Anything:
-    """A namespace in which each name stands for itself."""
-
-    def __getattr__(self, name):
-        return name
-
-
 class FakeStream:
     """Knows which stream captures it, and whether it has joined that one again when the capture ends."""
 
@@ -409,7 +403,7 @@ class FakeGPU:
         self.gpu = GPU("a fake GPU", "sm_90a", 132, 227 << 10)
         self.free = 100 << 30
         self.launches, self.streams, self.current, self.compute = [], [], [], {}
-        error, names = type("CudaError", (RuntimeError,), {}), Anything()
+        error, names = type("CudaError", (RuntimeError,), {}), unittest.mock.sentinel  # each name stands for itself
         self.cp = self.make_cupy(error)
         self.driver = SimpleNamespace(
             CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,

@@ -41,11 +41,6 @@ def stored(values, like):
     return bf16_bits(np.ascontiguousarray(values)) if like.dtype == np.uint16 else values
 
 
-def random_gradient(size, batch):
-    rng = np.random.default_rng(int(batch.sum()) + 1)
-    return rng.standard_normal(size, dtype=np.float32) * np.float32(rng.uniform(0.01, 1.0))
-
-
 def copy_batch(batch, pinned, control, words, begin, end):
     half = here.trainer.staged[int(control.view(STEP_CONTROL)["steps_begun"][0]) % 2].buffer.view(np.int32)
     batch.view(np.int32)[begin:end] = half[begin:end]
@@ -61,8 +56,8 @@ def layernorm_backward(*arguments):
     """The backward pass: the first of its kernels."""
     targets, here.trainer.fake_targets = here.trainer.fake_targets, None
     if targets is not None:
-        grads = flat(here.trainer.grads)
-        grads[...] = stored(random_gradient(grads.size, targets), grads)
+        grads, rng = flat(here.trainer.grads), np.random.default_rng(int(targets.sum()) + 1)
+        grads[...] = stored(rng.standard_normal(grads.size, np.float32) * np.float32(rng.uniform(0.01, 1.0)), grads)
         here.trainer.grads.wte[here.trainer.config.V :] = 0  # of padding
 
 
