@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import unittest.mock
 import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,20 +136,14 @@ def heads(workplace):
     return workplace
 
 
-@pytest.fixture(scope="session")
-def gpt2_vocabulary():
-    """The environment in which tiktoken has GPT-2's vocabulary with no network, or the test is skipped."""
+@pytest.fixture
+def vocabulary_here(monkeypatch):
+    """tiktoken has GPT-2's vocabulary with no network, in this process and those that it starts; or a skipped test."""
     for directory in (os.environ.get("TIKTOKEN_CACHE_DIR", ""), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
                       str(ROOT.parent / "shared" / "data" / "tiktoken_cache")):
         if os.path.exists(os.path.join(directory, "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")):
-            return {"TIKTOKEN_CACHE_DIR": directory}
+            return monkeypatch.setenv("TIKTOKEN_CACHE_DIR", directory)
     pytest.skip("GPT-2's vocabulary is neither in TIKTOKEN_CACHE_DIR nor in tiktoken's own cache")
-
-
-@pytest.fixture
-def vocabulary_here(monkeypatch, gpt2_vocabulary):
-    """GPT-2's vocabulary for what runs in this process and in those that it starts."""
-    monkeypatch.setenv(*next(iter(gpt2_vocabulary.items())))
 
 
 @pytest.fixture(scope="session")
@@ -331,13 +326,6 @@ class Launch(NamedTuple):
     stream: int  # ptr of the stream
 
 
-class Anything:
-    """A namespace in which each name stands for itself."""
-
-    def __getattr__(self, name):
-        return name
-
-
 class FakeStream:
     """Knows which stream captures it, and whether it has joined that one again when the capture ends."""
 
@@ -395,8 +383,6 @@ class FakeEvent:
 
 
 class FakeFunction:
-    compute = None  # what a test lets it do with its arguments
-
     def __init__(self, fake, name):
         self.fake, self.name, self.max_dynamic_shared_size_bytes = fake, name, 48 << 10
 
@@ -405,18 +391,19 @@ class FakeFunction:
         stream = stream or self.fake.current[-1]
         stream.launched += 1
         self.fake.launches.append(Launch(self.name, grid, block, arguments, shared_mem, stream.ptr))
-        if self.compute:
-            self.compute(*(None if isinstance(a, np.uint64) and a == 0 else a for a in arguments))
+        if compute := self.fake.compute.get(self.name):
+            compute(*(None if isinstance(a, np.uint64) and a == 0 else a for a in arguments))
 
 
 class FakeGPU:
-    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear()."""
+    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear();
+    `compute` has what a kernel does with its arguments, for those that do anything."""
 
-    def __init__(self, arch="sm_90a"):
-        self.gpu = GPU("a fake GPU", arch, 132, 227 << 10)
+    def __init__(self):
+        self.gpu = GPU("a fake GPU", "sm_90a", 132, 227 << 10)
         self.free = 100 << 30
-        self.launches, self.streams, self.current = [], [], []
-        error, names = type("CudaError", (RuntimeError,), {}), Anything()
+        self.launches, self.streams, self.current, self.compute = [], [], [], {}
+        error, names = type("CudaError", (RuntimeError,), {}), unittest.mock.sentinel  # each name stands for itself
         self.cp = self.make_cupy(error)
         self.driver = SimpleNamespace(
             CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,
@@ -436,6 +423,7 @@ class FakeGPU:
 
         runtime = SimpleNamespace(
             CUDARuntimeError=error, memcpyDeviceToDevice=3, memcpy2DAsync=lambda *_: None,
+            memsetAsync=lambda address, value, size, stream: ctypes.memset(address, value, size),
             memGetInfo=lambda: (self.free, 141 << 30), driverGetVersion=lambda: 13000, getDeviceCount=lambda: 1,
             getDevice=lambda: 0, getDeviceProperties=properties, eventQuery=lambda ptr: 0)
         return SimpleNamespace(

@@ -41,11 +41,6 @@ def stored(values, like):
     return bf16_bits(np.ascontiguousarray(values)) if like.dtype == np.uint16 else values
 
 
-def random_gradient(size, batch):
-    rng = np.random.default_rng(int(batch.sum()) + 1)
-    return rng.standard_normal(size, dtype=np.float32) * np.float32(rng.uniform(0.01, 1.0))
-
-
 def copy_batch(batch, pinned, control, words, begin, end):
     half = here.trainer.staged[int(control.view(STEP_CONTROL)["steps_begun"][0]) % 2].buffer.view(np.int32)
     batch.view(np.int32)[begin:end] = half[begin:end]
@@ -61,8 +56,8 @@ def layernorm_backward(*arguments):
     """The backward pass: the first of its kernels."""
     targets, here.trainer.fake_targets = here.trainer.fake_targets, None
     if targets is not None:
-        grads = flat(here.trainer.grads)
-        grads[...] = stored(random_gradient(grads.size, targets), grads)
+        grads, rng = flat(here.trainer.grads), np.random.default_rng(int(targets.sum()) + 1)
+        grads[...] = stored(rng.standard_normal(grads.size, np.float32) * np.float32(rng.uniform(0.01, 1.0)), grads)
         here.trainer.grads.wte[here.trainer.config.V :] = 0  # of padding
 
 
@@ -131,20 +126,6 @@ def round_weights(out, exact, count):
 KERNELS = {function.__name__: function for function in (
     copy_batch, classifier, layernorm_backward, loss_mean, add_gradients, global_norm, prepare_update, adamw_update,
     round_weights)}
-
-
-def compute_on(fake):
-    """A stand-in for CuPy's RawModule."""
-    def load(path):
-        def function(name):
-            found = real(path).get_function(name)
-            found.compute = KERNELS.get(name)
-            return found
-
-        return SimpleNamespace(get_function=function)
-
-    real = fake.cp.RawModule
-    return load
 
 
 class Messages:
@@ -238,7 +219,7 @@ def end_ranks(processes, timeout=60):
 
 def main():
     fake = FakeGPU()
-    fake.cp.RawModule = compute_on(fake)
+    fake.compute = KERNELS
     fake.cp.cuda.runtime.getDeviceCount = lambda: 4
     fake.cp.cuda.runtime.getDevice = lambda: chosen[-1]
     chosen = [0]

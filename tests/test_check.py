@@ -1,7 +1,6 @@
 """dev/check_gpu.py on a GPU; dev/profile_gpu.py also on a fake one: what it makes of the launches of a step."""
 
 import contextlib
-import ctypes
 import re
 import sys
 from types import SimpleNamespace
@@ -32,10 +31,6 @@ MODELS = {train_gpt2.GPT2: (SMALL_HEADS, random_params(SMALL_HEADS)), train_llam
 @pytest.fixture
 def fake(fake_gpu, monkeypatch):
     """A fake GPU with what only these programs use."""
-    def memset(address, value, size, stream):
-        ctypes.memset(address, value, size)
-
-    fake_gpu.cp.cuda.runtime.memsetAsync = memset
     fake_gpu.cp.cuda.nvtx = SimpleNamespace(RangePush=lambda name: None, RangePop=lambda: None)
     for module in (check_gpu, profile_gpu):
         monkeypatch.setattr(module, "cp", fake_gpu.cp, raising=False)

@@ -279,10 +279,6 @@ def hf_folder(tmp_path_factory):
     return folder
 
 
-def pipe(name):
-    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
-
-
 def configure(**changes):
     def change(folder):
         settings = json.loads((folder / "config.json").read_text())
@@ -302,8 +298,6 @@ def reshape(drop="nothing", **add):
 @pytest.mark.parametrize("words, damage", (
     ("config.json", lambda folder: (folder / "config.json").unlink()),
     ("model.safetensors", lambda folder: (folder / "model.safetensors").unlink()),
-    ("config.json.* a pipe, expected", pipe("config.json")),
-    ("model.safetensors.* a pipe, expected", pipe("model.safetensors")),
     ("not a safetensors file", lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100)),
     ("configuration of a GPT-2", lambda folder: (folder / "config.json").write_text("[]")),
     ("activation_function is 'relu'", configure(activation_function="relu")),

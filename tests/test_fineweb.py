@@ -201,19 +201,6 @@ def test_it_goes_on_after_an_interruption(tmp_path, tokenize, monkeypatch):
     assert sum(shards_of(out), []) == expected_tokens()
 
 
-def test_what_ends_it_before_a_shard_is_noted_loses_no_text(tmp_path, tokenize, monkeypatch):
-    def interrupted(path, *arguments):
-        write_tokens(path, *arguments)
-        if "train_000002" in path:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepro_fineweb, "write_tokens", interrupted)
-        assert tokenize(check=False).returncode == 130 and len(shards_of(tmp_path / "out")) == 3
-    assert "2 shards done" in tokenize().stdout
-    assert sum(shards_of(tmp_path / "out"), []) == expected_tokens()
-
-
 def test_parquet_from_the_hub(tmp_path, folder, fetch):
     """A file at a time, each removed once its text is in shards; restarted where the server failed."""
     files = {f"sample/10BT/{i:03}.parquet": (folder / f"{i}.parquet").read_bytes() for i in range(3)}

@@ -6,10 +6,8 @@ A mutant may be refused, with one line that names the file or the flag, or be ha
 Nothing else: no traceback, no hang, no gigabytes. Everything runs in this process.
 """
 
-import contextlib
 import dataclasses
 import functools
-import io
 import os
 import random
 import re
@@ -17,19 +15,18 @@ import resource
 import shutil
 import signal
 import sys
-import tempfile
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import train_gpt2
 import train_gpt2_cuda
-from conftest import BYTES, SMALL, make_state, program_state, random_params
+from conftest import BYTES, SMALL, make_state, random_params
 from llmc.checkpoint import owned_by_one, Progress, write_model
 from llmc.dataloader import write_tokens
-from llmc.errors import run_main
 from llmc.files import KINDS
 from llmc.logger import COLUMNS
 from llmc.outliers import RECENT, notes_on
@@ -133,36 +130,29 @@ VALUES = ("", "0", "1", "2", "-1", "3.5", "nan", "inf", "-inf", "1e-46", "1e-30"
           "n" * 300, "{}", "%s", "\n", "cosine", "wsd", "all")  # fmt: skip
 
 
-def run(program):
-    """(exit status, stdout, stderr) of a program in this process, with less memory and time than would be noticed."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as f:
-        used = int(f.read().split()[0]) * resource.getpagesize()
-
+@pytest.fixture
+def run(run_here):
+    """run(program): how it ends in this process, with less memory and time than would be noticed."""
     def late(*_):
         raise AssertionError(f"not done after {SECONDS} s")
 
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
-    with program_state(), tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        sys.stdout, sys.stderr = output, io.StringIO()
+    def run(program):
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        with open("/proc/self/statm") as f:
+            used = int(f.read().split()[0]) * resource.getpagesize()
+        signal.signal(signal.SIGALRM, late)
+        signal.alarm(SECONDS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
         try:
-            run_main(program)
-        except SystemExit as exit:
-            status = exit.code
+            done = run_here(SimpleNamespace(main=program, __file__="fuzz"), check=False)
+            return done.returncode, done.stdout, done.stderr
         except BaseException:
-            status = traceback.format_exc()
+            return 1, "", traceback.format_exc()
         finally:
             signal.alarm(0)
             resource.setrlimit(resource.RLIMIT_AS, limits)
-            errors = sys.stderr.getvalue()
-        if isinstance(status, str):
-            status, errors = 1, errors + status
-        with contextlib.suppress(OSError):  # run_main's end of an OSError
-            output.seek(0)
-            return status or 0, output.read(), errors
-        return status, "", errors
+
+    return run
 
 
 def fault(ending, *names):
@@ -182,7 +172,7 @@ def fault(ending, *names):
     return None
 
 
-def fuzz_files(count, seed):
+def fuzz_files(run, count, seed):
     """([what failed], number refused) of `count` mutants of the good files in the current directory."""
     rng, failed, refused = random.Random(seed), [], 0
     good = {name: Path(name).read_bytes() for name in FILES}
@@ -209,7 +199,7 @@ def parse_cuda(*flags):
     train_gpt2_cuda.resolve_auto(settings, "sm_90a")
 
 
-def fuzz_flags(count, seed):
+def fuzz_flags(run, count, seed):
     """The same of values for a flag of train_gpt2.py, which then runs, or of train_gpt2_cuda.py, parsed only."""
     rng, failed, refused = random.Random(seed), [], 0
     kept, logs = os.listdir(), {name: Path(name).read_bytes() for name in ("run/main.log", "run/main.csv")}
@@ -235,8 +225,8 @@ def fuzz_flags(count, seed):
     return failed, refused
 
 
-def check(fuzz):
-    failed, refused = fuzz(COUNT, SEED)
+def check(fuzz, run):
+    failed, refused = fuzz(run, COUNT, SEED)
     assert not failed, "\n".join(failed)
     assert COUNT / 4 < refused < 0.95 * COUNT, "neither everything nor nothing is refused"
 
@@ -247,15 +237,15 @@ def specimens(tmp_path, monkeypatch):
     write_files()
 
 
-def test_damaged_files(specimens):
+def test_damaged_files(specimens, run):
     for name, program in FILES.items():  # none of which is damaged yet
         status, _, errors = run(program)
         assert status == 0, f"{name}: {errors}"
-    check(fuzz_files)
+    check(fuzz_files, run)
 
 
-def test_strange_flags(specimens):
-    check(fuzz_flags)
+def test_strange_flags(specimens, run):
+    check(fuzz_flags, run)
 
 
 @pytest.mark.parametrize("text, threads", ((" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("9" * 5000, None)))

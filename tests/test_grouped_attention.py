@@ -1,10 +1,12 @@
-"""Attention of grouped queries on the GPU, with gradients rotated back by RoPE, against train_llama3.py's functions in
-float64, in every precision and on every path; and, with no GPU, that Hopper's kernels compile into registers alone.
+"""Attention on the GPU, GPT-2's and of grouped queries, with gradients rotated back by RoPE, against train_llama3.py's
+functions in float64, in every precision and on every path; and, with no GPU, that Hopper's kernels compile into
+registers alone.
 
-Outputs are NaN before the call, so that an element which is not written fails. test_kernels.py has GPT-2's cases.
+Outputs are NaN before the call, so that an element which is not written fails.
 """
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +16,7 @@ import train_gpt2_cuda as cuda
 import train_llama3
 from llmc.gpu.compiler import Cache, compile_kernels
 from llmc.gpu.device import Device, open_gpu
-from llmc.gpu.geometry import ATTENTION_ROWS, blocks, hopper_attention, kernel_files, launch_geometry
+from llmc.gpu.geometry import hopper_attention, kernel_files, launch_geometry
 from llmc.gpu.precision import has_bfloat16
 from rounding import check_tensor
 from test_kernels import BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_close, on_gpu, random, unwritten, wide
@@ -24,7 +26,9 @@ from train_llama3 import Config
 LAYER = SimpleNamespace(KERNELS=("attention",))
 HEADS = [(9, 3, 16), (6, 3, 48), (3, 1, 64), (9, 3, 64), (4, 4, 64), (6, 3, 80), (8, 2, 128), (3, 1, 128),
          (4, 4, 128)]  # NH, NKV, HS
+GPT2_HEADS = [(12, 12, 64), (1, 1, 64), (25, 25, 64), (3, 3, 80), (2, 2, 128), (2, 2, 96)]
 SHAPES = [(1, 1), (3, 63), (2, 130), (1, 200), (2, 256), (1, 600)]  # B, T
+CASES = [*itertools.product(SHAPES, HEADS), *itertools.product([(1, 1), (3, 97), (1, 1000), (3, 1024)], GPT2_HEADS)]
 TOLERANCES = {"tf32": TF32, "float32": SUMS, "bf16": BF16_TWICE}
 
 
@@ -45,10 +49,9 @@ def open_once(config, precision, arch):
                   launch_geometry(config, precision, gpu.arch))
 
 
-@pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("float32", "native"), ("bf16", "native"),
-                                             ("bf16", "portable"), ("bf16", "two blocks")))
-@pytest.mark.parametrize("NH, NKV, HS", HEADS)
-@pytest.mark.parametrize("B, T", SHAPES)
+@pytest.mark.parametrize("precision, kind", (("tf32", "native"), ("tf32", "portable"), ("float32", "native"),
+                                             ("bf16", "native"), ("bf16", "portable"), ("bf16", "two blocks")))
+@pytest.mark.parametrize("B, T, NH, NKV, HS", [(*shape, *heads) for shape, heads in CASES])
 def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind):
     config, numbers, tolerance = model(NH, NKV, HS), PRECISIONS[precision], TOLERANCES[precision]
     if numbers.bf16 and not has_bfloat16(gpu.arch):
@@ -90,7 +93,8 @@ def test_grouped_attention(gpu, monkeypatch, B, T, NH, NKV, HS, precision, kind)
         cuda.attention_backward(device, got, D, partials, dout_gpu, inp_gpu, out, lse, rope, *sizes)
         return (got, partials) if rows else (got,)
 
-    plain, partials = same_bits_twice(lambda: backward(None, B * blocks(T, ATTENTION_ROWS)))
+    rows = cuda.partial_rows(B, T, device.sm_count, device.geometry).attention
+    plain, partials = same_bits_twice(lambda: backward(None, rows))
     assert_close(tolerance, dinp=(plain, dinp))
     # Each of the B*T rows has an error up to the tolerance; the errors add up like a random walk.
     wanted = dinp.sum(axis=(0, 1))
@@ -121,11 +125,3 @@ def test_nothing_spills_on_hopper(NH, NKV, HS, fp8):
     assert all(b".text." + kernel.encode() in cubin for kernel in file.kernels)
     frames = frame_sizes(cubin)
     assert len(frames) >= len(file.kernels) == (5 if fp8 else 3) and not any(frames)
-
-
-@pytest.mark.parametrize("NH, NKV, HS", ((3, 1, 16), (6, 3, 80)))
-@pytest.mark.parametrize("arch, precision", (("sm_80", "bf16"), ("sm_80", "tf32")))
-def test_groups_compile(arch, precision, NH, NKV, HS):
-    pytest.importorskip("cuda.core")
-    file = attention_file(model(NH, NKV, HS), PRECISIONS[precision], arch)
-    assert file.name == "attention" and compile_kernels(file.name, arch, file.constants)[:4] == b"\x7fELF"

@@ -1,7 +1,6 @@
 """dev/kernels with no GPU: that all kernels compile, that every launch passes what the kernel takes, and that the
 oracles agree with PyTorch."""
 
-import ctypes
 import functools
 import importlib.util
 import itertools
@@ -24,6 +23,7 @@ from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.geometry import kernel_files
 from llmc.gpu.precision import Precision
 from llmc.tensors import Row
+from test_kernels import check_launches
 import train_gpt2_cuda as cuda
 from train_gpt2 import Config
 
@@ -54,8 +54,14 @@ def test_kernels_compile_with_no_gpu(arch, dtype):
 signatures_of = functools.cache(lab.signatures)
 
 
+def typed(parameter):
+    """(type, name) of a parameter, as check_launches wants it."""
+    *words, name = parameter.split()
+    return " ".join(word for word in words if word not in ("const", "__grid_constant__")), name
+
+
 class FakeLab(lab.Lab):
-    """A Lab of the fake GPU, which compares every launch with the kernel's signature."""
+    """A Lab of the fake GPU, with the kernels' signatures."""
 
     def __init__(self, fake, config, precision):
         super().__init__(GPU, config, precision)
@@ -67,41 +73,15 @@ class FakeLab(lab.Lab):
             for path in (*(ROOT / "kernels" / f"{file.name}.cu" for file in live), *files):
                 for name, parameters in signatures_of(path).items():
                     assert prefix + name not in self.signatures, f"{path}: another file has such a kernel"
-                    self.signatures[prefix + name] = parameters
+                    self.signatures[prefix + name] = list(map(typed, parameters))
                     device.functions[name] = module.get_function(prefix + name)
                     device.functions[name].max_dynamic_shared_size_bytes = device.shared.get(name, 0)
-
-    def check(self, name, grid, block, arguments, shared):
-        assert 1 <= np.prod(block) <= 1024 and shared <= GPU.shared and len(grid) <= 3
-        assert all(type(n) is int and n >= 1 for n in grid) and grid[0] < 2**31 and max(grid[1:], default=1) < 2**16
-        parameters = self.signatures[name]
-        assert len(arguments) == len(parameters), f"{name}({', '.join(parameters)}) was called with {len(arguments)}"
-        for parameter, argument in zip(parameters, arguments):
-            words = (word for word in parameter.split()[:-1] if word not in ("const", "__grid_constant__"))
-            found = getattr(argument, "dtype", type(argument))
-            assert self.accepts(" ".join(words), argument), f"{name}: {parameter} is given {found}"
-
-    def accepts(self, type_name, argument):
-        """Whether a kernel's parameter takes this, as CuPy would pass it: arrays as pointers, numbers by value."""
-        if not type_name.endswith("*"):
-            numbers = {"int": np.int32, "int64": np.int64, "float": np.float32, "double": np.float64}
-            return type(argument) is numbers.get(type_name, np.void)  # else a struct
-        if isinstance(argument, np.uint64):
-            return argument == 0
-        types = {"element": self.precision.dtype, "gradient": self.precision.grads}
-        stored = types.get(type_name[:-1], self.precision.residual if "_element" in type_name else type_name[:-1])
-        dtypes = {"bfloat16": "u2", "float16": "f2", "float32": "f4", "float": "f4", "int": "i4", "int64": "i8"}
-        return isinstance(argument, Array) and (stored not in dtypes or argument.dtype == np.dtype(dtypes[stored]))
 
 
 @pytest.fixture
 def fake_cupy(fake_gpu):
     """A fake GPU with what only this library uses."""
-    def memset(address, value, size, stream):
-        ctypes.memset(address, value, size)
-
     fake_gpu.cp.full = lambda shape, value, dtype: np.full(shape, value, dtype).view(Array)
-    fake_gpu.cp.cuda.runtime.memsetAsync = memset
     with llmc.gpu.device.cp.cuda.Stream():
         yield fake_gpu
 
@@ -123,9 +103,8 @@ def test_launches_pass_what_the_kernels_take(fake_cupy, name):
             fake_cupy.clear()
             call()
             assert fake_cupy.launches
-            for launch in fake_cupy.launches:
-                if launch.name != "cublaslt":
-                    fake.check(*launch[:5])
+            launches = [launch for launch in fake_cupy.launches if launch.name != "cublaslt"]
+            check_launches(launches, GPU, fake.precision, fake.signatures)
             ran.add(rung)
     assert ran == LAYERS[name].rungs.keys(), "each rung fits some of these sizes in some dtype"
 

@@ -110,12 +110,10 @@ def test_the_whole_set(tmp_path, tokens, rows):
 
 
 class LlmcOrder:
-    """llm.c's loader as its state file describes it, in plain Python, number by number."""
+    """llm.c's loader as its state file describes it, with NumPy's mt19937, number by number."""
 
     def __init__(self, counts, seed=42):
-        self.seed, self.counts, self.state, self.left, self.next = seed, counts, [seed], 1, 0
-        for j in range(1, 624):
-            self.state.append((1812433253 * (self.state[-1] ^ self.state[-1] >> 30) + j) % 2**32)
+        self.seed, self.counts, self.random = seed, counts, np.random.RandomState(seed)
         self.shards = list(range(len(counts)))
         self.begin_epoch()
 
@@ -131,23 +129,8 @@ class LlmcOrder:
 
     def permute(self, items):
         for i in range(len(items) - 1, 0, -1):
-            j = self.draw() % (i + 1)
+            j = int(self.random.randint(2**32, dtype=np.uint32)) % (i + 1)
             items[i], items[j] = items[j], items[i]
-
-    def draw(self):
-        self.left -= 1
-        if self.left == 0:
-            s = self.state
-            for j in range(624):
-                y = s[j] & 1 << 31 | s[(j + 1) % 624] & 2**31 - 1
-                s[j] = s[(j + 397) % 624] ^ y >> 1 ^ (0x9908B0DF if y & 1 else 0)
-            self.left, self.next = 624, 0
-        y = self.state[self.next]
-        self.next += 1
-        y ^= y >> 11
-        y ^= y << 7 & 0x9D2C5680
-        y ^= y << 15 & 0xEFC60000
-        return y ^ y >> 18
 
     def __next__(self):
         """(shard's number, sample's number)."""
@@ -170,9 +153,10 @@ class LlmcOrder:
 
     def trailer(self):
         """What stands behind the moments."""
+        _, state, used, *_ = self.random.get_state()
         return (struct.pack(f"<Q{len(self.shards)}i", len(self.shards), *self.shards)
                 + struct.pack(f"<Q{len(self.samples)}i", len(self.samples), *self.samples)
-                + struct.pack("<QiI624I2I", self.seed, self.left, self.next, *self.state, 0, 0x9908B0DF))
+                + struct.pack("<QiI624I2I", self.seed, 625 - used, used, *state.tolist(), 0, 0x9908B0DF))
 
 
 @pytest.mark.parametrize("samples, golden", ((1192, [408, 791, 914, 1057]), (74, [29, 58, 10, 4, 11, 25])))

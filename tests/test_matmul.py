@@ -20,12 +20,12 @@ SIZES = [(291, 768, 2304), (1, 64, 384), (1024, 1600, 6400), (97, 240, 720), (21
 LIBRARIES = ("auto", "cublaslt", "kernels", "kernels, portable", "kernels, two blocks")
 
 
-def get(gpu, tmp_path_factory, monkeypatch, precision, library, config=MODELS[0]):
+def get(gpu, monkeypatch, precision, library, config=MODELS[0]):
     """A Matmul with these libraries. "portable": of every GPU; "two blocks": each computes many tiles."""
     precision, (library, *kind) = PRECISIONS[precision], library.split(", ")
     if kind and not hopper_matmul(precision, gpu.arch):
         pytest.skip("the kernels are the portable ones")
-    matmul = get_matmul(gpu, config, precision, tmp_path_factory, kind == ["portable"], library)
+    matmul = get_matmul(gpu, config, precision, kind == ["portable"], library)
     if kind == ["two blocks"]:
         monkeypatch.setattr(matmul.device, "sm_count", 2)
     return matmul
@@ -34,8 +34,8 @@ def get(gpu, tmp_path_factory, monkeypatch, precision, library, config=MODELS[0]
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("N, C, OC", SIZES)
-def test_matmuls(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, library):
-    matmul = get(gpu, tmp_path_factory, monkeypatch, precision, library)
+def test_matmuls(gpu, monkeypatch, N, C, OC, precision, library):
+    matmul = get(gpu, monkeypatch, precision, library)
     e, g, kernels = PRECISIONS[precision].dtype, PRECISIONS[precision].grads, matmul.kernels
     shapes = (N, C), (OC, C), (OC,), (N, OC)
     inp, weight, bias, dout = (random(*shape, seed=i, dtype=e) for i, shape in enumerate(shapes))
@@ -75,10 +75,10 @@ def test_matmuls(gpu, tmp_path_factory, monkeypatch, N, C, OC, precision, librar
 
 @pytest.mark.parametrize("library", ("cublaslt", "kernels"))
 @pytest.mark.parametrize("OC", (50304, 12808, 6400))
-def test_long_chains(gpu, tmp_path_factory, monkeypatch, OC, library):
+def test_long_chains(gpu, monkeypatch, OC, library):
     """In TF32, sums do not shrink with the number of their additions. All numbers are positive and exact in TF32; in
     one chain of 50304, 8 at a time and half a bit lost each time, sums would be 1.4e-4 too small."""
-    matmul, N, C = get(gpu, tmp_path_factory, monkeypatch, "tf32", library), 130, 72
+    matmul, N, C = get(gpu, monkeypatch, "tf32", library), 130, 72
     dout, weight = (np.random.default_rng(i).integers(512, 1024, shape).astype(np.float32) / 1024
                     for i, shape in enumerate(((N, OC), (OC, C))))
     dinp, exact = unwritten(N, C), dout.astype(np.float64) @ weight.astype(np.float64)
@@ -92,9 +92,9 @@ def test_long_chains(gpu, tmp_path_factory, monkeypatch, OC, library):
 @pytest.mark.parametrize("precision", ("tf32", "float32", "bf16"))
 @pytest.mark.parametrize("config, N", ((MODELS[0], 291), (MODELS[1], 1), (MODELS[1], 391), (MODELS[3], 1000)),
                          ids=("C768-291", "C64-1", "C64-391", "C240-1000"))
-def test_matmuls_with_gelu(gpu, tmp_path_factory, monkeypatch, config, N, precision, library):
+def test_matmuls_with_gelu(gpu, monkeypatch, config, N, precision, library):
     """fc and its GELU, and the gradient into fcproj through GELU; GELU's bits are those of the layer alone."""
-    matmul = get(gpu, tmp_path_factory, monkeypatch, precision, library, config)
+    matmul = get(gpu, monkeypatch, precision, library, config)
     C, e, device = config.C, PRECISIONS[precision].dtype, matmul.device
     tolerance = TF32 if precision == "tf32" else SUMS
     shapes = (N, C), (4 * C, C), (4 * C,), (N, C), (C, 4 * C), (N, 4 * C)

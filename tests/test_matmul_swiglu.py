@@ -186,11 +186,3 @@ def test_launches_pass_what_the_kernels_take(fake_gpu):
     assert [launch.name for launch in fake_launches] == list(KERNELS["matmul_swiglu"])
     assert [launch.arguments[-4] for launch in fake_launches] == [N] * 4  # M, then N, K, band
     check_launches(fake_launches, fake_gpu.gpu, BFLOAT16, signatures("hopper/matmul_swiglu"))
-
-
-@pytest.mark.parametrize("arch, precision, matmul", (("sm_80", "bfloat16", "kernels"), ("sm_90a", "float32", "kernels"),
-                                                     ("sm_90a", "bfloat16", "cublaslt")))
-def test_where_the_kernels_are_not(arch, precision, matmul):
-    layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu"))
-    files = kernel_files(layers, model(), Precision(precision), arch, matmul)
-    assert "matmul_swiglu" not in files and ("matmul" in files) == (matmul == "kernels")

@@ -8,24 +8,15 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import make_dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).parent.parent
-if __name__ == "__main__":  # a program, too, whose ranks take steps
-    sys.path.insert(0, str(ROOT))
-else:
-    import pytest
+import pytest
 
-    from conftest import SMALL_HEADS, random_params
-    from fake_gpus import cuda, end_ranks, fork_ranks
+from conftest import ROOT, SMALL_HEADS, random_params
+from fake_gpus import cuda, end_ranks, fork_ranks
+from llmc.errors import Interrupted, Interruption, UserError
+from llmc.gpu.ranks import LAUNCHERS, LOST, Ranks, check_alike, translate_launcher
 
-from llmc.errors import Interrupted, Interruption, UserError, run_main
-from llmc.gpu.ranks import LAUNCHERS, LOST, Ranks, check_alike, on_ranks, translate_launcher
-from llmc.settings import Settings, option
-
-SomeSettings = make_dataclass("SomeSettings", [("gpus", int, option(1, group="gpu", help=""))], bases=(Settings,))
 NUMBERS = [0.1, 1e-320, -0.0, 1 / 3, float("inf")]
 
 
@@ -71,10 +62,6 @@ def take_steps(ranks):
     except Interrupted:
         print("stopped at", *ranks.gather(step)) if ranks.is_first else ranks.gather(step)
         return 128 + interruption.signal
-
-
-if __name__ == "__main__":
-    run_main(lambda: on_ranks(SomeSettings, "", lambda settings, ranks: take_steps(ranks)))
 
 
 @pytest.fixture
@@ -168,17 +155,7 @@ def test_a_killed_rank_ends_all(fork):
     assert statuses == [1, -9, 1] and err == f"take_steps: error: {LOST}\n"
 
 
-def test_gpus_and_ctrl_c():
-    process = subprocess.Popen([sys.executable, __file__, "--gpus", "2"], text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    assert process.stdout.readline() == "ready\n", process.communicate()
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and re.fullmatch(r"stopped at (\d+) \1\n", out)
-    assert err == "\nfinishing this step; Ctrl-C once more to stop at once\n"
-
-
 def test_one_gpu_needs_no_torch():
-    path = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]; sys.argv[1:] = []; "
-    run = "on_ranks(SomeSettings, '', lambda settings, ranks: ranks.gather(0)); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", f"{path}from test_ranks import *; {run}"], check=True)
+    run = "on_ranks(CudaSettings, '', lambda settings, ranks: ranks.gather(0)); assert 'torch' not in sys.modules"
+    code = f"import sys; from llmc.gpu.ranks import on_ranks; from train_gpt2_cuda import CudaSettings; {run}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

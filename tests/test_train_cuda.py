@@ -1,6 +1,7 @@
 """The GPU trainer as a user runs it: what it prints, graph and launches, resuming to the bit, memory, faults."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -9,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +20,7 @@ import llmc.gpu.device
 import llmc.gpu.saver
 import llmc.progress
 import train_gpt2_cuda as cuda
+import train_llama3
 from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, remove_after, run_program
 from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
 from llmc.gpu.compiler import compile_kernels
@@ -32,6 +33,7 @@ from llmc.gpu.trainer import Trainer, open_device, open_trainer
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
+from test_llama_cuda import random_params as random_llama
 from train_gpt2 import Config, GPT2
 
 FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits
@@ -304,11 +306,25 @@ def test_phases_of_the_memory_plan():
 # with a GPU
 
 
-def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu_workplace):
-    flags = ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c", 0.1,
-             "--final_reports", 1)
-    on_gpu = train(*flags, *FLOAT32).stdout
-    on_cpu = train(*flags, program="train_gpt2.py").stdout
+LLAMAS = {f"{name} Llama": train_llama3.Config(64, 257, 3, 4, 2, 192, 384, 384, 64, tied=tied, factor=8)
+          for name, tied in (("tied", 1), ("untied", 0))}  # heads and more channels of queries as Hopper's kernels want
+
+
+def page_and_flags(model):
+    """Of GPT-2, or of one of LLAMAS, which is written here."""
+    if model == "GPT-2":
+        return "train_gpt2", ()
+    write_model("llama.bin", LLAMAS[model], random_llama(LLAMAS[model]))
+    return "train_llama3", ("-e", "llama.bin")
+
+
+@pytest.mark.parametrize("model", ("GPT-2", *LLAMAS))
+def test_losses_and_samples_are_those_of_the_cpu_trainer(gpu_workplace, model):
+    page, flags = page_and_flags(model)
+    flags += ("-x", 6, "-v", 3, "-s", 3, "-m", 3, "-l", 0.001, "-d", 96, "--grad_clip", 1, "-c", 0.1,
+              "--final_reports", 1)
+    on_gpu = train(*flags, *FLOAT32, program=f"{page}_cuda.py").stdout
+    on_cpu = train(*flags, program=f"{page}.py").stdout
     losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", output)] for output in (on_gpu, on_cpu)]
     assert len(losses[0]) == 9 and np.allclose(*losses, rtol=0, atol=2e-5)
     samples = [re.findall(r"---\n(.*?)\n---", output, re.DOTALL) for output in (on_gpu, on_cpu)]
@@ -327,41 +343,59 @@ DTYPES = {
     "stochastic": ("--dtype", "bfloat16", "-w", 0, "--stochastic_rounding", 5),
     "fp8": ("--dtype", "fp8"),
 }
+OF_LLAMA = {name: DTYPES[name] for name in ("float32", "bfloat16", "fp8", "sm_80")}
+OF_LLAMA["kernels"] = *DTYPES["kernels"], "--float32_grads", 1
 
 
-@pytest.fixture(params=DTYPES)
-def dtype_flags(request, gpu):
-    if "float32" not in DTYPES[request.param] and int(gpu.arch[3:].rstrip("a")) < 80:
+@pytest.fixture(params=[("GPT-2", *dtype) for dtype in DTYPES.items()] + [
+    (model, *dtype) for model in LLAMAS for dtype in OF_LLAMA.items()], ids=lambda kind: f"{kind[0]}-{kind[1]}")
+def kind(request, gpu, gpu_workplace):
+    """(a model's name, train(flag, ...) of it, the flags of a dtype)."""
+    model, _, flags = request.param
+    if "float32" not in flags and int(gpu.arch[3:].rstrip("a")) < 80:
         pytest.skip(f"{gpu.arch} has no bfloat16")
-    if request.param == "fp8" and gpu.arch != "sm_90a":
+    if "fp8" in flags and gpu.arch != "sm_90a":
         pytest.skip(f"{gpu.arch} is not Hopper")
-    return DTYPES[request.param]
+    page, of_model = page_and_flags(model)
+    return model, functools.partial(train, *of_model, program=f"{page}_cuda.py"), flags
 
 
-def test_bfloat16_trains_like_float32(gpu_workplace, dtype_flags):
-    """Losses over 60 steps at a high learning rate stay near those of float32; every variant is its own run."""
-    flags = ("-x", 60, "-v", 0, "-s", 0, "-l", 0.003)
-    outputs = [train(*flags, *more).stdout for more in (FLOAT32, dtype_flags)]
-    losses = list(map(train_losses, outputs))
-    assert len(losses[0]) == 60 and np.allclose(*losses, rtol=0, atol=0.1 if "fp8" in dtype_flags else 0.03)
+def test_bfloat16_trains_like_float32(kind):
+    """Losses over 60 steps at a high learning rate stay near those of float32; every variant is its own run. At 0.003,
+    rounding weights and gradients alone changes the untied Llama's losses by 0.08, on the CPU."""
+    model, train, dtype = kind
+    flags = ("-x", 60, "-v", 0, "-s", 0, "-l", 0.003 if model == "GPT-2" else 0.001)
+    losses = [train_losses(train(*flags, *more).stdout) for more in (FLOAT32, dtype)]
+    assert len(losses[0]) == 60 and np.allclose(*losses, rtol=0, atol=0.1 if "fp8" in dtype else 0.03)
 
 
-def test_graph_launches_and_recomputation_give_the_same_bits(gpu_workplace, dtype_flags):
+RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 96, "-l", 0.01)
+
+
+def test_graph_launches_recomputation_and_a_resume_give_the_same_bits(gpu_workplace, kind):
     """What is printed, the weights, AdamW's moments and the logged norms."""
-    flags = ("-x", 5, "-v", 2, "-s", 4, "-d", 96, "--grad_clip", 1, *dtype_flags)
+    model, train, dtype = kind
+    flags = (*RUN, *(() if model == "GPT-2" else ("-l", 0.001)), "--shuffle", 1, "-n", 4, *dtype)
 
-    def run(*more):
-        shutil.rmtree("run", ignore_errors=True)
-        output = train(*flags, *more, "-o", "run", "-n", 5).stdout
+    def files(directory):
+        names = "model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009", "main.log"
+        return [(gpu_workplace / directory / name).read_bytes() for name in names]
+
+    def run(directory, *more):
+        shutil.rmtree(directory, ignore_errors=True)
+        output = train(*flags, *more, "-o", directory).stdout
         output = output[output.index("val loss"):]  # after the settings
-        names = "model_00000005.bin", "state_00000005_00000.bin", "main.log"
-        files = [(gpu_workplace / "run" / name).read_bytes() for name in names]
-        return losses_and_samples(output), files
+        return losses_and_samples(output), files(directory)
 
-    first = run()
-    assert "step    5/5" in first[0]
+    whole = run("whole")
+    assert "step    9/9" in whole[0] and "nan" not in whole[0]
     for more in (("--graph", 1), ("--graph", 0), ("--recompute", 0), ("--recompute", 1), ("--recompute", 2)):
-        assert run(*more) == first, more
+        assert run("parts", *more) == whole, more
+    remove_after("parts", 4)
+    rest = train(*flags, "-o", "parts", "-y", 1, TRAIN_GPT2_CACHE=str(gpu_workplace / "empty"))
+    assert "resuming at step 4 from parts" in rest.stdout and rest.stderr == ""
+    rest = losses_and_samples(rest.stdout)
+    assert whole[0].endswith(rest[rest.index("step    5/9:") :]) and files("parts") == whole[1]
 
 
 @pytest.mark.parametrize("dtype", ("auto", "float32"))
@@ -383,22 +417,6 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
         used.append((cp.cuda.runtime.memGetInfo()[0], cp.get_default_memory_pool().used_bytes()))
     assert len({pool for _, pool in used[1:]}) == 1
     assert len(set(used[1:4])) == 1 and len(set(used[5:])) == 1
-
-
-RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_clip", 1, "-d", 96, "-l", 0.01)
-
-
-def test_resumed_run_is_bit_equal(gpu_workplace, dtype_flags):
-    run = (*RUN, "--shuffle", 1, *dtype_flags)
-    whole = losses_and_samples(train(*run, "-o", "whole", "-n", 4).stdout)
-    train(*run, "-o", "parts", "-n", 4)
-    remove_after("parts", 4)
-    rest = train(*run, "-o", "parts", "-n", 4, "-y", 1, TRAIN_GPT2_CACHE=str(gpu_workplace / "empty"))
-    assert "resuming at step 4 from parts" in rest.stdout and rest.stderr == ""
-    rest = losses_and_samples(rest.stdout)
-    assert whole.endswith(rest[rest.index("step    5/9:") :])
-    for name in ("main.log", "model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"):
-        assert (gpu_workplace / "whole" / name).read_bytes() == (gpu_workplace / "parts" / name).read_bytes(), name
 
 
 def test_a_bfloat16_checkpoint(gpu_workplace):
@@ -442,30 +460,16 @@ def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
     assert len(tail) == 4 and np.allclose(tail, train_losses(whole)[-4:], rtol=0, atol=1e-4)
 
 
-def test_ctrl_c_saves_and_kill_leaves_the_last_checkpoint_usable(gpu_workplace):
-    flags = (*FAST, "-x", 100000, "-v", 0, "-s", 0, "-o", "run", "-n", 20)
-    command = [sys.executable, str(ROOT / "train_gpt2_cuda.py"), *map(str, flags)]
-
-    def start(*more):
-        """Up to its first step."""
-        run = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert any(line.startswith("step") for line in run.stdout), run.stderr.read()
-        return run
-
+def test_ctrl_c_saves(gpu_workplace):
+    flags = (*FAST, "-x", 100000, "-v", 0, "-s", 0, "-o", "run")
     for number in (signal.SIGINT, signal.SIGTERM):
-        run = start(*(("-y", "1") if number == signal.SIGTERM else ()))
+        resume = ("-y", 1) if number == signal.SIGTERM else ()
+        run = subprocess.Popen([sys.executable, *map(str, (ROOT / "train_gpt2_cuda.py", *flags, *resume))],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert any(line.startswith("step") for line in run.stdout), run.stderr.read()
         run.send_signal(number)
         _, errors = run.communicate(timeout=60)
         assert run.returncode == 128 + number and "resume with: python " in errors
-    rng = np.random.default_rng()
-    for _ in range(4):
-        run = start("-y", "1")
-        time.sleep(rng.uniform(0, 0.2))
-        run.kill()
-        run.communicate()
-        model, state, _ = checkpoint_paths("run", newest_checkpoint("run"))
-        config, params = read_model(model, GPT2)
-        read_optimizer_state(state, owned_by_one(*(allocate(params.table) for _ in range(3))))
     done = train("-x", newest_checkpoint("run") + 2, "-v", 0, "-s", 0, "-o", "run", "-y", 1)
     assert "resuming at step" in done.stdout
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -306,17 +307,26 @@ def test_a_rank_that_dies_once_a_checkpoint_is_complete(start):
     assert end_ranks(start(2, *MANY, "-x", 3, "-y", 1))[0] == [0, 0]
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, None))
-def test_a_signal_and_lost_data_stop_all_at_one_step(start, number):
+def test_lost_data_stops_all_at_one_step(start):
     ranks = start(2, *MANY, "-n", 0)
     while "\nstep" not in (open("out0").read() if os.path.exists("out0") else ""):
         time.sleep(0.01)
         assert ranks[0].exitcode is None
-    os.kill(ranks[1].pid, number) if number else os.unlink("data/tiny_shakespeare_train.bin")
+    os.unlink("data/tiny_shakespeare_train.bin")
     statuses, _, err = end_ranks(ranks)
-    step = newest_checkpoint("run")
-    words = f"stopped after step {step}; resume with the same command" if number else "train.bin: no such file"
-    assert statuses == [128 + number if number else 1] * 2 and err.count(words) == 1 and "Traceback" not in err
+    assert statuses == [1, 1] and err.count("train.bin: no such file") == 1 and "Traceback" not in err
+    assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
+
+
+def test_gpus_and_ctrl_c(heads):
+    """The program starts its ranks, which stop at one step."""
+    process = subprocess.Popen([sys.executable, fake_gpus.__file__, "--gpus", "2", *map(str, MANY), "-n", "0"],
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert any(line.startswith("step") for line in process.stdout), process.communicate()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.startswith("\nfinishing this step; Ctrl-C once more to stop at once\n")
+    assert err.count(f"stopped after step {newest_checkpoint('run')};") == 1 and err.count("\n") == 3
     assert len(os.listdir("run")) == len(["model", "state", "state", "DONE", "main.log", "main.csv", "tokenizer.bin"])
 
 
