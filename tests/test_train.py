@@ -442,6 +442,19 @@ def test_ctrl_c_twice_stops_at_once_and_nohup_is_respected(workplace, run_here, 
     assert done.returncode == status and newest_checkpoint("run") == (5 if status == 0 else None)
 
 
+@pytest.mark.parametrize("kind", ("pipe", "terminal"))
+def test_a_run_whose_output_nobody_reads_saves_first(workplace, kind):
+    """Ctrl-C kills `| tee`, too; or a terminal was closed."""
+    reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST, "-x", 10**6, "-s", 0, "-o", "run"))]
+    process = subprocess.Popen(command, stdout=writer, stderr=writer)
+    os.close(writer)
+    while b"step 3" not in os.read(reader, 1 << 16):
+        pass
+    os.close(reader)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP and newest_checkpoint("run") >= 3
+
+
 def test_the_command_that_resumes(monkeypatch, capsys):
     for flags, resume in ((["-o", "a b"], 0), (["-o", "a b", "-y", "1"], 1)):
         monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags])
