@@ -266,15 +266,13 @@ class Trainer(ForwardPasses):
 
     def calibrate(self):
         """Find FP8's first scales, unless a checkpoint had them: with the batch of random tokens that is on the GPU,
-        again and again, because what has too small a scale is 0, and so is what is computed from it. The first update's
-        are an eighth: text has larger numbers, and one update that saturates them is felt for ten."""
+        again and again, because what has too small a scale is 0, and so is what is computed from it."""
         if not self.fp8.updates:
             for _ in range(CALIBRATIONS):
                 self.fp8.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
                 self.fp8.quantise_weights()
                 self.compute(0)
                 self.prepare_scales()
-            self.fp8.state.scales /= 8
             self.fp8.updates = 1
 
     def begin_step(self, batches, learning_rate):
