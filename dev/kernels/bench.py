@@ -71,7 +71,7 @@ def timed_rows(layer, bench, names, B, T, peaks):
 def main(argv=None):
     args = parse_arguments(argv)
     if args.mine and not args.layers:
-        raise UserError(f"--mine {args.mine}: name the layer, too: python dev/kernels/bench.py LAYER --mine {args.mine}")
+        raise UserError(f"--mine: of which layer? python dev/kernels/bench.py LAYER --mine {args.mine}")
     if not args.layers and not args.all:
         for name, layer in LAYERS.items():
             about = (layer.__doc__ or "").partition("\n")[0]
