@@ -122,7 +122,7 @@ class CudaRun:
         self.settings = architecture.resolve_auto(settings, gpu.arch)
         with contextlib.redirect_stdout(io.StringIO()):  # hide the report of allocations
             self.trainer = open_trainer(architecture, gpu, config, params, self.settings)
-            self.trainer.prepare()
+            self.trainer.prepare((x, y))
 
     def logits(self):
         trainer = self.trainer

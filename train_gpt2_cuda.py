@@ -42,7 +42,7 @@ from llmc.errors import UserError, run_main
 from llmc.files import locked
 from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import describe_gpu, open_gpu
-from llmc.gpu.fp8 import Quantised
+from llmc.gpu.fp8 import DLOGITS_SCALE, Quantised
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, BLOCK_THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear
@@ -154,11 +154,11 @@ def resolve_auto(settings, arch):
 # layout: the tables of activations
 
 RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that hold one layer at a time
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu"}  # linear layer -> the row that FP8 keeps in 8 bits instead
+READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # matmul -> the row that FP8 keeps in 8 bits
 
 
-def activation_table(config, B, T, precision, recompute):
-    """name -> Row for what the forward pass saves for the backward pass."""
+def activation_table(config, B, T, precision, recomputed):
+    """name -> Row for what the forward pass saves for the backward pass, without what is `recomputed`."""
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
     table = {
         "encoded": Row((B, T, C), precision.residual),
@@ -180,14 +180,13 @@ def activation_table(config, B, T, precision, recompute):
         "lnf_rstd": Row((B, T)),
         "losses": Row((B, T)),
     }
-    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
+    return {name: row for name, row in table.items() if name not in recomputed}
 
 
-def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
+def phase_tables(config, B, T, precision, recomputed, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, Vp, dtype = config.L, config.NH, config.C, config.Vp, precision.dtype
-    recomputed = {"fch_gelu": Row((B, T, 4 * C), dtype), "ln1": Row((B, T, C), dtype), "ln2": Row((B, T, C), dtype)}
-    recomputed = {name: recomputed[name] for name in recomputed if name in RECOMPUTED[recompute]}
+    recomputed = {name: Row((B, T, 4 * C if name == "fch_gelu" else C), dtype) for name in recomputed}
     rows = partial_rows(B, T, sm_count, geometry)
     return {
         "forward": {
@@ -342,10 +341,8 @@ def launch_attention(device, name, arguments, reads, write, B, T, heads):
         boxes = [(array, g.ATTENTION_READ_ROWS, columns) for array in reads]
         if isinstance(write, Quantised):
             name, arguments = f"{name}_fp8", (write.plain, *arguments[1:], *write.noted)
-            boxes += [(write.plain.reshape(B, T, -1), rows, columns),
-                      (write.transposed.reshape(-1, B, T), 1, columns, rows)]
-        else:
-            boxes.append((write, rows, columns))
+            write = write.plain.reshape(B, T, -1)
+        boxes.append((write, rows, columns))
         extra = B, *(device.tensor_map(*box) for box in boxes)
     device.launch(name, grid, (g.ATTENTION_THREADS,), *arguments, T, *extra)
 
@@ -521,10 +518,10 @@ class GPT2:
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
         entry share their memory."""
         precision = settings.precision
-        recompute = 2 if precision.fp8 else settings.recompute  # FP8 keeps these rows in 8 bits instead
-        phases = phase_tables(config, B, T, precision, recompute, sm_count, geometry)
+        recomputed = READS.values() if precision.fp8 else RECOMPUTED[settings.recompute]
+        phases = phase_tables(config, B, T, precision, recomputed, sm_count, geometry)
         return {
-            "activations": {"activations": activation_table(config, B, T, precision, recompute)},
+            "activations": {"activations": activation_table(config, B, T, precision, recomputed)},
             "logits, and in other phases scratch": phases,
             "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
         }
@@ -601,14 +598,14 @@ class GPT2:
             matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_gelu, ln2, N, 4 * C)
             linear("fcproj", l).forward(branch, a.fch_gelu)
         top = acts.layers[-1]
-        residual_layernorm_forward(device, top.residual3, acts.lnf, acts.lnf_mean, acts.lnf_rstd, top.residual2, branch,
-                                   params.lnfw, params.lnfb, B, T, C)
+        residual_layernorm_forward(device, top.residual3, self.head.place_inp(acts.lnf), acts.lnf_mean, acts.lnf_rstd,
+                                   top.residual2, branch, params.lnfw, params.lnfb, B, T, C)
 
     def classify(self, acts, targets, loss, scale, train):
         """loss (1,) = the sum of acts.losses times scale; with `train`, the logits are overwritten with their gradient.
         Returns an event for the loss, which the side stream sums."""
-        self.head.forward(acts.logits, acts.lnf)
-        classifier(self.device, acts.losses, acts.logits, targets, nearest_power_of_2(scale), train, acts.B, acts.T)
+        self.head.forward(acts.logits, self.head.place_inp(acts.lnf))
+        classifier(self.device, acts.losses, acts.logits, targets, self.dlogits_scale(scale), train, acts.B, acts.T)
         with self.device.on_side_stream() as loss_done:
             loss_mean(self.device, loss, acts.losses, scale, acts.B * acts.T)
         return loss_done
@@ -633,9 +630,9 @@ class GPT2:
                 weight_done(f"{name}w", l, done)
             return done
 
-        # logits = lnf @ wte^T. dlogits carry nearest_power_of_2(scale); the matmuls that read them multiply by
-        # `factor`, both on the main stream, because what follows overwrites dlogits.
-        dlogits, factor = acts.logits, scale / nearest_power_of_2(scale)
+        # logits = lnf @ wte^T. dlogits carry dlogits_scale(scale); the matmuls that read them multiply by `factor`,
+        # both on the main stream, because what follows overwrites dlogits.
+        dlogits, factor = self.head.operand(acts.logits), scale / self.dlogits_scale(scale)
         self.head.backward_inp(dbranch, dlogits, factor)
         self.head.backward_weight(dlogits, acts.lnf, transposed, factor)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
@@ -689,11 +686,11 @@ class GPT2:
                          B, T, C)
         device.wait(dqkv_read)  # joins the side stream
 
-
-def nearest_power_of_2(x):
-    """x rounded to a power of 2: what dlogits carry instead of the scale x. A target's dlogit is about -x: rounded to
-    bfloat16, it would have the same error in every row (0.2 percent for 1/51)."""
-    return 2.0 ** round(math.log2(x))
+    def dlogits_scale(self, scale):
+        """What dlogits carry instead of `scale`: a power of 2 near it, because a target's dlogit is about -scale:
+        rounded to bfloat16, it would have the same error in every row (0.2 percent for 1/51). In FP8, what their range
+        asks for."""
+        return DLOGITS_SCALE if self.fp8 else 2.0 ** round(math.log2(scale))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -720,7 +717,8 @@ def run(architecture, settings, ranks):
         trainer = open_trainer(architecture, gpu, loop.config, loop.params, settings, ranks)
         loop.console.memory(trainer.plan)
         loop.start(trainer, TrainerSaver(trainer))
-        trainer.prepare()
+        loop.train_loader.read_ahead(1)
+        trainer.prepare(loop.train_loader.ahead[0][0])
         loop.console.first_update = functools.partial(print_start_time, settings, loading)
         for step in loop:  # between updates, it validates, samples, saves and stops
             batches = [loop.train_loader.next_batch() for _ in range(settings.own_micro_steps)]

@@ -22,11 +22,12 @@ import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
+from llmc.gpu.fp8 import COLUMN_ORDER, decode_e5m2, natural
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from model import architecture_of
 from profile_gpu import array_of, label, open_model, open_trainer
-from train_gpt2_cuda import JOB, CudaSettings, nearest_power_of_2
+from train_gpt2_cuda import JOB, CudaSettings
 from rounding import check_tensor
 
 # The largest error allowed in a row, as a fraction of its largest value: float32 sums in another order stay below 1e-4
@@ -61,6 +62,10 @@ class Recorder:
         self.unwritten, self.addresses = {}, {}  # row -> array, address -> row
         self.latest = {}  # address -> the latest launch that had it as an argument
         self.logits = self.dlogits = None
+        self.decode_dlogits = to_float32
+        if trainer.fp8:
+            self.decode_dlogits = lambda dlogits: decode_e5m2(
+                natural(trainer.model.head.operand(dlogits).plain.get(), COLUMN_ORDER)).reshape(dlogits.shape)
 
     def watch(self, rows):
         """Watch the rows that the launches from here on should write; accumulation into earlier rows is not noticed."""
@@ -81,7 +86,7 @@ class Recorder:
             del self.unwritten[row]
             self.wrote(row, i)
         if name == "classifier":  # it writes the gradient over the logits
-            self.dlogits = to_float32(arguments[1])
+            self.dlogits = self.decode_dlogits(arguments[1])
             self.wrote(("dlogits", None), i)
         if name == "column_sums":
             for job in arrays[0].get().view(JOB):
@@ -190,7 +195,7 @@ def run_on_gpu(trainer, inputs, targets):
         device.observer = None
         rows = {name: to_float32(getattr(acts, name)) for name in kept}
     rows["logits"] = recorder.logits[..., : config.V]
-    rows["dlogits"] = recorder.dlogits[..., : config.V] * np.float32(1 / N / nearest_power_of_2(1 / N))
+    rows["dlogits"] = recorder.dlogits[..., : config.V] * np.float32(1 / N / model.dlogits_scale(1 / N))
     grads = trainer.to_host(trainer.grads)
     return {**rows, **{f"d{name}": getattr(grads, name) for name in grads.table}}, recorder
 
@@ -223,7 +228,7 @@ def check(architecture, gpu, config, params, settings):
         params = views(params.table, bf16_to_float32(bf16_bits(flat(params))).view(np.uint8))
     inputs, targets = np.random.default_rng(0).integers(0, config.V, (2, settings.B, settings.T), dtype=np.int32)
     trainer = open_trainer(architecture, gpu, config, params, settings)
-    trainer.prepare()
+    trainer.prepare((inputs, targets))
     got, recorder = run_on_gpu(trainer, inputs, targets)
     expected = run_on_cpu(architecture_of(settings.model), config, params, inputs, targets)
     precision = settings.precision

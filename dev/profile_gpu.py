@@ -23,6 +23,7 @@ import numpy as np
 
 from llmc.errors import UserError, run_main
 from llmc.gpu.device import TensorMap, cp, gpu_errors_as_lines, open_gpu
+from llmc.gpu.fp8 import DLOGITS_SCALE
 from llmc.gpu.geometry import blocks
 from llmc.gpu.cublaslt import is_transposed
 from llmc.gpu.matmul import Linear
@@ -81,7 +82,8 @@ def label(name, arguments, params, grads, operands=None):
 MATMULS = {"matmul_forward": (2, 1), "matmul_forward_gelu": (3, 2), "matmul_forward_rope": (2, 1),
            "matmul_forward_swiglu": (3, 2), "matmul_backward_inp": (2, 1), "matmul_backward_inp_gelu": (3, 2),
            "matmul_backward_inp_swiglu": (2, 1), "matmul_backward_weight": (0, 3), "matmul_fp8": (2, 1),
-           "matmul_fp8_gelu": (4, 3), "matmul_fp8_gelu_backward": (4, 3), "matmul_fp8_weight": (0, 3)}
+           "matmul_fp8_gelu": (3, 2), "matmul_fp8_gelu_backward": (3, 2), "matmul_fp8_weight": (0, 3),
+           "matmul_fp8_classifier_weight": (0, 3), "matmul_fp8_classifier_inp": (4, 3)}
 # kernel -> (index of an argument that is (B,T,NH*HS), number of (T,T) matmuls per head of queries)
 ATTENTION = {"attention_forward": (0, 2), "attention_backward_dquery": (3, 3), "attention_backward_dkv": (2, 4)}
 # kernel -> bytes that it reads and writes; small arrays, and those that are usually in the cache, do not count
@@ -109,7 +111,8 @@ BYTES = {
     "swiglu_forward": lambda out, inp, N: size_of(out, inp),
     "swiglu_backward": lambda dinp, out, inp, dout, N: size_of(dinp, out, inp, dout),
     "transpose": lambda out, inp, rows, columns: size_of(inp, inp),
-    "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (1 + write_gradient) * size_of(logits),
+    "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (  # in FP8, it writes half as many
+        size_of(logits) + write_gradient * size_of(logits) // (1 + (dloss == DLOGITS_SCALE))),
     "quantise": lambda plain, transposed, inp, *_: size_of(plain, transposed, inp),
     "prepare_scales": lambda *_: 0,
     "loss_mean": lambda loss, losses, *_: size_of(losses),
@@ -139,7 +142,7 @@ def work(name, arguments, config):
         return 0, 2 * math.isqrt(math.prod(array.size for array in arguments[:3]))  # M*N, M*K and N*K
     if is_matmul(name):
         weight, operand = (array_of(arguments[i]) for i in MATMULS[name.removesuffix("_narrow")])
-        return 0, 2 * weight.size * operand.shape[name == "matmul_fp8_weight"]  # whose operands are transposed
+        return 0, 2 * weight.size * operand.shape[0]
     if name.removesuffix("_fp8") in ATTENTION:
         argument, matmuls = ATTENTION[name.removesuffix("_fp8")]
         return 0, attention_flops(*arguments[argument].shape, matmuls)

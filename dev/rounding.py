@@ -26,12 +26,19 @@ from export_weights import adamw, collect_gradients, to_reference
 from llama_hf import rotations, swapped
 
 # unit roundoff: half a unit in the last place
-FLOAT32, TF32, BFLOAT16, FLOAT16, E4M3 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11, 2.0**-4
+FLOAT32, TF32, BFLOAT16, FLOAT16 = 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-11
 
 
 RMS = math.sqrt(1 / 3 * 3 / 8 / math.log(2))  # 0.42: root mean square of a rounding error over the unit roundoff
-# The same of E4M3's smallest numbers, 2^-9 apart, over a tensor's largest, which its scale takes to 112 or more.
-E4M3_FLOOR = 2.0**-9 / math.sqrt(12) / 112
+
+
+class Float8(NamedTuple):
+    unit: float  # unit roundoff
+    floor: float  # root mean square of the smallest numbers' rounding errors, over a tensor's largest number
+
+
+E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)  # a tensor's scale takes its largest number to 112 or more
+E5M2 = Float8(2.0**-3, 2.0**-16 / math.sqrt(12) / 2.0**14)  # of dlogits, the largest one is about 2^15
 
 
 class Roundoff(NamedTuple):
@@ -43,7 +50,7 @@ class Roundoff(NamedTuple):
     operands: float = 0.0
     tensors: float = FLOAT32
     residual: float = FLOAT32
-    fp8: bool = False  # E4M3 operands in the matmuls of qkv, fc and fcproj, and in the classifier's forward pass
+    fp8: bool = False  # operands of 8 bits in the matmuls of qkv, fc and fcproj, and the classifier's
 
 
 ROUNDOFFS = {
@@ -86,16 +93,16 @@ class NoisyGPT2:
         return x.sum(-1, keepdim=True) + error * self.noise(error)
 
     def operand(self, x, fp8):
-        """x as a matmul reads it."""
+        """x as a matmul reads it. fp8: E4M3 or E5M2, what it is in a run of FP8, or None."""
         if not (fp8 and self.u.fp8):
             return self.rounded(x, self.u.operands)
         size = x.abs()
-        error = torch.maximum(RMS * E4M3 * size, torch.minimum(size, E4M3_FLOOR * size.max()))  # 0 stays
+        error = torch.maximum(RMS * fp8.unit * size, torch.minimum(size, fp8.floor * size.max()))  # 0 stays
         return error.mul_(self.noise(x)).add_(x)
 
-    def product(self, a, b, fp8=False):
-        """a @ b. fp8: in a run of FP8, the operands are E4M3."""
-        a, b = self.operand(a, fp8), self.operand(b, fp8)
+    def product(self, a, b, of_a=None, of_b=None):
+        """a @ b. of_a, of_b: as `operand` takes them."""
+        a, b = self.operand(a, of_a), self.operand(b, of_b)
         error = ((a * a) @ (b * b)).sqrt_().mul_(self.error(a.shape[-1]))
         return error.mul_(self.noise(error)).add_(a @ b)
 
@@ -139,8 +146,8 @@ class NoisyGPT2:
         (B, T), C, NH, op, model = x.shape, self.config.C, self.config.NH, self.operations, self.model
         later = torch.ones(T, T, dtype=torch.bool).triu(1)
 
-        def linear(inp, module, fp8=True):
-            return op.store(op.bias(op.matmul(inp, module.weight.T, fp8, fp8), module.bias))
+        def linear(inp, module, fp8=E4M3):
+            return op.store(op.bias(op.matmul(inp, module.weight.T, fp8), module.bias))
 
         residual = op.add(model.wte(x) + model.wpe(torch.arange(T)))
         for block in model.h:
@@ -150,12 +157,12 @@ class NoisyGPT2:
             scores = op.single(op.matmul(query, key.transpose(-2, -1)) / math.sqrt(C // NH))
             att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
             heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, C)
-            residual = op.add(residual + linear(heads, block.attn.c_proj, fp8=False))
+            residual = op.add(residual + linear(heads, block.attn.c_proj, fp8=None))
             normed = op.layernorm(residual, block.ln_2.weight, block.ln_2.bias)
             gelu = op.store(op.single(F.gelu(linear(normed, block.mlp.c_fc), approximate="tanh")))
             residual = op.add(residual + linear(gelu, block.mlp.c_proj))
         normed = op.layernorm(residual, model.ln_f.weight, model.ln_f.bias)
-        logits = op.store(op.matmul(normed, model.wte.weight.T, True))
+        logits = op.store(op.matmul(normed, model.wte.weight.T, E5M2))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
         return logits, op.single(-torch.log(probs)).view(B, T)
 
@@ -167,8 +174,8 @@ class NoisyLlama(NoisyGPT2):
         (B, T), config, op, model = x.shape, self.config, self.operations, self.model.model
         later, cos_sin = torch.ones(T, T, dtype=torch.bool).triu(1), list(rotations(config, T, torch.float64))
 
-        def linear(inp, module, fp8=True):
-            return op.store(op.matmul(inp, module.weight.T, fp8, fp8))
+        def linear(inp, module, fp8=E4M3):
+            return op.store(op.matmul(inp, module.weight.T, fp8))
 
         def rotated(part):
             cos, sin = cos_sin
@@ -184,11 +191,11 @@ class NoisyLlama(NoisyGPT2):
             scores = op.single(op.matmul(rotated(query), key.transpose(-2, -1)) / math.sqrt(config.HS))
             att = op.store(op.softmax(scores.masked_fill(later, -torch.inf)))
             heads = op.store(op.matmul(att, value)).transpose(1, 2).reshape(B, T, config.Q)
-            residual = op.add(residual + linear(heads, attn.o_proj, fp8=False))
+            residual = op.add(residual + linear(heads, attn.o_proj, fp8=None))
             normed = op.rmsnorm(residual, block.post_attention_layernorm.weight)
             gate = op.single(F.silu(linear(normed, mlp.gate_proj)))
             residual = op.add(residual + linear(op.store(op.single(linear(normed, mlp.up_proj) * gate)), mlp.down_proj))
-        logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T, True))
+        logits = op.store(op.matmul(op.rmsnorm(residual, model.norm.weight), self.model.head().T, E5M2))
         probs = op.softmax(logits).flatten(0, 1)[torch.arange(B * T), y.flatten()]
         return logits, op.single(-torch.log(probs)).view(B, T)
 
@@ -200,7 +207,7 @@ class Operations(NamedTuple):
     store: object  # rounds to the dtype of tensors
     add: object  # rounds to the dtype of the residual stream; its gradient to that of tensors
     bias: object
-    matmul: object  # of a, b and, if not False, the forward and the backward pass's fp8: see `product`
+    matmul: object  # of a, b and, in runs of FP8, what the gradient is: E4M3, as a and b are, or E5M2
     layernorm: object
     rmsnorm: object
     softmax: object
@@ -233,18 +240,18 @@ def operations(run):
 
     class Matmul(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, a, b, forward_fp8=False, backward_fp8=False):
+        def forward(ctx, a, b, fp8=None):
             ctx.save_for_backward(a, b)
-            ctx.fp8 = backward_fp8
-            return run.product(a, b, forward_fp8)
+            ctx.fp8, ctx.inputs_fp8 = fp8, fp8 and E4M3
+            return run.product(a, b, ctx.inputs_fp8, ctx.inputs_fp8)
 
         @staticmethod
         def backward(ctx, g):
             a, b = ctx.saved_tensors
-            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8), u.tensors)
+            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8, ctx.inputs_fp8), u.tensors)
             if b.dim() == 2:  # a weight: its gradient sums over all rows
                 a, g = a.flatten(0, -2), g.flatten(0, -2)
-            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.fp8), u.tensors), None, None
+            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.inputs_fp8, ctx.fp8), u.tensors), None
 
     class Layernorm(torch.autograd.Function):
         @staticmethod

@@ -3,6 +3,8 @@
 //     losses[n] = log(sum over v of exp(logits[n,v])) - logits[n,targets[n]]               losses =
 //     logits[n,v] = (softmax(logits[n])[v] - (v is the target)) * dloss, 0 for v >= V      logits = (if write_gradient)
 //
+// In FP8 runs, the gradient is in E5M2, in the order of fp8.cuh, in the first half of each row's bytes.
+//
 // logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32.
 //
 // Bound by bytes: a row is read from memory once and written once. On Hopper, if shared memory has room for a row (it
@@ -19,11 +21,15 @@
 #include "softmax.cuh"
 
 #define ON_CHIP (CLASSIFIER_ROWS_ON_CHIP > 0)
+#if CLASSIFIER_FP8
+#include "fp8.cuh"
+#endif
 #if ON_CHIP
 #include "hopper/hopper.cuh"
 constexpr int BLOCKS = CLASSIFIER_ROWS_ON_CHIP;  // per multiprocessor, each with a row
 #endif
 constexpr int THREADS = CLASSIFIER_THREADS;
+static_assert(ON_CHIP || !CLASSIFIER_FP8, "bytes that would overwrite logits not yet read");
 
 constexpr int LOADS_AT_ONCE = ON_CHIP ? 2 : 1;  // packs that a thread loads at a time
 // A row is PARTS parts of PART elements, the last one shorter; each warp has a slice of SLICE elements of each part.
@@ -142,16 +148,29 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
     return {largest, sum};
 }
 
+#if CLASSIFIER_FP8
+typedef unsigned char dlogit;
+__device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32 lanes) {
+    *reinterpret_cast<uint2*>(to) = in_order({four_bytes(x.x[0], x.x[1], x.x[2], x.x[3], __NV_E5M2),
+                                              four_bytes(x.x[4], x.x[5], x.x[6], x.x[7], __NV_E5M2)}, lanes);
+}
+#else
+typedef element dlogit;
+__device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32) { store(to, x); }
+#endif
+
 // Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale: dloss / the row's
 // sum; offset: offset_of the row's maximum and log2(scale); largest_then: this thread's maximum so far when it had
 // merged part s.
-__device__ inline void write_gradient_part(element* row, const Packs& packs, int s, float offset, float scale,
+__device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset, float scale,
                                            float largest_then, int target, float dloss) {
     const float factor = scaled_exp(largest_then, offset, scale);
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
         const int v = begin_of(s, i);
-        if (!is_before(Vp, s, v)) continue;
+        const bool exists = is_before(Vp, s, v);
+        const uint32 lanes = CLASSIFIER_FP8 ? __ballot_sync(0xffffffff, exists) : 0;
+        if (!exists) continue;
         Floats x = KEEPS ? unpack_kept(packs[i]) : unpack(packs[i]);
 #pragma unroll
         for (int k = 0; k < PACK; k++) x.x[k] = KEEPS ? x.x[k] * factor : scaled_exp(x.x[k], offset, scale);
@@ -161,7 +180,7 @@ __device__ inline void write_gradient_part(element* row, const Packs& packs, int
                 if (v + k == target) x.x[k] -= dloss;
             }
         }
-        store(row + v, x);
+        store_dlogits(row + v, x, lanes);
     }
 }
 
@@ -210,8 +229,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     for (int n = blockIdx.x, parity = 0; n < N; n += gridDim.x, parity ^= 1) {
         const int next = n + gridDim.x, next_target = next < N ? targets[next] : 0;
         element* const global_row = logits + int64(n) * Vp;
-        element* const global_slice = global_row + warp * SLICE;
-        const element* const next_global_slice = global_slice + int64(gridDim.x) * Vp;
+        dlogit* const global_dlogits = reinterpret_cast<dlogit*>(global_row);
+        const element* const next_global_slice = global_row + int64(gridDim.x) * Vp + warp * SLICE;
         const bool has_the_target = owns_target(target);
         const float target_logit = has_the_target ? to_float(global_row[target]) : 0.0f;
         Packs held;
@@ -246,7 +265,8 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
         if (write_gradient) {
             const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
             if (HOLDS) {
-                write_gradient_part(global_row, held, PARTS - 1, offset, scale, largest_then[PARTS - 1], target, dloss);
+                write_gradient_part(global_dlogits, held, PARTS - 1, offset, scale, largest_then[PARTS - 1], target,
+                                    dloss);
             }
 #pragma unroll
             for (int s = 0; s < SHARED_PARTS; s++) {
@@ -256,12 +276,17 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
                     if (KEEPS && is_before(Vp, s, begin_of(s, i))) packs[i] = load_bits(row + begin_of(s, i));
                     if (!KEEPS) packs[i] = load_logits(row, s, begin_of(s, i));
                 }
-                write_gradient_part(row, packs, s, offset, scale, largest_then[s], target, dloss);
+                // In FP8, a slice of dlogits begins where that of the logits does, which all lanes must have read.
+                if (CLASSIFIER_FP8) __syncwarp();
+                dlogit* const slice = reinterpret_cast<dlogit*>(slices + s * PART);
+                write_gradient_part(slice - s * PART - warp * SLICE, packs, s, offset, scale, largest_then[s], target,
+                                    dloss);
                 fence_for_async();
                 __syncwarp();
                 if (is_lane_0) {
                     if (bytes_of(s) > 0) {
-                        store_bytes(global_slice + s * PART, slices + s * PART, bytes_of(s));
+                        store_bytes(global_dlogits + s * PART + warp * SLICE, slice,
+                                    bytes_of(s) / int(sizeof(element) / sizeof(dlogit)));
                     } else {
                         stores_commit();  // an empty group, so that stores_wait counts the same in all warps
                     }
@@ -301,7 +326,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
     for (int s = PARTS - 1; s >= 0; s--) {
         load_part(packs, row, s);
-        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, dloss);
+        write_gradient_part(reinterpret_cast<dlogit*>(row), packs, s, offset, scale, 0.0f, target, dloss);
     }
 }
 

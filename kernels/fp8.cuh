@@ -17,12 +17,16 @@
 // each, in ours.
 constexpr uint32 FIRST_COLUMNS = 0x5410, LAST_COLUMNS = 0x7632, FIRST_ROWS = 0x5140, LAST_ROWS = 0x7362;
 
-// Two numbers, and four, the first one in the lowest byte. Beyond 448 they saturate; NaN stays.
-__device__ inline uint32 two_bytes(float a, float b) {
-    return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, __NV_E4M3);
+// For __byte_perm: of rows 2t, 2t + 1 and 2t + 8, 2t + 9 of two columns, the four numbers of one column, in our order.
+constexpr uint32 EVEN_TRANSPOSED = 0x6240, ODD_TRANSPOSED = 0x7351;
+
+// Two numbers, and four, the first one in the lowest byte. Beyond 448 they saturate; NaN stays. E5M2, for dlogits, has 2
+// bits of mantissa, and numbers from 2^-16 to 57344.
+__device__ inline uint32 two_bytes(float a, float b, __nv_fp8_interpretation_t format = __NV_E4M3) {
+    return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, format);
 }
-__device__ inline uint32 four_bytes(float a, float b, float c, float d) {
-    return two_bytes(a, b) | two_bytes(c, d) << 16;
+__device__ inline uint32 four_bytes(float a, float b, float c, float d, __nv_fp8_interpretation_t format = __NV_E4M3) {
+    return two_bytes(a, b, format) | two_bytes(c, d, format) << 16;
 }
 
 // Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours. lanes: those of this
@@ -35,18 +39,12 @@ __device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {
 }
 
 // Two squares of 16 x 16, of which a thread has 8 numbers each, as in hopper/matmul.cuh, rounded: rows g and g + 8 of
-// the first, then of the second one. They are for stmatrix, and so are, transposed, their columns.
+// the first, then of the second one, for stmatrix.
 __device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], float scale = 1.0f) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const float* const y = x + k / 2 * 8 + k % 2 * 2;
         rows[k] = four_bytes(y[0] * scale, y[1] * scale, y[4] * scale, y[5] * scale);
-    }
-}
-__device__ inline void transpose_squares(uint32 (&columns)[4], const uint32 (&rows)[4]) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        columns[k] = __byte_perm(rows[k / 2 * 2], rows[k / 2 * 2 + 1], k % 2 ? LAST_ROWS : FIRST_ROWS);
     }
 }
 
@@ -129,8 +127,8 @@ struct TensorMap;  // of hopper/hopper.cuh
 
 // A tensor that results in 8 bits.
 struct Quantised {
-    const TensorMap &plain, &transposed;
+    const TensorMap& numbers;
     const float* scale;
-    int* largest;  // or null: this pass is not part of an update, and nothing reads `transposed`
+    int* largest;  // or null: this pass is not part of an update
     int64* counts;
 };

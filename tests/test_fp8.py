@@ -13,15 +13,16 @@ import train_llama3_cuda as llama_cuda
 from llmc.errors import UserError
 from llmc.gpu.compiler import Cache, compile_kernels
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
-from llmc.gpu.fp8 import (COLUMN_ORDER, HISTORY, LARGEST, LINEARS, ROW_ORDER, Fp8, Quantised, decode_e4m3, natural,
-                          next_scales, round_e4m3)
+from llmc.gpu.fp8 import (COLUMN_ORDER, DLOGITS_SCALE, HISTORY, LARGEST, LINEARS, ROW_ORDER, Fp8, Quantised,
+                          decode_e4m3, decode_e5m2, natural, next_scales, round_e4m3, round_e5m2)
 from llmc.gpu.geometry import blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.precision import Precision, resolve_dtype
 from llmc.gpu.trainer import Trainer, open_device
 from llmc.tensors import allocate, views
 from test_grouped_attention import model, open_once
-from test_kernels import assert_close, check_launches, check_tensor, on_gpu, random, signatures, unwritten
+from test_kernels import (assert_close, check_classifier, check_launches, check_tensor, get_device, on_gpu, padded,
+                          random, signatures, unwritten)
 from test_matmul_swiglu import frame_sizes
 
 FP8 = Precision("bfloat16", fp8=True)
@@ -35,16 +36,19 @@ LLAMA = train_llama3.Config(64, 257, 2, 4, 2, 64, 384, 96, 16)
 # with no GPU
 
 
-def test_the_numbers_and_their_rounding_are_pytorch_s():
+@pytest.mark.parametrize("name, decode, round, largest", (("e4m3fn", decode_e4m3, round_e4m3, 448),
+                                                          ("e5m2", decode_e5m2, round_e5m2, 57344)))
+def test_the_numbers_and_their_rounding_are_pytorch_s(name, decode, round, largest):
     torch = pytest.importorskip("torch")
-    theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    assert np.array_equal(NUMBERS, theirs, equal_nan=True)
-    finite = np.unique(NUMBERS[np.isfinite(NUMBERS)])
+    dtype = getattr(torch, f"float8_{name}")
+    numbers = decode(np.arange(256, dtype=np.uint8))
+    assert np.array_equal(numbers, torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy(), equal_nan=True)
+    finite = np.unique(numbers[np.isfinite(numbers)])
     ties = (finite[1:] + finite[:-1]) / 2
     rng = np.random.default_rng(0)
     x = np.concatenate([finite, ties, np.nextafter(ties, np.float32(1e9)), np.nextafter(ties, np.float32(-1e9)),
-                        rng.uniform(-448, 448, 100000), rng.uniform(-0.02, 0.02, 100000)]).astype(np.float32)
-    assert np.array_equal(round_e4m3(x), torch.from_numpy(x).to(torch.float8_e4m3fn).float().numpy())
+                        rng.uniform(-largest, largest, 100000), rng.uniform(-0.02, 0.02, 100000)]).astype(np.float32)
+    assert np.array_equal(round(x), torch.from_numpy(x).to(dtype).float().numpy())
 
 
 def test_what_e4m3_has_no_numbers_for():
@@ -88,7 +92,7 @@ def test_norms_compile_and_their_blocks_fit(C):
 @pytest.mark.parametrize("T, recompute", ((32, 0), (32, 1), (40, 2)))
 @pytest.mark.parametrize("architecture, config", ((cuda.GPT2, GPT2), (llama_cuda.Llama3, LLAMA)), ids=("gpt2", "llama"))
 def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, config, T, recompute):
-    """Two updates with accumulation on a fake GPU; attproj and the classifier's backward pass stay in bfloat16."""
+    """Two updates with accumulation on a fake GPU; attproj stays in bfloat16."""
     gpu = fake_gpu.gpu._replace(arch="sm_90a")
     settings = architecture.Settings(B=3, T=T, total_batch_size=6 * T, dtype="fp8", grad_clip=1.0,
                                      recompute=recompute, graph=0)
@@ -105,17 +109,19 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
                    parameters)
     count = {name: sum(launch.name == name for launch in fake_gpu.launches) for name in
              ("quantise", "matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
-              "matmul_fp8_weight", "prepare_scales", "residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8",
-              "attention_backward_dquery_fp8", "attention_backward_dkv_fp8", "attention_backward_dkv")}
+              "matmul_fp8_weight", "matmul_fp8_classifier_inp", "matmul_fp8_classifier_weight", "prepare_scales",
+              "residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8", "attention_backward_dquery_fp8",
+              "attention_backward_dkv_fp8", "attention_backward_dkv")}
     layers, fused = len(LINEARS) * config.L, config.L * (architecture is cuda.GPT2)
-    attention = fused * (T % 16 == 0)  # Llama's heads here are not for Hopper's kernels
+    attention = fused  # Llama's heads here are not for Hopper's kernels
     again = config.L * (recompute > 0)  # of fcproj's input, which was recomputed
-    assert count["quantise"] == len(LINEARS) + 1 + 2 * (1 + 2 * layers - 2 * config.L - 2 * fused - attention + again)
+    assert count["quantise"] == len(LINEARS) + 1 + 2 * (2 * layers - 2 * config.L - 2 * fused - attention + again)
     norms = [count[f"residual_{name}_forward_fp8"] for name in ("layernorm", "rmsnorm")]
-    assert sorted(norms) == [0, 2 * 2 * config.L * (1 + (recompute == 2))] and bool(norms[0]) == bool(fused)
+    assert sorted(norms) == [0, 2 + 2 * 2 * config.L * (1 + (recompute == 2))] and bool(norms[0]) == bool(fused)
     assert count["matmul_fp8"] + count["matmul_fp8_narrow"] == 2 * (1 + 2 * layers - 2 * fused)
     assert count["matmul_fp8_gelu"] == count["matmul_fp8_gelu_backward"] == 2 * fused
     assert count["matmul_fp8_weight"] == layers * 2 and count["prepare_scales"] == 1
+    assert count["matmul_fp8_classifier_inp"] == count["matmul_fp8_classifier_weight"] == 2
     assert count["attention_backward_dquery_fp8"] == count["attention_backward_dkv_fp8"] == 2 * attention
     assert count["attention_backward_dkv"] == 2 * (config.L - attention)
 
@@ -135,6 +141,8 @@ def test_flags_that_do_not_go_with_it(flags, message):
 def test_a_model_that_tma_cannot_read():
     with pytest.raises(UserError, match="C=200, F=800: --dtype fp8 expects multiples of 16: pass --dtype bfloat16"):
         check_sizes(train_gpt2.Config(64, 257, 2, 1, 200, 384), fp8=True)
+    with pytest.raises(UserError, match="131200 rows of the classifier's weight: --dtype fp8 expects .* up to 131072"):
+        check_sizes(train_gpt2.Config(64, 131100, 2, 1, 64, 131200), fp8=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -299,11 +307,12 @@ def test_norm(gpu, N, C, norm, both):
     assert [largest.get().tolist(), counts.get().tolist()] == noted
 
 
-def e4m3(*shape, seed):
-    """Random bytes of E4M3, numbers up to 30, and what they stand for."""
+def e4m3(*shape, seed, decode=decode_e4m3, order=COLUMN_ORDER):
+    """Random bytes of numbers up to 30, and what they stand for, in natural order."""
     rng = np.random.default_rng((seed, *shape))
-    bits = (rng.integers(0, 96, shape) | rng.integers(0, 2, shape) << 7).astype(np.uint8)
-    return on_gpu(bits.astype(np.int32)).astype("uint8"), decode_e4m3(bits).astype(np.float64)
+    bits = (rng.integers(0, 96 if decode is decode_e4m3 else 80, shape) | rng.integers(0, 2, shape) << 7)
+    bits = bits.astype(np.uint8)
+    return on_gpu(bits.astype(np.int32)).astype("uint8"), decode(natural(bits, order)).astype(np.float64)
 
 
 SIZES = ((1, 16, 16), (129, 208, 96), (97, 1600, 320), (128, 192, 128), (300, 768, 3072), (1000, 2304, 768))  # M, N, K
@@ -332,17 +341,16 @@ def test_matmul(matmul, monkeypatch, M, N, K, sm_count):
 @pytest.mark.parametrize("M, N, K", SIZES[1:])
 @pytest.mark.parametrize("records", (True, False))
 def test_matmul_gelu(matmul, monkeypatch, M, N, K, sm_count, records):
-    """out as without GELU; GELU, and its transposed copy, as by gelu.cu and quantise, to the byte."""
+    """out as without GELU; GELU as by gelu.cu and quantise, to the byte."""
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
     fp8, (a, _), (b, _) = make_fp8(matmul, 16), e4m3(M, K, seed=1), e4m3(N, K, seed=2)
     bias, scales = on_gpu(random(N, seed=3, dtype="bfloat16"), dtype="bfloat16"), on_gpu(np.float32([64, 8]))
-    pitch = blocks(M, 16) * 16
     slot, operands = fp8.slot("fcproj", 1, "inp"), (a, scales[:1], b, scales[1:], bias)
     fp8.state.scales[slot] = 16.0
     whole = blocks(M * N, GPT2.F)  # rows of gelu.cu, which knows F
     out, wanted_out, gelu = unwritten(M, N, dtype="bfloat16"), *unwritten(2, whole * GPT2.F, dtype="bfloat16")
-    got, wanted = (Quantised(bytes_on_gpu((M, N)), bytes_on_gpu((N, pitch))) for _ in range(2))
+    got, wanted = bytes_on_gpu((M, N)), bytes_on_gpu((M, N))
     fp8.records = records
     fp8.multiply_gelu(out, got, *operands, fp8.noted("fcproj", 1, "inp"))
     noted = fp8.state.largest.get(), fp8.state.counts.get()
@@ -350,17 +358,16 @@ def test_matmul_gelu(matmul, monkeypatch, M, N, K, sm_count, records):
     wanted_out[...] = 0
     fp8.multiply(wanted_out[: M * N].reshape(M, N), *operands)
     cuda.gelu_forward(matmul.device, gelu, wanted_out, whole, GPT2.F)
-    fp8.quantise("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), wanted.plain, wanted.transposed)
+    fp8.quantise("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), wanted)
     assert np.array_equal(out.get().ravel(), wanted_out.get()[: M * N])
-    assert np.array_equal(got.plain.get(), wanted.plain.get())
+    assert np.array_equal(got.get(), wanted.get())
     assert np.array_equal(noted[0], fp8.state.largest.get()) and np.array_equal(noted[1], fp8.state.counts.get())
-    assert np.array_equal(got.transposed.get(), wanted.transposed.get()) == records
 
 
 @pytest.mark.parametrize("sm_count", (None, 2))
 @pytest.mark.parametrize("M, N, K", SIZES[1:])
 def test_matmul_gelu_backward(matmul, monkeypatch, M, N, K, sm_count):
-    """Against float64, within E4M3's step; transposed, the same bytes; column sums in float32."""
+    """Against float64, within E4M3's step; column sums in float32."""
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
     fp8, (a, a64), (b, b64) = make_fp8(matmul, 16), e4m3(M, K, seed=1), e4m3(N, K, seed=2)
@@ -369,14 +376,13 @@ def test_matmul_gelu_backward(matmul, monkeypatch, M, N, K, sm_count):
     train_gpt2.gelu_backward(expected, inp.astype(np.float64), dout, inp.size)
     slot, scale = fp8.slot("fc", 1, "dout"), 2.0 ** np.floor(np.log2(224 / np.abs(expected).max()))
     fp8.state.scales[slot] = scale
-    got, partials = Quantised(bytes_on_gpu((M, N)), bytes_on_gpu((N, blocks(M, 16) * 16))), unwritten(blocks(M, 128), N)
+    got, partials = bytes_on_gpu((M, N)), unwritten(blocks(M, 128), N)
     fp8.records = True
     fp8.multiply_gelu_backward(got, partials, a, scales[:1], b, scales[1:], on_gpu(inp, dtype="bfloat16"),
                                fp8.noted("fc", 1, "dout"))
-    plain, transposed = (decode_e4m3(bits) for bits in in_natural_order(got))
+    plain = decode_e4m3(natural(got.get(), COLUMN_ORDER))
     assert (np.abs(plain - expected * scale) <= np.abs(expected * scale) * 2.0**-4 + 224 * 2.0**-8).all()
     assert np.abs(plain - expected * scale).mean() < 2.0**-5 * np.abs(expected * scale).mean()
-    assert np.array_equal(transposed[:, :M], plain.T) and not transposed[:, M:].any()
     assert_close(2.0**-8, partials=(partials.sum(axis=0), expected.sum(axis=0)))
     largest = fp8.state.largest.get()[slot : slot + 1].view(np.float32)[0]
     assert abs(largest / np.abs(expected).max() - 1) < 2.0**-8
@@ -385,10 +391,10 @@ def test_matmul_gelu_backward(matmul, monkeypatch, M, N, K, sm_count):
 
 @pytest.mark.parametrize("sm_count", (None, 2))
 @pytest.mark.parametrize("NH, NKV, HS", ((3, 3, 64), (2, 2, 128), (6, 2, 64), (4, 1, 128)))
-@pytest.mark.parametrize("B, T", ((3, 16), (2, 112), (1, 208), (2, 1024)))
+@pytest.mark.parametrize("B, T", ((3, 16), (2, 105), (1, 208), (2, 1024)))
 def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
-    """As the bfloat16 kernels', within half of E4M3's step and bfloat16's; transposed, the same bytes; column sums to
-    the bit. With RoPE, too, and scales with which numbers saturate."""
+    """As the bfloat16 kernels', within half of E4M3's step and bfloat16's; column sums to the bit. With RoPE, too, and
+    scales with which numbers saturate."""
     config, sizes, QKV = model(NH, NKV, HS), (B, T, NH, NKV, HS), (NH + 2 * NKV) * HS
     device = open_once(config, FP8, "native")
     if sm_count:
@@ -413,11 +419,9 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
         scale = 2.0 ** np.floor(np.log2(highest / np.abs(exact).max()))
         fp8.forget()
         fp8.state.scales[slot] = scale
-        got = Quantised(bytes_on_gpu((B * T, QKV)), bytes_on_gpu((QKV, B * T)), fp8.noted("qkv", 1, "dout"))
+        got = Quantised(bytes_on_gpu((B * T, QKV)), None, fp8.noted("qkv", 1, "dout"))
         assert backward(got, rope).tobytes() == partials.tobytes()
-        plain, transposed = in_natural_order(got)
-        assert np.array_equal(transposed, plain.T)
-        numbers, expected = decode_e4m3(plain), np.clip(exact * scale, -LARGEST, LARGEST)
+        numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
         step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)
         assert (np.abs(numbers - expected) <= step / 2 + np.abs(expected) * 2.0**-8).all()
         assert (numbers != round_e4m3(expected)).mean() < 2.0**-4  # where bfloat16's rounding made a tie
@@ -430,19 +434,48 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
 
 
 @pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)))
-@pytest.mark.parametrize("M, N, K", (*SIZES, (768, 768, 8192), (192, 96, 40000)))
-def test_matmul_weight(matmul, monkeypatch, M, N, K, sm_count, splits):
+@pytest.mark.parametrize("kernel, across", (("weight", False), ("weight", True), ("classifier_weight", None),
+                                            ("classifier_inp", None)))
+@pytest.mark.parametrize("M, N, K", ((16, 16, 1), (208, 96, 129), (1600, 320, 97), (192, 128, 128), (768, 768, 8192),
+                                     (2304, 768, 1000), (192, 96, 40000)))
+def test_matmul_long(matmul, monkeypatch, M, N, K, kernel, across, sm_count, splits):
     """Against float64: as close for a long K as for a short one; the same bits twice."""
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
-    K, fp8 = blocks(K, 16) * 16, make_fp8(matmul, 16)
-    (a, a64), (b, b64) = e4m3(M, K, seed=1), e4m3(N, K, seed=2)
-    a64, b64 = a64 + 0.0, b64 + 0.0
+    fp8, pitch, options = make_fp8(matmul, 16), blocks(K, 16) * 16, {} if across is None else {"across": across}
+    decode = decode_e5m2 if "classifier" in kernel else decode_e4m3
+    if kernel == "classifier_inp":
+        M, (a, a64) = M + 1, e4m3(M + 1, pitch, seed=1, decode=decode)
+        b, b64 = e4m3(N, pitch, seed=2)
+        a64 = a64.T
+    else:  # rows from K on are what TMA finds beyond the tensor, and the padding of b
+        (a, a64), (b, b64) = e4m3(K, M, seed=1, decode=decode), e4m3(N, pitch, seed=2, order=ROW_ORDER)
+        b64[:, K:] = 0
+        b[...] = on_gpu(np.where(natural(np.arange(pitch), ROW_ORDER).argsort() < K, b.get(), 0).astype(np.int32))
+        a64 = np.concatenate([a64, np.zeros((pitch - K, M))])
+    expected = (a64.T @ b64.T if not across else b64 @ a64) / 16.0
     scales, results = on_gpu(np.float32([16.0, 0.5])), []
-    splits = splits and min(splits, blocks(K, 128))
+    splits = splits and min(splits, blocks(pitch, 128))
     for _ in range(2):
-        out = unwritten(M, N, dtype="bfloat16")
-        fp8.multiply_long(out, a, scales[:1], b, scales[1:], 0.5, splits)
-        assert_close(2.0**-8, out=(out, a64 @ b64.T / 16.0))
+        out = unwritten(*expected.shape, dtype="bfloat16")
+        fp8.multiply_long(kernel, out, a, scales[:1], b, scales[1:], 0.5, splits, **options)
+        assert_close(2.0**-8, out=(out, expected))
         results.append(out.get().tobytes())
     assert results[0] == results[1] and not fp8.done.get().any()
+
+
+@pytest.mark.parametrize("V", (257, 8193, 17000, 50257, 128256))
+def test_classifier(gpu, V):
+    """Losses as in bfloat16; dlogits in the first half of their room, half a step of E5M2 off, and bfloat16's exp."""
+    if gpu.arch != "sm_90a":
+        pytest.skip(f"{gpu.arch} is not Hopper")
+    device = get_device(gpu, train_gpt2.Config(1024, V, 1, 1, 64, padded(V)), FP8)
+    for sm_count in (device.sm_count, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "sm_count", sm_count)
+            got, expected = check_classifier(device, 3, 97, DLOGITS_SCALE)
+        dlogits = decode_e5m2(natural(got.view(np.uint8).reshape(3, 97, -1)[..., : padded(V)].get(), COLUMN_ORDER))
+        step = np.ldexp(1.0, np.maximum(np.frexp(expected)[1] - 1, -14) - 2)
+        assert (np.abs(dlogits[..., :V] - expected) <= (0.5 + 2.0**-6) * step).all()
+        assert (dlogits[..., :V] != round_e5m2(expected)).mean() < 2.0**-6
+        assert not dlogits[..., V:].any()

@@ -34,8 +34,8 @@
 // map are accessed only through it: their pointers (out, inp, dout, dinp) are unused, kept to match attention.cu's
 // arguments.
 //
-// In FP8 runs, the kernels of the backward pass have variants that write dinp in 8 bits, as it is and transposed. They
-// have all but the epilogue in common.
+// In FP8 runs, the kernels of the backward pass have variants that write dinp in 8 bits. They have all but the epilogue
+// in common.
 //
 // Bound by the tensor cores (2048 multiply-adds per cycle and multiprocessor) and equally by exp (16 per cycle: with
 // heads of 64, the exp of an element of P takes as long as its part of the two matmuls). The steps from a simple kernel
@@ -268,49 +268,41 @@ constexpr float SCALE = HS == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(H
 constexpr float TO_LOG2 = LOG2E * SCALE;
 
 // Named barriers, one for each consumer: SUMS + consumer guards that consumer's `sums`, and is passed twice per item:
-// when all its warps have read the previous item's sums, and when all have written this one's. In 8 bits, `staging`,
-// likewise.
+// when all its warps have read the previous item's sums, and when all have written this one's.
 enum NamedBarrier { SUMS = 1 };
 
 #if ATTENTION_FP8
-// The same epilogue for a gradient in 8 bits: as it is, and transposed, where the four warps' 64 rows lie side by side.
-// A warp's room is (2,HALVES,16,64) bytes: its rows, then the transposed columns 16 * warp .. 16 * warp + 15 of each
-// half, from all warps. 16-byte units are swizzled as TMA expects of rows of 64 bytes. T is a multiple of 16: of a
-// warp's rows, all exist, or none, which are not noted.
+// The same epilogue for a gradient in 8 bits. A warp's room begins with (HALVES,16,64) bytes, whose 16-byte units are
+// swizzled as TMA expects of rows of 64 bytes. If T is no multiple of 16, the rows from T on are 0 in d.
 template <int PARTS>
 __device__ inline void store_rows(const Quantised& result, element* staging, const float (&d)[HS / 2], float upper,
                                   float lower, int column, int row, int b, int T) {
-    constexpr int BOX = 16 * 64, NEXT_WARP = PARTS * 2 * HALVES * BOX;  // bytes
-    const int consumer = threadIdx.x / WARPGROUP - 1, warp = threadIdx.x % WARPGROUP / 32;
+    constexpr int BOX = 16 * 64;  // bytes
     const int lane = threadIdx.x % 32, square = lane / 16, swizzle = lane % 8 / 2;
     unsigned char* const boxes = reinterpret_cast<unsigned char*>(staging);
-    unsigned char* const plain = boxes + lane % 16 * 64;
-    unsigned char* const transposed = plain + (square - warp) * NEXT_WARP + HALVES * BOX + (warp ^ swizzle) * 16;
     const float scale = *result.scale;
     Noted noted(scale);
     if (lane == 0) stores_wait<PARTS - 1>();
-    named_barrier_sync(SUMS + consumer, WARPGROUP);
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < HS / 32; j++) {  // two squares of 16 columns, from `first` on, of a half
         const int half = j / 2 * BOX, first = j % 2 * 2;
         float x[16];
-        uint32 rows[4], columns[4];
+        uint32 rows[4];
 #pragma unroll
         for (int k = 0; k < 16; k++) x[k] = d[16 * j + k] * (k / 2 % 2 ? lower : upper);
         round_squares(rows, x, scale);
         noted.add(x, rows);
-        store_tiles(rows, plain + half + (first + square ^ swizzle) * 16);
-        transpose_squares(columns, rows);
-        store_tiles<1>(columns, transposed + first * NEXT_WARP + half);
+        store_tiles(rows, boxes + lane % 16 * 64 + half + (first + square ^ swizzle) * 16);
     }
     fence_for_async();
-    if (row < T) noted.publish(result.largest, result.counts);
-    named_barrier_sync(SUMS + consumer, WARPGROUP);
+    if (row < T) {
+        if (lane == 0) noted.vanished -= 128 * max(0, row + 16 - T) * HS;
+        noted.publish(result.largest, result.counts);
+    }
+    __syncwarp();
     if (lane == 0) {
-        for (int j = 0; j < HALVES; j++) {
-            store_box(&result.plain, boxes + j * BOX, column + 64 * j, row, b);
-            store_box(&result.transposed, boxes + (HALVES + j) * BOX, row - 16 * warp, b, column + 64 * j + 16 * warp);
-        }
+        for (int j = 0; j < HALVES; j++) store_box(&result.numbers, boxes + j * BOX, column + 64 * j, row, b);
         stores_commit();
     }
 }
@@ -836,26 +828,22 @@ attention_backward_dkv(element* dinp, float* partials, const element* dout, cons
 }
 
 #if ATTENTION_FP8
-// dinp in 8 bits, and transposed; scale .. counts: see fp8.cu. Boxes of the maps: dinp (B,T,QKV) 1 x 16 x 64, dinp_t
-// (QKV,B,T) 16 x 1 x 64.
+// dinp in 8 bits; scale .. counts: see fp8.cu. Boxes of dinp's map: as in bfloat16.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dquery_fp8(unsigned char* dinp, float* D, float* partials, const element* dout, const element* inp,
                               const element* out, const float* lse, const float2* rope, const float* scale,
                               int* largest, int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
                               const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap out_map,
-                              const __grid_constant__ TensorMap dinp_map,
-                              const __grid_constant__ TensorMap dinp_t_map) {
-    backward_dquery(Quantised{dinp_map, dinp_t_map, scale, largest, counts}, D, partials, lse, rope, T, B, inp_map,
-                    dout_map, out_map);
+                              const __grid_constant__ TensorMap dinp_map) {
+    backward_dquery(Quantised{dinp_map, scale, largest, counts}, D, partials, lse, rope, T, B, inp_map, dout_map,
+                    out_map);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_backward_dkv_fp8(unsigned char* dinp, float* partials, const element* dout, const element* inp,
                            const float* lse, const float* D, const float2* rope, const float* scale, int* largest,
                            int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
-                           const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map,
-                           const __grid_constant__ TensorMap dinp_t_map) {
-    backward_dkv(Quantised{dinp_map, dinp_t_map, scale, largest, counts}, partials, lse, D, rope, T, B, inp_map,
-                 dout_map);
+                           const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
+    backward_dkv(Quantised{dinp_map, scale, largest, counts}, partials, lse, D, rope, T, B, inp_map, dout_map);
 }
 #endif

@@ -186,16 +186,42 @@ __device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long
 // The same with both operands in shared memory. d is 64 rows by COLUMNS, half as many floats per thread. A .. B are the
 // numbers of the asm operands, which follow those of d.
 #if MATMUL_FP8
+// b is of E4M3, a of E4M3 or E5M2.
+#define WGMMA_FP8(COLUMNS, TYPE, NAMES, A, B, ACCUMULATE, ...)                                                         \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." TYPE ".e4m3 "                                 \
+                 "{" NAMES "}, " A ", " B ", p, 1, 1; }\n"                                                             \
+                 : __VA_ARGS__                                                                                         \
+                 : "l"(a), "l"(b), "r"(accumulate));
 #define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \
-    template <int A_ACROSS, int B_ACROSS>                                                                              \
+    template <int A_ACROSS, int B_ACROSS, bool A_E5M2 = false>                                                         \
     __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
         static_assert(!A_ACROSS && !B_ACROSS, "in 8 bits, k must be contiguous");                                      \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                             \
-                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 "                                 \
-                     "{" NAMES "}, " A ", " B ", p, 1, 1; }\n"                                                         \
-                     : D                                                                                               \
-                     : "l"(a), "l"(b), "r"(accumulate));                                                               \
+        if (A_E5M2) {                                                                                                  \
+            WGMMA_FP8(COLUMNS, "e5m2", NAMES, A, B, ACCUMULATE, D)                                                     \
+        } else {                                                                                                       \
+            WGMMA_FP8(COLUMNS, "e4m3", NAMES, A, B, ACCUMULATE, D)                                                     \
+        }                                                                                                              \
     }
+
+// The same, a in registers, where k need not be contiguous before they are loaded.
+#define WGMMA_FP8_REGISTERS(COLUMNS, TYPE, NAMES, A, B, ACCUMULATE, ...)                                               \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." TYPE ".e4m3 "                                 \
+                 "{" NAMES "}, {" A "}, " B ", p, 1, 1; }\n"                                                           \
+                 : __VA_ARGS__                                                                                         \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#define WGMMA_REGISTERS(COLUMNS, D, NAMES, A, B, ACCUMULATE)                                                           \
+    template <bool A_E5M2>                                                                                             \
+    __device__ inline void wgmma(float(&d)[COLUMNS / 2], const uint32(&a)[4], unsigned long long b, int accumulate) {  \
+        if (A_E5M2) {                                                                                                  \
+            WGMMA_FP8_REGISTERS(COLUMNS, "e5m2", NAMES, A, B, ACCUMULATE, D)                                           \
+        } else {                                                                                                       \
+            WGMMA_FP8_REGISTERS(COLUMNS, "e4m3", NAMES, A, B, ACCUMULATE, D)                                           \
+        }                                                                                                              \
+    }
+WGMMA_REGISTERS(160, D80, NAMES80, "%80, %81, %82, %83", "%84", "%85")
+WGMMA_REGISTERS(192, D96, NAMES96, "%96, %97, %98, %99", "%100", "%101")
 #else
 // Each operand is MN-major if its ACROSS is 1. TA, TB: as A, B.
 #define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \

@@ -107,8 +107,8 @@ __device__ __forceinline__ void load_steps(const TensorMap& a_map, const TensorM
             step_ring.wait_empty(n);
             mbarrier_arrive_expect_tx(full, LOADED * sizeof(element));
             if (A_ACROSS) {
-                for (int j = 0; j < BM / 64; j++) {
-                    load_box(a + j * 64 * BK, &a_map, full, item.row + 64 * j, step * STEP, 0);
+                for (int j = 0; j < BM / STEP; j++) {  // boxes of 128 bytes a row
+                    load_box(a + j * STEP * BK, &a_map, full, item.row + STEP * j, step * STEP, 0);
                 }
             } else {
                 load_box(a, &a_map, full, step * STEP, item.row, 0);

@@ -55,34 +55,22 @@ static_assert(MATMUL_FP8_GELU_SHARED ==
               "shared memory: the steps, and two strips for each consumer");
 
 constexpr int HALF_COLUMNS = 32, HALF_STRIP = STRIP / 2;  // a half strip: elements of 128 x 32
-constexpr int BYTES = BM * HALF_COLUMNS;                   // of a half strip in 8 bits
 
-// A warp's squares of a half strip in 8 bits, of 128 x 32 numbers, and transposed, of 32 x 128, swizzled as TMA expects
-// them. Squares and a thread's numbers of one are as in matmul.cuh. Two squares, of 16 columns of both halves, are
-// worked on together: one after the other, a warp would mostly wait.
+// A warp's squares of a half strip in 8 bits, of 128 x 32 numbers, swizzled as TMA expects them. Squares and a thread's
+// numbers of one are as in matmul.cuh. Two squares, of 16 columns of both halves, are worked on together: one after the
+// other, a warp would mostly wait.
 struct ByteSquares {
-    unsigned char *plain, *transposed;  // of this lane in two squares' four 8 x 8 matrices of 16 bits
+    unsigned char* row;  // of this lane in two squares' four 8 x 8 matrices of 16 bits
     int swizzle;
     __device__ ByteSquares(element* half_strip) {
         const int lane = threadIdx.x % 32, half = lane / 16, warp = threadIdx.x % WARPGROUP / 32;
-        unsigned char* const strip = reinterpret_cast<unsigned char*>(half_strip);
-        plain = strip + (half * 64 + warp * 16 + lane % 16) * HALF_COLUMNS;
-        transposed = strip + BYTES + lane % 16 * BM + (half * 4 + warp ^ lane % 8) * 16;
+        row = reinterpret_cast<unsigned char*>(half_strip) + (half * 64 + warp * 16 + lane % 16) * HALF_COLUMNS;
         swizzle = lane % 8 / 4;
     }
     __device__ void store(const uint32 (&rows)[4], int c) const {  // of squares 2c and 2c + 1
-        uint32 columns[4];
-        transpose_squares(columns, rows);
-        store_tiles(rows, plain + (c ^ swizzle) * 16);
-        store_tiles<1>(columns, transposed + c * (16 * BM));
+        store_tiles(rows, row + (c ^ swizzle) * 16);
     }
 };
-
-// Called by the warpgroup's first thread: start to store a half strip of `result`.
-__device__ inline void store_bytes_of(const Quantised& result, const element* half_strip, int row, int column) {
-    store_box(&result.plain, half_strip, column, row, 0);
-    if (result.largest) store_box(&result.transposed, half_strip + BYTES / 2, row, column, 0);
-}
 
 // A tile's accumulators * factor + bias, rounded: [half][2 * j + k] are columns 8j + 2t and 8j + 2t + 1 of row g + 8k
 // of a half. They take half as many registers, and leave the others to what follows. What is beyond M and N becomes 0.
@@ -150,7 +138,7 @@ __device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& hal
     }
 }
 
-// Boxes of the maps: out 128 x 32; in 8 bits 128 x 32, transposed 32 x 128; a, b as above.
+// Boxes of the maps: out 128 x 32; in 8 bits 128 x 32; a, b as above.
 template <int BN>
 __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quantised& gelu, const TensorMap& a,
                                               const TensorMap& b, const element* bias, const float* a_scale,
@@ -195,7 +183,7 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
             warpgroup_sync();
             if (leads_warpgroup()) {
                 store_box(&out, strip, column, item.row, 0);
-                store_bytes_of(gelu, strip + HALF_STRIP, item.row, column);
+                store_box(&gelu.numbers, strip + HALF_STRIP, column, item.row, 0);
                 stores_commit();
             }
         }
@@ -205,11 +193,10 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
 
 extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
 matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
-                const __grid_constant__ TensorMap gelu_transposed, const __grid_constant__ TensorMap a,
-                const __grid_constant__ TensorMap b, const element* bias, const float* a_scale, const float* b_scale,
-                const float* gelu_scale, int* largest, int64* counts, int M, int N, int K, int band) {
-    multiply_gelu<GELU_BN>(out, {gelu, gelu_transposed, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale,
-                           {M, N, K, band, 1});
+                const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const element* bias,
+                const float* a_scale, const float* b_scale, const float* gelu_scale, int* largest, int64* counts, int M,
+                int N, int K, int band) {
+    multiply_gelu<GELU_BN>(out, {gelu, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale, {M, N, K, band, 1});
 }
 
 // Each consumer has room for four half strips: two of inp, one of dout @ weight, and one of dinp in 8 bits. Its first
@@ -279,7 +266,7 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                 fence_for_async();
                 warpgroup_sync();
                 if (leads_warpgroup()) {
-                    store_bytes_of(dinp, result, item.row, column);
+                    store_box(&dinp.numbers, result, column, item.row, 0);
                     stores_commit();
                     if (s + 2 < STRIPS) load_strip(item, strips, s + 2, current + 2);
                 }
@@ -302,20 +289,38 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
 }
 
 extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
-matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, const __grid_constant__ TensorMap dinp_transposed,
-                         float* partials, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
-                         const __grid_constant__ TensorMap inp, const float* a_scale, const float* b_scale,
-                         const float* dinp_scale, int* largest, int64* counts, int M, int N, int K, int band) {
-    multiply_gelu_backward<GELU_BN>({dinp, dinp_transposed, dinp_scale, largest, counts}, partials, a, b, inp, a_scale,
-                                    b_scale, {M, N, K, band, 1});
+matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, float* partials, const __grid_constant__ TensorMap a,
+                         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap inp,
+                         const float* a_scale, const float* b_scale, const float* dinp_scale, int* largest,
+                         int64* counts, int M, int N, int K, int band) {
+    multiply_gelu_backward<GELU_BN>({dinp, dinp_scale, largest, counts}, partials, a, b, inp, a_scale, b_scale,
+                                    {M, N, K, band, 1});
 }
 
+// A's fragments of one step, as wgmma takes them from registers, for a warp's 16 columns of a stage of 128 rows (k) x
+// 128 bytes (m). Of 8-bit numbers, ldmatrix transposes pairs; a byte_perm of two of them completes it: bytes are then in
+// the order of rows of fp8.cuh, as B's are, and lane 4g + t has, in rows g and g + 8 of the fragment, the columns that
+// the order of columns has in places 2g and 2g + 1.
+__device__ inline void load_transposed(uint32 (&a)[4][4], const element* stage, int columns) {
+    const int lane = threadIdx.x % 32;
+    const element* const from = stage + lane * 64 + (columns / 16 ^ lane % 8) * 8;
+#pragma unroll
+    for (int slice = 0; slice < 4; slice++) {  // 32 of K
+        uint32 x[4];
+        load_tiles<1>(x, from + slice * (32 * 64));
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            a[slice][k] = __byte_perm(x[k / 2 * 2], x[k / 2 * 2 + 1], k % 2 ? ODD_TRANSPOSED : EVEN_TRANSPOSED);
+        }
+    }
+}
+
+// out = factor * a @ b^T, with sums in float32. A_IS_TRANSPOSED: a is (K,M), else (M,K). `across`: out is (N,M).
 // partials, done: see ../matmul.cuh; a half of a tile, 64 rows, stands for a tile there.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_constant__ TensorMap a,
-                  const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale, float scale, int M,
-                  int N, int K, int band, int splits) {
-    constexpr int BN = WIDE_BN, STAGE = (BM + BN) * BK, STAGES = STAGES_ROOM / STAGE;
+template <bool A_IS_TRANSPOSED, bool A_E5M2, class Number>
+__device__ __forceinline__ void multiply_long(Number* out, float4* partials, int* done, const TensorMap& a,
+                                              const TensorMap& b, float factor, bool across, const Sizes& z) {
+    constexpr int BN = MATMUL_FP8_LONG_BN, STAGE = (BM + (BN + 63) / 64 * 64) * BK, STAGES = STAGES_ROOM / STAGE;
     constexpr int SUMS = BN / 2, QUADS = SUMS / 4;  // of a thread: floats, float4s
     extern __shared__ __align__(1024) element stages[];
     __shared__ Ring<STAGES> step_ring;
@@ -324,27 +329,32 @@ matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_c
         fence_mbarrier_init();
     }
     __syncthreads();
-    const Sizes z = {M, N, K, band, splits};
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS<false>>();
-        if (threadIdx.x == 0) load_steps<BN, 0, 0, 1>(a, b, z, step_ring, stages);
+        if (threadIdx.x == 0) load_steps<BN, A_IS_TRANSPOSED, 0, 1>(a, b, z, step_ring, stages);
         return;
     }
     take_registers<COMPUTE_REGISTERS<false>>();
-    const int half = warpgroup() - 1, thread = threadIdx.x % WARPGROUP;
-    const float factor = scale / (*a_scale * *b_scale);
+    const int half = warpgroup() - 1, thread = threadIdx.x % WARPGROUP, first_row = half * 64 + thread / 32 * 16;
+    const int g = thread % 32 / 4, t = thread % 4;
     Item item;
     for (int w = blockIdx.x, n = 0; pick<BM, BN, STEP>(item, w, z); w += gridDim.x) {
         float sums[SUMS] = {};
         for (int step = item.begin; step < item.end; step++, n++) {
             float products[SUMS];
+            uint32 of_a[4][4];
             const element* const from = stages + n % STAGES * STAGE;
             const unsigned long long a_at = descriptor(from) + half * 512, b_at = descriptor(from + BM * BK);
             step_ring.wait_full(n);
+            if (A_IS_TRANSPOSED) load_transposed(of_a, from, first_row);
             wgmma_fence();
 #pragma unroll
-            for (int slice = 0; slice < 4; slice++) {  // 32 of K
-                wgmma<0, 0>(products, a_at + slice * 2, b_at + slice * 2, slice > 0);
+            for (int slice = 0; slice < 4; slice++) {
+                if (A_IS_TRANSPOSED) {
+                    wgmma<A_E5M2>(products, of_a[slice], b_at + slice * 2, slice > 0);
+                } else {
+                    wgmma<0, 0, A_E5M2>(products, a_at + slice * 2, b_at + slice * 2, slice > 0);
+                }
             }
             wgmma_commit();
             wgmma_wait<0>();
@@ -356,13 +366,43 @@ matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_c
 
         const int tile = 2 * item.tile + half;
         const auto quad = [&](int j) { return sums + 4 * j; };
-        if (!add_splits<QUADS>(partials + int64(tile) * (WARPGROUP * QUADS), done + tile, item, splits, quad)) continue;
-        const int row = item.row + 64 * half + thread / 32 * 16 + thread % 32 / 4;
-        const int column = item.column + thread % 4 * 2;
+        if (!add_splits<QUADS>(partials + int64(tile) * (WARPGROUP * QUADS), done + tile, item, z.splits, quad)) continue;
+        const int row = item.row + first_row + (A_IS_TRANSPOSED ? g % 2 * 7 + g : g), next = A_IS_TRANSPOSED ? 1 : 8;
 #pragma unroll
-        for (int j = 0; j < SUMS / 2; j++) {  // pairs, of rows `row` and row + 8 in turn
-            const int r = row + j % 2 * 8, c = column + j / 2 * 8;
-            if (r < M && c < N) put_pair(dweight + int64(r) * N + c, sums[2 * j] * factor, sums[2 * j + 1] * factor);
+        for (int j = 0; j < QUADS; j++) {  // (row, c), (row, c + 1), (row + next, c), (row + next, c + 1)
+            float* const x = quad(j);
+            const int c = item.column + 8 * j + 2 * t;
+            if (row >= z.M || c >= z.N) continue;
+            if (A_IS_TRANSPOSED && across) {
+                for (int k = 0; k < 2; k++) put_pair(out + int64(c + k) * z.M + row, x[k] * factor, x[2 + k] * factor);
+                continue;
+            }
+            put_pair(out + int64(row) * z.N + c, x[0] * factor, x[1] * factor);
+            if (row + next < z.M) put_pair(out + int64(row + next) * z.N + c, x[2] * factor, x[3] * factor);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_constant__ TensorMap a,
+                  const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale, float scale,
+                  int across, int M, int N, int K, int band, int splits) {
+    multiply_long<true, false>(dweight, partials, done, a, b, scale / (*a_scale * *b_scale), across,
+                               {M, N, K, band, splits});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_fp8_classifier_weight(gradient* dweight, float4* partials, int* done, const __grid_constant__ TensorMap a,
+                             const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale,
+                             float scale, int M, int N, int K, int band, int splits) {
+    multiply_long<true, true>(dweight, partials, done, a, b, scale / (*a_scale * *b_scale), false,
+                              {M, N, K, band, splits});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+matmul_fp8_classifier_inp(element* dinp, float4* partials, int* done, const __grid_constant__ TensorMap a,
+                          const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale, float scale,
+                          int M, int N, int K, int band, int splits) {
+    multiply_long<false, true>(dinp, partials, done, a, b, scale / (*a_scale * *b_scale), false,
+                               {M, N, K, band, splits});
 }

@@ -246,7 +246,7 @@ def check(answer):
 
 def encode_tensor_map(array, rows, columns, batches=1):
     B, T, C = array.shape if array.ndim == 3 else (1, *array.shape)
-    row, dtype = array.itemsize * C, {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}[array.itemsize]
+    row, dtype = array.strides[-2], {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}[array.itemsize]
     kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
     swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{columns * array.itemsize}B")
     sizes = [[driver.cuuint64_t(n) for n in numbers] for numbers in ((C, T, B), (row, row * T))]  # and strides in bytes

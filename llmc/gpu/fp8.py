@@ -1,12 +1,16 @@
-"""FP8: matmuls of E4M3 operands, their scales, and the rounding in NumPy. Micikevicius et al. 2022,
+"""FP8: matmuls of 8-bit operands, their scales, and the rounding in NumPy. Micikevicius et al. 2022,
 https://arxiv.org/abs/2209.05433.
 
-In a run of --dtype fp8, three of a layer's four matmuls, forward and backward, and the classifier's forward pass read
-operands of 8 bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of
-its own, a power of 2 that stays the same for an update, with all its micro-batches: it follows from the largest numbers
-of the last 16 updates. They are found where a tensor is rounded, as an integer maximum, which has the same bits in any
-order and on any number of GPUs. All else is a bfloat16 run: residual stream, attention and its projection, gradients of
-the logits, AdamW.
+In a run of --dtype fp8, three of a layer's four matmuls and the classifier's, forward and backward, read operands of 8
+bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of its own, a
+power of 2 that stays the same for an update, with all its micro-batches: it follows from the largest numbers of the
+last 16 updates. They are found where a tensor is rounded, as an integer maximum, which has the same bits in any order
+and on any number of GPUs. Gradients of logits are in E5M2, times a constant. All else is a bfloat16 run: residual
+stream, attention and its projection, AdamW.
+
+Tensor cores want the inner dimension of 8-bit operands to be contiguous. For dinp = dout @ weight, there is a
+transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wider one is read as it is, (N,C), and
+transposed on the way to the tensor cores; the other one has a transposed copy.
 """
 
 from typing import NamedTuple
@@ -22,6 +26,7 @@ LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twel
 ROLES = ("inp", "weight", "dout")  # their operands, with a scale each
 HISTORY = 16  # updates whose largest numbers a scale follows from
 LARGEST, SMALLEST = 448.0, 2.0**-9  # numbers of E4M3
+DLOGITS_SCALE = 2.0**15  # what gradients of logits are multiplied by: from -1 to 1, E5M2 has 2^-16 to 57344
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the specification of kernels/fp8.cu
@@ -29,9 +34,18 @@ LARGEST, SMALLEST = 448.0, 2.0**-9  # numbers of E4M3
 
 def round_e4m3(x):
     """x as float32, rounded to the numbers of E4M3: to nearest, ties to even, saturating; NaN stays NaN."""
-    x = np.clip(np.asarray(x, np.float32), -LARGEST, LARGEST)
-    _, exponent = np.frexp(x)
-    step = np.ldexp(np.float32(1.0), np.maximum(exponent, -5) - 4)  # of numbers with 3 bits after the leading one
+    return rounded(x, 3, -6, LARGEST)
+
+
+def round_e5m2(x):
+    """The same for E5M2."""
+    return rounded(x, 2, -14, 57344.0)
+
+
+def rounded(x, mantissa, least_exponent, largest):
+    x = np.clip(np.asarray(x, np.float32), -largest, largest)
+    exponent = np.maximum(np.frexp(x)[1] - 1, least_exponent)  # of the leading bit
+    step = np.ldexp(np.float32(1.0), exponent - mantissa)
     return np.rint(x / step) * step
 
 
@@ -40,6 +54,11 @@ def decode_e4m3(bits):
     exponent, mantissa = (bits >> 3 & 15).astype(np.int32), (bits & 7).astype(np.float32)
     size = np.where(exponent == 0, mantissa * SMALLEST, np.ldexp(8.0 + mantissa, exponent - 10))
     return np.where(bits & 127 == 127, np.nan, np.where(bits & 128, -size, size)).astype(np.float32)
+
+
+def decode_e5m2(bits):
+    """(...) uint8 -> (...) float32: the first half of a float16."""
+    return (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
 
 
 # Where the numbers of each 16 along the inner dimension of a matmul are stored; kernels/fp8.cuh tells why.
@@ -70,14 +89,18 @@ def operand_table(parameters, N, recomputed):
     """name -> Row of the operands in 8 bits, for N rows, B*T. parameters: the model's table. Transposed copies, _t, are
     padded with zeros to whole 16 bytes. recomputed: names of LINEARS whose input is kept for one layer at a time."""
     shapes, pitch = {name: parameters[f"{name}w"].shape for name in LINEARS}, blocks(N, 16) * 16
-    table = {"inp": Row((N, max(shapes[name][2] for name in ("qkv", "fc"))), "uint8"),  # of the layer at hand
-             "act": Row((N, shapes["fcproj"][2]), "uint8"),  # fcproj's
-             "logitsw": parameters.get("lm_head", parameters["wte"])._replace(dtype="uint8")}
+    shapes["logits"] = 1, *parameters.get("lm_head", parameters["wte"]).shape
+    table = {}
     for name, (L, OC, C) in shapes.items():
-        table |= {f"{name}w": Row((L, OC, C), "uint8", stacked=True), f"{name}w_t": Row((L, C, OC), "uint8"),
-                  f"{name}_inp_t": Row((1 if name in recomputed else L, C, pitch), "uint8"),
-                  f"{name}_dout": Row((N, OC), "uint8"), f"{name}_dout_t": Row((OC, pitch), "uint8")}
-    return table
+        kept = 1 if name in recomputed else L
+        table |= {f"{name}w": Row((L, OC, C), "uint8", stacked=True), f"{name}w_t": Row((L, C, OC), "uint8")}
+        if name == "fcproj":
+            table |= {"fcproj_inp": Row((kept, N, C), "uint8"), "fcproj_dout_t": Row((OC, pitch), "uint8")}
+        else:
+            table |= {f"{name}_inp_t": Row((kept, C, pitch), "uint8")}
+        if name != "logits":  # whose gradient takes the place of the logits
+            table |= {f"{name}_dout": Row((N, OC), "uint8")}
+    return table | {"inp": Row((N, shapes["qkv"][2]), "uint8")}  # of the layer at hand, but for fcproj's
 
 
 def operand_bytes(parameters, N, recomputed):
@@ -86,7 +109,7 @@ def operand_bytes(parameters, N, recomputed):
 
 def scale_table(L):
     """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for LINEARS[i] of layer l and
-    ROLES[r]; the last three are the classifier's."""
+    ROLES[r]; the last three are the classifier's, "logits"."""
     count = (len(LINEARS) * L + 1) * len(ROLES)
     return {"counts": Row((2,), "int64"), "scales": Row((count,)), "history": Row((HISTORY, count)),
             "largest": Row((count,), "int32"), "updates": Row((1,), "int32")}
@@ -132,12 +155,13 @@ class Fp8:
 
     def quantise_weights(self, layers=slice(0, None)):
         """The matrices of some layers, after an update has changed them."""
-        for name in LINEARS:
-            plain, transposed = (getattr(self.operands, f"{name}w{t}")[layers] for t in ("", "_t"))
-            self.quantise(name, layers.start, "weight", getattr(self.params, f"{name}w")[layers], plain, transposed)
+        weights = {name: getattr(self.params, f"{name}w")[layers] for name in LINEARS}
         if layers.start == 0:
-            weight = self.params.lm_head if "lm_head" in self.params.table else self.params.wte
-            self.quantise("logits", 0, "weight", weight, self.operands.logitsw)
+            head = self.params.lm_head if "lm_head" in self.params.table else self.params.wte
+            weights["logits"] = head[np.newaxis]
+        for name, weight in weights.items():
+            plain, transposed = (getattr(self.operands, f"{name}w{t}")[layers] for t in ("", "_t"))
+            self.quantise(name, layers.start, "weight", weight, plain, transposed)
 
     def prepare_scales(self):
         """At the end of an update: the scales of the next one."""
@@ -182,26 +206,32 @@ class Fp8:
                        *self.operands_of(a, b, columns), bias, a_scale, b_scale, float(scale), columns=columns)
 
     def multiply_gelu(self, out, gelu, a, a_scale, b, b_scale, bias, noted):
-        """out (M,N), and gelu, a Quantised, = GELU(out) * its scale. noted: the arguments for its scale."""
+        """out (M,N), and gelu (M,N) in 8 bits = GELU(out) * its scale. noted: the arguments for its scale."""
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
-        kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True),
-                       *self.results(gelu), *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted,
-                       columns=columns)
+        kernels.launch("matmul_fp8_gelu", *out.shape, a.shape[1], kernels.result(out, True), kernels.result(gelu, True),
+                       *self.operands_of(a, b, columns), bias, a_scale, b_scale, *noted, columns=columns)
 
     def multiply_gelu_backward(self, dinp, partials, a, a_scale, b, b_scale, inp, noted):
-        """dinp, a Quantised, = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums."""
+        """dinp (M,N) in 8 bits = a (M,K) @ b (N,K)^T * GELU'(inp (M,N)) * its scale; partials (tiles,N): column sums.
+        """
         kernels, columns = self.matmul.kernels, self.device.geometry.MATMUL_FP8_GELU_BN
-        kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1], *self.results(dinp), partials,
+        kernels.launch("matmul_fp8_gelu_backward", *inp.shape, a.shape[1], kernels.result(dinp, True), partials,
                        *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
                        columns=columns)
 
-    def multiply_long(self, dweight, a, a_scale, b, b_scale, scale, splits=None):
-        """dweight (M,N) = scale * a (M,K) @ b (N,K)^T, with sums in float32; K is cut into `splits` parts."""
-        kernels, g, (M, N), K = self.matmul.kernels, self.device.geometry, dweight.shape, a.shape[1]
-        side = int(self.device.stream is self.device.side)
-        kernels.launch("matmul_fp8_weight", M, N, K, dweight, self.matmul.workspace[side], self.done[side],
-                       *self.operands_of(a, b, g.MATMUL_BN), a_scale, b_scale, float(scale),
-                       splits=splits or kernels.splits(M, N, K))
+    def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, splits=None, **options):
+        """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into `splits` parts. kernel:
+        "weight", with across=True for out (N,M), else False; "classifier_weight": a is E5M2; "classifier_inp":
+        likewise, and (M,K)."""
+        (M, N), K = out.shape, b.shape[1]
+        if options.get("across"):
+            M, N = N, M
+        kernels, side = self.matmul.kernels, int(self.device.stream is self.device.side)
+        columns = self.device.geometry.MATMUL_FP8_LONG_BN
+        kernels.launch(f"matmul_fp8_{kernel}", M, N, K, out, self.matmul.workspace[side], self.done[side],
+                       *self.operands_of(a, b, columns), a_scale, b_scale, float(scale),
+                       *(int(option) for option in options.values()), columns=columns,
+                       splits=splits or kernels.splits(M, N, K, columns))
 
     def columns(self, N):
         """(columns of a tile, whether they are the narrow ones) for a result of N columns."""
@@ -213,11 +243,6 @@ class Fp8:
         g = self.device.geometry
         return [self.device.tensor_map(x, n, 2 * g.MATMUL_BK) for x, n in ((a, g.MATMUL_BM), (b, columns))]
 
-    def results(self, quantised):
-        g, tensor_map = self.device.geometry, self.device.tensor_map
-        return (tensor_map(quantised.plain, g.MATMUL_BM, g.MATMUL_NARROW_STRIP),
-                tensor_map(quantised.transposed, g.MATMUL_NARROW_STRIP, g.MATMUL_BM))
-
     def noted(self, name, l, role):
         """The arguments of a kernel that makes an operand: its scale, and where it notes the largest number and counts.
         """
@@ -228,13 +253,14 @@ class Fp8:
 class Quantised(NamedTuple):
     """A tensor in 8 bits, as matmuls read it, or where a kernel writes it."""
 
-    plain: object  # (N,C); to write: or None
-    transposed: object  # (C,pitch), likewise
+    plain: object  # (N,C), or None
+    transposed: object  # (C,pitch), or None
     noted: tuple = ()  # to write: what Fp8.noted returns
 
 
 class Fp8Linear(NamedTuple):
-    """Linear of matmul.py in 8 bits. The input's transposed copy stays from forward to backward_weight."""
+    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". The input's copy for backward_weight
+    stays from forward on: fcproj's as it is, the others' transposed."""
 
     fp8: Fp8
     name: str
@@ -252,102 +278,93 @@ class Fp8Linear(NamedTuple):
         """Where a normalization writes inp (N,C): a Quantised, transposed if there will be a backward pass. again: for
         that pass alone, which recomputes it."""
         fp8, (scale, largest, counts) = self.fp8, self.fp8.noted(self.name, self.l, "inp")
+        kept = self.of_this_layer("_inp_t")
         if again:
-            return Quantised(None, self.inp_transposed, (scale, None, counts))
-        kept = self.inp_transposed if fp8.records and self.name not in fp8.recomputed else None
-        return Quantised(self.plain_inp(rows(inp).shape), kept, (scale, largest, counts))
+            return Quantised(None, kept, (scale, None, counts))
+        plain = first_rows(fp8.operands.inp, inp)
+        return Quantised(plain, kept if fp8.records and self.name not in fp8.recomputed else None,
+                         (scale, largest, counts))
 
     def forward(self, out, inp):
-        """out (N,OC) = inp @ weight^T + bias. inp: a Quantised, or (N,C), not read if fc's forward_gelu has made it."""
-        self.fp8.multiply(rows(out), self.quantised_inp(inp), self.scale("inp"), self.tensor("w")[self.l],
-                          self.scale("weight"), self.bias)
+        """out (N,OC) = inp @ weight^T + bias. inp: a Quantised; fcproj's: (N,C), not read if fc's forward_gelu has made
+        it."""
+        if self.name == "fcproj":
+            inp = self.quantised_inp(inp, made=self.fuses_gelu)
+        self.fp8.multiply(rows(out), inp.plain, self.scale("inp"), self.of_this_layer("w"), self.scale("weight"),
+                          self.bias)
+
+    def quantised_inp(self, inp, made=False, again=False):
+        """fcproj's input (N,C) -> its Quantised; `made` already; again: it was noted before."""
+        plain = first_rows(self.of_this_layer("_inp"), inp)
+        if not made:
+            self.fp8.quantise(self.name, self.l, "inp", rows(inp), plain, again=again)
+        return Quantised(plain, None)
 
     def forward_gelu(self, out, gelu, inp):
         """The same, and fcproj's input = GELU(out); gelu (N,OC): not written."""
-        fcproj, out = self.fp8.linear("fcproj", self.l, None, None), rows(out)
-        result = Quantised(fcproj.plain_inp(out.shape), fcproj.inp_transposed)
-        self.fp8.multiply_gelu(out, result, self.quantised_inp(inp), self.scale("inp"), self.tensor("w")[self.l],
-                               self.scale("weight"), self.bias, self.fp8.noted("fcproj", self.l, "inp"))
-
-    def quantised_inp(self, inp):
-        """inp, as of forward -> its plain copy in 8 bits, which is made if it is not there yet."""
-        if isinstance(inp, Quantised):
-            return inp.plain
-        to = self.place_inp(inp)
-        if not (self.name == "fcproj" and self.fp8.fuses_gelu):
-            self.fp8.quantise(self.name, self.l, "inp", rows(inp), to.plain, to.transposed)
-        return to.plain
-
-    def plain_inp(self, shape):
-        room = self.fp8.operands.act if self.name == "fcproj" else self.fp8.operands.inp
-        return room.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
+        fcproj = self.fp8.linear("fcproj", self.l, None, None)
+        self.fp8.multiply_gelu(rows(out), fcproj.quantised_inp(gelu, made=True).plain, inp.plain, self.scale("inp"),
+                               self.of_this_layer("w"), self.scale("weight"), self.bias,
+                               self.fp8.noted("fcproj", self.l, "inp"))
 
     def place_dout(self, dout):
-        """Where attention_backward writes dout (B,T,OC): a Quantised, or dout, if its kernels do not write 8 bits.
-        TMA wants each sequence to begin at a multiple of 16 bytes of a transposed row."""
-        if dout.shape[1] % 16 or not hasattr(self.fp8.device.geometry, "ATTENTION_FP8"):
+        """Where attention_backward writes dout (B,T,OC): a Quantised, or dout, if its kernels do not write 8 bits."""
+        if not hasattr(self.fp8.device.geometry, "ATTENTION_FP8"):
             return dout
-        return Quantised(self.tensor("_dout"), self.tensor("_dout_t"), self.fp8.noted(self.name, self.l, "dout"))
+        return Quantised(self.tensor("_dout"), None, self.fp8.noted(self.name, self.l, "dout"))
 
     def operand(self, dout):
         """dout (N,OC), or what `place_dout` returned, as backward_inp and backward_weight take it. dout of fc: not read
-        if fcproj's backward_inp_gelu has made it."""
+        if fcproj's backward_inp_gelu has made it; of the classifier: its kernel has made it, in place of the logits."""
         if isinstance(dout, Quantised):
             return dout
-        quantised = Quantised(self.tensor("_dout"), self.tensor("_dout_t"))
+        if self.name == "logits":
+            N, OC = rows(dout).shape
+            return Quantised(dout.view(np.uint8).reshape(N, 2 * OC)[:, :OC], None)
+        made = Quantised(self.tensor("_dout"), self.tensor("_dout_t") if self.name == "fcproj" else None)
         if not (self.name == "fc" and self.fp8.fuses_gelu):
-            self.fp8.quantise(self.name, self.l, "dout", rows(dout), quantised.plain, quantised.transposed)
-        return quantised
+            self.fp8.quantise(self.name, self.l, "dout", rows(dout), made.plain, made.transposed)
+        return made
 
     def backward_inp(self, dinp, dout, scale=1.0):
         """dinp (N,C) = scale * dout @ weight (OC,C)."""
-        self.fp8.multiply(rows(dinp), dout.plain, self.scale("dout"), self.tensor("w_t")[self.l], self.scale("weight"),
-                          scale=scale)
+        operands = dout.plain, self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight")
+        if self.name == "logits":
+            self.fp8.multiply_long("classifier_inp", rows(dinp), *operands, scale)
+        else:
+            self.fp8.multiply(rows(dinp), *operands, scale=scale)
 
     def backward_inp_gelu(self, dinp, partials, dout, inp):
         """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C): not written."""
-        fc, inp = self.fp8.linear("fc", self.l, None, None), rows(inp)
-        result = Quantised(fc.tensor("_dout"), fc.tensor("_dout_t"))
-        self.fp8.multiply_gelu_backward(result, partials, dout.plain, self.scale("dout"), self.tensor("w_t")[self.l],
-                                        self.scale("weight"), inp, self.fp8.noted("fc", self.l, "dout"))
+        self.fp8.multiply_gelu_backward(self.fp8.operands.fc_dout, partials, dout.plain, self.scale("dout"),
+                                        self.of_this_layer("w_t"), self.scale("weight"), rows(inp),
+                                        self.fp8.noted("fc", self.l, "dout"))
 
     def backward_weight(self, dout, inp, transposed=None, scale=1.0):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was recomputed."""
-        if self.name == "fcproj" and self.name in self.fp8.recomputed:
-            self.fp8.quantise(self.name, self.l, "inp", rows(inp), None, self.inp_transposed, again=True)
-        self.fp8.multiply_long(self.dweight, dout.transposed, self.scale("dout"), self.inp_transposed,
-                               self.scale("inp"), scale)
+        multiply, scales = self.fp8.multiply_long, (self.scale("dout"), self.scale("inp"))
+        if self.name == "fcproj":
+            inp = self.quantised_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
+            multiply("weight", self.dweight, inp.plain, scales[1], dout.transposed, scales[0], scale, across=True)
+        elif self.name == "logits":
+            multiply("classifier_weight", self.dweight, dout.plain, scales[0], self.of_this_layer("_inp_t"), scales[1],
+                     scale)
+        else:
+            multiply("weight", self.dweight, dout.plain, scales[0], self.of_this_layer("_inp_t"), scales[1], scale,
+                     across=False)
 
     def tensor(self, suffix):
         return getattr(self.fp8.operands, self.name + suffix)
 
-    @property
-    def inp_transposed(self):
-        kept = self.tensor("_inp_t")
-        return kept[self.l % len(kept)]
+    def of_this_layer(self, suffix):
+        """This layer's part of a tensor, or the only one."""
+        layers = self.tensor(suffix)
+        return layers[self.l % len(layers)]
 
     def scale(self, role):
         return self.fp8.scale(self.name, self.l, role)
 
 
-class Fp8Head(NamedTuple):
-    """The classifier: forward in 8 bits, backward in bfloat16, as dlogits are."""
-
-    fp8: Fp8
-    bf16: object  # its Linear
-
-    def forward(self, out, inp):
-        """out (N,Vp) = inp (N,C) @ weight^T."""
-        fp8, inp = self.fp8, rows(inp)
-        plain = fp8.operands.inp.reshape(-1)[: inp.size].reshape(inp.shape)
-        fp8.quantise("logits", 0, "inp", inp, plain)
-        scales = [fp8.scale("logits", 0, role) for role in ("inp", "weight")]
-        fp8.multiply(rows(out), plain, scales[0], fp8.operands.logitsw, scales[1])
-
-    @property
-    def backward_inp(self):
-        return self.bf16.backward_inp
-
-    @property
-    def backward_weight(self):
-        return self.bf16.backward_weight
+def first_rows(room, array):
+    """As many rows of `room` (.,C) as array (...,C) has."""
+    return room[: array.size // array.shape[-1]]

@@ -23,6 +23,7 @@ WARP, WARPGROUP = 32, 128  # threads
 BLOCK_THREADS = 256  # per block, for kernels that take any number
 MATMUL_ROWS = 128  # of an output tile of a matmul, which writes one row of column sums
 ENCODER_PIECE = 32  # positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
+CLASSIFIER_ROW = 8 * 1024 * 32  # bytes of a row of logits that a multiprocessor can hold, on Hopper
 ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column sums is written
 
 KERNELS = {  # layer -> its kernels
@@ -38,7 +39,7 @@ KERNELS = {  # layer -> its kernels
     "matmul_swiglu": ("matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope",
                       "matmul_forward_rope_narrow"),  # Hopper only
     "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
-                   "matmul_fp8_weight"),  # likewise
+                   "matmul_fp8_weight", "matmul_fp8_classifier_weight", "matmul_fp8_classifier_inp"),  # likewise
     "fp8": ("quantise", "prepare_scales"),
     "norm_fp8": ("residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8"),
     "classifier": ("classifier",),
@@ -53,9 +54,12 @@ ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8") 
 
 def check_sizes(config, fp8=False):
     """Raise UserError for a model that the kernels do not support."""
-    C, HS, F = config.C, config.HS, config.F
+    C, HS, F, Vp = config.C, config.HS, config.F, config.Vp
     if fp8 and (C % 16 or F % 16):
         raise UserError(f"C={C}, F={F}: --dtype fp8 expects multiples of 16: pass --dtype bfloat16")
+    if fp8 and (Vp % 16 or Vp > CLASSIFIER_ROW // 2):
+        raise UserError(f"{Vp} rows of the classifier's weight: --dtype fp8 expects a multiple of 16, up to"
+                        f" {CLASSIFIER_ROW // 2}: pass --dtype bfloat16")
     if HS % 16 or HS > 128 or C > 8192 or C % 8 or F % 8:
         raise UserError(f"C={C} with NH={config.NH} heads of {HS} channels, F={F}: the GPU kernels expect C and F to be"
                         " multiples of 8, C up to 8192, heads of 16, 32, ... 128; train this model on the CPU:"
@@ -135,7 +139,7 @@ def layer_geometry(config, precision, arch):
         "swiglu": {},
         "matmul": matmul_geometry(precision, arch),
         "matmul_swiglu": matmul_geometry(precision, arch),
-        "matmul_fp8": matmul_geometry(precision, arch),
+        "matmul_fp8": matmul_geometry(precision, arch) | matmul_fp8_geometry(config),
         "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": 16},
         "classifier": classifier_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
@@ -225,10 +229,16 @@ def matmul_geometry(precision, arch):
     }
 
 
+def matmul_fp8_geometry(config):
+    """LONG_BN: columns of a tile of a result of C columns, whose inner dimension is long. 1600 is a multiple of 160."""
+    return {"MATMUL_FP8_LONG_BN": 160 if config.C % 192 and config.C % 160 == 0 else 192}
+
+
 def classifier_geometry(config, precision, arch):
     """ROWS_ON_CHIP: rows of logits on a multiprocessor, one for each of its blocks; 0 if not used. SHARED: bytes of a
     row in shared memory. The last one of up to 8 parts may be in registers, 32 bytes of a thread."""
-    row, part = config.Vp * (2 if precision.bf16 else 4), 1024 * 32
-    rows = 0 if arch != "sm_90a" or row > 8 * part else 2 if row <= 110 << 10 else 1
+    row, part = config.Vp * (2 if precision.bf16 else 4), CLASSIFIER_ROW // 8
+    rows = 0 if arch != "sm_90a" or row > CLASSIFIER_ROW else 2 if row <= 110 << 10 else 1
     return {"CLASSIFIER_ROWS_ON_CHIP": rows, "CLASSIFIER_SHARED": min(row, 7 * part) if rows else 0,
-            "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024}
+            "CLASSIFIER_THREADS": 1024 // rows if rows else 256 if precision.bf16 else 1024,
+            "CLASSIFIER_FP8": int(precision.fp8)}

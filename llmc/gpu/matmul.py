@@ -194,10 +194,11 @@ class MatmulKernels:
                     self.done[side], self.operand(dout, g.MATMUL_BK), self.operand(inp, g.MATMUL_BK), float(scale),
                     splits=splits or self.splits(OC, C, N))
 
-    def splits(self, OC, C, N):
+    def splits(self, OC, C, N, columns=None):
         """Into how many parts to cut N so that the tiles' parts fill the multiprocessors. A part costs as much as 1500
-        rows beside its own, on an H100."""
-        tiles, sm_count = blocks(OC, self.geometry.MATMUL_BM) * blocks(C, self.geometry.MATMUL_BN), self.device.sm_count
+        rows beside its own, on an H100. columns: as in `forward`."""
+        g, sm_count = self.geometry, self.device.sm_count
+        tiles = blocks(OC, g.MATMUL_BM) * blocks(C, columns or g.MATMUL_BN)
         most = max(1, min(11, N // 256)) if tiles <= min(2 * sm_count, self.done.shape[1]) else 1
         return min(range(1, most + 1), key=lambda parts: blocks(tiles * parts, sm_count) * (N / parts + 1500))
 

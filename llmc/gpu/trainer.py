@@ -19,7 +19,7 @@ from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, record_event, to_float32
 from llmc.gpu.geometry import BLOCK_THREADS, blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
-from llmc.gpu.fp8 import Fp8, Fp8Head
+from llmc.gpu.fp8 import Fp8
 from llmc.gpu.memory import check_memory, group_bytes, makes_text, recomputed_inputs
 from llmc.gpu.precision import round_weights
 from llmc.gpu.shares import CHUNKS, REST, OwnedShare, Shares
@@ -192,7 +192,7 @@ class Trainer(ForwardPasses):
                 recomputed = recomputed_inputs(architecture, settings)
                 N, fuses_gelu = settings.B * settings.T, "gelu" in architecture.KERNELS
                 self.fp8 = self.model.fp8 = Fp8(matmul, self.params, N, recomputed, fuses_gelu)
-                self.model.head = Fp8Head(self.fp8, self.model.head)
+                self.model.head = self.fp8.linear("logits", 0, None, self.model.head.dweight)
             matmul.allocate()
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
             self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
@@ -240,10 +240,12 @@ class Trainer(ForwardPasses):
 
     # -- an update: prepare, once; then begin_step and end_step
 
-    def prepare(self):
-        """Run a batch of random tokens, which loads all kernels, and capture the step as a graph. Changes no weight."""
+    def prepare(self, batch=None):
+        """Run a batch, (inputs, targets), by default of random tokens, which loads all kernels, and capture the step as
+        a graph. Changes no weight. FP8's first scales are those for the first rank's batch."""
         settings = self.settings
-        batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
+        if batch is None:
+            batch = np.random.default_rng(0).integers(0, self.config.V, (2, settings.B, settings.T), dtype=np.int32)
         with self.device.stream:
             self.stage(0, [batch] * settings.own_micro_steps, 0.0)
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
@@ -265,13 +267,15 @@ class Trainer(ForwardPasses):
                 self.graph.upload(self.device.stream)
 
     def calibrate(self):
-        """Find FP8's first scales, unless a checkpoint had them: with the batch of random tokens that is on the GPU,
-        again and again, because what has too small a scale is 0, and so is what is computed from it."""
+        """Find FP8's first scales, unless a checkpoint had them: with the batch that is on the GPU, again and again,
+        because what has too small a scale is 0, and so is what is computed from it."""
         if not self.fp8.updates:
             for _ in range(CALIBRATIONS):
                 self.fp8.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
                 self.fp8.quantise_weights()
                 self.compute(0)
+                if not self.ranks.is_first:  # the same scales on any number of GPUs
+                    self.fp8.forget()
                 self.prepare_scales()
             self.fp8.updates = 1
 
