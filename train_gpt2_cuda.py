@@ -157,8 +157,8 @@ RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows th
 READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # matmul -> the row that FP8 keeps in 8 bits
 
 
-def activation_table(config, B, T, precision, recomputed):
-    """name -> Row for what the forward pass saves for the backward pass, without what is `recomputed`."""
+def activation_table(config, B, T, precision, recompute):
+    """name -> Row for what the forward pass saves for the backward pass."""
     L, NH, C, dtype = config.L, config.NH, config.C, precision.dtype
     table = {
         "encoded": Row((B, T, C), precision.residual),
@@ -180,13 +180,13 @@ def activation_table(config, B, T, precision, recomputed):
         "lnf_rstd": Row((B, T)),
         "losses": Row((B, T)),
     }
-    return {name: row for name, row in table.items() if name not in recomputed}
+    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
-def phase_tables(config, B, T, precision, recomputed, sm_count, geometry):
+def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, Vp, dtype = config.L, config.NH, config.C, config.Vp, precision.dtype
-    recomputed = {name: Row((B, T, 4 * C if name == "fch_gelu" else C), dtype) for name in recomputed}
+    recomputed = {name: Row((B, T, 4 * C if name == "fch_gelu" else C), dtype) for name in RECOMPUTED[recompute]}
     rows = partial_rows(B, T, sm_count, geometry)
     return {
         "forward": {
@@ -518,10 +518,10 @@ class GPT2:
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
         entry share their memory."""
         precision = settings.precision
-        recomputed = READS.values() if precision.fp8 else RECOMPUTED[settings.recompute]
-        phases = phase_tables(config, B, T, precision, recomputed, sm_count, geometry)
+        recompute = 2 if precision.fp8 else settings.recompute  # FP8 keeps these rows in 8 bits instead
+        phases = phase_tables(config, B, T, precision, recompute, sm_count, geometry)
         return {
-            "activations": {"activations": activation_table(config, B, T, precision, recomputed)},
+            "activations": {"activations": activation_table(config, B, T, precision, recompute)},
             "logits, and in other phases scratch": phases,
             "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
         }
@@ -532,7 +532,6 @@ class GPT2:
         self.config, self.settings = config, settings
         self.device, self.matmul = matmul.device, matmul
         self.params, self.grads, self.buffers = params, grads, buffers
-        self.head = Linear(matmul, self.head_of(params), None, grads and self.head_of(grads))
         self.param_layers = [layer(params, l) for l in range(config.L)]
         self.grad_layers = [layer(grads, l) for l in range(config.L)] if grads else None
         self.shapes = {}
@@ -541,13 +540,17 @@ class GPT2:
         """The classifier's weight, or its gradient: it is tied to the embedding."""
         return tensors.wte
 
-    def linear(self, name, l):
-        """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj"."""
-        p, g = self.param_layers[l], self.grad_layers and self.grad_layers[l]
-        bias, dweight = getattr(p, f"{name}b", None), g and getattr(g, f"{name}w")
-        if self.fp8 and name in self.READS:
+    def linear(self, name, l=0):
+        """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj", or the classifier, "logits". In a run of --dtype
+        fp8, most are Fp8Linears in the passes of an update; all others are in bfloat16."""
+        if name == "logits":
+            weight, bias, dweight = self.head_of(self.params), None, self.grads and self.head_of(self.grads)
+        else:
+            p, g = self.param_layers[l], self.grad_layers and self.grad_layers[l]
+            weight, bias, dweight = getattr(p, f"{name}w"), getattr(p, f"{name}b", None), g and getattr(g, f"{name}w")
+        if self.fp8 and self.fp8.trains and name in self.READS:
             return self.fp8.linear(name, l, bias, dweight)
-        return Linear(self.matmul, getattr(p, f"{name}w"), bias, dweight)
+        return Linear(self.matmul, weight, bias, dweight)
 
     def activations(self, B, T):
         """Views of all buffers for batches of (B, T), made once: rows by name, and each layer's rows as the forward
@@ -598,13 +601,15 @@ class GPT2:
             matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_gelu, ln2, N, 4 * C)
             linear("fcproj", l).forward(branch, a.fch_gelu)
         top = acts.layers[-1]
-        residual_layernorm_forward(device, top.residual3, self.head.place_inp(acts.lnf), acts.lnf_mean, acts.lnf_rstd,
-                                   top.residual2, branch, params.lnfw, params.lnfb, B, T, C)
+        lnf = linear("logits").place_inp(acts.lnf)
+        residual_layernorm_forward(device, top.residual3, lnf, acts.lnf_mean, acts.lnf_rstd, top.residual2, branch,
+                                   params.lnfw, params.lnfb, B, T, C)
 
     def classify(self, acts, targets, loss, scale, train):
         """loss (1,) = the sum of acts.losses times scale; with `train`, the logits are overwritten with their gradient.
         Returns an event for the loss, which the side stream sums."""
-        self.head.forward(acts.logits, self.head.place_inp(acts.lnf))
+        head = self.linear("logits")
+        head.forward(acts.logits, head.place_inp(acts.lnf))
         classifier(self.device, acts.losses, acts.logits, targets, self.dlogits_scale(scale), train, acts.B, acts.T)
         with self.device.on_side_stream() as loss_done:
             loss_mean(self.device, loss, acts.losses, scale, acts.B * acts.T)
@@ -632,9 +637,10 @@ class GPT2:
 
         # logits = lnf @ wte^T. dlogits carry dlogits_scale(scale); the matmuls that read them multiply by `factor`,
         # both on the main stream, because what follows overwrites dlogits.
-        dlogits, factor = self.head.operand(acts.logits), scale / self.dlogits_scale(scale)
-        self.head.backward_inp(dbranch, dlogits, factor)
-        self.head.backward_weight(dlogits, acts.lnf, transposed, factor)
+        head, factor = linear("logits"), scale / self.dlogits_scale(scale)
+        dlogits = head.operand(acts.logits)
+        head.backward_inp(dbranch, dlogits, factor)
+        head.backward_weight(dlogits, acts.lnf, transposed, factor)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
         # dresidual is the gradient of fcproj's output, too: its column sums are the gradient of fcprojb

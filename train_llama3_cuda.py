@@ -48,8 +48,8 @@ RECOMPUTED = {0: (), 1: ("fch_swiglu",), 2: ("fch_swiglu", "ln1", "ln2")}  # row
 READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_swiglu", "logits": "lnf"}  # as GPT-2's
 
 
-def activation_table(config, B, T, precision, recomputed):
-    """name -> Row for what the forward pass saves for the backward pass, without what is `recomputed`."""
+def activation_table(config, B, T, precision, recompute):
+    """name -> Row for what the forward pass saves for the backward pass."""
     L, NH, C, Q, F, dtype = config.L, config.NH, config.C, config.Q, config.F, precision.dtype
     table = {
         "encoded": Row((B, T, C), precision.residual),
@@ -68,13 +68,13 @@ def activation_table(config, B, T, precision, recomputed):
         "lnf_rstd": Row((B, T)),
         "losses": Row((B, T)),
     }
-    return {name: row for name, row in table.items() if name not in recomputed}
+    return {name: row for name, row in table.items() if name not in RECOMPUTED[recompute]}
 
 
-def phase_tables(config, B, T, precision, recomputed, sm_count, geometry):
+def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     """phase -> table of its scratch. The phases share one buffer, mostly as large as the logits."""
     L, NH, C, F, dtype = config.L, config.NH, config.C, config.F, precision.dtype
-    recomputed = {name: Row((B, T, F if name == "fch_swiglu" else C), dtype) for name in recomputed}
+    recomputed = {name: Row((B, T, F if name == "fch_swiglu" else C), dtype) for name in RECOMPUTED[recompute]}
     rows = min(geometry.LAYERNORM_BLOCKS * sm_count, blocks(B * T, geometry.LAYERNORM_ROWS))
     return {
         "forward": {"branch": Row((B, T, C), dtype), **recomputed},
@@ -242,10 +242,10 @@ class Llama3(GPT2):
     @staticmethod
     def tables(config, settings, B, T, sm_count, geometry):
         precision = settings.precision
-        recomputed = READS.values() if precision.fp8 else RECOMPUTED[settings.recompute]
-        phases = phase_tables(config, B, T, precision, recomputed, sm_count, geometry)
+        recompute = 2 if precision.fp8 else settings.recompute  # FP8 keeps these rows in 8 bits instead
+        phases = phase_tables(config, B, T, precision, recompute, sm_count, geometry)
         return {
-            "activations": {"activations": activation_table(config, B, T, precision, recomputed)},
+            "activations": {"activations": activation_table(config, B, T, precision, recompute)},
             "logits, and in other phases scratch": phases,
             "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
         }
@@ -285,8 +285,9 @@ class Llama3(GPT2):
             matmul_swiglu_forward(device, linear("fc", l), a.fch, a.fch_swiglu, ln2, B * T, config.F)
             linear("fcproj", l).forward(branch, a.fch_swiglu)
         top = acts.layers[-1]
-        residual_rmsnorm_forward(device, top.residual3, self.head.place_inp(acts.lnf), acts.lnf_rstd, top.residual2,
-                                 branch, params.lnfw, eps, B, T, C)
+        lnf = linear("logits").place_inp(acts.lnf)
+        residual_rmsnorm_forward(device, top.residual3, lnf, acts.lnf_rstd, top.residual2, branch, params.lnfw, eps,
+                                 B, T, C)
 
     def backward(self, acts, order, piece_begins, piece_tokens, scale, weight_done=None):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
@@ -305,9 +306,10 @@ class Llama3(GPT2):
             return done
 
         # logits = lnf @ head^T; see GPT-2's
-        dlogits, factor = self.head.operand(acts.logits), scale / self.dlogits_scale(scale)
-        self.head.backward_inp(dbranch, dlogits, factor)
-        self.head.backward_weight(dlogits, acts.lnf, transposed, factor)
+        head, factor = linear("logits"), scale / self.dlogits_scale(scale)
+        dlogits = head.operand(acts.logits)
+        head.backward_inp(dbranch, dlogits, factor)
+        head.backward_weight(dlogits, acts.lnf, transposed, factor)
         if not config.tied:
             grads.wte.fill(0)  # a memset on the main stream
             if weight_done:

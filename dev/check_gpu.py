@@ -62,10 +62,7 @@ class Recorder:
         self.unwritten, self.addresses = {}, {}  # row -> array, address -> row
         self.latest = {}  # address -> the latest launch that had it as an argument
         self.logits = self.dlogits = None
-        self.decode_dlogits = to_float32
-        if trainer.fp8:
-            self.decode_dlogits = lambda dlogits: decode_e5m2(
-                natural(trainer.model.head.operand(dlogits).plain.get(), COLUMN_ORDER)).reshape(dlogits.shape)
+        self.head = trainer.fp8 and trainer.model.linear("logits")
 
     def watch(self, rows):
         """Watch the rows that the launches from here on should write; accumulation into earlier rows is not noticed."""
@@ -86,7 +83,11 @@ class Recorder:
             del self.unwritten[row]
             self.wrote(row, i)
         if name == "classifier":  # it writes the gradient over the logits
-            self.dlogits = self.decode_dlogits(arguments[1])
+            if self.head:
+                bits = natural(self.head.operand(arguments[1]).plain.get(), COLUMN_ORDER)
+                self.dlogits = decode_e5m2(bits).reshape(arguments[1].shape)
+            else:
+                self.dlogits = to_float32(arguments[1])
             self.wrote(("dlogits", None), i)
         if name == "column_sums":
             for job in arrays[0].get().view(JOB):
@@ -177,6 +178,10 @@ def run_on_gpu(trainer, inputs, targets):
     model, acts = trainer.model, trainer.model.activations(*inputs.shape)
     tables = model.tables(config, trainer.settings, *inputs.shape, device.sm_count, device.geometry)
     kept = tables["activations"]["activations"]
+    if trainer.fp8:  # it has lnf in 8 bits
+        kept = {name: row for name, row in kept.items() if name != "lnf"}
+    if trainer.fp8:
+        trainer.fp8.trains = True  # a pass of an update
     recorder = Recorder(trainer)
     trainer.stage(0, [(inputs, targets)], 0.0)
     with device.stream:
@@ -184,8 +189,6 @@ def run_on_gpu(trainer, inputs, targets):
         poison(device.stream, *model.buffers.values(), trainer.grads.buffer)
         device.observer = recorder
         recorder.watch(rows_of(acts, kept))
-        if trainer.fp8:
-            trainer.fp8.records = True  # a pass of an update: its transposed copies are written
         model.trunk(acts, batch.inputs[0], trainer.layer_begins)
         poison(device.stream, acts.logits)  # the forward pass keeps other rows in this memory
         recorder.watch({("logits", None): acts.logits})

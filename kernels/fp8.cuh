@@ -129,6 +129,6 @@ struct TensorMap;  // of hopper/hopper.cuh
 struct Quantised {
     const TensorMap& numbers;
     const float* scale;
-    int* largest;  // or null: this pass is not part of an update
+    int* largest;
     int64* counts;
 };

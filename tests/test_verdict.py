@@ -19,6 +19,7 @@ from llmc.gpu.device import Device
 from llmc.gpu.fp8 import Fp8, Fp8Linear, decode_e4m3, next_scales, round_e4m3, round_e5m2
 from llmc.gpu.geometry import kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
+from llmc.gpu.trainer import Trainer
 from llmc.tensors import allocate
 from train_gpt2 import Config
 from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_adamw, need, precision_of, replay,
@@ -465,7 +466,7 @@ def cleared(transposed):
 
 
 FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
-    "a stale scale in a forward pass": (Fp8, "multiply", stale_scale, "logits"),
+    "a stale scale in a forward pass": (Fp8, "multiply", stale_scale, "losses"),
     "a stale scale in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: right(
         linear, dinp, dout, scale * (1 + linear.l)), "dln2b"),
     "a stale scale in dweight": (Fp8Linear, "backward_weight", lambda right: (
@@ -480,11 +481,11 @@ FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
         "dout", lambda fp8, plain, transposed: (plain, of_the_first_batch(fp8, transposed))), "dfcprojw"),
     "a weight's two copies exchanged": (Fp8, "quantise", copies_of(
         "weight", lambda fp8, plain, transposed: (transposed.reshape(plain.shape), plain.reshape(transposed.shape))),
-        "logits"),
+        "losses"),
     "a weight's transposed copy not written": (Fp8, "quantise", copies_of(
         "weight", lambda fp8, plain, transposed: (plain, cleared(transposed))), "dlnfb"),
     "a stale scale of the classifier's weight": (Fp8, "scale", lambda right: lambda fp8, name, l, role: (
-        right(fp8, name, l, role) * (2 if (name, role) == ("logits", "weight") else 1)), "logits"),
+        right(fp8, name, l, role) * (2 if (name, role) == ("logits", "weight") else 1)), "losses"),
 }
 
 
@@ -501,6 +502,8 @@ def test_fp8_is_right(outlier):
 def test_a_fault_in_fp8_is_red(fault, monkeypatch, capsys):
     need("cuda-fp8")
     owner, name, plant, row = FP8_FAULTS[fault]
+    prepare = Trainer.prepare
+    monkeypatch.setattr(Trainer, "prepare", lambda trainer, batch: prepare(trainer))  # with another batch
     monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
     params, x, y, yardstick = gpu_case("fp8")
     capsys.readouterr()

@@ -6,7 +6,7 @@ bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of
 power of 2 that stays the same for an update, with all its micro-batches: it follows from the largest numbers of the
 last 16 updates. They are found where a tensor is rounded, as an integer maximum, which has the same bits in any order
 and on any number of GPUs. Gradients of logits are in E5M2, times a constant. All else is a bfloat16 run: residual
-stream, attention and its projection, AdamW.
+stream, attention and its projection, AdamW, and, between updates, validation: it is of the model that will be saved.
 
 Tensor cores want the inner dimension of 8-bit operands to be contiguous. For dinp = dout @ weight, there is a
 transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wider one is read as it is, (N,C), and
@@ -131,7 +131,7 @@ class Fp8:
         self.done = cp.zeros((2, tiles), np.int32)
         self.reports = pinned_array(32).view(np.int64).reshape(2, 2)  # counts of updates with even and odd numbers
         self.updates = 0  # before this run
-        self.records = False  # whether this pass is part of an update: its largest numbers and counts are noted
+        self.trains = False  # whether this pass is part of an update: the others are in bfloat16
 
     def linear(self, name, l, bias, dweight):
         return Fp8Linear(self, name, l, bias, dweight)
@@ -247,7 +247,7 @@ class Fp8:
         """The arguments of a kernel that makes an operand: its scale, and where it notes the largest number and counts.
         """
         slot, state = self.slot(name, l, role), self.state
-        return state.scales[slot:], state.largest[slot:] if self.records else None, state.counts
+        return state.scales[slot:], state.largest[slot:], state.counts
 
 
 class Quantised(NamedTuple):
@@ -275,15 +275,12 @@ class Fp8Linear(NamedTuple):
         return self.fp8.fuses_gelu
 
     def place_inp(self, inp, again=False):
-        """Where a normalization writes inp (N,C): a Quantised, transposed if there will be a backward pass. again: for
-        that pass alone, which recomputes it."""
+        """Where a normalization writes inp (N,C): a Quantised. again: for the backward pass, which recomputes it."""
         fp8, (scale, largest, counts) = self.fp8, self.fp8.noted(self.name, self.l, "inp")
         kept = self.of_this_layer("_inp_t")
         if again:
             return Quantised(None, kept, (scale, None, counts))
-        plain = first_rows(fp8.operands.inp, inp)
-        return Quantised(plain, kept if fp8.records and self.name not in fp8.recomputed else None,
-                         (scale, largest, counts))
+        return Quantised(fp8.operands.inp, None if self.name in fp8.recomputed else kept, (scale, largest, counts))
 
     def forward(self, out, inp):
         """out (N,OC) = inp @ weight^T + bias. inp: a Quantised; fcproj's: (N,C), not read if fc's forward_gelu has made
@@ -295,7 +292,7 @@ class Fp8Linear(NamedTuple):
 
     def quantised_inp(self, inp, made=False, again=False):
         """fcproj's input (N,C) -> its Quantised; `made` already; again: it was noted before."""
-        plain = first_rows(self.of_this_layer("_inp"), inp)
+        plain = self.of_this_layer("_inp")
         if not made:
             self.fp8.quantise(self.name, self.l, "inp", rows(inp), plain, again=again)
         return Quantised(plain, None)
@@ -363,8 +360,3 @@ class Fp8Linear(NamedTuple):
 
     def scale(self, role):
         return self.fp8.scale(self.name, self.l, role)
-
-
-def first_rows(room, array):
-    """As many rows of `room` (.,C) as array (...,C) has."""
-    return room[: array.size // array.shape[-1]]

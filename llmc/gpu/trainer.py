@@ -192,7 +192,6 @@ class Trainer(ForwardPasses):
                 recomputed = recomputed_inputs(architecture, settings)
                 N, fuses_gelu = settings.B * settings.T, "gelu" in architecture.KERNELS
                 self.fp8 = self.model.fp8 = Fp8(matmul, self.params, N, recomputed, fuses_gelu)
-                self.model.head = self.fp8.linear("logits", 0, None, self.model.head.dweight)
             matmul.allocate()
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
             self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
@@ -218,7 +217,6 @@ class Trainer(ForwardPasses):
         self.steps_begun, self.graph = 0, None
         self.gradients_arrived, self.weights_arrived = {}, {}  # events
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
-        self.fp8_behind = True  # the weights in 8 bits are of before the last update
 
     def allocate_shared(self, table):
         """Tensors that NCCL can send, if there are several GPUs."""
@@ -292,7 +290,7 @@ class Trainer(ForwardPasses):
             else:
                 self.launch_step()
             self.finished[half].record(stream)
-        self.steps_begun, self.weights_behind, self.fp8_behind = number + 1, self.messages is not None, True
+        self.steps_begun, self.weights_behind = number + 1, self.messages is not None
         return number
 
     def end_step(self, number):
@@ -314,25 +312,17 @@ class Trainer(ForwardPasses):
             copy_to_gpu(batch.buffer, half.buffer)
             acts, scale = self.model.activations(B, T), 1.0 / (B * T)
             if self.fp8:
-                self.fp8.records = True
-                self.model.trunk(acts, batch.inputs[0])  # again: what backward reads is kept
+                self.fp8.trains = True
+                self.model.trunk(acts, batch.inputs[0], self.layer_begins)  # again, in 8 bits
             self.model.classify(acts, batch.targets[0], self.own_parts[:1], scale, train=True)
             self.model.backward(acts, batch.order[0], batch.piece_begins[0], batch.piece_tokens[0], scale)
             if self.fp8:
-                self.fp8.records = False
+                self.fp8.trains = False
 
     def update_now(self, learning_rate):
         with self.device.stream:
             copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
             self.update()
-        self.fp8_behind = True
-
-    def forward(self, inputs, targets):
-        if self.fp8 and self.fp8_behind:
-            with self.device.stream:
-                self.fp8.quantise_weights()
-            self.fp8_behind = False
-        return super().forward(inputs, targets)
 
     def wait(self, event):
         """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
@@ -378,7 +368,7 @@ class Trainer(ForwardPasses):
         number = i * self.ranks.size + self.ranks.rank  # among the update's micro-batches
         acts, scale = self.model.activations(B, T), 1.0 / (B * T * self.settings.micro_steps)
         if self.fp8:
-            self.fp8.records = True
+            self.fp8.trains = True
         with self.device.span(f"forward {i}"):
             self.model.trunk(acts, batch.inputs[i], layer_begins)
             self.device.wait(batch_copied)
@@ -388,7 +378,7 @@ class Trainer(ForwardPasses):
         with self.device.span(f"backward {i}"):
             self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale, weight_done)
         if self.fp8:
-            self.fp8.records = False
+            self.fp8.trains = False
 
     def weight_done(self, i, name, l, computed):
         """Send the gradient of layer l's matrix `name` in micro-batch i, after the event `computed`. The last one is of
