@@ -74,7 +74,7 @@ class CudaSettings(Settings):
     dtype: str = option("auto", group="gpu", choices=("auto", "bfloat16", "fp8", "float32"),
                         help="dtype of parameters, activations and gradients; with bfloat16, the residual stream is"
                         " float16 (auto: bfloat16 if the GPU has it, sm_80 and newer; fp8: bfloat16 with matmuls of"
-                        " 8-bit operands in the layers, on Hopper)")
+                        " 8-bit operands, on Hopper)")
     master_weights: int = option(1, "-w", group="gpu", choices=(0, 1),
                                  help="bfloat16: 1: AdamW works on a float32 copy of the weights")
     stochastic_rounding: int = option(0, group="gpu", metavar="SEED",
@@ -627,20 +627,8 @@ class GPT2:
         dresidual, dbranch, transposed = acts.dresidual, acts.dbranch, getattr(acts, "transposed", None)
         partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and layernorms
 
-        def weight_gradient(name, l, dout, inp):
-            """On the side stream; returns an event, after which dout and inp may be overwritten."""
-            with device.on_side_stream() as done:
-                linear(name, l).backward_weight(dout, inp, transposed)
-            if weight_done:
-                weight_done(f"{name}w", l, done)
-            return done
-
-        # logits = lnf @ wte^T. dlogits carry dlogits_scale(scale); the matmuls that read them multiply by `factor`,
-        # both on the main stream, because what follows overwrites dlogits.
-        head, factor = linear("logits"), scale / self.dlogits_scale(scale)
-        dlogits = head.operand(acts.logits)
-        head.backward_inp(dbranch, dlogits, factor)
-        head.backward_weight(dlogits, acts.lnf, transposed, factor)
+        weight_gradient = functools.partial(self.weight_gradient, transposed, weight_done)
+        self.backward_head(acts, scale, transposed)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
         # dresidual is the gradient of fcproj's output, too: its column sums are the gradient of fcprojb
@@ -691,6 +679,22 @@ class GPT2:
         encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, order, piece_begins, piece_tokens,
                          B, T, C)
         device.wait(dqkv_read)  # joins the side stream
+
+    def backward_head(self, acts, scale, transposed):
+        """logits = lnf @ head^T. dlogits carry dlogits_scale(scale); the matmuls that read them multiply by `factor`,
+        both on the main stream, because what follows overwrites dlogits."""
+        head, factor = self.linear("logits"), scale / self.dlogits_scale(scale)
+        dlogits = head.operand(acts.logits)
+        head.backward_inp(acts.dbranch, dlogits, factor)
+        head.backward_weight(dlogits, acts.lnf, transposed, factor)
+
+    def weight_gradient(self, transposed, weight_done, name, l, dout, inp):
+        """On the side stream; returns an event, after which dout and inp may be overwritten."""
+        with self.device.on_side_stream() as done:
+            self.linear(name, l).backward_weight(dout, inp, transposed)
+        if weight_done:
+            weight_done(f"{name}w", l, done)
+        return done
 
     def dlogits_scale(self, scale):
         """What dlogits carry instead of `scale`: a power of 2 near it, because a target's dlogit is about -scale:

@@ -297,19 +297,8 @@ class Llama3(GPT2):
         dresidual, dbranch, transposed = acts.dresidual, acts.dbranch, getattr(acts, "transposed", None)
         partials = []  # (partial sums, the gradient that column_sums makes of them), of RMSNorms
 
-        def weight_gradient(name, l, dout, inp):
-            """On the side stream; returns an event, after which dout and inp may be overwritten."""
-            with device.on_side_stream() as done:
-                linear(name, l).backward_weight(dout, inp, transposed)
-            if weight_done:
-                weight_done(f"{name}w", l, done)
-            return done
-
-        # logits = lnf @ head^T; see GPT-2's
-        head, factor = linear("logits"), scale / self.dlogits_scale(scale)
-        dlogits = head.operand(acts.logits)
-        head.backward_inp(dbranch, dlogits, factor)
-        head.backward_weight(dlogits, acts.lnf, transposed, factor)
+        weight_gradient = functools.partial(self.weight_gradient, transposed, weight_done)
+        self.backward_head(acts, scale, transposed)
         if not config.tied:
             grads.wte.fill(0)  # a memset on the main stream
             if weight_done:

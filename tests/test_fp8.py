@@ -435,8 +435,8 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
 
 
 @pytest.mark.parametrize("sm_count, splits", ((None, None), (3, 1), (132, 5)))
-@pytest.mark.parametrize("kernel, across", (("weight", False), ("weight", True), ("classifier_weight", None),
-                                            ("classifier_inp", None)))
+@pytest.mark.parametrize("kernel, across", (("weight", False), ("weight", True), ("classifier_weight", False),
+                                            ("classifier_inp", False)))
 @pytest.mark.parametrize("matmul", (192, 160), indirect=True)
 @pytest.mark.parametrize("M, N, K", ((16, 16, 1), (208, 96, 129), (1600, 320, 97), (192, 128, 128), (768, 768, 8192),
                                      (2304, 768, 1000), (192, 96, 40000)))
@@ -444,7 +444,7 @@ def test_matmul_long(matmul, monkeypatch, M, N, K, kernel, across, sm_count, spl
     """Against float64: as close for a long K as for a short one; the same bits twice."""
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
-    fp8, pitch, options = make_fp8(matmul, 16), blocks(K, 16) * 16, {} if across is None else {"across": across}
+    fp8, pitch = make_fp8(matmul, 16), blocks(K, 16) * 16
     decode = decode_e5m2 if "classifier" in kernel else decode_e4m3
     if kernel == "classifier_inp":
         M, (a, a64) = M + 1, e4m3(M + 1, pitch, seed=1, decode=decode)
@@ -460,7 +460,7 @@ def test_matmul_long(matmul, monkeypatch, M, N, K, kernel, across, sm_count, spl
     splits = splits and min(splits, blocks(pitch, 128))
     for _ in range(2):
         out = unwritten(*expected.shape, dtype="bfloat16")
-        fp8.multiply_long(kernel, out, a, scales[:1], b, scales[1:], 0.5, splits, **options)
+        fp8.multiply_long(kernel, out, a, scales[:1], b, scales[1:], 0.5, across, splits)
         assert_close(2.0**-8, out=(out, expected))
         results.append(out.get().tobytes())
     assert results[0] == results[1] and not fp8.done.get().any()

@@ -219,18 +219,16 @@ class Fp8:
                        *self.operands_of(a, b, columns), kernels.result(inp, True), a_scale, b_scale, *noted,
                        columns=columns)
 
-    def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, splits=None, **options):
+    def multiply_long(self, kernel, out, a, a_scale, b, b_scale, scale, across=False, splits=None):
         """out (M,N) = scale * a^T @ b (N,K)^T, a (K,M), with sums in float32; K is cut into `splits` parts. kernel:
-        "weight", with across=True for out (N,M), else False; "classifier_weight": a is E5M2; "classifier_inp":
-        likewise, and (M,K)."""
-        (M, N), K = out.shape, b.shape[1]
-        if options.get("across"):
-            M, N = N, M
+        "weight", whose out may be (N,M), `across`; "classifier_weight": a is E5M2; "classifier_inp": a is E5M2, (M,K).
+        """
+        (M, N), K = out.shape[::-1] if across else out.shape, b.shape[1]
         kernels, side = self.matmul.kernels, int(self.device.stream is self.device.side)
         columns = self.device.geometry.MATMUL_FP8_LONG_BN
         kernels.launch(f"matmul_fp8_{kernel}", M, N, K, out, self.matmul.workspace[side], self.done[side],
                        *self.operands_of(a, b, columns), a_scale, b_scale, float(scale),
-                       *(int(option) for option in options.values()), columns=columns,
+                       *([int(across)] if kernel == "weight" else []), columns=columns,
                        splits=splits or kernels.splits(M, N, K, columns))
 
     def columns(self, N):
@@ -343,12 +341,9 @@ class Fp8Linear(NamedTuple):
         if self.name == "fcproj":
             inp = self.quantised_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
             multiply("weight", self.dweight, inp.plain, scales[1], dout.transposed, scales[0], scale, across=True)
-        elif self.name == "logits":
-            multiply("classifier_weight", self.dweight, dout.plain, scales[0], self.of_this_layer("_inp_t"), scales[1],
-                     scale)
         else:
-            multiply("weight", self.dweight, dout.plain, scales[0], self.of_this_layer("_inp_t"), scales[1], scale,
-                     across=False)
+            kernel = "classifier_weight" if self.name == "logits" else "weight"
+            multiply(kernel, self.dweight, dout.plain, scales[0], self.of_this_layer("_inp_t"), scales[1], scale)
 
     def tensor(self, suffix):
         return getattr(self.fp8.operands, self.name + suffix)

@@ -72,7 +72,7 @@ def describe_precision(settings):
     """Describe a run's precision, as printed and as recorded in checkpoints."""
     if not settings.precision.bf16:
         return f"float32, {'TF32' if settings.tf32 else 'float32'} products"
-    parts = ["bfloat16", *["FP8 matmuls in the layers"] * settings.precision.fp8,
+    parts = ["bfloat16", *["FP8 matmuls"] * settings.precision.fp8,
              f"{'float32' if settings.master else 'no'} master weights"]
     if settings.float32_grads:
         parts.append("float32 gradients")
