@@ -22,7 +22,7 @@ import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
-from llmc.gpu.fp8 import COLUMN_ORDER, decode_e5m2, natural
+from llmc.gpu.fp8 import dlogits_of
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from model import architecture_of
@@ -62,7 +62,7 @@ class Recorder:
         self.unwritten, self.addresses = {}, {}  # row -> array, address -> row
         self.latest = {}  # address -> the latest launch that had it as an argument
         self.logits = self.dlogits = None
-        self.head = trainer.fp8 and trainer.model.linear("logits")
+        self.dlogits_of = dlogits_of if trainer.fp8 else to_float32
 
     def watch(self, rows):
         """Watch the rows that the launches from here on should write; accumulation into earlier rows is not noticed."""
@@ -83,11 +83,7 @@ class Recorder:
             del self.unwritten[row]
             self.wrote(row, i)
         if name == "classifier":  # it writes the gradient over the logits
-            if self.head:
-                bits = natural(self.head.operand(arguments[1]).plain.get(), COLUMN_ORDER)
-                self.dlogits = decode_e5m2(bits).reshape(arguments[1].shape)
-            else:
-                self.dlogits = to_float32(arguments[1])
+            self.dlogits = self.dlogits_of(arguments[1])
             self.wrote(("dlogits", None), i)
         if name == "column_sums":
             for job in arrays[0].get().view(JOB):

@@ -71,6 +71,12 @@ def natural(stored, order):
     return stored.reshape(*stored.shape[:-1], -1, 16)[..., np.argsort(order)].reshape(stored.shape)
 
 
+def dlogits_of(logits):
+    """What the classifier has left in place of logits (...,Vp) on the GPU -> (...,Vp) float32."""
+    halves = logits.view(np.uint8).get().reshape(*logits.shape[:-1], 2, -1)
+    return decode_e5m2(natural(halves[..., 0, :], COLUMN_ORDER))
+
+
 def next_scales(history, scales):
     """history (HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one. Half of E4M3's range is
     left for what grows; without a history, a scale stays as it is."""
