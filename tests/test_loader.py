@@ -63,19 +63,6 @@ def test_spread_rows_cover_the_data_once(tmp_path, shuffle):
     assert sorted(batches) == [[0, 12], [4, 16], [8, 20]] and (batches == sorted(batches)) != shuffle
 
 
-def test_shards_follow_one_another(workplace):
-    for i in range(3):
-        write_tokens(f"data/many_train_{i}.bin", [np.full(20, i)], 20, "uint16")
-    write_tokens("data/many_val_0.bin", [np.full(20, 9)], 20)
-    train_paths, val_paths = data_paths(Settings(data="data/many_train_*.bin"))
-    assert [os.path.basename(path) for path in train_paths] == [f"many_train_{i}.bin" for i in range(3)]
-    assert val_paths == ["data/many_val_0.bin"]
-    loader = DataLoader(train_paths, SMALL.V, 2, 4)
-    assert [loader.next_batch()[0][0, 0] for _ in range(8)] == [0, 0, 1, 1, 2, 2, 0, 0]
-    loader.seek(Position(2, 1))
-    assert [loader.next_batch()[0][0, 0] for _ in range(2)] == [2, 0]
-
-
 def test_what_is_beside_the_training_data(tmp_path, monkeypatch):
     """The names of validation data and of a vocabulary follow from its name, which may have brackets."""
     assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
@@ -89,9 +76,12 @@ def test_what_is_beside_the_training_data(tmp_path, monkeypatch):
         data_paths(Settings(data="training/x.bin"))
     monkeypatch.chdir(tmp_path)
     os.mkdir("d[1]")
-    for name in ("x_train", "x_val"):
+    for name in ("x_train", "x_val", "y_train_1", "y_train_0", "y_train_2", "y_val_0"):
         count_up(f"d[1]/{name}.bin", 9)
     assert data_paths(Settings(data="d[1]/x")) == [["d[1]/x_train.bin"], ["d[1]/x_val.bin"]]
+    os.rename("d[1]", "d")
+    shards = [f"d/y_train_{i}.bin" for i in range(3)]
+    assert data_paths(Settings(data="d/y_train_*.bin")) == [shards, ["d/y_val_0.bin"]]
 
 
 @pytest.mark.parametrize("tokens, rows", ((25, [2, 2, 2]), (29, [2, 2, 2, 1]), (5, [1]), (8, [1]), (9, [2]),
@@ -305,9 +295,10 @@ def test_many_shards_take_two_descriptors(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
     try:
-        for shuffle in (False, True):
+        for shuffle in (True, False):
             batches = firsts(DataLoader(paths, 200 * 13, 2, 4, shuffle), 201)
             assert sorted(batches[:200]) == list(range(0, 200 * 13, 13))
+        assert batches == [*range(0, 200 * 13, 13), 0], "in order, and again"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
