@@ -1,5 +1,6 @@
 """The prepro scripts: hashes, downloads from a local server, faults of the network and of the text."""
 
+import functools
 import hashlib
 import io
 import json
@@ -58,11 +59,9 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
         mine = [tmp_path / "data" / name for name in ("tiny_shakespeare.txt", "ts_val.bin", "ts_tokenizer.bin")]
         for path in mine:
             path.write_text("my text\n\n" * 20000)
-        done = run_here(*command, check=False)
-        assert_one_line_error(done, mine[0], "move it away", "--input")
+        run_here(*command, fails=(mine[0], "move it away", "--input"))
         for path in mine[1:]:
-            done = run_here(prepro_tinyshakespeare, "--input", path, "--output", tmp_path / "data" / "ts", check=False)
-            assert_one_line_error(done, path, "another --output")
+            run_here(*command, "--input", path, fails=(path, "another --output"))
         assert len(server.seen) == 1 and len({path.read_bytes() for path in mine}) == 1
 
 
@@ -84,8 +83,8 @@ def test_a_terminal_shows_a_progress_bar_that_reaches_its_end(monkeypatch):
 def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
     with Server(pages) as server:
         url = f"{server.url}/x"
-        done = run_here(prepro_tinyshakespeare, "--url", url, "--output", tmp_path / "data" / "ts", check=False)
-    assert_one_line_error(done, url, "--input", *words, after_bar=True)
+        run_here(prepro_tinyshakespeare, "--url", url, "--output", tmp_path / "data" / "ts",
+                 fails=(url, "--input", *words))
     assert [path.name for path in tmp_path.rglob("*")] == (["data"] if 200 in pages.get("/x", ()) else [])
 
 
@@ -93,8 +92,7 @@ def test_text_faults(tmp_path, vocabulary_here, run_here):
     (tmp_path / "short.txt").write_text("To be")
     for name, words in (("none.txt", "none.txt: no such file"), ("", f"{tmp_path}: cannot be read (Is a directory)"),
                         ("short.txt", "3 tokens of text")):
-        done = run_here(prepro_tinyshakespeare, "--input", tmp_path / name, "--output", tmp_path / "o", check=False)
-        assert_one_line_error(done, words)
+        run_here(prepro_tinyshakespeare, "--input", tmp_path / name, "--output", tmp_path / "o", fails=[words])
     done = run_program("prepro_tinyshakespeare.py", "--input", tmp_path / "short.txt", "--output", tmp_path / "o",
                        check=False, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
     assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
@@ -113,18 +111,15 @@ def test_white_space_of_a_million_characters(vocabulary_here, space):
 
 def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
     """A tenth validates, at most VAL_TOKENS; --val_fraction says how much."""
-    (tmp_path / "text").write_bytes(tiny_shakespeare.read_bytes()[:100000])
-
-    def split(*flags, check=True):
-        return run_here(prepro_tinyshakespeare, "--input", tmp_path / "text", "--output", tmp_path / "o", *flags,
-                        check=check)
-
+    text = tmp_path / "text"
+    text.write_bytes(tiny_shakespeare.read_bytes()[:100000])
+    split = functools.partial(run_here, prepro_tinyshakespeare, "--input", text, "--output", tmp_path / "o")
     val, train = (int(line.split()[1]) for line in split().stdout.splitlines()[:2])
     assert val == (val + train) // 10
     assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
     assert prepro.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
-    assert_one_line_error(split("--val_fraction", 1, check=False), "--val_fraction 1.0")
-    assert_one_line_error(split("--val_fraction", 1e-9, check=False), "of which 0 for validation", "--val_fraction")
+    split("--val_fraction", 1, fails=["--val_fraction 1.0"])
+    split("--val_fraction", 1e-9, fails=("of which 0 for validation", "--val_fraction"))
 
 
 @pytest.fixture
@@ -215,8 +210,7 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
     assert [len(shard) for shard in shards] == [22501, 22500, 22500, 22500]
     assert sorted(path.name for path in tmp_path.glob("x_*")) == [
         "x_tokenizer.bin", *(f"x_train_{number:06d}.bin" for number in range(4)), "x_val_000000.bin"]
-    done = run_here(*command, "--shard_tokens", 50000, check=False)
-    assert_one_line_error(done, "x_train_000002.bin", "2 shards", "remove it", after_bar=True)
+    run_here(*command, "--shard_tokens", 50000, fails=("x_train_000002.bin", "2 shards", "remove it"))
     assert tokens("--shard_tokens", 30000) == [shards, val]
 
 
@@ -244,8 +238,7 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepro_text, "PIECE", 1000)
     (tmp_path / name).write_bytes(data)
-    done = run_here(prepro_text, "--output", "out/x", name, *flags, check=False)
-    assert_one_line_error(done, *words, after_bar=True)
+    run_here(prepro_text, "--output", "out/x", name, *flags, fails=words)
     assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
 
 
@@ -253,14 +246,14 @@ def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
     """One that is found in a folder; tokens of an earlier run are no text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("my text\n" * 2000)
+    command = prepro_text, ".", "--vocabulary", "bytes", "--output"
     for _ in range(2):
-        run_here(prepro_text, ".", "--vocabulary", "bytes", "--output", "x")
+        run_here(*command, "x")
     assert sorted(os.listdir()) == ["text", "x_tokenizer.bin", "x_train.bin", "x_val.bin"]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for name, flags in (("text_train.bin", ()), ("text_val_000000.bin", ("--shard_tokens", 9000))):
         shutil.copy("text", name)
-        done = run_here(prepro_text, ".", "--vocabulary", "bytes", "--output", "./text", *flags, check=False)
-        assert_one_line_error(done, name, "another --output", after_bar=True)
+        run_here(*command, "./text", *flags, fails=(name, "another --output"))
         os.unlink(name)
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -328,8 +321,7 @@ def test_tinystories(tmp_path, vocabulary_here, run_here):
         assert len(read_tokenizer(tmp_path / f"ts{processes}_tokenizer.bin").tokens) == 50257
     for shard, text, word in (("data01.json", '[{"title": "no story"}]', "'story'"), ("data00.json", "[]", "no stor")):
         (tmp_path / "shards" / shard).write_text(text)
-        done = run_here(*command, tmp_path / "bad", "--processes", 1, check=False)
-        assert_one_line_error(done, shard, word, after_bar=True)
+        run_here(*command, tmp_path / "bad", "--processes", 1, fails=(shard, word))
     assert not list(tmp_path.glob("bad_*"))
 
 
