@@ -10,7 +10,7 @@ import pytest
 
 import prepro
 import prepro_fineweb
-from conftest import Server, assert_one_line_error, hub_pages
+from conftest import Server, hub_pages
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
@@ -51,10 +51,7 @@ def fetch(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
 
     def run(server, *flags, fails=()):
         use_hub(server if isinstance(server, str) else server.url, tmp_path / "home")
-        done = run_here(prepro_fineweb, *flags, check=not fails)
-        if fails:
-            assert_one_line_error(done, *fails, after_bar=True)
-        return done
+        return run_here(prepro_fineweb, *flags, fails=fails)
 
     return run
 
@@ -207,9 +204,7 @@ def test_parquet_from_the_hub(tmp_path, folder, fetch):
 
 
 def test_what_is_refused(tokenize, folder, run_here, monkeypatch):
-    def fails(*flags, words):
-        assert_one_line_error(run_here(prepro_fineweb, "--processes", 1, *flags, check=False), *words, after_bar=True)
-
+    program = functools.partial(run_here, prepro_fineweb, "--processes", 1)
     tokenize("--shards", 1)
     for name in ("damaged", "cut"):
         (folder / f"{name}.parquet").write_bytes((folder / "1.parquet").read_bytes())
@@ -234,12 +229,12 @@ def test_what_is_refused(tokenize, folder, run_here, monkeypatch):
             (("--input", "damaged.parquet", "--output", "o"), ("damaged.parquet", "row group 0 cannot be read")),
             (("--input", "short.parquet", "--output", "o", "--shard_tokens", 40),
              ("40 tokens of text, expected more than the 40 ", "--shard_tokens"))):
-        fails(*flags, words=words)
+        program(*flags, fails=words)
     (folder / "out" / "parquet.json").write_text('{"shards": 1}')
-    fails("--input", "0.parquet", "--output", "out", words=("parquet.json", "cannot be read", "remove it"))
+    program("--input", "0.parquet", "--output", "out", fails=("parquet.json", "cannot be read", "remove it"))
     (folder / "out" / "parquet.json").unlink()
-    fails("--input", "0.parquet", "--output", "out", words=(NAMES[0], "not made from parquet", "another --output"))
+    program("--input", "0.parquet", "--output", "out", fails=(NAMES[0], "not made from parquet", "another --output"))
     with locked("out", True):
-        fails("--input", "0.parquet", "--output", "out", words=("another run writes there", "another --output"))
+        program("--input", "0.parquet", "--output", "out", fails=("another run writes there", "another --output"))
     monkeypatch.setattr(prepro_fineweb, "parquet", None)
-    fails("--input", "0.parquet", words=("pyarrow", "pip install pyarrow"))
+    program("--input", "0.parquet", fails=("pyarrow", "pip install pyarrow"))
