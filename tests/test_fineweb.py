@@ -37,7 +37,6 @@ def make_shards(prefix, counts, directory):
         tokens = np.random.default_rng(i).integers(0, 50257, count)
         write_tokens(directory / "shard", [tokens], count, "uint16")
         files[f"{prefix}_{'train' if i else 'val'}_{i:06d}.bin"] = (directory / "shard").read_bytes()
-    os.unlink(directory / "shard")
     return files
 
 
