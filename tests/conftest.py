@@ -197,8 +197,9 @@ def program_state():
 
 @pytest.fixture
 def run_here(capfdbinary):
-    """run_here(module, flag, ...): as run_program, in this process, which has the module's imports already."""
-    def run(module, *flags, check=True):
+    """run_here(module, flag, ...): as run_program, in this process, which has the module's imports already; `fails` are
+    the words of the error that it ends with."""
+    def run(module, *flags, check=True, fails=()):
         capfdbinary.readouterr()
         with program_state(), pytest.raises(SystemExit) as exit:
             sys.argv = [module.__file__, *map(str, flags)]
@@ -209,8 +210,11 @@ def run_here(capfdbinary):
         sys.stdout.flush()
         output, errors = (text.decode(errors="replace") for text in capfdbinary.readouterr())
         status = 1 if isinstance(status, str) else status or 0
-        assert not check or status == 0, f"{flags} exited with {status}:\n{output}\n{errors}"
-        return SimpleNamespace(returncode=status, stdout=output, stderr=errors)
+        done = SimpleNamespace(returncode=status, stdout=output, stderr=errors)
+        if fails:
+            assert_one_line_error(done, *fails)
+        assert fails or not check or status == 0, f"{flags} exited with {status}:\n{output}\n{errors}"
+        return done
 
     return run
 

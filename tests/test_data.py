@@ -1,5 +1,6 @@
 """The prepro scripts: hashes, downloads from a local server, faults of the network and of the text."""
 
+import functools
 import hashlib
 import io
 import json
@@ -58,11 +59,9 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
         mine = [tmp_path / "data" / name for name in ("tiny_shakespeare.txt", "ts_val.bin", "ts_tokenizer.bin")]
         for path in mine:
             path.write_text("my text\n\n" * 20000)
-        done = run_here(*command, check=False)
-        assert_one_line_error(done, mine[0], "move it away", "--input")
+        run_here(*command, fails=(mine[0], "move it away", "--input"))
         for path in mine[1:]:
-            done = run_here(prepro_tinyshakespeare, "--input", path, "--output", tmp_path / "data" / "ts", check=False)
-            assert_one_line_error(done, path, "another --output")
+            run_here(*command, "--input", path, fails=(path, "another --output"))
         assert len(server.seen) == 1 and len({path.read_bytes() for path in mine}) == 1
 
 
@@ -84,21 +83,16 @@ def test_a_terminal_shows_a_progress_bar_that_reaches_its_end(monkeypatch):
 def test_a_failed_download_leaves_nothing(tmp_path, run_here, pages, words):
     with Server(pages) as server:
         url = f"{server.url}/x"
-        done = run_here(prepro_tinyshakespeare, "--url", url, "--output", tmp_path / "data" / "ts", check=False)
-    assert_one_line_error(done, url, "--input", *words, after_bar=True)
+        run_here(prepro_tinyshakespeare, "--url", url, "--output", tmp_path / "data" / "ts",
+                 fails=(url, "--input", *words))
     assert [path.name for path in tmp_path.rglob("*")] == (["data"] if 200 in pages.get("/x", ()) else [])
 
 
 def test_text_faults(tmp_path, vocabulary_here, run_here):
     (tmp_path / "short.txt").write_text("To be")
-    for name, words in (("none.txt", ("none.txt", "no such file")), ("", (tmp_path, "directory")),
-                        ("short.txt", ("3 tokens of text", "--val_fraction"))):
-        done = run_here(prepro_tinyshakespeare, "--input", tmp_path / name, "--output", tmp_path / "o", check=False)
-        assert_one_line_error(done, *words)
-    for name, words in (("none.txt", "no such file"), ("*.none", "no file matches"), ("", "no text in 0 files")):
-        (tmp_path / "o").mkdir(exist_ok=True)
-        done = run_here(prepro_text, tmp_path / "o" / name, check=False)
-        assert_one_line_error(done, name, words, after_bar=True)
+    for name, words in (("none.txt", "none.txt: no such file"), ("", f"{tmp_path}: cannot be read (Is a directory)"),
+                        ("short.txt", "3 tokens of text")):
+        run_here(prepro_tinyshakespeare, "--input", tmp_path / name, "--output", tmp_path / "o", fails=[words])
     done = run_program("prepro_tinyshakespeare.py", "--input", tmp_path / "short.txt", "--output", tmp_path / "o",
                        check=False, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
     assert_one_line_error(done, "vocabulary", "TIKTOKEN_CACHE_DIR")
@@ -117,18 +111,15 @@ def test_white_space_of_a_million_characters(vocabulary_here, space):
 
 def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_here):
     """A tenth validates, at most VAL_TOKENS; --val_fraction says how much."""
-    (tmp_path / "text").write_bytes(tiny_shakespeare.read_bytes()[:100000])
-
-    def split(*flags, check=True):
-        return run_here(prepro_tinyshakespeare, "--input", tmp_path / "text", "--output", tmp_path / "o", *flags,
-                        check=check)
-
+    text = tmp_path / "text"
+    text.write_bytes(tiny_shakespeare.read_bytes()[:100000])
+    split = functools.partial(run_here, prepro_tinyshakespeare, "--input", text, "--output", tmp_path / "o")
     val, train = (int(line.split()[1]) for line in split().stdout.splitlines()[:2])
     assert val == (val + train) // 10
     assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
     assert prepro.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
-    assert_one_line_error(split("--val_fraction", 1, check=False), "--val_fraction 1.0")
-    assert_one_line_error(split("--val_fraction", 1e-9, check=False), "of which 0 for validation", "--val_fraction")
+    split("--val_fraction", 1, fails=["--val_fraction 1.0"])
+    split("--val_fraction", 1e-9, fails=("of which 0 for validation", "--val_fraction"))
 
 
 @pytest.fixture
@@ -136,8 +127,8 @@ def prepare(tmp_path, run_here, monkeypatch):
     """prepare(input, ..., flag, ...): the tokens, train and val one after the other, the Tokenizer, what is printed."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*flags):
-        done = run_here(prepro_text, *flags, "--output", "out/x")
+    def run(*flags, program=prepro_text):
+        done = run_here(program, *flags, "--output", "out/x")
         tokens = [open_tokens(f"out/x_{split}.bin", 1 << 20) for split in ("train", "val")]
         return np.concatenate(tokens).tolist(), read_tokenizer("out/x_tokenizer.bin"), done.stdout
 
@@ -189,20 +180,15 @@ def test_pieces_and_processes_change_nothing(tmp_path, tiny_shakespeare, vocabul
     """A long text is tokenized in pieces, by any number of processes, to what tiktoken makes of the whole."""
     text = tiny_shakespeare.read_text()[:200000] + "x" * 3000 + "\n \n\n" * 500 + "é"
     (tmp_path / "text").write_text(text)
-    encoding = load_encoding(vocabulary, text)
+    encoding, found = load_encoding(vocabulary, text), []
     for piece, processes in ((1 << 20, 1), (1000, 1), (1000, 2)):
         monkeypatch.setattr(prepro_text, "PIECE", piece)
         tokens, tokenizer, _ = prepare("text", "--vocabulary", vocabulary, "--processes", processes)
         assert tokens[0] == encoding.eot_token and text_of(tokens[1:], tokenizer) == text
-        if piece > len(text):
-            whole = tokens
-            assert whole[1:] == encoding.encode(text)
-        else:  # but for what has no end of a token within a piece
-            assert len(tokens) - len(whole) <= 8 and tokens[:40000] == whole[:40000]
-            if processes == 1:
-                pieces = tokens
-            else:
-                assert tokens == pieces
+        found.append(tokens)
+    whole, pieces, again = found
+    assert whole[1:] == encoding.encode(text) and pieces == again
+    assert len(pieces) - len(whole) <= 8 and pieces[:40000] == whole[:40000], "but for what has no end of a token"
 
 
 def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
@@ -224,8 +210,7 @@ def test_shards_are_the_same_tokens(tmp_path, run_here, monkeypatch):
     assert [len(shard) for shard in shards] == [22501, 22500, 22500, 22500]
     assert sorted(path.name for path in tmp_path.glob("x_*")) == [
         "x_tokenizer.bin", *(f"x_train_{number:06d}.bin" for number in range(4)), "x_val_000000.bin"]
-    done = run_here(*command, "--shard_tokens", 50000, check=False)
-    assert_one_line_error(done, "x_train_000002.bin", "2 shards", "remove it", after_bar=True)
+    run_here(*command, "--shard_tokens", 50000, fails=("x_train_000002.bin", "2 shards", "remove it"))
     assert tokens("--shard_tokens", 30000) == [shards, val]
 
 
@@ -236,11 +221,12 @@ TEXT = b"Some words.\n" * 1000
     ("empty.txt", b"", ("empty.txt", "no text in 1 file"), ()),
     ("latin.txt", b"x" * 2500 + b"caf\xe9 ", ("latin.txt", "not UTF-8", "byte 2503"), ()),
     ("short.txt", b"a", ("2 tokens of text", "--val_fraction"), ()),
+    ("a.txt", TEXT, ("none.txt", "no such file"), ("none.txt",)),
+    ("a.txt", TEXT, ("*.none", "no file matches"), ("*.none",)),
     ("a.jsonl", b'{"text": "a"}\n{"story": "b"}\n', ("a.jsonl:2", "'text'", "found text in story", "--field NAME"), ()),
     ("b.json", b'{"text": 1}\n', ("b.json:1", "found text in no field", "--field NAME"), ()),
     ("c.jsonl", b'{"text": "a"}\nnot JSON\n', ("c.jsonl:2", "found none"), ()),
     ("d.jsonl", b'{"text": "a"}\n', ("d.jsonl:1", "'story'"), ("--field", "story")),
-    ("e.txt", TEXT, ("--val_fraction 2.0",), ("--val_fraction", 2)),
     ("f.txt", TEXT, ("--processes 0",), ("--processes", 0)),
     ("f.txt", TEXT, ("char/tokenizer.json: no such file", "gpt2, bytes, chars or"), ("--vocabulary", "char")),
     ("h.txt", TEXT, ("h.txt", "directory"), ("--output", "h.txt/x")),
@@ -252,8 +238,7 @@ def test_text_that_is_refused(tmp_path, vocabulary_here, run_here, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepro_text, "PIECE", 1000)
     (tmp_path / name).write_bytes(data)
-    done = run_here(prepro_text, name, "--output", "out/x", *flags, check=False)
-    assert_one_line_error(done, *words, after_bar=True)
+    run_here(prepro_text, "--output", "out/x", name, *flags, fails=words)
     assert not list(tmp_path.glob("out/*")) and (tmp_path / name).read_bytes() == data
 
 
@@ -261,14 +246,14 @@ def test_own_text_is_not_written_over(tmp_path, run_here, monkeypatch):
     """One that is found in a folder; tokens of an earlier run are no text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("my text\n" * 2000)
+    command = prepro_text, ".", "--vocabulary", "bytes", "--output"
     for _ in range(2):
-        run_here(prepro_text, ".", "--vocabulary", "bytes", "--output", "x")
+        run_here(*command, "x")
     assert sorted(os.listdir()) == ["text", "x_tokenizer.bin", "x_train.bin", "x_val.bin"]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for name, flags in (("text_train.bin", ()), ("text_val_000000.bin", ("--shard_tokens", 9000))):
         shutil.copy("text", name)
-        done = run_here(prepro_text, ".", "--vocabulary", "bytes", "--output", "./text", *flags, check=False)
-        assert_one_line_error(done, name, "another --output", after_bar=True)
+        run_here(*command, "./text", *flags, fails=(name, "another --output"))
         os.unlink(name)
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -300,31 +285,24 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
         assert_one_line_error(run(*command.split()), f"pip install {missing}")
 
 
-def test_pystdlib(tmp_path, run_here):
-    done = run_here(prepro_pystdlib, "--output", tmp_path / "std", "--format", "uint16")
-    counts = [int(line.split()[1]) for line in done.stdout.splitlines()[:2]]
-    val, train = (open_tokens(tmp_path / f"std_{split}.bin", 257) for split in ("val", "train"))
-    assert counts == [val.size, train.size] == [65536, 4128768] and val[0] == 256
-    text = np.concatenate([val, train])
-    assert b"def __init__(self" in text[text != 256].astype(np.uint8).tobytes()
-
-
-def test_pystdlib_s_english(tmp_path, run_here):
-    run_here(prepro_pystdlib, "--prose", "--output", tmp_path / "x")
-    tokenizer = read_tokenizer(tmp_path / "x_tokenizer.bin")
-    ids = open_tokens(tmp_path / "x_train.bin", len(tokenizer.tokens))
-    text = b"".join(map(tokenizer.tokens.__getitem__, ids)).decode()
+def test_pystdlib(prepare):
+    """Its code, as bytes; with --prose, its English."""
+    tokens, _, printed = prepare("--format", "uint16", program=prepro_pystdlib)
+    assert printed.startswith("Saved 65536 tokens to out/x_val.bin\nSaved 4128768 tokens to out/x_train.bin\n")
+    assert len(tokens) == 65536 + 4128768 and tokens[4128768] == 256
+    assert b"def __init__(self" in bytes(token for token in tokens if token != 256)
+    text = text_of(*prepare("--prose", program=prepro_pystdlib)[:2])
     assert len(text) > 500_000 and text.isascii() and "return value" in text and "    def " not in text
 
 
-def write_shards(directory, stories_of):
-    directory.mkdir(exist_ok=True)
-    for shard, stories in enumerate(stories_of):
+STORIES = [[f" Shard {shard}, story {i}. The end.\n" for i in range(5)] for shard in range(3)]
+
+
+def write_stories(directory):
+    directory.mkdir()
+    for shard, stories in enumerate(STORIES):
         records = [{"story": story, "source": "x"} for story in stories]
         (directory / f"data{shard:02d}.json").write_text(json.dumps(records))
-
-
-STORIES = [[f" Shard {shard}, story {i}. The end.\n" for i in range(5)] for shard in range(3)]
 
 
 def expected_tokens(shard):
@@ -334,7 +312,7 @@ def expected_tokens(shard):
 
 
 def test_tinystories(tmp_path, vocabulary_here, run_here):
-    write_shards(tmp_path / "shards", STORIES)
+    write_stories(tmp_path / "shards")
     command = prepro_tinystories, "--input", tmp_path / "shards", "--format", "uint16", "--output"
     for processes in (1, 2):
         run_here(*command, tmp_path / f"ts{processes}", "--processes", processes)
@@ -343,21 +321,16 @@ def test_tinystories(tmp_path, vocabulary_here, run_here):
         assert len(read_tokenizer(tmp_path / f"ts{processes}_tokenizer.bin").tokens) == 50257
     for shard, text, word in (("data01.json", '[{"title": "no story"}]', "'story'"), ("data00.json", "[]", "no stor")):
         (tmp_path / "shards" / shard).write_text(text)
-        done = run_here(*command, tmp_path / "bad", "--processes", 1, check=False)
-        assert_one_line_error(done, shard, word, after_bar=True)
+        run_here(*command, tmp_path / "bad", "--processes", 1, fails=(shard, word))
     assert not list(tmp_path.glob("bad_*"))
 
 
 def test_tinystories_download(tmp_path, vocabulary_here, run_here, use_hub):
     """Once, into the cache; an archive whose SHA-256 is not the hub's is refused."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for shard, stories in enumerate(STORIES):
-            data = json.dumps([{"story": story} for story in stories]).encode()
-            member = tarfile.TarInfo(f"data{shard:02d}.json")
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    files = {"TinyStories_all_data.tar.gz": buffer.getvalue()}
+    write_stories(tmp_path / "shards")
+    with tarfile.open(tmp_path / "archive", "w:gz") as archive:
+        archive.add(tmp_path / "shards", "")
+    files = {"TinyStories_all_data.tar.gz": (tmp_path / "archive").read_bytes()}
 
     def run(output, pages=None, home="home"):
         with Server(pages) as server:

@@ -102,13 +102,7 @@ def test_debug_state_round_trip(tmp_path, version):
         assert np.array_equal(getattr(read, name), getattr(state, name)), name
     assert (read.loss, read.optimizer, read.crc) == (state.loss, state.optimizer, state.crc)
     assert np.array_equal(flat(read.grads), flat(state.grads))
-
-
-def test_debug_state_of_llm_c_has_no_trailer(tmp_path):
-    path, params = tmp_path / "state.bin", random_params(SMALL)
-    state = make_state(params)
-    write_debug_state(path, SMALL, state)
-    data = bytearray(path.read_bytes()[: -(40 + 40)])
+    data = bytearray(path.read_bytes()[: -(40 + 40)])  # as llm.c writes it: without a trailer
     data[32:44] = bytes(12)  # header ints [8] to [10]
     path.write_bytes(data)
     read = read_debug_state(path, SMALL, params)
@@ -166,8 +160,9 @@ def test_multinomial_takes_the_first_id_beyond_the_coin():
     assert sample_multinomial(np.array([0.5, 0.4], np.float32), 0.95) == 1, "rounding can leave the sum below the coin"
 
 
-def test_replacing_keeps_the_old_file_when_writing_fails(tmp_path):
-    path = tmp_path / "file"
+def test_replacing(tmp_path, monkeypatch):
+    """The old file stays when writing fails; a new one is on the disk before it has its name; a link is followed."""
+    path, done = tmp_path / "file", []
     path.write_bytes(b"old")
     with pytest.raises(RuntimeError):
         with replacing(path) as f:
@@ -175,24 +170,11 @@ def test_replacing_keeps_the_old_file_when_writing_fails(tmp_path):
             raise RuntimeError
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
     (tmp_path / "file.tmp").write_bytes(b"longer, of a process that was killed")
-    with replacing(path) as f:
-        f.write(b"new")
-    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]
-
-
-def test_a_link_is_followed(tmp_path):
-    (tmp_path / "file").symlink_to(tmp_path / "there")
-    with replacing(tmp_path / "file") as f:
-        f.write(b"x")
-    assert (tmp_path / "file").is_symlink() and (tmp_path / "there").read_bytes() == b"x"
-    assert sorted(os.listdir(tmp_path)) == ["file", "there"]
-
-
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    done = []
+    (tmp_path / "link").symlink_to(path)
     for name in ("fsync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *files, name=name, real=real: done.append(name) or real(*files))
-    with replacing(tmp_path / "file") as f:
-        f.write(b"x")
-    assert done == ["fsync", "replace"]
+    with replacing(tmp_path / "link") as f:
+        f.write(b"new")
+    assert path.read_bytes() == b"new" and done == ["fsync", "replace"]
+    assert (tmp_path / "link").is_symlink() and sorted(os.listdir(tmp_path)) == ["file", "link"]

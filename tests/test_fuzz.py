@@ -8,6 +8,7 @@ Nothing else: no traceback, no hang, no gigabytes. Everything runs in this proce
 
 import dataclasses
 import functools
+import itertools
 import os
 import random
 import re
@@ -74,13 +75,10 @@ def train(*flags):
     return train_gpt2.main()
 
 
-def read_state(path):
-    read_debug_state(path, SMALL, random_params(SMALL))
-
-
 FILES = {  # file -> who reads it
     **{f"model{version}.bin": functools.partial(train, "-e", f"model{version}.bin") for version in (1, 3, 5)},
-    **{f"debug{version}.bin": functools.partial(read_state, f"debug{version}.bin") for version in (1, 2)},
+    **{name: lambda name=name: read_debug_state(name, SMALL, random_params(SMALL)) and None
+       for name in ("debug1.bin", "debug2.bin")},
     "tokenizer1.bin": lambda: read_tokenizer("tokenizer1.bin") and None,
     "tokenizer2.bin": functools.partial(train, "-s", 1, "-g", 4, "-x", 2),
     **{f"{format}_{split}.bin": functools.partial(train, "-i", format, "-v", 1, "-m", 99, "-x", 3)
@@ -138,8 +136,7 @@ def run(run_here):
 
     def run(program):
         limits = resource.getrlimit(resource.RLIMIT_AS)
-        with open("/proc/self/statm") as f:
-            used = int(f.read().split()[0]) * resource.getpagesize()
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         signal.signal(signal.SIGALRM, late)
         signal.alarm(SECONDS)
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
@@ -172,26 +169,12 @@ def fault(ending, *names):
     return None
 
 
-def fuzz_files(run, count, seed):
-    """([what failed], number refused) of `count` mutants of the good files in the current directory."""
-    rng, failed, refused = random.Random(seed), [], 0
-    good = {name: Path(name).read_bytes() for name in FILES}
-    kept = sorted(os.listdir("run"))
-    for number in range(count):
-        name, program = list(FILES.items())[number % len(FILES)]
+def damaged_files(rng, good):
+    """Without end: (what is wrong, the program that reads it, the names of which a refusal has one)."""
+    for name, program in itertools.cycle(FILES.items()):
         kind, data = mutate(rng, good[name], list(good.values()))
         Path(name).write_bytes(data)
-        ending = run(program)
-        refused += ending[0] != 0
-        problem = fault(ending, name, *(["but the model has V="] if "model" in name else []))
-        if problem:
-            failed.append(f"seed {seed}, mutant {number}, {name}, {kind}: {problem}")
-        Path(name).write_bytes(good[name])
-        for log in ("run/main.log", "run/main.csv"):
-            Path(log).write_bytes(good[log])
-        for other in set(os.listdir("run")) - set(kept):
-            os.unlink(os.path.join("run", other))
-    return failed, refused
+        yield f"{name}, {kind}", program, [name, *(["but the model has V="] if "model" in name else [])]
 
 
 def parse_cuda(*flags):
@@ -199,53 +182,48 @@ def parse_cuda(*flags):
     train_gpt2_cuda.resolve_auto(settings, "sm_90a")
 
 
-def fuzz_flags(run, count, seed):
+def strange_flags(rng, good):
     """The same of values for a flag of train_gpt2.py, which then runs, or of train_gpt2_cuda.py, parsed only."""
-    rng, failed, refused = random.Random(seed), [], 0
-    kept, logs = os.listdir(), {name: Path(name).read_bytes() for name in ("run/main.log", "run/main.csv")}
-    for _ in range(count):
-        cuda = rng.random() < 0.5
-        field = rng.choice(dataclasses.fields(train_gpt2_cuda.CudaSettings if cuda else train_gpt2.Settings))
+    while True:
+        program, settings = rng.choice(((train, train_gpt2.Settings), (parse_cuda, train_gpt2_cuda.CudaSettings)))
+        field = rng.choice(dataclasses.fields(settings))
         flag, value = rng.choice(field_flags(field)), rng.choice(VALUES)
-        if not cuda and field.name == "steps" and re.fullmatch(r"[\d_]+", value) and len(value) in range(2, 12):
+        if program is train and field.name == "steps" and re.fullmatch(r"[\d_]+", value) and len(value) in range(2, 12):
             continue  # as many steps as that: no fault, but no end either
+        shown = value.replace("\n", "\\n").rstrip("/").encode(errors="replace").decode()
+        names = [*field_flags(field), *filter(None, [shown]), "-b", "-d", "-o", "-i", "-j", "-t"]
+        names += os.listdir() if value == "*" else []  # the files that it stands for
         arguments = [] if field.type is bool else [value]
-        ending = run(functools.partial(parse_cuda if cuda else train, flag, *arguments))
-        refused += ending[0] != 0
-        names = [flag, *field_flags(field), *filter(None, [value.replace("\n", "\\n").rstrip("/")])]
-        names += sorted(set(os.listdir()) if value == "*" else ())  # the files that it stands for
-        problem = fault(ending, *names, "-b", "-d", "-o", "-i", "-j", "-t")
-        if problem:
-            failed.append(f"seed {seed}, {'train_gpt2_cuda.py' if cuda else 'train_gpt2.py'} {flag} {value[:50]!r}:"
-                          f" {problem}")
-        for name in set(os.listdir()) - set(kept):  # of -o
-            shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
-        for name, content in logs.items():
-            Path(name).write_bytes(content)
-    return failed, refused
+        yield f"{program.__name__} {flag} {value[:50]!r}", functools.partial(program, flag, *arguments), [flag, *names]
 
 
-def check(fuzz, run):
-    failed, refused = fuzz(run, COUNT, SEED)
-    assert not failed, "\n".join(failed)
-    assert COUNT / 4 < refused < 0.95 * COUNT, "neither everything nor nothing is refused"
+def restore(good):
+    """Each file as it was, and no other."""
+    for path in Path().iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    os.mkdir("run")
+    for name, data in good.items():
+        Path(name).write_bytes(data)
 
 
-@pytest.fixture
-def specimens(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mutants", (damaged_files, strange_flags))
+def test_mutants(tmp_path, monkeypatch, run, mutants):
     monkeypatch.chdir(tmp_path)
     write_files()
-
-
-def test_damaged_files(specimens, run):
+    good = {name: Path(name).read_bytes() for name in FILES}
     for name, program in FILES.items():  # none of which is damaged yet
         status, _, errors = run(program)
         assert status == 0, f"{name}: {errors}"
-    check(fuzz_files, run)
-
-
-def test_strange_flags(specimens, run):
-    check(fuzz_flags, run)
+        restore(good)
+    failed, refused = [], 0
+    for number, (what, program, names) in zip(range(COUNT), mutants(random.Random(SEED), good)):
+        ending = run(program)
+        refused += ending[0] != 0
+        if problem := fault(ending, *names):
+            failed.append(f"seed {SEED}, mutant {number}, {what}: {problem}")
+        restore(good)
+    assert not failed, "\n".join(failed)
+    assert COUNT / 4 < refused < 0.95 * COUNT, "neither everything nor nothing is refused"
 
 
 @pytest.mark.parametrize("text, threads", ((" 3", 3), ("3,2", 3), ("²", None), ("0", None), ("9" * 5000, None)))

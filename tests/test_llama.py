@@ -13,7 +13,7 @@ import generate
 import test_gpt2
 import train_llama3 as t
 import vocabulary
-from conftest import assert_one_line_error, run_program
+from conftest import assert_one_line_error, remove_after, run_program
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError
@@ -334,18 +334,22 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>", "<|user|>"],
-                                             show_progress=False,
-                                             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>", "<|user|>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
     text = "the cat sat on the mat, the dog on the log; größer 🙂 " * 60
     tokenizer.train_from_iterator([text], trainer)
     V = tokenizer.get_vocab_size()
-    path, _ = folder(vocab_size=V, max_position_embeddings=64, eos_token_id=0)
+    path, _ = folder(vocab_size=V, eos_token_id=0)
     tokenizer.save(str(path / "tokenizer.json"))
     template = "{% for m in messages %}<|user|>{{ m['content'] }}{{ eos_token }}{% endfor %}{{ '>' }}"
     (path / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template}))
     (workplace / "cat.txt").write_text(text)
+
+    def prompt_ids(model, *prompt):
+        done = run_here(generate, model, *prompt, "--tokens", 5, "--json", "--device", "cpu")
+        return json.loads(done.stdout)["prompt_ids"]
 
     run_program("export_weights.py", "--model", path, "--output_dir", ".")
     run_program("prepro_text.py", "cat.txt", "--vocabulary", path, "--output", "data/cat")
@@ -356,25 +360,18 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
                 "-s", 0)
     run_program("export_weights.py", "--to_hf", "run", "again")
     assert (workplace / "again" / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
-    for model in (path, "run", "again"):
-        done = run_here(generate, model, "--prompt", "größer 🙂", "--tokens", 5, "--json", "--device", "cpu")
-        assert json.loads(done.stdout)["prompt_ids"] == tokenizer.encode("größer 🙂").ids
-    done = run_here(generate, path, "--chat", "--prompt", "the cat", "--tokens", 5, "--json", "--device", "cpu")
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(path)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(path)
     asked = theirs.apply_chat_template([{"role": "user", "content": "the cat"}], add_generation_prompt=True)
-    assert json.loads(done.stdout)["prompt_ids"] == list(asked["input_ids"])
-    for model in ("run", "again"):  # what a chat needs goes along
-        again = run_here(generate, model, "--chat", "--prompt", "the cat", "--tokens", 5, "--json", "--device", "cpu")
-        assert json.loads(again.stdout)["prompt_ids"] == json.loads(done.stdout)["prompt_ids"]
+    for model in (path, "run", "again"):  # what a chat needs goes along
+        assert prompt_ids(model, "--prompt", "größer 🙂") == tokenizer.encode("größer 🙂").ids
+        assert prompt_ids(model, "--chat", "--prompt", "the cat") == list(asked["input_ids"])
         assert vocabulary.load_vocabulary(model, V).stops == {0}
     assert json.loads((workplace / "again" / "config.json").read_text())["eos_token_id"] == 0
 
 
 def test_damaged_headers(tmp_path):
     """One line that names the file, or a model of the sizes that the header says: no other error."""
-    path, rng, refused = tmp_path / "model.bin", np.random.default_rng(5), 0
+    path, rng, refused = tmp_path / "x.bin", np.random.default_rng(5), 0
     write_model(path, CONFIG, random_case(CONFIG)[1])
     data = path.read_bytes()
     extremes = [0, 1, -1, 2, 3, 255, 2**16, 2**30, 2**31 - 1, -(2**31), 0x7FC00000, 0x7F800000, 0x3F800000]
@@ -382,12 +379,12 @@ def test_damaged_headers(tmp_path):
         header = np.frombuffer(data[:2048], "<i4").copy()
         slots = rng.choice([*range(1, 21), 256, 257, 258], 2, replace=False)
         header[slots] = rng.choice(extremes, 2)
-        (tmp_path / "x.bin").write_bytes(header.tobytes() + data[2048:])
+        path.write_bytes(header.tobytes() + data[2048:])
         try:
-            config, params = read_model(tmp_path / "x.bin", t.Llama3)
+            config, params = read_model(path, t.Llama3)
             assert config.fault() is None and params.qkvw.shape == (2, (config.NH + 2 * config.NKV) * config.HS, 48)
         except UserError as error:
-            assert str(error).startswith(f"{tmp_path / 'x.bin'}: ")
+            assert str(error).startswith(f"{path}: ")
             refused += 1
     assert 200 < refused < 300, "sizes are refused, constants in range are not"
 
@@ -405,8 +402,7 @@ def test_a_run(workplace, run_here):
     flags = ("-e", "l2", "-b", 2, "-t", 16, "-s", 0, "-v", 4, "-n", 2)
     run_program("train_llama3.py", *flags, "-x", 4, "-o", "whole")
     run_program("train_llama3.py", *flags, "-x", 4, "-o", "parts", "--print_every", 2)
-    for name in ("model_00000004.bin", "state_00000004_00000.bin", "DONE_00000004"):
-        (workplace / "parts" / name).unlink()
+    remove_after("parts", 2)
     done = run_program("train_llama3.py", *flags, "-x", 4, "-o", "parts", "-y", 1)
     assert "resuming at step 2" in done.stdout and "Llama" not in done.stderr
     name = "model_00000004.bin"
