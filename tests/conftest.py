@@ -43,6 +43,7 @@ from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint
 from llmc.gpu.device import GPU
 from llmc.errors import UserError, run_main
+from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, flat
 from llmc.tokenizer import write_tokenizer
 from train_gpt2 import Config
@@ -96,6 +97,14 @@ def random_params(config, seed=0):
     return params
 
 
+def write_diverged(path, config=SMALL):
+    """A model whose logits are not finite."""
+    params = random_params(config)
+    params.wte[:] *= np.float32(1e30)
+    params.lnfb[:] = np.float32(1e30)
+    write_model(path, config, params)
+
+
 def make_state(params, losses=10):
     """A DebugState for SMALL, of random numbers."""
     rng = np.random.default_rng(1)
@@ -113,6 +122,17 @@ def make_model(B, T, micro_steps=0, config=SMALL, params=None):
     if micro_steps:
         model.allocate_training(B, T, micro_steps)
     return model
+
+
+def draw_slowly(T, prompt, count, choice=Choice()):
+    """The ids that follow a prompt, each from a forward pass over all before; beyond T, the window moves by half."""
+    model, tokens, begin, random = make_model(1, T), list(prompt), 0, Random()
+    for _ in range(count):
+        begin = len(tokens) - T // 2 if len(tokens) - begin > T else begin
+        context = np.array([tokens[begin:]], np.int32)
+        model.forward(context, context)
+        tokens.append(choice.draw(model.acts.logits[0, -1], random.f32()))
+    return tokens[len(prompt) :]
 
 
 @pytest.fixture
