@@ -63,22 +63,17 @@ def test_llm_c_s_lines(workplace, run_here):
     """With --lines llmc, to the byte: samples come after validation and before the update."""
     large = Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
     write_model("gpt2_124M.bin", large, random_params(large))
-    output = run_here(train_gpt2, "--lines", "llmc").stdout
-    settings, *lines = output.split("\n")
-    assert settings == "settings: lines=llmc" and lines[:10] == [
-        "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1", "num_heads: 1", "channels: 8",
-        f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}", "train dataset num_batches: 15",
-        "val dataset num_batches: 2",
-        f"num_activations: {table_elements(activation_table(large, 4, 64))}",
-    ]  # fmt: skip
-    events = re.findall(r"^(val loss|step \d+:|generating:)", output, re.MULTILINE)
-    expected = []
+    output = run_here(train_gpt2, "--lines", "llmc", "--tokenizer", "none.bin").stdout
+    expected = [
+        "settings: tokenizer=none.bin lines=llmc", "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1",
+        "num_heads: 1", "channels: 8", f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}",
+        "train dataset num_batches: 15", "val dataset num_batches: 2",
+        f"num_activations: {table_elements(activation_table(large, 4, 64))}"]
     for step in range(41):
-        expected += ["val loss"] * (step % 10 == 0) + ["generating:"] * (step in (20, 40)) + [f"step {step}:"]
-    assert events == expected
-    for line in re.findall(r"^step .*|^val loss .*", output, re.MULTILINE):
-        assert re.fullmatch(r"val loss \d+\.\d{6}|step \d+: train loss \d+\.\d{6} \(took \d+\.\d{6} ms\)", line)
-    assert re.search(r"^generating:\n---\n.*?\n---\nstep 20", output, re.DOTALL | re.MULTILINE)
+        expected += ["val loss X"] * (step % 10 == 0) + ["generating:", "---", "IDS", "---"] * (step in (20, 40))
+        expected += [f"step {step}: train loss X (took X ms)"]
+    output = re.sub(r"\d+\.\d{6}\b", "X", re.sub(r"^(\d+ ){63}$", "IDS", output, flags=re.MULTILINE))
+    assert output.splitlines() == expected
 
 
 STEP = r"step +\d+/\d+ \| train loss \d+\.\d{4} \| (\d+\.\d\d) (m?s) \| (\d+) tok/s( \| \d+ s left)?"
@@ -119,23 +114,18 @@ def test_lines(workplace, run_here):
     assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
 
 
-def test_fewer_lines(workplace, train):
-    output = train("-x", 8, "-d", 32, "-v", 4, "-s", 0, "--print_every", 3, "--lines", "short")
-    assert "run       8 steps of 32 tokens: 0.06 epochs\n" in output
+def test_fewer_lines_and_verbose_ones(workplace, train):
+    """--verbose: all settings in a box, and the memory that each part takes."""
+    flags = ("-x", 8, "-s", 0, "--print_every", 3)
+    output = train(*flags, "-d", 32, "-v", 4, "--lines", "short", "--verbose")
+    assert "8 steps of 32 tokens: 0.06 epochs" in output
     assert re.findall(r"^step (\d)/8 \| (train|val)", output, re.MULTILINE) == [
         ("0", "val"), ("1", "train"), ("3", "train"), ("4", "val"), ("6", "train"), ("8", "train"), ("8", "val")]
-    assert re.findall(r"^step (\d):", train("-x", 8, "-v", 0, "-s", 0, "--print_every", 3), re.MULTILINE) == [
-        "0", "2", "5", "7"]
-
-
-def test_verbose(workplace, train):
-    """All settings in a box, and the memory that each part takes."""
-    output = train("-x", 1, "-v", 0, "-s", 0, "--lines", "short", "--verbose")
     for field in dataclasses.fields(Settings):
         assert re.search(rf"^\| {field.name} +\| ", output, re.MULTILINE), field.name
-    parts = re.findall(r"^allocated (\d+) MiB for (.*)$", output, re.MULTILINE)
-    assert [what for _, what in parts] == ["parameters", "gradients", "AdamW's moments", "activations",
-                                           "gradients of activations"]
+    assert re.findall(r"^allocated \d+ MiB for (.*)$", output, re.MULTILINE) == [
+        "parameters", "gradients", "AdamW's moments", "activations", "gradients of activations"]
+    assert re.findall(r"^step (\d):", train(*flags, "-v", 0), re.MULTILINE) == ["0", "2", "5", "7"]
 
 
 @pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
@@ -264,9 +254,11 @@ def read_table(path):
                 for row in csv.DictReader(f)]
 
 
-def test_table(workplace, train):
-    """The log's events as rows, with the screen's steps; seconds go on where the interrupted run stopped."""
-    train("-x", 4, "-v", 2, "-s", 0, "-d", 32, "-l", 0.001, "-o", "run")
+def test_table(workplace, run_here):
+    """The log's events as rows, with the screen's steps; seconds go on where the interrupted run stopped. That updates
+    have another number of tokens is said."""
+    flags = (*FAST, "-s", 0, "-l", 0.001, "-o", "run")
+    run_here(train_gpt2, *flags, "-x", 4, "-v", 2, "-d", 32)
     log = (workplace / "run" / "main.log").read_text().splitlines()
     rows = list(csv.DictReader(open("run/main.csv", newline="")))
     assert [int(row["step"]) for row in rows] == [0, 1, 2, 2, 3, 4, 4] and len(log) == 7
@@ -280,11 +272,12 @@ def test_table(workplace, train):
             assert float(row["learning_rate"]) == 0.001 and float(row["tokens_per_second"]) > 0
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
-    train("-x", 5, "-v", 0, "-s", 0, "-d", 32, "-l", 0.001, "-o", "run", "-y", 1)
+    assert run_here(train_gpt2, *flags, "-x", 5, "-v", 0, "-d", 32, "-y", 1).stderr == ""
     more = list(csv.DictReader(open("run/main.csv", newline="")))
     assert more[:6] == rows[:6] and len(more) == 7 and more[6]["step"] == "5"
     assert seconds[5] < float(more[6]["seconds"]) < seconds[5] + 60
-    train("-x", 6, "-v", 0, "-s", 0, "-d", 64, "-o", "run", "-y", 1)  # updates of twice as many tokens
+    note = run_here(train_gpt2, *flags, "-x", 6, "-v", 0, "-d", 64, "-y", 1).stderr
+    assert note.startswith("note: ") and all(words in note for words in ("32 tokens", "64", "-d 32"))
     assert [row["tokens"] for row in read_table("run/main.csv")][-2:] == ["160", "224"]
 
 
@@ -407,8 +400,7 @@ def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, in
 
 @pytest.mark.parametrize("signals, status", (
     ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130),  # of two, only a second Ctrl-C is impatient
-    ((signal.SIGHUP,), 0),  # which nohup ignores
-))  # fmt: skip
+    ((signal.SIGHUP,), 0)))  # which nohup ignores
 def test_ctrl_c_twice_stops_at_once_and_nohup_is_respected(workplace, run_here, interrupt, signals, status):
     interrupt(train_gpt2, "train_step", 0, *signals)
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -438,14 +430,6 @@ def test_the_command_that_resumes(monkeypatch, capsys):
     assert "the same command and -y 1" in capsys.readouterr().err
     stopped(Settings(), 3)
     assert "nothing was saved" in capsys.readouterr().err
-
-
-def test_another_number_of_tokens_in_an_update_is_said(workplace, run_here):
-    flags = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "-o", "run")
-    run_here(train_gpt2, *flags, "-x", 1, "-d", 32)
-    assert run_here(train_gpt2, *flags, "-x", 2, "-d", 32, "-y", 1).stderr == ""
-    note = run_here(train_gpt2, *flags, "-x", 3, "-y", 1).stderr
-    assert note.startswith("note: ") and all(words in note for words in ("32 tokens", "16", "-d 32"))
 
 
 def test_schedules():
