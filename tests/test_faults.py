@@ -198,8 +198,7 @@ def test_token_file_faults(workplace, train):
     (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")),
     (("-o", "run", "-e", "none.bin"), ("none.bin", "the directory of a run")),
     (("-i", "data/foo"), ("data/foo_train.bin: no such file", "prepro_text.py FILE --output data/foo")),
-    (("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), ("step 1: the validation loss is nan",)),
-))  # fmt: skip
+    (("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), ("step 1: the validation loss is nan",))))
 def test_flags(workplace, flags, words, train):
     assert_one_line_error(train(*flags), *words)
     assert not list(workplace.glob("run/*"))
@@ -307,8 +306,7 @@ def test_model_and_state_belong_together(workplace, train):
 
 
 @pytest.mark.parametrize("flags, kept", (
-    ((), range(1, 8)), (("-nk", 3), (5, 6, 7)), (("-nk", 1, "-nm", 3), (3, 6, 7)), (("-nm", 3), range(1, 8)),
-))  # fmt: skip
+    ((), range(1, 8)), (("-nk", 3), (5, 6, 7)), (("-nk", 1, "-nm", 3), (3, 6, 7)), (("-nm", 3), range(1, 8))))
 def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     (workplace / "run").mkdir()
     (workplace / "run" / "model_mine.bin").touch()
@@ -318,7 +316,8 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
-def test_damaged_optimizer_state(workplace, train):
+def test_damaged_optimizer_state_and_logs(workplace, train):
+    """A log that is none is not written over."""
     train("-x", 1, "-n", 1, "-o", "run", check=True)
     state = workplace / "run" / "state_00000001_00000.bin"
     good = state.read_bytes()
@@ -341,14 +340,12 @@ def test_damaged_optimizer_state(workplace, train):
         moments = np.frombuffer(good, "<f4", offset=HEADER_BYTES).copy()
         moments[place * (moments.size // 2)] = value
         fails(state.name, words, "remove run/DONE_00000001", data=good[:HEADER_BYTES] + moments.tobytes())
-
-
-@pytest.mark.parametrize("name", ("main.csv", "main.log"))
-def test_a_log_that_is_no_log_is_not_overwritten_on_resume(workplace, train, name):
-    train("-x", 1, "-n", 1, "-o", "run", check=True)
-    (workplace / "run" / name).write_text("notes\n")
-    assert_one_line_error(train("-x", 2, "-o", "run", "-y", 1), name, "not a training log")
-    assert (workplace / "run" / name).read_text() == "notes\n"
+    for name in ("main.csv", "main.log"):
+        Path("run", name).rename(name)
+        Path("run", name).write_text("notes\n")
+        fails(name, "not a training log")
+        assert Path("run", name).read_text() == "notes\n"
+        Path(name).rename(f"run/{name}")
 
 
 def test_a_closed_pipe_is_quiet(workplace):
