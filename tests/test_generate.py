@@ -16,7 +16,7 @@ import generate
 from conftest import (ROOT, SMALL, SMALL_HEADS, assert_one_line_error, draw_slowly, make_model, random_params,
                       write_diverged)
 from llmc.checkpoint import write_model
-from llmc.sampler import Choice, Random
+from llmc.sampler import Choice
 from llmc.tokenizer import write_tokenizer
 from vocabulary import load_encoding, load_vocabulary
 
@@ -89,12 +89,6 @@ def test_choice():
         assert extremes[0] == 0 and extremes[1] in range(4)
         assert Choice(*arguments).draw(np.array([-np.inf, 0, -np.inf], np.float32), 0.999) == 1
     assert Choice(1e-46).draw(logits, 0.5) == 1, "a temperature that is 0 in float32"
-
-
-def test_the_streams_of_samples_differ():
-    first = [stream.f32() for stream in generate.streams(1337, 100)]
-    assert first[0] == Random().f32() and len(set(first)) == 100
-    assert generate.streams(2**64 - 0x9E3779B97F4A7C15, 2)[1].state, "never 0, which the generator cannot leave"
 
 
 @pytest.fixture
@@ -194,8 +188,7 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
     (("--temperature", "nan"), ("--temperature nan",)), (("--top_k", -3), ("--top_k -3",)),
     (("--top_p", 0), ("--top_p 0",)), (("--seed", 0), ("--seed 0",)),
     (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer")),
-    (("data",), ("data: holds no checkpoint", "-o DIR")), (("nowhere.bin",), ("nowhere.bin: no such file",)),
-))
+    (("data",), ("data: holds no checkpoint", "-o DIR")), (("nowhere.bin",), ("nowhere.bin: no such file",))))
 def test_wrong_flags_and_models(workplace, run_here, flags, words):
     model = () if not flags[0].startswith("-") else (MODEL,)
     assert_one_line_error(run_here(generate, *model, *flags, check=False), *words)
