@@ -79,8 +79,7 @@ def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, vocabulary_here, r
     ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1.5}', "label 1.5"),
     ('{"ctx": "a", "endings": ["b", "c", "d", 5], "label": 1}', "not text"),
     ('{"ctx": "a", "endings": "abcd", "label": 1}', "not text"),
-    ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text"),
-))  # fmt: skip
+    ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text")))
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     """And writes over no text."""
     path = tmp_path / "x.jsonl"
@@ -271,8 +270,7 @@ def test_several_files_and_their_first_tokens(examples, run_here):
     (("--data", "x", "--tokens", 1), ("--tokens 1",)),
     (("--data", "x", "--batch_size", 10**15), ("--batch_size 1000000000000000", "65535")),
     (("--data", "data/tiny_shakespeare", "huge.bin"), ("loss is",)),
-    (("--hellaswag", HELLASWAG, "huge.bin"), ("not finite",)),
-))  # fmt: skip
+    (("--hellaswag", HELLASWAG, "huge.bin"), ("not finite",))))
 def test_evaluate_refuses(examples, run_here, flags, words):
     write_tokens("data/one.bin", [np.array([3])], 1)
     write_tokens("data/large.bin", [np.array([3, 500])], 2)
@@ -333,8 +331,7 @@ def test_a_run_evaluates_at_each_validation(examples, run_here):
 @pytest.mark.parametrize("flags, words", (
     ((-1,), ("--hellaswag -1",)), ((1, "-v", 0), ("--hellaswag 1", "-v STEPS")),
     ((1, "-t", 16), (HELLASWAG, "sequence of 16", "pass -t 28 or more")),
-    ((1, "-e", "d2", "--tokenizer", "two.bin", "-i", "two"), (HELLASWAG, "token id", "expected 0 to 1")),
-))  # fmt: skip
+    ((1, "-e", "d2", "--tokenizer", "two.bin", "-i", "two"), (HELLASWAG, "token id", "expected 0 to 1"))))
 def test_what_a_run_cannot_evaluate(examples, run_here, flags, words):
     write_tokenizer("two.bin", [b"a", b"b"], 1)
     for split in ("train", "val"):
