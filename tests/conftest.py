@@ -2,7 +2,6 @@
 machine, and a fake GPU. Tests that need a real one ask for the fixture `gpu` or are marked so; elsewhere they do not
 run, which the last line says."""
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -105,14 +104,14 @@ def write_diverged(path, config=SMALL):
     write_model(path, config, params)
 
 
-def make_state(params, losses=10):
+def make_state(params):
     """A DebugState for SMALL, of random numbers."""
     rng = np.random.default_rng(1)
     x, y = rng.integers(0, SMALL.V, (2, 2, 5), dtype=np.int32)
     logits = rng.standard_normal((2, 5, SMALL.V), dtype=np.float32)
     optimizer = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
     return DebugState(x, y, logits, 5.5, random_params(SMALL, 7), optimizer,
-                      np.linspace(5, 1, losses, dtype=np.float32), fingerprint(SMALL, params))
+                      np.linspace(5, 1, 10, dtype=np.float32), fingerprint(SMALL, params))
 
 
 def make_model(B, T, micro_steps=0, config=SMALL, params=None):
@@ -202,33 +201,28 @@ def assert_one_line_error(done, *words, after_bar=False):
         assert str(word) in lines[-1], f"{word!r} is not in {lines[-1]!r}"
 
 
-@contextlib.contextmanager
-def program_state():
-    """What a program changes of this process is put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    state = sys.argv, sys.stdout, sys.stderr
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        sys.argv, sys.stdout, sys.stderr = state
-
-
 @pytest.fixture
 def run_here(capfdbinary):
-    """run_here(module, flag, ...): as run_program, in this process, which has the module's imports already."""
+    """run_here(module, flag, ...): as run_program, in this process, which has the module's imports already. What the
+    program changes of the process is put back."""
     def run(module, *flags, check=True):
         capfdbinary.readouterr()
-        with program_state(), pytest.raises(SystemExit) as exit:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        state = sys.argv, sys.stdout, sys.stderr
+        try:
             sys.argv = [module.__file__, *map(str, flags)]
-            run_main(module.main)
-        status = exit.value.code
+            with pytest.raises(SystemExit) as exit:
+                run_main(module.main)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            sys.argv, sys.stdout, sys.stderr = state
+        status = exit.value.code or 0
         if isinstance(status, str):
             print(status, file=sys.stderr)
+            status = 1
         sys.stdout.flush()
         output, errors = (text.decode(errors="replace") for text in capfdbinary.readouterr())
-        status = 1 if isinstance(status, str) else status or 0
         assert not check or status == 0, f"{flags} exited with {status}:\n{output}\n{errors}"
         return SimpleNamespace(returncode=status, stdout=output, stderr=errors)
 
