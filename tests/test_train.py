@@ -76,9 +76,6 @@ def test_llm_c_s_lines(workplace, run_here):
     assert output.splitlines() == expected
 
 
-STEP = r"step +\d+/\d+ \| train loss \d+\.\d{4} \| (\d+\.\d\d) (m?s) \| (\d+) tok/s( \| \d+ s left)?"
-
-
 def untimed(line):
     return re.sub(r"\d+\.\d\d m?s \| .*|\d+ s, \d+ tok/s", "TIME", line)
 
@@ -98,8 +95,9 @@ def test_lines(workplace, run_here):
     steps = [line for line in lines[7:-1] if line.startswith("step")]
     assert lines[sample - 1].startswith("step 40/41 | val loss ")
     assert steps == lines[7:sample] + lines[lines.index("---", sample + 2) + 1 : -1]
+    trained = r"step +\d+/41 \| train loss \d+\.\d{4} \| (\d+\.\d\d) (m?s) \| (\d+) tok/s( \| \d+ s left)?"
     for line in steps:
-        found = re.fullmatch(STEP, line) or re.fullmatch(r"step +\d+/41 \| val loss \d\.\d{4}", line)
+        found = re.fullmatch(trained, line) or re.fullmatch(r"step +\d+/41 \| val loss \d\.\d{4}", line)
         assert found, line
         if "train" in line:
             seconds = float(found[1]) / (1000 if found[2] == "ms" else 1)
