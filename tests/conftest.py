@@ -28,20 +28,12 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 import pytest
 
-import llmc.gpu.cublaslt
-import llmc.gpu.decoder
-import llmc.gpu.device
-import llmc.gpu.fp8
-import llmc.gpu.matmul
-import llmc.gpu.memory
-import llmc.gpu.ranks
-import llmc.gpu.trainer
 import train_gpt2
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint
-from llmc.gpu.device import GPU
 from llmc.errors import UserError, run_main
+from llmc.gpu import cublaslt, decoder, device, fp8, matmul, memory, ranks, trainer
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, flat
 from llmc.tokenizer import write_tokenizer
@@ -57,7 +49,7 @@ BYTES = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]  # a vocabulary
 @pytest.fixture(scope="session")
 def gpu():
     """The GPU at hand. Where there is none, tests that use it are not collected."""
-    return llmc.gpu.device.open_gpu()
+    return device.open_gpu()
 
 
 def needs_gpu(item):
@@ -76,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
     needing = list(filter(needs_gpu, items))
     try:
         if needing:
-            llmc.gpu.device.open_gpu()
+            device.open_gpu()
     except UserError as error:
         items[:] = [item for item in items if item not in set(needing)]
         config.hook.pytest_deselected(items=needing)
@@ -414,7 +406,7 @@ class FakeGPU:
     `compute` has what a kernel does with its arguments, for those that do anything."""
 
     def __init__(self):
-        self.gpu = GPU("a fake GPU", "sm_90a", 132, 227 << 10)
+        self.gpu = device.GPU("a fake GPU", "sm_90a", 132, 227 << 10)
         self.free = 100 << 30
         self.launches, self.streams, self.current, self.compute = [], [], [], {}
         error, names = type("CudaError", (RuntimeError,), {}), unittest.mock.sentinel  # each name stands for itself
@@ -483,15 +475,13 @@ class FakeCublasLt:
 
 def install(fake, change):
     """Let the modules of the GPU use this FakeGPU; change(module, name, value) sets one. Kernels are not compiled."""
-    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.fp8, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
-                   llmc.gpu.trainer):
+    for module in (decoder, device, fp8, matmul, memory, ranks, trainer):
         change(module, "cp", fake.cp)
-    device = llmc.gpu.device
     change(device, "driver", fake.driver)
     change(device, "MISSING", None)
     change(device, "launch_early", lambda function, *arguments: function(*arguments))
     change(device, "prepare_kernels", lambda cache, arch, files: ([file.name for file in files], 0))
-    change(llmc.gpu.cublaslt, "load_library", lambda: fake.cublaslt)
+    change(cublaslt, "load_library", lambda: fake.cublaslt)
 
 
 @pytest.fixture
