@@ -19,8 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import llmc.resume
-import llmc.logger
 import llmc.gpu.lines
 import llmc.progress
 import train_gpt2
