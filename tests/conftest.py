@@ -2,7 +2,6 @@
 machine, and a fake GPU. Tests that need a real one ask for the fixture `gpu` or are marked so; elsewhere they do not
 run, which the last line says."""
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -29,20 +28,13 @@ import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 import numpy as np
 import pytest
 
-import llmc.gpu.cublaslt
-import llmc.gpu.decoder
-import llmc.gpu.device
-import llmc.gpu.fp8
-import llmc.gpu.matmul
-import llmc.gpu.memory
-import llmc.gpu.ranks
-import llmc.gpu.trainer
 import train_gpt2
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint
-from llmc.gpu.device import GPU
 from llmc.errors import UserError, run_main
+from llmc.gpu import cublaslt, decoder, device, fp8, matmul, memory, ranks, trainer
+from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, flat
 from llmc.tokenizer import write_tokenizer
 from train_gpt2 import Config
@@ -57,7 +49,7 @@ BYTES = [bytes([i]) for i in range(256)] + [b"<|endoftext|>"]  # a vocabulary
 @pytest.fixture(scope="session")
 def gpu():
     """The GPU at hand. Where there is none, tests that use it are not collected."""
-    return llmc.gpu.device.open_gpu()
+    return device.open_gpu()
 
 
 def needs_gpu(item):
@@ -76,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
     needing = list(filter(needs_gpu, items))
     try:
         if needing:
-            llmc.gpu.device.open_gpu()
+            device.open_gpu()
     except UserError as error:
         items[:] = [item for item in items if item not in set(needing)]
         config.hook.pytest_deselected(items=needing)
@@ -96,14 +88,22 @@ def random_params(config, seed=0):
     return params
 
 
-def make_state(params, losses=10):
+def write_diverged(path, config=SMALL):
+    """A model whose logits are not finite."""
+    params = random_params(config)
+    params.wte[:] *= np.float32(1e30)
+    params.lnfb[:] = np.float32(1e30)
+    write_model(path, config, params)
+
+
+def make_state(params):
     """A DebugState for SMALL, of random numbers."""
     rng = np.random.default_rng(1)
     x, y = rng.integers(0, SMALL.V, (2, 2, 5), dtype=np.int32)
     logits = rng.standard_normal((2, 5, SMALL.V), dtype=np.float32)
     optimizer = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
     return DebugState(x, y, logits, 5.5, random_params(SMALL, 7), optimizer,
-                      np.linspace(5, 1, losses, dtype=np.float32), fingerprint(SMALL, params))
+                      np.linspace(5, 1, 10, dtype=np.float32), fingerprint(SMALL, params))
 
 
 def make_model(B, T, micro_steps=0, config=SMALL, params=None):
@@ -113,6 +113,17 @@ def make_model(B, T, micro_steps=0, config=SMALL, params=None):
     if micro_steps:
         model.allocate_training(B, T, micro_steps)
     return model
+
+
+def draw_slowly(T, prompt, count, choice=Choice()):
+    """The ids that follow a prompt, each from a forward pass over all before; beyond T, the window moves by half."""
+    model, tokens, begin, random = make_model(1, T), list(prompt), 0, Random()
+    for _ in range(count):
+        begin = len(tokens) - T // 2 if len(tokens) - begin > T else begin
+        context = np.array([tokens[begin:]], np.int32)
+        model.forward(context, context)
+        tokens.append(choice.draw(model.acts.logits[0, -1], random.f32()))
+    return tokens[len(prompt) :]
 
 
 @pytest.fixture
@@ -182,34 +193,28 @@ def assert_one_line_error(done, *words, after_bar=False):
         assert str(word) in lines[-1], f"{word!r} is not in {lines[-1]!r}"
 
 
-@contextlib.contextmanager
-def program_state():
-    """What a program changes of this process is put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    state = sys.argv, sys.stdout, sys.stderr
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        sys.argv, sys.stdout, sys.stderr = state
-
-
 @pytest.fixture
 def run_here(capfdbinary):
     """run_here(module, flag, ...): as run_program, in this process, which has the module's imports already; `fails` are
-    the words of the error that it ends with."""
+    the words of the error that it ends with. What the program changes of the process is put back."""
     def run(module, *flags, check=True, fails=()):
         capfdbinary.readouterr()
-        with program_state(), pytest.raises(SystemExit) as exit:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        state = sys.argv, sys.stdout, sys.stderr
+        try:
             sys.argv = [module.__file__, *map(str, flags)]
-            run_main(module.main)
-        status = exit.value.code
+            with pytest.raises(SystemExit) as exit:
+                run_main(module.main)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            sys.argv, sys.stdout, sys.stderr = state
+        status = exit.value.code or 0
         if isinstance(status, str):
             print(status, file=sys.stderr)
+            status = 1
         sys.stdout.flush()
         output, errors = (text.decode(errors="replace") for text in capfdbinary.readouterr())
-        status = 1 if isinstance(status, str) else status or 0
         done = SimpleNamespace(returncode=status, stdout=output, stderr=errors)
         if fails:
             assert_one_line_error(done, *fails)
@@ -404,7 +409,7 @@ class FakeGPU:
     `compute` has what a kernel does with its arguments, for those that do anything."""
 
     def __init__(self):
-        self.gpu = GPU("a fake GPU", "sm_90a", 132, 227 << 10)
+        self.gpu = device.GPU("a fake GPU", "sm_90a", 132, 227 << 10)
         self.free = 100 << 30
         self.launches, self.streams, self.current, self.compute = [], [], [], {}
         error, names = type("CudaError", (RuntimeError,), {}), unittest.mock.sentinel  # each name stands for itself
@@ -473,15 +478,13 @@ class FakeCublasLt:
 
 def install(fake, change):
     """Let the modules of the GPU use this FakeGPU; change(module, name, value) sets one. Kernels are not compiled."""
-    for module in (llmc.gpu.decoder, llmc.gpu.device, llmc.gpu.fp8, llmc.gpu.matmul, llmc.gpu.memory, llmc.gpu.ranks,
-                   llmc.gpu.trainer):
+    for module in (decoder, device, fp8, matmul, memory, ranks, trainer):
         change(module, "cp", fake.cp)
-    device = llmc.gpu.device
     change(device, "driver", fake.driver)
     change(device, "MISSING", None)
     change(device, "launch_early", lambda function, *arguments: function(*arguments))
     change(device, "prepare_kernels", lambda cache, arch, files: ([file.name for file in files], 0))
-    change(llmc.gpu.cublaslt, "load_library", lambda: fake.cublaslt)
+    change(cublaslt, "load_library", lambda: fake.cublaslt)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,6 +206,13 @@ def run_rank(work, argv, environ, directory, rank):
     os.environ.update(environ)
     sys.argv = argv
     run_main(work)
+
+
+def wait_for(words, processes):
+    """Until rank 0 has printed them."""
+    while not os.path.exists("out0") or words not in Path("out0").read_text():
+        time.sleep(0.01)
+        assert processes[0].exitcode is None
 
 
 def end_ranks(processes, timeout=60):

@@ -3,9 +3,9 @@
 import hashlib
 import json
 import math
-import os
 import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,38 +14,32 @@ import evaluate
 import export_weights
 import prepro_hellaswag
 import train_gpt2
-from conftest import BYTES, SMALL, SMALL_HEADS, Server, assert_one_line_error, make_model, random_params
+from conftest import SMALL, SMALL_HEADS, Server, assert_one_line_error, random_params, write_diverged
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.hellaswag import Example, count_correct, read_examples
 from prepro_hellaswag import write_examples
 from llmc.settings import Settings
+from llmc.tensors import flat
 from llmc.tokenizer import Tokenizer, write_tokenizer
 
 HELLASWAG = "data/hellaswag_val.bin"
 
 
-def make_examples(count, longest=30, V=SMALL.V, seed=5):
-    """Examples of random tokens, of any lengths that fit."""
-    rng = np.random.default_rng(seed)
-
-    def ids(low, high):
-        return rng.integers(0, V, rng.integers(low, high), dtype=np.int32)
-
-    contexts = [ids(1, longest - 8) for _ in range(count)]
-    return [Example(context, [ids(1, longest - len(context)) for _ in range(4)], int(rng.integers(4)))
-            for context in contexts]
-
-
-EXAMPLES = make_examples(60)
-
-
 @pytest.fixture
 def examples(workplace):
-    """Those of data/hellaswag_val.bin, in a directory as conftest's."""
-    write_examples(HELLASWAG, EXAMPLES, SMALL.V)
-    return EXAMPLES
+    """60 of random tokens, of any lengths that fit, which data/hellaswag_val.bin has in a workplace."""
+    rng = np.random.default_rng(5)
+
+    def ids(low, high):
+        return rng.integers(0, SMALL.V, rng.integers(low, high), dtype=np.int32)
+
+    contexts = [ids(1, 22) for _ in range(60)]
+    examples = [Example(context, [ids(1, 30 - len(context)) for _ in range(4)], int(rng.integers(4)))
+                for context in contexts]
+    write_examples(HELLASWAG, examples, SMALL.V)
+    return examples
 
 
 LINES = ('{"ind": 24, "ctx": "A man is sitting on a roof. he", "label": 3, "endings": ["is using wrap to wrap a pair of'
@@ -63,9 +57,6 @@ def test_prepro_hellaswag_writes_llm_c_s_bytes(tmp_path, vocabulary_here, run_he
     second = [65535, 2 * 18, 1, 0, 4, 2, 464, 4252, 2, 16736, 13, 2, 5621, 13, 1, 275, 1, 257]
     header = struct.pack("<256i", 20240522, 1, 2, 2 * 53, *[0] * 252)
     assert (tmp_path / HELLASWAG).read_bytes() == header + struct.pack(f"<{53 + 18}H", *first, *second)
-    examples = read_examples(HELLASWAG, 50257)
-    assert [example.label for example in examples] == [3, 0]
-    assert examples[1].context.tolist() == [464, 4252] and examples[1].endings[1].tolist() == [5621, 13]
 
 
 def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, vocabulary_here, run_here, monkeypatch):
@@ -88,8 +79,7 @@ def test_prepro_hellaswag_downloads_once_and_checks(tmp_path, vocabulary_here, r
     ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1.5}', "label 1.5"),
     ('{"ctx": "a", "endings": ["b", "c", "d", 5], "label": 1}', "not text"),
     ('{"ctx": "a", "endings": "abcd", "label": 1}', "not text"),
-    ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text"),
-))  # fmt: skip
+    ('{"ctx": null, "endings": ["b", "c", "d", "e"], "label": 1}', "not text")))
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     """And writes over no text."""
     path = tmp_path / "x.jsonl"
@@ -101,40 +91,30 @@ def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_her
     assert path.read_text() == f"{LINES}{line}\n"
 
 
-def test_a_large_vocabulary_has_32_bits(tmp_path):
-    """The same examples come back."""
-    write_examples(tmp_path / "large.bin", EXAMPLES, 70_000)
-    found = read_examples(tmp_path / "large.bin", SMALL.V)
-    assert [(a.label, a.context.tolist(), *map(list, a.endings)) for a in found] == [
-        (b.label, list(b.context), *map(list, b.endings)) for b in EXAMPLES]
+def test_examples_round_trip(examples):
+    """Numbers have 16 bits or, of a large vocabulary, 32."""
+    write_examples("large.bin", examples, 70_000)
+    for path in (HELLASWAG, "large.bin"):
+        assert [(a.label, a.context.tolist(), *map(list, a.endings)) for a in read_examples(path, SMALL.V)] == [
+            (b.label, list(b.context), *map(list, b.endings)) for b in examples]
 
 
-def damaged(data):
-    """(what is wrong, the file's bytes) of a file with one fault each."""
+def test_a_damaged_file_is_refused(examples):
+    data = Path(HELLASWAG).read_bytes()
+
     def put(position, value, at=1024):
         changed = bytearray(data)
         struct.pack_into("<H" if at else "<i", changed, at + 2 * position, value)
         return bytes(changed)
 
-    yield "magic", put(0, 1, 0)
-    yield "version 3", put(2, 3, 0)
-    yield "with 0 examples", put(4, 0, 0)
-    yield "record 60 of 61", put(4, 61, 0)
+    faults = [("magic", put(0, 1, 0)), ("version 3", put(2, 3, 0)), ("with 0 examples", put(4, 0, 0)),
+              ("record 60 of 61", put(4, 61, 0)), ("token id 300, expected 0 to 256", put(6, 300)),
+              ("record 59 of 60", data[:-2]), ("2 or 4 bytes a number", data[:-1]),
+              ("after the last record", data + b"\0\0"), ("1024-byte header", data[:1000])]
     for position, value in ((0, 1), (1, 9), (1, 0), (1, 60000), (2, 5), (3, 4), (4, 3), (5, 0), (5, 60000)):
-        yield "record 0 of 60", put(position, value)
-    yield "token id 300, expected 0 to 256", put(6, 300)
-    yield "record 59 of 60", data[:-2]
-    yield "2 or 4 bytes a number", data[:-1]
-    yield "after the last record", data + b"\0\0"
-    yield "1024-byte header", data[:1000]
-
-
-def test_a_damaged_file_is_refused(examples):
-    with open(HELLASWAG, "rb") as f:
-        data = f.read()
-    for what, changed in damaged(data):
-        with open("x.bin", "wb") as f:
-            f.write(changed)
+        faults.append(("record 0 of 60", put(position, value)))
+    for what, changed in faults:
+        Path("x.bin").write_bytes(changed)
         with pytest.raises(UserError, match=f"x.bin: .*{what}"):
             read_examples("x.bin", SMALL.V)
 
@@ -156,37 +136,17 @@ def test_the_first_of_equals_wins_and_only_the_ending_counts():
         correct([99], [1], [2], [3], label=0)
 
 
-@pytest.fixture(scope="module", params=("random", "trained"))
-def trained(request, tmp_path_factory):
-    """A directory as conftest's, with examples and data to learn from: a model's path, and transformers' own."""
-    transformers = pytest.importorskip("transformers")
-    directory, path, params = tmp_path_factory.mktemp("model"), "gpt2_124M.bin", random_params(SMALL)
-    text = np.cumsum(np.random.default_rng(4).integers(1, 5, 20000)) % 250
-    text[::97] = 256  # end of text
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(directory)
-        os.mkdir("data")
-        write_tokens("data/tiny_shakespeare_val.bin", [text[:600]], 600)
-        write_examples(HELLASWAG, EXAMPLES, SMALL.V)
-        write_tokenizer("gpt2_tokenizer.bin", BYTES, 256)
-        if request.param == "trained":
-            model, settings = make_model(4, 32, 1, SMALL, params), Settings(B=4, T=32)
-            for step, batch in enumerate(text[600:].astype(np.int32)[: 60 * 129].reshape(60, 129)):
-                model.forward(batch[:-1].reshape(4, 32), batch[1:].reshape(4, 32))
-                model.backward()
-                model.update(settings, 0.003, step + 1)
-        write_model(path, SMALL, params)
-        export_weights.write_hf_folder(path, "hf")
-    hf = transformers.GPT2LMHeadModel.from_pretrained(directory / "hf").eval()
-    hf.loss_type = "ForCausalLM"  # which is what it warns that it takes
-    return directory, path, hf
-
-
 @pytest.fixture
-def model(trained, monkeypatch):
-    directory, *path_and_hf = trained
-    monkeypatch.chdir(directory)
-    return path_and_hf
+def hf(examples):
+    """transformers' model of gpt2_124M.bin, and of the folder hf: its weights are so large that the context counts."""
+    transformers = pytest.importorskip("transformers")
+    params = random_params(SMALL)
+    flat(params)[:] *= 5
+    write_model("gpt2_124M.bin", SMALL, params)
+    export_weights.write_hf_folder("gpt2_124M.bin", "hf")
+    hf = transformers.GPT2LMHeadModel.from_pretrained("hf").eval()
+    hf.loss_type = "ForCausalLM"  # which is what it warns that it takes
+    return hf
 
 
 def hf_losses(hf, inputs, targets):
@@ -211,12 +171,12 @@ def hf_perplexity(hf, tokens, T, stride):
 
 
 @pytest.mark.parametrize("T, stride", ((32, 16), (32, 32), (20, 7)))
-def test_transformers_has_the_same_numbers(model, run_here, T, stride):
-    path, hf = model
-    tokens = np.fromfile("data/tiny_shakespeare_val.bin", "<i4")[:300]
+def test_transformers_has_the_same_numbers(hf, run_here, T, stride):
+    tokens = np.memmap("data/tiny_shakespeare_val.bin", "<i4", "r+")[:300]
+    tokens[::97] = 256  # end of text
     flags = ("--data", "data/tiny_shakespeare", "--tokens", 300, "--context", T, "--stride", stride, "--json",
              "--tokenizer", "gpt2_tokenizer.bin")
-    found = json.loads(run_here(evaluate, path, *flags).stdout)
+    found = json.loads(run_here(evaluate, "gpt2_124M.bin", *flags).stdout)
     rows = [hf_losses(hf, tokens[i : i + T], tokens[i + 1 : i + T + 1]) for i in range(0, 300 - T, T)]
     assert found["validation_loss"] == pytest.approx(np.mean(rows), abs=1e-3) and len(rows) == 299 // T
     perplexity, count = hf_perplexity(hf, tokens, T, stride)
@@ -225,17 +185,16 @@ def test_transformers_has_the_same_numbers(model, run_here, T, stride):
     if stride == T // 2:  # in this vocabulary a token is a byte, but for end of text
         assert found["bytes"] == (tokens[1:] != 256).sum() < found["tokens"]
     folder = json.loads(run_here(evaluate, "hf", *flags).stdout)
-    assert {**folder, "model": path} == found
+    assert {**folder, "model": "gpt2_124M.bin"} == found
 
 
-def test_transformers_finds_the_same_endings(model, run_here):
-    path, hf = model
+def test_transformers_finds_the_same_endings(hf, examples, run_here):
     correct = 0
-    for context, endings, label in EXAMPLES:
+    for context, endings, label in examples:
         means = [hf_losses(hf, (row := np.concatenate((context, ending)))[:-1], row[1:])[-len(ending) :].mean()
                  for ending in endings]
         correct += int(np.argmin(means) == label)
-    found = json.loads(run_here(evaluate, path, "--hellaswag", HELLASWAG, "--json").stdout)
+    found = json.loads(run_here(evaluate, "gpt2_124M.bin", "--hellaswag", HELLASWAG, "--json").stdout)
     assert found["hellaswag"] == {"acc_norm": correct / 60, "correct": correct, "examples": 60}
 
 
@@ -311,15 +270,11 @@ def test_several_files_and_their_first_tokens(examples, run_here):
     (("--data", "x", "--tokens", 1), ("--tokens 1",)),
     (("--data", "x", "--batch_size", 10**15), ("--batch_size 1000000000000000", "65535")),
     (("--data", "data/tiny_shakespeare", "huge.bin"), ("loss is",)),
-    (("--hellaswag", HELLASWAG, "huge.bin"), ("not finite",)), (("--data", "x", "nowhere.bin"), ("no such file",)),
-))  # fmt: skip
+    (("--hellaswag", HELLASWAG, "huge.bin"), ("not finite",))))
 def test_evaluate_refuses(examples, run_here, flags, words):
     write_tokens("data/one.bin", [np.array([3])], 1)
     write_tokens("data/large.bin", [np.array([3, 500])], 2)
-    params = random_params(SMALL)  # of a model that has diverged
-    params.wte[:] *= np.float32(1e30)
-    params.lnfb[:] = np.float32(1e30)
-    write_model("huge.bin", SMALL, params)
+    write_diverged("huge.bin")
     model = () if flags and flags[-1] in ("huge.bin", "nowhere.bin") else ("gpt2_124M.bin",)
     done = run_here(evaluate, *flags, *model, "--tokenizer", "gpt2_tokenizer.bin", check=False)
     assert_one_line_error(done, *words, after_bar=True)
@@ -361,11 +316,9 @@ def test_a_run_evaluates_at_each_validation(examples, run_here):
     done = run_here(train_gpt2, *FLAGS, "-l", 0.01, "-o", "run", "--hellaswag", 1)
     found = re.findall(r"val loss .*\nstep ./4 \| HellaSwag (\d+)/60 = (0\.\d{4})$", done.stdout, re.MULTILINE)
     assert len(found) == 3 and all(f"{int(correct) / 60:.4f}" == accuracy for correct, accuracy in found)
-    with open("run/main.log") as f:
-        events = re.findall(r"s:(\d) eval:(\S+)", f.read())
+    events = re.findall(r"s:(\d) eval:(\S+)", Path("run/main.log").read_text())
     assert events == [(str(2 * i), f"{int(correct) / 60:.4f}") for i, (correct, _) in enumerate(found)]
-    with open("run/main.csv") as f:
-        rows = [line.rstrip("\n").split(",") for line in f]
+    rows = [line.split(",") for line in Path("run/main.csv").read_text().splitlines()]
     assert [row[-1] for row in rows[1:] if row[-1]] == [f"{int(correct) / 60:.6f}" for correct, _ in found]
     last = json.loads(run_here(evaluate, "run", "--hellaswag", HELLASWAG, "--json").stdout)["hellaswag"]
     assert last["correct"] == int(found[-1][0])
@@ -378,8 +331,7 @@ def test_a_run_evaluates_at_each_validation(examples, run_here):
 @pytest.mark.parametrize("flags, words", (
     ((-1,), ("--hellaswag -1",)), ((1, "-v", 0), ("--hellaswag 1", "-v STEPS")),
     ((1, "-t", 16), (HELLASWAG, "sequence of 16", "pass -t 28 or more")),
-    ((1, "-e", "d2", "--tokenizer", "two.bin", "-i", "two"), (HELLASWAG, "token id", "expected 0 to 1")),
-))  # fmt: skip
+    ((1, "-e", "d2", "--tokenizer", "two.bin", "-i", "two"), (HELLASWAG, "token id", "expected 0 to 1"))))
 def test_what_a_run_cannot_evaluate(examples, run_here, flags, words):
     write_tokenizer("two.bin", [b"a", b"b"], 1)
     for split in ("train", "val"):

@@ -13,10 +13,10 @@ import pytest
 
 import export_weights
 import generate
-import train_gpt2
-from conftest import ROOT, SMALL, SMALL_HEADS, assert_one_line_error, make_model, random_params
+from conftest import (ROOT, SMALL, SMALL_HEADS, assert_one_line_error, draw_slowly, make_model, random_params,
+                      write_diverged)
 from llmc.checkpoint import write_model
-from llmc.sampler import Choice, Random
+from llmc.sampler import Choice
 from llmc.tokenizer import write_tokenizer
 from vocabulary import load_encoding, load_vocabulary
 
@@ -35,39 +35,22 @@ def samples_of(text_of):
     return lambda *flags: [json.loads(line) for line in text_of(*flags, "--json").splitlines()]
 
 
-def draw_slowly(prompt, count, choice=Choice(), random=None):
-    """The ids that follow a prompt, each from a forward pass over all before; beyond maxT, the window moves by half."""
-    model, random, tokens, begin = make_model(1, SMALL.maxT), random or Random(), list(prompt), 0
-    for _ in range(count):
-        begin = len(tokens) - SMALL.maxT // 2 if len(tokens) - begin > SMALL.maxT else begin
-        context = np.array([tokens[begin:]], np.int32)
-        model.forward(context, context)
-        tokens.append(choice.draw(model.acts.logits[0, -1], random.f32()))
-    return tokens[len(prompt) :]
-
-
-def test_without_flags_it_draws_as_the_trainer_does(workplace, run_here, samples_of):
-    output = run_here(train_gpt2, "-x", 1, "-l", 0.0, "-v", 0, "-s", 1, "-g", 20, "-b", 2, "-t", 32, "--tokenizer",
-                      "none.bin").stdout
-    ids = [int(word) for word in output.split("---")[1].split()]
-    assert samples_of("--tokens", 19, "--ignore_eot")[0]["ids"] == ids
-
-
 @pytest.mark.parametrize("flags, choice", (
     ((), Choice()), (("--temperature", 0), Choice(0.0)),
     (("--temperature", 0.5, "--top_k", 7, "--top_p", 0.9), Choice(0.5, 7, 0.9))))
-@pytest.mark.parametrize("prompt, count", (([5], 10), (list(range(30)), 90), (list(range(100)), 5)))
+@pytest.mark.parametrize("prompt, count", (([], 10), ([5], 10), (list(range(30)), 90), (list(range(100)), 5)))
 def test_a_forward_pass_over_all_gives_the_same(samples_of, prompt, count, flags, choice):
-    """Also beyond the longest sequence, 32."""
-    found = samples_of("--prompt_ids", *prompt, "--tokens", count, "--ignore_eot", *flags)[0]
-    assert found["prompt_ids"] == prompt and found["ids"] == draw_slowly(prompt, count, choice)
+    """Also beyond the longest sequence, 32. Without a prompt, a text begins."""
+    flags = ("--tokens", count, "--ignore_eot", *flags)
+    found = samples_of("--prompt_ids", *prompt, *flags)[0] if prompt else samples_of(*flags)[0]
+    assert found["prompt_ids"] == prompt
+    assert found["ids"] == draw_slowly(SMALL.maxT, prompt or [256], count, choice)
 
 
-def test_transformers_continues_a_prompt_alike(workplace, run_here, samples_of, monkeypatch):
+def test_transformers_continues_a_prompt_alike(workplace, run_here, samples_of):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(export_weights, "gpt2_tokenizer_files", lambda config: {})
-    run_here(export_weights, "--to_hf", MODEL, "hf")
+    export_weights.write_hf_folder(MODEL, "hf")
     model, prompt = transformers.GPT2LMHeadModel.from_pretrained("hf"), [3, 1, 4, 1, 5]
     want = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
     flags = ("--prompt_ids", *prompt, "--tokens", 20, "--temperature", 0, "--ignore_eot", "--json")
@@ -84,8 +67,7 @@ def test_log_probabilities(samples_of):
 
 def test_samples_do_not_depend_on_how_many_there_are(samples_of):
     def ids(*more):
-        found = samples_of("--tokens", 40, "--top_k", 50, "--ignore_eot", *more)
-        return [tuple(sample["ids"]) for sample in found]
+        return [tuple(sample["ids"]) for sample in samples_of("--tokens", 40, "--top_k", 50, "--ignore_eot", *more)]
 
     three = ids("--seed", 5, "--samples", 3)
     assert ids("--seed", 5) == three[:1] and ids("--seed", 5, "--samples", 2) == three[:2]
@@ -109,12 +91,6 @@ def test_choice():
     assert Choice(1e-46).draw(logits, 0.5) == 1, "a temperature that is 0 in float32"
 
 
-def test_the_streams_of_samples_differ():
-    first = [stream.f32() for stream in generate.streams(1337, 100)]
-    assert first[0] == Random().f32() and len(set(first)) == 100
-    assert generate.streams(2**64 - 0x9E3779B97F4A7C15, 2)[1].state, "never 0, which the generator cannot leave"
-
-
 @pytest.fixture
 def always(workplace):
     """always(id): the model says this token whatever comes before."""
@@ -126,13 +102,12 @@ def always(workplace):
 
 
 def test_it_stops_at_end_of_text_unless_told_not_to(always, text_of, samples_of):
-    always(256)
-    assert text_of("--prompt", "So", "--tokens", 5) == "So\n"
-    assert samples_of("--prompt", "So", "--tokens", 5)[0]["text"] == ""
+    flags = ("--prompt", "So", "--tokens", 5)
     always(ord("!"))
-    assert text_of("--prompt", "So", "--tokens", 5) == "So!!!!!\n"
+    assert text_of(*flags) == "So!!!!!\n"
     always(256)
-    found = samples_of("--prompt", "So", "--tokens", 5, "--ignore_eot")[0]
+    assert text_of(*flags) == "So\n" and samples_of(*flags)[0]["text"] == ""
+    found = samples_of(*flags, "--ignore_eot")[0]
     assert found["ids"] == 5 * [256] and found["text"] == 5 * "<|endoftext|>"
 
 
@@ -213,8 +188,7 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
     (("--temperature", "nan"), ("--temperature nan",)), (("--top_k", -3), ("--top_k -3",)),
     (("--top_p", 0), ("--top_p 0",)), (("--seed", 0), ("--seed 0",)),
     (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer")),
-    (("data",), ("data: holds no checkpoint", "-o DIR")), (("nowhere.bin",), ("nowhere.bin: no such file",)),
-))
+    (("data",), ("data: holds no checkpoint", "-o DIR")), (("nowhere.bin",), ("nowhere.bin: no such file",))))
 def test_wrong_flags_and_models(workplace, run_here, flags, words):
     model = () if not flags[0].startswith("-") else (MODEL,)
     assert_one_line_error(run_here(generate, *model, *flags, check=False), *words)
@@ -222,10 +196,6 @@ def test_wrong_flags_and_models(workplace, run_here, flags, words):
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("gpu", marks=pytest.mark.gpu)))
 def test_a_model_that_has_diverged(workplace, run_here, device):
-    config = SMALL_HEADS if device == "gpu" else SMALL
-    params = random_params(config)
-    params.wte[:] *= np.float32(1e30)
-    params.lnfb[:] = np.float32(1e30)
-    write_model("huge.bin", config, params)
+    write_diverged("huge.bin", SMALL_HEADS if device == "gpu" else SMALL)
     done = run_here(generate, "huge.bin", "--device", device, "--prompt_ids", 65, "--tokens", 9, check=False)
     assert_one_line_error(done, "not finite", "diverged")

@@ -42,6 +42,15 @@ def assert_gradients(forward, dout, **pairs):
         assert check_tensor(name, got, expected, 1e-9 + 16 * FLOAT32 * max(1.0, np.abs(expected).max()))
 
 
+def forward_of(function, *arguments):
+    """forward(): a layer's forward pass; returns its first output."""
+    def forward():
+        function(*arguments)
+        return arguments[0]
+
+    return forward
+
+
 def nan(*shape):
     """An output that nothing has written yet."""
     return np.full(shape, np.nan)
@@ -50,12 +59,8 @@ def nan(*shape):
 @pytest.mark.parametrize("B, T, C, NH", SHAPES)
 def test_layernorm(B, T, C, NH):
     inp, weight, bias, dout = normal(B, T, C), normal(C, seed=1), normal(C, seed=2), normal(B, T, C, seed=3)
-
-    def forward():
-        t.layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C)
-        return out
-
     out, mean, rstd = nan(B, T, C), nan(B, T), nan(B, T)
+    forward = forward_of(t.layernorm_forward, out, mean, rstd, inp, weight, bias, B, T, C)
     expected = (inp - inp.mean(-1, keepdims=True)) / np.sqrt(inp.var(-1, keepdims=True) + 1e-5) * weight + bias
     assert check_tensor("out", forward(), expected, 1e-6)
     start = normal(B, T, C, seed=4)
@@ -70,12 +75,7 @@ def test_matmul(B, T, C, NH, bias):
     OC = 2 * C + 1
     inp, weight, dout = normal(B, T, C), normal(OC, C, seed=1), normal(B, T, OC, seed=3)
     b = normal(OC, seed=2) if bias else None
-
-    def forward():
-        t.matmul_forward(out, inp, weight, b, B, T, C, OC)
-        return out
-
-    out = nan(B, T, OC)
+    forward = forward_of(t.matmul_forward, nan(B, T, OC), inp, weight, b, B, T, C, OC)
     assert check_tensor("out", forward(), inp @ weight.T + (b if bias else 0.0), 1e-12)
     dinp, dweight, dbias = nan(B, T, C), nan(OC, C), nan(OC) if bias else None
     t.matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC)
@@ -86,12 +86,8 @@ def test_matmul(B, T, C, NH, bias):
 @pytest.mark.parametrize("B, T, C, NH", SHAPES)
 def test_attention(B, T, C, NH):
     inp, dout = normal(B, T, 3 * C), normal(B, T, C, seed=3)
-
-    def forward():
-        t.attention_forward(out, preatt, att, inp, B, T, C, NH)
-        return out
-
-    out, preatt, att = nan(B, T, C), nan(B, NH, T, T), nan(B, NH, T, T)
+    preatt, att = nan(B, NH, T, T), nan(B, NH, T, T)
+    forward = forward_of(t.attention_forward, nan(B, T, C), preatt, att, inp, B, T, C, NH)
     forward()
     assert np.allclose(att.sum(-1), 1.0, atol=1e-6) and not np.triu(att, 1).any()
     dinp, dpreatt, datt = nan(B, T, 3 * C), nan(B, NH, T, T), nan(B, NH, T, T)
@@ -102,12 +98,7 @@ def test_attention(B, T, C, NH):
 @pytest.mark.parametrize("N", (1, 7, 1000))
 def test_gelu(N):
     inp, dout = 3.0 * normal(N), normal(N, seed=3)
-
-    def forward():
-        t.gelu_forward(out, inp, N)
-        return out
-
-    out = nan(N)
+    forward = forward_of(t.gelu_forward, nan(N), inp, N)
     expected = 0.5 * inp * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (inp + 0.044715 * inp**3)))
     assert check_tensor("out", forward(), expected, 1e-6)
     dinp = nan(N)
@@ -155,12 +146,8 @@ def test_encoder(B, T, C, NH):
     maxT, Vp = T + 2, 9
     inp = np.random.default_rng(1).integers(0, 5, (B, T))  # few ids: most stand at several positions
     wte, wpe, dout = normal(Vp, C), normal(maxT, C, seed=1), normal(B, T, C, seed=3)
-
-    def forward():
-        t.encoder_forward(out, inp, wte, wpe, B, T, C)
-        return out
-
-    out, start = nan(B, T, C), normal(Vp, C, seed=4)
+    forward = forward_of(t.encoder_forward, nan(B, T, C), inp, wte, wpe, B, T, C)
+    start = normal(Vp, C, seed=4)
     dwte, dwpe = start.copy(), nan(maxT, C)
     t.encoder_backward(dwte, dwpe, dout, inp, B, T, C)
     assert_gradients(forward, dout, dwte=(dwte - start, wte), dwpe=(dwpe, wpe))

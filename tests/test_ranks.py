@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, SMALL_HEADS, random_params
-from fake_gpus import cuda, end_ranks, fork_ranks
+from fake_gpus import cuda, end_ranks, fork_ranks, wait_for
 from llmc.errors import Interrupted, Interruption, UserError
 from llmc.gpu.ranks import LAUNCHERS, LOST, Ranks, check_alike, translate_launcher
 
@@ -69,12 +69,6 @@ def fork(tmp_path, monkeypatch):
     """fork(work, size, ...): processes that call work(ranks)."""
     monkeypatch.chdir(tmp_path)
     return lambda work, size, **more: fork_ranks(join, size, work, **more)
-
-
-def wait_until_ready(ranks):
-    while not os.path.exists("out0") or "ready" not in open("out0").read():
-        time.sleep(0.01)
-        assert ranks[0].exitcode is None
 
 
 @pytest.mark.parametrize("names", LAUNCHERS[:4], ids=("torchrun", "Open MPI", "MPICH", "Slurm"))
@@ -138,7 +132,7 @@ def test_an_error_ends_all_with_one_line(fork, what, who, expected):
 @pytest.mark.parametrize("number, to", ((signal.SIGINT, (0, 1, 2)), (signal.SIGTERM, (2,))))
 def test_a_signal_stops_all_at_one_step(fork, number, to):
     ranks = fork(take_steps, 3)
-    wait_until_ready(ranks)
+    wait_for("ready", ranks)
     for rank in to:
         os.kill(ranks[rank].pid, number)
     statuses, out, err = end_ranks(ranks)
@@ -149,7 +143,7 @@ def test_a_signal_stops_all_at_one_step(fork, number, to):
 
 def test_a_killed_rank_ends_all(fork):
     ranks = fork(take_steps, 3)
-    wait_until_ready(ranks)
+    wait_for("ready", ranks)
     ranks[1].kill()
     statuses, _, err = end_ranks(ranks)
     assert statuses == [1, -9, 1] and err == f"take_steps: error: {LOST}\n"

@@ -14,21 +14,19 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-import llmc.resume
-import llmc.logger
 import llmc.gpu.lines
 import llmc.progress
 import train_gpt2
 import train_gpt2_cuda
-from conftest import GPT2_124M, ROOT, SMALL, assert_one_line_error, make_model, random_params, remove_after
+from conftest import GPT2_124M, ROOT, SMALL, assert_one_line_error, draw_slowly, make_model, random_params, remove_after
 from llmc.checkpoint import owned_by_one, read_optimizer_state, write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.resume import checkpoint_paths, newest_checkpoint, stopped
-from llmc.sampler import Random, sample_multinomial
 from llmc.schedulers import learning_rate_at
 from llmc.settings import parse_settings, Settings
 from llmc.tensors import allocate, flat, table_elements
@@ -50,36 +48,30 @@ def losses_and_samples(text):
     return re.sub(r"^(settings|resuming|no complete).*\n", "", text, flags=re.MULTILINE)
 
 
-def assert_same_files(one, other, step):
-    """The logs and the checkpoints of this step of two runs, byte for byte."""
+def assert_goes_on(whole, rest, begin, step):
+    """What a resumed run in parts/ printed from `begin` on, its log and its checkpoint of this step are, byte for byte,
+    those of one in whole/ that was not interrupted."""
+    whole, rest = losses_and_samples(whole), losses_and_samples(rest)
+    assert whole.endswith(rest[rest.index(begin) :])
     for name in ("main.log", *checkpoint_paths("", step)):
-        with open(os.path.join(one, name), "rb") as f, open(os.path.join(other, name), "rb") as g:
-            assert f.read() == g.read(), name
+        assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes(), name
 
 
 def test_llm_c_s_lines(workplace, run_here):
     """With --lines llmc, to the byte: samples come after validation and before the update."""
     large = Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
     write_model("gpt2_124M.bin", large, random_params(large))
-    output = run_here(train_gpt2, "--lines", "llmc").stdout
-    settings, *lines = output.split("\n")
-    assert settings == "settings: lines=llmc" and lines[:10] == [
-        "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1", "num_heads: 1", "channels: 8",
-        f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}", "train dataset num_batches: 15",
-        "val dataset num_batches: 2",
-        f"num_activations: {table_elements(activation_table(large, 4, 64))}",
-    ]  # fmt: skip
-    events = re.findall(r"^(val loss|step \d+:|generating:)", output, re.MULTILINE)
-    expected = []
+    output = run_here(train_gpt2, "--lines", "llmc", "--tokenizer", "none.bin").stdout
+    expected = [
+        "settings: tokenizer=none.bin lines=llmc", "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1",
+        "num_heads: 1", "channels: 8", f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}",
+        "train dataset num_batches: 15", "val dataset num_batches: 2",
+        f"num_activations: {table_elements(activation_table(large, 4, 64))}"]
     for step in range(41):
-        expected += ["val loss"] * (step % 10 == 0) + ["generating:"] * (step in (20, 40)) + [f"step {step}:"]
-    assert events == expected
-    for line in re.findall(r"^step .*|^val loss .*", output, re.MULTILINE):
-        assert re.fullmatch(r"val loss \d+\.\d{6}|step \d+: train loss \d+\.\d{6} \(took \d+\.\d{6} ms\)", line)
-    assert re.search(r"^generating:\n---\n.*?\n---\nstep 20", output, re.DOTALL | re.MULTILINE)
-
-
-STEP = r"step +\d+/\d+ \| train loss \d+\.\d{4} \| (\d+\.\d\d) (m?s) \| (\d+) tok/s( \| \d+ s left)?"
+        expected += ["val loss X"] * (step % 10 == 0) + ["generating:", "---", "IDS", "---"] * (step in (20, 40))
+        expected += [f"step {step}: train loss X (took X ms)"]
+    output = re.sub(r"\d+\.\d{6}\b", "X", re.sub(r"^(\d+ ){63}$", "IDS", output, flags=re.MULTILINE))
+    assert output.splitlines() == expected
 
 
 def untimed(line):
@@ -101,8 +93,9 @@ def test_lines(workplace, run_here):
     steps = [line for line in lines[7:-1] if line.startswith("step")]
     assert lines[sample - 1].startswith("step 40/41 | val loss ")
     assert steps == lines[7:sample] + lines[lines.index("---", sample + 2) + 1 : -1]
+    trained = r"step +\d+/41 \| train loss \d+\.\d{4} \| (\d+\.\d\d) (m?s) \| (\d+) tok/s( \| \d+ s left)?"
     for line in steps:
-        found = re.fullmatch(STEP, line) or re.fullmatch(r"step +\d+/41 \| val loss \d\.\d{4}", line)
+        found = re.fullmatch(trained, line) or re.fullmatch(r"step +\d+/41 \| val loss \d\.\d{4}", line)
         assert found, line
         if "train" in line:
             seconds = float(found[1]) / (1000 if found[2] == "ms" else 1)
@@ -117,23 +110,18 @@ def test_lines(workplace, run_here):
     assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
 
 
-def test_fewer_lines(workplace, train):
-    output = train("-x", 8, "-d", 32, "-v", 4, "-s", 0, "--print_every", 3, "--lines", "short")
-    assert "run       8 steps of 32 tokens: 0.06 epochs\n" in output
+def test_fewer_lines_and_verbose_ones(workplace, train):
+    """--verbose: all settings in a box, and the memory that each part takes."""
+    flags = ("-x", 8, "-s", 0, "--print_every", 3)
+    output = train(*flags, "-d", 32, "-v", 4, "--lines", "short", "--verbose")
+    assert "8 steps of 32 tokens: 0.06 epochs" in output
     assert re.findall(r"^step (\d)/8 \| (train|val)", output, re.MULTILINE) == [
         ("0", "val"), ("1", "train"), ("3", "train"), ("4", "val"), ("6", "train"), ("8", "train"), ("8", "val")]
-    assert re.findall(r"^step (\d):", train("-x", 8, "-v", 0, "-s", 0, "--print_every", 3), re.MULTILINE) == [
-        "0", "2", "5", "7"]
-
-
-def test_verbose(workplace, train):
-    """All settings in a box, and the memory that each part takes."""
-    output = train("-x", 1, "-v", 0, "-s", 0, "--lines", "short", "--verbose")
     for field in dataclasses.fields(Settings):
         assert re.search(rf"^\| {field.name} +\| ", output, re.MULTILINE), field.name
-    parts = re.findall(r"^allocated (\d+) MiB for (.*)$", output, re.MULTILINE)
-    assert [what for _, what in parts] == ["parameters", "gradients", "AdamW's moments", "activations",
-                                           "gradients of activations"]
+    assert re.findall(r"^allocated \d+ MiB for (.*)$", output, re.MULTILINE) == [
+        "parameters", "gradients", "AdamW's moments", "activations", "gradients of activations"]
+    assert re.findall(r"^step (\d):", train(*flags, "-v", 0), re.MULTILINE) == ["0", "2", "5", "7"]
 
 
 @pytest.mark.parametrize("flags, steps, warmup", (((), 70, 7), (("-u", 9), 70, 9), (("-x", 3), 3, 0)))
@@ -155,38 +143,40 @@ def test_the_memory_plan_is_what_the_model_allocates():
     assert sum(plan.values()) == sum(t.buffer.size for t in tensors) + sum(buffer.size for buffer in buffers)
 
 
+def start(*flags, **streams):
+    """The trainer in a process of its own."""
+    return subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST, *flags))], **streams)
+
+
 def on_a_terminal(*flags):
     """train_gpt2.py on a terminal of 100 columns: (all that it wrote, what is left on the screen, exit status)."""
     terminal, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    process = subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST[:6], *flags))],
-                               stdin=theirs, stdout=theirs, stderr=theirs,
-                               env={name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"})
+    process = start(*flags, stdin=theirs, stdout=theirs, stderr=theirs,
+                    env={name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"})
     os.close(theirs)
     data = b""
     with contextlib.suppress(OSError):  # its end
         while piece := os.read(terminal, 1 << 16):
             data += piece
     os.close(terminal)
-    text, lines, column = data.decode(), [[]], 0
-    for letter in text:
-        if letter in "\r\n":
-            column = 0
-            lines += [[]] * (letter == "\n")
-        else:
-            lines[-1][column : column + 1] = letter
-            column += 1
-            assert column <= 100 or "|" not in letter, "the bar wraps"
-    return text, ["".join(row).rstrip() for row in lines], process.wait(timeout=60)
+    text, screen = data.decode(), []
+    for line in text.split("\n"):
+        row = ""
+        for written in line.split("\r"):
+            row = written + row[len(written) :]
+            assert len(written) <= 100 or "|" not in written, "the bar wraps"
+        screen.append(row.rstrip())
+    return text, screen, process.wait(timeout=60)
 
 
 def test_a_terminal_shows_a_bar_below_the_lines(workplace, train):
     """Which leaves nothing behind: the lines, samples included, are those of a pipe."""
     pytest.importorskip("tqdm")
     write_tokenizer("gpt2_tokenizer.bin", [b"<%d>" % id for id in range(257)], 256)
-    flags = ("-x", 6, "-v", 3, "-s", 3)
+    flags = ("-x", 6, "-v", 3, "-s", 3, "--lines", "short")
     wrote, screen, status = on_a_terminal(*flags, "-o", "run")
-    plain = train(*flags, "-o", "run2", "--lines", "short").replace("run2", "run").splitlines()
+    plain = train(*flags, "-o", "run2").replace("run2", "run").splitlines()
     assert status == 0 and list(map(untimed, screen[1:])) == [*map(untimed, plain[1:]), ""]
     for words in ("validating   0%|", "training  17%|", "saving 100%|", "█"):
         assert words in wrote
@@ -213,14 +203,7 @@ def test_model_flops_utilization():
 def test_a_sample_is_drawn_with_llm_c_s_stream(workplace, train):
     """As from forward passes over the whole context; it may be longer than T, whose window then moves on by half."""
     output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0, "--tokenizer", "none.bin")
-    got = [int(word) for word in output.split("---")[1].split()]
-    model, tokens, begin, stream = make_model(1, 5), [256], 0, Random()
-    for t in range(1, 40):
-        begin = t - 2 if t - begin > 5 else begin
-        context = np.array([tokens[begin:]], np.int32)
-        model.forward(context, context)
-        tokens.append(sample_multinomial(model.acts.probs[0, -1], stream.f32()))
-    assert got == tokens[1:]
+    assert [int(word) for word in output.split("---")[1].split()] == draw_slowly(5, [256], 39)
     assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v", 0), "not one that moves by 0"
 
 
@@ -234,17 +217,13 @@ def test_validation_is_the_mean_of_the_first_batches(workplace, train):
 
 def test_logs(workplace, train):
     """Appended to whatever the file holds, after a rule with the date."""
-    (workplace / "notes.log").write_bytes(b"my notes\r\n\xff and more\n")
+    Path("notes.log").write_bytes(b"my notes\r\n\xff and more\n")
     for _ in range(2):
         train("-x", 3, "-v", 2, "-m", 1, "-s", 0, "-o", "notes.log")
-    text = (workplace / "notes.log").read_bytes()
+    text = Path("notes.log").read_bytes()
     lines = re.sub(rb"\d+\.\d{4}", b"L", re.sub(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", b"DATE", text)).split(b"\n")
     run = [b"--- DATE ---", b"s:0 tel:L", b"s:0 trl:L", b"s:1 trl:L", b"s:2 tel:L", b"s:2 trl:L"]
     assert lines == [b"my notes\r", b"\xff and more", *run, *run, b""]
-    train("-x", 1, "-v", 2, "-m", 1, "-s", 0, "-o", "run", "-l", 0.001)
-    lines = (workplace / "run" / "main.log").read_text().splitlines()
-    assert re.fullmatch(r"s:0 tel:\d\.\d{4}", lines[0])
-    assert re.fullmatch(r"s:0 trl:\d\.\d{4} lr:0\.001000 norm:\d+\.\d\d", lines[1])
 
 
 def test_logs_of_several_runs_in_a_directory(workplace, train):
@@ -271,26 +250,30 @@ def read_table(path):
                 for row in csv.DictReader(f)]
 
 
-def test_table(workplace, train):
-    """The log's events as rows, with the screen's steps; seconds go on where the interrupted run stopped."""
-    train("-x", 4, "-v", 2, "-s", 0, "-d", 32, "-l", 0.001, "-o", "run")
+def test_table(workplace, run_here):
+    """The log's events as rows, with the screen's steps; seconds go on where the interrupted run stopped. That updates
+    have another number of tokens is said."""
+    flags = (*FAST, "-s", 0, "-l", 0.001, "-o", "run")
+    run_here(train_gpt2, *flags, "-x", 4, "-v", 2, "-d", 32)
     log = (workplace / "run" / "main.log").read_text().splitlines()
     rows = list(csv.DictReader(open("run/main.csv", newline="")))
     assert [int(row["step"]) for row in rows] == [0, 1, 2, 2, 3, 4, 4] and len(log) == 7
     assert [int(row["tokens"]) for row in rows] == [0, 32, 64, 64, 96, 128, 128]
     for line, row in zip(log, rows):
-        kind, loss = ("tel", row["val_loss"]) if row["val_loss"] else ("trl", row["train_loss"])
-        assert line.startswith(f"s:{int(row['step']) - (kind == 'trl')} {kind}:{float(loss):.4f}")
-        if kind == "trl":
-            assert line.endswith(f" lr:{float(row['learning_rate']):.6f} norm:{float(row['norm']):.2f}")
-            assert float(row["tokens_per_second"]) > 0
+        if row["val_loss"]:
+            assert line == f"s:{row['step']} tel:{float(row['val_loss']):.4f}"
+        else:
+            trained = f"s:{int(row['step']) - 1} trl:{float(row['train_loss']):.4f}"
+            assert line == f"{trained} lr:0.001000 norm:{float(row['norm']):.2f}"
+            assert float(row["learning_rate"]) == 0.001 and float(row["tokens_per_second"]) > 0
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
-    train("-x", 5, "-v", 0, "-s", 0, "-d", 32, "-l", 0.001, "-o", "run", "-y", 1)
+    assert run_here(train_gpt2, *flags, "-x", 5, "-v", 0, "-d", 32, "-y", 1).stderr == ""
     more = list(csv.DictReader(open("run/main.csv", newline="")))
     assert more[:6] == rows[:6] and len(more) == 7 and more[6]["step"] == "5"
     assert seconds[5] < float(more[6]["seconds"]) < seconds[5] + 60
-    train("-x", 6, "-v", 0, "-s", 0, "-d", 64, "-o", "run", "-y", 1)  # updates of twice as many tokens
+    note = run_here(train_gpt2, *flags, "-x", 6, "-v", 0, "-d", 64, "-y", 1).stderr
+    assert note.startswith("note: ") and all(words in note for words in ("32 tokens", "64", "-d 32"))
     assert [row["tokens"] for row in read_table("run/main.csv")][-2:] == ["160", "224"]
 
 
@@ -309,29 +292,28 @@ RUN = ("-x", 9, "-v", 3, "-s", 3, "-u", 2, "-k", "cosine", "-c", 0.1, "--grad_cl
 
 @pytest.mark.parametrize("order", ((), ("--shuffle", 1), ("--spread", 1), ("--shuffle", 1, "--spread", 1)))
 def test_resumed_run_is_bit_equal(workplace, order, train):
-    flags = (*RUN, "-l", 0.01, *order)
-    whole = losses_and_samples(train(*flags, "-o", "whole", "-n", 4))
-    train(*flags, "-o", "parts", "-n", 4)
+    """Also once it is finished: then nothing is done."""
+    flags = (*RUN, "-l", 0.01, "-n", 4, *order)
+    whole = train(*flags, "-o", "whole")
+    train(*flags, "-o", "parts")
     remove_after("parts", 4)
-    rest = train(*flags, "-o", "parts", "-n", 4, "-y", 1)
+    rest = train(*flags, "-o", "parts", "-y", 1)
     assert "resuming at step 4 from parts" in rest
-    rest = losses_and_samples(rest)
-    assert whole.endswith(rest[rest.index("step 4:") :])
+    assert "step 9:" not in train(*flags, "-o", "parts", "-y", 1)
+    assert_goes_on(whole, rest, "step 4:", 9)
     assert read_table("whole/main.csv") == read_table("parts/main.csv")
-    assert_same_files("whole", "parts", 9)
+    assert set(os.listdir("whole")) == set(os.listdir("parts"))
 
 
 @pytest.mark.parametrize("every", (0, 2))
 def test_a_run_ends_with_a_saved_model(workplace, train, every):
     """Also where none is due, with its vocabulary; a longer run continues as if it had not ended."""
     flags = ("-v", 0, "-s", 2, "-l", 0.01, "-n", every, "-o")
-    whole = losses_and_samples(train(*flags, "whole", "-x", 8))
+    whole = train(*flags, "whole", "-x", 8)
     train(*flags, "parts", "-x", 5)
     assert newest_checkpoint("parts") == 5
     assert (workplace / "parts" / "tokenizer.bin").read_bytes() == (workplace / "gpt2_tokenizer.bin").read_bytes()
-    rest = losses_and_samples(train(*flags, "parts", "-x", 8, "-y", 1))
-    assert whole.endswith(rest[rest.index("step 5:") :])
-    assert_same_files("whole", "parts", 8)
+    assert_goes_on(whole, train(*flags, "parts", "-x", 8, "-y", 1), "step 5:", 8)
 
 
 def test_a_run_keeps_its_vocabulary(workplace, train, run_here):
@@ -363,28 +345,28 @@ def test_fine_tuning_starts_from_a_run_s_newest_model(workplace, train, run_here
         assert_one_line_error(run_here(train_gpt2, *flags, "-e", name, check=False), *words)
 
 
-def test_resuming_a_finished_run_does_nothing_new(workplace, train):
-    def files():
-        return {path.name: path.name == "main.csv" and read_table(path) or path.read_bytes()
-                for path in (workplace / "run").iterdir()}
+@pytest.fixture
+def interrupt(monkeypatch):
+    """interrupt(of, name, call, signal, ...): this process gets the signals at that call of of.name."""
+    def interrupt(of, name, call, *signals):
+        calls, real = itertools.count(), getattr(of, name)
 
-    train(*RUN, "-o", "run", "-n", 9)
-    before = files()
-    assert "step 9:" not in train(*RUN, "-o", "run", "-n", 9, "-y", 1)
-    assert before == files()
+        def interrupted(*arguments, **keywords):
+            if next(calls) == call:
+                for number in signals:
+                    os.kill(os.getpid(), number)
+            return real(*arguments, **keywords)
 
+        monkeypatch.setattr(of, name, interrupted)
 
-def start(*flags, until):
-    """The trainer in a process of its own, once it has printed a line that begins so."""
-    process = subprocess.Popen([sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST, *flags))],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert any(line.startswith(until) for line in process.stdout), process.stderr.read()
-    return process
+    return interrupt
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
 def test_a_signal_saves_and_says_how_to_resume(workplace, number, run_here):
-    process = start("-x", 100000, "-v", 0, "-s", 0, "-o", "run", until="step 5:")
+    process = start("-x", 100000, "-v", 0, "-s", 0, "-o", "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    text=True)
+    assert any(line.startswith("step 5:") for line in process.stdout), process.stderr.read()
     process.send_signal(number)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + number and "Traceback" not in errors
@@ -397,48 +379,29 @@ def test_a_signal_saves_and_says_how_to_resume(workplace, number, run_here):
 
 @pytest.mark.parametrize("of, name, flags", ((train_gpt2.Decoder, "logits", ("-s", 3, "-g", 10**6)),
                                              (GPT2, "forward", ("-v", 3, "-m", 10**6))))
-def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, monkeypatch, of, name, flags):
+def test_a_signal_within_a_sample_or_a_validation(workplace, run_here, train, interrupt, of, name, flags):
     """Both end at once, and are done again by the resumed run, with the same random numbers."""
-    calls, real = itertools.count(), getattr(of, name)
-
-    def interrupted(*arguments):
-        if next(calls) == 20:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(*arguments)
-
     write_tokens("data/tiny_shakespeare_val.bin", [np.zeros(2 * 10**6, np.int32)], 2 * 10**6)
-    with monkeypatch.context() as patch:
-        patch.setattr(of, name, interrupted)
-        done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "run", *flags, check=False)
+    interrupt(of, name, 20, signal.SIGINT)
+    done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "parts", *flags, check=False)
     assert done.returncode == 130
     if flags[0] == "-v":  # which is due before the first step, too
-        assert "before the first step" in done.stderr and newest_checkpoint("run") is None
+        assert "before the first step" in done.stderr and newest_checkpoint("parts") is None
         return
-    assert "after step 2;" in done.stderr and newest_checkpoint("run") == 3
+    assert "after step 2;" in done.stderr and newest_checkpoint("parts") == 3
     short = ("-s", 3, "-g", 20, "-v", 0, "-n", 5, "-x", 5)
-    rest, whole = (losses_and_samples(train(*short, *more)) for more in (("-o", "run", "-y", 1), ("-o", "whole")))
-    assert whole.endswith(rest[rest.index("generating:") :]) and rest.count("step ") == 2
-    assert_same_files("run", "whole", 5)
+    rest, whole = (train(*short, *more) for more in (("-o", "parts", "-y", 1), ("-o", "whole")))
+    assert_goes_on(whole, rest, "generating:", 5)
 
 
 @pytest.mark.parametrize("signals, status", (
     ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130),  # of two, only a second Ctrl-C is impatient
-    ((signal.SIGHUP,), 0),  # which nohup ignores
-))  # fmt: skip
-def test_ctrl_c_twice_stops_at_once_and_nohup_is_respected(workplace, run_here, monkeypatch, signals, status):
-    real = train_gpt2.train_step
-
-    def interrupted(*arguments, **keywords):
-        for number in signals:
-            os.kill(os.getpid(), number)
-        return real(*arguments, **keywords)
-
-    monkeypatch.setattr(train_gpt2, "train_step", interrupted)
+    ((signal.SIGHUP,), 0)))  # which nohup ignores
+def test_ctrl_c_twice_stops_at_once_and_nohup_is_respected(workplace, run_here, interrupt, signals, status):
+    interrupt(train_gpt2, "train_step", 0, *signals)
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "run", check=False)
-    finally:
-        signal.signal(signal.SIGHUP, old)
+    done = run_here(train_gpt2, *FAST, "-x", 5, "-v", 0, "-s", 0, "-o", "run", check=False)
+    signal.signal(signal.SIGHUP, old)
     assert done.returncode == status and newest_checkpoint("run") == (5 if status == 0 else None)
 
 
@@ -446,8 +409,7 @@ def test_ctrl_c_twice_stops_at_once_and_nohup_is_respected(workplace, run_here, 
 def test_a_run_whose_output_nobody_reads_saves_first(workplace, kind):
     """Ctrl-C kills `| tee`, too; or a terminal was closed."""
     reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), *map(str, (*FAST, "-x", 10**6, "-s", 0, "-o", "run"))]
-    process = subprocess.Popen(command, stdout=writer, stderr=writer)
+    process = start("-x", 10**6, "-s", 0, "-o", "run", stdout=writer, stderr=writer)
     os.close(writer)
     while b"step 3" not in os.read(reader, 1 << 16):
         pass
@@ -464,14 +426,6 @@ def test_the_command_that_resumes(monkeypatch, capsys):
     assert "the same command and -y 1" in capsys.readouterr().err
     stopped(Settings(), 3)
     assert "nothing was saved" in capsys.readouterr().err
-
-
-def test_another_number_of_tokens_in_an_update_is_said(workplace, run_here):
-    flags = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "-o", "run")
-    run_here(train_gpt2, *flags, "-x", 1, "-d", 32)
-    assert run_here(train_gpt2, *flags, "-x", 2, "-d", 32, "-y", 1).stderr == ""
-    note = run_here(train_gpt2, *flags, "-x", 3, "-y", 1).stderr
-    assert note.startswith("note: ") and all(words in note for words in ("32 tokens", "16", "-d 32"))
 
 
 def test_schedules():
@@ -497,15 +451,12 @@ def test_clipping_reaches_the_update(workplace, train):
     assert np.linalg.norm(flat(m)) == pytest.approx(0.01 * 0.1, rel=1e-4), "m = (1 - beta1) * clipped gradient"
 
 
-def test_the_defaults_are_llm_c_s():
+def test_defaults(tmp_path, monkeypatch):
+    """Those of a model file are llm.c's, those of random weights ours. Given flags come first, also those that are
+    llm.c's defaults; a file of that name is a file."""
     s = Settings()
-    assert (s.B, s.T, s.steps, s.val_every, s.val_batches, s.sample_every) == (4, 64, 41, 10, 5, 20)
-    assert (s.learning_rate, s.beta1, s.beta2, s.eps, s.weight_decay) == (1e-4, 0.9, 0.999, 1e-8, 0.0)
-    assert s.sample_tokens == 64
-
-
-def test_the_defaults_of_random_weights(tmp_path, monkeypatch):
-    """Given flags come first, also those that are llm.c's defaults; a file of that name is a file."""
+    assert (s.val_every, s.val_batches, s.sample_every, s.sample_tokens) == (10, 5, 20, 64)
+    assert (s.T, s.beta1, s.beta2, s.eps, s.weight_decay) == (64, 0.9, 0.999, 1e-8, 0.0)
     monkeypatch.chdir(tmp_path)
     names = "B", "steps", "shuffle", "spread", "learning_rate", "warmup_steps", "schedule", "grad_clip"
     llmc, defaults = (4, 41, -1, 0, 1e-4, 0, "constant", 0.0), (16, 1000, 1, 1, 0.0018, 100, "cosine", 1.0)

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,17 +20,16 @@ import fake_gpus
 import llmc.resume
 import timeline
 import train_gpt2
-import train_gpt2_cuda as cuda
-from conftest import SMALL_HEADS, random_params, remove_after
-from fake_gpus import end_ranks, fork_ranks
+from conftest import SMALL_HEADS, Array, random_params, remove_after
+from fake_gpus import end_ranks, fork_ranks, wait_for
 from llmc.checkpoint import (Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
                              write_optimizer_state)
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.errors import UserError
 from llmc.gpu.trainer import NOT_READY, Trainer
-from llmc.resume import checkpoint_paths, delete_old_checkpoints, find_checkpoint, newest_checkpoint
+from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint
 from llmc.shuffle import Position
-from llmc.tensors import Row, allocate, flat, table_elements
+from llmc.tensors import Row, allocate, flat
 from llmc.gpu.zero import Nccl
 from llmc.gpu.shares import UPDATE_CHUNK, OwnedShare, PARTS, Shares
 from train_gpt2 import Config
@@ -83,22 +84,16 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
     class NcclError(Exception):
         pass
 
-    def fail(*arguments):
-        raise NcclError("unhandled cuda error")
-
-    nccl = SimpleNamespace(NcclError=NcclError, available=True, get_unique_id=lambda: b"id", groupStart=fail, **{
-        name: 0 for name in ("NCCL_INT8", "NCCL_INT32", "NCCL_INT64", "NCCL_FLOAT32", "NCCL_MAX", "NCCL_SUM")},
-        get_version=lambda: 22809, check_status=fail,
-        NcclCommunicator=lambda *arguments: SimpleNamespace(
-            allReduce=fail, allGather=fail, check_async_error=fail, comm=0))
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(nccl=nccl)))
-    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(
-        **{function: lambda *arguments: 1 for function in Nccl.NOT_IN_CUPY}))
+    fail = Mock(side_effect=NcclError("unhandled cuda error"))
+    communicator = Mock(allReduce=fail, allGather=fail, check_async_error=fail)
+    nccl = Mock(NcclError=NcclError, get_version=lambda: 22809, get_unique_id=lambda: b"id", groupStart=fail,
+                check_status=fail, NcclCommunicator=lambda *arguments: communicator)
+    monkeypatch.setitem(sys.modules, "cupy", Mock())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", Mock(nccl=nccl))
+    monkeypatch.setattr(ctypes, "CDLL", Mock())
     ranks = SimpleNamespace(is_first=True, rank=0, size=2, gather=lambda value: [value, None])
     peers = Nccl(ranks)
-    array = SimpleNamespace(data=SimpleNamespace(ptr=0), size=0, nbytes=8, dtype=np.dtype(np.int32))
-    stream = SimpleNamespace(ptr=0)
+    array, stream = np.zeros(2, np.int32).view(Array), SimpleNamespace(ptr=0)
     for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
                  lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
                  lambda: peers.allocate(8)):
@@ -116,6 +111,10 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
 
 def owned_share(shares, rank, m, v, exact=None):
     return OwnedShare(shares.table, m, v, exact, shares, rank)
+
+
+def empty_share(shares, rank=0, parts=2):
+    return owned_share(shares, rank, *np.zeros((parts, shares.share_size(rank)), np.float32))
 
 
 def write_states(path, ranks, table, rng, ours=True):
@@ -145,7 +144,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
         for reads in (1, 2, 5, 16):
             shares = Shares(TABLES[table], reads)
             for rank in range(reads):
-                owned = owned_share(shares, rank, *(np.zeros(shares.share_size(rank), np.float32) for _ in range(3)))
+                owned = empty_share(shares, rank, 3)
                 progress, has_exact = read_optimizer_state(path, owned)
                 assert has_exact and progress.position.sample == (6 if ours else 6 * wrote)
                 for got, array in zip((owned.m, owned.v, owned.exact), whole):
@@ -153,11 +152,11 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
 
 
 def test_ours_of_version_1_has_other_shares(tmp_path):
-    path, shares = str(tmp_path / "state_00000003_00000.bin"), Shares(TABLES["small"], 1)
+    path = str(tmp_path / "state_00000003_00000.bin")
     write_states(path, 2, TABLES["small"], np.random.default_rng(0))
     say_version_1(path)
     with pytest.raises(UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
-        read_optimizer_state(path, owned_share(shares, 0, *np.zeros((2, shares.size), np.float32)))
+        read_optimizer_state(path, empty_share(Shares(TABLES["small"], 1)))
 
 
 @pytest.mark.parametrize("ranks, exact", ((4, 0), (1, 1)))
@@ -182,37 +181,23 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
         write_states(state, 4, TABLES["small"], np.random.default_rng(step))
         for path in (model, marker, f"{model}.tmp", f"{rank_path(state, 1)}.tmp"):
             open(path, "w").close()
-    bad = rank_path(state, 2)
-    good = open(bad, "rb").read()
+    bad = Path(rank_path(state, 2))
+    good = bad.read_bytes()
     if damage == "missing":
-        os.unlink(bad)
+        bad.unlink()
         find_checkpoint(settings)
         assert not list(tmp_path.glob("*.tmp")), "what a killed run left while it saved"
     else:
         header = np.frombuffer(good[:HEADER_BYTES], "<i4").copy()
         slots = {"of another step": 10, "of another rank": 3, "of another model": 44}
         header[slots.get(damage, 0)] += damage != "short"
-        with open(bad, "wb") as f:
-            f.write(header.tobytes() + good[HEADER_BYTES : len(good) - (damage == "short")])
+        bad.write_bytes(header.tobytes() + good[HEADER_BYTES : len(good) - (damage == "short")])
         assert find_checkpoint(settings) == 2
-    owned = owned_share(Shares(TABLES["small"], 1), 0, *np.zeros((2, table_elements(TABLES["small"])), np.float32))
-
-    def resume():
+    owned = empty_share(Shares(TABLES["small"], 1))
+    with pytest.raises(UserError, match=bad.name):
         find_checkpoint(settings)
         read_optimizer_state(state, owned)
-
-    with pytest.raises(UserError, match=os.path.basename(bad)):
-        resume()
     assert not owned.m.any()
-
-
-def test_old_states_of_all_ranks_are_deleted(tmp_path):
-    for step in (1, 2):
-        model, state, marker = checkpoint_paths(str(tmp_path), step)
-        for path in (model, state, rank_path(state, 1), marker):
-            open(path, "w").close()
-    delete_old_checkpoints(cuda.CudaSettings(output=str(tmp_path), checkpoints_keep=1), 2)
-    assert len(names := os.listdir(tmp_path)) == 4 and all("00000002" in name for name in names)
 
 
 RUN = ("-b", 2, "-t", 8, "-d", 64, "-v", 2, "-m", 7, "-s", 3, "-g", 6, "--grad_clip", 1, "--lines", "llmc",
@@ -229,7 +214,7 @@ def start(heads):
 def results(directory):
     """What does not depend on time: logs and models; and whole moments and float32 weights of all ranks."""
     files = [path.read_bytes() for path in sorted(directory.iterdir()) if path.name.startswith(("main.log", "model"))]
-    owned = owned_share(Shares(TABLES["small"], 1), 0, *np.zeros((3, table_elements(TABLES["small"])), np.float32))
+    owned = empty_share(Shares(TABLES["small"], 1), parts=3)
     read_optimizer_state(str(directory / "state_00000005_00000.bin"), owned)
     return files, [array.tobytes() for array in (owned.m, owned.v, owned.exact)]
 
@@ -269,24 +254,6 @@ def test_a_step_of_two_ranks_is_captured(start, tokens):
     assert end_ranks(start(2, *MANY, "-x", 1, "-o", "", "-n", 0, "-d", tokens, "--graph", 1))[::2] == ([0, 0], "")
 
 
-def test_a_rank_that_dies(workplace, start, killed=0):
-    """All end at once, the last checkpoint is whole, and a run goes on from it to the same end."""
-    ranks = start(2, *MANY)
-    while newest_checkpoint("run") is None:
-        time.sleep(0.01)
-        assert ranks[0].exitcode is None
-    time.sleep(0.1)
-    ranks[killed].kill()
-    statuses, _, err = end_ranks(ranks)
-    assert statuses == [-9 if rank == killed else 1 for rank in range(2)] and "Traceback" not in err
-    step = newest_checkpoint("run")
-    for size, *flags in ((1, "-o", "whole"), (2, "-y", 1)):
-        statuses, _, err = end_ranks(start(size, *MANY, "-x", step + 2, *flags))
-        assert statuses == [0] * size, err
-    name = f"model_{step + 2:08d}.bin"
-    assert (workplace / "run" / name).read_bytes() == (workplace / "whole" / name).read_bytes()
-
-
 def die_after_step_2():
     """The program, whose rank 0 is killed as soon as the checkpoint of step 2 is complete."""
     real = llmc.resume.replacing
@@ -302,16 +269,33 @@ def die_after_step_2():
     fake_gpus.main()
 
 
-def test_a_rank_that_dies_once_a_checkpoint_is_complete(start):
-    assert end_ranks(fork_ranks(die_after_step_2, 2, flags=MANY))[0] == [-9, 1] and newest_checkpoint("run") == 2
-    assert end_ranks(start(2, *MANY, "-x", 3, "-y", 1))[0] == [0, 0]
+@pytest.mark.parametrize("program", (fake_gpus.main, die_after_step_2))
+def test_a_rank_that_dies(workplace, start, program):
+    """All end at once, the last checkpoint is whole, and a run goes on from it to the same end, where three
+    checkpoints of all ranks are kept."""
+    ranks = fork_ranks(program, 2, flags=MANY)
+    if program == fake_gpus.main:
+        while newest_checkpoint("run") is None:
+            time.sleep(0.01)
+            assert ranks[0].exitcode is None
+        time.sleep(0.1)
+        ranks[0].kill()
+    statuses, _, err = end_ranks(ranks)
+    assert statuses == [-9, 1] and "Traceback" not in err
+    step = newest_checkpoint("run")
+    for size, *flags in ((1, "-o", "whole"), (2, "-y", 1)):
+        statuses, _, err = end_ranks(start(size, *MANY, "-x", step + 2, *flags))
+        assert statuses == [0] * size, err
+    name = f"model_{step + 2:08d}.bin"
+    assert (workplace / "run" / name).read_bytes() == (workplace / "whole" / name).read_bytes()
+    if program == die_after_step_2:
+        assert {path.name for path in workplace.glob("run/state*")} == {
+            f"state_{step:08d}_{rank:05d}.bin" for step in (2, 3, 4) for rank in (0, 1)}
 
 
 def test_lost_data_stops_all_at_one_step(start):
     ranks = start(2, *MANY, "-n", 0)
-    while "\nstep" not in (open("out0").read() if os.path.exists("out0") else ""):
-        time.sleep(0.01)
-        assert ranks[0].exitcode is None
+    wait_for("\nstep", ranks)
     os.unlink("data/tiny_shakespeare_train.bin")
     statuses, _, err = end_ranks(ranks)
     assert statuses == [1, 1] and err.count("train.bin: no such file") == 1 and "Traceback" not in err
