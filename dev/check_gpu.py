@@ -174,10 +174,9 @@ def run_on_gpu(trainer, inputs, targets):
     model, acts = trainer.model, trainer.model.activations(*inputs.shape)
     tables = model.tables(config, trainer.settings, *inputs.shape, device.sm_count, device.geometry)
     kept = tables["activations"]["activations"]
-    if trainer.fp8:  # it has lnf in 8 bits
-        kept = {name: row for name, row in kept.items() if name != "lnf"}
     if trainer.fp8:
-        trainer.fp8.trains = True  # a pass of an update
+        trainer.fp8.trains = True  # a pass of an update, which has lnf in 8 bits
+        kept = {name: row for name, row in kept.items() if name != "lnf"}
     recorder = Recorder(trainer)
     trainer.stage(0, [(inputs, targets)], 0.0)
     with device.stream:

@@ -1,20 +1,22 @@
-// The matmuls of FP8 operands, E4M3, for Hopper (sm_90a). Both operands have the inner dimension K contiguous, as wgmma
-// asks for in 8 bits: kernels/fp8.cu writes the transposed copies that this takes.
+// The matmuls of FP8 operands, E4M3, for Hopper (sm_90a). In shared memory, wgmma asks for operands of 8 bits with the
+// inner dimension K contiguous; a (K,M), below, is transposed on its way to registers.
 //
 //     matmul_fp8                 out (M,N) = factor * a (M,K) @ b (N,K)^T + bias                  out =
 //     matmul_fp8_gelu            the same, and gelu = GELU(out), of the rounded out, in 8 bits    out =, gelu =
 //     matmul_fp8_gelu_backward   dinp = factor * a @ b^T * GELU'(inp), in 8 bits                  dinp =
 //                                partials[tile] = column sums of dinp                             partials =
-//     matmul_fp8_weight          dweight (M,N) = factor * a (M,K) @ b (N,K)^T, K long             dweight =
+//     matmul_fp8_weight          dweight (M,N), or (N,M), = factor * a (K,M)^T @ b (N,K)^T        dweight =
+//     matmul_fp8_classifier_weight   the same, (M,N); a, dlogits, is E5M2                         dweight =
+//     matmul_fp8_classifier_inp      dinp (M,N) = factor * a (M,K) @ b (N,K)^T; a likewise        dinp =
 //
 // out, inp (M,N), bias (N): bfloat16; factor = scale / (*a_scale * *b_scale), where llmc/gpu/fp8.py has the operands'
-// scales. What results in 8 bits is written as it is, (M,N), and transposed, (N,M padded), times its own scale.
+// scales. What results in 8 bits is written times its own scale.
 //
-// All but the last are hopper/matmul.cuh's pipeline. Its accumulators, in the tensor cores, keep about 14 bits: enough
-// for a few thousand products, but B*T of them, which matmul_fp8_weight adds up, would be off by percents (DeepSeek-V3
-// 2024, https://arxiv.org/abs/2412.19437, section 3.3.2). There, each step's sums are added in float32. As that takes
-// as many registers again, the two consumer warpgroups share a tile, 64 rows each, and one adds while the other
-// multiplies.
+// All but the last three are hopper/matmul.cuh's pipeline. Its accumulators, in the tensor cores, keep about 14 bits:
+// enough for a few thousand products, but the B*T or Vp of them that the last three add up would be off by percents
+// (DeepSeek-V3 2024, https://arxiv.org/abs/2412.19437, section 3.3.2). There, each step's sums are added in float32. As
+// that takes as many registers again, the two consumer warpgroups share a tile, 64 rows each, and one adds while the
+// other multiplies.
 
 #define MATMUL_FP8 1
 #include "fp8.cuh"
