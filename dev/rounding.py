@@ -38,7 +38,7 @@ class Float8(NamedTuple):
 
 
 E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)  # a tensor's scale takes its largest number to 112 or more
-E5M2 = Float8(2.0**-3, 2.0**-16 / math.sqrt(12) / 2.0**14)  # of dlogits, the largest one is about 2^15
+E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)  # of dlogits, about 2^15; stochastic: twice the variance
 
 
 class Roundoff(NamedTuple):

@@ -3,7 +3,8 @@
 //     losses[n] = log(sum over v of exp(logits[n,v])) - logits[n,targets[n]]               losses =
 //     logits[n,v] = (softmax(logits[n])[v] - (v is the target)) * dloss, 0 for v >= V      logits = (if write_gradient)
 //
-// In FP8 runs, the gradient is in E5M2, in the order of fp8.cuh, in the first half of each row's bytes.
+// In FP8 runs, the gradient is in E5M2, stochastically rounded, in the order of fp8.cuh, in the first half of each row's
+// bytes.
 //
 // logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32.
 //
@@ -150,20 +151,39 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
 
 #if CLASSIFIER_FP8
 typedef unsigned char dlogit;
-__device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32 lanes) {
-    *reinterpret_cast<uint2*>(to) = in_order({four_bytes(x.x[0], x.x[1], x.x[2], x.x[3], __NV_E5M2),
-                                              four_bytes(x.x[4], x.x[5], x.x[6], x.x[7], __NV_E5M2)}, lanes);
+// Rounds x to one of its two neighbours in E5M2, with x as the expected value: the nearest one would be on the same side
+// for all tokens that are equally probable, and so shift their probabilities. E5M2 is a half's first byte; a random byte
+// is added to the second one, which is dropped. `random` follows from the row, and so is the same on any GPU.
+struct Rounding {
+    uint32 random;
+    const uint32 mask;  // 0 for a row of NaN: a carry would turn it into -0
+
+    __device__ Rounding(float scale, int target)
+        : random(random_bits(threadIdx.x, __float_as_uint(scale), target)), mask(isfinite(scale) ? 0x00ff00ff : 0) {}
+
+    __device__ uint32 four_bytes(float a, float b, float c, float d) {
+        random = random * 1664525u + 1013904223u;
+        const uint32 ab = as_halves(a, b) + (random & mask), cd = as_halves(c, d) + (random >> 8 & mask);
+        return __byte_perm(ab, cd, 0x7531);
+    }
+};
+__device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32 lanes, Rounding& rounding) {
+    const uint32 first = rounding.four_bytes(x.x[0], x.x[1], x.x[2], x.x[3]);
+    *reinterpret_cast<uint2*>(to) = in_order({first, rounding.four_bytes(x.x[4], x.x[5], x.x[6], x.x[7])}, lanes);
 }
 #else
 typedef element dlogit;
-__device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32) { store(to, x); }
+struct Rounding {
+    __device__ Rounding(float, int) {}
+};
+__device__ inline void store_dlogits(dlogit* to, const Floats& x, uint32, Rounding&) { store(to, x); }
 #endif
 
 // Write the gradient of part s to the row; packs: logits or, if KEEPS, their exponentials. scale: dloss / the row's
 // sum; offset: offset_of the row's maximum and log2(scale); largest_then: this thread's maximum so far when it had
 // merged part s.
 __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int s, float offset, float scale,
-                                           float largest_then, int target, float dloss) {
+                                           float largest_then, int target, float dloss, Rounding& rounding) {
     const float factor = scaled_exp(largest_then, offset, scale);
 #pragma unroll
     for (int i = 0; i < LOADS_AT_ONCE; i++) {
@@ -180,7 +200,7 @@ __device__ inline void write_gradient_part(dlogit* row, const Packs& packs, int 
                 if (v + k == target) x.x[k] -= dloss;
             }
         }
-        store_dlogits(row + v, x, lanes);
+        store_dlogits(row + v, x, lanes, rounding);
     }
 }
 
@@ -264,9 +284,10 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
         if (has_the_target) losses[n] = loss_of(whole, target_logit);
         if (write_gradient) {
             const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
+            Rounding rounding(scale, target);
             if (HOLDS) {
                 write_gradient_part(global_dlogits, held, PARTS - 1, offset, scale, largest_then[PARTS - 1], target,
-                                    dloss);
+                                    dloss, rounding);
             }
 #pragma unroll
             for (int s = 0; s < SHARED_PARTS; s++) {
@@ -280,7 +301,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
                 if (CLASSIFIER_FP8) __syncwarp();
                 dlogit* const slice = reinterpret_cast<dlogit*>(slices + s * PART);
                 write_gradient_part(slice - s * PART - warp * SLICE, packs, s, offset, scale, largest_then[s], target,
-                                    dloss);
+                                    dloss, rounding);
                 fence_for_async();
                 __syncwarp();
                 if (is_lane_0) {
@@ -324,9 +345,11 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     if (owns_target(target)) losses[n] = loss_of(whole, target_logit);
     if (!write_gradient) return;
     const float scale = dloss / whole.sum, offset = offset_of(whole.largest, log2f(scale));
+    Rounding rounding(scale, target);
     for (int s = PARTS - 1; s >= 0; s--) {
         load_part(packs, row, s);
-        write_gradient_part(reinterpret_cast<dlogit*>(row), packs, s, offset, scale, 0.0f, target, dloss);
+        write_gradient_part(reinterpret_cast<dlogit*>(row), packs, s, offset, scale, 0.0f, target, dloss,
+                            rounding);
     }
 }
 

@@ -225,6 +225,15 @@ __device__ inline float inverse(float x) {
     return x;
 }
 
+// 32 random bits, a function of the three numbers. The constants are those of Chris Wellons' hash "lowbias32".
+__device__ inline uint32 random_bits(uint32 i, uint32 step, uint32 seed) {
+    uint32 x = i * 0x9e3779b9u + step;
+    x ^= seed * 0x85ebca6bu;
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
 // The bits of x rounded to TF32 (to nearest, ties away from 0); tensor cores ignore the low 13 bits.
 __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 

@@ -20,13 +20,12 @@ constexpr uint32 FIRST_COLUMNS = 0x5410, LAST_COLUMNS = 0x7632, FIRST_ROWS = 0x5
 // For __byte_perm: of rows 2t, 2t + 1 and 2t + 8, 2t + 9 of two columns, the four numbers of one column, in our order.
 constexpr uint32 EVEN_TRANSPOSED = 0x6240, ODD_TRANSPOSED = 0x7351;
 
-// Two numbers, and four, the first one in the lowest byte. Beyond 448 they saturate; NaN stays. E5M2, for dlogits, has 2
-// bits of mantissa, and numbers from 2^-16 to 57344.
-__device__ inline uint32 two_bytes(float a, float b, __nv_fp8_interpretation_t format = __NV_E4M3) {
-    return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, format);
+// Two numbers, and four, the first one in the lowest byte. Beyond 448 they saturate; NaN stays.
+__device__ inline uint32 two_bytes(float a, float b) {
+    return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, __NV_E4M3);
 }
-__device__ inline uint32 four_bytes(float a, float b, float c, float d, __nv_fp8_interpretation_t format = __NV_E4M3) {
-    return two_bytes(a, b, format) | two_bytes(c, d, format) << 16;
+__device__ inline uint32 four_bytes(float a, float b, float c, float d) {
+    return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
 // Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours. lanes: those of this

@@ -207,15 +207,6 @@ prepare_update(Control* control, Report* reports, const float* losses, const flo
     control->steps_begun += 1;
 }
 
-// 32 random bits, a function of the three numbers. The constants are those of Chris Wellons' hash "lowbias32".
-__device__ inline uint32 random_bits(uint32 i, uint32 step, uint32 seed) {
-    uint32 x = i * 0x9e3779b9u + step;
-    x ^= seed * 0x85ebca6bu;
-    x = (x ^ x >> 16) * 0x7feb352du;
-    x = (x ^ x >> 15) * 0x846ca68bu;
-    return x ^ x >> 16;
-}
-
 // x rounded to one of the two adjacent bfloat16 numbers, the nearer one with the higher probability, so that the
 // expected value is x: 16 random bits are added below the last bit that is kept, and the rest is truncated. inf and NaN
 // stay: a carry could turn NaN into -0.

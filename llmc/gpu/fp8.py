@@ -5,8 +5,9 @@ In a run of --dtype fp8, three of a layer's four matmuls and the classifier's, f
 bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of its own, a
 power of 2 that stays the same for an update, with all its micro-batches: it follows from the largest numbers of the
 last 16 updates. They are found where a tensor is rounded, as an integer maximum, which has the same bits in any order
-and on any number of GPUs. Gradients of logits are in E5M2, times a constant. All else is a bfloat16 run: residual
-stream, attention and its projection, AdamW, and, between updates, validation: it is of the model that will be saved.
+and on any number of GPUs. Gradients of logits are in E5M2, times a constant, and stochastically rounded. All else is a
+bfloat16 run: residual stream, attention and its projection, AdamW, and, between updates, validation: it is of the model
+that will be saved.
 
 Tensor cores want the inner dimension of 8-bit operands to be contiguous. For dinp = dout @ weight, there is a
 transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wider one is read as it is, (N,C), and
@@ -37,16 +38,17 @@ def round_e4m3(x):
     return rounded(x, 3, -6, LARGEST)
 
 
-def round_e5m2(x):
-    """The same for E5M2."""
-    return rounded(x, 2, -14, 57344.0)
+def round_e5m2(x, rng):
+    """x as float32, rounded to one of the two nearest numbers of E5M2, at random, so that the expected value is x.
+    Gupta et al. 2015, https://arxiv.org/abs/1502.02551."""
+    return rounded(x, 2, -14, 57344.0, lambda steps: np.floor(steps + rng.random(steps.shape, np.float32)))
 
 
-def rounded(x, mantissa, least_exponent, largest):
+def rounded(x, mantissa, least_exponent, largest, round=np.rint):
     x = np.clip(np.asarray(x, np.float32), -largest, largest)
     exponent = np.maximum(np.frexp(x)[1] - 1, least_exponent)  # of the leading bit
     step = np.ldexp(np.float32(1.0), exponent - mantissa)
-    return np.rint(x / step) * step
+    return round(x / step) * step
 
 
 def decode_e4m3(bits):
