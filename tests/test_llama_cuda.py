@@ -131,7 +131,7 @@ def test_swiglu(device, B, T):
 
 KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
     "RMSNorm's eps doubled": ("cuda", "norm.cuh", "/ C + eps)", "/ C + 2.0f * eps)", "logits"),
-    "RMSNorm's gradient without the mean": ("cuda", "rmsnorm.cu", "- xp.x[k] * scaled_mean", "", "dfcprojw"),
+    "RMSNorm's gradient without the mean": ("cuda", "rmsnorm.cu", "- x.x[k] * scaled_mean", "", "dfcprojw"),
     "RoPE's angles not negated": (
         "cuda", "rope.cuh", "{angle.x, -angle.y}", "{angle.x, angle.y}", "dqkvw"),
     "RoPE of one pair in four lost": (

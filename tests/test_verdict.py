@@ -272,9 +272,9 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
         "cuda", "norm.cuh", "  rstd[row] = r;", "  rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);",
         "dlnfw"),
     "layernorm backward without the mean of dn * n": (
-        "cuda", "layernorm.cu", " - (xp.x[k] - m) * r * mean_dn_n", "", "dfcprojb"),
+        "cuda", "layernorm.cu", " - (x.x[k] - m) * r * mean_dn_n", "", "dfcprojb"),
     "dweight of layernorm without a block's last row": (
-        "cuda", "layernorm.cu", "i < ROWS; i++) sum", "i < ROWS - 1; i++) sum", "dlnfb"),
+        "cuda", "norm.cuh", "i < ROWS; i++) sum", "i < ROWS - 1; i++) sum", "dlnfb"),
     "attention's scale off by 1 percent": (
         "cuda", "attention.cu", "to_log2 = LOG2E * scale()", "to_log2 = 1.01f * LOG2E * scale()", "logits"),
     "attention sees one key too many": (
