@@ -468,7 +468,7 @@ def cleared(transposed):
 
 
 FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
-    "a stale scale in a forward pass": (Fp8, "multiply", stale_scale, "losses"),
+    "a stale scale in a forward pass": (Fp8, "multiply", stale_scale, "dlnfb"),
     "a stale scale in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: right(
         linear, dinp, dout, scale * (1 + linear.l)), "dln2b"),
     "a stale scale in dweight": (Fp8Linear, "backward_weight", lambda right: (
