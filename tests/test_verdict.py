@@ -345,9 +345,10 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     if row == "test_quantise":  # it has numbers that are too large; for those of a run, scales leave room
         file = kernel_files(LAYERS, GPU_CONFIG, FP8, gpu.arch, "auto")["fp8"]
         device = Device(gpu, Cache(), [file], launch_geometry(GPU_CONFIG, FP8, gpu.arch))
-        device.stream.use()
+        matmul = Matmul(device, FP8)
+        device.stream.use()  # Matmul, when made, has left it
         out, large = bytes_on_gpu((16, 16), 0), on_gpu(np.full((16, 16), 1000, np.float32), dtype="bfloat16")
-        make_fp8(Matmul(device, FP8), 16).quantise("fc", 1, "dout", large, out)
+        make_fp8(matmul, 16).quantise("fc", 1, "dout", large, out)
         assert np.isnan(decode_e4m3(out.get())).all()
         return
     params, x, y, yardstick = gpu_case(precision_of(backend), outlier=backend == "cuda-fp8")
