@@ -51,7 +51,7 @@ class Log:
         if not self.table.tell():
             append(self.table, ",".join(self.columns) + "\n")
         self.table.seek(0)
-        rows = [line.split(b",") for line in self.table.readlines()[1:]]
+        self.columns, *rows = (line.decode().rstrip("\n").split(",") for line in self.table)  # --dtype may have changed
         self.began = time.perf_counter() - (float(rows[-1][2]) if rows else 0.0)
         tokens = max(int(row[1]) for row in rows) if rows else first_step * self.tokens  # -d may have changed
         self.tokens_before = tokens - first_step * self.tokens

@@ -21,6 +21,8 @@ from llmc.gpu.geometry import blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
 from llmc.gpu.precision import Precision, resolve_dtype
 from llmc.gpu.trainer import Trainer, open_device
+from llmc.logger import Log
+from llmc.loop import Update
 from llmc.tensors import allocate, views
 from test_grouped_attention import model, open_once
 from test_kernels import (assert_close, check_classifier, check_launches, check_tensor, get_device, on_gpu, padded,
@@ -126,6 +128,14 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     fake_gpu.launches.clear()
     trainer.forward(*batch)
     assert not any(re.search("fp8|quantise", launch.name) for launch in fake_gpu.launches)  # validation is in bfloat16
+
+
+def test_a_run_s_table_keeps_its_columns(tmp_path):
+    for step, dtype in enumerate(("fp8", "bfloat16", "fp8")):
+        log = Log(cuda.CudaSettings(output=str(tmp_path), B=1, T=16, total_batch_size=16, dtype=dtype), step)
+        log.training(step, 0.1, Update(4.0, 1.0, 0.5, None, (7, 9) if dtype == "fp8" else None))
+    _, *rows = (tmp_path / "main.csv").read_text().splitlines()
+    assert [row.split(",")[-2:] for row in rows] == [["7", "9"], ["", ""], ["7", "9"]]
 
 
 @pytest.mark.parametrize("arch", ("sm_75", "sm_80", "sm_89", "sm_100a"))
