@@ -188,7 +188,7 @@ class Model:
 
 class GpuModel(Model):
     """What GPT2.load of train_gpt2_cuda.py returns: a model on the GPU. Memory for batches of B sequences of T tokens
-    is allocated at the start; a training step takes a full batch. dtype: "bfloat16" or "float32"."""
+    is allocated at the start; a training step takes a full batch. dtype: "bfloat16", "fp8" or "float32"."""
 
     OPTIONS = *Model.OPTIONS, "B", "T", "dtype"
 

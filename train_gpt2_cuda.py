@@ -503,6 +503,8 @@ class GPT2:
     READS, RECOMPUTED = READS, RECOMPUTED
     fp8 = None  # in a run of --dtype fp8, an Fp8
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
+    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
+    gradient_table = staticmethod(gradient_table)
     cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
     decode_layers, resolve_auto = staticmethod(decode_layers), staticmethod(resolve_auto)
     decode_constants = staticmethod(lambda config, T: {})
@@ -513,17 +515,17 @@ class GPT2:
         from model import GpuModel
         return GpuModel(path, **options)
 
-    @staticmethod
-    def tables(config, settings, B, T, sm_count, geometry):
+    @classmethod
+    def tables(cls, config, settings, B, T, sm_count, geometry):
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
         entry share their memory."""
         precision = settings.precision
         recompute = 2 if precision.fp8 else settings.recompute  # FP8 keeps these rows in 8 bits instead
-        phases = phase_tables(config, B, T, precision, recompute, sm_count, geometry)
+        phases = cls.phase_tables(config, B, T, precision, recompute, sm_count, geometry)
         return {
-            "activations": {"activations": activation_table(config, B, T, precision, recompute)},
+            "activations": {"activations": cls.activation_table(config, B, T, precision, recompute)},
             "logits, and in other phases scratch": phases,
-            "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
+            "gradients between layers": {"gradients": cls.gradient_table(config, B, T, precision)},
         }
 
     def __init__(self, config, settings, matmul, params, grads, buffers):

@@ -236,19 +236,10 @@ class Llama3(GPT2):
                "transpose", "column_sums", "update")
     READS, RECOMPUTED = READS, RECOMPUTED
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
+    activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
+    gradient_table = staticmethod(gradient_table)
     decode_table, decode_layers = staticmethod(decode_table), staticmethod(decode_layers)
     decode_constants = staticmethod(decode_constants)
-
-    @staticmethod
-    def tables(config, settings, B, T, sm_count, geometry):
-        precision = settings.precision
-        recompute = 2 if precision.fp8 else settings.recompute  # FP8 keeps these rows in 8 bits instead
-        phases = phase_tables(config, B, T, precision, recompute, sm_count, geometry)
-        return {
-            "activations": {"activations": activation_table(config, B, T, precision, recompute)},
-            "logits, and in other phases scratch": phases,
-            "gradients between layers": {"gradients": gradient_table(config, B, T, precision)},
-        }
 
     def head_of(self, tensors):
         """The classifier's weight, or its gradient."""

@@ -3,8 +3,8 @@
 //     losses[n] = log(sum over v of exp(logits[n,v])) - logits[n,targets[n]]               losses =
 //     logits[n,v] = (softmax(logits[n])[v] - (v is the target)) * dloss, 0 for v >= V      logits = (if write_gradient)
 //
-// In FP8 runs, the gradient is in E5M2, stochastically rounded, in the order of fp8.cuh, in the first half of each row's
-// bytes.
+// In FP8 runs, the gradient is in E5M2, stochastically rounded, in the order of fp8.cuh, in the first half of each
+// row's bytes.
 //
 // logits (N,Vp), whose columns V .. Vp-1 come from the padding of wte; losses (N) float32; targets (N) int32.
 //
@@ -151,9 +151,10 @@ __device__ inline MaxAndSum add_part(MaxAndSum so_far, Packs& packs, bool write_
 
 #if CLASSIFIER_FP8
 typedef unsigned char dlogit;
-// Rounds x to one of its two neighbours in E5M2, with x as the expected value: the nearest one would be on the same side
-// for all tokens that are equally probable, and so shift their probabilities. E5M2 is a half's first byte; a random byte
-// is added to the second one, which is dropped. `random` follows from the row, and so is the same on any GPU.
+// Rounds x, as a half, to one of its two neighbours in E5M2, with that half as the expected value: the nearest one
+// would be on the same side for all tokens that are equally probable, and so shift their probabilities. E5M2 is a
+// half's first byte; a random byte is added to the second one, which is dropped. `random` follows from the row, and so
+// is the same on any GPU.
 struct Rounding {
     uint32 random;
     const uint32 mask;  // 0 for a row of NaN: a carry would turn it into -0
@@ -348,8 +349,7 @@ classifier(float* losses, element* logits, const int* targets, float dloss, int 
     Rounding rounding(scale, target);
     for (int s = PARTS - 1; s >= 0; s--) {
         load_part(packs, row, s);
-        write_gradient_part(reinterpret_cast<dlogit*>(row), packs, s, offset, scale, 0.0f, target, dloss,
-                            rounding);
+        write_gradient_part(row, packs, s, offset, scale, 0.0f, target, dloss, rounding);
     }
 }
 

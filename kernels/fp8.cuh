@@ -50,6 +50,11 @@ __device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], fl
 // 1 / scale. A scale is a power of 2.
 __device__ inline float inverse_of_scale(float scale) { return __int_as_float(0x7f000000 - __float_as_int(scale)); }
 
+// What a product of operands is to be multiplied by.
+__device__ inline float factor_of(const float* a_scale, const float* b_scale) {
+    return inverse_of_scale(*a_scale) * inverse_of_scale(*b_scale);
+}
+
 // The largest absolute value. NaN is larger than all others, or not looked at.
 template <bool NAN_IS_LARGEST, int N>
 __device__ inline float largest_of(const float (&x)[N]) {

@@ -116,8 +116,8 @@ constexpr bool AHEAD = LAYERNORM_AHEAD;
 static_assert(LAYERNORM_SHARED == (AHEAD ? 2 * 3 * ROWS * C * sizeof(element) : 0),
               "shared memory: for each of the block's rows, two buffers of three operands");
 
-// This thread's packs of a row in the backward pass, of which dinp comes in with the gradient of the residual stream, or
-// 0; what is beyond C, or in a row that does not exist, is 0.
+// This thread's packs of a row in the backward pass, of which dinp comes in with the gradient of the residual stream,
+// or 0; what is beyond C, or in a row that does not exist, is 0.
 struct Row {
     uint4 dout[PACKS], inp[PACKS], dinp[PACKS];
     int64 start;
@@ -125,9 +125,9 @@ struct Row {
     __device__ bool has(int p) const { return exists && column(p) < C; }
 };
 
-// The backward pass of a block: each(row, statistics, sums, buffer) is called for every row, last to first, with what
-// statistics_of(row number) has returned. It writes dinp, and adds to `sums`, whose sums over all threads are
-// partials[block]. buffer: 0 and 1 in turn, for sum_over_warps.
+// The backward pass of a block, last row to first. each(row, statistics, sums, buffer) is called by all threads, also
+// if their row does not exist, for the barriers, with what statistics_of(row number) has returned. It writes dinp, and
+// adds to `sums`, whose sums over all threads are partials[block]. buffer: 0 and 1 in turn, for sum_over_warps.
 template <int KINDS, class StatisticsOf, class Each>
 __device__ __forceinline__ void backward_rows(const element* dinp, float* partials, const element* dout,
                                               const residual_element* inp, int add_residual, int N,

@@ -92,7 +92,7 @@ def opened(path, first_step, pattern):
         if first_step and os.path.exists(path):
             with open(path, errors="replace") as f:
                 lines = f.readlines()
-            first = last_run(lines) + lines[:1][0].startswith("step,") if lines else 0  # a table has a head
+            first = last_run(lines) + lines[0].startswith("step,") if lines else 0  # a table has a head
             steps = [pattern.match(line) for line in lines[first:] if line.endswith("\n")]  # a killed run may cut one
             if None in steps:
                 raise UserError(f"{path}: is not a training log; move it away to go on")

@@ -100,9 +100,11 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     _, matmul = open_device(architecture, gpu, config, settings.precision)
     params = allocate(architecture.parameter_table(config))
     trainer = Trainer(architecture, config, settings, matmul, params)
+    batch = np.ones((2, 3, T), np.int32)
+    trainer.compute_gradients(*batch)
+    assert trainer.fp8.updates == 1  # it has found scales
     trainer.prepare()
     fake_gpu.launches.clear()
-    batch = np.ones((2, 3, T), np.int32)
     assert trainer.end_step(trainer.begin_step([batch, batch], 1e-3)).fp8 == (0, 0)
     files = kernel_files(architecture, config, settings.precision, gpu.arch, "auto").values()
     parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}

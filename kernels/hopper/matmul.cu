@@ -244,7 +244,8 @@ matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partia
     matmul<BN, 1, 1>(dout, inp, {M, N, K, band, splits}, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
         constexpr int QUADS = BN / 4;  // of a thread
         const auto quad = [&](int j) { return &acc[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
-        if (!add_splits<QUADS>(partials + int64(item.tile) * (BM * BN / 4), done + item.tile, item, splits, quad)) return;
+        float4* const of_tile = partials + int64(item.tile) * (BM * BN / 4);
+        if (!add_splits<QUADS>(of_tile, done + item.tile, item, splits, quad)) return;
         const Layout at;
 #pragma unroll
         for (int s = 0; s < BN / STRIP_COLUMNS; s++) {

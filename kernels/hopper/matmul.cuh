@@ -313,7 +313,8 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const Accumulat
 // the tile's, see ../matmul.cuh.
 template <int QUADS, class Quad>
 __device__ __forceinline__ bool add_splits(float4* partials, int* done, const Item& item, int splits, Quad quad) {
-    constexpr int IN_FLIGHT = 8;  // loads
+    constexpr int IN_FLIGHT = QUADS % 8 ? 4 : 8;  // loads
+    static_assert(QUADS % IN_FLIGHT == 0, "none beyond the tile");
     partials += threadIdx.x % WARPGROUP;
     if (item.split > 0) {
         if (leads_warpgroup()) wait_for(done, item.split);

@@ -9,7 +9,7 @@
 //     matmul_fp8_classifier_weight   the same, (M,N); a, dlogits, is E5M2                         dweight =
 //     matmul_fp8_classifier_inp      dinp (M,N) = factor * a (M,K) @ b (N,K)^T; a likewise        dinp =
 //
-// out, inp (M,N), bias (N): bfloat16; factor = scale / (*a_scale * *b_scale), where llmc/gpu/fp8.py has the operands'
+// out, inp (M,N), bias (N): bfloat16; factor = scale / *a_scale / *b_scale, where llmc/gpu/fp8.py has the operands'
 // scales. What results in 8 bits is written times its own scale.
 //
 // All but the last three are hopper/matmul.cuh's pipeline. Its accumulators, in the tensor cores, keep about 14 bits:
@@ -30,7 +30,7 @@ __device__ __forceinline__ void multiply(const TensorMap& out, const TensorMap& 
                                          const element* bias, const float* a_scale, const float* b_scale, float scale,
                                          const Sizes& z) {
     matmul<BN, 0, 0>(a, b, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
-        store_tile<BN>(out, acc, item, strips, scale / (*a_scale * *b_scale), bias, z.N);
+        store_tile<BN>(out, acc, item, strips, scale * factor_of(a_scale, b_scale), bias, z.N);
     });
 }
 
@@ -76,8 +76,7 @@ struct ByteSquares {
 
 // A tile's accumulators * factor + bias, rounded: [half][2 * j + k] are columns 8j + 2t and 8j + 2t + 1 of row g + 8k
 // of a half. They take half as many registers, and leave the others to what follows. What is beyond M and N becomes 0.
-template <int BN>
-using Pairs = uint32[2][BN / 4];
+typedef uint32 Pairs[2][GELU_BN / 4];
 
 // Products of bfloat16.
 __device__ inline uint32 times(uint32 pair, uint32 factors) {
@@ -85,11 +84,11 @@ __device__ inline uint32 times(uint32 pair, uint32 factors) {
     return pair;
 }
 
-template <int BN, bool HAS_BIAS>
-__device__ __forceinline__ void round_tile(Pairs<BN>& pairs, const Accumulators<BN>& acc, float factor,
+template <bool HAS_BIAS>
+__device__ __forceinline__ void round_tile(Pairs& pairs, const Accumulators<GELU_BN>& acc, float factor,
                                            const element* bias, const Item& item, const Sizes& z) {
 #pragma unroll
-    for (int j = 0; j < BN / 8; j++) {
+    for (int j = 0; j < GELU_BN / 8; j++) {
         const uint32 factors = as_pair(factor, factor);
         if (j % 2 == 0) __syncwarp();  // the compiler moves nothing across: more would take too many registers
         float2 b = {0.0f, 0.0f};
@@ -104,10 +103,10 @@ __device__ __forceinline__ void round_tile(Pairs<BN>& pairs, const Accumulators<
                                                    : times(as_pair(x[0], x[1]), factors);  // the same, and faster
         }
     }
-    if (item.row + BM <= z.M && item.column + BN <= z.N) return;
+    if (item.row + BM <= z.M && item.column + GELU_BN <= z.N) return;
     const Layout at;
 #pragma unroll
-    for (int j = 0; j < BN / 8; j++) {
+    for (int j = 0; j < GELU_BN / 8; j++) {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             if (item.row + at.row(k) >= z.M || item.column + 8 * j >= z.N) pairs[k / 2][2 * j + k % 2] = 0;
@@ -116,17 +115,18 @@ __device__ __forceinline__ void round_tile(Pairs<BN>& pairs, const Accumulators<
 }
 
 // What is noted of a tile: nothing of the zeros beyond M and N.
-template <int BN>
 __device__ inline Noted noted_of_tile(float scale, const Item& item, const Sizes& z) {
     Noted noted(scale);
-    if (leads_warpgroup()) noted.vanished = 128 * (min(BM, z.M - item.row) * min(BN, z.N - item.column) - BM * BN);
+    if (leads_warpgroup()) {
+        noted.vanished = 128 * (min(BM, z.M - item.row) * min(GELU_BN, z.N - item.column) - BM * GELU_BN);
+    }
     return noted;
 }
 
 // half_strip (128 x 32) = the tile's columns from 32 * s on. s is not known at compile time, so that the loop over half
 // strips need not be unrolled: 60 KB of code would not fit into the instruction cache.
-template <int BN, int CANDIDATE = 0>
-__device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& half_strip, const Pairs<BN>& pairs,
+template <int CANDIDATE = 0>
+__device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& half_strip, const Pairs& pairs,
                                                 int s) {
     if (s == CANDIDATE) {
 #pragma unroll
@@ -135,31 +135,31 @@ __device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& hal
             half_strip.store({p[0], p[1], p[2], p[3]}, n);
         }
         asm volatile("// %0" ::"n"(CANDIDATE));  // else the compiler may merge the branches: pairs in local memory
-    } else if constexpr (CANDIDATE + 1 < BN / HALF_COLUMNS) {
-        fill_half_strip<BN, CANDIDATE + 1>(half_strip, pairs, s);
+    } else if constexpr (CANDIDATE + 1 < GELU_BN / HALF_COLUMNS) {
+        fill_half_strip<CANDIDATE + 1>(half_strip, pairs, s);
     }
 }
 
 // Boxes of the maps: out 128 x 32; in 8 bits 128 x 32; a, b as above.
-template <int BN>
 __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quantised& gelu, const TensorMap& a,
                                               const TensorMap& b, const element* bias, const float* a_scale,
                                               const float* b_scale, const Sizes& z) {
-    matmul<BN, 0, 0, false, 1, GELU_CONSUMERS>(a, b, z, [&](Accumulators<BN>& acc, const Item& item, element* strips) {
-        const float factor = inverse_of_scale(*a_scale) * inverse_of_scale(*b_scale);
+    typedef Accumulators<GELU_BN> Tile;
+    matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(a, b, z, [&](Tile& acc, const Item& item, element* strips) {
+        const float factor = factor_of(a_scale, b_scale);
         const uint32 gelu_scale = as_pair(*gelu.scale, *gelu.scale);
-        Noted noted = noted_of_tile<BN>(*gelu.scale, item, z);
-        Pairs<BN> pairs_of_tile;
-        round_tile<BN, true>(pairs_of_tile, acc, factor, bias, item, z);
+        Noted noted = noted_of_tile(*gelu.scale, item, z);
+        Pairs pairs_of_tile;
+        round_tile<true>(pairs_of_tile, acc, factor, bias, item, z);
         wait_strip_empty<0>();
 #pragma unroll 1
-        for (int s = 0; s < BN / HALF_COLUMNS; s++) {
+        for (int s = 0; s < GELU_BN / HALF_COLUMNS; s++) {
             element* const strip = strips + s % 2 * STRIP;
             const int column = item.column + HALF_COLUMNS * s;
             const Squares<HALF_COLUMNS> outs(strip);
             const ByteSquares gelus(strip + HALF_STRIP);
             if (s > 1) wait_strip_empty<1>();
-            fill_half_strip<BN>(outs, pairs_of_tile, s);
+            fill_half_strip(outs, pairs_of_tile, s);
             __syncwarp();
 #pragma unroll 1
             for (int c = 0; c < 2; c++) {
@@ -198,17 +198,16 @@ matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ T
                 const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const element* bias,
                 const float* a_scale, const float* b_scale, const float* gelu_scale, int* largest, int64* counts, int M,
                 int N, int K, int band) {
-    multiply_gelu<GELU_BN>(out, {gelu, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale, {M, N, K, band, 1});
+    multiply_gelu(out, {gelu, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale, {M, N, K, band, 1});
 }
 
 // Each consumer has room for four half strips: two of inp, one of dout @ weight, and one of dinp in 8 bits. Its first
 // thread loads inp's: two before the mainloop, the others as room becomes free, out of the L2 cache, where they are
 // brought meanwhile. Boxes: inp 128 x 32.
-template <int BN>
 __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, float* partials, const TensorMap& a,
                                                        const TensorMap& b, const TensorMap& inp, const float* a_scale,
                                                        const float* b_scale, const Sizes& z) {
-    constexpr int STRIPS = BN / HALF_COLUMNS;
+    constexpr int STRIPS = GELU_BN / HALF_COLUMNS;
     __shared__ Mbarrier inp_full[GELU_CONSUMERS][2];         // guards the half strips of inp
     __shared__ float sums[GELU_CONSUMERS][4][HALF_COLUMNS];  // column sums over the rows of each warp
     if (threadIdx.x == 0) {
@@ -221,23 +220,23 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
         mbarrier_arrive_expect_tx(full, HALF_STRIP * sizeof(element));
         load_box(strips + number % 2 * HALF_STRIP, &inp, full, item.column + HALF_COLUMNS * s, item.row, 0);
     };
-    matmul<BN, 0, 0, false, 1, GELU_CONSUMERS>(
+    matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(
         a, b, z,
-        [&](Accumulators<BN>& acc, const Item& item, element* strips) {
+        [&](Accumulators<GELU_BN>& acc, const Item& item, element* strips) {
             const float dinp_scale = *dinp.scale, unscale = inverse_of_scale(dinp_scale);
-            const float factor = dinp_scale * inverse_of_scale(*a_scale) * inverse_of_scale(*b_scale);
+            const float factor = dinp_scale * factor_of(a_scale, b_scale);
             element *const dgelu = strips + STRIP, *const result = dgelu + HALF_STRIP;
             const Squares<HALF_COLUMNS> dgelus(dgelu);
             const ByteSquares dinps(result);
-            Noted noted = noted_of_tile<BN>(1.0f, item, z);
-            Pairs<BN> pairs_of_tile;
-            round_tile<BN, false>(pairs_of_tile, acc, factor, nullptr, item, z);
+            Noted noted = noted_of_tile(1.0f, item, z);
+            Pairs pairs_of_tile;
+            round_tile<false>(pairs_of_tile, acc, factor, nullptr, item, z);
 #pragma unroll 1
             for (int s = 0; s < STRIPS; s++, current++) {
                 const int column = item.column + HALF_COLUMNS * s;
                 const Squares<HALF_COLUMNS> inps(strips + current % 2 * HALF_STRIP);
                 float* const of_warp = sums[consumer][threadIdx.x % WARPGROUP / 32];
-                fill_half_strip<BN>(dgelus, pairs_of_tile, s);
+                fill_half_strip(dgelus, pairs_of_tile, s);
                 wait_strip_empty<0>();
                 mbarrier_wait(&inp_full[consumer][current % 2], current / 2 & 1);
                 __syncwarp();
@@ -295,14 +294,14 @@ matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, float* partials
                          const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap inp,
                          const float* a_scale, const float* b_scale, const float* dinp_scale, int* largest,
                          int64* counts, int M, int N, int K, int band) {
-    multiply_gelu_backward<GELU_BN>({dinp, dinp_scale, largest, counts}, partials, a, b, inp, a_scale, b_scale,
+    multiply_gelu_backward({dinp, dinp_scale, largest, counts}, partials, a, b, inp, a_scale, b_scale,
                                     {M, N, K, band, 1});
 }
 
 // A's fragments of one step, as wgmma takes them from registers, for a warp's 16 columns of a stage of 128 rows (k) x
-// 128 bytes (m). Of 8-bit numbers, ldmatrix transposes pairs; a byte_perm of two of them completes it: bytes are then in
-// the order of rows of fp8.cuh, as B's are, and lane 4g + t has, in rows g and g + 8 of the fragment, the columns that
-// the order of columns has in places 2g and 2g + 1.
+// 128 bytes (m). Of 8-bit numbers, ldmatrix transposes pairs; a byte_perm of two of them completes it: bytes are then
+// in the order of rows of fp8.cuh, as B's are, and lane 4g + t has, in rows g and g + 8 of the fragment, the columns
+// that the order of columns has in places 2g and 2g + 1.
 __device__ inline void load_transposed(uint32 (&a)[4][4], const element* stage, int columns) {
     const int lane = threadIdx.x % 32;
     const element* const from = stage + lane * 64 + (columns / 16 ^ lane % 8) * 8;
@@ -368,7 +367,8 @@ __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int
 
         const int tile = 2 * item.tile + half;
         const auto quad = [&](int j) { return sums + 4 * j; };
-        if (!add_splits<QUADS>(partials + int64(tile) * (WARPGROUP * QUADS), done + tile, item, z.splits, quad)) continue;
+        float4* const of_tile = partials + int64(tile) * (WARPGROUP * QUADS);
+        if (!add_splits<QUADS>(of_tile, done + tile, item, z.splits, quad)) continue;
         const int row = item.row + first_row + (A_IS_TRANSPOSED ? g % 2 * 7 + g : g), next = A_IS_TRANSPOSED ? 1 : 8;
 #pragma unroll
         for (int j = 0; j < QUADS; j++) {  // (row, c), (row, c + 1), (row + next, c), (row + next, c + 1)
@@ -389,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_fp8_weight(gradient* dweight, float4* partials, int* done, const __grid_constant__ TensorMap a,
                   const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale, float scale,
                   int across, int M, int N, int K, int band, int splits) {
-    multiply_long<true, false>(dweight, partials, done, a, b, scale / (*a_scale * *b_scale), across,
+    multiply_long<true, false>(dweight, partials, done, a, b, scale * factor_of(a_scale, b_scale), across,
                                {M, N, K, band, splits});
 }
 
@@ -397,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_fp8_classifier_weight(gradient* dweight, float4* partials, int* done, const __grid_constant__ TensorMap a,
                              const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale,
                              float scale, int M, int N, int K, int band, int splits) {
-    multiply_long<true, true>(dweight, partials, done, a, b, scale / (*a_scale * *b_scale), false,
+    multiply_long<true, true>(dweight, partials, done, a, b, scale * factor_of(a_scale, b_scale), false,
                               {M, N, K, band, splits});
 }
 
@@ -405,6 +405,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_fp8_classifier_inp(element* dinp, float4* partials, int* done, const __grid_constant__ TensorMap a,
                           const __grid_constant__ TensorMap b, const float* a_scale, const float* b_scale, float scale,
                           int M, int N, int K, int band, int splits) {
-    multiply_long<false, true>(dinp, partials, done, a, b, scale / (*a_scale * *b_scale), false,
+    multiply_long<false, true>(dinp, partials, done, a, b, scale * factor_of(a_scale, b_scale), false,
                                {M, N, K, band, splits});
 }

@@ -219,7 +219,7 @@ class Device:
 
     def tensor_map(self, array, rows, columns, batches=1):
         """Return a TensorMap for boxes of (batches, rows, columns) of an array (B,T,C) or (T,C) of bytes or floats. A
-        row of a box is 64 or 128 bytes, in 16-byte units that are permuted ("swizzled"): those of a column lie in
+        row of a box is 32, 64 or 128 bytes, in 16-byte units that are permuted ("swizzled"): those of a column lie in
         different banks of shared memory."""
         key = array.data.ptr, array.shape, array.dtype, rows, columns, batches
         if key not in self.maps:

@@ -23,11 +23,11 @@ from llmc.gpu.geometry import blocks
 from llmc.gpu.matmul import ALIGN, WORKSPACE, rows
 from llmc.tensors import Row, allocate, table_bytes, views
 
-LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work
+LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
 ROLES = ("inp", "weight", "dout")  # their operands, with a scale each
 HISTORY = 16  # updates whose largest numbers a scale follows from
 LARGEST, SMALLEST = 448.0, 2.0**-9  # numbers of E4M3
-DLOGITS_SCALE = 2.0**15  # what gradients of logits are multiplied by: from -1 to 1, E5M2 has 2^-16 to 57344
+DLOGITS_SCALE = 2.0**15  # times gradients of logits, which are from -1 to 1; E5M2 has numbers from 2^-16 to 57344
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the specification of kernels/fp8.cu
@@ -108,7 +108,7 @@ def operand_table(parameters, N, recomputed):
             table |= {f"{name}_inp_t": Row((kept, C, pitch), "uint8")}
         if name != "logits":  # whose gradient takes the place of the logits
             table |= {f"{name}_dout": Row((N, OC), "uint8")}
-    return table | {"inp": Row((N, shapes["qkv"][2]), "uint8")}  # of the layer at hand, but for fcproj's
+    return table | {"inp": Row((N, shapes["qkv"][2]), "uint8")}  # of the matmul at hand, but for fcproj's
 
 
 def operand_bytes(parameters, N, recomputed):
@@ -154,22 +154,22 @@ class Fp8:
 
     def quantise(self, name, l, role, x, plain=None, transposed=None, again=False):
         """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of several layers from
-        l on, each with its scale. again: it was noted before."""
+        l on, each with its scale. again: for the second time in an update, so that nothing is noted."""
         g, (*_, N, C), (scale, largest, counts) = self.device.geometry, x.shape, self.noted(name, l, role)
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
         self.device.launch("quantise", grid, (g.FP8_THREADS,), plain, transposed, x, scale, None if again else largest,
                            counts, N, C, N if transposed is None else transposed.shape[-1], int(role == "weight"),
                            len(ROLES))
 
-    def quantise_weights(self, layers=slice(0, None)):
-        """The matrices of some layers, after an update has changed them."""
+    def quantise_weights(self, layers=slice(0, None), again=False):
+        """The matrices of some layers, after an update has changed them. again: another rank notes the same."""
         weights = {name: getattr(self.params, f"{name}w")[layers] for name in LINEARS}
         if layers.start == 0:
             head = self.params.lm_head if "lm_head" in self.params.table else self.params.wte
             weights["logits"] = head[np.newaxis]
         for name, weight in weights.items():
             plain, transposed = (getattr(self.operands, f"{name}w{t}")[layers] for t in ("", "_t"))
-            self.quantise(name, layers.start, "weight", weight, plain, transposed)
+            self.quantise(name, layers.start, "weight", weight, plain, transposed, again)
 
     def prepare_scales(self):
         """At the end of an update: the scales of the next one."""
@@ -208,8 +208,10 @@ class Fp8:
     # -- the kernels of hopper/matmul_fp8.cu
 
     def multiply(self, out, a, a_scale, b, b_scale, bias=None, scale=1.0):
-        """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), in the operands' own units."""
-        kernels, columns, narrow = self.matmul.kernels, *self.columns(out.shape[1])
+        """out (M,N) = scale * a (M,K) @ b (N,K)^T + bias (N,), each operand divided by its scale."""
+        kernels, g = self.matmul.kernels, self.device.geometry
+        columns = self.matmul.tile(out.shape[1], narrow=True) or g.MATMUL_BN
+        narrow = columns != g.MATMUL_BN
         kernels.launch("matmul_fp8" + "_narrow" * narrow, *out.shape, a.shape[1], kernels.result(out, narrow),
                        *self.operands_of(a, b, columns), bias, a_scale, b_scale, float(scale), columns=columns)
 
@@ -234,16 +236,10 @@ class Fp8:
         (M, N), K = out.shape[::-1] if across else out.shape, b.shape[1]
         kernels, side = self.matmul.kernels, int(self.device.stream is self.device.side)
         columns = self.device.geometry.MATMUL_FP8_LONG_BN
-        kernels.launch(f"matmul_fp8_{kernel}", M, N, K, out, self.matmul.workspace[side], self.done[side],
+        kernels.launch(f"matmul_fp8_{kernel}", M, N, K, out, self.matmul.stream_workspace(), self.done[side],
                        *self.operands_of(a, b, columns), a_scale, b_scale, float(scale),
                        *([int(across)] if kernel == "weight" else []), columns=columns,
                        splits=splits or kernels.splits(M, N, K, columns))
-
-    def columns(self, N):
-        """(columns of a tile, whether they are the narrow ones) for a result of N columns."""
-        g = self.device.geometry
-        narrow = N % g.MATMUL_BN > 0 and N % g.MATMUL_NARROW_BN == 0
-        return g.MATMUL_NARROW_BN if narrow else g.MATMUL_BN, narrow
 
     def operands_of(self, a, b, columns):
         g = self.device.geometry
@@ -265,8 +261,8 @@ class Quantised(NamedTuple):
 
 
 class Fp8Linear(NamedTuple):
-    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". The input's copy for backward_weight
-    stays from forward on: fcproj's as it is, the others' transposed."""
+    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". backward_weight reads a copy of the
+    input, fcproj's as it is, the others' transposed: kept from forward on, or made again."""
 
     fp8: Fp8
     name: str
@@ -291,22 +287,20 @@ class Fp8Linear(NamedTuple):
     def forward(self, out, inp):
         """out (N,OC) = inp @ weight^T + bias. inp: a Quantised; fcproj's: (N,C), not read if fc's forward_gelu has made
         it."""
-        if self.name == "fcproj":
-            inp = self.quantised_inp(inp, made=self.fuses_gelu)
-        self.fp8.multiply(rows(out), inp.plain, self.scale("inp"), self.of_this_layer("w"), self.scale("weight"),
-                          self.bias)
+        plain = self.fcproj_inp(inp, made=self.fuses_gelu) if self.name == "fcproj" else inp.plain
+        self.fp8.multiply(rows(out), plain, self.scale("inp"), self.of_this_layer("w"), self.scale("weight"), self.bias)
 
-    def quantised_inp(self, inp, made=False, again=False):
-        """fcproj's input (N,C) -> its Quantised; `made` already; again: it was noted before."""
+    def fcproj_inp(self, inp, made=False, again=False):
+        """fcproj's input (N,C) in 8 bits, `made` already or not. again: see quantise."""
         plain = self.of_this_layer("_inp")
         if not made:
             self.fp8.quantise(self.name, self.l, "inp", rows(inp), plain, again=again)
-        return Quantised(plain, None)
+        return plain
 
     def forward_gelu(self, out, gelu, inp):
         """The same, and fcproj's input = GELU(out); gelu (N,OC): not written."""
         fcproj = self.fp8.linear("fcproj", self.l, None, None)
-        self.fp8.multiply_gelu(rows(out), fcproj.quantised_inp(gelu, made=True).plain, inp.plain, self.scale("inp"),
+        self.fp8.multiply_gelu(rows(out), fcproj.of_this_layer("_inp"), inp.plain, self.scale("inp"),
                                self.of_this_layer("w"), self.scale("weight"), self.bias,
                                self.fp8.noted("fcproj", self.l, "inp"))
 
@@ -347,8 +341,8 @@ class Fp8Linear(NamedTuple):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was recomputed."""
         multiply, scales = self.fp8.multiply_long, (self.scale("dout"), self.scale("inp"))
         if self.name == "fcproj":
-            inp = self.quantised_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
-            multiply("weight", self.dweight, inp.plain, scales[1], dout.transposed, scales[0], scale, across=True)
+            inp = self.fcproj_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
+            multiply("weight", self.dweight, inp, scales[1], dout.transposed, scales[0], scale, across=True)
         else:
             kernel = "classifier_weight" if self.name == "logits" else "weight"
             multiply(kernel, self.dweight, dout.plain, scales[0], self.of_this_layer("_inp_t"), scales[1], scale)

@@ -114,8 +114,6 @@ def shared_memory(layer, kernels, geometry):
     if layer == "norm_fp8":
         return dict.fromkeys(kernels, geometry["NORM_SHARED"])
     name = layer.removesuffix("_swiglu").removesuffix("_fp8")
-    if layer == "fp8":
-        return {}
     return {kernel: geometry[f"{'matmul_fp8_gelu' if 'fp8_gelu' in kernel else name}_SHARED".upper()]
             for kernel in kernels if name in ("matmul", "classifier")}
 

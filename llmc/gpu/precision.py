@@ -16,7 +16,7 @@ class Precision(NamedTuple):
     dtype: str = "float32"
     tf32: int = 1  # matmuls round float32 operands to TF32
     float32_grads: int = 0  # the gradients of the weights are float32 in a bfloat16 run, too
-    fp8: bool = False  # a bfloat16 run whose layers' matmuls have E4M3 operands: llmc/gpu/fp8.py
+    fp8: bool = False  # a bfloat16 run with most matmuls in 8 bits: llmc/gpu/fp8.py
 
     @property
     def bf16(self):

@@ -249,6 +249,7 @@ class Trainer(ForwardPasses):
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             if self.fp8:
                 self.calibrate()
+                self.fp8.quantise_weights()
             self.compute(0)
             if self.fp8:
                 self.fp8.forget()
@@ -312,6 +313,7 @@ class Trainer(ForwardPasses):
             copy_to_gpu(batch.buffer, half.buffer)
             acts, scale = self.model.activations(B, T), 1.0 / (B * T)
             if self.fp8:
+                self.calibrate()
                 self.fp8.trains = True
                 self.model.trunk(acts, batch.inputs[0], self.layer_begins)  # again, in 8 bits
             self.model.classify(acts, batch.targets[0], self.own_parts[:1], scale, train=True)
@@ -414,7 +416,7 @@ class Trainer(ForwardPasses):
         if self.messages:
             self.fetch_weights(l)
         if self.fp8 and (self.messages or l == 0):
-            self.fp8.quantise_weights(slice(l, l + 1 if self.messages else None))
+            self.fp8.quantise_weights(slice(l, l + 1 if self.messages else None), again=not self.ranks.is_first)
 
     def fetch_weights(self, l):
         """Before layer l: wait for its matrices, and have those of the next two layers on their way; the first layer's
