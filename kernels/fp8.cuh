@@ -126,13 +126,3 @@ struct Noted {
         if (vanished) atomicAdd(sums + 1, vanished);
     }
 };
-
-struct TensorMap;  // of hopper/hopper.cuh
-
-// A tensor that results in 8 bits.
-struct Quantised {
-    const TensorMap& numbers;
-    const float* scale;
-    int* largest;
-    int64* counts;
-};

@@ -272,6 +272,14 @@ constexpr float TO_LOG2 = LOG2E * SCALE;
 enum NamedBarrier { SUMS = 1 };
 
 #if ATTENTION_FP8
+// A tensor that results in 8 bits.
+struct Quantised {
+    const TensorMap& numbers;
+    const float* scale;
+    int* largest;
+    int64* counts;
+};
+
 // The same epilogue for a gradient in 8 bits. A warp's room begins with (HALVES,16,64) bytes, whose 16-byte units are
 // swizzled as TMA expects of rows of 64 bytes. If T is no multiple of 16, the rows from T on are 0 in d.
 template <int PARTS>

@@ -141,14 +141,17 @@ __device__ __forceinline__ void fill_half_strip(const Squares<HALF_COLUMNS>& hal
 }
 
 // Boxes of the maps: out 128 x 32; in 8 bits 128 x 32; a, b as above.
-__device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quantised& gelu, const TensorMap& a,
-                                              const TensorMap& b, const element* bias, const float* a_scale,
-                                              const float* b_scale, const Sizes& z) {
+extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
+matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
+                const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const element* bias,
+                const float* a_scale, const float* b_scale, const float* gelu_scale, int* largest, int64* counts, int M,
+                int N, int K, int band) {
     typedef Accumulators<GELU_BN> Tile;
+    const Sizes z = {M, N, K, band, 1};
     matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(a, b, z, [&](Tile& acc, const Item& item, element* strips) {
         const float factor = factor_of(a_scale, b_scale);
-        const uint32 gelu_scale = as_pair(*gelu.scale, *gelu.scale);
-        Noted noted = noted_of_tile(*gelu.scale, item, z);
+        const uint32 scales = as_pair(*gelu_scale, *gelu_scale);
+        Noted noted = noted_of_tile(*gelu_scale, item, z);
         Pairs pairs_of_tile;
         round_tile<true>(pairs_of_tile, acc, factor, bias, item, z);
         wait_strip_empty<0>();
@@ -174,7 +177,7 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
 #pragma unroll
                 for (int k = 0; k < 16; k += 2) {  // rounded to bfloat16 first, so that it can be recomputed from out
                     results[k / 2] = as_pair(__fmul_rn(y[k], gate[k].s), __fmul_rn(y[k + 1], gate[k + 1].s));
-                    const float2 scaled = as_floats(times(results[k / 2], gelu_scale));
+                    const float2 scaled = as_floats(times(results[k / 2], scales));
                     y[k] = scaled.x, y[k + 1] = scaled.y;
                 }
                 round_squares(rows, y);
@@ -185,28 +188,23 @@ __device__ __forceinline__ void multiply_gelu(const TensorMap& out, const Quanti
             warpgroup_sync();
             if (leads_warpgroup()) {
                 store_box(&out, strip, column, item.row, 0);
-                store_box(&gelu.numbers, strip + HALF_STRIP, column, item.row, 0);
+                store_box(&gelu, strip + HALF_STRIP, column, item.row, 0);
                 stores_commit();
             }
         }
-        noted.publish(gelu.largest, gelu.counts);
+        noted.publish(largest, counts);
     });
-}
-
-extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
-matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap gelu,
-                const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const element* bias,
-                const float* a_scale, const float* b_scale, const float* gelu_scale, int* largest, int64* counts, int M,
-                int N, int K, int band) {
-    multiply_gelu(out, {gelu, gelu_scale, largest, counts}, a, b, bias, a_scale, b_scale, {M, N, K, band, 1});
 }
 
 // Each consumer has room for four half strips: two of inp, one of dout @ weight, and one of dinp in 8 bits. Its first
 // thread loads inp's: two before the mainloop, the others as room becomes free, out of the L2 cache, where they are
 // brought meanwhile. Boxes: inp 128 x 32.
-__device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, float* partials, const TensorMap& a,
-                                                       const TensorMap& b, const TensorMap& inp, const float* a_scale,
-                                                       const float* b_scale, const Sizes& z) {
+extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
+matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, float* partials, const __grid_constant__ TensorMap a,
+                         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap inp,
+                         const float* a_scale, const float* b_scale, const float* dinp_scale, int* largest,
+                         int64* counts, int M, int N, int K, int band) {
+    const Sizes z = {M, N, K, band, 1};
     constexpr int STRIPS = GELU_BN / HALF_COLUMNS;
     __shared__ Mbarrier inp_full[GELU_CONSUMERS][2];         // guards the half strips of inp
     __shared__ float sums[GELU_CONSUMERS][4][HALF_COLUMNS];  // column sums over the rows of each warp
@@ -223,8 +221,8 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
     matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(
         a, b, z,
         [&](Accumulators<GELU_BN>& acc, const Item& item, element* strips) {
-            const float dinp_scale = *dinp.scale, unscale = inverse_of_scale(dinp_scale);
-            const float factor = dinp_scale * factor_of(a_scale, b_scale);
+            const float unscale = inverse_of_scale(*dinp_scale);
+            const float factor = *dinp_scale * factor_of(a_scale, b_scale);
             element *const dgelu = strips + STRIP, *const result = dgelu + HALF_STRIP;
             const Squares<HALF_COLUMNS> dgelus(dgelu);
             const ByteSquares dinps(result);
@@ -267,7 +265,7 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                 fence_for_async();
                 warpgroup_sync();
                 if (leads_warpgroup()) {
-                    store_box(&dinp.numbers, result, column, item.row, 0);
+                    store_box(&dinp, result, column, item.row, 0);
                     stores_commit();
                     if (s + 2 < STRIPS) load_strip(item, strips, s + 2, current + 2);
                 }
@@ -279,7 +277,7 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
                 }
             }
             noted.largest = fminf(noted.largest, 0x1p127f) * unscale;  // if it overflowed: a large one
-            noted.publish(dinp.largest, dinp.counts);
+            noted.publish(largest, counts);
         },
         Nothing{},
         [&](const Item& item, element* strips) {  // before the mainloop
@@ -287,15 +285,6 @@ __device__ __forceinline__ void multiply_gelu_backward(const Quantised& dinp, fl
             for (int s = 0; s < 2; s++) load_strip(item, strips, s, current + s);
             for (int s = 2; s < STRIPS; s++) prefetch_box(&inp, item.column + HALF_COLUMNS * s, item.row, 0);
         });
-}
-
-extern "C" __global__ void __launch_bounds__(GELU_THREADS, 1)
-matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, float* partials, const __grid_constant__ TensorMap a,
-                         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap inp,
-                         const float* a_scale, const float* b_scale, const float* dinp_scale, int* largest,
-                         int64* counts, int M, int N, int K, int band) {
-    multiply_gelu_backward({dinp, dinp_scale, largest, counts}, partials, a, b, inp, a_scale, b_scale,
-                                    {M, N, K, band, 1});
 }
 
 // A's fragments of one step, as wgmma takes them from registers, for a warp's 16 columns of a stage of 128 rows (k) x
