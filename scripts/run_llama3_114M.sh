@@ -3,7 +3,7 @@
 #
 # Needs:   one GPU with 26 GiB of memory (-b 32: 14). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
 #          21 GB of disk for the data, 7 GB for checkpoints of 1.6 GB (the newest three, and one being written)
-# Takes:   4.2 hours on an H100, at the 685,000 tokens/s of doc/llama3.md
+# Takes:   4.4 hours on an H100, at the 654,000 tokens/s of doc/llama3.md
 # Reaches: not yet measured
 #
 # When run again, it resumes from the newest checkpoint. Extra flags, but not -o, go to the trainer, like this:

@@ -5,6 +5,7 @@
     geometry    the files of kernels/ and their launch geometry
     precision   the dtypes of a run
     matmul      matrix multiplication by our kernels or, in cublaslt, by NVIDIA's library
+    fp8         matmuls of 8-bit operands, and their scales
     trainer     training a model: buffers, the captured step, AdamW
     batch       a micro-batch on the GPU: tokens, and their positions sorted
     memory      what the trainer allocates, and whether it fits
