@@ -220,7 +220,7 @@ TABLES = {
     "models": [Job("gpu", "ours", "bfloat16", B, T, model)
                for model, B in itertools.product(("355M", "774M", "1558M"), (4, 16))],
     "float32": [Job("gpu", name, precision, B, T) for precision, B in (("tf32", 4), ("tf32", 16), ("float32", 4))
-                for name in ("ours", *RIVALS)],
+                for name in ("ours", RIVALS[-1])],
 }
 
 
