@@ -38,7 +38,8 @@ class Float8(NamedTuple):
 
 
 E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)  # a tensor's scale takes its largest number to 112 or more
-E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)  # of dlogits, about 2^15; stochastic: twice the variance
+WEIGHT = Float8(2.0**-3.5, 2.0**-9 / math.sqrt(6) / 112)  # E4M3, stochastically rounded: twice the variance
+E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)  # of dlogits, about 2^15; as well
 
 
 class Roundoff(NamedTuple):
@@ -93,7 +94,7 @@ class NoisyGPT2:
         return x.sum(-1, keepdim=True) + error * self.noise(error)
 
     def operand(self, x, fp8):
-        """x as a matmul reads it. fp8: E4M3 or E5M2, what it is in a run of FP8, or None."""
+        """x as a matmul reads it. fp8: E4M3, WEIGHT or E5M2, what it is in a run of FP8, or None."""
         if not (fp8 and self.u.fp8):
             return self.rounded(x, self.u.operands)
         size = x.abs()
@@ -242,16 +243,16 @@ def operations(run):
         @staticmethod
         def forward(ctx, a, b, fp8=None):
             ctx.save_for_backward(a, b)
-            ctx.fp8, ctx.inputs_fp8 = fp8, fp8 and E4M3
-            return run.product(a, b, ctx.inputs_fp8, ctx.inputs_fp8)
+            ctx.fp8, ctx.input_fp8, ctx.weight_fp8 = fp8, fp8 and E4M3, fp8 and WEIGHT
+            return run.product(a, b, ctx.input_fp8, ctx.weight_fp8)
 
         @staticmethod
         def backward(ctx, g):
             a, b = ctx.saved_tensors
-            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8, ctx.inputs_fp8), u.tensors)
+            da = run.rounded(run.product(g, b.transpose(-1, -2), ctx.fp8, ctx.weight_fp8), u.tensors)
             if b.dim() == 2:  # a weight: its gradient sums over all rows
                 a, g = a.flatten(0, -2), g.flatten(0, -2)
-            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.inputs_fp8, ctx.fp8), u.tensors), None
+            return da, run.rounded(run.product(a.transpose(-1, -2), g, ctx.input_fp8, ctx.fp8), u.tensors), None
 
     class Layernorm(torch.autograd.Function):
         @staticmethod

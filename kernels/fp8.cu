@@ -7,7 +7,8 @@
 //     prepare_scales   scales of the next update, from history and largest; reports = counts     in place
 //
 // E4M3 has 3 bits of mantissa, numbers from 2^-9 to 448, NaN and no infinities: what is beyond 448 becomes 448, NaN
-// stays. llmc/gpu/fp8.py has its rounding in NumPy. Bound by bytes: 2 read and 2 written for each number.
+// stays. Weights are rounded at random, all else to nearest; llmc/gpu/fp8.py has both in NumPy. Bound by bytes: 2 read
+// and 2 written for each number.
 
 #include "fp8.cuh"
 
@@ -17,11 +18,12 @@ constexpr int HISTORY = FP8_HISTORY;
 static_assert(THREADS == FP8_THREADS && BFLOAT16, "as launched");
 
 // Block (THREADS); grid (columns / SIDE, rows / SIDE, rounded up, layers). plain, transposed, largest: or null. pitch:
-// of a row of transposed, of which numbers from `rows` on become 0. is_weight: decides on the order of numbers in
-// transposed, see fp8.cuh. stride: from one layer's scale to the next's; all else is adjacent.
+// of a row of transposed, of which numbers from `rows` on become 0. update, slot: of a weight, the number of the update
+// and of its scale, which it is rounded at random by, and its order of numbers in transposed, see fp8.cuh; else null.
+// stride: from one layer's scale to the next's; all else is adjacent.
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantise(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale, int* largest,
-         int64* counts, int rows, int columns, int pitch, int is_weight, int stride) {
+         int64* counts, int rows, int columns, int pitch, const int* update, int slot, int stride) {
     const int64 l = blockIdx.z;
     inp += l * rows * columns, scale += l * stride;
     if (plain) plain += l * rows * columns;
@@ -43,6 +45,14 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
         float* const y = x[r].x;
 #pragma unroll
         for (int k = 0; k < PACK; k++) y[k] *= factor;
+        if (update) {
+            uint32 random[2];
+#pragma unroll
+            for (int k = 0; k < PACK; k++) {
+                if (k % 4 == 0) random[k / 4] = random_bits((row + r) * columns + column + k, *update, slot + l * stride);
+                y[k] = at_random(y[k], random[k / 4] >> k % 4 * 8 & 0xff);
+            }
+        }
         const uint32 bytes[2] = {four_bytes(y[0], y[1], y[2], y[3]), four_bytes(y[4], y[5], y[6], y[7])};
         const uint2 in_our_order = in_order({bytes[0], bytes[1]});
         if (row + r >= rows || column >= columns) continue;
@@ -57,7 +67,7 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
     }
     __syncthreads();
     constexpr int UNITS = SIDE / 16;  // of 16 rows of a column
-    const uint32 first = is_weight ? FIRST_COLUMNS : FIRST_ROWS, last = is_weight ? LAST_COLUMNS : LAST_ROWS;
+    const uint32 first = update ? FIRST_COLUMNS : FIRST_ROWS, last = update ? LAST_COLUMNS : LAST_ROWS;
 #pragma unroll
     for (int i = threadIdx.x; i < SIDE * UNITS; i += THREADS) {
         const int c = i / UNITS, unit = i % UNITS, r = blockIdx.y * SIDE + unit * 16;

@@ -28,6 +28,14 @@ __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
     return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
+// y rounded toward 0 or away from it, at random, so that the expected value is y. random: 8 bits. 448 and more, and NaN,
+// stay. Below 2^-6, the numbers of E4M3 are as far apart as up to 2^-5.
+__device__ inline float at_random(float y, uint32 random) {
+    const float size = fabsf(y), base = size < 0x1p-6f ? 0x1p-6f : 0.0f;
+    const uint32 bits = (__float_as_uint(size + base) + (random << 12)) & 0xfff00000;  // 3 bits of mantissa
+    return size < 448.0f ? copysignf(__uint_as_float(bits) - base, y) : y;
+}
+
 // Threads 2i and 2i + 1 have the first and the last 8 of 16 columns, in natural order -> in ours. lanes: those of this
 // warp that take part.
 __device__ inline uint2 in_order(uint2 bytes, uint32 lanes = 0xffffffff) {
@@ -88,11 +96,11 @@ __device__ inline float largest_of(const uint32 (&pairs)[N]) {  // of bfloat16
 // A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its E4M3 numbers are
 // +-448 or NaN, and 128 for each that is 0.
 struct Noted {
-    const float limit;  // numbers from here on become 448
+    const float limit;  // larger numbers may become 448
     float largest = 0.0f;
     int saturated = 0, vanished = 0;
 
-    __device__ explicit Noted(float scale) : limit(432.0f * inverse_of_scale(scale)) {}  // half way from 416 to 448
+    __device__ explicit Noted(float scale) : limit(416.0f * inverse_of_scale(scale)) {}  // the number before 448
 
     // x: floats, or pairs of bfloat16; bytes: what they became.
     template <class Numbers, int WORDS>

@@ -216,26 +216,53 @@ def test_prepare_scales(matmul):
 @pytest.mark.parametrize("spread, scale", ((1.0, 64.0), (300.0, 2.0), (1e-6, 2.0**14)))
 @pytest.mark.parametrize("role", ("dout", "weight"))
 def test_quantise(matmul, N, C, spread, scale, role):
-    """Every byte, what is not finite and the padding included; the largest number and the counts."""
-    fp8 = make_fp8(matmul, 16)
+    """Every byte, what is not finite and the padding included; the largest number and the counts. Weights are rounded
+    at random, once for both copies, by the numbers of the update and of the layer."""
+    fp8, of_weight = make_fp8(matmul, 16), role == "weight"
     x = random(N, C, seed=1, spread=spread, dtype="bfloat16")
-    if N > 60 and role == "dout":
+    if N > 60:
         x[5, :3], x[N - 1, C - 1] = (np.inf, -np.inf, 0.0), np.nan
-    pitch, slot = blocks(N, 16) * 16, fp8.slot("fc", 1, role)
-    fp8.state.scales[slot] = scale
-    expected = round_e4m3(x * np.float32(scale))
-    for plain, transposed in itertools.product((True, False), repeat=2):
+    pitch, slot, scaled = blocks(N, 16) * 16, fp8.slot("fc", 1, role), x * np.float32(scale)
+    fp8.state.scales[slot] = fp8.state.scales[fp8.slot("fc", 0, role)] = scale
+
+    def quantise(plain=True, transposed=True, l=1):
         fp8.forget()
         to = Quantised(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None)
-        fp8.quantise("fc", 1, role, on_gpu(x, dtype="bfloat16"), to.plain, to.transposed, again=not plain)
-        out, out_t = in_natural_order(to, role == "weight")
+        fp8.quantise("fc", l, role, on_gpu(x, dtype="bfloat16"), to.plain, to.transposed, again=not plain)
+        return [y if y is None else decode_e4m3(y) for y in in_natural_order(to, of_weight)]
+
+    expected = quantise()[0] if of_weight else round_e4m3(scaled)
+    for plain, transposed in itertools.product((True, False), repeat=2):
+        out, out_t = quantise(plain, transposed)
         if plain:
-            assert np.array_equal(decode_e4m3(out), expected, equal_nan=True)
-            assert_noted(fp8, slot, np.fmax.reduce(np.abs(x), axis=None), expected)
+            assert np.array_equal(out, expected, equal_nan=True)
+            assert_noted(fp8, slot, np.fmax.reduce(np.abs(x), axis=None, where=~np.isnan(x), initial=0), expected)
         if transposed:
-            assert np.array_equal(decode_e4m3(out_t)[:, :N], expected.T, equal_nan=True)
+            assert np.array_equal(out_t[:, :N], expected.T, equal_nan=True)
             assert not out_t[:, N:].any()
         assert plain or not fp8.state.largest.get().any() and not fp8.state.counts.get().any()
+    if of_weight:
+        assert_rounded_at_random(expected, scaled)
+        fp8.state.updates += 1
+        for other in (quantise()[0], quantise(l=0)[0]) if N * C > 100 else ():
+            assert_rounded_at_random(other, scaled)
+            assert not np.array_equal(other, expected, equal_nan=True)
+
+
+class AlwaysZero:
+    def random(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+
+def assert_rounded_at_random(numbers, x):
+    """That each is one of x's two neighbours in E4M3, and as often the upper one as it should be, at any distance."""
+    below, above = round_e4m3(x, AlwaysZero()), -round_e4m3(-x, AlwaysZero())
+    assert np.array_equal(np.where(numbers == above, above, below), numbers, equal_nan=True)
+    between = np.isfinite(x) & (above > below)
+    chance = (x - below)[between] / (above - below)[between]
+    for part in (chance < 0.5, chance >= 0.5):
+        error = ((numbers == above)[between] - chance)[part]
+        assert abs(error.sum()) <= 5 * np.sqrt((chance * (1 - chance))[part].sum()) + 0.01 * error.size
 
 
 def in_natural_order(quantised, weight=False):

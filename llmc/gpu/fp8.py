@@ -5,9 +5,9 @@ In a run of --dtype fp8, three of a layer's four matmuls and the classifier's, f
 bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of its own, a
 power of 2 that stays the same for an update, with all its micro-batches: it follows from the largest numbers of the
 last 16 updates. They are found where a tensor is rounded, as an integer maximum, which has the same bits in any order
-and on any number of GPUs. Gradients of logits are in E5M2, times a constant, and stochastically rounded. All else is a
-bfloat16 run: residual stream, attention and its projection, AdamW, and, between updates, validation: it is of the model
-that will be saved.
+and on any number of GPUs. Weights are rounded stochastically, once an update, and so are gradients of logits, in E5M2
+and times a constant. All else is a bfloat16 run: residual stream, attention and its projection, AdamW, and, between
+updates, validation: it is of the model that will be saved.
 
 Tensor cores want the inner dimension of 8-bit operands to be contiguous. For dinp = dout @ weight, there is a
 transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wider one is read as it is, (N,C), and
@@ -33,22 +33,22 @@ DLOGITS_SCALE = 2.0**15  # times gradients of logits, which are from -1 to 1; E5
 # the specification of kernels/fp8.cu
 
 
-def round_e4m3(x):
-    """x as float32, rounded to the numbers of E4M3: to nearest, ties to even, saturating; NaN stays NaN."""
-    return rounded(x, 3, -6, LARGEST)
+def round_e4m3(x, rng=None):
+    """x as float32, rounded to the numbers of E4M3, saturating; NaN stays NaN. See rounded."""
+    return rounded(x, 3, -6, LARGEST, rng)
 
 
 def round_e5m2(x, rng):
-    """x as float32, rounded to one of the two nearest numbers of E5M2, at random, so that the expected value is x.
-    Gupta et al. 2015, https://arxiv.org/abs/1502.02551."""
-    return rounded(x, 2, -14, 57344.0, lambda steps: np.floor(steps + rng.random(steps.shape, np.float32)))
+    return rounded(x, 2, -14, 57344.0, rng)
 
 
-def rounded(x, mantissa, least_exponent, largest, round=np.rint):
+def rounded(x, mantissa, least_exponent, largest, rng):
+    """To nearest, ties to even; or, given a generator, to one of the two nearest, at random, so that the expected value
+    is x: Gupta et al. 2015, https://arxiv.org/abs/1502.02551."""
     x = np.clip(np.asarray(x, np.float32), -largest, largest)
     exponent = np.maximum(np.frexp(x)[1] - 1, least_exponent)  # of the leading bit
     step = np.ldexp(np.float32(1.0), exponent - mantissa)
-    return round(x / step) * step
+    return (np.floor(x / step + rng.random(x.shape, np.float32)) if rng else np.rint(x / step)) * step
 
 
 def decode_e4m3(bits):
@@ -154,12 +154,13 @@ class Fp8:
 
     def quantise(self, name, l, role, x, plain=None, transposed=None, again=False):
         """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of several layers from
-        l on, each with its scale. again: for the second time in an update, so that nothing is noted."""
+        l on, each with its scale. Weights are rounded at random. again: for the second time in an update, so that
+        nothing is noted."""
         g, (*_, N, C), (scale, largest, counts) = self.device.geometry, x.shape, self.noted(name, l, role)
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
         self.device.launch("quantise", grid, (g.FP8_THREADS,), plain, transposed, x, scale, None if again else largest,
-                           counts, N, C, N if transposed is None else transposed.shape[-1], int(role == "weight"),
-                           len(ROLES))
+                           counts, N, C, N if transposed is None else transposed.shape[-1],
+                           self.state.updates if role == "weight" else None, self.slot(name, l, role), len(ROLES))
 
     def quantise_weights(self, layers=slice(0, None), again=False):
         """The matrices of some layers, after an update has changed them. again: another rank notes the same."""
