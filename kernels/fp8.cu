@@ -46,11 +46,10 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
 #pragma unroll
         for (int k = 0; k < PACK; k++) y[k] *= factor;
         if (update) {
-            uint32 random[2];
 #pragma unroll
-            for (int k = 0; k < PACK; k++) {
-                if (k % 4 == 0) random[k / 4] = random_bits((row + r) * columns + column + k, *update, slot + l * stride);
-                y[k] = at_random(y[k], random[k / 4] >> k % 4 * 8 & 0xff);
+            for (int k = 0; k < PACK; k++) {  // a hash has 8 bits for each of 4 numbers
+                const int first = (row + r) * columns + column + k / 4 * 4;
+                y[k] = at_random(y[k], random_bits(first, *update, slot + l * stride) >> k % 4 * 8 & 0xff);
             }
         }
         const uint32 bytes[2] = {four_bytes(y[0], y[1], y[2], y[3]), four_bytes(y[4], y[5], y[6], y[7])};

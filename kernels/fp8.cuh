@@ -28,7 +28,7 @@ __device__ inline uint32 four_bytes(float a, float b, float c, float d) {
     return two_bytes(a, b) | two_bytes(c, d) << 16;
 }
 
-// y rounded toward 0 or away from it, at random, so that the expected value is y. random: 8 bits. 448 and more, and NaN,
+// y rounded toward 0 or away from it, at random, with y as the expected value. random: 8 bits. 448 and more, and NaN,
 // stay. Below 2^-6, the numbers of E4M3 are as far apart as up to 2^-5.
 __device__ inline float at_random(float y, uint32 random) {
     const float size = fabsf(y), base = size < 0x1p-6f ? 0x1p-6f : 0.0f;
