@@ -8,7 +8,6 @@ and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespea
 
     python dev/readme.py epoch      # train_gpt2_cuda.py, one epoch: doc/logs/
     python dev/readme.py losses     # dev/compare_losses.py: doc/correctness.md
-    python dev/readme.py losses_tf32     # the same, in float32 with TF32 matmuls
     python dev/readme.py profile    # dev/profile_gpu.py at B=64: doc/speed.md
     python dev/readme.py attention  # dev/bench.py attention: doc/speed.md
 
@@ -102,15 +101,13 @@ class Section(NamedTuple):
 def sections(run):
     """name -> Section. run: a directory for make train's."""
     python = sys.executable
-    compare = [python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"]
     profile = [python, "dev/profile_gpu.py", "-e", "gpt2_d12.bin", "-b", "64", "--matmul", "cublaslt"]
     return {
         "train": Section(["make", "-s", "train", f"PYTHON={python}", f"RUN={run}"],
                          os.path.join(LOGS, "make_train.txt")),
         "test": Section([python, "test_gpt2.py", "--model", "gpt2_d12.bin"], CORRECTNESS, "test_gpt2"),
         "epoch": Section([python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"], os.path.join(LOGS, "epoch_gpu.txt")),
-        "losses": Section(compare, CORRECTNESS, "losses_gpu"),
-        "losses_tf32": Section([*compare, "--dtype", "float32"], CORRECTNESS, "losses_tf32_gpu"),
+        "losses": Section([python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"], CORRECTNESS, "losses_gpu"),
         "profile": Section(profile, SPEED, "profile_gpu"),
         "attention": Section([python, "dev/bench.py", "attention"], SPEED, "attention_gpu"),
     }
