@@ -4,7 +4,7 @@ What this project's programs take, beside PyTorch and others on this machine. No
     python dev/bench.py cpu         # a training step of GPT-2 124M on the CPU
     python dev/bench.py gpu         # the same on a GPU, and of larger models: about ten minutes
     python dev/bench.py attention   # attention by itself, beside FlashAttention-2 and cuDNN
-    python dev/bench.py matmul      # the matmuls of a step, each by itself, by our kernels and by cuBLASLt
+    python dev/bench.py matmul      # the matmuls of a step, each by itself, by our kernels and by cuBLASLt; --dtype fp8
     python dev/bench.py generate    # text, beside transformers
     python dev/bench.py scale       # training on 1, 2, 4, ... GPUs of this machine
 
@@ -43,7 +43,7 @@ from llmc.files import replacing
 from llmc.gpu.device import count_gpus, gpu_errors_as_lines
 from llmc.gpu.lines import flops_per_token, peak_flops
 from llmc.settings import Settings
-from llmc.tensors import Row, bf16_bits, flat, layer, table_elements
+from llmc.tensors import Row, allocate, bf16_bits, flat, layer, table_elements
 from llmc.threads import THREADS
 from plot_bench import BESIDE_LLMC, MEASURED, draw_measured
 from readme import SPEED, output_of, put_between_markers, split_at_markers
@@ -448,22 +448,28 @@ def bench_matmul(args):
     A row is a matmul, without biases and GELU. Ours are named by their tiles and, in a weight gradient, by the number
     of parts of the inner dimension; the one that training takes is in bold. Operands are random, because zeros would be
     too fast. All take turns, so that a warmer GPU slows all alike: medians over CUDA events, without launch overhead.
+    With --dtype fp8, cuBLASLt is PyTorch's _scaled_mm, which wants both operands of dweight transposed.
     """
     from llmc.gpu.device import cp, open_gpu
+    from llmc.gpu.fp8 import Fp8
     from profile_gpu import describe, measure, open_device
     from train_gpt2_cuda import GPT2, CudaSettings, resolve_auto
 
     gpu, config = open_gpu(), config_of(args.model)
-    precision = resolve_auto(CudaSettings(), gpu.arch).precision
+    precision = resolve_auto(CudaSettings(dtype=args.dtype), gpu.arch).precision
     device, matmul = open_device(GPT2, gpu, config, precision, "auto")
-    print(f"{args.model}, T={T}, {precision.dtype}; {describe(matmul)}\n")
+    print(f"{args.model}, T={T}, {'FP8' if precision.fp8 else precision.dtype}; {describe(matmul)}\n")
     print("| matmul | rows x columns x inner dimension | ours, us | cuBLASLt, us |\n|---|---|---|---|")
     C = config.C
     weights = ("qkv", C, 3 * C), ("attproj", C, C), ("fc", C, 4 * C), ("fcproj", 4 * C, C), ("logits", C, config.Vp)
     with device.stream:
         matmul.allocate()
+        fp8 = precision.fp8 and Fp8(matmul, allocate(parameter_table(config, precision.dtype), cp), 16)
         for B, (name, *sizes), kind in itertools.product(args.b, weights, METHODS):
-            ways, out, inner, rule = matmul_ways(matmul, kind, B * T, *sizes)
+            if fp8 and name == "attproj":
+                continue
+            ways, out, inner, rule = fp8_ways(fp8, name, kind, B * T, *sizes) if fp8 else matmul_ways(
+                matmul, kind, B * T, *sizes)
             launched = {way: launches_of(device, call) for way, call in {**ways, "rule": rule}.items()}
             times = [[measure(device, call, 1) for call in ways.values()] for _ in range(11)]
             for way, seconds in zip(ways, np.median(times, axis=0)):
@@ -504,6 +510,43 @@ def matmul_ways(matmul, kind, N, C, OC):
     rule = {"forward": lambda: linear.forward(out, inp), "dinp": lambda: linear.backward_inp(out, dout),
             "dweight": lambda: linear.backward_weight(dout, inp)}[kind]
     return ways, out, inner, rule
+
+
+def fp8_ways(fp8, name, kind, N, C, OC):
+    """The same in 8 bits, of random operands with scales of 1."""
+    import torch
+    from llmc.gpu.device import cp
+
+    stream, scale = torch.cuda.ExternalStream(fp8.device.stream.ptr), fp8.state.scales
+    one = torch.ones((), device="cuda")
+
+    def random(rows, columns, dtype=torch.float8_e4m3fn):
+        """The same numbers for PyTorch and for us."""
+        with torch.cuda.stream(stream):
+            numbers = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).to(dtype)
+            return numbers, cp.asarray(numbers.view(torch.uint8))
+
+    rows, columns, inner = {"forward": (N, OC, C), "dinp": (N, C, OC), "dweight": (OC, C, N)}[kind]
+    of_dlogits = torch.float8_e5m2 if name == "logits" and kind != "forward" else torch.float8_e4m3fn
+    (a, ours_a), (b, ours_b) = random(rows, inner, of_dlogits), random(columns, inner)
+    out = cp.empty((rows, columns), Row((), fp8.matmul.precision.grads).stored_as)
+    across = kind == "dweight" and name == "fcproj"  # reads dout transposed, inp (N,C) as it is
+    if across:
+        ours_a, ours_b = random(N, C)[1], ours_a
+    elif kind == "dweight":
+        ours_a = random(N, OC, of_dlogits)[1]
+    operands = ours_a, scale, ours_b, scale
+    if kind == "dweight" or of_dlogits is torch.float8_e5m2:
+        kernel = ("classifier_" if name == "logits" else "") + METHODS[kind].removeprefix("backward_")
+        call = functools.partial(fp8.multiply_long, kernel, out, *operands, 1.0, across)
+    else:
+        call = functools.partial(fp8.multiply, out, *operands)
+
+    def cublaslt():
+        with torch.cuda.stream(stream):
+            torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    return {"ours": call, "cuBLASLt": cublaslt}, out, inner, call
 
 
 def launches_of(device, call):
@@ -675,6 +718,8 @@ def parse_arguments(argv=None):
         add = command(run)
         add("--model", choices=tuple(SIZES), default="d12", help="(default: d12)")
         add("-b", type=int, nargs="+", default=BATCHES if run == bench_matmul else (1, 8, 64), help="batch sizes")
+        if run == bench_matmul:
+            add("--dtype", choices=("auto", "bfloat16", "fp8", "float32"), default="auto", help="(default: auto)")
     add = command(bench_scale)
     add("--gpus", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of all)")
     add("--only", nargs="*", choices=tuple(RUNS), default=tuple(RUNS), help="which runs (default: all)")
