@@ -18,9 +18,9 @@ constexpr int HISTORY = FP8_HISTORY;
 static_assert(THREADS == FP8_THREADS && BFLOAT16, "as launched");
 
 // Block (THREADS); grid (columns / SIDE, rows / SIDE, rounded up, layers). plain, transposed, largest: or null. pitch:
-// of a row of transposed, of which numbers from `rows` on become 0. update, slot: of a weight, the number of the update
-// and of its scale, which it is rounded at random by, and its order of numbers in transposed, see fp8.cuh; else null.
-// stride: from one layer's scale to the next's; all else is adjacent.
+// of a row of transposed, of which numbers from `rows` on become 0. update: of a weight, the number of the update, else
+// null; it and slot, the scale's number, decide how a weight is rounded. Weights have an order of their own in
+// transposed, see fp8.cuh. stride: from one layer's scale to the next's; all else is adjacent.
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantise(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale, int* largest,
          int64* counts, int rows, int columns, int pitch, const int* update, int slot, int stride) {
