@@ -21,7 +21,7 @@ from llmc.checkpoint import write_model
 from llmc.errors import UserError
 from llmc.gpu.fp8 import Fp8
 from llmc.gpu.geometry import KERNELS
-from model import PAGES, architecture_of, on_gpu
+from model import PAGES, on_gpu
 from test_gpt2 import need, untied_llama
 
 B, T = 2, 32
@@ -55,14 +55,6 @@ def model(page, tmp_path):
 
 
 each_page = pytest.mark.parametrize("page", PAGES)
-
-
-@each_page
-def test_a_model_s_page(page, model, tmp_path):
-    """By its name, its magic number, a Hugging Face folder's configuration."""
-    (tmp_path / "config.json").write_text(f'{{"model_type": "{"gpt2" if page is train_gpt2.GPT2 else "llama"}"}}')
-    for what in (str(model), str(tmp_path), *page.SIZES):
-        assert architecture_of(what) is page
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import train_llama3_cuda as llama_cuda
 from llmc.errors import UserError
 from llmc.gpu.compiler import Cache, compile_kernels
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
-from llmc.gpu.fp8 import (COLUMN_ORDER, DLOGITS_SCALE, HISTORY, LARGEST, LINEARS, ROW_ORDER, Fp8, Quantised,
+from llmc.gpu.fp8 import (COLUMN_ORDER, DLOGITS_SCALE, HISTORY, LARGEST, ROW_ORDER, Fp8, Quantised,
                           decode_e4m3, decode_e5m2, dlogits_of, natural, next_scales, round_e4m3)
 from llmc.gpu.geometry import blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
@@ -55,13 +55,6 @@ def test_the_numbers_and_their_rounding_are_pytorch_s():
 def test_what_e4m3_has_no_numbers_for():
     assert np.array_equal(round_e4m3([500, np.inf, -np.inf, np.nan, 2.0**-10, -1.01 * 2.0**-10]),
                           [448, 448, -448, np.nan, 0, -(2.0**-9)], equal_nan=True)
-
-
-def test_the_order_of_numbers():
-    """Position 4t + {0,1,2,3} of each 16 has columns 2t, 2t + 1, 2t + 8, 2t + 9; 2g + {0,1} has rows g, g + 8."""
-    stored = np.add.outer([0, 100], [c + i for i in (0, 16) for t in (0, 2, 4, 6) for c in (t, t + 1, t + 8, t + 9)])
-    assert np.array_equal(natural(stored, COLUMN_ORDER), np.add.outer([0, 100], np.arange(32)))
-    assert np.array_equal(natural(np.array([r for g in range(8) for r in (g, g + 8)]), ROW_ORDER), np.arange(16))
 
 
 def test_scales_leave_half_of_the_range():
@@ -110,23 +103,6 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
     check_launches([launch for launch in fake_gpu.launches if launch.name != "cublaslt"], gpu, settings.precision,
                    parameters)
-    count = {name: sum(launch.name == name for launch in fake_gpu.launches) for name in
-             ("quantise", "matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
-              "matmul_fp8_weight", "matmul_fp8_classifier_inp", "matmul_fp8_classifier_weight", "prepare_scales",
-              "residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8", "attention_backward_dquery_fp8",
-              "attention_backward_dkv_fp8", "attention_backward_dkv")}
-    layers, fused = len(LINEARS) * config.L, config.L * (architecture is cuda.GPT2)
-    attention = fused  # Llama's heads here are not for Hopper's kernels
-    again = config.L * (recompute > 0)  # of fcproj's input, which was recomputed
-    assert count["quantise"] == len(LINEARS) + 1 + 2 * (2 * layers - 2 * config.L - 2 * fused - attention + again)
-    norms = [count[f"residual_{name}_forward_fp8"] for name in ("layernorm", "rmsnorm")]
-    assert sorted(norms) == [0, 2 + 2 * 2 * config.L * (1 + (recompute == 2))] and bool(norms[0]) == bool(fused)
-    assert count["matmul_fp8"] + count["matmul_fp8_narrow"] == 2 * (1 + 2 * layers - 2 * fused)
-    assert count["matmul_fp8_gelu"] == count["matmul_fp8_gelu_backward"] == 2 * fused
-    assert count["matmul_fp8_weight"] == layers * 2 and count["prepare_scales"] == 1
-    assert count["matmul_fp8_classifier_inp"] == count["matmul_fp8_classifier_weight"] == 2
-    assert count["attention_backward_dquery_fp8"] == count["attention_backward_dkv_fp8"] == 2 * attention
-    assert count["attention_backward_dkv"] == 2 * (config.L - attention)
     fake_gpu.launches.clear()
     trainer.forward(*batch)
     assert not any(re.search("fp8|quantise", launch.name) for launch in fake_gpu.launches)  # validation is in bfloat16

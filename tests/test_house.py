@@ -1,9 +1,7 @@
 """Who imports whom: dev/lines.py's findings; that no program needs its docstring; which version this is."""
 
-import importlib
 import re
 
-import pytest
 
 from conftest import ROOT
 from lines import closure, count, files, imports
@@ -26,15 +24,6 @@ def test_nothing_runs_in_circles():
         assert last, f"a circle of {sorted(after)}"
         for path in last:
             del after[path]
-
-
-@pytest.mark.parametrize("program", [name.removesuffix(".py") for name in files(":(glob)*.py")
-                                     if name not in ("prepro.py", "model.py", "vocabulary.py", "llama_hf.py")])
-def test_no_program_needs_its_docstring(monkeypatch, run_here, program):
-    """PYTHONOPTIMIZE=2 leaves none."""
-    module = importlib.import_module(program)
-    monkeypatch.setattr(module, "__doc__", None)
-    assert run_here(module, "--help").stdout.startswith("usage: ")
 
 
 def test_one_version():

@@ -26,7 +26,6 @@ from llmc.gpu.compiler import Cache, compile_kernels
 from llmc.gpu.device import cp, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
 from llmc.gpu.geometry import ENCODER_PIECE, blocks, kernel_files
-from llmc.gpu.matmul import Linear
 from llmc.outliers import RECENT, z_score
 from llmc.gpu.precision import Precision
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32
@@ -496,33 +495,6 @@ def check_classifier(device, B, T, dloss=None):
     return got, dlogits
 
 
-@pytest.mark.parametrize("precision", ("tf32", "bf16"))
-def test_update_helpers(gpu, precision):
-    """copy_batch, round_weights and fill_random."""
-    device = get_device(gpu, MODELS[1], PRECISIONS[precision])
-    e, words, count = device.precision.dtype, 1001, 8 * 12345
-    pinned = pinned_array(2 * 4 * words).view(np.int32)
-    pinned[:] = np.random.default_rng().integers(-(2**31), 2**31, pinned.size)
-    for launches in (4, 7):
-        control, batch = on_gpu(np.array([0, launches, 0, 0, 0])), cp.full(words, -1, np.int32)
-        for begin, end in ((300, 777), (0, words)):
-            device.launch("copy_batch", (blocks(end - begin, 256),), (256,), batch, pointer(pinned), control, words,
-                          begin, end)
-            assert np.array_equal(batch.get()[begin:end], pinned[launches % 2 * words :][begin:end])
-            assert end == words or np.all(batch.get()[:begin] == -1) and np.all(batch.get()[end:] == -1)
-
-    exact, rounded = random(count), unwritten(count, dtype=e)
-    grid = (blocks(count, 256 * device.precision.pack),)
-    device.launch("round_weights", grid, (256,), rounded, on_gpu(exact), np.int64(count))
-    assert np.array_equal(rounded.get(), bf16_bits(exact) if e == "bfloat16" else exact)
-
-    numbers = unwritten(count, dtype=e)
-    device.launch("fill_random", (blocks(count, 256),), (256,), numbers, np.int64(count))
-    numbers = to_float32(numbers)
-    assert np.abs(numbers).max() <= 1.0 and abs(numbers.mean()) < 0.01 and abs(numbers.std() - 3**-0.5) < 0.01
-    assert np.unique(numbers).size > (200 if e == "bfloat16" else 0.99 * count)
-
-
 def chunks_of(count, decay=0.0, decayed=0, at_random=0):
     """CHUNKS, on the GPU, of `count` parameters of one GPU, of which the first `decayed` decay."""
     chunks = np.zeros(blocks(count, UPDATE_CHUNK), CHUNKS)
@@ -671,31 +643,3 @@ def test_stochastic_rounding(gpu):
     assert abs(np.mean(np.abs(rounded(0, 1, at_random=1)) > 1.0) - 0.3) < 0.01, "but for layernorms"
     numbers[:] = np.resize(np.float32([np.nan, np.inf, -np.inf]), count)
     assert np.array_equal(rounded(7, 1), numbers, equal_nan=True), "what is not finite stays so"
-
-
-def test_indices_beyond_32_bits(gpu):
-    """classifier and the matmuls where B*T*Vp passes 2^32: the last row must come out like the same row alone."""
-    matmul = get_matmul(gpu, MODELS[0], PRECISIONS["tf32"])
-    device = matmul.device
-    config, N = device.config, 2**32 // 50304 + 2
-    if cp.cuda.runtime.memGetInfo()[0] < 4 * N * config.Vp + (4 << 30):
-        pytest.skip("needs 20 GiB of free GPU memory")
-    inp, weight = random(N, config.C, seed=1), random(config.Vp, config.C, seed=2, spread=0.05)
-    targets = np.arange(N, dtype=np.int32) % config.V
-    inp_gpu, weight_gpu, targets_gpu = on_gpu(inp, weight, targets)
-    dinp, dweight, losses = unwritten(N, config.C), unwritten(config.Vp, config.C), unwritten(1, N)
-    logits = cp.empty((N, config.Vp), np.float32)
-    head = Linear(matmul, weight_gpu, None, dweight)
-    head.forward(logits, inp_gpu)
-    cuda.classifier(device, losses, logits, targets_gpu, 1.0, 1, 1, N)
-    head.backward_inp(dinp, logits)
-    head.backward_weight(logits, inp_gpu, unwritten(config.C, N))
-    rows = [0, N // 2, N - 2, N - 1]
-    x, w = wide(inp[rows], weight[: config.V])
-    probs, expected, dlogits = np.empty((1, 4, config.V)), np.empty((1, 4)), np.empty((1, 4, config.V))
-    train_gpt2.softmax_forward(probs, x @ w.T, 1, 4, config.V)
-    train_gpt2.crossentropy_forward(expected, probs, targets[None, rows], 1, 4, config.V)
-    train_gpt2.crossentropy_softmax_backward(dlogits, np.ones((1, 4)), probs, targets[None, rows], 1, 4, config.V)
-    assert_close(TF32, losses=(losses[:, rows], expected), dlogits=(logits[rows, : config.V][None], dlogits),
-                 dinp=(dinp[rows], dlogits[0] @ w))
-    assert bool(cp.isfinite(dweight).all())

@@ -208,23 +208,6 @@ def losses(done):
 SHARDS = ("-i", "data/s_train_*.bin", "-l", 0.01)
 
 
-def test_a_shuffled_run_goes_on_anywhere(workplace, train):
-    """In the middle of shards, at their ends and at those of epochs, with two micro-steps an update."""
-    split_data()
-    flags = (*SHARDS, "-x", 21, "-n", 1, "-d", 32)  # three epochs of 14 batches
-
-    def run(*resume):
-        """The losses, and all files but the table, which has times."""
-        return losses(train(*flags, "-o", "run", *resume)), {
-            name: Path("run", name).read_bytes() for name in os.listdir("run") if name != "main.csv"}
-
-    whole, files = run()
-    assert len(whole) == 21
-    for step in (14, 13, 7, 6):
-        remove_after("run", step)
-        assert run("-y", 1) == (whole[step:], files)
-
-
 def test_several_shards_are_shuffled_unless_told_otherwise(workplace, train):
     """With --seed, which is that of random weights, too; a run resumes with the order that it began with."""
     split_data()

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -460,27 +459,6 @@ def test_a_checkpoint_moves_between_the_trainers(gpu_workplace, first, second):
     assert len(tail) == 4 and np.allclose(tail, train_losses(whole)[-4:], rtol=0, atol=1e-4)
 
 
-def test_ctrl_c_saves(gpu_workplace):
-    flags = (*FAST, "-x", 100000, "-v", 0, "-s", 0, "-o", "run")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        resume = ("-y", 1) if number == signal.SIGTERM else ()
-        run = subprocess.Popen([sys.executable, *map(str, (ROOT / "train_gpt2_cuda.py", *flags, *resume))],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert any(line.startswith("step") for line in run.stdout), run.stderr.read()
-        run.send_signal(number)
-        _, errors = run.communicate(timeout=60)
-        assert run.returncode == 128 + number and "resume with: python " in errors
-    done = train("-x", newest_checkpoint("run") + 2, "-v", 0, "-s", 0, "-o", "run", "-y", 1)
-    assert "resuming at step" in done.stdout
-
-
-def test_what_does_not_fit_is_said_before_it_is_tried(gpu_workplace):
-    done = train("-b", 20000000, "-t", 64, program="dev/profile_gpu.py", check=False)  # which needs no data
-    assert_one_line_error(done, "-b 20000000 -t 64 needs", "MiB of GPU memory", "MiB are free",
-                          "the largest batch that fits is -b ")
-    assert "--recompute" not in done.stderr, "which would not help"
-
-
 def test_recomputation_is_named_where_it_helps(fake_gpu):
     settings = cuda.resolve_auto(cuda.CudaSettings(B=4), "sm_90a")
     needed = [sum(memory_of(dataclasses.replace(settings, recompute=r)).values()) for r in (0, 1, 2)]
@@ -499,32 +477,3 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
     check(needed[2] - 1, "-b 3", recompute=2)
     for B in (4, 1):
         check(1 << 20, "257 MiB are free; not even -b 1 fits: take a smaller -t or model", B=B)
-
-
-def test_another_process_holds_the_memory(gpu_workplace):
-    """All but a part of what a context and the smallest model take, or all but next to nothing."""
-    runtime = cp.cuda.runtime
-    for left in (700 << 20, 100 << 20):
-        held = cp.cuda.Memory(runtime.memGetInfo()[0] - left)
-        try:
-            done = train("-b", 64, "-t", 64, program="dev/profile_gpu.py", check=False)
-        finally:
-            del held
-        assert_one_line_error(done, "memory")
-        assert not re.search(r"-\d+ MiB", done.stderr)
-
-
-def test_a_damaged_cache_is_made_again(gpu_workplace, tmp_path):
-    cache = tmp_path / "kernel_cache"
-
-    def run():
-        return train("-x", 1, "-s", 0, TRAIN_GPT2_CACHE=str(cache))
-
-    first, again = run(), run()
-    assert re.search(r"^kernels: \d+ compiled, 0 from the cache$", first.stdout, re.MULTILINE)
-    assert re.search(r"^kernels: 0 compiled, \d+ from the cache$", again.stdout, re.MULTILINE)
-    for path in cache.glob("*.cubin"):
-        path.write_bytes(path.read_bytes()[:100])
-    rebuilt = run()
-    assert "corrupt, rebuilding" in rebuilt.stderr
-    assert losses_and_samples(rebuilt.stdout) == losses_and_samples(again.stdout) == losses_and_samples(first.stdout)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from draw_layer import STEPS
 from llmc.gpu.compiler import compile_kernels
-from train_gpt2 import Config, activation_table, parameter_table, scratch_table
 
 DIRECTORY = ROOT / "doc" / "layernorm"
 sys.path.insert(0, str(DIRECTORY))
@@ -35,17 +33,6 @@ def test_blocks_of(name, count):
         run_blocks(blocks, ["python"], path)
 
 
-def test_the_picture_has_the_program_s_tensors():
-    """doc/layer.png: names and shapes."""
-    sizes = {"B": 2, "T": 3, "C": 35, "3C": 105, "4C": 140, "NH": 7}
-    config = Config(maxT=3, V=11, L=1, NH=7, C=35, Vp=11)
-    rows = parameter_table(config) | activation_table(config, 2, 3) | scratch_table(config, 2, 3)
-    tensors = re.findall(r"(\w+) \(([\w,]+)\)", str(STEPS).replace("residual (", "encoded (", 1))
-    assert len(tensors) == 27
-    for name, shape in tensors:
-        assert rows[name].shape[rows[name].stacked :] == tuple(map(sizes.get, shape.split(","))), name
-
-
 @pytest.mark.gpu
 def test_gpu_blocks():
     figures = run_blocks(BLOCKS, ["python", "python gpu"])
@@ -61,16 +48,6 @@ def test_cuda_blocks_compile(tmp_path):
         cubin = compile_kernels(str(tmp_path / name.removesuffix(".cu")), "sm_80", {"MODEL_C": 768})
         kernels = re.findall(r'extern "C" __global__ void (\w+)', content)
         assert kernels and all(b".text." + kernel.encode() in cubin for kernel in kernels)
-
-
-def test_links():
-    """Files exist, and sections are headings of the page, named as GitHub does."""
-    links = re.findall(r"\]\(([^)]+)\)", PAGE)
-    headings = re.findall(r"^## (.*)", PAGE.lower(), re.MULTILINE)
-    headings = [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings]
-    assert [link[1:] for link in links if link.startswith("#")] == headings
-    for link in links:
-        assert link.startswith("#") or (DIRECTORY / link).exists(), link
 
 
 @pytest.mark.parametrize("name", ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(
