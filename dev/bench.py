@@ -73,7 +73,7 @@ class Job(NamedTuple):
 
     command: str  # cpu or gpu
     name: str  # a key of NAMES
-    precision: str  # bfloat16, tf32, float32
+    precision: str  # bfloat16, fp8; float32 on the CPU
     B: int
     T: int
     model: str = "124M"
@@ -219,8 +219,8 @@ TABLES = {
                  *(Job("gpu", "ours", "bfloat16", 64, T, recompute=recompute) for recompute in (1, 2))],
     "models": [Job("gpu", "ours", "bfloat16", B, T, model)
                for model, B in itertools.product(("355M", "774M", "1558M"), (4, 16))],
-    "float32": [Job("gpu", name, precision, B, T) for precision, B in (("tf32", 4), ("tf32", 16), ("float32", 4))
-                for name in ("ours", RIVALS[-1])],
+    "fp8": [Job("gpu", name, precision, B, T) for B in BATCHES  # on Hopper
+            for name, precision in (("ours", "fp8"), ("ours", "bfloat16"), (RIVALS[-1], "bfloat16"))],
 }
 
 
@@ -228,11 +228,11 @@ def bench_gpu(args):
     """One training step at T=1024 on random tokens on a GPU: train_gpt2_cuda.py beside PyTorch.
 
     Each runs in a process of its own. A step is forward, backward and AdamW; its time is the median over CUDA events.
-    PyTorch is export_weights.py's model with fused AdamW, flash attention and a vocabulary padded like ours: bfloat16
-    under autocast, float32 with matmuls in the same precision as ours. first step: from the start of the process,
-    without the time to make the weights; "warm" with cached kernels. in use: all that the GPU counts. MFU: 6 N + 6 LCT
-    operations a token, over the GPU's dense bfloat16 rate or, if unknown, that of a large matmul. roofline: the time of
-    the step's matmuls at that rate, plus that of AdamW's bytes at the bandwidth of a copy, over the step's.
+    PyTorch is export_weights.py's model under bfloat16 autocast, with fused AdamW, flash attention and a vocabulary
+    padded like ours. first step: from the start of the process, without the time to make the weights; "warm" with
+    cached kernels. in use: all that the GPU counts. MFU: 6 N + 6 LCT operations a token, over the GPU's dense bfloat16
+    rate or, if unknown, that of a large matmul. roofline, in bfloat16: the time of the step's matmuls at the measured
+    rate, plus that of AdamW's bytes at the bandwidth of a copy, over the step's.
     """
     count_gpus()
     tables = [args.only] if args.only else list(TABLES)
@@ -264,8 +264,7 @@ def step_of_ours(job):
 
     making, (config, params) = time.perf_counter(), random_model(MODELS[job.model], V)
     making, gpu, batch = time.perf_counter() - making, open_gpu(), random_batch(job)
-    settings = CudaSettings(B=job.B, T=T, dtype="bfloat16" if job.precision == "bfloat16" else "float32",
-                            tf32=int(job.precision != "float32"), recompute=job.recompute)
+    settings = CudaSettings(B=job.B, T=T, dtype=job.precision, recompute=job.recompute)
     trainer = open_trainer(GPT2, gpu, config, params, resolve_auto(settings, gpu.arch))
     trainer.prepare()
 
@@ -291,7 +290,6 @@ def step_of_pytorch(job):
     from export_weights import ADAMW, adamw, to_reference
 
     torch.set_num_threads(THREADS)
-    torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
     making, on_gpu, (config, params) = time.perf_counter(), job.command == "gpu", random_model(MODELS[job.model], V)
     making = time.perf_counter() - making
     device, fast = "cuda" if on_gpu else "cpu", on_gpu or job.name == "best"
@@ -357,20 +355,18 @@ def gpu_table(table, results):
             lines.append(f"{start} {job.B} | {job.precision} | failed: {r['failed']} | | | | | | |")
             continue
         rate, fastest, mfu = r["B"] * T / r["ms"] * 1000, peak_flops(r["gpu"], "bf16") or measured, ""
-        if fastest and job.precision == "bfloat16":
+        if fastest:
             config = config_of(MODELS[job.model])
             parameters = sum(row.size // config.Vp * config.V if row.vocabulary else row.size
                              for row in parameter_table(config).values())
             mfu = f"{rate * flops_per_token(parameters, config, T) / fastest:.1%}"
         first = f"{r['cold']:.1f} s, warm {r['first']:.1f} s" if "cold" in r else f"{r['first']:.1f} s"
-        alike, share = [other for of, other in results if of.precision == job.precision], ""
-        if "flops" in r:  # at the best of the peaks that were measured in this precision
-            matmul, bandwidth = (max(other.get(rate, 0) for other in alike) for rate in ("matmul", "bandwidth"))
+        if share := "flops" in r and job.precision == "bfloat16":  # at the best of the peaks that were measured
+            matmul, bandwidth = (max(other.get(rate, 0) for _, other in results) for rate in ("matmul", "bandwidth"))
             share = f"{1000 * (r['flops'] / matmul + r['moved'] / bandwidth) / r['ms']:.0%}"
-        precision = "TF32" if job.precision == "tf32" else job.precision
         memory = f"{r['memory'] / 2**30:.2f} GiB | {r['used'] / 2**30:.2f} GiB"
-        lines.append(f"{start} {r['B']} | {precision} | {r['ms']:.2f} | {rate:.0f} | {mfu} | {first} | {memory}"
-                     f" | {share} |")
+        lines.append(f"{start} {r['B']} | {job.precision} | {r['ms']:.2f} | {rate:.0f} | {mfu} | {first} | {memory}"
+                     f" | {share or ''} |")
     return lines
 
 
@@ -637,15 +633,14 @@ RUNS = {  # name -> (model, flags); B is per GPU, -d for all together
     "1558M": ("1558M, B=16", ("-e", "d48", "-b", 16, "-x", 9)),
 }
 PROGRAM = os.path.join(ROOT, "train_gpt2_cuda.py")
-SAME = ("-e", "d12", "-b", 4, "-d", 65536, "-l", 6e-4, "-u", 10, "--grad_clip", 1, "-v", 10, "-m", 16)
 
 
 def bench_scale(args):
     """Training on 1, 2, 4, ... GPUs of this machine, on random tokens, from random weights: the median step, without
     the first third of the steps. "of linear": tokens a second, over as many times those of the slowest of these GPUs,
-    all measured alone at the same time. Memory is what the trainer allocates on a GPU. --same: logs must be equal.
+    all measured alone at the same time. Memory is what the trainer allocates on a GPU.
     """
-    there, logs = count_gpus(), {}
+    there = count_gpus()
     counts = args.gpus or [n for n in (1, 2, 4, 8, 16) if n <= there]
     if max(counts) > there:
         raise UserError(f"--gpus {max(counts)}: this machine has {there}")
@@ -664,14 +659,6 @@ def bench_scale(args):
             ms, rate, size = time_training(gpus, flags)
             print(f"| {what} | {gpus} | {ms:.2f} | {rate:,.0f} | {rate / gpus / min(alone, default=rate):.1%} |"
                   f" {size / 1024:.1f} |", flush=True)
-        for gpus in counts if args.same else ():
-            train(gpus, *SAME, "-x", args.same, "-o", f"run{gpus}")
-            with open(f"run{gpus}/main.log", "rb") as f:
-                logs[gpus] = f.read()
-    equal = len(set(logs.values())) <= 1
-    if logs:
-        print(f"logs of {args.same} updates on {', '.join(map(str, logs))} GPUs: {'equal' if equal else 'different'}")
-    return not equal
 
 
 def train(gpus, *flags, only=None):
@@ -723,7 +710,6 @@ def parse_arguments(argv=None):
     add = command(bench_scale)
     add("--gpus", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, ... of all)")
     add("--only", nargs="*", choices=tuple(RUNS), default=tuple(RUNS), help="which runs (default: all)")
-    add("--same", type=int, default=0, metavar="STEPS", help="compare the logs of so many updates, too")
     return parser.parse_args(argv)
 
 

@@ -1,13 +1,11 @@
 """
-Draw what was measured: the pictures of README.md, doc/speed.md and doc/long_run.md, each for light and dark screens.
+Draw what was measured: the pictures of README.md and doc/speed.md, each for light and dark screens.
 
     python dev/plot_bench.py          # writes doc/overview.png, doc/bench_gpu.png, and both as -dark.png
-    python dev/plot_bench.py --long_run runs/long/main.log pytorch.log          # writes doc/long_run.png
 
 doc/overview.png: the losses of `make train` on a CPU (doc/logs/make_train_losses.txt, by dev/readme.py train), and
 tokens a second beside llm.c and PyTorch (dev/bench_llmc.json, one sitting on one GPU). doc/bench_gpu.png: tokens a
-second, and where the time of a step goes (dev/bench_gpu.json, by dev/bench.py gpu --readme). doc/long_run.png: a run's
-losses, and how they differ from PyTorch's over the same first batches.
+second, and where the time of a step goes (dev/bench_gpu.json, by dev/bench.py gpu --readme).
 """
 
 import argparse
@@ -15,10 +13,9 @@ import json
 import os
 
 from root import ROOT
-import numpy as np
 
-from llmc.errors import UserError, run_main
-from plot_log import draw_losses, head, label_parts, light_and_dark, read_log, running_mean
+from llmc.errors import run_main
+from plot_log import draw_losses, head, label_parts, light_and_dark, read_log
 
 DOC = os.path.join(ROOT, "doc")
 LOSSES = os.path.join(DOC, "logs", "make_train_losses.txt")  # by dev/readme.py train
@@ -131,34 +128,6 @@ def draw(measured, output):
                 label_parts(below, parts, -0.5, True)
 
 
-def draw_long_run(logs, output):
-    """doc/long_run.md's picture. logs: of the run, and of PyTorch over its first batches."""
-    if "tel" not in logs[0] or not 21 <= len(logs[1].get("trl", [()])[0]) <= len(logs[0].get("trl", [()])[0]):
-        raise UserError("--long_run: expected a log with training and validation losses, and one of its first batches")
-    ours, theirs = (np.array(log["trl"][1]) for log in logs)
-    shared = len(theirs)
-    differences = ours[:shared] - theirs
-    for above, below in light_and_dark(output, (8, 6.6), nrows=2, height_ratios=(3, 2)):
-        draw_run(above, logs[0])
-        first, *_, last = logs[0]["tel"][1]
-        head(above, f"760 million tokens in 20 minutes: validation loss {first:.2f} to {last:.2f}", "nats a token;"
-             " GPT-2 124M from random weights, 524,288 tokens an update\nNVIDIA H200, CUDA 13.0; 2026-11-23")
-        above.axvspan(0, shared, color="C7", alpha=0.12, linewidth=0)
-        above.text(shared / 2, above.get_ylim()[0], f"these {shared} in PyTorch,\ntoo: see below\n", ha="center")
-        above.set_xlabel("updates")
-        head(below, f"PyTorch, on the same {shared} batches: {np.mean(np.abs(differences)):.3f} apart on average",
-             "train_gpt2_cuda.py's loss minus PyTorch's (bfloat16 autocast): each update, and the mean of 21")
-        below.axhline(0, color="C7", linewidth=1)
-        below.plot(differences, color="C0", linewidth=0.7, alpha=0.4)
-        below.plot(range(10, shared - 10), running_mean(differences, 10), color="C0", linewidth=1.6)
-        lowest = np.argmin(differences)
-        below.annotate("train_gpt2_cuda.py skipped two updates", (lowest, differences[lowest]), (-8, 4),
-                       textcoords="offset points", ha="right")
-        below.set(xlim=(0, shared), xlabel="updates")
-        below.grid()
-        below.figure.get_layout_engine().set(hspace=0.06)
-
-
 def draw_measured():
     """README.md's picture and doc/speed.md's."""
     for path, draw_it, output in ((MEASURED, draw, "bench_gpu.png"), (BESIDE_LLMC, draw_overview, "overview.png")):
@@ -168,14 +137,8 @@ def draw_measured():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0])
-    parser.add_argument("--long_run", nargs=2, metavar="LOG", help="a run's log, and PyTorch's over its first batches")
-    logs = parser.parse_args().long_run
-    if not logs:
-        return draw_measured()
-    output = os.path.join(DOC, "long_run.png")
-    draw_long_run([read_log(path) for path in logs], output)
-    print(f"wrote {os.path.relpath(output)}")
+    argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0]).parse_args()
+    draw_measured()
 
 
 if __name__ == "__main__":

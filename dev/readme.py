@@ -2,13 +2,10 @@
 Put what programs truly print into README.md and doc/.
 
     python dev/readme.py train      # make train, three minutes (seconds on a GPU): doc/logs/, README.md and its picture
-    python dev/readme.py test       # test_gpt2.py on gpt2_d12.bin and its debug state, two minutes: doc/correctness.md
 
 and, on a machine with a GPU, with gpt2_d12.bin and the tokens of tiny_shakespeare there:
 
     python dev/readme.py epoch      # train_gpt2_cuda.py, one epoch: doc/logs/
-    python dev/readme.py losses     # dev/compare_losses.py: doc/correctness.md
-    python dev/readme.py profile    # dev/profile_gpu.py at B=64: doc/speed.md
     python dev/readme.py attention  # dev/bench.py attention: doc/speed.md
 
 The tables of steps come from dev/bench.py cpu --readme and dev/bench.py gpu --readme.
@@ -31,7 +28,7 @@ from llmc.files import replacing
 from plot_bench import LOSSES, draw_measured
 
 README = os.path.join(ROOT, "README.md")
-SPEED, CORRECTNESS = (os.path.join(ROOT, "doc", name) for name in ("speed.md", "correctness.md"))
+SPEED = os.path.join(ROOT, "doc", "speed.md")
 LOGS = os.path.join(ROOT, "doc", "logs")
 
 
@@ -101,15 +98,12 @@ class Section(NamedTuple):
 def sections(run):
     """name -> Section. run: a directory for make train's."""
     python = sys.executable
-    profile = [python, "dev/profile_gpu.py", "-e", "gpt2_d12.bin", "-b", "64", "--matmul", "cublaslt"]
     return {
         "train": Section(["make", "-s", "train", f"PYTHON={python}", f"RUN={run}"],
                          os.path.join(LOGS, "make_train.txt")),
-        "test": Section([python, "test_gpt2.py", "--model", "gpt2_d12.bin"], CORRECTNESS, "test_gpt2"),
         "epoch": Section([python, "train_gpt2_cuda.py", "-e", "gpt2_d12.bin"], os.path.join(LOGS, "epoch_gpu.txt")),
-        "losses": Section([python, "dev/compare_losses.py", "-e", "gpt2_d12.bin"], CORRECTNESS, "losses_gpu"),
-        "profile": Section(profile, SPEED, "profile_gpu"),
-        "attention": Section([python, "dev/bench.py", "attention"], SPEED, "attention_gpu"),
+        "attention": Section([python, "dev/bench.py", "attention", "-b", "64", "-t", "1024", "4096"], SPEED,
+                             "attention_gpu"),
     }
 
 

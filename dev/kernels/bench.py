@@ -5,7 +5,7 @@ The kernel library: every layer of GPT-2, from the naive kernel to the live one,
     python dev/kernels/bench.py layernorm_forward             # checks them, times them, prints a table
     python dev/kernels/bench.py gelu_forward --rung live --check_only
     python dev/kernels/bench.py layernorm_forward --mine my.cu           # your kernel layernorm_forward_warp_a_row, too
-    python dev/kernels/bench.py --all                         # all layers, bfloat16 and float32: dev/kernels/RESULTS.md
+    python dev/kernels/bench.py --all                         # all layers: dev/kernels/RESULTS.md
 
 Each rung is compared with the NumPy function at every block size. If one element is wrong, its tensor is printed,
 nothing is timed, and the exit status is 1. A layer's first rows in the table are the libraries': PyTorch's, and for
@@ -47,7 +47,7 @@ def parse_arguments(argv=None):
     parser.add_argument("-t", type=int, default=1024, metavar="T", help="sequence length of the timing")
     parser.add_argument("--model", choices=tuple(SIZES), default="d12", help="whose C, NH (default: d12)")
     parser.add_argument("--check_only", action="store_true", help="check, and time nothing")
-    parser.add_argument("--all", action="store_true", help="all layers in each dtype, into dev/kernels/RESULTS.md")
+    parser.add_argument("--all", action="store_true", help="all layers, into dev/kernels/RESULTS.md")
     return parser.parse_args(argv)
 
 
@@ -87,27 +87,23 @@ def main(argv=None):
     gpu = open_gpu()
     open_lab = functools.cache(functools.partial(lab.Lab, gpu, mine=args.mine))
     config = Config(max(args.t, 1024), 50257, *SIZES[args.model], 50304)
-    default = "float32" if gpu.arch == "sm_75" else "bfloat16"
-    dtypes = [args.dtype] if args.dtype else list(dict.fromkeys([default, "float32"])) if args.all else [default]
-    if not all([check_at_all_sizes(layer, open_lab, config, dtype, args.rung) for dtype in dtypes for layer in chosen]):
+    dtype = args.dtype or ("float32" if gpu.arch == "sm_75" else "bfloat16")
+    if not all([check_at_all_sizes(layer, open_lab, config, dtype, args.rung) for layer in chosen]):
         return 1
     if args.check_only:
         return 0
-    first = open_lab(config, precision_of(chosen[0], dtypes[0]))
+    benches = [open_lab(config, precision_of(layer, dtype)) for layer in chosen]
+    with benches[0].streams():
+        peaks = measure_copy(benches[0].device), measure_matmul(benches[0].matmul)
+    header = ["layer", "rung", "best block", "ms", "rate", "of peak", *(f"ms at {block}" for block in SWEEP)]
     text = ["# What the kernels of this library measure", "", "`python dev/kernels/bench.py --all` writes this file;"
             f" README.md says how rungs are checked and timed. B={args.b}, T={args.t}, C={config.C}, NH={config.NH},"
             f" V={config.V}, Vp={config.Vp}.", "",
-            f"{describe(first.matmul)}, {compiler_version()}, PyTorch {torch.__version__}"]
-    for dtype in dtypes:
-        benches = [open_lab(config, precision_of(layer, dtype)) for layer in chosen]
-        with benches[0].streams():
-            peaks = measure_copy(benches[0].device), measure_matmul(benches[0].matmul)
-        header = ["layer", "rung", "best block", "ms", "rate", "of peak", *(f"ms at {block}" for block in SWEEP)]
-        text += ["", f"## {dtype}", "", f"Peaks, measured: a copy {peaks[0] / 1e9:.0f} GB/s, a large matmul"
-                 f" {peaks[1] / 1e12:.0f} TFLOP/s.", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-        for layer, bench in zip(chosen, benches):
-            rows = timed_rows(layer, bench, args.rung, args.b, args.t, peaks)
-            text += [f"| {' | '.join(row)} |" for row in rows]
+            f"{describe(benches[0].matmul)}, {compiler_version()}, PyTorch {torch.__version__}", "", f"## {dtype}", "",
+            f"Peaks, measured: a copy {peaks[0] / 1e9:.0f} GB/s, a large matmul {peaks[1] / 1e12:.0f} TFLOP/s.", "",
+            f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for layer, bench in zip(chosen, benches):
+        text += [f"| {' | '.join(row)} |" for row in timed_rows(layer, bench, args.rung, args.b, args.t, peaks)]
     print("\n".join(text))
     if args.all:
         with replacing(RESULTS) as f:
