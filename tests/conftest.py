@@ -80,11 +80,16 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(config.without_gpu)
 
 
-def random_params(config, seed=0):
-    """Weights N(0, 0.1), padding 0; a large spread, so that samples differ and gradients are not tiny."""
-    params = allocate(train_gpt2.parameter_table(config))
-    flat(params)[:] = np.random.default_rng(seed).standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.1)
-    params.wte[config.V :] = 0.0
+def random_params(config, seed=0, spread=0.1, ones=0.0):
+    """Weights N(0, spread), of norms N(ones, spread), padding 0; of either model. The spread is large, so that samples
+    differ and gradients are not tiny."""
+    params, rng = allocate(sys.modules[type(config).__module__].parameter_table(config)), np.random.default_rng(seed)
+    flat(params)[:] = rng.standard_normal(flat(params).size, dtype=np.float32) * np.float32(spread)
+    for name, row in params.table.items():
+        if row.ones:
+            getattr(params, name)[...] += np.float32(ones)
+        if row.vocabulary:
+            getattr(params, name)[config.V :] = 0.0
     return params
 
 

@@ -20,7 +20,7 @@ from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometr
 from llmc.gpu.device import to_float32
 from llmc.gpu.geometry import launch_geometry
 from llmc.sampler import Choice, Random
-from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, layer, views
+from llmc.tensors import bf16_bits, bf16_to_float32, flat, layer, views
 from test_kernels import PRECISIONS, check_launches, signatures
 from train_gpt2 import Config
 from train_gpt2_cuda import GPT2
@@ -58,16 +58,10 @@ def label(x):
 
 def random_model(config, seed=0):
     """Weights; some tokens are likelier than others."""
-    if isinstance(config, Config):
-        params = random_params(config, seed=seed)
-        params.wte[: config.V] *= 3.0
-        return params
-    params = allocate(train_llama3.parameter_table(config))
-    flat(params)[:] = np.random.default_rng(seed).standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.1)
+    params = random_params(config, seed)
     for name, row in params.table.items():
         if row.vocabulary:
-            getattr(params, name)[: config.V] *= 3.0
-            getattr(params, name)[config.V :] = 0.0
+            getattr(params, name)[...] *= 3.0
     return params
 
 

@@ -13,15 +13,14 @@ import generate
 import test_gpt2
 import train_llama3 as t
 import vocabulary
-from conftest import assert_one_line_error, remove_after, run_program
+from conftest import assert_one_line_error, random_params, remove_after, run_program
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError
-from llmc.tensors import allocate
 from rounding import check_tensor
 from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_adamw, replay
 from test_layers import assert_gradients, nan, normal
-from test_verdict import after, before, first_wrong, scaled
+from test_verdict import after, before, first_wrong, random_case, scaled
 
 CONFIG = t.Config(maxT=64, V=131, L=2, NH=4, NKV=2, C=48, Vp=256, F=40, HS=16)
 
@@ -113,21 +112,11 @@ def test_swiglu(N, F):
 # the verdict of test_gpt2.py: right models pass, planted faults do not, and the first wrong row says where
 
 
-def random_case(config, B=3, T=17):
-    """(config, params, x, y) of a model whose norms and scores are far from those of a new one."""
-    rng, params = np.random.default_rng(3), allocate(t.parameter_table(config))
-    for name, row in params.table.items():
-        tensor = getattr(params, name)
-        tensor[...] = rng.normal(row.ones, 0.15, tensor.shape)
-        if row.vocabulary:
-            tensor[config.V :] = 0.0
-    return config, params, *rng.integers(0, config.V, (2, B, T), dtype=np.int32)
-
-
 @functools.cache
 def case(tied):
     """(config, params, x, y, Yardstick), with scaled RoPE."""
-    drawn = random_case(dataclasses.replace(CONFIG, V=61, Vp=128, L=3, tied=tied, theta=1e3, factor=8, original=16))
+    config = dataclasses.replace(CONFIG, V=61, Vp=128, L=3, tied=tied, theta=1e3, factor=8, original=16)
+    drawn = config, *random_case(config, 3, 17)
     return *drawn, Yardstick(*drawn, "numpy")
 
 
@@ -372,7 +361,7 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
 def test_damaged_headers(tmp_path):
     """One line that names the file, or a model of the sizes that the header says: no other error."""
     path, rng, refused = tmp_path / "x.bin", np.random.default_rng(5), 0
-    write_model(path, CONFIG, random_case(CONFIG)[1])
+    write_model(path, CONFIG, random_params(CONFIG))
     data = path.read_bytes()
     extremes = [0, 1, -1, 2, 3, 255, 2**16, 2**30, 2**31 - 1, -(2**31), 0x7FC00000, 0x7F800000, 0x3F800000]
     for _ in range(300):

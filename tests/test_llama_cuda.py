@@ -12,27 +12,16 @@ import train_gpt2_cuda as gpt2_cuda
 import train_llama3
 import train_llama3_cuda as cuda
 import llmc.gpu.compiler
-from conftest import ROOT
+from conftest import ROOT, random_params
 from llmc.gpu.device import to_float32
 from llmc.errors import UserError
 from llmc.gpu.geometry import check_sizes
-from llmc.tensors import allocate, bf16_bits, bf16_to_float32, flat, views
+from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from test_gpt2 import BACKENDS, SMOOTH, Yardstick, precision_of, replay
 from test_kernels import (EXACT, LLAMAS as MODELS, PRECISIONS, SUMS, assert_close, get_device, on_gpu, random,
                           unwritten, wide)
 from test_verdict import first_wrong
 from train_llama3 import Config
-
-
-def random_params(config, seed=0):
-    params, rng = allocate(train_llama3.parameter_table(config)), np.random.default_rng(seed)
-    flat(params)[:] = rng.standard_normal(flat(params).size, dtype=np.float32) * np.float32(0.05)
-    for name, row in params.table.items():
-        if row.ones:
-            getattr(params, name)[...] += np.float32(1.0)
-        if row.vocabulary:
-            getattr(params, name)[config.V :] = 0.0
-    return params
 
 
 def test_a_model_that_the_kernels_do_not_take():
@@ -144,7 +133,7 @@ FAULT_CONFIG = Config(96, 391, 2, 4, 2, 128, 512, 200, 64, tied=0, theta=1e3, fa
 
 @functools.cache
 def fault_case(precision):
-    params, rng = random_params(FAULT_CONFIG), np.random.default_rng(1)
+    params, rng = random_params(FAULT_CONFIG, spread=0.05, ones=1.0), np.random.default_rng(1)
     for name, row in params.table.items():
         if not row.vocabulary:
             getattr(params, name)[...] = rng.normal(row.ones, 0.15, row.shape)

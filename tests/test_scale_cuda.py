@@ -18,7 +18,6 @@ from llmc.dataloader import write_tokens
 from llmc.gpu.device import count_gpus, open_gpu
 from llmc.errors import UserError
 from llmc.resume import newest_checkpoint
-from test_llama_cuda import random_params as random_llama
 
 try:
     GPUS = count_gpus()
@@ -84,7 +83,7 @@ def test_llama_has_the_same_bits(heads, tied, flags):
     """The untied classifier's weight travels apart; 257 rows are cut unequally, 384 in memory are not."""
     skip_fp8_before_hopper(flags)
     config = train_llama3.Config(64, 257, 3, 4, 2, 192, 384, 384, 64, tied=tied)
-    write_model("llama.bin", config, random_llama(config))
+    write_model("llama.bin", config, random_params(config, spread=0.05, ones=1.0))
     for count in COUNTS:
         run = ("--gpus", count, "-e", "llama.bin", "-n", 10, "-s", 10, *RUN, "--grad_clip", 1, *flags)
         train(*run, "-x", 20, "-o", f"run{count}", program="train_llama3_cuda.py")

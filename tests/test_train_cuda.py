@@ -20,7 +20,7 @@ import llmc.gpu.saver
 import llmc.progress
 import train_gpt2_cuda as cuda
 import train_llama3
-from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, remove_after, run_program
+from conftest import GPT2_124M, ROOT, SMALL_HEADS, assert_one_line_error, random_params, remove_after, run_program
 from llmc.checkpoint import owned_by_one, read_config, read_model, read_optimizer_state, write_model
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import cp
@@ -32,7 +32,6 @@ from llmc.gpu.trainer import Trainer, open_device, open_trainer
 from llmc.resume import checkpoint_paths, complete_checkpoints, newest_checkpoint
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, bf16_bits, flat, views
-from test_llama_cuda import random_params as random_llama
 from train_gpt2 import Config, GPT2
 
 FAST = ("-b", 2, "-t", 24, "-g", 16, "--lines", "llmc")  # whose losses have more digits
@@ -313,7 +312,7 @@ def page_and_flags(model):
     """Of GPT-2, or of one of LLAMAS, which is written here."""
     if model == "GPT-2":
         return "train_gpt2", ()
-    write_model("llama.bin", LLAMAS[model], random_llama(LLAMAS[model]))
+    write_model("llama.bin", LLAMAS[model], random_params(LLAMAS[model], spread=0.05, ones=1.0))
     return "train_llama3", ("-e", "llama.bin")
 
 

@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -32,13 +33,13 @@ B, T = 3, 17
 
 
 def random_case(config, B, T):
-    """(params, x, y) of a model whose layernorms, biases and scores are far from those of a new one."""
-    rng = np.random.default_rng(3)
-    params = allocate(t.parameter_table(config))
-    for name in params.table:
+    """(params, x, y) of a model, of either kind, whose norms, biases and scores are far from those of a new one."""
+    rng, params = np.random.default_rng(3), allocate(sys.modules[type(config).__module__].parameter_table(config))
+    for name, row in params.table.items():
         tensor = getattr(params, name)
-        tensor[...] = rng.normal(name.startswith("ln") and name.endswith("w"), 0.15, tensor.shape)
-    params.wte[config.V :] = 0.0
+        tensor[...] = rng.normal(row.ones, 0.15, tensor.shape)
+        if row.vocabulary:
+            tensor[config.V :] = 0.0
     return params, *rng.integers(0, config.V, (2, B, T), dtype=np.int32)
 
 
