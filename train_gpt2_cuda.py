@@ -24,10 +24,6 @@ captured graph, AdamW, several GPUs. llmc/loop.py has what happens between steps
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
 
-import time
-
-START = time.perf_counter()  # for the time to the first step
-
 import dataclasses
 import functools
 import math
@@ -98,17 +94,6 @@ class CudaSettings(Settings):
 
     AT_LEAST: ClassVar = {**Settings.AT_LEAST, "steps": 0, "stochastic_rounding": 0, "gpus": 1}
     FROM_SCRATCH: ClassVar = {**Settings.FROM_SCRATCH, "B": 4}
-
-    @property
-    def micro_steps(self):
-        """Micro-batches of an update, on all GPUs together; their gradients are averaged."""
-        return max(self.gpus, self.total_batch_size // (self.B * self.T))
-
-    def check(self):
-        super().check()
-        if self.total_batch_size % (self.B * self.T * self.gpus):
-            raise UserError(f"-d/--total_batch_size {self.total_batch_size}: expected a multiple of B*T*GPUs ="
-                            f" {self.B} * {self.T} * {self.gpus} = {self.B * self.T * self.gpus}")
 
     @property
     def own_micro_steps(self):
@@ -613,7 +598,7 @@ class GPT2:
         head = self.linear("logits")
         head.forward(acts.logits, head.place_inp(acts.lnf))
         classifier(self.device, acts.losses, acts.logits, targets, self.dlogits_scale(scale), train, acts.B, acts.T)
-        with self.device.on_side_stream() as loss_done:
+        with self.device.beside(self.device.side) as loss_done:
             loss_mean(self.device, loss, acts.losses, scale, acts.B * acts.T)
         return loss_done
 
@@ -692,7 +677,7 @@ class GPT2:
 
     def weight_gradient(self, transposed, weight_done, name, l, dout, inp):
         """On the side stream; returns an event, after which dout and inp may be overwritten."""
-        with self.device.on_side_stream() as done:
+        with self.device.beside(self.device.side) as done:
             self.linear(name, l).backward_weight(dout, inp, transposed)
         if weight_done:
             weight_done(f"{name}w", l, done)
@@ -719,10 +704,9 @@ def run(architecture, settings, ranks):
     gpu = open_gpu(settings.arch, ranks.local_rank)
     resolve = functools.partial(resolve_auto, arch=gpu.arch)
     resolve(settings)  # refuses at once what this GPU lacks
-    loading = time.perf_counter()
     with (locked(settings.output_dir if ranks.is_first else None),
           Loop(settings, architecture, ranks, resolve, LlmcCudaLines) as loop):
-        loading, settings = time.perf_counter() - loading, loop.settings
+        settings = loop.settings
         check_alike(ranks, gpu, settings, loop.config, loop.params, loop.train_loader, loop.val_loader)
         peak = peak_rate(gpu, ranks.size, settings, loop.config, loop.parameters)
         loop.console.header(f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}", peak)
@@ -731,19 +715,12 @@ def run(architecture, settings, ranks):
         loop.start(trainer, TrainerSaver(trainer))
         loop.train_loader.read_ahead(1)
         trainer.prepare(loop.train_loader.ahead[0][0])
-        loop.console.first_update = functools.partial(print_start_time, settings, loading)
         for step in loop:  # between updates, it validates, samples, saves and stops
             batches = [loop.train_loader.next_batch() for _ in range(settings.own_micro_steps)]
             number = trainer.begin_step(batches, learning_rate_at(settings, step))
             loop.report_later(step, functools.partial(trainer.end_step, number))  # while the next one runs
     trainer.close()
     return loop.status
-
-
-def print_start_time(settings, loading):
-    if settings.verbose or settings.lines == "llmc":
-        print(f"first step finished {time.perf_counter() - START - loading:.2f} s after the start, not counting"
-              f" {loading:.2f} s of reading the model")
 
 
 if __name__ == "__main__":

@@ -94,17 +94,6 @@ def phase_tables(config, B, T, precision, recompute, sm_count, geometry):
     }
 
 
-def gradient_table(config, B, T, precision):
-    """name -> Row for the gradients of activations that live across phases."""
-    table = {
-        "dresidual": Row((B, T, config.C), precision.dtype),  # of the residual stream, all through the backward pass
-        "dbranch": Row((B, T, config.C), precision.dtype),  # of an RMSNorm's output
-    }
-    if not precision.bf16:
-        table["transposed"] = Row((config.C, B * T))  # an operand of a weight gradient, within that matmul
-    return table
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # layers, in network order, under the names of train_llama3.py
 
@@ -237,7 +226,6 @@ class Llama3(GPT2):
     READS, RECOMPUTED = READS, RECOMPUTED
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
-    gradient_table = staticmethod(gradient_table)
     decode_table, decode_layers = staticmethod(decode_table), staticmethod(decode_layers)
     decode_constants = staticmethod(decode_constants)
 

@@ -37,7 +37,7 @@ class Console:
     def __init__(self, loop):
         self.loop, self.settings = loop, loop.settings
         self.done, self.seconds, self.skipped = loop.begin, 0.0, 0  # of all updates so far
-        self.peak, self.first_update, self.bar = None, lambda: None, None
+        self.peak = self.bar = None
 
     def header(self, device, peak):
         """Print what the run is; with --verbose, all settings, too. device: its name; peak: tokens/s at which matmuls
@@ -102,8 +102,6 @@ class Console:
             self.bar.update()
         if first or self.done % self.settings.print_every == 0 or self.done == self.settings.steps:
             self.print(self.training_line(step, loss, seconds, left))
-        if first:
-            self.first_update()
 
     def training_line(self, step, loss, seconds, left):
         rate = self.settings.update_tokens / seconds

@@ -95,6 +95,7 @@ class Settings:
         B=16, shuffle=1, spread=1, steps=1000, schedule="cosine", beta2=0.95, weight_decay=0.1, grad_clip=1.0,
         val_every=100, val_batches=20, sample_every=200, sample_tokens=200, final_reports=1, print_every=10)
 
+    gpus: ClassVar = 1
     given: ClassVar = None  # of a run of from_scratch: the fields that the command line sets
 
     def fit_to_text(self, updates):
@@ -120,8 +121,8 @@ class Settings:
 
     @property
     def micro_steps(self):
-        """Batches whose gradients are averaged for one update."""
-        return max(1, self.total_batch_size // (self.B * self.T))
+        """Batches whose gradients are averaged for one update, on all GPUs together."""
+        return max(self.gpus, self.total_batch_size // (self.B * self.T))
 
     @property
     def update_tokens(self):
@@ -151,8 +152,8 @@ class Settings:
         expect("beta2", 0.0 <= self.beta2 < 1.0, "0 <= beta2 < 1")
         expect("eps", 1e-30 <= self.eps < 1e30, "1e-30 to 1e30 (the default is 1e-8)")
         expect("final_fraction", 0.0 <= self.final_fraction <= 1.0, "0 to 1")
-        batch = self.B * self.T
-        expect("total_batch_size", self.total_batch_size % batch == 0, f"a multiple of B*T = {batch}")
+        batch, gpus = self.B * self.T * self.gpus, "*GPUs" if self.gpus > 1 else ""
+        expect("total_batch_size", self.total_batch_size % batch == 0, f"a multiple of B*T{gpus} = {batch}")
         expect("hellaswag", not self.hellaswag or self.val_every, "-v STEPS too: it comes with each validation")
         for name in ("model", "data"):
             if not getattr(self, name):

@@ -488,7 +488,7 @@ def install(fake, change):
     change(device, "driver", fake.driver)
     change(device, "MISSING", None)
     change(device, "launch_early", lambda function, *arguments: function(*arguments))
-    change(device, "prepare_kernels", lambda cache, arch, files: ([file.name for file in files], 0))
+    change(device, "prepare_kernels", lambda arch, files: ([file.name for file in files], 0))
     change(cublaslt, "load_library", lambda: fake.cublaslt)
 
 

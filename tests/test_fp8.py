@@ -13,7 +13,7 @@ import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
 from llmc.errors import UserError
-from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
 from llmc.gpu.fp8 import (COLUMN_ORDER, DLOGITS_SCALE, HISTORY, LARGEST, ROW_ORDER, Fp8, Quantised,
                           decode_e4m3, decode_e5m2, dlogits_of, natural, next_scales, round_e4m3)
@@ -150,7 +150,7 @@ def matmul(gpu, request):
     config = dataclasses.replace(GPT2, C=getattr(request, "param", GPT2.C))
     key = "matmul", config.C
     if key not in DEVICES:
-        device = Device(gpu, Cache(), list(kernel_files(LAYERS, config, FP8, gpu.arch, "auto").values()),
+        device = Device(gpu, list(kernel_files(LAYERS, config, FP8, gpu.arch, "auto").values()),
                         launch_geometry(config, FP8, gpu.arch))
         DEVICES[key] = Matmul(device, FP8)
         DEVICES[key].allocate()
@@ -269,7 +269,7 @@ def norm_device(gpu, C):
         pytest.skip(f"{gpu.arch} is not Hopper")
     if C not in DEVICES:
         file = kernel_files(LAYERS, norm_config(C), FP8, gpu.arch, "auto")["norm_fp8"]
-        DEVICES[C] = Device(gpu, Cache(), [file], launch_geometry(norm_config(C), FP8, gpu.arch))
+        DEVICES[C] = Device(gpu, [file], launch_geometry(norm_config(C), FP8, gpu.arch))
     DEVICES[C].stream.use()
     return DEVICES[C]
 

@@ -14,7 +14,7 @@ import pytest
 
 import train_gpt2_cuda as cuda
 import train_llama3
-from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, open_gpu
 from llmc.gpu.geometry import hopper_attention, kernel_files, launch_geometry
 from llmc.gpu.precision import has_bfloat16
@@ -45,7 +45,7 @@ def attention_file(config, precision, arch):
 def open_once(config, precision, arch):
     """A Device with this model's attention, made once for all tests. arch: as open_gpu's."""
     gpu = open_gpu(arch)
-    return Device(gpu, Cache(), [attention_file(config, precision, gpu.arch)],
+    return Device(gpu, [attention_file(config, precision, gpu.arch)],
                   launch_geometry(config, precision, gpu.arch))
 
 

@@ -22,7 +22,7 @@ import train_llama3_cuda as llama_cuda
 from conftest import ROOT, Array
 from llmc.gpu.batch import sort_tokens
 from llmc.checkpoint import padded
-from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.compiler import KernelFile, compile_kernels, prepare_kernels
 from llmc.gpu.device import cp, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
 from llmc.gpu.geometry import ENCODER_PIECE, blocks, kernel_files
@@ -186,18 +186,21 @@ def test_an_error_in_a_kernel_names_file_and_line(tmp_path, monkeypatch):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_the_cache_returns_what_it_was_given_and_nothing_damaged(tmp_path, capsys):
-    cache = Cache(str(tmp_path / "cache"))
-    assert cache.find("a key") is None
-    path = cache.keep("a key", b"content")
-    assert cache.find("a key") == path and cache.find("another") is None
-    with open(path, "wb") as f:
-        f.write(b"conten")
-    assert cache.find("a key") is None and "corrupt" in capsys.readouterr().err and not os.path.exists(path)
-    (tmp_path / "file").write_text("")
-    cache = Cache(str(tmp_path / "file" / "cache"))
-    assert "cannot be written" in capsys.readouterr().err and cache.find("key") is None
-    assert cache.keep("key", b"content") == cache.find("key")
+def test_the_cache(tmp_path, monkeypatch):
+    """What is there is not compiled again; other constants, or another source, are other files."""
+    pytest.importorskip("cuda.core")
+    (tmp_path / "a.cu").write_text('extern "C" __global__ void a() {}\n')
+    monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "new" / "cache"))
+    file = KernelFile("a", ("a",), {"N": 1})
+    (path,), compiled = prepare_kernels("sm_80", [file])
+    assert compiled == 1 and prepare_kernels("sm_80", [file]) == ([path], 0)
+    assert prepare_kernels("sm_80", [file, file._replace(constants={"N": 2})])[1] == 1
+    (tmp_path / "a.cu").write_text('extern "C" __global__ void a() { __syncthreads(); }\n')
+    assert prepare_kernels("sm_80", [file])[1] == 1 and len(os.listdir(tmp_path / "new" / "cache")) == 3
+    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "a.cu" / "cache"))
+    with pytest.raises(UserError, match="a.cu/cache: cannot make this directory .*TRAIN_GPT2_CACHE=DIR"):
+        prepare_kernels("sm_80", [file])
 
 
 def skewed(V, shape, seed=0):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmc.gpu.compiler import Cache, compile_kernels
+from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, to_float32
 from llmc.gpu.geometry import KERNELS, blocks, hopper_matmul, kernel_files, launch_geometry, pack
 from llmc.gpu.matmul import Linear, Matmul
@@ -30,7 +30,7 @@ def open_matmul(gpu, config):
     """A Matmul by the rule, with the kernels of these layers."""
     layers = SimpleNamespace(KERNELS=("matmul", "matmul_swiglu", "swiglu"))
     files = kernel_files(layers, config, BFLOAT16, gpu.arch, "auto")
-    device = Device(gpu, Cache(), list(files.values()), launch_geometry(config, BFLOAT16, gpu.arch))
+    device = Device(gpu, list(files.values()), launch_geometry(config, BFLOAT16, gpu.arch))
     return Matmul(device, BFLOAT16)
 
 

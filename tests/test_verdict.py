@@ -15,7 +15,6 @@ import llmc.gpu.compiler
 import train_gpt2 as t
 from conftest import ROOT
 from dev.rounding import E4M3, E5M2, ROUNDOFFS, WEIGHT, NoisyGPT2
-from llmc.gpu.compiler import Cache
 from llmc.gpu.device import Device
 from llmc.gpu.fp8 import Fp8, Fp8Linear, decode_e4m3, next_scales, round_e4m3, round_e5m2
 from llmc.gpu.geometry import kernel_files, launch_geometry
@@ -346,7 +345,7 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
     if row == "test_quantise":  # it has numbers that are too large; for those of a run, scales leave room
         file = kernel_files(LAYERS, GPU_CONFIG, FP8, gpu.arch, "auto")["fp8"]
-        device = Device(gpu, Cache(), [file], launch_geometry(GPU_CONFIG, FP8, gpu.arch))
+        device = Device(gpu, [file], launch_geometry(GPU_CONFIG, FP8, gpu.arch))
         matmul = Matmul(device, FP8)
         device.stream.use()  # Matmul, when made, has left it
         out, large = bytes_on_gpu((16, 16), 0), on_gpu(np.full((16, 16), 1000, np.float32), dtype="bfloat16")

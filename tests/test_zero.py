@@ -315,7 +315,7 @@ def test_gpus_and_ctrl_c(heads):
 
 
 @pytest.mark.parametrize("size, flags, words", (
-    (3, ("-b", 2, "-t", 8, "-d", 32), "-d/--total_batch_size 32: expected a multiple of B*T*GPUs = 2 * 8 * 3 = 48"),
+    (3, ("-b", 2, "-t", 8, "-d", 32), "-d/--total_batch_size 32: expected a multiple of B*T*GPUs = 48"),
     (2, ("-b", 2, "-t", 8, "-e", "none.bin"), "none.bin: no such file"),
     (2, ("--gpus", 4), "--gpus 4: a launcher has started 2 ranks"),
     (5, ("-b", 2, "-t", 8), "5 processes or more on this machine, which has 4 GPUs")))

@@ -23,7 +23,7 @@ import llmc.gpu.device
 import train_gpt2
 import train_gpt2_cuda as cuda
 from llmc.errors import UserError
-from llmc.gpu.compiler import Cache, KernelFile
+from llmc.gpu.compiler import KernelFile
 from llmc.gpu.device import Device
 from llmc.gpu.geometry import blocks, kernel_files, launch_geometry, model_constants
 from llmc.gpu.matmul import Matmul
@@ -237,11 +237,11 @@ class Lab:
         self.torch = torch.cuda.is_available()  # whether PyTorch sees the GPU, too
         self.device, self.matmul = open_device(cuda.GPT2, gpu, config, precision, "auto")
         arch = "sm_75" if gpu.arch == "sm_75" else "sm_80"
-        self.portable = Device(gpu, Cache(), portable_files(config, precision, arch),
+        self.portable = Device(gpu, portable_files(config, precision, arch),
                                launch_geometry(config, precision, arch))
         self.portable.gpu = gpu._replace(arch=arch)
         files = [kernel_file(mine, model_constants(config, precision))] if mine else None
-        self.mine = Device(gpu, Cache(), files, None).functions if mine else {}
+        self.mine = Device(gpu, files, None).functions if mine else {}
         self.stream = self.portable.stream = self.device.stream
         with self.stream:
             self.matmul.allocate()

@@ -7,8 +7,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import sys
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -34,44 +32,16 @@ class KernelFile(NamedTuple):
     shared: dict = {}  # kernel -> bytes of a block's dynamic shared memory
 
 
-class Cache:
-    """A directory of cubins, each with its digest in its name: a corrupt one is compiled again."""
-
-    def __init__(self, path=None):
-        root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        self.path = path or os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
-        try:
-            os.makedirs(self.path, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except OSError as error:
-            print(f"warning: {self.path}: cannot be written ({error.strerror}); the next start compiles again."
-                  " TRAIN_GPT2_CACHE=DIR names another directory", file=sys.stderr)
-            self.temporary = tempfile.TemporaryDirectory(prefix="train_gpt2_")
-            self.path = self.temporary.name
-
-    def find(self, key):
-        """The path of the file kept for `key`, a text; None if there is none."""
-        for path in glob.glob(os.path.join(glob.escape(self.path), f"{digest(key.encode())}-*.cubin")):
-            with contextlib.suppress(OSError), open(path, "rb") as f:
-                if path.endswith(f"-{digest(f.read())}.cubin"):
-                    return path
-            print(f"warning: {path}: corrupt, rebuilding", file=sys.stderr)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        return None
-
-    def keep(self, key, content):
-        """Write `content` as the file for `key`, and return its path."""
-        path = os.path.join(self.path, f"{digest(key.encode())}-{digest(content)}.cubin")
-        with replacing(f"{path}.{os.getpid()}") as f:  # another process may be writing the same file
-            f.write(content)
-        os.replace(f"{path}.{os.getpid()}", path)
-        return path
-
-
-def digest(content):
-    return hashlib.sha256(content).hexdigest()[:32]
+def cache_directory():
+    """The directory that keeps cubins from one start to the next."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot make this directory for kernels ({error.strerror}): TRAIN_GPT2_CACHE=DIR names"
+                        " another") from None
+    return path
 
 
 def compile_kernels(name, arch, constants):
@@ -125,13 +95,18 @@ def kernel_key(name, arch, constants):
     return "\n".join(parts)
 
 
-def prepare_kernels(cache, arch, files):
+def prepare_kernels(arch, files):
     """Compile the files that the cache lacks, several at once; return the cubins' paths, and how many were compiled."""
-    keys = [kernel_key(file.name, arch, file.constants) for file in files]
-    found = [cache.find(key) for key in keys]
+    keys, directory = [kernel_key(file.name, arch, file.constants) for file in files], cache_directory()
+    paths = [os.path.join(directory, f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin") for key in keys]
+    missing = [(path, file) for path, file in zip(paths, files) if not os.path.exists(path)]
 
-    def prepare(path, file, key):
-        return path or cache.keep(key, compile_kernels(file.name, arch, file.constants))
+    def build(path, file):
+        cubin, own = compile_kernels(file.name, arch, file.constants), f"{path}.{os.getpid()}"
+        with replacing(own) as f:  # another process may be making the same file
+            f.write(cubin)
+        os.replace(own, path)
 
     with ThreadPoolExecutor(len(files)) as pool:
-        return list(pool.map(prepare, found, files, keys)), found.count(None)
+        list(pool.map(build, *zip(*missing)))
+    return paths, len(missing)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.gpu.compiler import Cache, KernelFile
+from llmc.gpu.compiler import KernelFile
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import WARP, blocks, check_sizes, kernel_files, launch_geometry, model_constants
 from llmc.gpu.matmul import ALIGN
@@ -251,7 +251,7 @@ def open_decoder(architecture, gpu, config, params, B, T, dtype="auto"):
     geometry = launch_geometry(config, precision, gpu.arch)
     vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))
     update = kernel_files(architecture, config, precision, gpu.arch, "cublaslt")["update"]
-    device = Device(gpu, Cache(), [update, *decode_files(config, precision, geometry)], geometry)
+    device = Device(gpu, [update, *decode_files(config, precision, geometry)], geometry)
     with device.stream:
         exact = on_gpu = allocate(params.table, cp)
         copy_to_gpu(exact.buffer, params.buffer)

@@ -2,7 +2,6 @@
 layer."""
 
 import contextlib
-import importlib.util
 import os
 import sys
 import tempfile
@@ -22,8 +21,6 @@ try:
     import cupy as cp
     from cuda.bindings import driver
 
-    if importlib.util.find_spec("cuda.core") is None:  # slow to import: left to compiler.py
-        raise ModuleNotFoundError(name="cuda.core")
     MISSING, GPU_ERRORS = None, {cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError}
 except ImportError as error:
     MISSING, GPU_ERRORS = error, set()
@@ -136,7 +133,7 @@ class Device:
     """Kernels by name, and three streams: the main stream, a side stream for work that may overlap with it, and one for
     messages between GPUs."""
 
-    def __init__(self, gpu, cache, files, geometry):
+    def __init__(self, gpu, files, geometry):
         """Compile and load `files`, a list of KernelFile. geometry: the numbers that launches need, as attributes."""
         self.gpu, self.sm_count, self.geometry = gpu, gpu.sm_count, geometry
         self.main, self.side, self.comm = (cp.cuda.Stream(non_blocking=True) for _ in range(3))
@@ -144,7 +141,7 @@ class Device:
         self.observer = None  # observer(name, arguments) returns a context manager for each launch, all on one stream
         self.spans = None  # or a list of (name, stream's name, event before, event after): see `span`
         self.functions, self.shared, self.maps, self.uploads = {}, {}, {}, {}
-        paths, self.compiled = prepare_kernels(cache, gpu.arch, files)
+        paths, self.compiled = prepare_kernels(gpu.arch, files)
         self.cached = len(files) - self.compiled
         for file, path in zip(files, paths):
             module = cp.RawModule(path=path)
@@ -169,9 +166,6 @@ class Device:
     def observe(self, name, arguments):
         """The observer's context manager for a launch; without an observer, an empty one."""
         return self.observer(name, arguments) if self.observer else contextlib.nullcontext()
-
-    def on_side_stream(self):
-        return self.beside(self.side)
 
     @contextlib.contextmanager
     def beside(self, stream):

@@ -11,7 +11,7 @@ from llmc.gpu.device import cp
 from llmc.gpu.fp8 import operand_bytes
 from llmc.gpu.matmul import ALIGN
 from llmc.gpu.shares import Shares
-from llmc.tensors import table_bytes
+from llmc.tensors import Row, table_bytes
 
 RESERVE = 256 << 20  # bytes kept free: for cuBLASLt's kernels, the graph, small tables and rounding up
 
@@ -33,7 +33,7 @@ def memory_plan(architecture, config, settings, device):
         *([(share, "float32 master weights")] if settings.master else []),
         (table_bytes(architecture.parameter_table(config, precision.grads)), "gradients"),
         *([(share, "sums of gradients")] if settings.micro_steps > ranks else []),
-        *([(shares.received_size() * precision.grad_bytes, "gradients of all ranks")] if ranks > 1 else []),
+        *([(Row((shares.received_size(),), precision.grads).bytes(), "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((group_bytes(group), what) for what, group in tables.items()),
         *([(operand_bytes(architecture.parameter_table(config), B * T, recomputed_inputs(architecture, settings)),

@@ -34,10 +34,6 @@ class Precision(NamedTuple):
         return "float32" if self.float32_grads else self.dtype
 
     @property
-    def grad_bytes(self):
-        return 2 if self.grads == "bfloat16" else 4
-
-    @property
     def pack(self):
         """Elements in 16 bytes, which a thread works on."""
         return 8 if self.bf16 else 4

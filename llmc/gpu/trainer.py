@@ -14,7 +14,6 @@ import numpy as np
 from llmc.alone import ALONE
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens
-from llmc.gpu.compiler import Cache
 from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
 from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, record_event, to_float32
 from llmc.gpu.geometry import BLOCK_THREADS, blocks, check_sizes, kernel_files, launch_geometry
@@ -80,7 +79,7 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
     if text:
         vars(geometry).update(decode_geometry(architecture, config, precision, gpu.shared))
         files += decode_files(config, precision, geometry)
-    device = Device(gpu, Cache(), files, geometry)
+    device = Device(gpu, files, geometry)
     return device, Matmul(device, precision, matmul)
 
 
@@ -202,7 +201,7 @@ class Trainer(ForwardPasses):
             self.all_parts = self.own_parts
             if ranks.size > 1:
                 self.all_parts = cp.zeros(self.own_parts.size, np.float32)
-                received = self.peers.allocate(self.shares.received_size() * self.precision.grad_bytes)
+                received = self.peers.allocate(self.shares.received_size() * self.received.itemsize)
                 self.received = received.view(self.received.dtype)
                 self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
                                          self.received)
@@ -347,7 +346,7 @@ class Trainer(ForwardPasses):
         """Launch all that the GPU does for one update."""
         words = 1 + self.batch.inputs.size
         self.copy_batch(0, words)  # learning rate and inputs
-        with self.device.on_side_stream() as batch_copied:  # the rest, beside the forward pass
+        with self.device.beside(self.device.side) as batch_copied:  # the rest, beside the forward pass
             self.copy_batch(words, self.batch.buffer.nbytes // 4)
         for i in range(self.settings.own_micro_steps):
             self.compute(i, batch_copied, functools.partial(self.weight_done, i) if self.messages else None,
