@@ -7,12 +7,10 @@
 //
 // Registers: warp w of the warpgroup holds rows 16w .. 16w + 15. Of these, lane 4g + t holds parts of rows g and g + 8:
 //     D                    d[4j .. 4j + 3] are (g, 8j + 2t), (g, 8j + 2t + 1), (g + 8, 8j + 2t), (g + 8, 8j + 2t + 1)
-//     A, TF32, k = 8       a[0..3] are (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
-//     A, bfloat16, k = 16  a[0..3] are the pairs at (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
+//     A, k = 16            a[0..3] are the pairs at (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
 //
 // Shared memory: a tile has rows of 128 bytes, and starts at a multiple of 1024 bytes (8 rows). The 16-byte units of a
 // row are swizzled, as by TMA's 128-byte swizzle: unit u of row r is stored at u ^ r % 8.
-//     A or B, TF32         k must be contiguous (K-major): 64 rows (m or n) of 64 floats, as two halves of 32 floats
 //     A or B, bfloat16     rows of 64 elements, contiguous along k (K-major) or, ACROSS, along m or n (MN-major)
 //     A or B, FP8          rows of 128 elements, K-major
 
@@ -21,15 +19,9 @@
 #include "hopper/mbarrier.cuh"
 
 constexpr int WARPGROUP = 128;  // threads of a warpgroup
-constexpr int TILE = 64 * 64;   // elements of a tile of 64 rows
 
 // The warpgroup of this thread. The shuffle tells the compiler that it is uniform across the warp.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / WARPGROUP, 0); }
-
-// TF32: the index of row r, column c in a tile, which is two halves of 32 columns.
-__device__ inline int swizzled(int r, int c) {
-    return c / 32 * (TILE / 2) + r * 32 + ((c % 32 / 4 ^ r % 8) * 4 | c % 4);
-}
 
 // wgmma's descriptor of a K-major tile: its address in units of 16 bytes, a stride of 1024 bytes between groups of 8
 // rows, the 128-byte swizzle. (In a cluster, bits 24 and up of an address are the block's number. Shifted, they fall on
@@ -41,8 +33,6 @@ __device__ inline unsigned long long descriptor(const void* tile) {
 __device__ inline unsigned long long descriptor_across(const void* tile) {
     return __cvta_generic_to_shared(tile) >> 4 | (8192ull >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
-// TF32: what to add to a descriptor to start at column 8 * k of the rows.
-__device__ constexpr int k_offset(int k) { return k / 4 * (TILE / 2 * 4 / 16) + k % 4 * 2; }
 
 // wgmma is asynchronous: fence, issue some, commit them as a group, wait for the group. The fence makes the next wgmma
 // see what this warpgroup wrote to registers: it is needed before the first one, and again whenever registers of a or d
@@ -128,7 +118,6 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&row_max)[2], float
 #define D64 D32, D16(32), D16(48)
 #define D80 D64, D16(64)
 #define D96 D80, D16(80)
-#define D128 D96, D16(96), D16(112)
 #define NAMES32                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "  \
     "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -137,31 +126,6 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&row_max)[2], float
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES80 NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES96 NAMES80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES128                                                                                     \
-    NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
-    "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-
-#if !BFLOAT16
-
-// Begin d = a @ b, or d += a @ b if `accumulate`; a in registers.
-__device__ inline void wgmma(float (&d)[32], const uint32 (&a)[4], unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 " "{" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1; }\n"
-        : D32
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-// The same, a in shared memory.
-__device__ inline void wgmma(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 " "{" NAMES32 "}, %32, %33, p, 1, 1; }\n"
-        : D32
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-#else
 
 // Begin d = a @ b, or d += a @ b if `accumulate`; a in registers, b MN-major if ACROSS.
 template <int ACROSS>
@@ -237,9 +201,6 @@ WGMMA_REGISTERS(192, D96, NAMES96, "%96, %97, %98, %99", "%100", "%101")
 WGMMA(128, D64, NAMES64, "%64", "%65", "%66", "%67", "%68")
 WGMMA(160, D80, NAMES80, "%80", "%81", "%82", "%83", "%84")
 WGMMA(192, D96, NAMES96, "%96", "%97", "%98", "%99", "%100")
-WGMMA(256, D128, NAMES128, "%128", "%129", "%130", "%131", "%132")
-
-#endif
 
 // A ring buffer of STAGES stages in shared memory: a producer fills them, consumer warps empty them. Tile i = 0, 1, 2
 // ... is in stage i % STAGES, and is the (i / STAGES)-th there, which gives the parity to wait for. Each stage has two
@@ -317,12 +278,9 @@ template <int PENDING>
 __device__ inline void stores_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
 // Named barriers: a block has 16 in hardware; __syncthreads() is number 0. The barrier opens when `threads` threads
-// have reached it: those that sync wait for that, those that arrive continue at once.
+// have reached it.
 __device__ inline void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ inline void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Set the number of registers per thread, a multiple of 8: a producer warpgroup gives some up, consumer warpgroups take
