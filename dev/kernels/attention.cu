@@ -32,48 +32,6 @@ __device__ inline E* head_out(E* out, int b, int h, int T, int t = 0) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// matmuls over all heads, by blocks (tile, tile) of threads: each thread computes one element of the result
-
-template <class E>
-struct Matrix {  // element (r, c) is at[r * row + c * column]: swap row and column to transpose it
-    E* at;
-    int row, column;
-};
-
-// Load tile (r0, c0) of a matrix (rows, columns) to shared memory, zeros beyond its edges. Reads are coalesced.
-template <class E>
-__device__ inline void load_tile(float* tile, Matrix<E> matrix, int r0, int c0, int rows, int columns) {
-    const bool along_rows = matrix.column == 1;
-    const int r = along_rows ? threadIdx.y : threadIdx.x, c = along_rows ? threadIdx.x : threadIdx.y;
-    const bool exists = r0 + r < rows && c0 + c < columns;
-    const int64 offset = int64(r0 + r) * matrix.row + int64(c0 + c) * matrix.column;
-    tile[r * (blockDim.x + 1) + c] = exists ? to_float(matrix.at[offset]) : 0.0f;
-}
-
-// This thread's element of a (M,K) @ b (K,N): row blockIdx.y * tile + threadIdx.y, column blockIdx.x * tile +
-// threadIdx.x. Needs 2 * tile * (tile + 1) floats of shared memory: the rows are padded to tile + 1 against bank
-// conflicts.
-template <class A, class B>
-__device__ inline float tile_product(Matrix<A> a, Matrix<B> b, int M, int N, int K) {
-    extern __shared__ float tiles[];
-    const int tile = blockDim.x;
-    float* const a_tile = tiles;
-    float* const b_tile = tiles + tile * (tile + 1);
-    float sum = 0.0f;
-    for (int k = 0; k < K; k += tile) {
-        load_tile(a_tile, a, blockIdx.y * tile, k, M, K);
-        load_tile(b_tile, b, k, blockIdx.x * tile, K, N);
-        __syncthreads();
-#pragma unroll 8
-        for (int i = 0; i < tile; i++) {
-            sum += a_tile[threadIdx.y * (tile + 1) + i] * b_tile[i * (tile + 1) + threadIdx.x];
-        }
-        __syncthreads();
-    }
-    return sum;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // forward
 
 // thread_a_row. The formula, one thread per query: one loop over the keys for the maximum score, a second one for the
@@ -105,48 +63,6 @@ attention_forward_thread_a_row(element* out, float* lse, const element* inp, int
 #pragma unroll
     for (int c = 0; c < HS; c++) from_float(result[c], sums[c] / total);
     lse[(int64(b) * NH + h) * T + t] = largest + logf(total);
-}
-
-// products_apart. Three kernels, as with a matmul library and a softmax: S of all heads to memory, softmax in place, P
-// from memory. The matmuls use tiles in shared memory, so each number that is read serves a whole row of a tile. The
-// price is a (T,T) matrix per head, written and read several times, and the masked half of both matmuls. It is slower
-// than thread_a_row, in bfloat16 by more than half: the masked half is more work than the scores that thread_a_row
-// computes twice, and each product takes both its numbers from shared memory, while thread_a_row has its sums in
-// registers, and one key or value serves a whole warp.
-// scores: block (tile, tile), grid (T / tile, T / tile, B * NH). att (B,NH,T,T) float32.
-extern "C" __global__ void __launch_bounds__(1024) attention_forward_scores(float* att, const element* inp, int T) {
-    const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const Matrix<const element> query = {head_in(inp, 0, b, h, T), 3 * C, 1};
-    const Matrix<const element> key_transposed = {head_in(inp, 1, b, h, T), 1, 3 * C};
-    const float sum = tile_product(query, key_transposed, T, T, HS);
-    const int t = blockIdx.y * blockDim.x + threadIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
-    if (t < T && k < T) att[(int64(blockIdx.z) * T + t) * T + k] = sum * scale();
-}
-
-// softmax: one warp per row; the probabilities replace the scores, 0 above the diagonal. Block (256), grid (B * NH * T
-// / 8).
-extern "C" __global__ void __launch_bounds__(256) attention_forward_softmax(float* att, float* lse, int rows, int T) {
-    const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, t = row % T;
-    if (row >= rows) return;
-    float* const a = att + int64(row) * T;
-    float largest = -INFINITE, total = 0.0f;
-    for (int k = lane; k <= t; k += 32) largest = fmaxf(largest, a[k]);
-    largest = warp_max(largest);
-    for (int k = lane; k <= t; k += 32) total += expf(a[k] - largest);
-    const float row_lse = largest + logf(warp_sum(total));
-    for (int k = lane; k < T; k += 32) a[k] = k <= t ? expf(a[k] - row_lse) : 0.0f;
-    if (lane == 0) lse[row] = row_lse;
-}
-
-// values: block (tile, tile), grid (HS / tile, T / tile, B * NH).
-extern "C" __global__ void __launch_bounds__(1024)
-attention_forward_values(element* out, const float* att, const element* inp, int T) {
-    const int b = blockIdx.z / NH, h = blockIdx.z % NH;
-    const Matrix<const float> p = {att + int64(blockIdx.z) * T * T, T, 1};
-    const Matrix<const element> value = {head_in(inp, 2, b, h, T), 3 * C, 1};
-    const float sum = tile_product(p, value, T, HS, T);
-    const int t = blockIdx.y * blockDim.x + threadIdx.y, c = blockIdx.x * blockDim.x + threadIdx.x;
-    if (t < T && c < HS) from_float(head_out(out, b, h, T, t)[c], sum);
 }
 
 // online. One loop over the keys, and no (T,T) matrix: when a larger score turns up, the sums so far are scaled down

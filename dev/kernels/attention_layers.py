@@ -5,12 +5,10 @@ bfloat16, else mma_sync. The library's row is cuDNN's attention through PyTorch 
 float32, where cuDNN has none; dev/bench.py attention compares with FlashAttention-2, too.
 """
 
-import math
 
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import llmc.gpu.device
 from lab import (SUMS, TF32, Kernel, Layer, bf16_bits, bf16_to_float32, blocks, cuda, expected_results, np, rung, torch,
                  train_gpt2)
 from llmc.gpu.geometry import hopper_attention
@@ -70,11 +68,6 @@ class Attention(Layer):
         """A grid for all rows of each head, `rows` of them a block."""
         return blocks(self.T, rows), self.NH, self.B
 
-    def row_launch(self, lab, name, *arguments):
-        """Launch a warp for each row of each head."""
-        rows = self.B * self.NH * self.T
-        lab.launch(name, (blocks(rows, 8),), (256,), *arguments, rows, self.T)
-
 
 class AttentionForward(Attention):
     """out = softmax(query @ key^T / sqrt(HS), causal) @ value, with lse, the log of the sum of exp, of each row"""
@@ -104,16 +97,6 @@ class AttentionForward(Attention):
         return *self.given(a), self.T
 
     thread_a_row = Kernel(grid=lambda self, lab, block: self.row_grid(block), sweep=(32, 64, 128, 256))
-
-    @rung(64, 256, 1024)
-    def products_apart(self, lab, a, block):
-        tile, rows, heads = math.isqrt(block), blocks(self.T, math.isqrt(block)), self.B * self.NH
-        att = llmc.gpu.device.cp.empty((heads, self.T, self.T), np.float32)
-        shared = 2 * tile * (tile + 1) * 4
-        lab.launch("attention_forward_scores", (rows, rows, heads), (tile, tile), att, a.inp, self.T, shared=shared)
-        self.row_launch(lab, "attention_forward_softmax", att, a.lse)
-        grid = blocks(self.C // self.NH, tile), rows, heads
-        lab.launch("attention_forward_values", grid, (tile, tile), a.out, att, a.inp, self.T, shared=shared)
 
     online = Kernel(grid=lambda self, lab, block: self.row_grid(block), sweep=(32, 64, 128, 256))
 
@@ -172,7 +155,8 @@ class AttentionBackward(Attention):
 
     def two_passes(self, lab, a, name, rows, block):
         """The gradients of queries, then of keys and values, `rows` rows of each a block."""
-        self.row_launch(lab, "attention_backward_row_sums", a.D, a.dout, a.out)
+        rows = self.B * self.NH * self.T  # a warp each
+        lab.launch("attention_backward_row_sums", (blocks(rows, 8),), (256,), a.D, a.dout, a.out, rows, self.T)
         for of in ("dquery", "dkv"):
             lab.launch(f"attention_backward_{of}_{name}", self.row_grid(rows), (block,), a.dinp, a.dout, a.inp, a.lse,
                        a.D, self.T)
