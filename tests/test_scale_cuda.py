@@ -1,6 +1,8 @@
 """Training on 2, 4, 8 GPUs, as many as there are: the same bits as on one. Where there is only one, up to 8 ranks share
 it with NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer; otherwise, nothing here runs."""
 
+import functools
+import itertools
 import os
 import random
 import signal
@@ -11,13 +13,13 @@ import time
 import numpy as np
 import pytest
 
-import train_llama3
 from conftest import ROOT, SMALL_HEADS, random_params, run_program
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.gpu.device import count_gpus, open_gpu
 from llmc.errors import UserError
 from llmc.resume import newest_checkpoint
+from test_train_cuda import LLAMAS, page_and_flags
 
 try:
     GPUS = count_gpus()
@@ -49,49 +51,35 @@ def heads(workplace):
     return workplace
 
 
-def skip_fp8_before_hopper(flags):
-    if "fp8" in flags and open_gpu().arch != "sm_90a":
-        pytest.skip("not Hopper")
-
-
-@pytest.mark.parametrize("flags", (
+OF_GPT2 = (
     ("--dtype", "bfloat16", "--grad_clip", 1), ("--dtype", "float32", "--grad_clip", 1),
     ("--dtype", "float32", "--tf32", 0),
     ("--dtype", "bfloat16", "--stochastic_rounding", 3, "-w", 0), ("--dtype", "bfloat16", "--float32_grads", 1),
     ("--recompute", 2, "-c", 0.1), ("--graph", 0), ("--matmul", "kernels"), ("-sl", 1, "-sg", 1),
-    ("--dtype", "fp8", "--grad_clip", 1)), ids=str)
-def test_the_same_bits(heads, flags):
-    """Losses, norms, samples and weights of 20 updates, some of them beyond a checkpoint of another number."""
-    skip_fp8_before_hopper(flags)
+    ("--dtype", "fp8", "--grad_clip", 1))
+OF_LLAMA = (("--dtype", "bfloat16", "--grad_clip", 1), ("--dtype", "float32", "--recompute", 2), ("--dtype", "fp8"))
+
+
+@pytest.mark.parametrize("model, flags", (
+    *(("GPT-2", flags) for flags in OF_GPT2), *itertools.product(LLAMAS, OF_LLAMA)), ids=str)
+def test_the_same_bits(heads, model, flags):
+    """Losses, norms, samples and weights of 20 updates, some of them beyond a checkpoint of another number. An untied
+    classifier's weight travels apart; 257 rows are cut unequally, 384 in memory are not."""
+    if "fp8" in flags and open_gpu().arch != "sm_90a":
+        pytest.skip("not Hopper")
+    page, of_model = page_and_flags(model)
     steps = 140 if "-sl" in flags else 20  # outliers are told from 128 updates on
+    run = functools.partial(train, *of_model, *RUN, *flags, program=f"{page}_cuda.py")
     for count in COUNTS:
-        done = train("--gpus", count, "-x", steps, "-n", steps // 2, "-s", 10, "-o", f"run{count}", *RUN, *flags)
+        done = run("--gpus", count, "-x", steps, "-n", steps // 2, "-s", 10, "-o", f"run{count}")
         assert "nan" not in done.stdout
         assert results(heads / f"run{count}") == results(heads / "run1")
     for first, second in {(COUNTS[-1], 1), (1, 2), (2, COUNTS[-1])} - {(2, 2)}:
         directory = f"parts{first}{second}"
-        train("--gpus", first, "-x", steps // 2, "-s", 0, "-o", directory, *RUN, *flags)
-        train("--gpus", second, "-x", steps, "-s", 0, "-o", directory, *RUN, *flags, "-y", 1)
+        run("--gpus", first, "-x", steps // 2, "-s", 0, "-o", directory)
+        run("--gpus", second, "-x", steps, "-s", 0, "-o", directory, "-y", 1)
         name = f"model_{steps:08d}.bin"
         assert (heads / directory / name).read_bytes() == (heads / "run1" / name).read_bytes()
-
-
-@pytest.mark.parametrize("flags", (
-    ("--dtype", "bfloat16"), ("--dtype", "float32", "--recompute", 2), ("--dtype", "fp8")), ids=str)
-@pytest.mark.parametrize("tied", (0, 1))
-def test_llama_has_the_same_bits(heads, tied, flags):
-    """The untied classifier's weight travels apart; 257 rows are cut unequally, 384 in memory are not."""
-    skip_fp8_before_hopper(flags)
-    config = train_llama3.Config(64, 257, 3, 4, 2, 192, 384, 384, 64, tied=tied)
-    write_model("llama.bin", config, random_params(config, spread=0.05, ones=1.0))
-    for count in COUNTS:
-        run = ("--gpus", count, "-e", "llama.bin", "-n", 10, "-s", 10, *RUN, "--grad_clip", 1, *flags)
-        train(*run, "-x", 20, "-o", f"run{count}", program="train_llama3_cuda.py")
-        assert results(heads / f"run{count}") == results(heads / "run1")
-    train(*run, "-x", 10, "-o", "parts", program="train_llama3_cuda.py")
-    train(*run, "-x", 20, "-o", "parts", "-y", 1, "--gpus", 1, program="train_llama3_cuda.py")
-    name = "model_00000020.bin"
-    assert (heads / "parts" / name).read_bytes() == (heads / "run1" / name).read_bytes()
 
 
 def test_a_rank_that_is_killed(heads):
