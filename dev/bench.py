@@ -234,8 +234,11 @@ def bench_gpu(args):
     rate or, if unknown, that of a large matmul. roofline, in bfloat16: the time of the step's matmuls at the measured
     rate, plus that of AdamW's bytes at the bandwidth of a copy, over the step's.
     """
+    from llmc.gpu.device import cp
+
     count_gpus()
-    tables = [args.only] if args.only else list(TABLES)
+    is_hopper = cp.cuda.Device(0).compute_capability == "90"
+    tables = [args.only] if args.only else [table for table in TABLES if table != "fp8" or is_hopper]
     for table in tables if args.readme else ():  # fail now, not after all the work
         split_at_markers(f"bench_{table}", SPEED)
     for table in tables:

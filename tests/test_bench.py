@@ -1,5 +1,7 @@
 """The programs of dev/ that measure, and what those for a GPU say where there is none."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -11,10 +13,14 @@ import bench
 import check_gpu
 import compare_losses
 import llmc.gpu.device
+import plot_bench
 import profile_gpu
 import train_gpt2
 from conftest import assert_one_line_error
 from llmc.settings import parse_settings
+
+
+RESULT = {"B": 4, "ms": 10.0, "first": 2.0, "memory": 2**30, "used": 2**31, "gpu": "NVIDIA H200"}
 
 
 def test_a_worker_on_the_cpu(monkeypatch, tmp_path):
@@ -24,6 +30,25 @@ def test_a_worker_on_the_cpu(monkeypatch, tmp_path):
     found = bench.step_of_numpy(job)
     assert len(found["step"]) == len(found["matmuls"]) == bench.CPU_STEPS and found["peak"] > 1e6
     assert "failed" in bench.measure(job._replace(T=2000), str(tmp_path)), "GPT-2 has no position 2000"
+
+
+def test_the_tables_of_a_gpu(monkeypatch, tmp_path):
+    jobs = [bench.Job("gpu", name, "bfloat16", 4, 1024) for name in ("ours", "compile")]
+    ours = {**RESULT, "matmul": 8e14, "bandwidth": 4e12, "flops": 4e12, "moved": 4e9, "cold": 5.0,
+            "profile": {"matmul fc": 1.0, "adamw_update": 2.0}}
+    fp8 = jobs[0]._replace(precision="fp8"), {**ours, "ms": 8.0}
+    lines = bench.gpu_table("fp8", [(jobs[0], ours), (jobs[1], {"failed": "out of memory"}), fp8])
+    assert "| 10.00 | 409600 |" in lines[2] and "5.0 s, warm 2.0 s" in lines[2] and "60%" in lines[2]
+    assert "| 4 | fp8 | 8.00 | 512000 |" in lines[4] and lines[4].endswith("|  |")
+    assert "failed: out of memory" in lines[3] and len({line.count("|") for line in lines}) == 1
+    summary = bench.gpu_summary([(jobs[0], ours), (jobs[1], {**RESULT, "ms": 12.0})])
+    assert any("llm.c" in line for line in summary) and len({line.count("|") for line in summary}) == 1
+    (tmp_path / "r.json").write_text(json.dumps({"machine": "a", "T": 8, "results": [{**jobs[0]._asdict(), **ours}]}))
+    for name, value in dict(MEASURED=tmp_path / "r.json", DOC=tmp_path).items():
+        monkeypatch.setattr(plot_bench, name, value)
+    plot_bench.draw_measured()
+    for name in ("bench_gpu-dark.png", "overview.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("model", ("gpt2_124M.bin", "d2"))

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import io
 import json
 import os
 import random
@@ -62,6 +63,15 @@ def test_tiny_shakespeare_is_downloaded_once(tmp_path, tiny_shakespeare, vocabul
         for path in mine[1:]:
             run_here(*command, "--input", path, fails=(path, "another --output"))
         assert len(server.seen) == 1 and len({path.read_bytes() for path in mine}) == 1
+
+
+def test_a_terminal_shows_a_progress_bar_that_reaches_its_end(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with prepro.progress_bar(100, "reading", "B") as advance:
+        advance(70)
+    assert sys.stderr.getvalue().split("\r")[-1].startswith("reading: 100%")
 
 
 @pytest.mark.parametrize("pages, words", (

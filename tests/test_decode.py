@@ -14,6 +14,7 @@ import llmc.gpu.decoder
 import train_gpt2
 import train_llama3
 from conftest import random_params
+from llmc.checkpoint import write_model
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.decoder import (TEXT_CONTROL, DECODE, decode_files, decode_geometry, decode_logits, decode_sample,
                               open_decoder)
@@ -328,3 +329,14 @@ def test_text_is_the_cpu_s_and_does_not_depend_on_the_batch(decoders, config, pr
             assert np.array_equal(texts[0][: len(fewer)], fewer)
             total, same = total + B, same + (texts[0] == texts[1]).all(-1).sum()
     assert same >= 0.95 * total, f"{same} of {total} texts are the CPU's"
+
+
+def test_the_program_on_a_gpu(gpu, workplace, run_here):
+    """Text, JSON, a stream of prompts; --device and --dtype."""
+    config = MODELS[1]
+    write_model("model.bin", config, random_params(config))
+    flags = ("model.bin", "--prompt_ids", 1, 2, 3, "--tokens", 20, "--ignore_eot", "--json", "--samples", 2)
+    cpu, gpu32, gpu16 = (run_here(generate, *flags, *more).stdout for more in (
+        ("--device", "cpu"), ("--dtype", "float32"), ("--device", "gpu", "--dtype", "bfloat16")))
+    ids = [[line.split('"text"')[0] for line in output.splitlines()] for output in (cpu, gpu32)]
+    assert ids[0] == ids[1] and len(gpu16.splitlines()) == 2

@@ -15,7 +15,7 @@ import train_llama3_cuda as llama_cuda
 from llmc.errors import UserError
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
-from llmc.gpu.fp8 import (COLUMN_ORDER, DLOGITS_SCALE, HISTORY, LARGEST, ROW_ORDER, Fp8, Quantised,
+from llmc.gpu.fp8 import (COLUMN_ORDER, DLOGITS_SCALE, HISTORY, LARGEST, LINEARS, ROW_ORDER, Fp8, Quantised,
                           decode_e4m3, decode_e5m2, dlogits_of, natural, next_scales, round_e4m3)
 from llmc.gpu.geometry import blocks, check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
@@ -103,6 +103,8 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     parameters = {kernel: types for file in files for kernel, types in signatures(file.name).items()}
     check_launches([launch for launch in fake_gpu.launches if launch.name != "cublaslt"], gpu, settings.precision,
                    parameters)
+    multiplied = sum(launch.name.startswith("matmul_fp8") for launch in fake_gpu.launches)
+    assert multiplied == 6 * (len(LINEARS) * config.L + 1), "all are in 8 bits"
     fake_gpu.launches.clear()
     trainer.forward(*batch)
     assert not any(re.search("fp8|quantise", launch.name) for launch in fake_gpu.launches)  # validation is in bfloat16

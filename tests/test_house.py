@@ -1,4 +1,4 @@
-"""Who imports whom: dev/lines.py's findings; that no program needs its docstring; which version this is."""
+"""Who imports whom: dev/lines.py's findings; which version this is."""
 
 import re
 

@@ -99,7 +99,3 @@ def test_launches_pass_what_the_kernels_take(fake_cupy, name):
             check_launches(launches, GPU, fake.precision, fake.signatures)
             ran.add(rung)
     assert ran == LAYERS[name].rungs.keys(), "each rung fits some of these sizes in some dtype"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the oracles, and what becomes of a wrong element

@@ -53,7 +53,7 @@ LLAMAS = [  # maxT, V, L, NH, NKV, C, Vp, F, HS
     train_llama3.Config(1024, 50257, 1, 12, 4, 768, 50304, 2048, 64),  # l12
     train_llama3.Config(1024, 257, 2, 9, 3, 576, 384, 1536, 64),  # SmolLM2
     train_llama3.Config(1024, 1003, 1, 3, 1, 240, 1024, 200, 16, tied=0),  # heads of 16, fewer channels than C
-    train_llama3.Config(1024, 131, 1, 2, 2, 2048, 256, 512, 128, eps=1e-6),
+    train_llama3.Config(1024, 131, 1, 2, 2, 2048, 256, 512, 128, eps=1e-3),
 ]
 
 COMPILED = [("sm_75", "float32"), ("sm_80", "tf32"), ("sm_80", "bf16"), ("sm_90a", "bf16")]  # others: make test-124M
@@ -199,7 +199,7 @@ def test_the_cache(tmp_path, monkeypatch):
     (tmp_path / "a.cu").write_text('extern "C" __global__ void a() { __syncthreads(); }\n')
     assert prepare_kernels("sm_80", [file])[1] == 1 and len(os.listdir(tmp_path / "new" / "cache")) == 3
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "a.cu" / "cache"))
-    with pytest.raises(UserError, match="a.cu/cache: cannot make this directory .*TRAIN_GPT2_CACHE=DIR"):
+    with pytest.raises(UserError, match="a.cu/cache: cannot be written.*TRAIN_GPT2_CACHE=DIR"):
         prepare_kernels("sm_80", [file])
 
 

@@ -402,6 +402,7 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
     config, params = read_model("gpt2_124M.bin", GPT2)
     settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
     trainer = open_trainer(cuda.GPT2, gpu, config, params, settings)
+    assert dtype != "bfloat16" or np.array_equal(flat(trainer.params).get(), bf16_bits(flat(params))), "to nearest"
     trainer.prepare()
     used, rng = [], np.random.default_rng(0)
     for step in range(30):

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -38,9 +39,10 @@ def cache_directory():
     path = os.environ.get("TRAIN_GPT2_CACHE") or os.path.join(root, "train_gpt2")
     try:
         os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise UserError(f"{path}: cannot make this directory for kernels ({error.strerror}): TRAIN_GPT2_CACHE=DIR names"
-                        " another") from None
+        raise UserError(f"{path}: cannot be written, for compiled kernels ({error.strerror}): TRAIN_GPT2_CACHE=DIR"
+                        " names another directory") from None
     return path
 
 

@@ -2,6 +2,7 @@
 layer."""
 
 import contextlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -21,6 +22,8 @@ try:
     import cupy as cp
     from cuda.bindings import driver
 
+    if importlib.util.find_spec("cuda.core") is None:  # slow to import: left to compiler.py
+        raise ModuleNotFoundError(name="cuda.core")
     MISSING, GPU_ERRORS = None, {cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError}
 except ImportError as error:
     MISSING, GPU_ERRORS = error, set()
@@ -144,8 +147,11 @@ class Device:
         paths, self.compiled = prepare_kernels(gpu.arch, files)
         self.cached = len(files) - self.compiled
         for file, path in zip(files, paths):
-            module = cp.RawModule(path=path)
-            self.functions |= {name: module.get_function(name) for name in file.kernels}
+            try:
+                module = cp.RawModule(path=path)
+                self.functions |= {name: module.get_function(name) for name in file.kernels}
+            except cp.cuda.driver.CUDADriverError as error:
+                raise UserError(f"{path}: cannot be loaded ({error}): if it is damaged, remove it") from None
             self.shared |= file.shared
         for name, size in self.shared.items():
             self.functions[name].max_dynamic_shared_size_bytes = size
