@@ -19,7 +19,6 @@ import train_gpt2
 from conftest import assert_one_line_error
 from llmc.settings import parse_settings
 
-
 RESULT = {"B": 4, "ms": 10.0, "first": 2.0, "memory": 2**30, "used": 2**31, "gpu": "NVIDIA H200"}
 
 
