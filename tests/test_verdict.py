@@ -14,7 +14,7 @@ import torch
 import llmc.gpu.compiler
 import train_gpt2 as t
 from conftest import ROOT
-from dev.rounding import E4M3, E5M2, ROUNDOFFS, WEIGHT, NoisyGPT2
+from dev.rounding import E4M3, E5M2, GRADIENT, ROUNDOFFS, WEIGHT, NoisyGPT2
 from llmc.gpu.device import Device
 from llmc.gpu.fp8 import Fp8, Fp8Linear, decode_e4m3, next_scales, round_e4m3, round_e5m2
 from llmc.gpu.geometry import kernel_files, launch_geometry
@@ -310,7 +310,7 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "beta1 0.89": ("cuda", "update.cu", "+= one_minus_beta1", "+= 1.1f * one_minus_beta1", "adamw"),
     "FP8: rows 48 .. 63 of each 64 are not among the largest": (
         "cuda-fp8", "fp8.cuh", "if (threadIdx.x % 32 > 0) return;",
-        "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;", "dfcprojw"),
+        "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;", "dfcw"),
     "FP8: NaN instead of 448": ("cuda-fp8", "fp8.cuh", "__NV_SATFINITE", "__NV_NOSAT", "test_quantise"),
 }
 
@@ -384,11 +384,12 @@ class EmulatedFp8(NoisyGPT2):
         if fp8 is E5M2:
             scale = 2.0 ** (15 - np.ceil(np.log2(x.abs().max().item())))
             return torch.from_numpy(round_e5m2(x.numpy() * scale, self.rng) / scale)
-        return self.e4m3(x, x, self.rng if fp8 is WEIGHT else None) if fp8 else x
+        return self.e4m3(x, x, fp8) if fp8 else x
 
-    def e4m3(self, x, noted, rng=None):
-        scale = next_scales(np.float32([[noted.abs().max()]]), np.float32([1]))
-        return torch.from_numpy(round_e4m3(x.numpy() * scale, rng) / scale.astype(np.float64))
+    def e4m3(self, x, noted, fp8):
+        scales = next_scales(np.full((1, 3), noted.abs().max(), np.float32), np.ones(3, np.float32))
+        scale, rng = scales[(E4M3, WEIGHT, GRADIENT).index(fp8)], self.rng if fp8 is WEIGHT else None
+        return torch.from_numpy(round_e4m3(x.numpy() * scale, rng) / np.float64(scale))
 
 
 def judge_emulated(**case):
@@ -411,11 +412,11 @@ def in_fp8_matmul(number, change):
 def without_rows_from_48(right):
     """The largest number of each 64 rows, of B*T=192, is one of the first 48. x may be transposed, or a weight."""
     def wrong(run, x, fp8):
-        if fp8 is not E4M3:
+        if fp8 not in (E4M3, GRADIENT):
             return right(run, x, fp8)
         axis = next((axis for axis, size in enumerate(x.shape[:2]) if size in (64, 192)), None)
         noted = x if axis is None else x.transpose(0, axis)[torch.arange(x.shape[axis]) % 64 < 48]
-        return run.e4m3(x, noted)
+        return run.e4m3(x, noted, fp8)
     return wrong
 
 

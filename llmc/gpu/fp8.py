@@ -25,6 +25,7 @@ from llmc.tensors import Row, allocate, table_bytes, views
 
 LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
 ROLES = ("inp", "weight", "dout")  # their operands, with a scale each
+ROOM = np.float32([2.0, 2.0, 8.0])  # times what each needs at most; gradients grow suddenly
 HISTORY = 16  # updates whose largest numbers a scale follows from
 LARGEST, SMALLEST = 448.0, 2.0**-9  # numbers of E4M3
 DLOGITS_SCALE = 2.0**15  # times gradients of logits, which are from -1 to 1; E5M2 has numbers from 2^-16 to 57344
@@ -80,11 +81,11 @@ def dlogits_of(logits):
 
 
 def next_scales(history, scales):
-    """history (HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one. Half of E4M3's range is
-    left for what grows; without a history, a scale stays as it is."""
+    """history (HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one, with ROOM to grow.
+    Without a history, a scale stays as it is."""
     most = history.max(axis=0)
     with np.errstate(divide="ignore", over="ignore"):
-        highest = np.minimum(np.float32(LARGEST / 2) / most, np.float32(2.0**100))
+        highest = np.minimum(LARGEST / np.resize(ROOM, most.shape) / most, np.float32(2.0**100))
     powers = (highest.view(np.int32) & 0x7F800000).view(np.float32)  # without the mantissa
     return np.where(most > 0, powers, scales)
 
