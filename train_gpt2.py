@@ -189,13 +189,6 @@ def cache_table(config, B, T, dtype="float32"):
     return {"keys": Row(shape, dtype, stacked=True), "values": Row(shape, dtype, stacked=True)}
 
 
-def decode_table(config, B, T, context):
-    """name -> Row for a forward pass over T new positions, `context` with those before; all layers share the rows."""
-    rows = {name: row._replace(shape=row.shape[row.stacked :], stacked=False)
-            for name, row in activation_table(config, B, T).items() if name not in ("preatt", "probs", "losses")}
-    return rows | {"att": Row((B, config.NH, T, context)), "logits": Row((B, config.V))}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # layers, in network order; each backward cites the forward lines that it differentiates, last to first
 
@@ -324,8 +317,7 @@ def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
     keys[:, :, position:context], values[:, :, position:context] = key, value
     np.matmul(query, np.swapaxes(keys[:, :, :context], 2, 3), out=att)
     att *= np.float32(1.0 / math.sqrt(HS))
-    if T > 1:
-        att += np.triu(np.full((T, context), -np.inf, np.float32), 1 + position)
+    att += np.triu(np.full((T, context), -np.inf, np.float32), 1 + position)
     att -= np.maximum.reduce(att, axis=-1, keepdims=True)
     np.exp(att, out=att)
     att *= np.float32(1.0) / np.add.reduce(att, axis=-1, keepdims=True)
@@ -526,6 +518,7 @@ class GPT2:
     TITLE, MAGIC, Config, Settings = "GPT-2", MODEL_MAGIC, Config, Settings
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
+    forward_layers = staticmethod(forward_layers)
 
     @classmethod
     def load(cls, path, **options):
@@ -551,14 +544,13 @@ class GPT2:
 
     def trunk(self, inputs):
         """Token ids (B, T) -> acts.lnf (B, T, C): all but the classifier."""
-        (B, T), C, NH = inputs.shape, self.config.C, self.config.NH
-        self.inputs, self.acts = inputs, views(activation_table(self.config, B, T), self.activations_buffer)
+        acts = views(self.activation_table(self.config, *inputs.shape), self.activations_buffer)
+        self.inputs, self.acts = inputs, acts
+        self.forward_layers(acts, self.params, self.config, inputs, 0, self.attend, matmul_forward)
+        return acts
 
-        def attend(l, a):
-            attention_forward(a.atty, a.preatt, a.att, a.qkv, B, T, C, NH)
-
-        forward_layers(self.acts, self.params, self.config, inputs, 0, attend, matmul_forward)
-        return self.acts
+    def attend(self, l, a):
+        attention_forward(a.atty, a.preatt, a.att, a.qkv, *self.inputs.shape, self.config.C, self.config.NH)
 
     def head(self, tensors):
         """The classifier's weight, or its gradient, (V, C): tied to the embedding."""
@@ -661,13 +653,21 @@ class Decoder:
         cache, acts = self.tables(config, B, T)
         self.cache, self.buffer = allocate(cache), np.zeros(table_bytes(acts), np.uint8)
 
-    cache_table, decode_table = staticmethod(cache_table), staticmethod(decode_table)
+    activation_table, forward_layers, head = staticmethod(activation_table), staticmethod(forward_layers), GPT2.head
 
     @classmethod
     def tables(cls, config, B, T):
         """What is allocated: the KV cache; the larger of two passes' activations, over 1 and over B sequences."""
         passes = (cls.decode_table(config, rows, positions_at_once(rows, T), T) for rows in (1, B))
-        return cls.cache_table(config, B, T), max(passes, key=table_bytes)
+        return cache_table(config, B, T), max(passes, key=table_bytes)
+
+    @classmethod
+    def decode_table(cls, config, B, T, context):
+        """name -> Row for a pass over T new positions, `context` with those before; all layers share the rows."""
+        saved = cls.activation_table(config, B, T).items()
+        rows = {name: row._replace(shape=row.shape[row.stacked :], stacked=False)
+                for name, row in saved if name not in ("preatt", "probs", "losses")}
+        return rows | {"att": Row((B, config.NH, T, context)), "logits": Row((B, config.V))}
 
     def logits(self, tokens, position):
         """tokens (B, T) at the positions from `position` on -> logits (B, V) of the token that follows them."""
@@ -677,16 +677,16 @@ class Decoder:
         return logits
 
     def forward(self, tokens, position):
-        (B, T), C, NH, params = tokens.shape, self.config.C, self.config.NH, self.params
-        acts = views(decode_table(self.config, B, T, position + T), self.buffer)
-
-        def attend(l, a):
-            keys, values = self.cache.keys[l, :B], self.cache.values[l, :B]
-            attention_decode(a.atty, a.att, keys, values, a.qkv, position, B, T, C, NH)
-
-        forward_layers(acts, params, self.config, tokens, position, attend, matmul_few_rows)
-        matmul_few_rows(acts.logits, acts.lnf[:, -1].copy(), params.wte[: self.config.V], None, B, 1, C, self.config.V)
+        (B, T), config, params = tokens.shape, self.config, self.params
+        acts = views(self.decode_table(config, B, T, position + T), self.buffer)
+        attend = functools.partial(self.attend, position, B, T)
+        self.forward_layers(acts, params, config, tokens, position, attend, matmul_few_rows)
+        matmul_few_rows(acts.logits, acts.lnf[:, -1].copy(), self.head(params), None, B, 1, config.C, config.V)
         return acts.logits
+
+    def attend(self, position, B, T, l, a):
+        keys, values = self.cache.keys[l, :B], self.cache.values[l, :B]
+        attention_decode(a.atty, a.att, keys, values, a.qkv, position, B, T, self.config.C, self.config.NH)
 
     draw = draw  # llmc/sampler.py's
 

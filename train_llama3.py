@@ -30,8 +30,7 @@ from llmc.settings import Settings, with_default
 from llmc.tensors import Row, layer, views
 from llmc.threads import BLOCK, parallel_blocks
 from train_gpt2 import (GPT2, Decoder, attention_block, causal_mask, crossentropy_softmax_backward, encoder_backward,
-                        encoder_forward, main, matmul_backward, matmul_few_rows, matmul_forward, random_params,
-                        residual_forward)
+                        encoder_forward, main, matmul_backward, random_params, residual_forward)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout
@@ -60,13 +59,7 @@ class Config:
 
     HEADER_BYTES, PADDED, STATES = 2048, False, (LLAMA_MAGIC, 3)  # 256 int32, 256 float32; V rows
 
-    @property
-    def Q(self):
-        return self.NH * self.HS
-
-    @property
-    def K(self):
-        return self.NKV * self.HS
+    Q, K = (property(size) for size in (lambda self: self.NH * self.HS, lambda self: self.NKV * self.HS))
 
     @classmethod
     def from_header(cls, header):
@@ -186,13 +179,6 @@ def scratch_table(config, B, T):
     }
 
 
-def decode_table(config, B, T, context):
-    """name -> Row for a forward pass over T new positions, `context` with those before; all layers share the rows."""
-    rows = {name: row._replace(shape=row.shape[row.stacked :], stacked=False)
-            for name, row in activation_table(config, B, T).items() if name not in ("probs", "losses")}
-    return rows | {"att": Row((B, config.NH, T, context)), "logits": Row((B, config.V))}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # layers
 
@@ -258,10 +244,7 @@ def rope_forward(qkv, cos, sin, B, T, heads, HS):
 
     def batch(start, stop):
         a, b = pairs[start:stop, ..., 0], pairs[start:stop, ..., 1]
-        rotated = a * cos - b * sin
-        b *= cos
-        b += a * sin
-        a[...] = rotated
+        a[...], b[...] = a * cos - b * sin, a * sin + b * cos
 
     parallel_blocks(batch, B, 1)
 
@@ -357,9 +340,7 @@ def swiglu_backward(dinp, inp, dout, N, F):
     def rows(start, stop):
         up, gate, d = inp[start:stop, :F], inp[start:stop, F:], dout[start:stop]
         dup, dgate = dinp[start:stop, :F], dinp[start:stop, F:]
-        s = np.exp(-gate)
-        s += np.float32(1.0)
-        np.reciprocal(s, out=s)
+        s = np.float32(1.0) / (np.exp(-gate) + np.float32(1.0))
         np.multiply(gate, s, out=dup)  # SiLU(gate)
         np.subtract(np.float32(1.0), s, out=dgate)
         dgate *= dup
@@ -375,9 +356,10 @@ def swiglu_backward(dinp, inp, dout, N, F):
 # model
 
 
-def forward_layers(acts, params, config, inputs, rope, attend, matmul):
-    """Token ids (B, T), whose positions have the rows of rope, (cos, sin), -> acts.lnf (B, T, C), as GPT-2's."""
+def forward_layers(acts, params, config, inputs, position, attend, matmul):
+    """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C), as GPT-2's."""
     (B, T), N = inputs.shape, inputs.size
+    rope = [table[position : position + T] for table in rope_table(config, config.maxT)]
     NH, NKV, HS, C, Q, F, eps = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "eps"))
     encoder_forward(acts.encoded, inputs, params.wte, None, B, T, C)
     residual = acts.encoded
@@ -398,11 +380,6 @@ def forward_layers(acts, params, config, inputs, rope, attend, matmul):
     rmsnorm_forward(acts.lnf, acts.lnf_rstd, residual, params.lnfw, eps, B, T, C)
 
 
-def classifier_weight(config, tensors):
-    """The classifier's weight, or its gradient, (V, C)."""
-    return (tensors.wte if config.tied else tensors.lm_head)[: config.V]
-
-
 @dataclasses.dataclass
 class LlamaSettings(Settings):
     """GPT-2's, with another model to start from."""
@@ -417,20 +394,14 @@ class Llama3(GPT2):
     TITLE, MAGIC, Config, Settings = "Llama 3", LLAMA_MAGIC, Config, LlamaSettings
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
+    forward_layers = staticmethod(forward_layers)
+
+    def attend(self, l, a):
+        c = self.config
+        attention_forward(a.atty, a.att, a.qkv, *self.inputs.shape, c.NH, c.NKV, c.HS)
 
     def head(self, tensors):
-        return classifier_weight(self.config, tensors)
-
-    def trunk(self, inputs):
-        """Token ids (B, T) -> acts.lnf (B, T, C): all but the classifier."""
-        (B, T), config = inputs.shape, self.config
-        self.inputs, self.acts = inputs, views(activation_table(config, B, T), self.activations_buffer)
-
-        def attend(l, a):
-            attention_forward(a.atty, a.att, a.qkv, B, T, config.NH, config.NKV, config.HS)
-
-        forward_layers(self.acts, self.params, config, inputs, rope_table(config, T), attend, matmul_forward)
-        return self.acts
+        return (tensors.wte if self.config.tied else tensors.lm_head)[: self.config.V]
 
     def backward_into(self, grads, micro_steps):
         """Write every row of `grads` (of the vocabulary's tensors, V rows: the others stay 0)."""
@@ -438,7 +409,7 @@ class Llama3(GPT2):
         config, params, acts, N = self.config, self.params, self.acts, B * T
         NH, NKV, HS, C, Q, F, V = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "V"))
         s = views(scratch_table(config, B, T), self.scratch.buffer)
-        cos, sin = rope_table(config, T)
+        cos, sin = (table[:T] for table in rope_table(config, config.maxT))
 
         s.dlosses.fill(1.0 / (N * micro_steps))
         dlogits = acts.logits
@@ -466,21 +437,11 @@ class Llama3(GPT2):
 class LlamaDecoder(Decoder):
     """Llama 3 for text generation; the cache has NKV heads."""
 
-    decode_table = staticmethod(decode_table)
+    activation_table, forward_layers, head = staticmethod(activation_table), staticmethod(forward_layers), Llama3.head
 
-    def forward(self, tokens, position):
-        (B, T), config, params = tokens.shape, self.config, self.params
-        acts = views(decode_table(config, B, T, position + T), self.buffer)
-        rope = [table[position : position + T] for table in rope_table(config, self.T)]
-
-        def attend(l, a):
-            attention_forward(a.atty, a.att, a.qkv, B, T, config.NH, config.NKV, config.HS, self.cache.keys[l, :B],
-                              self.cache.values[l, :B], position)
-
-        forward_layers(acts, params, config, tokens, rope, attend, matmul_few_rows)
-        head = classifier_weight(config, params)
-        matmul_few_rows(acts.logits, acts.lnf[:, -1].copy(), head, None, B, 1, config.C, config.V)
-        return acts.logits
+    def attend(self, position, B, T, l, a):
+        c, keys, values = self.config, self.cache.keys[l, :B], self.cache.values[l, :B]
+        attention_forward(a.atty, a.att, a.qkv, B, T, c.NH, c.NKV, c.HS, keys, values, position)
 
 
 Llama3.Decoder = LlamaDecoder
