@@ -54,9 +54,9 @@ class Config:
     C: int
     Vp: int  # V padded with zero rows (V itself in a file without padding)
 
-    HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)  # of a checkpoint: Vp rows; debug states' versions
+    HEADER_BYTES, PADDED, STATES = 1024, True, (STATE_MAGIC, 1, 2)  # PADDED: files have Vp rows; STATES: debug states
 
-    HS, NKV, F = (property(size) for size in (  # Llama 3's names: of a head; heads of keys; of feed-forward
+    HS, NKV, F = (property(size) for size in (  # Llama 3's names: head size; key and value heads; feed-forward channels
         lambda self: self.C // self.NH, lambda self: self.NH, lambda self: 4 * self.C))
 
     @classmethod
@@ -126,14 +126,14 @@ def random_params(table, V, L, seed):
     generator, so that the weights do not depend on the number of threads, nor wpe[t] on maxT."""
     params = allocate(table)
 
-    def draw(tensor, number, std, start, stop):
+    def fill(tensor, number, std, start, stop):
         np.random.default_rng((seed, number, start)).standard_normal(out=tensor[start:stop], dtype=np.float32)
         tensor[start:stop] *= std
 
     for number, (name, tensor) in enumerate(zip(table, unpadded(params, V))):
         if table[name].decays:  # the matrices
             std = np.float32(0.02 / math.sqrt(2 * L) if name in ("attprojw", "fcprojw") else 0.02)
-            parallel_blocks(functools.partial(draw, tensor, number, std), tensor.size)
+            parallel_blocks(functools.partial(fill, tensor, number, std), tensor.size)
         else:
             tensor.fill(1.0 if table[name].ones else 0.0)
     return params
@@ -174,12 +174,12 @@ def scratch_table(config, B, T):
     NH, C = config.NH, config.C
     return {
         "dresidual": Row((B, T, C)),  # of the residual stream; lives through the whole backward pass
-        "dbranch": Row((B, T, C)),  # of a layernorm's or the attention's output, until the next call
+        "dbranch": Row((B, T, C)),  # of a layernorm's output or of atty; read by the next call
         "dqkv": Row((B, T, 3 * C)),  # from attention_backward to the next matmul_backward
-        "dfch": Row((B, T, 4 * C)),  # of fch_gelu, then in place of fch
+        "dfch": Row((B, T, 4 * C)),  # of fch_gelu; then fch's, in place
         "dpreatt": Row((B, NH, T, T)),  # within attention_backward
         "datt": Row((B, NH, T, T)),  # within attention_backward
-        "dlosses": Row((B, T)),  # 1 / (B*T * micro steps), written before the backward pass
+        "dlosses": Row((B, T)),  # 1 / (B*T * micro steps)
     }
 
 
@@ -311,7 +311,7 @@ def attention_block(B, T, HS):
 
 def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
     """Causal attention of T new positions, from `position` on: out (B,T,C) =; att (B,NH,T,position+T) =, as above.
-    keys, values (B,NH,maxT,HS) are the cache, to which those in inp (B,T,3C) are added first."""
+    keys, values (B,NH,maxT,HS) are the cache, where those in inp (B,T,3C) are stored first."""
     HS, context = C // NH, position + T
     query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))
     keys[:, :, position:context], values[:, :, position:context] = key, value
@@ -451,11 +451,11 @@ def global_norm(grads, N):
 
 
 def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_decay, grad_scale, step, N):
-    """One AdamW step in place on flat arrays (N,): params, m, v +=; `step` counts from 1 for the bias correction.
+    """One AdamW step on flat arrays (N,), params, m and v in place; `step` counts from 1 for the bias correction.
 
     grad_scale multiplies the gradients first (clipping).
     Decoupled Weight Decay Regularization, Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101"""
-    # m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), with the bias corrections moved out of the element-wise loop:
+    # m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps), with the bias corrections moved out of the loop:
     correction2 = math.sqrt(1.0 - beta2**step)
     rate = np.float32(learning_rate * correction2 / (1.0 - beta1**step))
     eps = np.float32(eps * correction2)
@@ -490,8 +490,8 @@ def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_d
 
 
 def forward_layers(acts, params, config, inputs, position, attend, matmul):
-    """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C): all but the classifier, in training
-    and in text generation, which differ in attend(layer, its activations) and in who multiplies."""
+    """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C): all but the classifier. Training
+    and text generation each pass their matmul and their attend(l, a), which fills layer l's a.atty from a.qkv."""
     (B, T), C, N = inputs.shape, config.C, inputs.size * config.C
     encoder_forward(acts.encoded, inputs, params.wte, params.wpe[position:], B, T, C)
     residual = acts.encoded
@@ -513,7 +513,8 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
 
 class GPT2:
     """A model, its gradients and its optimizer. Every large buffer is allocated once, at the start: by
-    allocate_activations and, to train, allocate_training. Smaller batches use the start of the same buffers."""
+    allocate_activations and, to train, allocate_training. Smaller batches use the start of the same buffers. Llama3
+    inherits from it, with tables, forward_layers, attend, head and backward_into of its own."""
 
     TITLE, MAGIC, Config, Settings = "GPT-2", MODEL_MAGIC, Config, Settings
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
@@ -553,13 +554,12 @@ class GPT2:
         attention_forward(a.atty, a.preatt, a.att, a.qkv, *self.inputs.shape, self.config.C, self.config.NH)
 
     def head(self, tensors):
-        """The classifier's weight, or its gradient, (V, C): tied to the embedding."""
+        """The classifier's weight (V, C) in params or grads: tied to the embedding."""
         return tensors.wte[: self.config.V]
 
     def forward(self, inputs, targets):
         """inputs, targets (B, T) integer ids -> the mean loss, a float; activations stay in self.acts."""
-        B, T = inputs.shape
-        C, V = self.config.C, self.config.V
+        (B, T), C, V = inputs.shape, self.config.C, self.config.V
         acts = self.trunk(inputs)
         matmul_forward(acts.logits, acts.lnf, self.head(self.params), None, B, T, C, V)
         softmax_forward(acts.probs, acts.logits, B, T, V)
@@ -585,21 +585,20 @@ class GPT2:
             parallel_blocks(add, total.size)
 
     def backward_into(self, grads, micro_steps):
-        """Write every row of `grads` (only V of wte's Vp rows: the others stay 0)."""
-        B, T = self.inputs.shape
-        L, NH, C, V = self.config.L, self.config.NH, self.config.C, self.config.V
+        """Write all of `grads` but wte from token V on, which stays 0."""
+        (B, T), NH, C, V = self.inputs.shape, self.config.NH, self.config.C, self.config.V
         params, acts, N = self.params, self.acts, B * T * C
-        scratch = views(scratch_table(self.config, B, T), self.scratch.buffer)
+        scratch = views(self.scratch_table(self.config, B, T), self.scratch.buffer)
         dresidual, dbranch = scratch.dresidual, scratch.dbranch
 
         scratch.dlosses.fill(1.0 / (B * T * micro_steps))
         dlogits = acts.logits
         crossentropy_softmax_backward(dlogits, scratch.dlosses, acts.probs, self.targets, B, T, V)
-        matmul_backward(dbranch, grads.wte[:V], None, dlogits, acts.lnf, params.wte[:V], B, T, C, V)
+        matmul_backward(dbranch, self.head(grads), None, dlogits, acts.lnf, self.head(params), B, T, C, V)
         dresidual.fill(0.0)
-        layernorm_backward(dresidual, grads.lnfw, grads.lnfb, dbranch, acts.residual3[L - 1], params.lnfw,
+        layernorm_backward(dresidual, grads.lnfw, grads.lnfb, dbranch, acts.residual3[-1], params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, B, T, C)
-        for l in reversed(range(L)):
+        for l in reversed(range(self.config.L)):
             p, a, g = layer(params, l), layer(acts, l), layer(grads, l)
             residual = acts.encoded if l == 0 else acts.residual3[l - 1]
             matmul_backward(scratch.dfch, g.fcprojw, g.fcprojb, dresidual, a.fch_gelu, p.fcprojw, B, T, 4 * C, C)
@@ -654,29 +653,31 @@ class Decoder:
         self.cache, self.buffer = allocate(cache), np.zeros(table_bytes(acts), np.uint8)
 
     activation_table, forward_layers, head = staticmethod(activation_table), staticmethod(forward_layers), GPT2.head
+    draw = draw  # of sampler.py
 
     @classmethod
     def tables(cls, config, B, T):
         """What is allocated: the KV cache; the larger of two passes' activations, over 1 and over B sequences."""
-        passes = (cls.decode_table(config, rows, positions_at_once(rows, T), T) for rows in (1, B))
+        passes = (cls.decode_table(config, n, positions_at_once(n, T), T) for n in (1, B))
         return cache_table(config, B, T), max(passes, key=table_bytes)
 
     @classmethod
     def decode_table(cls, config, B, T, context):
-        """name -> Row for a pass over T new positions, `context` with those before; all layers share the rows."""
+        """name -> Row for a pass over T new positions, `context` in all; all layers share the buffers."""
         saved = cls.activation_table(config, B, T).items()
         rows = {name: row._replace(shape=row.shape[row.stacked :], stacked=False)
                 for name, row in saved if name not in ("preatt", "probs", "losses")}
         return rows | {"att": Row((B, config.NH, T, context)), "logits": Row((B, config.V))}
 
     def logits(self, tokens, position):
-        """tokens (B, T) at the positions from `position` on -> logits (B, V) of the token that follows them."""
+        """tokens (B, T) at the positions from `position` on -> logits (B, V) of the next token, until the next pass."""
         step = positions_at_once(len(tokens), self.T)
         for begin in range(0, tokens.shape[1], step):
             logits = self.forward(tokens[:, begin : begin + step], position + begin)
         return logits
 
     def forward(self, tokens, position):
+        """The same in one pass."""
         (B, T), config, params = tokens.shape, self.config, self.params
         acts = views(self.decode_table(config, B, T, position + T), self.buffer)
         attend = functools.partial(self.attend, position, B, T)
@@ -685,10 +686,9 @@ class Decoder:
         return acts.logits
 
     def attend(self, position, B, T, l, a):
+        """Store the new keys and values in layer l's cache, and attend to all."""
         keys, values = self.cache.keys[l, :B], self.cache.values[l, :B]
         attention_decode(a.atty, a.att, keys, values, a.qkv, position, B, T, self.config.C, self.config.NH)
-
-    draw = draw  # llmc/sampler.py's
 
     def share_first(self, B, T):
         """Copy the first sequence's cache to sequences 1 to B - 1, which continue the same prompt of T tokens."""

@@ -250,7 +250,7 @@ def rope_forward(qkv, cos, sin, B, T, heads, HS):
 
 
 def rope_backward(dqkv, cos, sin, B, T, heads, HS):
-    """The gradient of a rotation is rotated back."""
+    """Rotate dqkv back, in place: a rotation's inverse is its transpose."""
     rope_forward(dqkv, cos, -sin, B, T, heads, HS)
 
 
@@ -303,11 +303,11 @@ def attention_backward(dinp, datt, dout, inp, att, B, T, NH, NKV, HS):
     def batch(start, stop):
         for b in range(start, stop):
             a, d = att[b], datt[b]
-            # axis 1: the query heads of a group, whose gradients meet here
+            # axis 1: the query heads of a group, whose gradients meet here and in dkey; heads = att @ value
             np.add.reduce(np.matmul(np.swapaxes(a, 2, 3), dheads[b]), axis=1, keepdims=True, out=dvalue[b])
-            np.matmul(dheads[b], np.swapaxes(value[b], 2, 3), out=d)  # heads = att @ value
+            np.matmul(dheads[b], np.swapaxes(value[b], 2, 3), out=d)
             d -= np.vecdot(a, d)[..., None]  # att = softmax(scores)
-            d *= a  # from here on, the gradient of the scores
+            d *= a  # now the gradient of the scores
             d *= scale  # scores = query @ key^T * scale
             np.matmul(d, key[b], out=dquery[b])
             np.add.reduce(np.matmul(np.swapaxes(d, 2, 3), query[b]), axis=1, keepdims=True, out=dkey[b])
@@ -404,11 +404,11 @@ class Llama3(GPT2):
         return (tensors.wte if self.config.tied else tensors.lm_head)[: self.config.V]
 
     def backward_into(self, grads, micro_steps):
-        """Write every row of `grads` (of the vocabulary's tensors, V rows: the others stay 0)."""
+        """Write all of `grads` but wte and lm_head from token V on, which stay 0."""
         B, T = self.inputs.shape
         config, params, acts, N = self.config, self.params, self.acts, B * T
         NH, NKV, HS, C, Q, F, V = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "V"))
-        s = views(scratch_table(config, B, T), self.scratch.buffer)
+        s = views(self.scratch_table(config, B, T), self.scratch.buffer)
         cos, sin = (table[:T] for table in rope_table(config, config.maxT))
 
         s.dlosses.fill(1.0 / (N * micro_steps))

@@ -7,5 +7,5 @@ from train_gpt2 import (attention_backward, crossentropy_softmax_backward, encod
 
 
 def backward_into(self, grads, micro_steps):
-    """Write every row of `grads` (only V of wte's Vp rows: the others stay 0)."""
+    """Write all of `grads` but wte from token V on, which stays 0."""
     raise NotImplementedError  # about 24 lines

@@ -15,5 +15,5 @@ def rope_forward(qkv, cos, sin, B, T, heads, HS):
 
 
 def rope_backward(dqkv, cos, sin, B, T, heads, HS):
-    """The gradient of a rotation is rotated back."""
+    """Rotate dqkv back, in place: a rotation's inverse is its transpose."""
     raise NotImplementedError  # about 1 line
