@@ -1,6 +1,7 @@
 """The loader: order, shards, and runs that resume in the middle of shuffled data, llm.c's among them."""
 
 import functools
+import itertools
 import os
 import re
 import resource
@@ -13,16 +14,17 @@ import pytest
 import train_gpt2
 from conftest import SMALL, remove_after
 from llmc.checkpoint import Progress, owned_by_one, read_optimizer_state, write_optimizer_state
-from llmc.dataloader import DataLoader, TokenFile, data_paths, tokenizer_beside, write_tokens
+from llmc.dataloader import DataLoader, data_paths, tokenizer_beside, write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES
 from llmc.loop import validate
 from llmc.resume import checkpoint_paths, newest_checkpoint
 from llmc.settings import Settings
 from llmc.shuffle import Position
-from llmc.tensors import allocate
+from llmc.tensors import allocate, table_elements
 from train_gpt2 import parameter_table
 
+END_OF_MOMENTS = HEADER_BYTES + 8 * table_elements(parameter_table(SMALL))  # in a state file
 FAST = ("-b", 2, "-t", 8, "-v", 0, "-s", 0, "--lines", "llmc")  # whose losses have more digits
 
 
@@ -46,16 +48,6 @@ def firsts(loader, count):
     return [int(x[0, 0]) for x, _ in batches]
 
 
-@pytest.mark.parametrize("tokens, batches, shuffle", ((4096 + 1, 16, False), (4096, 15, True)))
-def test_an_epoch_does_not_wrap(workplace, tokens, batches, shuffle):
-    """A batch of 256 tokens needs one more, the last target: -x 0 counts the batches that have it."""
-    write_tokens("data.bin", [np.arange(tokens)], tokens)
-    loader = DataLoader(["data.bin"], tokens, 4, 64, shuffle)
-    assert loader.num_batches == 16 and loader.batches_per_epoch == batches
-    epoch = [loader.next_batch()[0][0, 0] for _ in range(batches)]
-    assert sorted(epoch) == list(range(0, 256 * batches, 256)) and loader.next_batch()[0][0, 0] in epoch
-
-
 @pytest.mark.parametrize("shuffle", (False, True))
 def test_spread_rows_cover_the_data_once(tmp_path, shuffle):
     loader = DataLoader([count_up(tmp_path / "a.bin", 25)], 25, 2, 4, shuffle, spread=True)
@@ -63,7 +55,7 @@ def test_spread_rows_cover_the_data_once(tmp_path, shuffle):
     assert sorted(batches) == [[0, 12], [4, 16], [8, 20]] and (batches == sorted(batches)) != shuffle
 
 
-def test_what_is_beside_the_training_data(tmp_path, monkeypatch):
+def test_what_is_beside_the_training_data(workplace):
     """The names of validation data and of a vocabulary follow from its name, which may have brackets."""
     assert data_paths(Settings(data="x.bin", val_data="y.bin")) == [["x.bin"], ["y.bin"]]
     for train, val, tokenizer in (("train/x_train.bin", "train/x_val.bin", "train/x_tokenizer.bin"),
@@ -74,7 +66,6 @@ def test_what_is_beside_the_training_data(tmp_path, monkeypatch):
         "data/x_tokenizer.bin", "d/x_tokenizer.bin"]
     with pytest.raises(UserError, match="no 'train' in it"):
         data_paths(Settings(data="training/x.bin"))
-    monkeypatch.chdir(tmp_path)
     os.mkdir("d[1]")
     for name in ("x_train", "x_val", "y_train_1", "y_train_0", "y_train_2", "y_val_0"):
         count_up(f"d[1]/{name}.bin", 9)
@@ -91,75 +82,50 @@ def test_the_whole_set(tmp_path, tokens, rows):
     loader = DataLoader([count_up(tmp_path / "a.bin", tokens)], 29, 2, 4, least=5)
     batches = list(loader.whole_set())
     assert [len(inputs) for inputs, _ in batches] == rows and loader.whole_batches == len(rows)
-    assert loader.num_batches == max(1, tokens // 8)
+    assert loader.num_batches == max(1, tokens // 8) and loader.batches_per_epoch == (tokens - 1) // 8
     assert all(np.array_equal(targets, inputs + 1) for inputs, targets in batches)
     assert [inputs[0, 0] for inputs, _ in batches] == list(range(0, 8 * len(rows), 8))
     mean = np.concatenate([inputs.ravel() for inputs, _ in batches]).mean()
     assert validate(lambda inputs, targets: float(inputs.mean()), loader, 99) == pytest.approx(mean)
 
 
-class LlmcOrder:
-    """llm.c's loader as its state file describes it, with NumPy's mt19937, number by number."""
-
-    def __init__(self, counts, seed=42):
-        self.seed, self.counts, self.random = seed, counts, np.random.RandomState(seed)
-        self.shards, self.samples = list(range(len(counts))), []
-        self.shard, self.sample = len(counts) - 1, 0  # at the end of an epoch
-
-    def permute(self, items):
+def llm_c_s_order(counts, seed=42):
+    """llm.c's loader as its state file describes it, with NumPy's mt19937, number by number. Yields for each sample:
+    (shard's number, sample's number, [shards of this epoch before, samples taken of this one], what a state file has
+    behind the moments)."""
+    def permute(items):
         for i in range(len(items) - 1, 0, -1):
-            j = int(self.random.randint(2**32, dtype=np.uint32)) % (i + 1)
+            j = int(random.randint(2**32, dtype=np.uint32)) % (i + 1)
             items[i], items[j] = items[j], items[i]
 
-    def __next__(self):
-        """(shard's number, sample's number)."""
-        if self.sample == len(self.samples):
-            if self.shard == len(self.shards) - 1:
-                self.shard = -1
-                self.permute(self.shards)
-            self.shard, self.sample = self.shard + 1, 0
-            self.samples = list(range(self.counts[self.shards[self.shard]]))
-            self.permute(self.samples)
-        self.sample += 1
-        return self.shards[self.shard], self.samples[self.sample - 1]
-
-    def header(self, step):
-        """The header of its state file, int32 by int32."""
-        header = bytearray(1024)
-        struct.pack_into("<6i", header, 0, 20240527, 1, 1, 0, 0, 1)
-        struct.pack_into("<i", header, 40, step)
-        struct.pack_into("<QQ", header, 80, 1337, 99)  # of the last update, too
-        struct.pack_into("<QQ", header, 120, self.shard, self.sample)
-        return bytes(header)
-
-    def trailer(self):
-        """What stands behind the moments."""
-        _, state, used, *_ = self.random.get_state()
-        return (struct.pack(f"<Q{len(self.shards)}i", len(self.shards), *self.shards)
-                + struct.pack(f"<Q{len(self.samples)}i", len(self.samples), *self.samples)
-                + struct.pack("<QiI624I2I", self.seed, 625 - used, used, *state.tolist(), 0, 0x9908B0DF))
+    random, shards = np.random.RandomState(seed), list(range(len(counts)))
+    while True:
+        permute(shards)
+        for shard, number in enumerate(shards):
+            permute(samples := list(range(counts[number])))
+            _, state, used, *_ = random.get_state()
+            trailer = (struct.pack(f"<Q{len(shards)}iQ{len(samples)}i", len(shards), *shards, len(samples), *samples)
+                       + struct.pack("<QiI624I2I", seed, 625 - used, used, *state.tolist(), 0, 0x9908B0DF))
+            for taken, sample in enumerate(samples, 1):
+                yield number, sample, [shard, taken], trailer
 
 
-@pytest.mark.parametrize("samples, golden", ((1192, [408, 791, 914, 1057]), (74, [29, 58, 10, 4, 11, 25])))
-def test_one_shard_is_read_in_llm_c_s_order(tmp_path, samples, golden):
-    path = count_up(tmp_path / "a.bin", 8 * samples + 1)
-    assert [first // 8 for first in firsts(DataLoader([path], 10000, 2, 4, True), len(golden))] == golden
-
-
-@pytest.mark.parametrize("counts, seed", (((7, 3, 700, 1, 5), 42), ((1,), 0), ((2, 2), 2**31 - 1)))
-def test_epochs_are_read_in_llm_c_s_order(tmp_path, counts, seed):
+@pytest.mark.parametrize("counts, seed, golden", (
+    ((1192,), 42, [408, 791, 914, 1057]), ((74,), 42, [29, 58, 10, 4, 11, 25]),  # golden: the first in llm.c
+    ((7, 3, 700, 1, 5), 42, []), ((1,), 0, []), ((2, 2), 2**31 - 1, [])))
+def test_epochs_are_read_in_llm_c_s_order(tmp_path, counts, seed, golden):
     """Each epoch shuffles the order of the shards again, each shard its samples, from one stream of numbers."""
-    paths, order = shards_of(tmp_path, counts), LlmcOrder(counts, seed)
-    starts = np.cumsum([0, *(8 * count + 5 for count in counts)])
-    expected = [int(starts[shard] + 8 * sample) for shard, sample in (next(order) for _ in range(3 * sum(counts)))]
-    assert firsts(DataLoader(paths, 10000, 2, 4, True, seed=seed), 3 * sum(counts)) == expected
+    starts, order = np.cumsum([0, *(8 * count + 5 for count in counts)]), llm_c_s_order(counts, seed)
+    expected = [int(starts[shard] + 8 * sample) for shard, sample, *_ in itertools.islice(order, 3 * sum(counts))]
+    loader = DataLoader(shards_of(tmp_path, counts), 10000, 2, 4, True, seed=seed)
+    assert firsts(loader, 3 * sum(counts)) == expected
+    assert [first // 8 for first in expected[: len(golden)]] == golden
 
 
 @pytest.mark.parametrize("shuffle", (False, True))
-@pytest.mark.parametrize("ranks", (2, 3))
-def test_ranks_share_the_batches_of_one(tmp_path, ranks, shuffle):
+def test_ranks_share_the_batches_of_one(tmp_path, shuffle):
     """Rank r of W takes micro-steps r, r + W ..., over the ends of shards and epochs; their position is one."""
-    paths = shards_of(tmp_path, (7, 3, 6))
+    paths, ranks = shards_of(tmp_path, (7, 3, 6)), 3
     one = DataLoader(paths, 200, 2, 4, shuffle)
     loaders = [DataLoader(paths, 200, 2, 4, shuffle, rank=rank, ranks=ranks) for rank in range(ranks)]
     for _ in range(12):
@@ -170,21 +136,21 @@ def test_ranks_share_the_batches_of_one(tmp_path, ranks, shuffle):
 def test_the_position_is_that_of_the_last_batch_taken(tmp_path, seed=7):
     """Each position of two epochs, through a state file, whose bytes are llm.c's, leads to the next batch."""
     counts = (5, 3, 4)
-    paths, order = shards_of(tmp_path, counts), LlmcOrder(counts, seed)
+    paths, order = shards_of(tmp_path, counts), llm_c_s_order(counts, seed)
     whole = firsts(DataLoader(paths, 200, 2, 4, True, seed=seed), 40)
     loader, state = DataLoader(paths, 200, 2, 4, True, seed=seed), tmp_path / "state.bin"
     moments = [allocate(parameter_table(SMALL)) for _ in range(2)]
     for taken in range(26):
         write_optimizer_state(state, owned_by_one(*moments), Progress(1, 1337, loader.position, (2, 4, 0)))
         position = read_optimizer_state(state, owned_by_one(*moments))[0].position
-        end = HEADER_BYTES + sum(tensors.buffer.size for tensors in moments)
         if taken:
-            assert state.read_bytes()[end:] == order.trailer(), taken
+            *_, place, trailer = next(order)
+            assert np.fromfile(state, "<i4", 256)[[5, 30, 31, 32, 33]].tolist() == [1, place[0], 0, place[1], 0]
+            assert state.read_bytes()[END_OF_MOMENTS:] == trailer, taken
         other = DataLoader(paths, 200, 2, 4, True)
         other.seek(position)
         assert firsts(other, 12) == whole[taken : taken + 12]
         assert firsts(loader, 1) == whole[taken : taken + 1]
-        next(order)
 
 
 @pytest.fixture
@@ -193,12 +159,11 @@ def train(run_here):
 
 
 def split_data(sizes=(16 * 5 + 3, 16 * 3 + 9, 16 * 6 + 1)):
-    """Shards data/s_train_*.bin of random tokens, and a validation file; the counts of batches of 2 x 8."""
+    """Shards data/s_train_*.bin of random tokens, and a validation file."""
     rng = np.random.default_rng(1)
     for i, size in enumerate(sizes):
         write_tokens(f"data/s_train_{i}.bin", [rng.integers(0, SMALL.V, size)], size, "uint16" if i % 2 else "int32")
     write_tokens("data/s_val_0.bin", [rng.integers(0, SMALL.V, 50)], 50)
-    return [(size - 1) // 16 for size in sizes]
 
 
 def losses(done):
@@ -229,36 +194,24 @@ def test_several_shards_are_shuffled_unless_told_otherwise(workplace, train):
 
 @pytest.mark.parametrize("step", (5, 14))
 def test_a_run_of_llm_c_s_goes_on(workplace, train, step):
-    """From a state file as llm.c writes it after `step` updates; ours has the same header and trailer."""
-    counts = split_data()
+    """Its state file has none of our header's fields, another number of the last update, and any seed."""
+    split_data()
     flags = (*SHARDS, "-x", 16)
     whole = losses(train(*flags, "-o", "run", "-n", 1))
-    ours = Path(checkpoint_paths("run", step)[1])
-    order = LlmcOrder(counts)
-    for _ in range(step):
-        next(order)
-    data, header = ours.read_bytes(), order.header(step)
-    moments = data[HEADER_BYTES : -len(order.trailer())]
-    assert data.endswith(order.trailer())
-    for start, stop in ((0, 24), (40, 44), (80, 88), (120, 136)):
-        assert data[start:stop] == header[start:stop]
     remove_after("run", step)
-    order.seed = 0xCCCCCCCC  # llm.c leaves it as it finds it
-    ours.write_bytes(header + moments + order.trailer())
+    state = np.memmap(checkpoint_paths("run", step)[1], "<i4", "r+")
+    state[22:24], state[40:256], state[-630:-628] = 99, 0, -1
     assert losses(train(*flags, "-o", "run", "-y", 1)) == whole[step:]
 
 
 def test_a_shuffled_run_goes_on_with_its_own_flags(workplace, train):
-    counts = split_data()
+    split_data()
     resume = functools.partial(train, "-x", 4, "-o", "run", "-y", 1)
     train(*SHARDS, "-x", 3, "-o", "run")
     resume(*SHARDS, "--shuffle", 0, fails=("--shuffle 1", "expected", "--shuffle 0"))
-    resume(*SHARDS, "-b", 1, fails=["-b 2 -t 8"])
     resume("-i", "data/s_train_0.bin", "-j", "data/s_val_0.bin", fails=("shuffled, of 3", "-i"))
     state = Path(checkpoint_paths("run", 3)[1])
-    good, order = bytearray(state.read_bytes()), LlmcOrder(counts)
-    next(order)
-    end = len(good) - len(order.trailer())
+    good, end = bytearray(state.read_bytes()), END_OF_MOMENTS
     for at, what, words in ((end, 2, "data order"), (end, 2**62, "data order"), (end + 8, 7, "data order is dam"),
                             (len(good) - 2508, 700, "is damaged")):
         damaged = good.copy()
@@ -290,27 +243,21 @@ def test_many_shards_take_two_descriptors(tmp_path):
 def test_more_tokens_than_32_bits_count(tmp_path, format, kept):
     """5e9 tokens, nearly all of them in a hole of the file: sizes, positions and offsets are 64 bits."""
     tokens, path = 5 * 10**9 + 1, tmp_path / "large.bin"
-    write_tokens(path, [[]], 0, format)
+    write_tokens(path, [[]], tokens, format)
     offset = path.stat().st_size
     os.truncate(path, offset + kept * tokens)
     if path.stat().st_blocks > 1000:
         pytest.skip("this file system keeps holes")
     with open(path, "r+b") as f:
-        if format == "uint16":
-            f.seek(8)
-            f.write(struct.pack("<Q", tokens))
         f.seek(offset + kept * (tokens - 9))
         f.write(np.arange(1, 10).astype("<i4" if kept == 4 else "<u2").tobytes())
-    assert TokenFile(path, 10).size == tokens
     loader = DataLoader([path], 10, 2, 4)
     assert loader.num_batches == loader.batches_per_epoch == tokens // 8 and not loader.next_batch()[0].any()
     loader.seek(Position(0, loader.batches_per_epoch - 1))
-    inputs, targets = loader.next_batch()
-    assert np.array_equal(np.append(inputs, targets[-1, -1]), np.arange(1, 10))
+    assert firsts(loader, 1) == [1]
 
 
 @pytest.mark.parametrize("words, saved, damage", (
-    ("token id 999", 6, lambda bad, good: bad.write_bytes(good[:-4] + struct.pack("<i", 999))),
     ("ended early", 6, lambda bad, good: bad.write_bytes(good[:-8])),
     ("no such file", 4, lambda bad, good: bad.unlink(missing_ok=True))))
 def test_a_shard_that_becomes_bad_stops_the_run_once_it_is_saved(workplace, train, monkeypatch, words, saved, damage):
