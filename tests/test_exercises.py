@@ -1,7 +1,5 @@
-"""exercises/: each stub fails, each function of the page and kernel of dev/kernels passes, a planted fault is named by
-its first wrong output."""
+"""exercises/: stubs fail, the page's functions and the kernels of dev/kernels pass, a planted fault is named."""
 
-import importlib.util
 import inspect
 import re
 import subprocess
@@ -18,11 +16,13 @@ from llmc.gpu.geometry import model_constants
 from llmc.gpu.precision import Precision
 from test_kernel_library import signatures_of as signatures
 
+sys.path.append(str(ROOT / "exercises"))
+from check import functions_of
+
 FILES = sorted((ROOT / "exercises").glob("[0-9][0-9]_*.py"))
 SOLUTIONS = {  # exercise in CUDA -> the file of dev/kernels that has its kernels
     "11_layernorm": "layernorm_forward", "12_bias": "bias_backward", "13_softmax": "softmax", "14_matmul": "matmul",
     "15_attention": "attention"}
-NUMBERS = [int(path.name[:2]) for path in FILES]
 CUDA_FAULTS = {  # likewise -> what to replace, by what, and what check.py must say of it
     "11_layernorm": ("c < C; c += 32) sum +=", "c < C - 32; c += 32) sum +=", r"out\[.*, in layernorm_forward my_warp"),
     "12_bias": ("sums[warp][lane] = sum;", "sums[warp][lane] = 0; __syncthreads(); atomicAdd(&sums[0][lane], sum);"
@@ -52,26 +52,9 @@ FAULTS = {  # number of an exercise -> what to replace, by what, and what check.
 }
 
 
-def functions_of(path):
-    """{name: function of the stub} of an exercise."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return {name: function for name, function in inspect.getmembers(module, inspect.isfunction)
-            if function.__module__ == path.stem}
-
-
 def of_the_page(path, name):
     page = train_llama3 if path.name >= "16" else train_gpt2
     return getattr(page, name, None) or getattr(page.GPT2, name)
-
-
-def write_solutions(directory, change=lambda number, text: text):
-    """The page's functions, pasted in place of the stubs."""
-    for path in FILES:
-        texts = [textwrap.dedent(inspect.getsource(of_the_page(path, name))) for name in functions_of(path)]
-        page = "train_llama3" if path.name >= "16" else "train_gpt2"
-        text = "\n\n".join([f"from llmc.tensors import layer, views\nfrom {page} import *", *texts])
-        (directory / path.name).write_text(change(int(path.name[:2]), text))
 
 
 def write_kernels(directory, faults=None):
@@ -81,8 +64,7 @@ def write_kernels(directory, faults=None):
         if faults:
             old, new, _ = faults[name]
             assert old in text
-            before, _, after = text.rpartition(old)
-            text = before + new + after
+            text = new.join(text.rsplit(old, 1))
         (directory / f"{name}.cu").write_text(text)
 
 
@@ -95,8 +77,6 @@ def check(*arguments):
 
 
 def test_stubs_are_the_page_s():
-    """Their signatures and docstrings, and that they are all: check.py says that they are not written yet."""
-    assert len(FILES) == len(FAULTS)
     for path in FILES:
         for name, stub in functions_of(path).items():
             assert inspect.signature(stub) == inspect.signature(of_the_page(path, name)), name
@@ -117,9 +97,18 @@ def test_stubs_compile(arch):
         assert compile_kernels(str(ROOT / "exercises" / name), arch, model_constants(GPT2_124M, Precision("bfloat16")))
 
 
-def test_the_page_s_functions_pass(tmp_path):
-    write_solutions(tmp_path)
-    assert check(*NUMBERS, "--directory", tmp_path) == (0, [f"{path.name}: passes" for path in FILES])
+@pytest.mark.parametrize("wrong", (False, True))
+def test_the_page_s_functions_pass_and_a_fault_is_named(tmp_path, wrong):
+    for path, (old, new, _) in zip(FILES, FAULTS.values(), strict=True):
+        page = "train_llama3" if path.name >= "16" else "train_gpt2"
+        functions = [textwrap.dedent(inspect.getsource(of_the_page(path, name))) for name in functions_of(path)]
+        text = "\n\n".join([f"from llmc.tensors import layer, views\nfrom {page} import *", *functions])
+        assert text.count(old) == 1, (path, old)
+        (tmp_path / path.name).write_text(text.replace(old, new) if wrong else text)
+    status, lines = check(*FAULTS, "--directory", tmp_path)
+    assert status == wrong
+    for line, path, (_, _, message) in zip(lines, FILES, FAULTS.values(), strict=True):
+        assert re.match(f"{path.name}: .*{message}" if wrong else f"{path.name}: passes$", line), line
 
 
 def test_kernels_compile_where_there_is_no_gpu(tmp_path, monkeypatch):
@@ -154,19 +143,6 @@ def test_kernels_on_a_gpu(tmp_path):
     status, lines = check(*range(11, 16), "--directory", tmp_path)
     for line, (name, (_, _, message)) in zip(lines, CUDA_FAULTS.items(), strict=True):
         assert line.startswith(f"{name}.cu: ") and re.search(message, line), line
-
-
-def test_a_fault_is_named(tmp_path):
-    def change(number, text):
-        old, new, _ = FAULTS[number]
-        assert text.count(old) == 1, (number, old)
-        return text.replace(old, new)
-
-    write_solutions(tmp_path, change)
-    status, lines = check(*NUMBERS, "--directory", tmp_path)
-    assert status == 1 and len(lines) == len(FILES)
-    for line, path, (_, _, message) in zip(lines, FILES, FAULTS.values()):
-        assert line.startswith(f"{path.name}: ") and re.search(message, line), line
 
 
 @pytest.mark.parametrize("text, message", (

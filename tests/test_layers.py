@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
+import llmc.tensors
 import llmc.threads
 import train_gpt2 as t
 from conftest import SMALL, make_model, random_params
 from llmc.settings import Settings
-from llmc.tensors import decay_spans, table_elements
-from llmc.threads import BLOCK
+from llmc.tensors import decay_spans, flat, table_elements, views
 from rounding import check_tensor
 
 SHAPES = [(1, 1, 6, 3), (1, 5, 6, 2), (3, 7, 10, 5), (2, 33, 12, 1)]  # B, T, C, NH
@@ -158,8 +158,7 @@ def test_encoder(B, T, C, NH):
 def test_adamw_and_norm_follow_the_formulas():
     N, lr, beta1, beta2, eps, decay, scale = 1001, 1e-2, 0.9, 0.99, 1e-5, 0.1, 0.5
     p, g = normal(N), normal(N, seed=1)
-    expected, m, v = p.copy(), np.zeros(N), np.zeros(N)
-    got_m, got_v = m.copy(), v.copy()
+    expected, (m, v, got_m, got_v) = p.copy(), np.zeros((4, N))
     for step in (1, 2, 3):
         gs = g * scale * step
         m = beta1 * m + (1 - beta1) * gs
@@ -171,16 +170,11 @@ def test_adamw_and_norm_follow_the_formulas():
     assert t.global_norm(g.astype(np.float32), N) == pytest.approx(np.linalg.norm(g), rel=1e-6)
 
 
-def test_weight_decay_spans_cover_every_parameter_once():
-    table = t.parameter_table(SMALL)
-    for decay_all in (False, True):
-        spans = decay_spans(table, 0.1, decay_all)
-        assert [start for start, _, _ in spans[1:]] == [stop for _, stop, _ in spans[:-1]]
-        assert spans[0][0] == 0 and spans[-1][1] == table_elements(table)
-    assert len(decay_spans(table, 0.0, False)) == 1, "without decay, one call over the flat buffer"
-    decayed = sum(stop - start for start, stop, d in decay_spans(table, 0.1, False) if d)
-    C, L = SMALL.C, SMALL.L
-    assert decayed == C * (SMALL.Vp + SMALL.maxT) + L * 12 * C * C
+@pytest.mark.parametrize("decay_all", (False, True))
+def test_weight_decay_is_of_matrices_or_of_all(decay_all):
+    table, C = t.parameter_table(SMALL), SMALL.C
+    expected = table_elements(table) if decay_all else C * (SMALL.Vp + SMALL.maxT) + SMALL.L * 12 * C * C
+    assert sum(stop - start for start, stop, decay in decay_spans(table, 0.1, decay_all) if decay) == expected
 
 
 class Float32Only(np.ndarray):
@@ -198,38 +192,30 @@ class Float32Only(np.ndarray):
         return result.view(Float32Only) if isinstance(result, np.ndarray) and result.dtype == np.float32 else result
 
 
-def test_float32_stays_float32():
+def test_float32_stays_float32(monkeypatch):
+    monkeypatch.setattr(llmc.tensors, "views", lambda table, buffer: views(table, buffer.view(Float32Only)))
     model = make_model(2, 8, 1)
-    for tensors in (model.params, model.grads, model.m, model.v):
-        tensors.buffer = tensors.buffer.view(Float32Only)
-        for name in tensors.table:
-            setattr(tensors, name, getattr(tensors, name).view(Float32Only))
-    model.activations_buffer = model.activations_buffer.view(Float32Only)
-    model.scratch.buffer = model.scratch.buffer.view(Float32Only)
     x, y = np.random.default_rng(0).integers(0, SMALL.V, (2, 2, 8), dtype=np.int32)
-    settings = Settings(weight_decay=0.1)
     with np.errstate(all="raise", under="ignore"):
         model.forward(x, y)
         model.backward()
-        model.update(settings, 1e-3, 1, grad_scale=0.5)
+        model.update(Settings(weight_decay=0.1), 1e-3, 1, grad_scale=0.5)
         logits = t.Decoder(SMALL, model.params, 2, 8).logits(x, 0)
     assert logits.dtype == np.float32
-    with pytest.raises(AssertionError, match="float64"):
+    with pytest.raises(AssertionError, match="float64"):  # so what was computed could have failed
         model.params.wte * np.float64(2.0)
 
 
 @pytest.mark.parametrize("parts", ((1,) * 12, (12,), (5, 1, 6)))
 @pytest.mark.parametrize("chunk", (256, 2))
 def test_the_decoder_agrees_with_the_forward_pass(monkeypatch, parts, chunk):
-    """Whatever the parts in which it sees the positions, and the chunks in which it computes them."""
     B, T, rng = 3, sum(parts), np.random.default_rng(1)
     model, tokens = make_model(B, T), rng.integers(0, SMALL.V, (B, T), dtype=np.int32)
     model.forward(tokens, tokens)
     monkeypatch.setattr(t, "positions_at_once", lambda B, T: chunk)
     decoder, position = t.Decoder(SMALL, model.params, B + 1, 16), 0
-    decoder.buffer.view(np.float32).fill(np.nan)
-    decoder.cache.keys.fill(np.nan)
-    decoder.cache.values.fill(np.nan)
+    for buffer in (decoder.buffer, decoder.cache.buffer):
+        buffer.view(np.float32).fill(np.nan)
     for part in parts:
         logits = decoder.logits(tokens[:, position : position + part], position)
         position += part
@@ -248,29 +234,19 @@ def test_sequences_go_on_from_the_first():
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
-    """Every layer that shares its work among threads gives the same bits on one thread and on several."""
-    B, T, C, NH, V = 4, 64, 128, 2, BLOCK
-    N = 3 * BLOCK + 17
-    x, big = normal(B, T, 3 * C).astype(np.float32), normal(N).astype(np.float32)
-    logits, targets = normal(1, 5, V).astype(np.float32), np.array([[0, 1, 2, 3, V - 1]])
-    results = []
+    """Of random weights, and of a step so large that every layer that shares its work among threads does so."""
+    (x, y), results = np.random.default_rng(0).integers(0, 5000, (2, 8, 64), dtype=np.int32), []
     for threads in (1, 3):
         monkeypatch.setattr(llmc.threads, "THREADS", threads)
-        out, att = np.empty((B, T, C), np.float32), np.empty((B, NH, T, T), np.float32)
-        t.attention_forward(out, att.copy(), att, x, B, T, C, NH)
-        dinp, dpreatt = np.empty_like(x), np.empty_like(att)
-        t.attention_backward(dinp, dpreatt, dpreatt.copy(), out, x, att, B, T, C, NH)
-        gelu, dgelu = np.empty_like(big), np.empty_like(big)
-        t.gelu_forward(gelu, big, N)
-        t.gelu_backward(dgelu, big, gelu, N)
-        probs, dlogits = np.empty_like(logits), np.empty_like(logits)
-        t.softmax_forward(probs, logits, 1, 5, V)
-        t.crossentropy_softmax_backward(dlogits, np.full((1, 5), 0.2, np.float32), probs, targets, 1, 5, V)
-        p, m, v = big.copy(), np.zeros_like(big), np.zeros_like(big)
-        t.adamw_update(p, m, v, gelu, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0, 1, N)
-        results.append([out, att, dinp, gelu, dgelu, probs, dlogits, p, m, v, np.array(t.global_norm(gelu, N))])
-    for one, several in zip(*results):
-        assert np.array_equal(one, several)
+        model = make_model(8, 64, 1, *t.random_model("d2", 5000))
+        start = flat(model.params).copy()
+        model.forward(x, y)
+        model.backward()
+        norm = t.global_norm(flat(model.grads), flat(model.grads).size)
+        model.update(Settings(weight_decay=0.1), 1e-3, 1, grad_scale=0.5)
+        results.append([start, norm, *(flat(tensors).copy() for tensors in (model.acts, model.grads, model.params,
+                                                                            model.m, model.v))])
+    assert all(map(np.array_equal, *results))
 
 
 def test_gradients_of_accumulated_batches_are_their_mean():
@@ -287,9 +263,5 @@ def test_gradients_of_accumulated_batches_are_their_mean():
     assert not parts.grads.wte[SMALL.V :].any(), "padding rows have no gradient"
 
 
-def test_check_tensor_refuses_nan_shapes_and_one_bad_element(capsys):
-    good, bad = np.zeros((2, 2, 3))
-    assert check_tensor("same", bad, good, 0.0) and not check_tensor("shape", good, good.T, np.inf)
-    for value, tolerance in ((1e-3, 1e-4), (np.nan, np.inf)):
-        bad[1, 2] = value
-        assert not check_tensor("off", bad, good, tolerance) and "[1,2]" in capsys.readouterr().out
+def test_check_tensor_refuses_another_shape():
+    assert not check_tensor("off", np.zeros((1, 2)), np.zeros(2), np.inf)

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import export_weights
 import generate
@@ -19,22 +20,19 @@ from llmc.dataloader import open_tokens
 from llmc.errors import UserError
 from rounding import check_tensor
 from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_adamw, replay
-from test_layers import assert_gradients, nan, normal
+from test_layers import assert_gradients, forward_of, nan, normal
 from test_verdict import after, before, first_wrong, random_case, scaled
 
 CONFIG = t.Config(maxT=64, V=131, L=2, NH=4, NKV=2, C=48, Vp=256, F=40, HS=16)
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize("B, T, C", ((1, 1, 6), (3, 7, 10), (2, 65, 12)))
 def test_rmsnorm(B, T, C):
-    inp, weight, dout, eps = normal(B, T, C), normal(C, seed=1), normal(B, T, C, seed=3), 1e-5
-
-    def forward():
-        t.rmsnorm_forward(out, rstd, inp, weight, eps, B, T, C)
-        return out
-
-    out, rstd = nan(B, T, C), nan(B, T)
-    expected = inp / np.sqrt(np.square(inp).mean(-1, keepdims=True) + eps) * weight
+    inp, weight, dout, rstd = normal(B, T, C), normal(C, seed=1), normal(B, T, C, seed=3), nan(B, T)
+    forward = forward_of(t.rmsnorm_forward, nan(B, T, C), rstd, inp, weight, 1e-5, B, T, C)
+    expected = inp / np.sqrt(np.square(inp).mean(-1, keepdims=True) + 1e-5) * weight
     assert check_tensor("out", forward(), expected, 1e-6)
     start = normal(B, T, C, seed=4)
     dinp, dweight = start.copy(), nan(C)
@@ -67,12 +65,8 @@ def test_rope(factor):
 def test_attention_of_groups(B, T, NH, NKV, HS):
     """As with each group's keys and values repeated; the cache computes the same."""
     inp, dout = normal(B, T, (NH + 2 * NKV) * HS), normal(B, T, NH * HS, seed=3)
-
-    def forward():
-        t.attention_forward(out, att, inp, B, T, NH, NKV, HS)
-        return out
-
     out, att, datt, dinp = nan(B, T, NH * HS), nan(B, NH, T, T), nan(B, NH, T, T), np.full_like(inp, np.nan)
+    forward = forward_of(t.attention_forward, out, att, inp, B, T, NH, NKV, HS)
     forward()
     heads = inp.reshape(B, T, -1, HS).swapaxes(1, 2)
     query, key, value = heads[:, :NH], *(np.repeat(x, NH // NKV, 1) for x in (heads[:, NH:-NKV], heads[:, -NKV:]))
@@ -85,23 +79,16 @@ def test_attention_of_groups(B, T, NH, NKV, HS):
     forward()
     keys, values, decoded = nan(B, NKV, T, HS), nan(B, NKV, T, HS), nan(B, T, NH * HS)
     for begin, end in itertools.pairwise(sorted({0, T // 2, T})):
-        part = np.ascontiguousarray(decoded[:, begin:end])
-        t.attention_forward(part, nan(B, NH, end - begin, end), inp[:, begin:end].copy(), B, end - begin, NH, NKV, HS,
-                            keys, values, begin)
+        part, more = nan(B, end - begin, NH * HS), inp[:, begin:end].copy()
+        t.attention_forward(part, nan(B, NH, end - begin, end), more, B, end - begin, NH, NKV, HS, keys, values, begin)
         decoded[:, begin:end] = part
     assert check_tensor("decoded", decoded, out, 1e-6)
 
 
 @pytest.mark.parametrize("N, F", ((1, 3), (7, 5), (300, 500)))
 def test_swiglu(N, F):
-    inp, dout = normal(N, 2 * F), normal(N, F, seed=3)
-
-    def forward():
-        t.swiglu_forward(out, inp, N, F)
-        return out
-
-    out, dinp = nan(N, F), nan(N, 2 * F)
-    up, gate = inp[:, :F], inp[:, F:]
+    inp, dout, dinp = normal(N, 2 * F), normal(N, F, seed=3), nan(N, 2 * F)
+    forward, up, gate = forward_of(t.swiglu_forward, nan(N, F), inp, N, F), inp[:, :F], inp[:, F:]
     assert check_tensor("out", forward(), up * gate / (1 + np.exp(-gate)), 1e-6)
     t.swiglu_backward(dinp, inp, dout, N, F)
     if N * F < 1000:
@@ -114,7 +101,7 @@ def test_swiglu(N, F):
 
 @functools.cache
 def case(tied):
-    """(config, params, x, y, Yardstick), with scaled RoPE."""
+    """(config, params, x, y, Yardstick)."""
     config = dataclasses.replace(CONFIG, V=61, Vp=128, L=3, tied=tied, theta=1e3, factor=8, original=16)
     drawn = config, *random_case(config, 3, 17)
     return *drawn, Yardstick(*drawn, "numpy")
@@ -127,21 +114,16 @@ def test_the_ladder(tied):
 
 
 def heads_of(a, name):
-    """The gradients (B,T,NH+2NKV,HS) in attention's dinp."""
+    """(B,T,NH+2NKV,HS) of attention's inp or dinp."""
     return a[name].reshape(a["B"], a["T"], -1, a["HS"])
 
 
+def heads_scaled(begin, end, factor):
+    return after(lambda call, a: heads_of(a, "dinp")[:, :, begin:end].__imul__(np.float32(factor)))
+
+
 def tables_with(change):
-    """RoPE's tables of a changed config."""
     return lambda right: lambda config, T: right(dataclasses.replace(config, **change), T)
-
-
-def one_frequency(right):
-    def wrong(config, T):
-        cos, sin = (table.copy() for table in right(config, T))
-        cos[:, 1], sin[:, 1] = np.cos(np.arange(T) * 0.3), np.sin(np.arange(T) * 0.3)
-        return cos, sin
-    return wrong
 
 
 def halves_for_neighbours(right):
@@ -153,20 +135,14 @@ def halves_for_neighbours(right):
     return wrong
 
 
-def in_halves(names, change):
-    """Exchange or change what SwiGLU takes from the halves, up and gate, of a tensor."""
-    return before(lambda call, a: {names: change(a[names].reshape(a["N"], 2 * a["F"]), a["F"])})
+def exchanged(a, name):
+    """Of a tensor of SwiGLU, with gate where up was."""
+    return np.roll(a[name].reshape(a["N"], 2 * a["F"]), a["F"], axis=1)
 
 
-def exchanged(x, F):
-    return np.concatenate((x[:, F:], x[:, :F]), axis=1)
-
-
-def sigmoid_for_silu(right):
-    def wrong(out, inp, N, F):
-        x = inp.reshape(N, 2 * F)
-        out.reshape(N, F)[...] = x[:, :F] / (1 + np.exp(-x[:, F:]))
-    return wrong
+def up_times_sigmoid(a):
+    x = a["inp"].reshape(a["N"], -1)
+    return x[:, : a["F"]] / (1 + np.exp(-x[:, a["F"] :]))
 
 
 def without_mean(right):
@@ -188,7 +164,8 @@ FAULTS = {  # what is wrong: (function, right one -> wrong one, the first wrong 
     "rmsnorm backward's rstd off by 1e-4": ("rmsnorm_backward", before(
         lambda call, a: {"rstd": a["rstd"] * np.float32(1.0001)}), "dlnfw"),
     "rmsnorm's dweight off by 1e-5": ("rmsnorm_backward", scaled("dweight", 1.00001), "dlnfw"),
-    "one frequency of RoPE": ("rope_table", one_frequency, "logits"),
+    "one frequency of RoPE": ("rope_table", lambda right: lambda config, T: [
+        table[:, [0, 2, *range(2, config.HS // 2)]] for table in right(config, T)], "logits"),
     "RoPE not scaled": ("rope_table", tables_with({"factor": 0}), "logits"),
     "RoPE's factor 32 for 8": ("rope_table", tables_with({"factor": 32}), "logits"),
     "RoPE's theta 1 percent off": ("rope_table", tables_with({"theta": 1010.0}), "logits"),
@@ -206,20 +183,17 @@ FAULTS = {  # what is wrong: (function, right one -> wrong one, the first wrong 
     "groups in turns": ("split_heads", lambda right: lambda qkv, B, T, NH, NKV, HS: (
         np.ascontiguousarray(right(qkv, B, T, NH, NKV, HS)[0].reshape(B, NKV, -1, T, HS)[:, ::-1]),
         *right(qkv, B, T, NH, NKV, HS)[1:]), "logits"),
-    "dkey of a group's last head lost": ("attention_backward", after(
-        lambda call, a: heads_of(a, "dinp")[:, :, 4:6].__imul__(np.float32(0.5))), "dqkvw"),
-    "dvalue off by 1e-4": ("attention_backward", after(
-        lambda call, a: heads_of(a, "dinp")[:, :, 6:].__imul__(np.float32(1.0001))), "dqkvw"),
-    "dquery off by 1e-4": ("attention_backward", after(
-        lambda call, a: heads_of(a, "dinp")[:, :, :4].__imul__(np.float32(1.0001))), "dqkvw"),
-    "up and gate exchanged": ("swiglu_forward", in_halves("inp", exchanged), "logits"),
-    "sigmoid for SiLU": ("swiglu_forward", sigmoid_for_silu, "logits"),
+    "dkey of a group's last head lost": ("attention_backward", heads_scaled(4, 6, 0.5), "dqkvw"),
+    "dvalue off by 1e-4": ("attention_backward", heads_scaled(6, 8, 1.0001), "dqkvw"),
+    "dquery off by 1e-4": ("attention_backward", heads_scaled(0, 4, 1.0001), "dqkvw"),
+    "up and gate exchanged": ("swiglu_forward", before(lambda call, a: {"inp": exchanged(a, "inp")}), "logits"),
+    "sigmoid for SiLU": ("swiglu_forward", after(
+        lambda call, a: np.copyto(a["out"].reshape(a["N"], -1), up_times_sigmoid(a))), "logits"),
     "swiglu off by 1e-5": ("swiglu_forward", scaled("out", 1.00001), "logits"),
     "dup and dgate exchanged": ("swiglu_backward", after(lambda call, a: np.copyto(
-        a["dinp"], exchanged(a["dinp"].reshape(a["N"], -1), a["F"]).reshape(a["dinp"].shape))), "dfcw"),
+        a["dinp"], exchanged(a, "dinp").reshape(a["dinp"].shape))), "dfcw"),
     "dgate without its second term": ("swiglu_backward", after(lambda call, a: np.copyto(
-        a["dinp"].reshape(a["N"], -1)[:, a["F"] :], a["dout"].reshape(a["N"], -1) * a["inp"].reshape(a["N"], -1)[
-            :, : a["F"]] / (1 + np.exp(-a["inp"].reshape(a["N"], -1)[:, a["F"] :])))), "dfcw"),
+        a["dinp"].reshape(a["N"], -1)[:, a["F"] :], a["dout"].reshape(a["N"], -1) * up_times_sigmoid(a))), "dfcw"),
     "one position of a token lost": ("encoder_backward", after(
         lambda call, a: np.subtract(a["dwte"][a["inp"][0, 0]], a["dout"][0, 0], a["dwte"][a["inp"][0, 0]])), "dwte"),
 }
@@ -238,7 +212,6 @@ def test_a_fault_is_red(fault, monkeypatch, capsys):
 def folder(tmp_path):
     """make(**config.json) -> (a Hugging Face folder with a random Llama, the model in transformers)."""
     transformers = pytest.importorskip("transformers")
-    import torch
 
     def make(**changes):
         torch.manual_seed(0)
@@ -253,16 +226,10 @@ def folder(tmp_path):
     return make
 
 
-SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16, "rope_theta": 1e4}
-
-
 @pytest.mark.parametrize("changes", ({"tie_word_embeddings": True}, {"rope_parameters": SCALED, "head_dim": 24},
                                      {"num_key_value_heads": 4}, {"num_key_value_heads": 1}), ids=str)
 def test_transformers_computes_the_same(folder, tmp_path, changes):
     """Logits, loss and all gradients; a checkpoint and the folder made of it keep every bit."""
-    import torch
-
     path, reference = folder(**changes)
     architecture, config, params = export_weights.read_hf_folder(str(path))
     x, y = np.random.default_rng(0).integers(0, config.V, (2, 3, 60))
@@ -276,12 +243,9 @@ def test_transformers_computes_the_same(folder, tmp_path, changes):
     mean = torch.nn.functional.cross_entropy(expected.flatten(0, 1), torch.from_numpy(y).flatten())
     mean.backward()
     assert abs(loss - mean.item()) < 2e-6 and np.abs(logits - expected.detach().numpy()).max() < 1e-5
-    gradients = dict(reference.named_parameters())
     for name, view, heads in export_weights.llama_hf.named_slices(config, model.grads):
-        right = gradients[name].grad.numpy()
-        got = export_weights.llama_hf.halves(view, heads)
+        right, got = reference.get_parameter(name).grad.numpy(), export_weights.llama_hf.halves(view, heads)
         assert np.abs(got - right).max() < 1e-5 * np.abs(right).max(), name
-
     write_model(tmp_path / "model.bin", config, params)
     assert read_model(tmp_path / "model.bin", t.Llama3)[0] == config
     export_weights.write_hf_folder(str(tmp_path / "model.bin"), str(tmp_path / "again"))
@@ -295,8 +259,7 @@ def test_transformers_computes_the_same(folder, tmp_path, changes):
     ({"attention_bias": True}, "attention_bias"), ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
     ({"num_key_value_heads": 3}, "NKV=3"), ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
-    ({"intermediate_size": 48}, "mlp.down_proj.weight has shape"),
-))
+    ({"intermediate_size": 48}, "mlp.down_proj.weight has shape")))
 def test_what_is_no_llama(folder, changes, words):
     path, _ = folder()
     config = json.loads((path / "config.json").read_text())
@@ -316,8 +279,7 @@ def test_a_file_of_llm_c_s(tmp_path):
 
 
 def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
-    """From the folder to tokens, through a run, to a folder: the same tokenizer encodes and decodes everywhere; a chat
-    template asks as transformers does."""
+    """From the folder to tokens, through a run, to a folder; a chat template asks as transformers does."""
     tokenizers = pytest.importorskip("tokenizers")
     pytest.importorskip("jinja2")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -337,16 +299,13 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
     (workplace / "cat.txt").write_text(text)
 
     def prompt_ids(model, *prompt):
-        done = run_here(generate, model, *prompt, "--tokens", 5, "--json", "--device", "cpu")
-        return json.loads(done.stdout)["prompt_ids"]
+        return json.loads(run_here(generate, model, *prompt, "--json", "--device", "cpu").stdout)["prompt_ids"]
 
     run_program("export_weights.py", "--model", path, "--output_dir", ".")
     run_program("prepro_text.py", "cat.txt", "--vocabulary", path, "--output", "data/cat")
-    ids = tokenizer.encode(text).ids
-    data = [vocabulary.load_encoding(str(path)).eot_token, *ids]
+    data = [vocabulary.load_encoding(str(path)).eot_token, *tokenizer.encode(text).ids]
     assert np.concatenate([open_tokens(f"data/cat_{split}.bin", V)[:] for split in ("train", "val")]).tolist() == data
-    run_program("train_llama3.py", "-e", "llama3_hf.bin", "-i", "data/cat", "-o", "run", "-b", 2, "-t", 16, "-x", 2,
-                "-s", 0)
+    run_program("train_llama3.py", "-e", "llama3_hf.bin", "-i", "data/cat", "-o", "run", "-b", 2, "-t", 16, "-x", 2)
     run_program("export_weights.py", "--to_hf", "run", "again")
     assert (workplace / "again" / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(path)
@@ -362,13 +321,12 @@ def test_damaged_headers(tmp_path):
     """One line that names the file, or a model of the sizes that the header says: no other error."""
     path, rng, refused = tmp_path / "x.bin", np.random.default_rng(5), 0
     write_model(path, CONFIG, random_params(CONFIG))
-    data = path.read_bytes()
+    good = np.fromfile(path, "<i4")
     extremes = [0, 1, -1, 2, 3, 255, 2**16, 2**30, 2**31 - 1, -(2**31), 0x7FC00000, 0x7F800000, 0x3F800000]
     for _ in range(300):
-        header = np.frombuffer(data[:2048], "<i4").copy()
-        slots = rng.choice([*range(1, 21), 256, 257, 258], 2, replace=False)
-        header[slots] = rng.choice(extremes, 2)
-        path.write_bytes(header.tobytes() + data[2048:])
+        data = good.copy()
+        data[rng.choice([*range(1, 21), 256, 257, 258], 2, replace=False)] = rng.choice(extremes, 2)
+        data.tofile(path)
         try:
             config, params = read_model(path, t.Llama3)
             assert config.fault() is None and params.qkvw.shape == (2, (config.NH + 2 * config.NKV) * config.HS, 48)
@@ -379,7 +337,6 @@ def test_damaged_headers(tmp_path):
 
 
 def test_a_debug_state(workplace, run_here):
-    """export_weights.py and test_gpt2.py as for GPT-2."""
     run_program("export_weights.py", "--model", "l2", "--vocabulary", "bytes", "--input",
                 "data/tiny_shakespeare_val.bin", "--batch_size", 2, "--sequence_length", 16, "--num_iterations", 3)
     done = run_here(test_gpt2, "--model", "llama3_l2.bin")
@@ -387,7 +344,6 @@ def test_a_debug_state(workplace, run_here):
 
 
 def test_a_run(workplace, run_here):
-    """Trained from random weights, resumed with the same bits, evaluated, asked for a text."""
     flags = ("-e", "l2", "-b", 2, "-t", 16, "-s", 0, "-v", 4, "-n", 2)
     run_program("train_llama3.py", *flags, "-x", 4, "-o", "whole")
     run_program("train_llama3.py", *flags, "-x", 4, "-o", "parts", "--print_every", 2)

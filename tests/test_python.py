@@ -29,8 +29,7 @@ def test_a_text(workplace, page, options):
     model, text = load(page, **options), "€: a text of more than 65 bytes, some of which are in a piece of their own"
     ids = model.tokenizer.encode(text)
     assert model.tokenizer.decode(ids) == text and bytes(ids) == text.encode() and len(ids) > model.T + 1
-    check = make_model(1, model.T, config=model.config)
-    losses = []
+    check, losses = make_model(1, model.T, config=model.config), []
     for begin in range(0, len(ids) - 1, model.T):
         piece = np.array([ids[begin : begin + model.T + 1]])
         losses += check.losses(piece[:, :-1], piece[:, 1:])[0].tolist()
@@ -73,16 +72,14 @@ def test_what_is_refused(workplace, page, options):
         (lambda: model.forward(ids / 2, ids / 2), "float64"), (lambda: model.forward(ids + 257, ids), "0 to 256"),
         (lambda: model.forward(*np.zeros((2, 1, 65), int)), "at most 32|room for"), (lambda: model.loss("a"), "2"),
         (lambda: load(page, weight_decay=-1), "weight_decay"), (lambda: load(page, schedule="cosine"), "expected"),
-        (lambda: load(page, "nowhere"), "no such file"),
-    ):
+        (lambda: load(page, "nowhere"), "no such file")):
         with pytest.raises(UserError, match=words):
             call()
 
 
 def test_batches_may_grow(workplace):
     """AdamW's moments stay when a larger batch comes."""
-    models = load("train_gpt2"), load("train_gpt2")
-    ids = np.arange(4 * 16).reshape(4, 16)
+    models, ids = (load("train_gpt2"), load("train_gpt2")), np.arange(4 * 16).reshape(4, 16)
     models[1].forward(ids, ids)  # has the room from the start
     for model in models:
         for B in (1, 4, 2):
@@ -93,7 +90,6 @@ def test_batches_may_grow(workplace):
 
 
 def test_the_page_of_the_documentation(workplace, capsys):
-    """Its blocks, one after the other, on the small model."""
     page = (ROOT / "doc" / "python.md").read_text()
     (workplace / "README.md").write_text(page)
     names = {}

@@ -18,6 +18,8 @@ from llmc.errors import Interrupted, Interruption, UserError
 from llmc.gpu.ranks import LAUNCHERS, LOST, Ranks, check_alike, translate_launcher
 
 NUMBERS = [0.1, 1e-320, -0.0, 1 / 3, float("inf")]
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "17"}
+STEP, MPICH = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0"}, {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
 
 
 def join(work):
@@ -66,7 +68,6 @@ def take_steps(ranks):
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
-    """fork(work, size, ...): processes that call work(ranks)."""
     monkeypatch.chdir(tmp_path)
     return lambda work, size, **more: fork_ranks(join, size, work, **more)
 
@@ -80,11 +81,6 @@ def test_values(fork, names):
     assert [place[:2] for place in gathered] == [(0, 0), (1, 1), (2, 2)] and attempted == [0, -1, -2]
     assert all(struct.pack("5d", *numbers) == struct.pack("5d", *NUMBERS) for *_, numbers in gathered)
     assert largest == [None, 2, 0] and results == list(range(0, 70, 10)) and checks == 3
-
-
-BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "17"}
-STEP = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0"}
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
 
 
 @pytest.mark.parametrize("environ, expected", (
@@ -105,7 +101,6 @@ def test_launchers(environ, expected):
     (2, dict(B=2), "0", "-b/--batch_size: rank 1 has 2, rank 0 4"), (2, dict(seed=9), "0", "rank 1 has 9, rank 0 42"),
     (2, dict(weights=9), "0", "model: rank 1 has"), (2, dict(kind="sm_80"), "0", "GPU: rank 1 has")))
 def test_ranks_are_alike(fake_gpu, monkeypatch, bus, changes, may_share, words):
-    """Each rank compares itself with rank 0."""
     def check(rank, bus, weights=0, kind="sm_90a", **changes):
         monkeypatch.setattr(fake_gpu.cp.cuda, "Device", lambda: SimpleNamespace(pci_bus_id=bus), raising=False)
         ranks = SimpleNamespace(size=2, rank=rank, gather=lambda mine: found.append(mine) or found)
@@ -129,24 +124,17 @@ def test_an_error_ends_all_with_one_line(fork, what, who, expected):
     assert statuses == [1, 1, 1] and re.fullmatch(expected, err)
 
 
-@pytest.mark.parametrize("number, to", ((signal.SIGINT, (0, 1, 2)), (signal.SIGTERM, (2,))))
-def test_a_signal_stops_all_at_one_step(fork, number, to):
+@pytest.mark.parametrize("number, to, statuses, expected", (
+    (signal.SIGINT, (0, 1, 2), 3 * [130], "\nfinishing this step; Ctrl-C once more to stop at once\n"),
+    (signal.SIGTERM, (2,), 3 * [143], ""), (signal.SIGKILL, (1,), [1, -9, 1], f"take_steps: error: {LOST}\n")))
+def test_a_signal_stops_all_at_one_step(fork, number, to, statuses, expected):
     ranks = fork(take_steps, 3)
     wait_for("ready", ranks)
     for rank in to:
         os.kill(ranks[rank].pid, number)
-    statuses, out, err = end_ranks(ranks)
-    assert statuses == 3 * [128 + number]
-    assert err == ("\nfinishing this step; Ctrl-C once more to stop at once\n" if 0 in to else "")
-    assert re.search(r"stopped at (\d+) \1 \1\n", out)
-
-
-def test_a_killed_rank_ends_all(fork):
-    ranks = fork(take_steps, 3)
-    wait_for("ready", ranks)
-    ranks[1].kill()
-    statuses, _, err = end_ranks(ranks)
-    assert statuses == [1, -9, 1] and err == f"take_steps: error: {LOST}\n"
+    found, out, err = end_ranks(ranks)
+    assert found == statuses and err == expected
+    assert number == signal.SIGKILL or re.search(r"stopped at (\d+) \1 \1\n", out)
 
 
 def test_one_gpu_needs_no_torch():

@@ -75,12 +75,10 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
 
 
 def test_from_text_to_text(project, tmp_path):
-    """On the CPU, where no GPU can be used, from another directory; again, it resumes."""
     project(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     for path in (ROOT / "llmc", *ROOT.glob("*.py")):
         os.symlink(path, path.name)
     (tmp_path / "data" / "tiny_shakespeare.txt").write_bytes(b"def main(ROMEO):\n    return ROMEO\n" * 100)
-
     short = ("-e", "d2", "-b", 2, "-t", 16, "-v", 2, "-s", 0, "-n", 2)
     first = run("run_shakespeare_char.sh", *short, "-x", 2, cwd="bin", CUDA_VISIBLE_DEVICES="")
     again = run("run_shakespeare_char.sh", *short, "-x", 4, cwd="bin", CUDA_VISIBLE_DEVICES="")
