@@ -1,6 +1,5 @@
-"""What several test files share: small models and data on disk, the programs run as a user runs them, a server on this
-machine, and a fake GPU. Tests that need a real one ask for the fixture `gpu` or are marked so; elsewhere they do not
-run, which the last line says."""
+"""What several test files share: small models and data on disk, programs run as a user runs them, a server, a fake GPU.
+Tests that need a real one ask for the fixture `gpu` or are marked so; elsewhere they do not run: see the last line."""
 
 import ctypes
 import functools
@@ -86,15 +85,14 @@ def random_params(config, seed=0, spread=0.1, ones=0.0):
     params, rng = allocate(sys.modules[type(config).__module__].parameter_table(config)), np.random.default_rng(seed)
     flat(params)[:] = rng.standard_normal(flat(params).size, dtype=np.float32) * np.float32(spread)
     for name, row in params.table.items():
-        if row.ones:
-            getattr(params, name)[...] += np.float32(ones)
+        getattr(params, name)[...] += np.float32(ones * row.ones)
         if row.vocabulary:
             getattr(params, name)[config.V :] = 0.0
     return params
 
 
 def write_diverged(path, config=SMALL):
-    """A model whose logits are not finite."""
+    """Its logits are not finite."""
     params = random_params(config)
     params.wte[:] *= np.float32(1e30)
     params.lnfb[:] = np.float32(1e30)
@@ -104,10 +102,9 @@ def write_diverged(path, config=SMALL):
 def make_state(params):
     """A DebugState for SMALL, of random numbers."""
     rng = np.random.default_rng(1)
-    x, y = rng.integers(0, SMALL.V, (2, 2, 5), dtype=np.int32)
-    logits = rng.standard_normal((2, 5, SMALL.V), dtype=np.float32)
+    batch = *rng.integers(0, SMALL.V, (2, 2, 5), dtype=np.int32), rng.standard_normal((2, 5, SMALL.V), dtype=np.float32)
     optimizer = dict(learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-    return DebugState(x, y, logits, 5.5, random_params(SMALL, 7), optimizer,
+    return DebugState(*batch, 5.5, random_params(SMALL, 7), optimizer,
                       np.linspace(5, 1, 10, dtype=np.float32), fingerprint(SMALL, params))
 
 
@@ -154,7 +151,7 @@ def heads(workplace):
 
 @pytest.fixture
 def vocabulary_here(monkeypatch):
-    """tiktoken has GPT-2's vocabulary with no network, in this process and those that it starts; or a skipped test."""
+    """tiktoken has GPT-2's vocabulary with no network, in all processes; or a skipped test."""
     for directory in (os.environ.get("TIKTOKEN_CACHE_DIR", ""), os.path.join(tempfile.gettempdir(), "data-gym-cache"),
                       str(ROOT.parent / "shared" / "data" / "tiktoken_cache")):
         if os.path.exists(os.path.join(directory, "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")):
@@ -164,7 +161,7 @@ def vocabulary_here(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_shakespeare():
-    """The path of the text; skips the test where it is not to be had."""
+    """The path of the text, or a skipped test."""
     for path in (ROOT / "data" / "tiny_shakespeare.txt", ROOT.parent / "shared" / "data" / "tiny_shakespeare.txt"):
         if path.exists():
             return path
@@ -230,8 +227,8 @@ def run_here(capfdbinary):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """On this machine, within its `with` block. pages: path -> (status, headers, body); `seen` has the (method, path,
-    first byte) of each request; of the next files of a hub, `cuts` break after `after` bytes."""
+    """Within its `with` block. pages: path -> (status, headers, body); `seen` has the (method, path, first byte) of
+    each request; of the next files of a hub, `cuts` break after `after` bytes."""
 
     def __init__(self, pages):
         super().__init__(("127.0.0.1", 0), Answer)
@@ -242,12 +239,14 @@ class Server(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
-    def __exit__(self, *args):
+    def __exit__(self, *_):
         self.shutdown()
         self.server_close()
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
+    log_message = staticmethod(unittest.mock.Mock())
+
     def answer(self):
         path, server, most = urllib.parse.unquote(self.path.split("?")[0]), self.server, None
         if self.command == "POST":
@@ -267,9 +266,6 @@ class Answer(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body[first:][:most])
 
     do_GET = do_HEAD = do_POST = answer
-
-    def log_message(self, *args):
-        pass
 
 
 def hub_pages(repository, files, hashes=None):
@@ -344,9 +340,8 @@ class FakeStream:
     """Knows which stream captures it, and whether it has joined that one again when the capture ends."""
 
     def __init__(self, fake, non_blocking=False):
-        self.fake, self.ptr = fake, len(fake.streams)
+        self.fake, self.ptr, self.capture = fake, len(fake.streams), None  # the stream that captures what this one does
         fake.streams.append(self)
-        self.capture = None  # the stream that captures what this one does
         self.launched, self.seen = 0, {}  # seen: stream -> its launches that are done before the next one here
 
     def __enter__(self):
@@ -384,16 +379,11 @@ class FakeStream:
 
 class FakeEvent:
     recorded, ptr = False, 0
-
-    def __init__(self, disable_timing=False):
-        pass
+    __init__ = synchronize = lambda *_, **options: None
 
     def record(self, stream):
         self.recorded, self.capture = True, stream.capture
         self.seen = {**stream.seen, stream: stream.launched}
-
-    def synchronize(self):
-        pass
 
 
 class FakeFunction:
@@ -410,21 +400,18 @@ class FakeFunction:
 
 
 class FakeGPU:
-    """`cp`, `driver` and `cublaslt` take the modules' place; `launches` are those since the last clear();
-    `compute` has what a kernel does with its arguments, for those that do anything."""
+    """`cp`, `driver` and `cublaslt` take the modules' place; `compute`: what kernels do, of those that do anything."""
 
     def __init__(self):
-        self.gpu = device.GPU("a fake GPU", "sm_90a", 132, 227 << 10)
-        self.free = 100 << 30
+        self.gpu, self.free = device.GPU("a fake GPU", "sm_90a", 132, 227 << 10), 100 << 30
         self.launches, self.streams, self.current, self.compute = [], [], [], {}
-        error, names = type("CudaError", (RuntimeError,), {}), unittest.mock.sentinel  # each name stands for itself
-        self.cp = self.make_cupy(error)
+        self.cp, self.cublaslt = self.make_cupy(type("CudaError", (RuntimeError,), {})), FakeCublasLt(self)
+        names = unittest.mock.sentinel  # each stands for itself
         self.driver = SimpleNamespace(
             CUtensorMapDataType=names, CUtensorMapSwizzle=names, CUtensorMapInterleave=names,
             CUtensorMapL2promotion=names, CUtensorMapFloatOOBfill=names, CUresult=names, CUevent_record_flags=names,
             cuuint64_t=int, cuuint32_t=int, cuEventRecordWithFlags=lambda *_: (names.CUDA_SUCCESS,),
             cuTensorMapEncodeTiled=lambda *_: (names.CUDA_SUCCESS, SimpleNamespace(opaque=range(16))))
-        self.cublaslt = FakeCublasLt(self)
 
     def make_cupy(self, error):
         def zeros(shape, dtype):
@@ -447,18 +434,12 @@ class FakeGPU:
                 Stream=functools.partial(FakeStream, self), Event=FakeEvent, get_elapsed_time=lambda start, end: 1.0,
                 alloc_pinned_memory=bytearray, driver=SimpleNamespace(CUDADriverError=error), runtime=runtime))
 
-    def clear(self):
-        self.launches.clear()
-
 
 class FakeCublasLt:
     """cuBLASLt's functions: one algorithm for every matmul."""
 
     def __init__(self, fake):
         self.fake, self.layouts = fake, {}
-
-    def cublasLtGetVersion(self):
-        return 130000
 
     def cublasLtMatrixLayoutCreate(self, handle, dtype, rows, columns, stride):
         handle._obj.value = len(self.layouts) + 1
@@ -478,7 +459,7 @@ class FakeCublasLt:
         return 0
 
     def __getattr__(self, name):
-        return lambda *_: 0
+        return lambda *_: 130000 if name == "cublasLtGetVersion" else 0
 
 
 def install(fake, change):
@@ -494,7 +475,7 @@ def install(fake, change):
 
 @pytest.fixture
 def fake_gpu(monkeypatch, tmp_path):
-    """A FakeGPU, which the modules of the GPU use until the test is over."""
+    """A FakeGPU, in the place of all modules'."""
     monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path / "cache"))
     install(fake := FakeGPU(), monkeypatch.setattr)
     return fake

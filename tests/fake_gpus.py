@@ -1,9 +1,5 @@
-"""train_gpt2_cuda.py on fake GPUs that compute, for tests of several ranks: update.cu's kernels in NumPy; in place of
-the model, gradients and losses that are a function of the batch; messages over torch.distributed. Also, ranks as
-processes.
-
-    python tests/fake_gpus.py --gpus 2 -b 2 -t 8 ...      # as train_gpt2_cuda.py
-"""
+"""Ranks as processes, and train_gpt2_cuda.py on fake GPUs: update.cu's kernels in NumPy; in place of the model,
+gradients and losses that are a function of the batch; messages over torch.distributed."""
 
 import functools
 import math
@@ -66,34 +62,32 @@ def loss_mean(loss, losses, scale, N):
     loss[...] = losses.reshape(-1)[:N].sum(dtype=np.float32) * scale
 
 
-def gradients_of(chunk, sums, gradients, ranks):
-    n, at = chunk["count"], slice(chunk["local"], chunk["local"] + chunk["count"])
-    total = np.zeros(n, np.float32) if sums is None else np.array(sums[at])
-    for r in range(ranks):
-        begin = chunk["received"] + r * int(chunk["stride"])
-        total += floats(gradients[begin : begin + n])
-    return total
+def summed(sums, gradients, chunks, ranks):
+    """(chunk, its place in a share, its gradients of all ranks added up), of each."""
+    for chunk in chunks.view(CHUNKS):
+        n, at = chunk["count"], slice(chunk["local"], chunk["local"] + chunk["count"])
+        total = np.zeros(n, np.float32) if sums is None else np.array(sums[at])
+        for r in range(ranks):
+            begin = chunk["received"] + r * int(chunk["stride"])
+            total += floats(gradients[begin : begin + n])
+        yield chunk, at, total
 
 
 def add_gradients(sums, gradients, chunks, ranks, first):
-    for chunk in chunks.view(CHUNKS):
-        total = gradients_of(chunk, None if first else sums, gradients, ranks)
-        sums[chunk["local"] : chunk["local"] + chunk["count"]] = total
+    for _, at, total in summed(None if first else sums, gradients, chunks, ranks):
+        sums[at] = total
 
 
 def global_norm(partials, sums, gradients, chunks, ranks):
-    for chunk in chunks.view(CHUNKS):
-        part = gradients_of(chunk, sums, gradients, ranks)
-        partials[chunk["index"]] = np.dot(part, part)
+    for chunk, _, total in summed(sums, gradients, chunks, ranks):
+        partials[chunk["index"]] = np.dot(total, total)
 
 
 def prepare_update(control, reports, losses, partials, learning_rate, beta1, beta2, eps, grad_clip, micro_steps, chunks,
                    recent, skip_loss, skip_norm):
     c = control.view(STEP_CONTROL)[0]
     assert partials.size == chunks and recent is None
-    norm, loss = np.sqrt(partials.sum(dtype=np.float32)), np.float32(0)
-    for number in range(micro_steps):
-        loss += losses[number]
+    norm, loss = np.sqrt(partials.sum(dtype=np.float32)), sum(losses[:micro_steps].ravel(), np.float32(0))
     c["step"] += 1
     correction = math.sqrt(1 - beta2 ** int(c["step"]))
     c["rate"] = learning_rate[0] * correction / (1 - beta1 ** int(c["step"]))
@@ -106,17 +100,14 @@ def prepare_update(control, reports, losses, partials, learning_rate, beta1, bet
 def adamw_update(params, master, m, v, sums, gradients, chunks, ranks, control, beta2, one_minus_beta1, one_minus_beta2,
                  seed):
     c = control.view(STEP_CONTROL)[0]
-    for chunk in chunks.view(CHUNKS):
-        n = chunk["count"]
-        here, there = (slice(chunk[name], chunk[name] + n) for name in ("local", "flat"))
-        exact = params[there] if master is None else master[here]
-        g = gradients_of(chunk, sums, gradients, ranks) * c["grad_scale"]
-        m[here] += np.float32(one_minus_beta1) * (g - m[here])
-        v[here] = np.float32(beta2) * v[here] + np.float32(one_minus_beta2) * g * g
-        p = floats(exact) * (1 - c["learning_rate"] * chunk["decay"])
-        p = (p - c["rate"] * m[here] / (np.sqrt(v[here]) + c["eps"])).astype(np.float32)
+    for chunk, at, total in summed(sums, gradients, chunks, ranks):
+        there, g = slice(chunk["flat"], chunk["flat"] + chunk["count"]), total * c["grad_scale"]
+        m[at] += np.float32(one_minus_beta1) * (g - m[at])
+        v[at] = np.float32(beta2) * v[at] + np.float32(one_minus_beta2) * g * g
+        p = floats(params[there] if master is None else master[at]) * (1 - c["learning_rate"] * chunk["decay"])
+        p = (p - c["rate"] * m[at] / (np.sqrt(v[at]) + c["eps"])).astype(np.float32)
         if master is not None:
-            master[here] = p
+            master[at] = p
         params[there] = stored(p, params)
 
 
@@ -135,10 +126,7 @@ class Messages:
     def __init__(self, ranks):
         self.rank, self.size, self.gather = ranks.rank, ranks.size, ranks.gather
 
-    def connect(self, stream):
-        pass
-
-    check = close = lambda self: None
+    connect = check = close = lambda *_: None
 
     def allocate(self, size):
         self.window = llmc.gpu.device.cp.zeros(size, np.uint8)
@@ -175,9 +163,8 @@ SERVER = multiprocessing.get_context("forkserver")
 
 def fork_ranks(function, size, *arguments, flags=(), names=LAUNCHERS[0], **variables):
     """Start function(*arguments) in `size` processes with the variables of a launcher; what rank r prints goes to
-    out<r> and err<r> in the current directory. flags: sys.argv[1:].
-
-    They meet at a port of their own, which a socket that is bound and does not listen keeps from other programs."""
+    out<r> and err<r> in the current directory. They meet at a port of their own, which a socket that is bound and does
+    not listen keeps from other programs."""
     SERVER.set_forkserver_preload(["torch.distributed", "fake_gpus"])
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, Path(__file__).parents[:2]), before])
@@ -190,8 +177,8 @@ def fork_ranks(function, size, *arguments, flags=(), names=LAUNCHERS[0], **varia
         environ = dict(zip(names, map(str, (rank, size, rank)))) | variables
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.getsockname()[1])}
         argv = [(arguments or (function,))[0].__name__, *map(str, flags)]
-        work = functools.partial(function, *arguments)
-        processes.append(SERVER.Process(target=run_rank, args=(work, argv, environ, os.getcwd(), rank)))
+        work = functools.partial(function, *arguments), argv, environ, os.getcwd(), rank
+        processes.append(SERVER.Process(target=run_rank, args=work))
         processes[-1].start()
         processes[-1].place = place
     os.environ["PYTHONPATH"] = before
@@ -215,10 +202,10 @@ def wait_for(words, processes):
         assert processes[0].exitcode is None
 
 
-def end_ranks(processes, timeout=60):
+def end_ranks(processes):
     """([exit status], rank 0's stdout, what all wrote on stderr), once they have ended."""
     for process in processes:
-        process.join(timeout)
+        process.join(60)
         process.kill()
     texts = [Path(f"err{rank}").read_text() for rank in range(len(processes))]
     assert not any(Path(f"out{rank}").read_text() for rank in range(1, len(processes)))
@@ -226,30 +213,21 @@ def end_ranks(processes, timeout=60):
 
 
 def main():
-    fake = FakeGPU()
-    fake.compute = KERNELS
+    def init(trainer, *arguments):
+        here.trainer = trainer
+        make(trainer, *arguments)
+
+    def device(index=None):
+        index = chosen[-1] if index is None else index
+        return SimpleNamespace(pci_bus_id=f"0000:{index:02d}:00.0", use=lambda: chosen.append(index))
+
+    fake, chosen = FakeGPU(), [0]
+    fake.compute, fake.cp.cuda.Device = KERNELS, device
     fake.cp.cuda.runtime.getDeviceCount = lambda: 4
     fake.cp.cuda.runtime.getDevice = lambda: chosen[-1]
-    chosen = [0]
-
-    class Device:
-        def __init__(self, index=None):
-            self.index = chosen[-1] if index is None else index
-            self.pci_bus_id = f"0000:{self.index:02d}:00.0"
-
-        def use(self):
-            chosen.append(self.index)
-
-    fake.cp.cuda.Device = Device
     install(fake, setattr)
     llmc.gpu.trainer.Nccl = Messages
-    make = llmc.gpu.trainer.Trainer.__init__
-
-    def init(self, *arguments):
-        here.trainer = self
-        make(self, *arguments)
-
-    llmc.gpu.trainer.Trainer.__init__ = init
+    make, llmc.gpu.trainer.Trainer.__init__ = llmc.gpu.trainer.Trainer.__init__, init
     run_main(cuda.main)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import sys
-from types import SimpleNamespace
 
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
@@ -28,22 +27,12 @@ B, T = 2, 32
 MODELS = {train_gpt2.GPT2: (SMALL_HEADS, random_params(SMALL_HEADS)), train_llama3.Llama3: untied_llama()}
 
 
-@pytest.fixture
-def fake(fake_gpu, monkeypatch):
-    """A fake GPU with what only these programs use."""
-    fake_gpu.cp.cuda.nvtx = SimpleNamespace(RangePush=lambda name: None, RangePop=lambda: None)
-    for module in (check_gpu, profile_gpu):
-        monkeypatch.setattr(module, "cp", fake_gpu.cp, raising=False)
-    return fake_gpu
-
-
-def open_trainer(fake, tmp_path, monkeypatch, page=train_gpt2.GPT2, arch="sm_90a", **settings):
-    monkeypatch.setenv("TRAIN_GPT2_CACHE", str(tmp_path))
-    architecture, gpu = on_gpu(page), fake.gpu._replace(arch=arch)
+def open_trainer(fake_gpu, page=train_gpt2.GPT2, arch="sm_90a", **settings):
+    architecture, gpu = on_gpu(page), fake_gpu.gpu._replace(arch=arch)
     settings = architecture.resolve_auto(architecture.Settings(**{"B": B, "T": T, **settings}), arch)
     trainer = profile_gpu.open_trainer(architecture, gpu, *MODELS[page], settings)
     trainer.prepare()
-    fake.clear()
+    fake_gpu.launches.clear()
     return trainer
 
 
@@ -115,11 +104,8 @@ def test_the_profile_of_a_gpu(model, run_here, flags):
 
 def observed_step(trainer):
     """[(kernel, arguments)] of one step."""
-    def observer(name, arguments):
-        step.append((name, arguments))
-        return contextlib.nullcontext()
-
-    trainer.device.observer, trainer.graph, step = observer, None, []
+    step, trainer.graph = [], None
+    trainer.device.observer = lambda *launch: step.append(launch) or contextlib.nullcontext()
     batch = np.zeros((2, B, T), np.int32)
     trainer.end_step(trainer.begin_step([batch] * trainer.settings.own_micro_steps, 0.0))
     return step
@@ -129,13 +115,13 @@ def observed_step(trainer):
 @pytest.mark.parametrize("settings", ({"matmul": "kernels", "total_batch_size": 2 * B * T}, {"matmul": "cublaslt"},
                                       {"matmul": "kernels", "arch": "sm_80", "recompute": 2}, {"dtype": "float32"},
                                       {"dtype": "fp8"}))
-def test_the_launches_of_a_step_have_labels_and_work(fake, tmp_path, monkeypatch, page, settings):
+def test_the_launches_of_a_step_have_labels_and_work(fake_gpu, page, settings):
     """Each weight's three matmuls, whoever does them; and no kernel is unknown but those that a step never launches."""
     if settings.get("dtype") == "fp8" and page is train_llama3.Llama3:  # F=200
         with pytest.raises(UserError, match="expects multiples of 16"):
-            open_trainer(fake, tmp_path, monkeypatch, page, **settings)
+            open_trainer(fake_gpu, page, **settings)
         return
-    trainer = open_trainer(fake, tmp_path, monkeypatch, page, grad_clip=1.0, **settings)
+    trainer = open_trainer(fake_gpu, page, grad_clip=1.0, **settings)
     labels, flops = set(), 0
     for name, arguments in observed_step(trainer):
         operands = trainer.fp8 and trainer.fp8.operands
@@ -154,7 +140,7 @@ def test_the_launches_of_a_step_have_labels_and_work(fake, tmp_path, monkeypatch
     assert kernels - known == {"round_weights", "hold", "fill_random"}
 
 
-def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake, tmp_path, monkeypatch):
+def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake_gpu):
     """doc/walkthrough.md, whose layers are written once: the names of a step with matmuls by cuBLASLt."""
     text, rows = (ROOT / "doc" / "walkthrough.md").read_text(encoding="utf-8"), []
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -162,6 +148,6 @@ def test_the_walkthrough_has_the_kernels_of_a_step_in_order(fake, tmp_path, monk
             continue
         names = re.findall(r"^\| `?((?!kernel)\w[\w ]*)`? \|", section, re.MULTILINE)
         rows += names * (SMALL_HEADS.L if "twelve times" in section.split("\n")[0] else 1)
-    trainer = open_trainer(fake, tmp_path, monkeypatch, matmul="cublaslt")
+    trainer = open_trainer(fake_gpu, matmul="cublaslt")
     step = [profile_gpu.label(*launch, trainer.params, trainer.grads) for launch in observed_step(trainer)]
     assert [name if "batch" not in name else "copy_batch" for name in rows] == step

@@ -14,7 +14,6 @@ from conftest import GPT2_124M, ROOT, Array
 
 sys.path.append(str(ROOT / "dev" / "kernels"))
 import lab
-import llmc.gpu.device
 from lab import AWKWARD, LAYERS
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.geometry import kernel_files
@@ -22,8 +21,6 @@ from llmc.gpu.precision import Precision
 from test_kernels import check_launches
 import train_gpt2_cuda as cuda
 from train_gpt2 import Config
-
-GPU = llmc.gpu.device.GPU("a GPU", "sm_90a", 132, 227 << 10)
 
 
 @pytest.mark.large
@@ -53,14 +50,11 @@ def typed(parameter):
 
 
 class FakeLab(lab.Lab):
-    """A Lab of the fake GPU, with the kernels' signatures."""
-
     def __init__(self, fake, config, precision):
-        super().__init__(GPU, config, precision)
-        self.torch = False
-        self.fake, self.signatures, module = fake, {}, fake.cp.RawModule("any")
-        devices = (self.device, GPU.arch, (), ""), (self.portable, "sm_80", lab.FILES, "portable ")
-        for device, arch, files, prefix in devices:
+        super().__init__(fake.gpu, config, precision)
+        self.torch, self.signatures, module = False, {}, fake.cp.RawModule("any")
+        for device, arch, files, prefix in (
+                (self.device, "sm_90a", (), ""), (self.portable, "sm_80", lab.FILES, "portable ")):
             live = kernel_files(cuda.GPT2, config, precision, arch).values()
             for path in (*(ROOT / "kernels" / f"{file.name}.cu" for file in live), *files):
                 for name, parameters in signatures_of(path).items():
@@ -72,9 +66,8 @@ class FakeLab(lab.Lab):
 
 @pytest.fixture
 def fake_cupy(fake_gpu):
-    """A fake GPU with what only this library uses."""
     fake_gpu.cp.full = lambda shape, value, dtype: np.full(shape, value, dtype).view(Array)
-    with llmc.gpu.device.cp.cuda.Stream():
+    with fake_gpu.cp.cuda.Stream():
         yield fake_gpu
 
 
@@ -83,19 +76,18 @@ SIZES = [(AWKWARD[1], 3, 97), (AWKWARD[0], 1, 1), (Config(1024, 257, 1, 2, 128, 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_launches_pass_what_the_kernels_take(fake_cupy, name):
-    """At several sizes and in both dtypes."""
     ran = set()
     for (config, B, T), dtype in itertools.product(SIZES, ("bfloat16", "float32")):
         fake = FakeLab(fake_cupy, config, lab.precision_of(LAYERS[name], dtype))
-        layer = LAYERS[name](config, fake.precision, GPU, B, T)
+        layer = LAYERS[name](config, fake.precision, fake_cupy.gpu, B, T)
         arrays = lab.upload(layer.tensors())
         largest = 2 * sum(array.nbytes for array in arrays.values())
         assert layer.flops() or 0 < layer.bytes(SimpleNamespace(**arrays)) <= largest
         for rung, _, call in lab.calls(layer, fake, arrays, None):
-            fake_cupy.clear()
+            fake_cupy.launches.clear()
             call()
             assert fake_cupy.launches
             launches = [launch for launch in fake_cupy.launches if launch.name != "cublaslt"]
-            check_launches(launches, GPU, fake.precision, fake.signatures)
+            check_launches(launches, fake_cupy.gpu, fake.precision, fake.signatures)
             ran.add(rung)
     assert ran == LAYERS[name].rungs.keys(), "each rung fits some of these sizes in some dtype"

@@ -178,7 +178,7 @@ def test_launches_pass_what_the_kernels_take(fake_gpu):
     assert Linear(matmul, None).fuses
     empty = functools.partial(fake_gpu.cp.empty, dtype="uint16")
     rope, fake_launches = fake_gpu.cp.empty((3, 32, 2), "float32"), fake_gpu.launches
-    fake_gpu.clear()
+    fake_launches.clear()
     Linear(matmul, empty((2 * F, C))).forward_swiglu(empty((2, 3, 2 * F)), empty((2, 3, F)), empty((2, 3, C)))
     Linear(matmul, empty((C, F))).backward_inp_swiglu(empty((2, 3, 2 * F)), empty((2, 3, C)), empty((2, 3, 2 * F)))
     Linear(matmul, empty((QKV, C))).forward_rope(empty((2, 3, QKV)), empty((2, 3, C)), rope, 3)

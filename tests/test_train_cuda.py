@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import llmc.gpu.cublaslt
-import llmc.gpu.device
 import llmc.gpu.saver
 import llmc.progress
 import train_gpt2_cuda as cuda
@@ -54,7 +54,7 @@ def train(*flags, program="train_gpt2_cuda.py", **options):
 
 
 def losses_and_samples(text):
-    """The lines from the first validation on, less timings and what only a first or a resumed run prints."""
+    """A run's lines, less timings and what only a first or a resumed run prints."""
     text = re.sub(r" \([0-9.]+ ms, \d+ tok/s\)", "", text)
     return re.sub(IGNORED, "", text, flags=re.MULTILINE)
 
@@ -101,45 +101,29 @@ def test_with_a_package_missing_it_names_it(tmp_path):
         assert_one_line_error(done, what, "pip install -r requirements-gpu.txt", "python train_gpt2.py")
 
 
-def test_a_compiler_that_cannot_be_imported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(UserError, match="cuda.core cannot be imported .*pip install -r requirements-gpu.txt"):
+@pytest.mark.parametrize("error, words", (
+    (None, "cuda.core cannot be imported"),
+    ("Failure finding \"libnvrtc.so\"", "nvidia-cuda-nvrtc is missing.*gelu.cu"),
+    ("cannot open source file \"cuda_bf16.h\"", "nvidia-cuda-runtime is missing.*gelu.cu")))
+def test_without_a_compiler_or_its_headers_it_names_the_package(error, words, monkeypatch):
+    module = error and Mock(Program=Mock(side_effect=RuntimeError(error)))
+    monkeypatch.setitem(sys.modules, "cuda.core", module)
+    with pytest.raises(UserError, match=f"{words}.*pip install -r requirements-gpu.txt.*python train_gpt2.py"):
         compile_kernels("gelu", "sm_80", {})
 
 
-@pytest.mark.parametrize("package, message", (("nvidia-cuda-nvrtc", "Failure finding \"libnvrtc.so\""),
-                                              ("nvidia-cuda-runtime", "cannot open source file \"cuda_bf16.h\"")))
-def test_without_a_compiler_or_its_headers_it_names_the_package(package, message, monkeypatch):
-    cuda_core = pytest.importorskip("cuda.core")
-
-    class Missing:
-        def __init__(self, *arguments):
-            raise RuntimeError(message)
-
-    monkeypatch.setattr(cuda_core, "Program", Missing)
-    message = f"{package} is missing.*gelu.cu.*pip install -r requirements-gpu.txt.*python train_gpt2.py"
-    with pytest.raises(UserError, match=message):
-        compile_kernels("gelu", "sm_80", {})
+@pytest.mark.parametrize("changes, words", (
+    (dict(name="Tesla V100", arch="sm_70"), "V100 has compute capability 7.0, expected 7.5"),
+    (dict(shared=16 << 10), "bytes of shared memory in a block")))
+def test_a_gpu_that_is_too_small(fake_workplace, fake_gpu, run_here, changes, words):
+    fake_gpu.gpu = fake_gpu.gpu._replace(**changes)
+    assert_one_line_error(run_here(cuda, *FAST, check=False), words, "train_gpt2.py")
 
 
-def test_a_gpu_that_is_too_old(fake_gpu, monkeypatch):
-    properties = {"name": b"Tesla V100", "major": 7, "minor": 0}
-    monkeypatch.setattr(fake_gpu.cp.cuda.runtime, "getDeviceProperties", lambda device: properties)
-    with pytest.raises(UserError, match=r"V100 has compute capability 7\.0, expected 7\.5.*train_gpt2.py"):
-        llmc.gpu.device.open_gpu()
-
-
-def test_an_error_of_the_gpu_is_one_line(monkeypatch):
-    """Whatever CUDA or its libraries report, when another process holds the memory, say."""
-    cupy = pytest.importorskip("cupy")
-
-    def fails(*_):
-        raise cupy.cuda.runtime.CUDARuntimeError(2)
-
-    monkeypatch.setattr(cuda, "open_gpu", fails)
-    monkeypatch.setattr(sys, "argv", ["train_gpt2_cuda.py"])
-    with pytest.raises(UserError, match="out of memory.*nvidia-smi"):
-        cuda.main()
+def test_an_error_of_the_gpu_is_one_line(monkeypatch, run_here):
+    error = pytest.importorskip("cupy").cuda.runtime.CUDARuntimeError(2)
+    monkeypatch.setattr(cuda, "open_gpu", Mock(side_effect=error))
+    run_here(cuda, fails=("out of memory", "nvidia-smi"))
 
 
 @pytest.mark.parametrize("recompute", (0, 1, 2))
@@ -154,9 +138,8 @@ def test_a_run_on_a_fake_gpu(fake_workplace, fake_gpu, run_here, dtype, recomput
         done = run_here(cuda, *flags, "--graph", graph, *more)
         assert re.findall(r"^step +(\d)/", done.stdout, re.MULTILINE) == (["3", "4"] if graph else ["1", "2"])
         assert done.stdout.count("val loss 0.000000") == 2 and done.stdout.count("generating:") == 1 + graph
-        ends = [i for i, launch in enumerate(fake_gpu.launches) if launch.name == "adamw_update"]
-        names = [launch.name for launch in fake_gpu.launches[ends[0] + 1 : ends[1] + 1]]
-        steps.append([(name, launch.stream % 3) for name, launch in zip(names, fake_gpu.launches[ends[0] + 1 :])])
+        first, second, *_ = (i for i, launch in enumerate(fake_gpu.launches) if launch.name == "adamw_update")
+        steps.append([(launch.name, launch.stream % 3) for launch in fake_gpu.launches[first + 1 : second + 1]])
     assert steps[0] == steps[1] and steps[0][0][0] == "copy_batch"
     assert "resuming at step 2 from run" in done.stdout and done.stderr == ""
     assert complete_checkpoints("run") == [4]
@@ -177,9 +160,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(fake_workplace, run_here, mon
         assert second.wait(10), "no second step has begun"
         save_checkpoint(*arguments, **options)
 
-    def fail(*arguments, **options):
-        raise UserError("run/state: no space left on device")
-
+    fail = Mock(side_effect=UserError("run/state: no space left on device"))
     monkeypatch.setattr(Trainer, "begin_step", begin)
     monkeypatch.setattr(llmc.gpu.saver, "save_checkpoint", save)
     run_here(cuda, *flags, "-x", 3)
@@ -207,24 +188,16 @@ def test_a_loss_that_is_nan_on_a_gpu(fake_workplace, run_here, monkeypatch):
     assert_one_line_error(run_here(cuda, *FAST, "-v", 0, check=False), "step 1: the loss is nan", "-l")
 
 
-def test_a_gpu_with_little_shared_memory(fake_workplace, fake_gpu, run_here):
-    fake_gpu.gpu = fake_gpu.gpu._replace(shared=16 << 10)
-    assert_one_line_error(run_here(cuda, *FAST, check=False), "bytes of shared memory in a block", "train_gpt2.py")
-
-
 def test_lines(fake_workplace, fake_gpu, run_here, monkeypatch):
-    """Eight lines before the first step, which are the CPU trainer's and the GPU's kernels; --verbose has
-    the box and the memory; utilization is of a known GPU's peak, at 1 ms a step."""
+    """--verbose has the box and the memory; utilization is of a known GPU's peak, at 1 ms a step."""
     monkeypatch.setattr(llmc.progress, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     flags = (*FAST[:6], "-s", 0, "-x", 3)
     lines = run_here(cuda, *flags).stdout.splitlines()
-    names = ["settings:", "model", "data", "run", "device", "output", "kernels:", "memory"]
-    assert [line.split()[0] for line in lines[:8]] == names
+    assert " ".join(line.split()[0] for line in lines[:8]) == "settings: model data run device output kernels: memory"
     assert lines[4] == "device    a fake GPU, sm_90a, CUDA 13.0, bfloat16, float32 master weights"
-    assert lines[8:12] == ["step 0/3 | val loss 0.0000"] + [
-        f"step {step}/3 | train loss 0.0000 | 1.00 ms | 48000 tok/s" + " | 0 s left" * (step < 3) for step in (1, 2, 3)]
-    assert lines[12] == "step 3/3 | val loss 0.0000"
-    assert lines[13] == "3 steps in 0 s, 48000 tok/s while training"
+    assert lines[8:14] == ["step 0/3 | val loss 0.0000"] + [
+        f"step {step}/3 | train loss 0.0000 | 1.00 ms | 48000 tok/s" + " | 0 s left" * (step < 3) for step in (1, 2, 3)
+    ] + ["step 3/3 | val loss 0.0000", "3 steps in 0 s, 48000 tok/s while training"]
     fake_gpu.gpu = fake_gpu.gpu._replace(name="NVIDIA H200")
     output = run_here(cuda, *flags, "--verbose").stdout
     parameters = 257 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # less wpe
@@ -256,9 +229,9 @@ def test_flags_without_effect_are_refused(arch, settings, words):
 
 
 def test_what_is_left_to_the_gpu():
-    for arch, dtype, recompute in (("sm_75", "float32", 1), ("sm_80", "bfloat16", 0), ("sm_90a", "bfloat16", 0)):
+    for arch, *expected in (("sm_75", "float32", 1), ("sm_80", "bfloat16", 0), ("sm_90a", "bfloat16", 0)):
         settings = cuda.resolve_auto(cuda.CudaSettings(), arch)
-        assert (settings.dtype, settings.recompute) == (dtype, recompute)
+        assert [settings.dtype, settings.recompute] == expected
     for arch, kind in (("sm_75", "float32"), ("sm_80", "tf32")):
         assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32"), arch).precision.matmul == kind
     assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
@@ -267,28 +240,27 @@ def test_what_is_left_to_the_gpu():
 @pytest.mark.parametrize("arch, dtype, given, kernels, cublaslt", (
     ("sm_90a", "bfloat16", "auto", True, True), ("sm_90a", "float32", "auto", False, True),
     ("sm_80", "bfloat16", "auto", False, True), ("sm_80", "bfloat16", "kernels", True, False)))
-def test_who_multiplies(fake_gpu, tmp_path, arch, dtype, given, kernels, cublaslt):
-    gpu, precision = fake_gpu.gpu._replace(arch=arch), Precision(dtype)
-    _, matmul = open_device(cuda.GPT2, gpu, SMALL_HEADS, precision, given)
+def test_who_multiplies(fake_gpu, arch, dtype, given, kernels, cublaslt):
+    _, matmul = open_device(cuda.GPT2, fake_gpu.gpu._replace(arch=arch), SMALL_HEADS, Precision(dtype), given)
     assert (bool(matmul.kernels), bool(matmul.cublaslt)) == (kernels, cublaslt)
 
 
-def h100(settings):
-    return SimpleNamespace(sm_count=132, geometry=launch_geometry(GPT2_124M, settings.precision, "sm_90a"))
+def of_124M(function, settings):
+    """A function of memory.py, of GPT-2 124M on an H100."""
+    geometry = launch_geometry(GPT2_124M, settings.precision, "sm_90a")
+    return function(cuda.GPT2, GPT2_124M, settings, SimpleNamespace(sm_count=132, geometry=geometry))
 
 
 def memory_of(settings):
-    """{what for: bytes} that GPT-2 124M takes on an H100."""
-    return {what: size for size, what in memory_plan(cuda.GPT2, GPT2_124M, settings, h100(settings))}
+    """{what for: bytes}."""
+    return {what: size for size, what in of_124M(memory_plan, settings)}
 
 
 def test_phases_of_the_memory_plan():
-    """Nothing is forgotten: the plan's sum is that of all tables, the three phases counted by their largest."""
     plan = memory_of(cuda.resolve_auto(cuda.CudaSettings(B=4, T=1024, dtype="float32"), "sm_90a"))
     assert plan["parameters"] == 4 * 124475904 and plan["AdamW's moments"] == 8 * 124475904
     assert plan["logits, and in other phases scratch"] == 4 * 4096 * 50304
-    recomputing = [cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r) for r in (0, 1, 2)]
-    less = [sum(memory_of(settings).values()) for settings in recomputing]
+    less = [sum(memory_of(cuda.CudaSettings(B=4, T=1024, dtype="float32", recompute=r)).values()) for r in (0, 1, 2)]
     assert less[0] - less[1] == 12 * 4096 * 4 * 768 * 4 and less[1] - less[2] == 2 * 12 * 4096 * 768 * 4
     for master, wide in ((1, 0), (0, 1)):
         plan = memory_of(cuda.CudaSettings(B=4, T=1024, dtype="bfloat16", recompute=0, master_weights=master,
@@ -402,7 +374,7 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
     config, params = read_model("gpt2_124M.bin", GPT2)
     settings = cuda.resolve_auto(cuda.CudaSettings(B=2, T=24, steps=30, dtype=dtype), gpu.arch)
     trainer = open_trainer(cuda.GPT2, gpu, config, params, settings)
-    assert dtype != "bfloat16" or np.array_equal(flat(trainer.params).get(), bf16_bits(flat(params))), "to nearest"
+    assert settings.dtype != "bfloat16" or np.array_equal(flat(trainer.params).get(), bf16_bits(flat(params)))
     trainer.prepare()
     used, rng = [], np.random.default_rng(0)
     for step in range(30):
@@ -465,7 +437,7 @@ def test_recomputation_is_named_where_it_helps(fake_gpu):
     def check(free, words, **changed):
         fake_gpu.free = free + RESERVE
         with pytest.raises(UserError, match=f"{words}$"):
-            check_memory(cuda.GPT2, GPT2_124M, dataclasses.replace(settings, **changed), h100(settings))
+            of_124M(check_memory, dataclasses.replace(settings, **changed))
 
     both = "the largest batch that fits is -b 3, or pass --recompute 2"
     accumulated = dataclasses.replace(settings, total_batch_size=512 * 1024)  # a larger batch, and sums of gradients

@@ -1,5 +1,4 @@
-"""Several GPUs, on none: shares of the parameters; ranks are processes that train on fake GPUs, whose update kernels
-are NumPy's; their checkpoints go on with another number of ranks."""
+"""Several GPUs, on none: shares of the parameters; processes that train on fake_gpus, whose update kernels compute."""
 
 import contextlib
 import ctypes
@@ -8,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -22,8 +20,7 @@ import timeline
 import train_gpt2
 from conftest import SMALL_HEADS, Array, random_params, remove_after
 from fake_gpus import end_ranks, fork_ranks, wait_for
-from llmc.checkpoint import (Progress, owned_by_one, rank_path, read_optimizer_state, write_model,
-                             write_optimizer_state)
+from llmc.checkpoint import Progress, owned_by_one, rank_path, read_optimizer_state, write_model, write_optimizer_state
 from llmc.files import HEADER_BYTES, OPTIMIZER_MAGIC, make_header
 from llmc.errors import UserError
 from llmc.gpu.trainer import NOT_READY, Trainer
@@ -43,20 +40,20 @@ TABLES = {
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_element_has_one_owner(table):
-    """For any number of ranks; and each is in one chunk of its owner's, with its place in the share's buffers, and one
-    for each rank's gradient among those that arrive, on all ranks from the same place on."""
-    alone = Shares(TABLES[table], 1, 0.1)
+    """And is in one chunk of its owner's, with a place in the share's buffers, and one for each rank's gradient among
+    those that arrive, on all ranks from the same place on."""
+    alone, fields = Shares(TABLES[table], 1, 0.1), ["flat", "count", "index", "decay", "at_random"]
     for ranks in (1, 2, 3, 4, 5, 7, 8, 11, 16):
         shares = Shares(TABLES[table], ranks, 0.1)
         owners, indices, total, arrives = np.zeros(shares.size, np.int8), [], None, {}
         for rank in range(ranks):
             chunks, ends, total = shares.chunks(rank)
-            local = np.full(shares.size, -1)
+            local, found = np.full((2, shares.size), -1)
             for piece in shares.pieces(rank):
                 local[piece.begin : piece.begin + piece.size] = piece.local + np.arange(piece.size)
                 owners[piece.begin : piece.begin + piece.size] += 1
+                assert arrives.setdefault(piece.segment, piece.received) == piece.received
             assert sorted(local[local >= 0]) == list(range(shares.share_size(rank)))
-            found = np.full(shares.size, -1)
             for chunk in chunks:
                 assert 0 < chunk["count"] <= UPDATE_CHUNK
                 found[chunk["flat"] : chunk["flat"] + chunk["count"]] = chunk["local"] + np.arange(chunk["count"])
@@ -64,36 +61,28 @@ def test_every_element_has_one_owner(table):
             places = np.concatenate([chunks["received"] + r * chunks["stride"].astype(int) for r in range(ranks)])
             order, stops = np.argsort(places), places + np.tile(chunks["count"], ranks)
             assert (stops[order][:-1] <= places[order][1:]).all() and stops.max(initial=0) <= shares.received_size()
-            for piece in shares.pieces(rank):
-                assert arrives.setdefault(piece.segment, piece.received) == piece.received
             assert shares.share_size(rank) <= shares.share_size(ranks - 1)
-            layers = [piece.segment.layer for piece in shares.pieces(rank)]
             for of_group, begin, end in zip((lambda l: l == 0, lambda l: l is None, lambda l: l), [0, *ends], ends):
-                sizes = [piece.size for piece, layer in zip(shares.pieces(rank), layers) if of_group(layer)]
+                sizes = [piece.size for piece in shares.pieces(rank) if of_group(piece.segment.layer)]
                 assert sum(sizes) == chunks[begin:end]["count"].sum()
             indices += chunks["index"].tolist()
         assert (owners == 1).all() and sorted(indices) == list(range(total))
         if PARTS % ranks == 0:
             same = np.sort(np.concatenate([shares.chunks(rank)[0] for rank in range(ranks)]), order="flat")
-            fields = ["flat", "count", "index", "decay", "at_random"]
             assert same[fields].tolist() == np.sort(alone.chunks(0)[0], order="flat")[fields].tolist()
 
 
 def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
     """Also those of the first messages, which connect the ranks; and a library that is too old."""
-    class NcclError(Exception):
-        pass
-
-    fail = Mock(side_effect=NcclError("unhandled cuda error"))
+    fail = Mock(side_effect=ArithmeticError("unhandled cuda error"))
     communicator = Mock(allReduce=fail, allGather=fail, check_async_error=fail)
-    nccl = Mock(NcclError=NcclError, get_version=lambda: 22809, get_unique_id=lambda: b"id", groupStart=fail,
+    nccl = Mock(NcclError=ArithmeticError, get_version=lambda: 22809, get_unique_id=lambda: b"id", groupStart=fail,
                 check_status=fail, NcclCommunicator=lambda *arguments: communicator)
-    monkeypatch.setitem(sys.modules, "cupy", Mock())
-    monkeypatch.setitem(sys.modules, "cupy.cuda", Mock(nccl=nccl))
+    for name, module in (("cupy", Mock()), ("cupy.cuda", Mock(nccl=nccl))):
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ctypes, "CDLL", Mock())
     ranks = SimpleNamespace(is_first=True, rank=0, size=2, gather=lambda value: [value, None])
-    peers = Nccl(ranks)
-    array, stream = np.zeros(2, np.int32).view(Array), SimpleNamespace(ptr=0)
+    peers, array, stream = Nccl(ranks), np.zeros(2, np.int32).view(Array), SimpleNamespace(ptr=0)
     for call in (lambda: peers.exchange([], [], stream), lambda: peers.add_up(array, array, stream),
                  lambda: peers.all_to_all(array, array, stream), lambda: peers.all_gather(array, stream),
                  lambda: peers.allocate(8)):
@@ -101,7 +90,7 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
             call()
     event = SimpleNamespace(ptr=0, synchronize=lambda: None)
     Trainer.wait(SimpleNamespace(peers=peers), event)
-    monkeypatch.setattr(fake_gpu.cp.cuda.runtime, "eventQuery", lambda ptr: NOT_READY)
+    fake_gpu.cp.cuda.runtime.eventQuery = lambda ptr: NOT_READY
     with pytest.raises(UserError, match=r"NCCL lost another GPU \(unhandled cuda error\)"):
         Trainer.wait(SimpleNamespace(peers=peers), event)
     nccl.get_version = lambda: 22707
@@ -109,12 +98,8 @@ def test_nccl_s_errors_are_lines(fake_gpu, monkeypatch):
         Nccl(ranks)
 
 
-def owned_share(shares, rank, m, v, exact=None):
-    return OwnedShare(shares.table, m, v, exact, shares, rank)
-
-
-def empty_share(shares, rank=0, parts=2):
-    return owned_share(shares, rank, *np.zeros((parts, shares.share_size(rank)), np.float32))
+def empty_share(shares, rank=0):
+    return OwnedShare(shares.table, *np.zeros((3, shares.share_size(rank)), np.float32), shares, rank)
 
 
 def write_states(path, ranks, table, rng, ours=True):
@@ -122,16 +107,12 @@ def write_states(path, ranks, table, rng, ours=True):
     shares = Shares(table, ranks, llmc=not ours)
     whole = [rng.standard_normal(shares.size).astype(np.float32) ** 2 for _ in range(3)]
     for rank in range(ranks):
-        owned = owned_share(shares, rank, *(shares.take(array, rank) for array in whole))
-        write_optimizer_state(rank_path(path, rank), owned,
-                              Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0)))
+        owned = OwnedShare(table, *(shares.take(array, rank) for array in whole), shares, rank)
+        progress = Progress(3, 1337, Position(0, 6), (2, 4, 0) if ours else (0, 0, 0))
+        write_optimizer_state(rank_path(path, rank), owned, progress)
         if not ours:
-            say_version_1(rank_path(path, rank))
+            np.memmap(rank_path(path, rank), "<i4", "r+", shape=2)[1] = 1  # version 1
     return whole
-
-
-def say_version_1(path):
-    np.memmap(path, "<i4", "r+", shape=2)[1] = 1
 
 
 @pytest.mark.parametrize("table", ("small", "odd"))
@@ -144,7 +125,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
         for reads in (1, 2, 5, 16):
             shares = Shares(TABLES[table], reads)
             for rank in range(reads):
-                owned = empty_share(shares, rank, 3)
+                owned = empty_share(shares, rank)
                 progress, has_exact = read_optimizer_state(path, owned)
                 assert has_exact and progress.position.sample == (6 if ours else 6 * wrote)
                 for got, array in zip((owned.m, owned.v, owned.exact), whole):
@@ -154,15 +135,14 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, table, ours):
 def test_ours_of_version_1_has_other_shares(tmp_path):
     path = str(tmp_path / "state_00000003_00000.bin")
     write_states(path, 2, TABLES["small"], np.random.default_rng(0))
-    say_version_1(path)
+    np.memmap(path, "<i4", "r+", shape=2)[1] = 1
     with pytest.raises(UserError, match="version 1, rank 0 of 2.*expected version 1, of several ranks of this"):
         read_optimizer_state(path, empty_share(Shares(TABLES["small"], 1)))
 
 
 @pytest.mark.parametrize("ranks, exact", ((4, 0), (1, 1)))
 def test_llm_c_s_ranks_without_zero_have_all(tmp_path, ranks, exact):
-    """Also the float32 weights of a run in bfloat16."""
-    path, parts = tmp_path / "state_00000003_00000.bin", [random_params(SMALL_HEADS, seed) for seed in range(2 + exact)]
+    path, parts = tmp_path / "state.bin", [random_params(SMALL_HEADS, seed) for seed in range(2 + exact)]
     flat(parts[1])[:] **= 2
     header = make_header(OPTIMIZER_MAGIC, 1, ranks, 0, exact)
     header[20] = 1337
@@ -180,8 +160,8 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
         model, state, marker = checkpoint_paths(str(tmp_path), step)
         write_states(state, 4, TABLES["small"], np.random.default_rng(step))
         for path in (model, marker, f"{model}.tmp", f"{rank_path(state, 1)}.tmp"):
-            open(path, "w").close()
-    bad = Path(rank_path(state, 2))
+            Path(path).touch()
+    bad, owned = Path(rank_path(state, 2)), empty_share(Shares(TABLES["small"], 1))
     good = bad.read_bytes()
     if damage == "missing":
         bad.unlink()
@@ -193,7 +173,6 @@ def test_a_damaged_state_of_a_rank(tmp_path, damage):
         header[slots.get(damage, 0)] += damage != "short"
         bad.write_bytes(header.tobytes() + good[HEADER_BYTES : len(good) - (damage == "short")])
         assert find_checkpoint(settings) == 2
-    owned = empty_share(Shares(TABLES["small"], 1))
     with pytest.raises(UserError, match=bad.name):
         find_checkpoint(settings)
         read_optimizer_state(state, owned)
@@ -214,7 +193,7 @@ def start(heads):
 def results(directory):
     """What does not depend on time: logs and models; and whole moments and float32 weights of all ranks."""
     files = [path.read_bytes() for path in sorted(directory.iterdir()) if path.name.startswith(("main.log", "model"))]
-    owned = empty_share(Shares(TABLES["small"], 1), parts=3)
+    owned = empty_share(Shares(TABLES["small"], 1))
     read_optimizer_state(str(directory / "state_00000005_00000.bin"), owned)
     return files, [array.tobytes() for array in (owned.m, owned.v, owned.exact)]
 
@@ -256,41 +235,28 @@ def test_a_step_of_two_ranks_is_captured(start, tokens):
 
 def die_after_step_2():
     """The program, whose rank 0 is killed as soon as the checkpoint of step 2 is complete."""
-    real = llmc.resume.replacing
-
     @contextlib.contextmanager
     def replacing(path):
         with real(path) as f:
             yield f
-        if os.path.basename(path) == "DONE_00000002":
+        if path.endswith("DONE_00000002"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    llmc.resume.replacing = replacing
+    real, llmc.resume.replacing = llmc.resume.replacing, replacing
     fake_gpus.main()
 
 
-@pytest.mark.parametrize("program", (fake_gpus.main, die_after_step_2))
-def test_a_rank_that_dies(workplace, start, program):
+def test_a_rank_that_dies(workplace, start):
     """All end at once, the last checkpoint is whole, and a run goes on from it to the same end, where three
     checkpoints of all ranks are kept."""
-    ranks = fork_ranks(program, 2, flags=MANY)
-    if program == fake_gpus.main:
-        while newest_checkpoint("run") is None:
-            time.sleep(0.01)
-            assert ranks[0].exitcode is None
-        time.sleep(0.1)
-        ranks[0].kill()
-    statuses, _, err = end_ranks(ranks)
+    statuses, _, err = end_ranks(fork_ranks(die_after_step_2, 2, flags=MANY))
     assert statuses == [-9, 1] and "Traceback" not in err
-    step = newest_checkpoint("run")
     for size, *flags in ((1, "-o", "whole"), (2, "-y", 1)):
-        statuses, _, err = end_ranks(start(size, *MANY, "-x", step + 2, *flags))
+        statuses, _, err = end_ranks(start(size, *MANY, "-x", 4, *flags))
         assert statuses == [0] * size, err
-    name = f"model_{step + 2:08d}.bin"
-    assert (workplace / "run" / name).read_bytes() == (workplace / "whole" / name).read_bytes()
-    if program == die_after_step_2:
-        assert {path.name for path in workplace.glob("run/state*")} == {
-            f"state_{step:08d}_{rank:05d}.bin" for step in (2, 3, 4) for rank in (0, 1)}
+    whole, parts = ((workplace / name / "model_00000004.bin").read_bytes() for name in ("whole", "run"))
+    assert whole == parts and {path.name for path in workplace.glob("run/state*")} == {
+        f"state_{step:08d}_{rank:05d}.bin" for step in (2, 3, 4) for rank in (0, 1)}
 
 
 def test_lost_data_stops_all_at_one_step(start):
