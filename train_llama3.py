@@ -218,10 +218,10 @@ def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B, T, C):
 
 
 @functools.lru_cache(maxsize=4)
-def rope_table(config, T):
-    """(cos, sin), each (T, HS/2) float32, of the angles t * theta^(-2i/HS). With a factor, as from Llama 3.1 on: waves
-    longer than original/low are stretched by the factor, those shorter than original/high are kept, the others are
-    between. Each step is rounded to float32, as in transformers: the exact angles differ by 6e-4 at t = 8192."""
+def rope_table(config, T, position=0):
+    """(cos, sin), each (T, HS/2) float32, of the angles t * theta^(-2i/HS), t from `position` on. With a factor, as
+    from Llama 3.1 on, waves longer than original/low are stretched, those shorter than original/high are kept, others
+    are between. Each step is rounded to float32, as in transformers: exact angles differ by 6e-4 at t = 8192."""
     exponents = np.arange(0, config.HS, 2, dtype=np.float32) / np.float32(config.HS)
     frequencies = np.float32(1.0) / (config.theta ** exponents.astype(np.float64)).astype(np.float32)
     if config.factor:
@@ -229,7 +229,7 @@ def rope_table(config, T):
         between = (np.float32(config.original) / waves - np.float32(config.low)) / np.float32(config.high - config.low)
         kept = np.clip(between, np.float32(0.0), np.float32(1.0))
         frequencies = (1 - kept) * frequencies / np.float32(config.factor) + kept * frequencies
-    angles = np.arange(T, dtype=np.float32)[:, None] * frequencies
+    angles = np.arange(position, position + T, dtype=np.float32)[:, None] * frequencies
     return np.cos(angles), np.sin(angles)
 
 
@@ -359,7 +359,7 @@ def swiglu_backward(dinp, inp, dout, N, F):
 def forward_layers(acts, params, config, inputs, position, attend, matmul):
     """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C), as GPT-2's."""
     (B, T), N = inputs.shape, inputs.size
-    rope = [table[position : position + T] for table in rope_table(config, config.maxT)]
+    rope = rope_table(config, T, position)
     NH, NKV, HS, C, Q, F, eps = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "eps"))
     encoder_forward(acts.encoded, inputs, params.wte, None, B, T, C)
     residual = acts.encoded
@@ -409,7 +409,7 @@ class Llama3(GPT2):
         config, params, acts, N = self.config, self.params, self.acts, B * T
         NH, NKV, HS, C, Q, F, V = (getattr(config, name) for name in ("NH", "NKV", "HS", "C", "Q", "F", "V"))
         s = views(self.scratch_table(config, B, T), self.scratch.buffer)
-        cos, sin = (table[:T] for table in rope_table(config, config.maxT))
+        cos, sin = rope_table(config, T)
 
         s.dlosses.fill(1.0 / (N * micro_steps))
         dlogits = acts.logits

@@ -123,7 +123,7 @@ def heads_scaled(begin, end, factor):
 
 
 def tables_with(change):
-    return lambda right: lambda config, T: right(dataclasses.replace(config, **change), T)
+    return lambda right: lambda config, *at: right(dataclasses.replace(config, **change), *at)
 
 
 def halves_for_neighbours(right):
@@ -164,16 +164,16 @@ FAULTS = {  # what is wrong: (function, right one -> wrong one, the first wrong 
     "rmsnorm backward's rstd off by 1e-4": ("rmsnorm_backward", before(
         lambda call, a: {"rstd": a["rstd"] * np.float32(1.0001)}), "dlnfw"),
     "rmsnorm's dweight off by 1e-5": ("rmsnorm_backward", scaled("dweight", 1.00001), "dlnfw"),
-    "one frequency of RoPE": ("rope_table", lambda right: lambda config, T: [
-        table[:, [0, 2, *range(2, config.HS // 2)]] for table in right(config, T)], "logits"),
+    "one frequency of RoPE": ("rope_table", lambda right: lambda config, *at: [
+        table[:, [0, 2, *range(2, config.HS // 2)]] for table in right(config, *at)], "logits"),
     "RoPE not scaled": ("rope_table", tables_with({"factor": 0}), "logits"),
     "RoPE's factor 32 for 8": ("rope_table", tables_with({"factor": 32}), "logits"),
     "RoPE's theta 1 percent off": ("rope_table", tables_with({"theta": 1010.0}), "logits"),
     "RoPE's original length": ("rope_table", tables_with({"original": 17}), "logits"),
-    "RoPE a position on": ("rope_table", lambda right: lambda config, T: [x[1:] for x in right(config, T + 1)], None),
+    "RoPE a position on": ("rope_table", lambda right: lambda config, T, *at: right(config, T, 1), None),
     "RoPE of halves": ("rope_forward", halves_for_neighbours, "logits"),
-    "RoPE turns the other way": ("rope_table", lambda right: lambda config, T: (
-        right(config, T)[0], -right(config, T)[1]), "logits"),
+    "RoPE turns the other way": ("rope_table", lambda right: lambda config, *at: (
+        right(config, *at)[0], -right(config, *at)[1]), "logits"),
     "RoPE of queries alone": ("rope_forward", before(lambda call, a: {"heads": CONFIG.NH}), "logits"),
     "RoPE of values, too": ("rope_forward", before(lambda call, a: {"heads": a["heads"] + 1}), "logits"),
     "RoPE not turned back": ("rope_backward", lambda right: t.rope_forward, "dqkvw"),

@@ -5,7 +5,6 @@ bfloat16, else mma_sync. The library's row is cuDNN's attention through PyTorch 
 float32, where cuDNN has none; dev/bench.py attention compares with FlashAttention-2, too.
 """
 
-
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -155,8 +154,8 @@ class AttentionBackward(Attention):
 
     def two_passes(self, lab, a, name, rows, block):
         """The gradients of queries, then of keys and values, `rows` rows of each a block."""
-        rows = self.B * self.NH * self.T  # a warp each
-        lab.launch("attention_backward_row_sums", (blocks(rows, 8),), (256,), a.D, a.dout, a.out, rows, self.T)
+        count = self.B * self.NH * self.T  # of rows in all heads; a warp each
+        lab.launch("attention_backward_row_sums", (blocks(count, 8),), (256,), a.D, a.dout, a.out, count, self.T)
         for of in ("dquery", "dkv"):
             lab.launch(f"attention_backward_{of}_{name}", self.row_grid(rows), (block,), a.dinp, a.dout, a.inp, a.lse,
                        a.D, self.T)
