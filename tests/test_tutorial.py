@@ -39,15 +39,19 @@ def test_gpu_blocks():
     assert re.search(r"^kernels/layernorm.cu +\d+\.\d +\d+ +\d+%$", figures, re.MULTILINE), figures
 
 
-def test_cuda_blocks_compile(tmp_path):
+def test_cuda_blocks_compile(tmp_path, fake_gpu, monkeypatch):
     pytest.importorskip("cuda.core")
-    files = {cuda_name(block): block.content for block in BLOCKS if block.kind == "cuda"}
-    assert sorted(files) == ["backward.cu", "thread_a_row.cu", "warp_a_row.cu"]
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-        cubin = compile_kernels(str(tmp_path / name.removesuffix(".cu")), "sm_80", {"MODEL_C": 768})
-        kernels = re.findall(r'extern "C" __global__ void (\w+)', content)
+    cuda = [block for block in BLOCKS if block.kind == "cuda"]
+    assert sorted(map(cuda_name, cuda)) == ["backward.cu", "thread_a_row.cu", "warp_a_row.cu"]
+    for block in cuda:
+        path = tmp_path / cuda_name(block)
+        path.write_text(block.content)
+        cubin = compile_kernels(str(path.with_suffix("")), "sm_80", {"MODEL_C": 768})
+        kernels = re.findall(r'extern "C" __global__ void (\w+)', block.content)
         assert kernels and all(b".text." + kernel.encode() in cubin for kernel in kernels)
+    monkeypatch.setitem(sys.modules, "cupy", fake_gpu.cp)
+    first = next(block for block in BLOCKS if block.kind == "python gpu")
+    run_blocks([*cuda, first], [first.kind])  # which loads a kernel of theirs
 
 
 @pytest.mark.parametrize("name", ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(
