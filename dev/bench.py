@@ -375,17 +375,16 @@ def gpu_table(table, results):
 
 
 def gpu_summary(results):
-    """A table of ours and PyTorch's best; on an H200, also of both beside llm.c, measured in one sitting on another."""
+    """A table of ours and PyTorch's best, and of both beside llm.c, measured in one sitting on another GPU."""
     rows = {"train_gpt2_cuda.py": {}, "PyTorch at its best": {}}
     for job, r in results:
         if "ms" in r and job.recompute < 0:
             row = rows["train_gpt2_cuda.py" if job.name == "ours" else "PyTorch at its best"]
             row[str(job.B)] = f"{min(r['ms'], float(row.get(str(job.B), 'inf'))):.2f}"
-    if any("H200" in r.get("gpu", "") for _, r in results):
-        with open(BESIDE_LLMC) as f:
-            beside = json.load(f)
-        rows |= {f"{name}; another H200, {beside['machine'].rpartition('; ')[2]}": row
-                 for name, row in beside["ms"].items()}
+    with open(BESIDE_LLMC) as f:
+        beside = json.load(f)
+    gpu, date = (re.search(pattern, beside["machine"])[0] for pattern in ("^[^,]*", "[^ ]*$"))
+    rows |= {f"{name}; {gpu}, {date}": row for name, row in beside["ms"].items()}
     return [f"| ms a step, GPT-2 124M, bfloat16, T={T} | {' | '.join(f'B={B}' for B in BATCHES)} |",
             "|---|---|---|---|",
             *(f"| {name} | {' | '.join(str(row.get(str(B), '')) for B in BATCHES)} |" for name, row in rows.items())]
