@@ -78,13 +78,18 @@ def run_ours(settings):
         if "trl" not in curves:
             raise UserError(f"{settings.run}: no training loss in it yet")
         return curves["trl"][1]
-    flags = ["-v", "0", "-s", "0", "--final_reports", "0", "--lines", "llmc"]
-    for field in dataclasses.fields(CudaSettings):
-        value = getattr(settings, field.name)
-        if value != field.default and field_flags(field)[0] not in flags:
-            flags += [field_flags(field)[0], *([] if field.type is bool else [str(value)])]
-    command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), *flags]
+    command = [sys.executable, os.path.join(ROOT, "train_gpt2_cuda.py"), *flags_of(settings)]
     return [float(loss) for loss in re.findall(r"^step .*train loss (\S+)", output_of(command), re.MULTILINE)]
+
+
+def flags_of(settings):
+    """The flags of our run, which prints a line a step. All are given, because the defaults of -e dN are others."""
+    flags = ["-v", "0", "-s", "0", "--final_reports", "0", "--print_every", "1", "--lines", "llmc"]
+    for field in dataclasses.fields(CudaSettings):
+        flag, value = field_flags(field)[0], getattr(settings, field.name)
+        if flag not in flags and value is not False and value != "":
+            flags += [flag, *([] if value is True else [str(value)])]
+    return flags
 
 
 def make_optimizer(model, settings, fused):
