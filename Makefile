@@ -35,7 +35,7 @@ SANITIZE ?= (3-97 and (C64x or C240x or C1600x)) or (grouped and 3-97 and (2-2 o
 
 help:
 	@echo "make train       train a small GPT-2 on the English in Python's standard library: three minutes, no download"
-	@echo "make test        parity with PyTorch on small models, formats, errors: two minutes after installation"
+	@echo "make test        parity with PyTorch on small models, formats, errors: three minutes after installation"
 	@echo "make test-124M   parity of random GPT-2 124M, B=4, T=64, all kernels compiled: some minutes, 14 GB of memory"
 	@echo "make bench       step time and memory against PyTorch on this machine (a GPU: ten minutes, and into the docs)"
 	@echo "make check       on a GPU: one batch through both trainers, every activation and gradient side by side"
