@@ -2,6 +2,7 @@
 lead somewhere; the blocks of doc/attention/attention.md and doc/walkthrough.md likewise; what all pages link to or name
 exists."""
 
+import ast
 import re
 import sys
 
@@ -31,6 +32,15 @@ def test_blocks_of(name, count):
     assert len(blocks) == sum(block.kind == "python" and block.output is not None for block in blocks) == count
     with np.printoptions():  # which the page sets
         run_blocks(blocks, ["python"], path)
+
+
+@pytest.mark.parametrize("name", ("layernorm/layernorm.md", "attention/attention.md", "walkthrough.md", "python.md"))
+def test_blocks_can_be_pasted(name):
+    """Python's prompt wants an empty line after the body of a loop or a function."""
+    for block in read_blocks((ROOT / "doc" / name).read_text(encoding="utf-8")):
+        lines = block.content.splitlines() if block.kind.startswith("python") else []
+        ends = [node.end_lineno for node in ast.parse("\n".join(lines)).body if hasattr(node, "body")]
+        assert [lines[end] for end in ends if lines[end:] and lines[end]] == []
 
 
 @pytest.mark.gpu
