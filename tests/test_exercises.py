@@ -8,8 +8,6 @@ import textwrap
 
 import pytest
 
-import train_gpt2
-import train_llama3
 from conftest import GPT2_124M, ROOT
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.geometry import model_constants
@@ -39,7 +37,7 @@ FAULTS = {  # number of an exercise -> what to replace, by what, and what check.
     5: ("targets[start:stop]] -=", "targets[start:stop] * 0] -=", r"dlogits\[.*in test_softmax_and_cross_entropy"),
     6: ("dwte[tokens[firsts]] += np.add.reduceat(dout.reshape(B * T, C)[order], firsts, axis=0)",
         "dwte[inp] += dout", r"dwte\[.*in test_encoder"),
-    7: ("p *= scale", "p *= 2 * scale", r"dinp\[.*in test_attention"),
+    7: ("p *= scale", "p *= 2 * scale", r"preatt\[.*in test_attention"),
     8: ("dp *= scale  #", "#", r"dinp\[.*in test_attention"),
     9: ("correction2 / (1.0", "correction2 / (2.0", r"p\[.*in test_adamw"),
     10: ("gelu_backward(scratch.dfch, a.fch", "gelu_backward(scratch.dfch, a.fch_gelu",
@@ -50,11 +48,6 @@ FAULTS = {  # number of an exercise -> what to replace, by what, and what check.
          r"dinp\[.*in test_attention_of_groups"),
     19: ("dgate += s", "dgate += 1", r"dinp\[.*in test_swiglu"),
 }
-
-
-def of_the_page(path, name):
-    page = train_llama3 if path.name >= "16" else train_gpt2
-    return getattr(page, name, None) or getattr(page.GPT2, name)
 
 
 def write_kernels(directory, faults=None):
@@ -78,9 +71,9 @@ def check(*arguments):
 
 def test_stubs_are_the_page_s():
     for path in FILES:
-        for name, stub in functions_of(path).items():
-            assert inspect.signature(stub) == inspect.signature(of_the_page(path, name)), name
-            assert inspect.getdoc(stub) == inspect.getdoc(of_the_page(path, name)), name
+        for name, (owner, stub) in functions_of(path).items():
+            assert inspect.signature(stub) == inspect.signature(getattr(owner, name)), name
+            assert inspect.getdoc(stub) == inspect.getdoc(getattr(owner, name)), name
     for name, solution in SOLUTIONS.items():
         stubs, kernels = (signatures(ROOT / path) for path in (f"exercises/{name}.cu", f"dev/kernels/{solution}.cu"))
         assert stubs and stubs.items() <= kernels.items()
@@ -101,7 +94,8 @@ def test_stubs_compile(arch):
 def test_the_page_s_functions_pass_and_a_fault_is_named(tmp_path, wrong):
     for path, (old, new, _) in zip(FILES, FAULTS.values(), strict=True):
         page = "train_llama3" if path.name >= "16" else "train_gpt2"
-        functions = [textwrap.dedent(inspect.getsource(of_the_page(path, name))) for name in functions_of(path)]
+        functions = [textwrap.dedent(inspect.getsource(getattr(owner, name)))
+                     for name, (owner, _) in functions_of(path).items()]
         text = "\n\n".join([f"from llmc.tensors import layer, views\nfrom {page} import *", *functions])
         assert text.count(old) == 1, (path, old)
         (tmp_path / path.name).write_text(text.replace(old, new) if wrong else text)
@@ -147,6 +141,8 @@ def test_kernels_on_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("text, message", (
     ("def gelu_backward(:", "cannot be imported: SyntaxError"),
+    ("def gelu_backwards(dinp, inp, dout, N):\n    dinp[...] = dout", "has no function with the name of one on the"),
+    ("def one():\n    return 1\n\ndef gelu_backward(dinp, inp, dout, N):\n    dinp[...] = one()", "dinp[0] is 1, exp"),
     ("def gelu_backward(dinp, inp, dout, N):\n    1 / 0", "line 2: ZeroDivision"),
     ("def gelu_backward(dinp, inp, dout, N):\n    dinp = dout", "dinp is NaN everywhere: is it written")))
 def test_errors_of_a_learner_are_a_line(tmp_path, text, message):

@@ -88,8 +88,14 @@ def test_attention(B, T, C, NH):
     inp, dout = normal(B, T, 3 * C), normal(B, T, C, seed=3)
     preatt, att = nan(B, NH, T, T), nan(B, NH, T, T)
     forward = forward_of(t.attention_forward, nan(B, T, C), preatt, att, inp, B, T, C, NH)
-    forward()
-    assert np.allclose(att.sum(-1), 1.0, atol=1e-6) and not np.triu(att, 1).any()
+    query, key, value = (x.reshape(B, T, NH, C // NH).swapaxes(1, 2) for x in np.split(inp, 3, -1))
+    scores = query @ key.swapaxes(2, 3) / math.sqrt(C // NH)
+    weights = np.exp(scores) * np.tri(T)
+    weights /= weights.sum(-1, keepdims=True)
+    out = forward()
+    assert check_tensor("preatt", np.tril(preatt), np.tril(scores), 1e-6)
+    assert check_tensor("att", att, weights, 1e-6)
+    assert check_tensor("out", out, (weights @ value).swapaxes(1, 2).reshape(B, T, C), 1e-6)
     dinp, dpreatt, datt = nan(B, T, 3 * C), nan(B, NH, T, T), nan(B, NH, T, T)
     t.attention_backward(dinp, dpreatt, datt, dout, inp, att, B, T, C, NH)
     assert_gradients(forward, dout, dinp=(dinp, inp))
@@ -115,13 +121,16 @@ def test_what_is_huge_or_impossible_stays_finite():
     t.gelu_backward(dinp, inp, np.ones_like(inp), inp.size)
     assert np.array_equal(out, np.array([0, 0, 0, 0, 20, 1e4], np.float32)), out
     assert np.array_equal(dinp, np.array([0, 0, 0.5, 0.5, 1, 1], np.float32)), dinp
-    logits = np.array([[[1e4, -1e4, 9999.0]]], np.float32)
+    logits = np.array([[[1e4, -1e4, 9999.0], [1.0, -1e4, 0.0]]], np.float32)
     probs, losses = np.empty_like(logits), np.empty((1, 2), np.float32)
-    t.softmax_forward(probs, logits, 1, 1, 3)
-    assert check_tensor("probs", probs, [[[0.7310586, 0.0, 0.2689414]]], 1e-6)
+    t.softmax_forward(probs, logits, 1, 2, 3)
+    assert check_tensor("probs", probs, [[[0.7310586, 0.0, 0.2689414]] * 2], 1e-6)
     t.crossentropy_forward(losses, np.array([[[1.0, 0.0], [np.nan, 0.0]]], np.float32), np.array([[1, 0]]), 1, 2, 2)
     assert check_tensor("losses", losses[:, :1], [[87.3365]], 1e-3)  # of a probability of 0
     assert np.isnan(losses[0, 1]), "the loss of a probability that is NaN must be NaN"
+    out, (preatt, att) = np.empty((1, 2, 1), np.float32), np.empty((2, 1, 1, 2, 2), np.float32)
+    t.attention_forward(out, preatt, att, np.array([[[-1, 1e4, 1], [1, 9999, 0]]], np.float32), 1, 2, 1, 1)
+    assert check_tensor("out", out, [[[1.0], [0.7310586]]], 1e-6)
 
 
 @pytest.mark.parametrize("B, T, V", [(1, 1, 3), (2, 5, 257)])
@@ -136,7 +145,7 @@ def test_softmax_and_cross_entropy(B, T, V):
 
     probs, losses, dlogits = nan(B, T, V), nan(B, T), nan(B, T, V)
     forward()
-    assert check_tensor("probs", probs.sum(-1, keepdims=True), np.ones((B, T, 1)), 1e-6)  # their sums
+    assert check_tensor("sums of probs", probs.sum(-1, keepdims=True), np.ones((B, T, 1)), 1e-6)
     t.crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V)
     assert_gradients(forward, dlosses, dlogits=(dlogits, logits))
 
