@@ -6,7 +6,7 @@ which other pages share, are in llmc/. test_gpt2.py compares this file with PyTo
 
     python prepro_tinyshakespeare.py          # data/tiny_shakespeare_{train,val,tokenizer}.bin
     python export_weights.py                  # gpt2_124M.bin
-    OMP_NUM_THREADS=8 python train_gpt2.py    # prints:
+    python train_gpt2.py                      # prints, on two cores:
         model     gpt2_124M.bin: L=12 NH=12 C=768 maxT=1024 V=50257, 124,439,808 parameters
         step  1/41 | train loss 5.3562 | 0.64 s | 402 tok/s | 26 s left
 
@@ -15,7 +15,7 @@ V vocabulary size, Vp the same padded to a multiple of 128, maxT longest sequenc
 their indices; N is a number of rows or of elements. `dx` is the gradient of the loss with respect to x.
 
 Layers are functions: outputs first, then saved statistics, inputs, weights, sizes. Each says which outputs it writes
-(=) and which it adds to (+=). Its CUDA kernel has the same name and arguments: the function is the specification.
+(=) and which it adds to (+=). CUDA kernels, which may do the work of two, are checked against these functions.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -140,7 +140,7 @@ def random_params(table, V, L, seed):
 
 
 def activation_table(config, B, T):
-    """name -> Row for what a forward pass over (B, T) tokens saves for the backward pass."""
+    """name -> Row for what a forward pass over (B, T) tokens computes; the backward pass reads most of it."""
     L, NH, C, V = config.L, config.NH, config.C, config.V
     return {
         "encoded": Row((B, T, C)),
@@ -230,8 +230,8 @@ def layernorm_forward(out, mean, rstd, inp, weight, bias, B, T, C):
 
 
 def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T, C):
-    """dinp (B,T,C) +=; dweight, dbias (C,) =. Blocks of 128 rows stay in the cache and keep sums accurate."""
-    N, rows = B * T, 128
+    """dinp (B,T,C) +=; dweight, dbias (C,) =."""
+    N, rows = B * T, 128  # blocks of rows, which stay in the cache and keep sums accurate
     dinp, dout, inp = dinp.reshape(N, C), dout.reshape(N, C), inp.reshape(N, C)
     mean, rstd = mean.reshape(N, 1), rstd.reshape(N, 1)
     normed, dnormed = np.empty((2, rows, C), dout.dtype)
@@ -267,10 +267,10 @@ def matmul_forward(out, inp, weight, bias, B, T, C, OC):
 def matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC):
     """dinp (B,T,C) =, dweight (OC,C) =, dbias (OC,) = (None: no bias); dout (B,T,OC)."""
     dout = dout.reshape(B * T, OC)
-    np.matmul(dout, weight, out=dinp.reshape(B * T, C))
+    np.matmul(dout, weight, out=dinp.reshape(B * T, C))  # out = inp @ weight^T
     np.matmul(dout.T, inp.reshape(B * T, C), out=dweight)
-    if dbias is not None:
-        np.matmul(np.ones(B * T, dout.dtype), dout, out=dbias)  # column sums, several times faster than np.add.reduce
+    if dbias is not None:  # out += bias: sums of columns, several times faster than by np.add.reduce
+        np.matmul(np.ones(B * T, dout.dtype), dout, out=dbias)
 
 
 @functools.lru_cache(maxsize=1)
@@ -492,7 +492,7 @@ def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_d
 def forward_layers(acts, params, config, inputs, position, attend, matmul):
     """Token ids (B, T) at the positions from `position` on -> acts.lnf (B, T, C): all but the classifier. Training
     and text generation each pass their matmul and their attend(l, a), which fills layer l's a.atty from a.qkv."""
-    (B, T), C, N = inputs.shape, config.C, inputs.size * config.C
+    (B, T), C, N = inputs.shape, config.C, inputs.size
     encoder_forward(acts.encoded, inputs, params.wte, params.wpe[position:], B, T, C)
     residual = acts.encoded
     for l in range(config.L):
@@ -501,12 +501,12 @@ def forward_layers(acts, params, config, inputs, position, attend, matmul):
         matmul(a.qkv, a.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
         attend(l, a)
         matmul(a.attproj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-        residual_forward(a.residual2, residual, a.attproj, N)
+        residual_forward(a.residual2, residual, a.attproj, N * C)
         layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
         matmul(a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
-        gelu_forward(a.fch_gelu, a.fch, 4 * N)
+        gelu_forward(a.fch_gelu, a.fch, 4 * N * C)
         matmul(a.fcproj, a.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-        residual_forward(a.residual3, a.residual2, a.fcproj, N)
+        residual_forward(a.residual3, a.residual2, a.fcproj, N * C)
         residual = a.residual3
     layernorm_forward(acts.lnf, acts.lnf_mean, acts.lnf_rstd, residual, params.lnfw, params.lnfb, B, T, C)
 
@@ -587,7 +587,7 @@ class GPT2:
     def backward_into(self, grads, micro_steps):
         """Write all of `grads` but wte from token V on, which stays 0."""
         (B, T), NH, C, V = self.inputs.shape, self.config.NH, self.config.C, self.config.V
-        params, acts, N = self.params, self.acts, B * T * C
+        params, acts = self.params, self.acts
         scratch = views(self.scratch_table(self.config, B, T), self.scratch.buffer)
         dresidual, dbranch = scratch.dresidual, scratch.dbranch
 
@@ -602,7 +602,7 @@ class GPT2:
             p, a, g = layer(params, l), layer(acts, l), layer(grads, l)
             residual = acts.encoded if l == 0 else acts.residual3[l - 1]
             matmul_backward(scratch.dfch, g.fcprojw, g.fcprojb, dresidual, a.fch_gelu, p.fcprojw, B, T, 4 * C, C)
-            gelu_backward(scratch.dfch, a.fch, scratch.dfch, 4 * N)
+            gelu_backward(scratch.dfch, a.fch, scratch.dfch, 4 * B * T * C)
             matmul_backward(dbranch, g.fcw, g.fcb, scratch.dfch, a.ln2, p.fcw, B, T, C, 4 * C)
             layernorm_backward(dresidual, g.ln2w, g.ln2b, dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C)
             matmul_backward(dbranch, g.attprojw, g.attprojb, dresidual, a.atty, p.attprojw, B, T, C, C)

@@ -139,7 +139,7 @@ def random_model(name, V, seed=42, maxT=1024):
 
 
 def activation_table(config, B, T):
-    """name -> Row for what a forward pass over (B, T) tokens saves for the backward pass."""
+    """name -> Row for what a forward pass over (B, T) tokens computes; the backward pass reads most of it."""
     L, NH, C, Q, F, V = config.L, config.NH, config.C, config.Q, config.F, config.V
     return {
         "encoded": Row((B, T, C)),
@@ -198,8 +198,8 @@ def rmsnorm_forward(out, rstd, inp, weight, eps, B, T, C):
 
 
 def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B, T, C):
-    """dinp (B,T,C) +=; dweight (C,) =. Blocks of 128 rows stay in the cache and keep sums accurate."""
-    N, rows = B * T, 128
+    """dinp (B,T,C) +=; dweight (C,) =."""
+    N, rows = B * T, 128  # blocks of rows, which stay in the cache and keep sums accurate
     dinp, dout, inp, rstd = dinp.reshape(N, C), dout.reshape(N, C), inp.reshape(N, C), rstd.reshape(N, 1)
     normed, dnormed = np.empty((2, rows, C), dout.dtype)
     dweight.fill(0.0)

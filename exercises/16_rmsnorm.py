@@ -15,5 +15,5 @@ def rmsnorm_forward(out, rstd, inp, weight, eps, B, T, C):
 
 
 def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B, T, C):
-    """dinp (B,T,C) +=; dweight (C,) =. Blocks of 128 rows stay in the cache and keep sums accurate."""
+    """dinp (B,T,C) +=; dweight (C,) =."""
     raise NotImplementedError  # about 4 lines
