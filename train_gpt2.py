@@ -440,14 +440,9 @@ def crossentropy_softmax_backward(dlogits, dlosses, probs, targets, B, T, V):
 
 
 def global_norm(grads, N):
-    """The Euclidean norm of the flat gradient (N,), as a Python float; block sums are added in double precision."""
-    sums = np.zeros(-(-N // BLOCK), np.float64)
-
-    def block(start, stop):
-        sums[start // BLOCK] = np.vdot(grads[start:stop], grads[start:stop])
-
-    parallel_blocks(block, N)
-    return math.sqrt(sums.sum())
+    """The Euclidean norm of the flat gradient (N,), as a Python float; sums of short blocks are added in float64."""
+    squares = parallel_blocks(lambda start, stop: np.vdot(grads[start:stop], grads[start:stop]), N, BLOCK // 8)
+    return math.sqrt(math.fsum(squares))
 
 
 def adamw_update(params, m, v, grads, learning_rate, beta1, beta2, eps, weight_decay, grad_scale, step, N):

@@ -41,14 +41,17 @@ BLOCK = 128 * 1024  # elements: small enough for the L2 cache, large enough that
 
 
 def parallel_blocks(work, n, block=BLOCK):
-    """Call work(start, stop) for consecutive blocks of range(n), on all threads; NumPy's loops release the GIL."""
+    """Return work(start, stop) of consecutive blocks of range(n), a list; on all threads: NumPy's loops release the
+    GIL."""
     starts = iter(range(0, n, block))  # next() on a range iterator is atomic under the GIL
+    results = [None] * -(-n // block)
 
     def take():
         for start in starts:
-            work(start, min(start + block, n))
+            results[start // block] = work(start, min(start + block, n))
 
-    helpers = [POOL.submit(take) for _ in range(min(THREADS, -(-n // block)) - 1)]
+    helpers = [POOL.submit(take) for _ in range(min(THREADS, len(results)) - 1)]
     take()
     for helper in helpers:
         helper.result()
+    return results
