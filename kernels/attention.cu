@@ -30,6 +30,7 @@
 
 #include "mma.cuh"
 #include "rope.cuh"
+#include "softmax.cuh"
 
 static_assert(HS % 16 == 0, "bfloat16 tensor cores multiply 16 columns of a head at a time");
 static_assert(HS <= 128, "rows of a head stay in registers");
@@ -52,9 +53,6 @@ constexpr int MIN_BLOCKS = BFLOAT16 ? 0 : 1;  // per multiprocessor; with 1, the
 // 1 / sqrt(HS), a constant to the compiler.
 __device__ inline float scale() { return BFLOAT16 ? rsqrtf(HS) : 1.0f / sqrtf(float(HS)); }
 
-// 2^x; in bfloat16, results below 2^-126 are 0.
-__device__ inline float exp2_of(float x) { return BFLOAT16 ? exp2_approx(x) : exp2f(x); }
-
 // Start copying rows [row, row + N) of one head to a tile; rows >= T become 0.
 template <int N>
 __device__ inline void copy_tile(element* tile, const element* head, int row, int T, int row_stride) {
@@ -63,35 +61,6 @@ __device__ inline void copy_tile(element* tile, const element* head, int row, in
         const int r = i / UNITS, c = i % UNITS * PACK;
         const bool exists = row + r < T;
         copy_async(tile_at(tile, r, c), head + (exists ? int64(row + r) * row_stride + c : 0), exists);
-    }
-}
-
-// One tile of online softmax over 16 rows: s, the unscaled scores, becomes exp(s - largest). `largest` and `sum` are
-// updated; the output accumulated so far must be multiplied by `rescale`. In float32, the scores are scaled first, and
-// `largest` is in units of log2; in bfloat16, `largest` is unscaled, and one multiply-add scales and subtracts.
-template <int N>
-__device__ inline void online_softmax(FragmentD (&s)[N], float (&largest)[2], float (&sum)[2], float (&rescale)[2]) {
-    const float to_log2 = LOG2E * scale(), unit = BFLOAT16 ? to_log2 : 1.0f;
-    float biggest[2] = {largest[0], largest[1]};
-#pragma unroll
-    for (int j = 0; j < 4 * N; j++) {
-        float& x = s[j / 4][j % 4];
-        if (!BFLOAT16) x = __fmul_rn(x, to_log2);
-        biggest[j % 4 / 2] = fmaxf(biggest[j % 4 / 2], x);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        biggest[i] = quad_max(biggest[i]);  // never -inf: the first tile has key 0, which every query sees
-        rescale[i] = exp2_of((largest[i] - biggest[i]) * unit);
-        largest[i] = biggest[i];
-        sum[i] *= rescale[i];
-    }
-    const float shift[2] = {largest[0] * unit, largest[1] * unit};
-#pragma unroll
-    for (int j = 0; j < 4 * N; j++) {
-        float& x = s[j / 4][j % 4];
-        x = exp2_of(x * unit - shift[j % 4 / 2]);
-        sum[j % 4 / 2] += x;
     }
 }
 
@@ -170,15 +139,9 @@ attention_forward(element* out, float* lse, const element* inp, int T) {
         matmul_transposed(s, q, key);
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            const int row = warp_row + 16 * m + g;
-            if (start + PASSING > warp_row) {  // the diagonal
-#pragma unroll
-                for (int j = 0; j < PASSING / 2; j++) {
-                    if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[m][j / 4][j % 4] = -INFINITE;
-                }
-            }
-            float rescale[2];
-            online_softmax(s[m], largest[m], sum[m], rescale);
+            float rescale[2], (&scores)[PASSING / 2] = reinterpret_cast<float(&)[PASSING / 2]>(s[m]);
+            softmax_of_tile(scores, largest[m], sum[m], rescale, LOG2E * scale(), start + PASSING > warp_row, start,
+                            warp_row + 16 * m + g);
 #pragma unroll
             for (int j = 0; j < HS / 2; j++) o[m][j / 4][j % 4] *= rescale[j % 4 / 2];
         }

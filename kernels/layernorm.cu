@@ -27,8 +27,8 @@ residual_layernorm_forward(residual_element* residual, element* out, float* mean
                            const residual_element* inp1, const element* inp2, const element* weight,
                            const element* bias, int N) {
     const int row = N - 1 - (blockIdx.x * ROWS + threadIdx.x / ROW_THREADS);
-    layernorm_row(residual, mean, rstd, inp1, inp2, weight, bias, row, row >= 0,
-                  [&](int c, const Floats& y) { store(out + int64(row) * C + c, y); });
+    norm_row<false>(residual, mean, rstd, inp1, inp2, weight, bias, 1e-5f, row, row >= 0, 1,
+                    [&](int c, const Floats& y) { store(out + int64(row) * C + c, y); });
 }
 
 // Block (THREADS); grid (any number of blocks), partials (gridDim.x, 3, C) float32. Shared memory: 6 * ROWS rows of C

@@ -52,63 +52,45 @@ __device__ __forceinline__ void residual_row(Floats (&x)[PACKS], residual_elemen
     }
 }
 
-// A row of out, by all threads of its warps, which stay for the barriers in sum_over_warps if it does not exist:
-// put(c, y) is called for each of this thread's packs, y, from column c on. inp2 and residual may be null, both or
-// neither.
-template <class Put>
-__device__ __forceinline__ void layernorm_row(residual_element* residual, float* mean, float* rstd,
-                                              const residual_element* inp1, const element* inp2, const element* weight,
-                                              const element* bias, int row, bool exists, Put put) {
+// A row of out, layernorm or RMSNorm, by all threads of its warps, which stay for the barriers in sum_over_warps if it
+// does not exist: put(c, y) is called for each of this thread's packs, y, from column c on. inp2 and residual may be
+// null, both or neither; RMSNorm has no mean and no bias. buffer, for sum_over_warps: 1 or, in an RMSNorm, 0 and 1 in
+// turn, because it has one sum a row, not two.
+template <bool RMS, class Put>
+__device__ __forceinline__ void norm_row(residual_element* residual, float* mean, float* rstd,
+                                         const residual_element* inp1, const element* inp2, const element* weight,
+                                         const element* bias, float eps, int row, bool exists, int buffer, Put put) {
     Floats x[PACKS];
-    float sum = 0.0f;
-    residual_row(x, residual, inp1, inp2, int64(row) * C, exists, [&](float y) { sum += y; });
-    const float m = sum_over_warps<ROW_WARPS>({sum, 0.0f}, 0).x / C;
-
-    float squares = 0.0f;
+    float sum = 0.0f, squares = 0.0f, m = 0.0f;
+    residual_row(x, residual, inp1, inp2, int64(row) * C, exists, [&](float y) {
+        if constexpr (RMS) squares += y * y;
+        else sum += y;
+    });
+    if constexpr (!RMS) {
+        m = sum_over_warps<ROW_WARPS>({sum, 0.0f}, 0).x / C;
 #pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        if (column(p) >= C) continue;
+        for (int p = 0; p < PACKS; p++) {
+            if (column(p) >= C) continue;
 #pragma unroll
-        for (int k = 0; k < PACK; k++) squares += (x[p].x[k] - m) * (x[p].x[k] - m);
+            for (int k = 0; k < PACK; k++) squares += (x[p].x[k] - m) * (x[p].x[k] - m);
+        }
     }
-    const float r = 1.0f / sqrtf(sum_over_warps<ROW_WARPS>({squares, 0.0f}, 1).x / C + 1e-5f);
-
-    if (!exists) return;
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        const int c = column(p);
-        if (c >= C) continue;
-        const Floats w = load(weight + c), b = load(bias + c);
-#pragma unroll
-        for (int k = 0; k < PACK; k++) x[p].x[k] = (x[p].x[k] - m) * r * w.x[k] + b.x[k];
-        put(c, x[p]);
-    }
-    if (threadIdx.x % ROW_THREADS == 0) {
-        mean[row] = m;
-        rstd[row] = r;
-    }
-}
-
-// The same. buffer: 0 and 1 in turn, for sum_over_warps.
-template <class Put>
-__device__ __forceinline__ void rmsnorm_row(residual_element* residual, float* rstd, const residual_element* inp1,
-                                            const element* inp2, const element* weight, float eps, int row, bool exists,
-                                            int buffer, Put put) {
-    Floats x[PACKS];
-    float squares = 0.0f;
-    residual_row(x, residual, inp1, inp2, int64(row) * C, exists, [&](float y) { squares += y * y; });
     const float r = 1.0f / sqrtf(sum_over_warps<ROW_WARPS>({squares, 0.0f}, buffer).x / C + eps);
     if (!exists) return;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int c = column(p);
         if (c >= C) continue;
-        const Floats w = load(weight + c);
+        const Floats w = load(weight + c), b = RMS ? Floats{} : load(bias + c);
 #pragma unroll
-        for (int k = 0; k < PACK; k++) x[p].x[k] = x[p].x[k] * r * w.x[k];
+        for (int k = 0; k < PACK; k++) {
+            x[p].x[k] = RMS ? x[p].x[k] * r * w.x[k] : (x[p].x[k] - m) * r * w.x[k] + b.x[k];
+        }
         put(c, x[p]);
     }
-    if (threadIdx.x % ROW_THREADS == 0) rstd[row] = r;
+    if (threadIdx.x % ROW_THREADS > 0) return;
+    if constexpr (!RMS) mean[row] = m;
+    rstd[row] = r;
 }
 
 // Whether the backward pass copies its next row to shared memory while it works on one.

@@ -90,8 +90,8 @@ residual_layernorm_forward_fp8(residual_element* residual, unsigned char* plain,
 #pragma unroll 1
     for (int i = 0; i < TILE_ROWS; i += ROWS) {
         const int own = i + threadIdx.x / ROW_THREADS, row = tile.first + own;
-        layernorm_row(residual, mean, rstd, inp1, inp2, weight, bias, row, row < N,
-                      [&](int c, Floats& y) { tile.put(own, c, y); });
+        norm_row<false>(residual, mean, rstd, inp1, inp2, weight, bias, 1e-5f, row, row < N, 1,
+                        [&](int c, Floats& y) { tile.put(own, c, y); });
     }
     tile.noted.publish(largest, counts);
     tile.transpose();
@@ -107,8 +107,8 @@ residual_rmsnorm_forward_fp8(residual_element* residual, unsigned char* plain, u
 #pragma unroll 1
     for (int i = 0; i < TILE_ROWS; i += ROWS) {
         const int own = i + threadIdx.x / ROW_THREADS, row = tile.first + own;
-        rmsnorm_row(residual, rstd, inp1, inp2, weight, eps, row, row < N, i / ROWS % 2,
-                    [&](int c, Floats& y) { tile.put(own, c, y); });
+        norm_row<true>(residual, nullptr, rstd, inp1, inp2, weight, nullptr, eps, row, row < N, i / ROWS % 2,
+                       [&](int c, Floats& y) { tile.put(own, c, y); });
     }
     tile.noted.publish(largest, counts);
     tile.transpose();

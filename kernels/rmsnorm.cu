@@ -18,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 residual_rmsnorm_forward(residual_element* residual, element* out, float* rstd, const residual_element* inp1,
                          const element* inp2, const element* weight, float eps, int N) {
     const int row = N - 1 - (blockIdx.x * ROWS + threadIdx.x / ROW_THREADS);
-    rmsnorm_row(residual, rstd, inp1, inp2, weight, eps, row, row >= 0, 0,
-                [&](int c, const Floats& y) { store(out + int64(row) * C + c, y); });
+    norm_row<true>(residual, nullptr, rstd, inp1, inp2, weight, nullptr, eps, row, row >= 0, 0,
+                   [&](int c, const Floats& y) { store(out + int64(row) * C + c, y); });
 }
 
 // Block (THREADS); grid (any number of blocks), partials (gridDim.x, C) float32. Shared memory: 6 * ROWS rows of C

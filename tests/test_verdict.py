@@ -247,7 +247,7 @@ GPU_CONFIG = Config(maxT=96, V=391, L=2, NH=2, C=128, Vp=512)
 
 KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there instead, the first red row)
     "gelu's cube 0.0447": ("cuda", "gelu.cuh", "CUBE = 0.044715f", "CUBE = 0.0447f", "logits"),
-    "layernorm's eps 1e-6": ("cuda", "norm.cuh", "/ C + 1e-5f", "/ C + 1e-6f", "logits"),
+    "layernorm's eps 1e-6": ("cuda", "layernorm.cu", "1e-5f", "1e-6f", "logits"),
     "rstd in bfloat16": ("cuda", "norm.cuh", "  rstd[row] = r;",
                          "  rstd[row] = __uint_as_float(__float_as_uint(r) & 0xffff0000u);", "dlnfw"),
     "layernorm backward without the mean of dn * n": (
@@ -255,9 +255,9 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "dweight of layernorm without a block's last row": (
         "cuda", "norm.cuh", "i < ROWS; i++) sum", "i < ROWS - 1; i++) sum", "dlnfb"),
     "attention's scale off by 1 percent": (
-        "cuda", "attention.cu", "to_log2 = LOG2E * scale()", "to_log2 = 1.01f * LOG2E * scale()", "logits"),
+        "cuda", "attention.cu", "rescale, LOG2E * scale()", "rescale, 1.01f * LOG2E * scale()", "logits"),
     "attention sees one key too many": (
-        "cuda", "attention.cu", "> row + j % 4 / 2 * 8) s[m]", "> row + 1 + j % 4 / 2 * 8) s[m]", "logits"),
+        "cuda", "softmax.cuh", "> row + j % 4 / 2 * 8) s[j]", "> row + 1 + j % 4 / 2 * 8) s[j]", "logits"),
     "dquery without the last key": (
         "cuda", "attention.cu", "start >= first && column > row", "start >= first && column >= row", "dqkvb"),
     "dkey off by 1e-4": (  # which a key's bias does not see: its gradient is 0

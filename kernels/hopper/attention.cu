@@ -125,10 +125,8 @@ __device__ inline void load_keys_and_values(Ring<STAGES>& kv_ring, int n, elemen
     load_rows<KEYS>(tile + KEYS * HS, map, &kv_ring.full[stage], KV + column, start, b);
 }
 
-typedef uint32 Operand[HS / 16][4];  // 16 rows of a head, as the A operands of wgmmas
-
-// Load the warp's 16 rows of a consumer's tile (HALVES,64,64) by ldmatrix.
-__device__ inline void read_rows(Operand& a, const element* tile) {
+// Load the warp's 16 rows of a consumer's tile (HALVES,64,64) by ldmatrix, as the A operands of wgmmas.
+__device__ inline void read_rows(Rows& a, const element* tile) {
     const int lane = threadIdx.x % 32, r = threadIdx.x % WARPGROUP / 32 * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < HS / 16; k++) {
@@ -192,25 +190,17 @@ __device__ inline void sum_rows(float* sums, const float (&d)[HS / 2], float fac
     }
 }
 
-// For tiles of 32 rows: wgmma with 32 columns, a in registers or in shared memory.
+// For tiles of 32 rows: wgmma with 32 columns.
 #define NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-template <int ACROSS>
-__device__ inline void wgmma(float (&d)[16], const uint32 (&a)[4], unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{" NAMES16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22; }\n"
-        : D16(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
-}
-WGMMA(32, D16(0), NAMES16, "%16", "%17", "%18", "%19", "%20")
+WGMMA(32, D16(0), NAMES16, "%16", "%17", "%18", "%19, %20")
+WGMMA_REGISTERS(32, D16(0), NAMES16, "{%16, %17, %18, %19}", "%20", "%21", "%22")
 
 // What to add to the descriptor of a tile (HALVES,n,64) to start at its column 16 * k: 16 columns are 32 bytes.
 __device__ constexpr int k_step(int k, int n) { return k / 4 * (n * 128 / 16) + k % 4 * 2; }
 
 // Begin d (64,n) = rows (64,HS) @ tile (n,HS)^T, like S = Q K^T.
 template <int N>
-__device__ inline void begin_matmul_transposed(float (&d)[N], const Operand& rows, const element* tile) {
+__device__ inline void begin_matmul_transposed(float (&d)[N], const Rows& rows, const element* tile) {
     const unsigned long long b = descriptor(tile);  // once per tile: computed for each wgmma, it would delay each
 #pragma unroll
     for (int k = 0; k < HS / 16; k++) wgmma<0>(d, rows[k], b + k_step(k, 2 * N), k > 0);
@@ -225,7 +215,7 @@ __device__ inline void begin_matmul_transposed(float (&d)[N], const element* row
 
 // The keys and values of attention_backward_dkv: in registers, or where they are in shared memory.
 #if MODEL_HS == 64
-typedef Operand Resident;
+typedef Rows Resident;
 __device__ inline void keep_rows(Resident& rows, const element* tile) { read_rows(rows, tile); }
 #else
 typedef const element* Resident;
@@ -366,7 +356,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             const int row = warp_row + g;  // the thread's rows: row, row + 8
             const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys up to the block's diagonal
             const int consumer_count = KEYS == ROWS ? count : min(count, consumer_row / KEYS + 64 / KEYS);
-            Operand q;
+            Rows q;
             uint32 p[KEYS / 16][4];
             float s[KEYS / 2], o[HS / 2] = {};
             float row_max[2] = {-INFINITE, -INFINITE}, row_sum[2] = {0.0f, 0.0f}, rescale[2];
@@ -428,10 +418,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
             wgmma_wait<0>();
             fence_operand(o);
             kv_ring.release(n++);
-            for (int i = consumer_count; i < count; i++, n++) {
-                kv_ring.wait_full(n);
-                kv_ring.release(n);
-            }
+            for (int i = consumer_count; i < count; i++, n++) kv_ring.skip(n);
 
             // Epilogue: out = O / row_sum.
             store_rows<1>(out_map, staging, o, 1.0f / row_sum[0], 1.0f / row_sum[1], item.h * HS, warp_row, item.b, T);
@@ -502,7 +489,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             const int first = (last_chunk - item.chunk) * ROWS;
             const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
-            Operand q, d;
+            Rows q, d;
             uint32 ds[KEYS / 16][4];
             float s[KEYS / 2], dp[KEYS / 2], dq[HS / 2] = {}, D_of_rows[2] = {0.0f, 0.0f};
 
@@ -512,14 +499,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             read_rows(d, douts + consumer * RESIDENT);
             read_rows(q, outs + consumer * RESIDENT);  // out, for now
             const float lse_of_rows[2] = {lses[row - first], lses[row - first + 8]};
-#pragma unroll
-            for (int k = 0; k < HS / 16; k++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float2 x = as_floats(q[k][i]), y = as_floats(d[k][i]);
-                    D_of_rows[i % 2] += x.x * y.x + x.y * y.y;
-                }
-            }
+            add_dot_products(D_of_rows, q, d);
             read_rows(q, queries + consumer * RESIDENT);
             query_ring.release(round);
 #pragma unroll
@@ -595,10 +575,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             wgmma_wait<0>();
             fence_operand(dq);
             kv_ring.release(n++);
-            for (int i = consumer_count; i < count; i++, n++) {
-                kv_ring.wait_full(n);
-                kv_ring.release(n);
-            }
+            for (int i = consumer_count; i < count; i++, n++) kv_ring.skip(n);
 
             // Epilogue: dquery = dQ / sqrt(HS), and its column sums for the gradient of the bias.
             rotate_back(dq, rope, row, T);
@@ -731,10 +708,7 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
             };
 
             const auto skip = [&](int tiles) {  // that only the other consumer needs
-                for (int i = 0; i < tiles; i++, n++) {
-                    query_ring.wait_full(n);
-                    query_ring.release(n);
-                }
+                for (int i = 0; i < tiles; i++, n++) query_ring.skip(n);
             };
 
             if (before >= count) {

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "hopper/mbarrier.cuh"
+#include "softmax.cuh"
 
 constexpr int WARPGROUP = 128;  // threads of a warpgroup
 
@@ -52,19 +53,12 @@ __device__ inline void fence_operand(float (&d)[N]) {
 }
 
 // stmatrix: store four 8 x 8 matrices of 16 bits to shared memory. Lane l passes the address of row l % 8 of matrix
-// l / 8; pairs[k] are its elements (g, 2t), (g, 2t + 1) of matrix k or, with ACROSS, (2t, g), (2t + 1, g).
-template <int ACROSS = 0>
+// l / 8; pairs[k] are its elements (g, 2t), (g, 2t + 1) of matrix k.
 __device__ inline void store_tiles(const uint32 (&pairs)[4], void* row) {
     const uint32 to = shared_address(row);
-    if (ACROSS) {
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
-                     "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-                     : "memory");
-    } else {
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
-                     "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-                     : "memory");
-    }
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
+                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                 : "memory");
 }
 
 // One step of a reduce-scatter over the 8 lanes with the same t: a lane sends one half of its v to the lane 4 *
@@ -77,38 +71,6 @@ __device__ inline void halve(float (&v)[N]) {
         const float low = v[k], high = v[k + HALF];  // copies: v indexed by `upper` would be put in local memory
         const float received = __shfl_xor_sync(0xffffffff, upper ? low : high, 4 * DISTANCE);
         v[k] = (upper ? high : low) + received;
-    }
-}
-
-// One tile of online softmax, Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867. s holds the unscaled
-// scores of the thread's queries `row` and `row` + 8 with the keys from `start` on; to_log2 is the scale times log2(e).
-// They become exp(s - row_max), or 0 where a tile on the diagonal has keys after the query. row_max and row_sum are
-// updated; the output accumulated so far must be multiplied by `rescale`.
-template <int N>
-__device__ inline void softmax_of_tile(float (&s)[N], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2],
-                                       float to_log2, bool diagonal, int start, int row) {
-    const int t = threadIdx.x % 4;
-    if (diagonal) {
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            if (start + j / 4 * 8 + 2 * t + j % 2 > row + j % 4 / 2 * 8) s[j] = -INFINITE;
-        }
-    }
-    float new_max[2] = {row_max[0], row_max[1]};
-#pragma unroll
-    for (int j = 0; j < N; j++) new_max[j % 4 / 2] = fmaxf(new_max[j % 4 / 2], s[j]);
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        new_max[k] = quad_max(new_max[k]);  // never -inf: the first tile has key 0, which every query sees
-        rescale[k] = exp2_approx((row_max[k] - new_max[k]) * to_log2);
-        row_max[k] = new_max[k];
-        row_sum[k] *= rescale[k];
-    }
-    const float shift[2] = {row_max[0] * to_log2, row_max[1] * to_log2};
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        s[j] = exp2_approx(s[j] * to_log2 - shift[j % 4 / 2]);
-        row_sum[j % 4 / 2] += s[j];
     }
 }
 
@@ -127,80 +89,48 @@ __device__ inline void softmax_of_tile(float (&s)[N], float (&row_max)[2], float
 #define NAMES80 NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES96 NAMES80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
-// Begin d = a @ b, or d += a @ b if `accumulate`; a in registers, b MN-major if ACROSS.
-template <int ACROSS>
-__device__ inline void wgmma(float (&d)[32], const uint32 (&a)[4], unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }\n"
-        : D32
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
-}
-template <int ACROSS>
-__device__ inline void wgmma(float (&d)[64], const uint32 (&a)[4], unsigned long long b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{" NAMES64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }\n"
-        : D64
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));
-}
-
-// The same with both operands in shared memory. d is 64 rows by COLUMNS, half as many floats per thread. A .. B are the
-// numbers of the asm operands, which follow those of d.
-#if MATMUL_FP8
-// b is of E4M3, a of E4M3 or E5M2.
-#define WGMMA_FP8(COLUMNS, TYPE, NAMES, A, B, ACCUMULATE, ...)                                                         \
+// Begin d = a @ b, or d += a @ b if `accumulate`. d is 64 rows by COLUMNS, half as many floats per thread; a is in
+// shared memory or, WGMMA_REGISTERS, in registers. A .. MAJOR are the numbers of the asm operands, which follow d's.
+#define WGMMA_ASM(SHAPE, NAMES, A, B, ACCUMULATE, MAJOR, INPUTS, ...)                                                  \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." TYPE ".e4m3 "                                 \
-                 "{" NAMES "}, " A ", " B ", p, 1, 1; }\n"                                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" SHAPE " {" NAMES "}, " A ", " B ", p, 1, 1" MAJOR "; }\n"         \
                  : __VA_ARGS__                                                                                         \
-                 : "l"(a), "l"(b), "r"(accumulate));
-#define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \
+                 : INPUTS##_INPUTS);
+#if MATMUL_FP8
+// a is of E4M3 or E5M2, b of E4M3; k must be contiguous, of an `a` in registers once it is there.
+#define SHARED_INPUTS "l"(a), "l"(b), "r"(accumulate)
+#define REGISTER_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
+#define WGMMA_OF_TYPES(COLUMNS, NAMES, A, B, ACCUMULATE, MAJOR, INPUTS, ...)                                           \
+    static_assert(!B_ACROSS, "in 8 bits");                                                                             \
+    if (A_E5M2) {                                                                                                      \
+        WGMMA_ASM(#COLUMNS "k32.f32.e5m2.e4m3", NAMES, A, B, ACCUMULATE, "", INPUTS, __VA_ARGS__)                      \
+    } else {                                                                                                           \
+        WGMMA_ASM(#COLUMNS "k32.f32.e4m3.e4m3", NAMES, A, B, ACCUMULATE, "", INPUTS, __VA_ARGS__)                      \
+    }
+#else
+// Each operand is MN-major if its ACROSS is 1.
+#define SHARED_INPUTS "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS)
+#define REGISTER_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(B_ACROSS)
+#define WGMMA_OF_TYPES(COLUMNS, NAMES, A, B, ACCUMULATE, MAJOR, INPUTS, ...)                                           \
+    WGMMA_ASM(#COLUMNS "k16.f32.bf16.bf16", NAMES, A, B, ACCUMULATE, ", " MAJOR, INPUTS, __VA_ARGS__)
+#endif
+#define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, MAJOR)                                                              \
     template <int A_ACROSS, int B_ACROSS, bool A_E5M2 = false>                                                         \
     __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
-        static_assert(!A_ACROSS && !B_ACROSS, "in 8 bits, k must be contiguous");                                      \
-        if (A_E5M2) {                                                                                                  \
-            WGMMA_FP8(COLUMNS, "e5m2", NAMES, A, B, ACCUMULATE, D)                                                     \
-        } else {                                                                                                       \
-            WGMMA_FP8(COLUMNS, "e4m3", NAMES, A, B, ACCUMULATE, D)                                                     \
-        }                                                                                                              \
+        WGMMA_OF_TYPES(COLUMNS, NAMES, A, B, ACCUMULATE, MAJOR, SHARED, D)                                             \
     }
-
-// The same, a in registers, where k need not be contiguous before they are loaded.
-#define WGMMA_FP8_REGISTERS(COLUMNS, TYPE, NAMES, A, B, ACCUMULATE, ...)                                               \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." TYPE ".e4m3 "                                 \
-                 "{" NAMES "}, {" A "}, " B ", p, 1, 1; }\n"                                                           \
-                 : __VA_ARGS__                                                                                         \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-#define WGMMA_REGISTERS(COLUMNS, D, NAMES, A, B, ACCUMULATE)                                                           \
-    template <bool A_E5M2>                                                                                             \
+#define WGMMA_REGISTERS(COLUMNS, D, NAMES, A, B, ACCUMULATE, MAJOR)                                                    \
+    template <int B_ACROSS, bool A_E5M2 = false>                                                                       \
     __device__ inline void wgmma(float(&d)[COLUMNS / 2], const uint32(&a)[4], unsigned long long b, int accumulate) {  \
-        if (A_E5M2) {                                                                                                  \
-            WGMMA_FP8_REGISTERS(COLUMNS, "e5m2", NAMES, A, B, ACCUMULATE, D)                                           \
-        } else {                                                                                                       \
-            WGMMA_FP8_REGISTERS(COLUMNS, "e4m3", NAMES, A, B, ACCUMULATE, D)                                           \
-        }                                                                                                              \
+        WGMMA_OF_TYPES(COLUMNS, NAMES, A, B, ACCUMULATE, MAJOR, REGISTER, D)                                           \
     }
-WGMMA_REGISTERS(160, D80, NAMES80, "%80, %81, %82, %83", "%84", "%85")
-WGMMA_REGISTERS(192, D96, NAMES96, "%96, %97, %98, %99", "%100", "%101")
-#else
-// Each operand is MN-major if its ACROSS is 1. TA, TB: as A, B.
-#define WGMMA(COLUMNS, D, NAMES, A, B, ACCUMULATE, TA, TB)                                                             \
-    template <int A_ACROSS, int B_ACROSS>                                                                              \
-    __device__ inline void wgmma(float(&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int accumulate) { \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                             \
-                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 "                                 \
-                     "{" NAMES "}, " A ", " B ", p, 1, 1, " TA ", " TB "; }\n"                                         \
-                     : D                                                                                               \
-                     : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS), "n"(B_ACROSS));                                 \
-    }
-#endif
-WGMMA(128, D64, NAMES64, "%64", "%65", "%66", "%67", "%68")
-WGMMA(160, D80, NAMES80, "%80", "%81", "%82", "%83", "%84")
-WGMMA(192, D96, NAMES96, "%96", "%97", "%98", "%99", "%100")
+WGMMA(128, D64, NAMES64, "%64", "%65", "%66", "%67, %68")
+WGMMA(160, D80, NAMES80, "%80", "%81", "%82", "%83, %84")
+WGMMA(192, D96, NAMES96, "%96", "%97", "%98", "%99, %100")
+WGMMA_REGISTERS(64, D32, NAMES32, "{%32, %33, %34, %35}", "%36", "%37", "%38")
+WGMMA_REGISTERS(128, D64, NAMES64, "{%64, %65, %66, %67}", "%68", "%69", "%70")
+WGMMA_REGISTERS(160, D80, NAMES80, "{%80, %81, %82, %83}", "%84", "%85", "")
+WGMMA_REGISTERS(192, D96, NAMES96, "{%96, %97, %98, %99}", "%100", "%101", "")
 
 // A ring buffer of STAGES stages in shared memory: a producer fills them, consumer warps empty them. Tile i = 0, 1, 2
 // ... is in stage i % STAGES, and is the (i / STAGES)-th there, which gives the parity to wait for. Each stage has two
@@ -229,6 +159,7 @@ struct Ring {
         __syncwarp();
         if (threadIdx.x % 32 < LANES) mbarrier_arrive(&empty[i % STAGES]);
     }
+    __device__ void skip(int i) { wait_full(i), release(i); }  // a tile that only other consumers need
     __device__ void wait_empty(int i) {  // the first STAGES tiles find their stage empty
         if (i >= STAGES) mbarrier_wait(&empty[i % STAGES], (i / STAGES & 1) ^ 1);
     }

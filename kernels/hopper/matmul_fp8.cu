@@ -341,7 +341,7 @@ __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int
 #pragma unroll
             for (int slice = 0; slice < 4; slice++) {
                 if (A_IS_TRANSPOSED) {
-                    wgmma<A_E5M2>(products, of_a[slice], b_at + slice * 2, slice > 0);
+                    wgmma<0, A_E5M2>(products, of_a[slice], b_at + slice * 2, slice > 0);
                 } else {
                     wgmma<0, 0, A_E5M2>(products, a_at + slice * 2, b_at + slice * 2, slice > 0);
                 }
