@@ -293,31 +293,10 @@ matmul_backward_weight(gradient* dweight, float4* partials, int* done, const ele
     Item item;
     pick<BM, BN, BK>(item, blockIdx.x, z);
     multiply<1, 1>(sums, item, dout, inp, z);
-    if (splits > 1) {
-        float4* const tile_partials = partials + int64(item.tile) * (BM * BN / 4) + threadIdx.x;
-        if (item.split > 0) {
-            if (threadIdx.x == 0) wait_for(done + item.tile, item.split);
-            __syncthreads();
-#pragma unroll
-            for (int j = 0; j < ROWS * COLUMNS; j++) {
-                const float4 x = __ldcg(tile_partials + j * THREADS);
-                FragmentD& d = sums[j / COLUMNS][j % COLUMNS];
-                d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
-            }
-        }
-        if (item.split < splits - 1) {
-#pragma unroll
-            for (int j = 0; j < ROWS * COLUMNS; j++) {
-                const FragmentD& d = sums[j / COLUMNS][j % COLUMNS];
-                __stcg(tile_partials + j * THREADS, float4{d[0], d[1], d[2], d[3]});
-            }
-            __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0) announce(done + item.tile, item.split + 1);
-            return;
-        }
-        if (threadIdx.x == 0) done[item.tile] = 0;
-    }
+    const auto quad = [&](int j) -> float* { return sums[j / COLUMNS][j % COLUMNS]; };
+    float4* const of_tile = partials + int64(item.tile) * (BM * BN / 4);
+    const auto sync = [] { __syncthreads(); };
+    if (!add_splits<THREADS, ROWS * COLUMNS>(of_tile, done + item.tile, item, splits, quad, sync)) return;
     for_each_pair(sums, item, z, [&](int row, int column, const float* x) {
         put_pair(dweight + int64(row) * N + column, x[0] * scale, x[1] * scale);
     });

@@ -77,3 +77,41 @@ __device__ inline void wait_for(const int* count, int value) {
 __device__ inline void announce(int* count, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
 }
+
+// The splits of a tile, in turn, by THREADS threads, for which sync() is a barrier. quad(j): four of the QUADS * 4 sums
+// of a thread, to which those of the splits before are added. Returns whether they are complete: all splits but the
+// last pass theirs on. partials, done: the tile's, see above.
+template <int THREADS, int QUADS, class Quad, class Sync>
+__device__ __forceinline__ bool add_splits(float4* partials, int* done, const Item& item, int splits, Quad quad,
+                                           Sync sync) {
+    constexpr int IN_FLIGHT = QUADS % 8 ? 4 : 8;  // loads
+    static_assert(QUADS % IN_FLIGHT == 0, "none beyond the tile");
+    const auto leads = [] { return threadIdx.x % THREADS == 0; };
+    partials += threadIdx.x % THREADS;
+    if (item.split > 0) {
+        if (leads()) wait_for(done, item.split);
+        sync();
+#pragma unroll
+        for (int first = 0; first < QUADS; first += IN_FLIGHT) {
+            float4 y[IN_FLIGHT];
+#pragma unroll
+            for (int j = 0; j < IN_FLIGHT; j++) y[j] = __ldcg(partials + (first + j) * THREADS);
+#pragma unroll
+            for (int j = 0; j < IN_FLIGHT; j++) {
+                float* const x = quad(first + j);
+                x[0] += y[j].x, x[1] += y[j].y, x[2] += y[j].z, x[3] += y[j].w;
+            }
+        }
+    }
+    if (item.split < splits - 1) {
+#pragma unroll
+        for (int j = 0; j < QUADS; j++) {
+            __stcg(partials + j * THREADS, float4{quad(j)[0], quad(j)[1], quad(j)[2], quad(j)[3]});
+        }
+        sync();  // all have written before the first thread announces it
+        if (leads()) announce(done, item.split + 1);
+        return false;
+    }
+    if (splits > 1 && leads()) *done = 0;
+    return true;
+}

@@ -245,7 +245,7 @@ matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partia
         constexpr int QUADS = BN / 4;  // of a thread
         const auto quad = [&](int j) { return &acc[j / (QUADS / 2)][j % (QUADS / 2) * 4]; };
         float4* const of_tile = partials + int64(item.tile) * (BM * BN / 4);
-        if (!add_splits<QUADS>(of_tile, done + item.tile, item, splits, quad)) return;
+        if (!add_splits<WARPGROUP, QUADS>(of_tile, done + item.tile, item, splits, quad, warpgroup_sync)) return;
         const Layout at;
 #pragma unroll
         for (int s = 0; s < BN / STRIP_COLUMNS; s++) {

@@ -307,39 +307,3 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const Accumulat
         store_strip(map, strip, item, STRIP_COLUMNS * s);
     }
 }
-
-// The splits of a tile, in turn, by a warpgroup. quad(j): four of the QUADS * 4 sums of a thread, to which those of the
-// splits before are added. Returns whether they are complete: all splits but the last pass theirs on. partials, done:
-// the tile's, see ../matmul.cuh.
-template <int QUADS, class Quad>
-__device__ __forceinline__ bool add_splits(float4* partials, int* done, const Item& item, int splits, Quad quad) {
-    constexpr int IN_FLIGHT = QUADS % 8 ? 4 : 8;  // loads
-    static_assert(QUADS % IN_FLIGHT == 0, "none beyond the tile");
-    partials += threadIdx.x % WARPGROUP;
-    if (item.split > 0) {
-        if (leads_warpgroup()) wait_for(done, item.split);
-        warpgroup_sync();
-#pragma unroll
-        for (int first = 0; first < QUADS; first += IN_FLIGHT) {
-            float4 y[IN_FLIGHT];
-#pragma unroll
-            for (int j = 0; j < IN_FLIGHT; j++) y[j] = __ldcg(partials + (first + j) * WARPGROUP);
-#pragma unroll
-            for (int j = 0; j < IN_FLIGHT; j++) {
-                float* const x = quad(first + j);
-                x[0] += y[j].x, x[1] += y[j].y, x[2] += y[j].z, x[3] += y[j].w;
-            }
-        }
-    }
-    if (item.split < splits - 1) {
-#pragma unroll
-        for (int j = 0; j < QUADS; j++) {
-            __stcg(partials + j * WARPGROUP, float4{quad(j)[0], quad(j)[1], quad(j)[2], quad(j)[3]});
-        }
-        warpgroup_sync();  // all have written before the first thread announces it
-        if (leads_warpgroup()) announce(done, item.split + 1);
-        return false;
-    }
-    if (splits > 1 && leads_warpgroup()) *done = 0;
-    return true;
-}

@@ -357,7 +357,7 @@ __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int
         const int tile = 2 * item.tile + half;
         const auto quad = [&](int j) { return sums + 4 * j; };
         float4* const of_tile = partials + int64(tile) * (WARPGROUP * QUADS);
-        if (!add_splits<QUADS>(of_tile, done + tile, item, z.splits, quad)) continue;
+        if (!add_splits<WARPGROUP, QUADS>(of_tile, done + tile, item, z.splits, quad, warpgroup_sync)) continue;
         const int row = item.row + first_row + (A_IS_TRANSPOSED ? g % 2 * 7 + g : g), next = A_IS_TRANSPOSED ? 1 : 8;
 #pragma unroll
         for (int j = 0; j < QUADS; j++) {  // (row, c), (row, c + 1), (row + next, c), (row + next, c + 1)
