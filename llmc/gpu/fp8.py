@@ -112,10 +112,6 @@ def operand_table(parameters, N, recomputed):
     return table | {"inp": Row((N, shapes["qkv"][2]), "uint8")}  # of the matmul at hand, but for fcproj's
 
 
-def operand_bytes(parameters, N, recomputed):
-    return table_bytes(operand_table(parameters, N, recomputed), ALIGN)
-
-
 def scale_table(L):
     """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for LINEARS[i] of layer l and
     ROLES[r]; the last three are the classifier's, "logits"."""

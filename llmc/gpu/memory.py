@@ -8,7 +8,7 @@ from llmc.gpu.batch import batch_table
 from llmc.gpu.cublaslt import WORKSPACE
 from llmc.gpu.decoder import Decoder
 from llmc.gpu.device import cp
-from llmc.gpu.fp8 import operand_bytes
+from llmc.gpu.fp8 import operand_table
 from llmc.gpu.matmul import ALIGN
 from llmc.gpu.shares import Shares
 from llmc.tensors import Row, table_bytes
@@ -36,7 +36,7 @@ def memory_plan(architecture, config, settings, device):
         *([(Row((shares.received_size(),), precision.grads).bytes(), "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((group_bytes(group), what) for what, group in tables.items()),
-        *([(operand_bytes(architecture.parameter_table(config), B * T, recomputed_inputs(architecture, settings)),
+        *([(table_bytes(operand_table(shares.table, B * T, recomputed_inputs(architecture, settings)), ALIGN),
             "operands in 8 bits")] if precision.fp8 else []),
         *([(sum(table_bytes(table, ALIGN) for table in text), "text")] if text else []),
         (2 * WORKSPACE, "matmul workspaces"),

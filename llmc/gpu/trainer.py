@@ -411,20 +411,15 @@ class Trainer(ForwardPasses):
         return done
 
     def layer_begins(self, l):
-        """Before layer l of an update's first forward pass."""
+        """Before layer l of an update's first forward pass: wait for its matrices, and have those of the next two
+        layers on their way; the first layer's have arrived in the previous step."""
         if self.messages:
-            self.fetch_weights(l)
+            if l > 0:
+                self.device.wait(self.weights_arrived[l])
+            for ahead in range(1 if l == 0 else l + 2, min(l + 3, self.shares.layers)):
+                self.send_weights(ahead)
         if self.fp8 and (self.messages or l == 0):
             self.fp8.quantise_weights(slice(l, l + 1 if self.messages else None), again=not self.ranks.is_first)
-
-    def fetch_weights(self, l):
-        """Before layer l: wait for its matrices, and have those of the next two layers on their way; the first layer's
-        have arrived in the previous step."""
-        if l > 0:
-            self.device.wait(self.weights_arrived[l])
-        for ahead in (1, 2) if l == 0 else (l + 2,):
-            if ahead < self.shares.layers:
-                self.send_weights(ahead)
 
     def add_gradients(self, i):
         """Add the gradients of micro-batch i to self.gradient_sums."""
