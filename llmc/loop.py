@@ -53,9 +53,8 @@ class Loop:
         self.train_loader, self.val_loader = open_data(settings, self.config.V, ranks.rank, ranks.size)
         self.examples = []
         if settings.hellaswag:
-            from llmc.hellaswag import load_hellaswag  # here: few runs need it
-
-            self.examples = load_hellaswag(settings, self.config)
+            from llmc import hellaswag  # here: few runs need it
+            self.examples, self.count_correct = hellaswag.load_hellaswag(settings, self.config), hellaswag.count_correct
         if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
             keep_tokenizer(settings.output_dir, self.tokenizer)
         settings.fit_to_text(self.train_loader.batches_per_epoch // settings.micro_steps)
@@ -162,10 +161,8 @@ class Loop:
         self.console.validation(step, loss)
         self.log.validation(step, loss)
         if self.examples:
-            from llmc.hellaswag import count_correct
-
             self.console.wait_for("HellaSwag")
-            correct = count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
+            correct = self.count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
             self.console.hellaswag(step, correct, len(self.examples))
             self.log.evaluation(step, correct / len(self.examples))
 

@@ -178,9 +178,6 @@ class LlmcLines(Console):
     def validation(self, step, loss):
         print(f"val loss {loss:f}")
 
-    def hellaswag(self, step, correct, count):
-        print(f"HellaSwag {correct}/{count} = {correct / count:.4f}")
-
     def training_line(self, step, loss, seconds, left):
         return f"step {step}: train loss {loss:f} (took {seconds * 1000:f} ms)"
 

@@ -390,10 +390,8 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
 
 
 def test_a_bfloat16_checkpoint(gpu_workplace):
-    """The model is of version 5, the weights of a run that began with float32 are rounded, which it says; the masters
-    are beside the moments, and the CPU trainer goes on from them."""
+    """The model is of version 5; the masters are beside the moments, and the CPU trainer goes on from them."""
     done = train(*RUN, "--dtype", "bfloat16", "-o", "run", "-n", 5)
-    assert re.search(r"^\| model +\| gpt2_124M.bin, rounded from float32 to bfloat16 +\|$", done.stdout, re.MULTILINE)
     model, state, _ = checkpoint_paths("run", 5)
     with open(model, "rb") as f:
         assert read_config(f, cuda.GPT2, "")[0] == 5

@@ -2,12 +2,8 @@
 
 import re
 
-import numpy as np
-
-from llmc.files import chunks
 from llmc.gpu.precision import describe_precision
 from llmc.progress import LlmcLines, print_table
-from llmc.tensors import flat
 
 
 def flops_per_token(parameters, config, T):
@@ -45,7 +41,6 @@ class LlmcCudaLines(LlmcLines):
 
     def header(self, device, peak):
         settings, config, loop, val = self.settings, self.loop.config, self.loop, self.loop.val_loader
-        rounds = settings.precision.bf16 and not is_bfloat16(loop.params)
         if settings.verbose:
             print_table([list(vars(settings).items())])
         run = [("training data", settings.data), ("output", settings.output or "none"), ("batch size B", settings.B),
@@ -54,10 +49,9 @@ class LlmcCudaLines(LlmcLines):
                ("validate every", settings.val_every),
                ("validation batches", min(settings.val_batches, val.whole_batches) if val else 0),
                ("sample every", settings.sample_every), ("tokens in a sample", settings.sample_tokens)]
-        model = [("model", f"{loop.model_path}{', rounded from float32 to bfloat16' if rounds else ''}"),
-                 ("max_seq_len", config.maxT), ("vocab_size", config.V), ("padded_vocab_size", config.Vp),
-                 ("num_layers", config.L), ("num_heads", config.NH), ("channels", config.C),
-                 ("num_parameters", loop.parameters)]
+        model = [("model", loop.model_path), ("max_seq_len", config.maxT), ("vocab_size", config.V),
+                 ("padded_vocab_size", config.Vp), ("num_layers", config.L), ("num_heads", config.NH),
+                 ("channels", config.C), ("num_parameters", loop.parameters)]
         precision = describe_precision(settings)
         device = [("device", device.removesuffix(f", {precision}")), ("precision", precision)]
         data = [("train batches", loop.train_loader.num_batches), ("val batches", val.num_batches if val else 0)]
@@ -73,8 +67,3 @@ class LlmcCudaLines(LlmcLines):
 
     def print_end(self, steps):
         print(f"total average iteration time: {1000 * self.seconds / steps:f} ms")
-
-
-def is_bfloat16(params):
-    """Whether rounding to bfloat16 changes no weight."""
-    return not any((piece.view(np.uint32) & 0xFFFF).any() for piece in chunks(flat(params)))
