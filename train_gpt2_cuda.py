@@ -48,7 +48,7 @@ from llmc.gpu.saver import TrainerSaver
 from llmc.gpu.trainer import open_trainer
 from llmc.loop import Loop
 from llmc.schedulers import learning_rate_at
-from llmc.settings import Settings, flag_of, option, with_default
+from llmc.settings import Settings, option, with_default
 from llmc.tensors import Row, layer, views
 from train_gpt2 import SIZES, cache_table, parameter_table, random_model
 
@@ -113,23 +113,15 @@ class CudaSettings(Settings):
 
 def resolve_auto(settings, arch):
     """A copy of the settings with everything that is left to the GPU filled in; raises UserError for a dtype that it
-    lacks and for flags that would have no effect."""
+    lacks."""
     settings = dataclasses.replace(settings)
     if settings.arch != "native" and not has_bfloat16(arch):
         raise UserError(f"--arch {settings.arch}: this GPU is {arch}")
     settings.dtype = resolve_dtype(settings.dtype, arch)
-    if settings.precision.bf16 and not settings.tf32:
-        raise UserError(f"--tf32 0: this run is in {settings.dtype}, whose matmuls know no TF32: pass --dtype float32,"
-                        " too")
     if settings.precision.fp8 and settings.matmul == "cublaslt":
         raise UserError("--matmul cublaslt: the matmuls of --dtype fp8 are our kernels: leave the flag out")
     if not has_bfloat16(arch):
         settings.tf32 = 0
-    if settings.dtype == "float32":
-        for name, default in (("master_weights", 1), ("stochastic_rounding", 0), ("float32_grads", 0)):
-            if getattr(settings, name) != default:
-                raise UserError(f"{flag_of(settings, name)} {getattr(settings, name)}: this run is in float32, and the"
-                                " flag is for bfloat16: pass --dtype bfloat16")
     if settings.recompute == -1:
         settings.recompute = 0 if settings.precision.bf16 else 1
     return settings
