@@ -22,16 +22,15 @@ import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
 from llmc.errors import UserError, run_main
-from llmc.gpu.device import TensorMap, cp, gpu_errors_as_lines, open_gpu
+from llmc.gpu.device import TensorMap, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu
 from llmc.gpu.fp8 import DLOGITS_SCALE
-from llmc.gpu.geometry import blocks
 from llmc.gpu.cublaslt import is_transposed
 from llmc.gpu.matmul import Linear
 from llmc.gpu.precision import describe_precision
 from llmc.gpu.trainer import open_device, open_trainer  # noqa: F401  (for the kernel library, too)
 from llmc.resume import read_start
 from llmc.settings import parse_settings
-from llmc.tensors import Row
+from llmc.tensors import Row, bf16_bits
 from model import architecture_of, on_gpu
 from train_gpt2_cuda import JOB, CudaSettings
 
@@ -241,8 +240,9 @@ def measure_matmul(matmul):
     device, n = matmul.device, 8192 if cp.cuda.runtime.memGetInfo()[0] > 4 << 30 else 2048
     with device.stream:
         a, b, out = (cp.empty((n, n), Row((), matmul.precision.dtype).stored_as) for _ in range(3))
-        for array in (a, b):
-            device.launch("fill_random", (blocks(n * n, 256),), (256,), array, np.int64(n * n))
+        for array in (a, b):  # zeros would be too fast
+            numbers = np.random.default_rng(0).uniform(-1, 1, (n, n)).astype(np.float32)
+            copy_to_gpu(array, bf16_bits(numbers) if matmul.precision.bf16 else numbers)
         return 2 * n**3 / measure(device, lambda: Linear(matmul, b).forward(out, a))
 
 

@@ -274,15 +274,3 @@ extern "C" __global__ void hold(int microseconds) {
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     } while (now - begin < 1000ll * microseconds);
 }
-
-// out[i] = a pseudorandom number in [-1, 1), a function of i: inputs for timing, because zeros would make matmuls too
-// fast. One thread per element.
-extern "C" __global__ void fill_random(element* out, int64 N) {
-    const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= N) return;
-    uint32 x = uint32(i) * 2654435761u + uint32(i >> 32) + 1;  // a xorshift of a multiplicative hash
-    x ^= x >> 15;
-    x *= 2246822519u;
-    x ^= x >> 13;
-    from_float(out[i], int(x) * 4.6566129e-10f);
-}

@@ -168,7 +168,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     check_launches([launch for launch in fake_gpu.launches if launch.name != "cublaslt"], gpu, precision, parameters)
     launched = {launch.name for launch in fake_gpu.launches}
     assert ("cublaslt" in launched) == (matmul.cublaslt is not None)
-    unused = {"hold", "fill_random", "round_weights", "transpose", "gelu_forward", "gelu_backward"}
+    unused = {"hold", "round_weights", "transpose", "gelu_forward", "gelu_backward"}
     unused |= {"matmul_backward_weight"} if library == "auto" else set()
     if architecture is llama_cuda.Llama3:
         unused |= {"encoder_backward_wpe", "matmul_forward_gelu", "matmul_backward_inp_gelu"}
