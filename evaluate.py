@@ -217,8 +217,8 @@ def parse_arguments():
 
 def data_of_run(model):
     """Return the validation data of a run, which its newest checkpoint names; raises UserError if there is none."""
-    if not os.path.lexists(model):
-        model_file(model)  # says so
+    if not os.path.exists(os.path.join(model, "config.json")):
+        model_file(model)  # says so if there is no model
     step = newest_checkpoint(model)
     with notes_of(model, step) if step is not None else contextlib.nullcontext({}) as notes:
         if "data" in notes:

@@ -51,7 +51,7 @@ from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, open_input, replacing
-from llmc.resume import model_file
+from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate, check_finite
 from llmc.tokenizer import FOLDER_FILES, read_tokenizer
@@ -348,9 +348,11 @@ def write_hf_folder(model, folder):
             print(f"warning: no vocab.json and merges.txt: {error}", file=sys.stderr)
     names = (*tokenizer_files, *(GPT2_VOCABULARY if config.V == VOCABULARIES["gpt2"] else ()))
     others = [name for name in HF_VOCABULARY if os.path.lexists(path := os.path.join(folder, name))
-              and (name not in names or name == "tokenizer.bin" and read_input(path) != tokenizer_files[name])]
+              and (name not in names or name in tokenizer_files and read_input(path) != tokenizer_files[name])]
     if others:
         raise UserError(f"{folder}: has another vocabulary's {', '.join(others)}: remove that, or name another folder")
+    if newest_checkpoint(folder) is not None:
+        raise UserError(f"{folder}: is the directory of a run, whose models would be hidden: name another folder")
     make_directory(folder)
     eot = end_of_text(tokenizer, config.V)
     ends = json.loads(tokenizer_files.get("generation_config.json", "{}")).get("eos_token_id", eot)
@@ -367,8 +369,8 @@ def write_hf_folder(model, folder):
         state = {f"transformer.{module_name}": view.T if name in TRANSPOSED else view
                  for name, module_name, view in named_slices(config, params)}
     state = {name: torch.from_numpy(np.ascontiguousarray(view)) for name, view in state.items()}
-    files = {"config.json": json.dumps(hf, indent=2).encode(),
-             "model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files}
+    files = {"model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files,
+             "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes the folder one
     for name, data in files.items():
         with replacing(os.path.join(folder, name)) as f:
             f.write(data)

@@ -231,14 +231,15 @@ def as_vocabulary(encoding):
 def load_vocabulary(model, V, path=None):
     """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none.
 
-    It comes from the file `path`; else from beside the model: a run's tokenizer.bin, a Hugging Face folder's
-    tokenizer.json or, if V is GPT-2's, the gpt2_tokenizer.bin of export_weights.py; else V tells whether it is GPT-2's
-    or bytes. Raises UserError for a file of another size.
+    It comes from the file `path`; else from beside the model: the NAME_tokenizer.bin of export_weights.py, a run's
+    tokenizer.bin, a Hugging Face folder's tokenizer.json or, if V is GPT-2's, gpt2_tokenizer.bin; else V tells whether
+    it is GPT-2's or bytes. Raises UserError for a file of another size.
     """
     directory = model if os.path.isdir(model) else os.path.dirname(model)
-    beside = [os.path.join(directory, name) for name in ("tokenizer.bin", "gpt2_tokenizer.bin")]
+    label = re.sub(r"^(gpt2|llama3)_|(_bf16)?\.bin$", "", os.path.basename(model))
+    beside = [os.path.join(directory, f"{name}tokenizer.bin") for name in (f"{label}_", "", "gpt2_")]
     if not path:
-        path = next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:1]), None)
+        path = next(filter(os.path.lexists, beside if KNOWN.get(V) == "gpt2" else beside[:2]), None)
     if path:
         found = read_tokenizer(path)
         if len(found.tokens) != V:

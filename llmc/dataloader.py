@@ -25,6 +25,8 @@ def tokens_hint(path):
     if "tiny_shakespeare" in path:
         return "make it with: python prepro_tinyshakespeare.py"
     prefix = re.fullmatch(r"(.*)_(train|val)\.bin", path)
+    if prefix and os.path.isfile(prefix[1]):
+        return f"to train on {prefix[1]}: python prepro_text.py {prefix[1]} --output data/mine, then -i data/mine"
     return f"make it of your text with: python prepro_text.py FILE --output {prefix[1] if prefix else 'PREFIX'}"
 
 

@@ -14,9 +14,9 @@ from llmc.errors import UserError
 MODEL_MAGIC, LLAMA_MAGIC, STATE_MAGIC, TOKENIZER_MAGIC = 20240326, 20240803, 20240327, 20240328
 TOKENS_MAGIC, TOKENS32_MAGIC, EXAMPLES_MAGIC, OPTIMIZER_MAGIC = 20240520, 20240801, 20240522, 20240527
 KINDS = {
-    MODEL_MAGIC: "model checkpoint", LLAMA_MAGIC: "Llama 3 checkpoint of train_llama3.py", STATE_MAGIC: "debug state",
-    TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file", TOKENS32_MAGIC: "token file",
-    EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "optimizer state",
+    MODEL_MAGIC: "GPT-2 checkpoint of train_gpt2.py", LLAMA_MAGIC: "Llama 3 checkpoint of train_llama3.py",
+    STATE_MAGIC: "debug state", TOKENIZER_MAGIC: "tokenizer", TOKENS_MAGIC: "token file", TOKENS32_MAGIC: "token file",
+    EXAMPLES_MAGIC: "file of evaluation examples", OPTIMIZER_MAGIC: "checkpoint's optimizer state",
 }  # fmt: skip
 HEADER_BYTES = 1024
 EXPORT = "make it with: python export_weights.py"  # for a missing model or tokenizer
@@ -27,6 +27,8 @@ def export_hint(path):
     """How to get a missing or damaged model, or a file of export_weights.py, by its name."""
     label = re.match(r"gpt2_(124M|355M|774M|1558M|d\d+)[_.]", os.path.basename(path))
     names = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}
+    if os.fspath(path).endswith("_debug_state.bin") and not label:
+        return f"{EXPORT} --model MODEL --input TOKENS_val.bin"
     return (f"{EXPORT} --model {names.get(label[1], label[1])}".removesuffix(" --model gpt2") if label else
             "expected the directory of a run, or a .bin file (make one with: python export_weights.py)")
 
@@ -115,6 +117,8 @@ def read_header(f, magic, hint, size=HEADER_BYTES):
         raise UserError(f"{f.name}: {len(data)} bytes, expected a {kind} with a {size}-byte header; {hint}")
     header = np.frombuffer(data, "<i4")
     if header[0] != magic:
+        if {int(header[0]), magic} == {MODEL_MAGIC, LLAMA_MAGIC}:
+            hint = "run the other page"
         found = KINDS.get(int(header[0]))
         found = f"it is a {found} (magic {header[0]})" if found else f"magic {header[0]}"
         raise UserError(f"{f.name}: {found}, expected a {kind} (magic {magic}); {hint}")

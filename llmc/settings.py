@@ -53,11 +53,11 @@ class Settings:
                          " in order; -1: 1 if there are several shards (-y 1 keeps the first run's)")
     spread: int = batch(0, choices=(0, 1), help="1: each row of a training batch reads from its own part of a shard,"
                         " because consecutive rows are too alike in a small batch")
-    seed: int = batch(42, help="random seed of -e dN's weights and --shuffle 1's order (-y 1 keeps the first run's)")
-    steps: int = batch(41, "-x", help="number of updates (of -e dN: at most ten epochs, unless given)")
+    seed: int = batch(42, help="seed of random weights and of --shuffle 1's order (-y 1 keeps the first run's)")
+    steps: int = batch(41, "-x", help="number of updates (of random weights: at most ten epochs, unless given)")
 
-    learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate (of -e dN: 0.0072 / N)")
-    warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up (of -e dN: a tenth of -x, at most 100)")
+    learning_rate: float = optimizer(1e-4, "-l", help="peak learning rate (of random weights, N layers: 0.0072 / N)")
+    warmup_steps: int = optimizer(0, "-u", help="steps of linear warm-up (of random weights: a tenth of -x, up to 100)")
     schedule: str = optimizer("constant", "-k", choices=("constant", "cosine", "linear", "wsd"),
                               help="learning rate schedule after the warm-up")
     final_fraction: float = optimizer(0.0, "-q", help="learning rate at the end, as a fraction of the peak")
@@ -190,7 +190,7 @@ def parse_settings(settings_class, description, argv=None):
             extra.setdefault("metavar", None if "choices" in extra else {int: "N", float: "X", str: "NAME"}[field.type])
         default = argparse.SUPPRESS if field.default == "" else field.default  # the help says what "" means
         if field.name in settings_class.FROM_SCRATCH:
-            extra["help"] += f" (default: %(default)s; of -e dN: {settings_class.FROM_SCRATCH[field.name]})"
+            extra["help"] += f" (default: %(default)s; of random weights: {settings_class.FROM_SCRATCH[field.name]})"
         groups[group].add_argument(*field_flags(field), dest=field.name, default=default, **extra)
     absent = argparse.Namespace(**{field.name: None for field in dataclasses.fields(settings_class)})
     given = {name: value for name, value in vars(parser.parse_args(argv, absent)).items() if value is not None}

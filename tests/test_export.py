@@ -105,8 +105,10 @@ def test_export_with_a_tokenizer(tmp_path, run_here, vocabulary_here, vocabulary
     done = run_here(e, "--to_hf", model, tmp_path / "hf")
     files = ("tokenizer.bin, vocab.json, merges.txt, tokenizer_config.json" if vocabulary == "gpt2" else
              "tokenizer.json, tokenizer_config.json, tokenizer.bin")
-    assert done.stdout == f"wrote config.json, model.safetensors, {files} to {tmp_path}/hf\n"
+    assert done.stdout == f"wrote model.safetensors, {files}, config.json to {tmp_path}/hf\n"
     assert (tmp_path / "hf" / "tokenizer.bin").read_bytes() == (tmp_path / "tokenizer.bin").read_bytes()
+    (tmp_path / "hf" / "DONE_00000001").touch()
+    run_here(e, "--to_hf", model, tmp_path / "hf", fails=(f"{tmp_path}/hf: is the directory of a run",))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer.encode(text)
     assert ids == encoding.encode(text) and tokenizer.decode(ids) == text

@@ -175,6 +175,8 @@ def test_token_file_faults(workplace, train):
     (("-i", "nothing_*.bin", "-j", "x.bin"), ("nothing_*.bin", "no file matches")),
     (("-i", "shards.bin", "-v", 1), ("shards.bin", "-j")),
     (("-o", "run", "-e", "none.bin"), ("none.bin", "the directory of a run")),
+    (("--tokenizer", "none.bin"), ("none.bin: no such file",)),
+    (("-i", __file__), (f"python prepro_text.py {__file__} --output data/mine, then -i data/mine",)),
     (("-i", "data/foo"), ("data/foo_train.bin: no such file", "prepro_text.py FILE --output data/foo")),
     (("-x", 1, "-l", 1e30, "-v", 1, "--final_reports", 1), ("step 1: the validation loss is nan",)),
     (("-x", 50, "-l", 1e30), ("the loss is nan", "-l")),
@@ -262,7 +264,7 @@ def test_damaged_checkpoints_and_logs(workplace, train):
         assert_one_line_error(train(*again), *words)
 
     fails(state, "bytes, expected", f"remove {marker}", data=good[:-1])
-    fails(state, "is a model checkpoint", h0=MODEL_MAGIC)
+    fails(state, "is a GPT-2 checkpoint", h0=MODEL_MAGIC)
     fails(state, "version 2", h1=2)
     fails(state, "rank 0 of 4", h2=4)
     fails(state, "data order", h5=1)

@@ -138,7 +138,7 @@ def test_a_prompt_in_gpt_2_s_vocabulary(vocabulary_here):
 
 
 def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, monkeypatch):
-    """tokenizer.bin in the model's directory counts; --tokenizer more."""
+    """tokenizer.bin in the model's directory counts; one of the model's name more; --tokenizer most."""
     always(33)
     letters = [*map(chr, range(0x3B1, 0x3B1 + 256)), "<|endoftext|>"]
     write_tokenizer("tokenizer.bin", [letter.encode() for letter in letters], 256)
@@ -148,6 +148,8 @@ def test_a_vocabulary_beside_the_model(workplace, always, text_of, run_here, mon
     done = run_here(generate, MODEL, "--interactive", "--tokens", 1, check=False)
     assert done.returncode == 1 and done.stdout == "α" + chr(0x3B1 + 33) + "\n" and "--prompt: the char" in done.stderr
     assert text_of("--tokenizer", "gpt2_tokenizer.bin", "--prompt", "a", "--tokens", 1) == "a!\n"
+    os.rename("gpt2_tokenizer.bin", "124M_tokenizer.bin")
+    assert text_of("--prompt", "a", "--tokens", 1) == "a!\n"
 
 
 def test_what_it_does_not_need_is_not_imported(workplace, run_here, vocabulary_here):

@@ -354,4 +354,4 @@ def test_a_run(workplace, run_here):
     assert (workplace / "whole" / name).read_bytes() == (workplace / "parts" / name).read_bytes()
     assert run_here(generate, "whole", "--prompt", "a", "--tokens", 20, "--ignore_eot", "--device", "cpu").stdout
     wrong = run_program("train_gpt2.py", "-e", f"whole/{name}", check=False)
-    assert_one_line_error(wrong, name, "Llama 3 checkpoint", "model checkpoint")
+    assert_one_line_error(wrong, name, "Llama 3 checkpoint", "GPT-2 checkpoint", "run the other page")

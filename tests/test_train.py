@@ -56,9 +56,10 @@ def test_llm_c_s_lines(workplace, run_here):
     """With --lines llmc, to the byte: samples come after validation and before the update."""
     large = Config(maxT=64, V=257, L=1, NH=1, C=8, Vp=384)
     write_model("gpt2_124M.bin", large, random_params(large))
-    output = run_here(train_gpt2, "--lines", "llmc", "--tokenizer", "none.bin").stdout
+    os.unlink("gpt2_tokenizer.bin")
+    output = run_here(train_gpt2, "--lines", "llmc").stdout
     expected = [
-        "settings: tokenizer=none.bin lines=llmc", "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1",
+        "settings: lines=llmc", "[GPT-2]", "max_seq_len: 64", "vocab_size: 257", "num_layers: 1",
         "num_heads: 1", "channels: 8", f"num_parameters: {257 * 8 + 64 * 8 + 12 * 64 + 13 * 8 + 2 * 8}",
         "train dataset num_batches: 15", "val dataset num_batches: 2",
         f"num_activations: {table_elements(activation_table(large, 4, 64))}"]
@@ -77,7 +78,8 @@ def test_lines(workplace, run_here):
     """No flags: seven lines of what the run is; steps are counted from 1; losses are those of llm.c's lines."""
     config = dataclasses.replace(SMALL, maxT=64)
     write_model("gpt2_124M.bin", config, random_params(config))
-    text = run_here(train_gpt2, "-s", 40, "-o", "run", "-g", 16, "--tokenizer", "none.bin").stdout
+    os.unlink("gpt2_tokenizer.bin")
+    text = run_here(train_gpt2, "-s", 40, "-o", "run", "-g", 16).stdout
     lines = text.splitlines()
     names = ["settings:", "model", "data", "run", "device", "output", "memory"]
     assert [line.split()[0] for line in lines[:7]] == names
@@ -178,7 +180,8 @@ def test_model_flops_utilization():
 
 def test_a_sample_is_drawn_with_llm_c_s_stream(workplace, train):
     """As from forward passes over the whole context; it may be longer than T, whose window then moves on by half."""
-    output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0, "--tokenizer", "none.bin")
+    os.unlink("gpt2_tokenizer.bin")
+    output = train("-t", 5, "-g", 40, "-x", 1, "-s", 1, "-v", 0, "-l", 0.0)
     assert [int(word) for word in output.split("---")[1].split()] == draw_slowly(5, [256], 39)
     assert "generating:" in train("-t", 1, "-g", 4, "-x", 1, "-s", 1, "-v", 0), "not one that moves by 0"
 
