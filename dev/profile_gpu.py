@@ -192,15 +192,17 @@ class Profile:
         self.launches.append((what, name, arguments, start, end))
 
     def rows(self, steps):
-        """Return {label: calls, ms, bytes and flops per step}, the longest first."""
-        rows = {}
-        for what, name, arguments, start, end in self.launches:
+        """Return {label: calls, ms, bytes and flops per step}, the longest first. A launch's time is its median over
+        the steps: now and then, the GPU has waited for Python."""
+        rows, times = {}, [cp.cuda.get_elapsed_time(start, end) for *_, start, end in self.launches]
+        medians = np.median(np.reshape(times, (steps, -1)), axis=0)
+        for (what, name, arguments, *_), ms in zip(self.launches, medians):  # of the first step
             row = rows.setdefault(what, SimpleNamespace(calls=0, ms=0.0, bytes=0, flops=0))
             moved, computed = work(name, arguments, self.trainer.config)
-            row.calls += 1 / steps
-            row.ms += max(0.0, cp.cuda.get_elapsed_time(start, end) - self.nothing) / steps
-            row.bytes += moved / steps
-            row.flops += computed / steps
+            row.calls += 1
+            row.ms += max(0.0, ms - self.nothing)
+            row.bytes += moved
+            row.flops += computed
         return dict(sorted(rows.items(), key=lambda item: -item[1].ms))
 
 
