@@ -144,7 +144,7 @@ def save_tokens(val, train, encoding, args):
 
 
 def save_files(files, encoding, args):
-    """Write token files, {path: list of integer arrays}, and the vocabulary, all or none; print their sizes."""
+    """Write token files, {path: list of integer arrays}, and the vocabulary; print their sizes."""
     if args.format == "uint16" and encoding.n_vocab > 1 << 16:
         args.format = "uint32"
     vocabulary = output_paths(args.output)[-1]

@@ -95,7 +95,8 @@ def read_text(path, advance=None):
             try:
                 yield decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                raise NotText(f"{path}: not UTF-8 text (byte {f.tell() - len(error.object) + error.start})") from None
+                byte = f.tell() - len(error.object) + error.start
+                raise NotText(f"{path}: not UTF-8 text (byte {byte}): iconv -f latin1 -t utf-8 makes it one") from None
             if advance:
                 advance(len(data))
 
