@@ -38,13 +38,13 @@ import zlib
 import llmc  # noqa: F401  (before NumPy: it tells OpenBLAS how to run)
 
 import numpy as np
-import torch
-from torch.nn.functional import cross_entropy
 
 try:
     import pytest
-except ImportError:
-    sys.exit("test_gpt2.py: error: the Python package pytest cannot be imported: pip install -r requirements-test.txt")
+    import torch
+    from torch.nn.functional import cross_entropy
+except ImportError as error:
+    sys.exit(f"test_gpt2.py: error: {error.name} cannot be imported: pip install -r requirements-test.txt")
 
 import train_gpt2
 import train_gpt2_cuda as cuda

@@ -228,7 +228,7 @@ def main():
     parser.add_argument("--train", nargs=argparse.REMAINDER, help="train on your layers, with train_gpt2.py's flags")
     args = parser.parse_args()
     if MISSING:
-        raise UserError(f"the tests need the Python package {MISSING}: pip install -r requirements-test.txt")
+        raise UserError(f"the tests need the Python package {MISSING}: pip install -r requirements.txt pytest")
     directory, red = os.path.abspath(args.directory), 0
     if args.train is not None:
         return train(args.train, directory)
