@@ -25,13 +25,18 @@ import math
 import os
 import re
 import shutil
+import sys
 from typing import NamedTuple
 
 import numpy as np
-from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.hf_api import RepoFile
-from tqdm import tqdm
+
+try:
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.hf_api import RepoFile
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"prepro_fineweb.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc.dataloader import find_files, open_tokens, write_tokens
 from llmc.errors import UserError, run_main

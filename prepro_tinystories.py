@@ -18,11 +18,16 @@ import os
 import random
 import re
 import shutil
+import sys
 import tarfile
 
 import numpy as np
-from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+try:
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+except ImportError as error:
+    sys.exit(f"prepro_tinystories.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, open_input, replacing

@@ -28,9 +28,8 @@ from typing import NamedTuple
 
 from root import ROOT
 import numpy as np
-from tqdm import tqdm
 
-from llmc.errors import UserError, run_main
+from llmc.errors import UserError, import_package, run_main
 from llmc.files import locked, make_directory, replacing
 from llmc.gpu.device import count_gpus
 from llmc.settings import Settings, field_flags, flag_of, parse_settings, with_default
@@ -90,7 +89,7 @@ def train_all(runs, program, slots):
     queue, free, running, failed = list(runs), list(slots), {}, []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    with tqdm(total=len(runs), unit="run", disable=None) as bar:
+    with import_package("tqdm", "a sweep").tqdm(total=len(runs), unit="run", disable=None) as bar:
         try:
             while running or queue:
                 while queue and free:
