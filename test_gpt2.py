@@ -139,7 +139,8 @@ class CudaRun:
         """Return params (float32 master weights, if any), m, v or the last step's grads, by name: float32 Tensors."""
         trainer = self.trainer
         exact = name == "params" and trainer.settings.master
-        return trainer.to_host(trainer.master if exact else getattr(trainer, name))
+        owner = trainer.optimizer if exact or name in ("m", "v") else trainer
+        return trainer.to_host(getattr(owner, "master" if exact else name))
 
 
 BACKENDS = {
@@ -478,7 +479,7 @@ def test_indices_beyond_32_bits(B, dtype, matmul):
             for buffer in (*trainer.model.buffers.values(), trainer.grads.buffer):
                 buffer.data.memset_async(0xFF, buffer.nbytes)  # NaN, in every dtype
             copy_to_gpu(trainer.batch.buffer, trainer.staged[0].buffer)
-            trainer.compute(0)
+            trainer.model.micro_step(trainer, 0)
             results.append((trainer.model.activations(rows, T).losses.get(), trainer.to_host(trainer.grads)))
         del trainer
     (losses, grads), (_, expected) = results

@@ -18,8 +18,9 @@ host prints a step's loss while the next one runs. Results are bit-identical fro
 sum has a fixed order, and there are no atomic additions of floats. The same holds on 1, 2, 4, 8 and 16 GPUs:
 llmc/gpu/zero.py says how.
 
-GPT-2's tables, launches and passes are here, and the main program. llmc/gpu/trainer.py has the step: buffers, the
-captured graph, AdamW, several GPUs. llmc/loop.py has what happens between steps.
+The whole step is on this page: tables, launches, forward, backward, norm, AdamW, their order, the capture as a graph.
+llmc/gpu/trainer.py has what surrounds it: buffers, batches, reports, copies of the state; llmc/loop.py what happens
+between steps. 8-bit matmuls (llmc/gpu/fp8.py) and several GPUs (llmc/gpu/zero.py) are classes that derive from these.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -36,20 +37,22 @@ import numpy as np
 import train_gpt2
 from llmc.errors import UserError, run_main
 from llmc.files import locked
+from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.decoder import decode_matmul, launch_decode
-from llmc.gpu.device import describe_gpu, open_gpu
-from llmc.gpu.fp8 import DLOGITS_SCALE, Quantised
+from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, BLOCK_THREADS, WARP, blocks, pack
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
-from llmc.gpu.matmul import ALIGN, Linear
+from llmc.gpu.matmul import ALIGN, Linear, Quantised
 from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, resolve_dtype
 from llmc.gpu.ranks import check_alike, on_ranks
 from llmc.gpu.saver import TrainerSaver
+from llmc.gpu.shares import CHUNKS
 from llmc.gpu.trainer import open_trainer
 from llmc.loop import Loop
+from llmc.outliers import RECENT
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, option, with_default
-from llmc.tensors import Row, layer, views
+from llmc.tensors import Row, layer, table_bytes, views
 from train_gpt2 import SIZES, cache_table, parameter_table, random_model
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ def resolve_auto(settings, arch):
 # layout: the tables of activations
 
 RECOMPUTED = {0: (), 1: ("fch_gelu",), 2: ("fch_gelu", "ln1", "ln2")}  # rows that hold one layer at a time
-READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # matmul -> the row that FP8 keeps in 8 bits
+READS = {"qkv": "ln1", "fc": "ln2", "fcproj": "fch_gelu", "logits": "lnf"}  # matmul -> its input
 
 
 def activation_table(config, B, T, precision, recompute):
@@ -199,13 +202,10 @@ def partial_rows(B, T, sm_count, geometry):
 
 def gradient_table(config, B, T, precision):
     """name -> Row for the gradients of activations that live across phases."""
-    table = {
+    return {
         "dresidual": Row((B, T, config.C), precision.dtype),  # of the residual stream, all through the backward pass
         "dbranch": Row((B, T, config.C), precision.dtype),  # of a layernorm's or the attention's output
     }
-    if not precision.bf16:
-        table["transposed"] = Row((config.C, B * T))  # an operand of a weight gradient, within that matmul
-    return table
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -219,19 +219,18 @@ def encoder_forward(device, out, inp, wte, wpe, B, T, C):
     device.launch("encoder_forward", encoder_grid(device, B * T), (threads,), out, inp, wte, wpe, B * T, T)
 
 
-def encoder_backward(device, dwte, dwpe, partials, dout, order, piece_begins, piece_tokens, B, T, C):
-    """dwte += the sum of dout over the positions of each token; dwpe, if not None, = the sum over the batch. order,
-    piece_begins, piece_tokens: see sort_tokens of llmc/gpu/batch.py. partials (rows, C) float32: scratch."""
+def encoder_backward(device, dwte, dwpe, partials, dout, inp, B, T, C):
+    """dwte += the sum of dout over the positions of each token; dwpe, if not None, = the sum over the batch. inp: the
+    SortedTokens of a batch. partials (rows, C) float32: scratch."""
     threads = device.geometry.ENCODER_THREADS
     if dwpe is not None:
         grid = (blocks(dwpe.size, threads * pack(dout)),)
         device.launch("encoder_backward_wpe", grid, (threads,), dwpe, dout, B, T, dwpe.shape[0])
     rows, spans = encoder_grid(device, B * T)
     grid = min(rows, 6 * device.sm_count), spans  # persistent blocks: see encoder.cu
-    device.launch("encoder_backward_wte", grid, (threads,), dwte, partials, dout, order, piece_begins, piece_tokens,
-                  B * T)
+    device.launch("encoder_backward_wte", grid, (threads,), dwte, partials, dout, *inp, B * T)
     grid = min(len(partials), 2 * device.sm_count), blocks(C, WARP * pack(dout))
-    device.launch("encoder_backward_wte_cut", grid, (threads,), dwte, partials, piece_tokens, B * T)
+    device.launch("encoder_backward_wte_cut", grid, (threads,), dwte, partials, inp.piece_tokens, B * T)
 
 
 def encoder_grid(device, N):
@@ -368,6 +367,114 @@ def loss_mean(device, loss, losses, scale, N):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# optimizer: launches of kernels/update.cu. A chunk is some thousand parameters of one weight decay; CHUNKS of shares.py
+# says where they are in each buffer.
+
+STEP_CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"),
+                         ("learning_rate", "f4"), ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
+REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
+
+
+def copy_batch(device, batch, pinned, control, begin, end):
+    """Copy words begin .. end - 1 from the current half of the pinned memory to batch (bytes,), by a kernel, because a
+    memcpy in a graph always has the same source."""
+    device.launch("copy_batch", (blocks(end - begin, BLOCK_THREADS),), (BLOCK_THREADS,), batch, pointer(pinned),
+                  control, batch.nbytes // 4, begin, end)
+
+
+def add_gradients(device, sums, gradients, chunks, ranks, first):
+    """sums (elements of the chunks,) = (+= if not first) the gradients of one micro-batch of each rank, added in the
+    order of ranks. gradients: self.grads or, on several GPUs, the receive buffer."""
+    device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums,
+                  gradients, chunks, ranks, int(first))
+
+
+def global_norm(device, partials, sums, gradients, chunks, ranks):
+    """partials[a chunk's index] = the sum of squares of its gradients, which are sums (None: 0) + those of each rank's
+    last micro-batch. partials: (chunks of all ranks,)."""
+    device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, sums,
+                  gradients, chunks, ranks)
+
+
+def prepare_update(device, control, reports, parts, learning_rate, recent, settings):
+    """control =: the step's rate, eps and the factor that clips, or that it is skipped; the host's next report = loss,
+    norm, z-scores. parts: losses of the micro-batches, then global_norm's partials. recent: losses, norms; or None."""
+    s, losses = settings, settings.micro_steps
+    device.launch("prepare_update", (1,), (device.geometry.UPDATE_THREADS,), control, pointer(reports), parts,
+                  parts[losses:], learning_rate, np.float64(s.beta1), np.float64(s.beta2), np.float64(s.eps),
+                  s.grad_clip, losses, parts.size - losses, recent, s.skip_loss_zscore, s.skip_norm_zscore)
+
+
+def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1, beta2, seed):
+    """One AdamW step for the chunks' elements of params (parameters,), and of this rank's master (may be None), m, v.
+    The gradients are sums (None: 0) + those of each rank's last micro-batch."""
+    g = device.geometry
+    grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
+    device.launch("adamw_update", grid, (g.UPDATE_THREADS,), params, master, m, v, sums, gradients, chunks, ranks,
+                  control, beta2, 1.0 - beta1, 1.0 - beta2, seed)
+
+
+class AdamW:
+    """The optimizer: its state, as a table, and its part of the step. One GPU updates all parameters."""
+
+    REPORT = REPORT
+
+    @staticmethod
+    def table(settings, size):
+        """name -> Row of the state for `size` parameters."""
+        return {
+            "m": Row((size,)),
+            "v": Row((size,)),
+            **({"master": Row((size,))} if settings.master else {}),  # float32 weights beside the model's
+            **({"sums": Row((size,))} if settings.own_micro_steps > 1 else {}),  # of gradients, but the last ones
+        }
+
+    def __init__(self, device, settings, params, grads, shares, rank):
+        """params, grads: flat, on the GPU; shares: which elements this rank owns, of the gradients in `grads`."""
+        self.device, self.settings, self.params, self.grads = device, settings, params, grads
+        table, (chunks, self.ends, count) = self.table(settings, shares.share_size(rank)), shares.chunks(rank)
+        state = views(table, cp.zeros(table_bytes(table, ALIGN), np.uint8), ALIGN)
+        self.m, self.v = state.m, state.v
+        self.master, self.sums = getattr(state, "master", None), getattr(state, "sums", None)
+        self.groups, self.ranks = {"all": cp.asarray(chunks.view(np.uint8))}, shares.ranks
+        self.parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)  # see prepare_update
+        self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
+        self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
+
+    def set_step(self, step, recent):
+        """Continue after `step` updates. recent: (2,) RECENT."""
+        copy_to_gpu(self.control[:8], np.array([step], np.int64).view(np.uint8))  # its first field
+        if self.recent is not None:
+            copy_to_gpu(self.recent, recent)
+
+    def loss(self, i):
+        """Where the loss of micro-batch i goes."""
+        return self.parts[i : i + 1]
+
+    def accumulate(self, i):
+        """Add the gradients of micro-batch i to the sums, before the next backward pass overwrites them."""
+        with self.device.span(f"add {i}"):
+            add_gradients(self.device, self.sums, self.grads, self.groups["all"], self.ranks, i == 0)
+
+    def global_norm(self, group="all"):
+        chunks = self.groups[group]
+        if self.settings.needs_norm and chunks.size:
+            with self.device.span(f"norm {group}"):
+                global_norm(self.device, self.parts[self.settings.micro_steps :], self.sums, self.grads, chunks,
+                            self.ranks)
+
+    def prepare(self, learning_rate, reports):
+        prepare_update(self.device, self.control, reports, self.parts, learning_rate, self.recent, self.settings)
+
+    def update(self, group="all"):
+        settings, chunks = self.settings, self.groups[group]
+        if chunks.size:
+            with self.device.span(f"adamw {group}"):
+                adamw_update(self.device, self.params, self.master, self.m, self.v, self.sums, self.grads, chunks,
+                             self.ranks, self.control, settings.beta1, settings.beta2, settings.stochastic_rounding)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # text: what llmc/gpu/decoder.py's Decoder asks of GPT-2, beside its parameters and the table of its KV cache; launches
 # of kernels/decode/, in the order of step.cuh
 
@@ -477,8 +584,7 @@ class GPT2:
     TITLE, MAGIC, Config, Settings = train_gpt2.GPT2.TITLE, train_gpt2.GPT2.MAGIC, train_gpt2.Config, CudaSettings
     KERNELS = ("encoder", "layernorm", "attention", "gelu", "matmul", "classifier", "transpose", "column_sums",
                "update")  # files of kernels/
-    READS, RECOMPUTED = READS, RECOMPUTED
-    fp8 = None  # in a run of --dtype fp8, an Fp8
+    READS, RECOMPUTED, Optimizer = READS, RECOMPUTED, AdamW
     SIZES, parameter_table, random_model = SIZES, staticmethod(parameter_table), staticmethod(random_model)
     activation_table, phase_tables = staticmethod(activation_table), staticmethod(phase_tables)
     gradient_table = staticmethod(gradient_table)
@@ -496,8 +602,7 @@ class GPT2:
     def tables(cls, config, settings, B, T, sm_count, geometry):
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
         entry share their memory."""
-        precision = settings.precision
-        recompute = 2 if precision.fp8 else settings.recompute  # FP8 keeps these rows in 8 bits instead
+        precision, recompute = settings.precision, settings.recompute
         phases = cls.phase_tables(config, B, T, precision, recompute, sm_count, geometry)
         return {
             "activations": {"activations": cls.activation_table(config, B, T, precision, recompute)},
@@ -520,15 +625,12 @@ class GPT2:
         return tensors.wte
 
     def linear(self, name, l=0):
-        """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj", or the classifier, "logits". In a run of --dtype
-        fp8, most are Fp8Linears in the passes of an update; all others are in bfloat16."""
+        """Layer l's linear layer "qkv", "attproj", "fc" or "fcproj", or the classifier, "logits"."""
         if name == "logits":
             weight, bias, dweight = self.head_of(self.params), None, self.grads and self.head_of(self.grads)
         else:
             p, g = self.param_layers[l], self.grad_layers and self.grad_layers[l]
             weight, bias, dweight = getattr(p, f"{name}w"), getattr(p, f"{name}b", None), g and getattr(g, f"{name}w")
-        if self.fp8 and self.fp8.trains and name in self.READS:
-            return self.fp8.linear(name, l, bias, dweight)
         return Linear(self.matmul, weight, bias, dweight)
 
     def activations(self, B, T):
@@ -551,9 +653,12 @@ class GPT2:
         self.shapes[B, T] = acts
         return acts
 
-    def trunk(self, acts, inputs, layer_begins=None):
-        """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier. layer_begins(l): called before the
-        first launch that reads layer l's matrices."""
+    def training_activations(self, B, T):
+        """Those of an update."""
+        return self.activations(B, T)
+
+    def trunk(self, acts, inputs):
+        """Token ids (B, T) on the GPU -> acts.lnf (B, T, C): all but the classifier."""
         device, linear, params, branch = self.device, self.linear, self.params, acts.branch
         B, T, L, C, NH = acts.B, acts.T, self.config.L, self.config.C, self.config.NH
         N = B * T
@@ -561,53 +666,44 @@ class GPT2:
         encoder_forward(device, acts.encoded, inputs, params.wte, params.wpe, B, T, C)
         for l in range(L):
             p, a = self.param_layers[l], acts.layers[l]
-            ln1, ln2 = linear("qkv", l).place_inp(a.ln1), linear("fc", l).place_inp(a.ln2)
-            if layer_begins:
-                layer_begins(l)
             if l == 0:
                 residual = acts.encoded
-                layernorm_forward(device, ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
+                layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
             else:  # adds fcproj of the layer below, which is still in `branch`
                 below = acts.layers[l - 1]
                 residual = below.residual3
-                residual_layernorm_forward(device, residual, ln1, a.ln1_mean, a.ln1_rstd, below.residual2, branch,
+                residual_layernorm_forward(device, residual, a.ln1, a.ln1_mean, a.ln1_rstd, below.residual2, branch,
                                            p.ln1w, p.ln1b, B, T, C)
-            linear("qkv", l).forward(a.qkv, ln1)
+            linear("qkv", l).forward(a.qkv, a.ln1)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, NH, NH, C // NH)
             linear("attproj", l).forward(branch, a.atty)
-            residual_layernorm_forward(device, a.residual2, ln2, a.ln2_mean, a.ln2_rstd, residual, branch,
+            residual_layernorm_forward(device, a.residual2, a.ln2, a.ln2_mean, a.ln2_rstd, residual, branch,
                                        p.ln2w, p.ln2b, B, T, C)
-            matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_gelu, ln2, N, 4 * C)
+            matmul_gelu_forward(device, linear("fc", l), a.fch, a.fch_gelu, a.ln2, N, 4 * C)
             linear("fcproj", l).forward(branch, a.fch_gelu)
         top = acts.layers[-1]
-        lnf = linear("logits").place_inp(acts.lnf)
-        residual_layernorm_forward(device, top.residual3, lnf, acts.lnf_mean, acts.lnf_rstd, top.residual2, branch,
+        residual_layernorm_forward(device, top.residual3, acts.lnf, acts.lnf_mean, acts.lnf_rstd, top.residual2, branch,
                                    params.lnfw, params.lnfb, B, T, C)
 
     def classify(self, acts, targets, loss, scale, train):
         """loss (1,) = the sum of acts.losses times scale; with `train`, the logits are overwritten with their gradient.
         Returns an event for the loss, which the side stream sums."""
-        head = self.linear("logits")
-        head.forward(acts.logits, head.place_inp(acts.lnf))
+        self.linear("logits").forward(acts.logits, acts.lnf)
         classifier(self.device, acts.losses, acts.logits, targets, self.dlogits_scale(scale), train, acts.B, acts.T)
         with self.device.beside(self.device.side) as loss_done:
             loss_mean(self.device, loss, acts.losses, scale, acts.B * acts.T)
         return loss_done
 
-    def backward(self, acts, order, piece_begins, piece_tokens, scale, weight_done=None):
-        """self.grads = the gradients of the last batch's loss; `classify` left dlogits in place of the logits. order,
-        piece_begins, piece_tokens: see sort_tokens; scale: the one that `classify` was given. weight_done(name, l,
-        event): called after the launch of the matmul that computes layer l's gradient of matrix `name`, which is
-        complete at the event; from the last layer to the first, within a layer from the table's last matrix to its
-        first."""
+    def backward(self, acts, inputs, scale):
+        """self.grads = the gradients of the last batch's loss; `classify` left dlogits in place of the logits. inputs:
+        the batch's SortedTokens; scale: the one that `classify` was given."""
         device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
         B, T, C, NH = acts.B, acts.T, config.C, config.NH
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
-        dresidual, dbranch, transposed = acts.dresidual, acts.dbranch, getattr(acts, "transposed", None)
+        dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
         partials = []  # (partial sums, the gradients that column_sums makes of them): of biases and layernorms
 
-        weight_gradient = functools.partial(self.weight_gradient, transposed, weight_done)
-        self.backward_head(acts, scale, transposed)
+        self.backward_head(acts, scale)
         layernorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                            acts.lnf_mean, acts.lnf_rstd, False, B, T, C)
         # dresidual is the gradient of fcproj's output, too: its column sums are the gradient of fcprojb
@@ -622,17 +718,14 @@ class GPT2:
 
             device.wait(dfch_read)
             gelu = a.fch_gelu if "fch_gelu" in recomputed else None
-            dout = linear("fcproj", l).operand(dresidual)
-            matmul_gelu_backward_inp(device, linear("fcproj", l), acts.dfch, a.gelu_partials, gelu, dout, a.fch, N,
+            matmul_gelu_backward_inp(device, linear("fcproj", l), a.dfch, a.gelu_partials, gelu, dresidual, a.fch, N,
                                      4 * C)
             partials.append((a.gelu_partials, (g.fcb,)))
-            dresidual_read = weight_gradient("fcproj", l, dout, a.fch_gelu)
+            dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_gelu)
             if "ln2" in recomputed:
-                ln2 = linear("fc", l).place_inp(a.ln2, again=True)
-                layernorm_forward(device, ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
-            dout = linear("fc", l).operand(acts.dfch)
-            dfch_read = weight_gradient("fc", l, dout, a.ln2)
-            linear("fc", l).backward_inp(dbranch, dout)
+                layernorm_forward(device, a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, p.ln2w, p.ln2b, B, T, C)
+            dfch_read = weight_gradient("fc", l, a.dfch, a.ln2)
+            linear("fc", l).backward_inp(dbranch, a.dfch)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd,
                                True, B, T, C)
@@ -640,46 +733,80 @@ class GPT2:
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(dbranch, dresidual)
             device.wait(dqkv_read)
-            dqkv = linear("qkv", l).place_dout(acts.dqkv)
-            attention_backward(device, dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, None,
+            attention_backward(device, a.dqkv, acts.D, a.attention_partials, dbranch, a.qkv, a.atty, a.lse, None,
                                B, T, NH, NH, C // NH)
             partials.append((a.attention_partials, (g.qkvb,)))
             if "ln1" in recomputed:
-                ln1 = linear("qkv", l).place_inp(a.ln1, again=True)
-                layernorm_forward(device, ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
-            dout = linear("qkv", l).operand(dqkv)
-            dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
-            linear("qkv", l).backward_inp(dbranch, dout)
+                layernorm_forward(device, a.ln1, a.ln1_mean, a.ln1_rstd, residual, p.ln1w, p.ln1b, B, T, C)
+            dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)
+            linear("qkv", l).backward_inp(dbranch, a.dqkv)
             device.wait(dresidual_read)
             layernorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_mean, a.ln1_rstd,
                                True, B, T, C)
             partials.append((a.ln1_partials, (g.ln1w, g.ln1b, fcprojb_below)))
         column_sums(device, partials)
-        encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, order, piece_begins, piece_tokens,
-                         B, T, C)
+        encoder_backward(device, grads.wte, grads.wpe, acts.wte_partials, dresidual, inputs, B, T, C)
         device.wait(dqkv_read)  # joins the side stream
 
-    def backward_head(self, acts, scale, transposed):
+    def backward_head(self, acts, scale):
         """logits = lnf @ head^T. dlogits carry dlogits_scale(scale); the matmuls that read them multiply by `factor`,
         both on the main stream, because what follows overwrites dlogits."""
         head, factor = self.linear("logits"), scale / self.dlogits_scale(scale)
-        dlogits = head.operand(acts.logits)
-        head.backward_inp(acts.dbranch, dlogits, factor)
-        head.backward_weight(dlogits, acts.lnf, transposed, factor)
+        head.backward_inp(acts.dbranch, acts.logits, factor)
+        head.backward_weight(acts.logits, acts.lnf, factor)
 
-    def weight_gradient(self, transposed, weight_done, name, l, dout, inp):
+    def weight_gradient(self, name, l, dout, inp):
         """On the side stream; returns an event, after which dout and inp may be overwritten."""
         with self.device.beside(self.device.side) as done:
-            self.linear(name, l).backward_weight(dout, inp, transposed)
-        if weight_done:
-            weight_done(f"{name}w", l, done)
+            self.linear(name, l).backward_weight(dout, inp)
         return done
 
     def dlogits_scale(self, scale):
         """What dlogits carry instead of `scale`: a power of 2 near it, because a target's dlogit is about -scale:
-        rounded to bfloat16, it would have the same error in every row (0.2 percent for 1/51). In FP8, what their range
-        asks for."""
-        return DLOGITS_SCALE if self.fp8 else 2.0 ** round(math.log2(scale))
+        rounded to bfloat16, it would have the same error in every row (0.2 percent for 1/51)."""
+        return 2.0 ** round(math.log2(scale))
+
+    # -- the step; `trainer` holds the buffers
+
+    def micro_step(self, trainer, i, batch_copied=None):
+        """Forward and backward over micro-batch i: its loss, and self.grads =. batch_copied: an event, after which
+        targets and sorted positions are on the GPU."""
+        device, settings, batch, optimizer = self.device, self.settings, trainer.batch, trainer.optimizer
+        scale = 1.0 / (settings.B * settings.T * settings.micro_steps)
+        with device.span(f"forward {i}"):
+            self.trunk(trainer.acts, batch.inputs[i])
+            device.wait(batch_copied)
+            self.classify(trainer.acts, batch.targets[i], optimizer.loss(i), scale, train=True)
+        if i > 0:
+            optimizer.accumulate(i - 1)
+        with device.span(f"backward {i}"):
+            self.backward(trainer.acts, sorted_tokens(batch, i), scale)
+
+    def train_step(self, trainer):
+        """Launch all that the GPU does for one update, in this order."""
+        device, batch = self.device, trainer.batch
+        copy = functools.partial(copy_batch, device, batch.buffer, trainer.pinned, trainer.optimizer.control)
+        ids = 1 + batch.inputs.size
+        copy(0, ids)  # learning rate and inputs
+        with device.beside(device.side) as batch_copied:  # the rest, beside the forward pass
+            copy(ids, batch.buffer.nbytes // 4)
+        for i in range(self.settings.own_micro_steps):
+            self.micro_step(trainer, i, batch_copied)
+        self.update(trainer)
+
+    def update(self, trainer):
+        trainer.optimizer.global_norm()
+        trainer.optimizer.prepare(trainer.batch.learning_rate, trainer.reports)
+        trainer.optimizer.update()
+
+    def capture(self, trainer):
+        """The step as a CUDA graph, which runs without the host: what changes from step to step is in GPU memory."""
+        stream = self.device.stream
+        stream.begin_capture()
+        self.train_step(trainer)
+        graph = stream.end_capture()
+        graph.upload(stream)
+        return graph
 
 
 # ----------------------------------------------------------------------------------------------------------------------

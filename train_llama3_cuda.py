@@ -238,7 +238,7 @@ class Llama3(GPT2):
         acts.rope = self.device.upload(np.stack(rope_table(self.config, T), axis=-1))  # (T,HS/2,2)
         return acts
 
-    def trunk(self, acts, inputs, layer_begins=None):
+    def trunk(self, acts, inputs):
         """Token ids (B, T) on the GPU -> acts.lnf (B, T, C), as GPT-2's."""
         device, linear, params, config, branch = self.device, self.linear, self.params, self.config, acts.branch
         B, T, C, eps, rotated = acts.B, acts.T, config.C, config.eps, config.Q + config.K
@@ -246,42 +246,35 @@ class Llama3(GPT2):
         encoder_forward(device, acts.encoded, inputs, params.wte, None, B, T, C)
         for l in range(config.L):
             p, a = self.param_layers[l], acts.layers[l]
-            ln1, ln2 = linear("qkv", l).place_inp(a.ln1), linear("fc", l).place_inp(a.ln2)
-            if layer_begins:
-                layer_begins(l)
             if l == 0:
                 residual = acts.encoded
-                rmsnorm_forward(device, ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
+                rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
             else:  # adds fcproj of the layer below, which is still in `branch`
                 below = acts.layers[l - 1]
                 residual = below.residual3
-                residual_rmsnorm_forward(device, residual, ln1, a.ln1_rstd, below.residual2, branch, p.ln1w, eps,
+                residual_rmsnorm_forward(device, residual, a.ln1, a.ln1_rstd, below.residual2, branch, p.ln1w, eps,
                                          B, T, C)
-            matmul_rope_forward(device, linear("qkv", l), a.qkv, ln1, acts.rope, B, T, rotated)
+            matmul_rope_forward(device, linear("qkv", l), a.qkv, a.ln1, acts.rope, B, T, rotated)
             attention_forward(device, a.atty, a.lse, a.qkv, B, T, config.NH, config.NKV, config.HS)
             linear("attproj", l).forward(branch, a.atty)
-            residual_rmsnorm_forward(device, a.residual2, ln2, a.ln2_rstd, residual, branch, p.ln2w, eps, B, T, C)
-            matmul_swiglu_forward(device, linear("fc", l), a.fch, a.fch_swiglu, ln2, B * T, config.F)
+            residual_rmsnorm_forward(device, a.residual2, a.ln2, a.ln2_rstd, residual, branch, p.ln2w, eps, B, T, C)
+            matmul_swiglu_forward(device, linear("fc", l), a.fch, a.fch_swiglu, a.ln2, B * T, config.F)
             linear("fcproj", l).forward(branch, a.fch_swiglu)
         top = acts.layers[-1]
-        lnf = linear("logits").place_inp(acts.lnf)
-        residual_rmsnorm_forward(device, top.residual3, lnf, acts.lnf_rstd, top.residual2, branch, params.lnfw, eps,
-                                 B, T, C)
+        residual_rmsnorm_forward(device, top.residual3, acts.lnf, acts.lnf_rstd, top.residual2, branch, params.lnfw,
+                                 eps, B, T, C)
 
-    def backward(self, acts, order, piece_begins, piece_tokens, scale, weight_done=None):
+    def backward(self, acts, inputs, scale):
         """self.grads = the gradients of the last batch's loss, as GPT-2's."""
         device, linear, params, grads, config = self.device, self.linear, self.params, self.grads, self.config
         B, T, C, F, eps = acts.B, acts.T, config.C, config.F, config.eps
         N, recomputed = B * T, RECOMPUTED[self.settings.recompute]
-        dresidual, dbranch, transposed = acts.dresidual, acts.dbranch, getattr(acts, "transposed", None)
+        dresidual, dbranch, weight_gradient = acts.dresidual, acts.dbranch, self.weight_gradient
         partials = []  # (partial sums, the gradient that column_sums makes of them), of RMSNorms
 
-        weight_gradient = functools.partial(self.weight_gradient, transposed, weight_done)
-        self.backward_head(acts, scale, transposed)
+        self.backward_head(acts, scale)
         if not config.tied:
             grads.wte.fill(0)  # a memset on the main stream
-            if weight_done:
-                weight_done("lm_head", None, None)
         rmsnorm_backward(device, dresidual, acts.lnf_partials, dbranch, acts.layers[-1].residual3, params.lnfw,
                          acts.lnf_rstd, False, B, T, C)
         partials.append((acts.lnf_partials, (grads.lnfw,)))
@@ -294,37 +287,30 @@ class Llama3(GPT2):
 
             device.wait(dfch_read)
             swiglu = a.fch_swiglu if "fch_swiglu" in recomputed else None
-            dout = linear("fcproj", l).operand(dresidual)
-            matmul_swiglu_backward_inp(device, linear("fcproj", l), acts.dfch, swiglu, acts.dfch_swiglu, dout, a.fch,
+            matmul_swiglu_backward_inp(device, linear("fcproj", l), a.dfch, swiglu, acts.dfch_swiglu, dresidual, a.fch,
                                        N, F)
-            dresidual_read = weight_gradient("fcproj", l, dout, a.fch_swiglu)
+            dresidual_read = weight_gradient("fcproj", l, dresidual, a.fch_swiglu)
             if "ln2" in recomputed:
-                ln2 = linear("fc", l).place_inp(a.ln2, again=True)
-                rmsnorm_forward(device, ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
-            dout = linear("fc", l).operand(acts.dfch)
-            dfch_read = weight_gradient("fc", l, dout, a.ln2)
-            linear("fc", l).backward_inp(dbranch, dout)
+                rmsnorm_forward(device, a.ln2, a.ln2_rstd, a.residual2, p.ln2w, eps, B, T, C)
+            dfch_read = weight_gradient("fc", l, a.dfch, a.ln2)
+            linear("fc", l).backward_inp(dbranch, a.dfch)
             device.wait(dresidual_read)
             rmsnorm_backward(device, dresidual, a.ln2_partials, dbranch, a.residual2, p.ln2w, a.ln2_rstd, True, B, T, C)
             partials.append((a.ln2_partials, (g.ln2w,)))
             dresidual_read = weight_gradient("attproj", l, dresidual, a.atty)
             linear("attproj", l).backward_inp(acts.datty, dresidual)
             device.wait(dqkv_read)
-            dqkv = linear("qkv", l).place_dout(acts.dqkv)
-            attention_backward(device, dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
+            attention_backward(device, a.dqkv, acts.D, None, acts.datty, a.qkv, a.atty, a.lse, acts.rope,
                                B, T, config.NH, config.NKV, config.HS)
             if "ln1" in recomputed:
-                ln1 = linear("qkv", l).place_inp(a.ln1, again=True)
-                rmsnorm_forward(device, ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
-            dout = linear("qkv", l).operand(dqkv)
-            dqkv_read = weight_gradient("qkv", l, dout, a.ln1)
-            linear("qkv", l).backward_inp(dbranch, dout)
+                rmsnorm_forward(device, a.ln1, a.ln1_rstd, residual, p.ln1w, eps, B, T, C)
+            dqkv_read = weight_gradient("qkv", l, a.dqkv, a.ln1)
+            linear("qkv", l).backward_inp(dbranch, a.dqkv)
             device.wait(dresidual_read)
             rmsnorm_backward(device, dresidual, a.ln1_partials, dbranch, residual, p.ln1w, a.ln1_rstd, True, B, T, C)
             partials.append((a.ln1_partials, (g.ln1w,)))
         column_sums(device, partials)
-        encoder_backward(device, grads.wte, None, acts.wte_partials, dresidual, order, piece_begins, piece_tokens,
-                         B, T, C)
+        encoder_backward(device, grads.wte, None, acts.wte_partials, dresidual, inputs, B, T, C)
         device.wait(dqkv_read)  # joins the side stream
 
 

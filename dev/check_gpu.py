@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
+from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
 from llmc.gpu.fp8 import dlogits_of
@@ -171,11 +172,11 @@ def log_sum_exp(qkv, config):
 def run_on_gpu(trainer, inputs, targets):
     """Run the same pass on the GPU, with the matmuls that training would choose; also return its Recorder."""
     device, config, batch, N = trainer.device, trainer.config, trainer.batch, inputs.size
-    model, acts = trainer.model, trainer.model.activations(*inputs.shape)
+    model, acts = trainer.model, trainer.acts
     tables = model.tables(config, trainer.settings, *inputs.shape, device.sm_count, device.geometry)
     kept = tables["activations"]["activations"]
     if trainer.fp8:
-        trainer.fp8.trains = True  # a pass of an update, which has lnf in 8 bits
+        trainer.fp8.weights_behind = True  # a pass of an update, which has lnf in 8 bits
         kept = {name: row for name, row in kept.items() if name != "lnf"}
     recorder = Recorder(trainer)
     trainer.stage(0, [(inputs, targets)], 0.0)
@@ -184,12 +185,12 @@ def run_on_gpu(trainer, inputs, targets):
         poison(device.stream, *model.buffers.values(), trainer.grads.buffer)
         device.observer = recorder
         recorder.watch(rows_of(acts, kept))
-        model.trunk(acts, batch.inputs[0], trainer.layer_begins)
+        model.trunk(acts, batch.inputs[0])
         poison(device.stream, acts.logits)  # the forward pass keeps other rows in this memory
         recorder.watch({("logits", None): acts.logits})
         model.classify(acts, batch.targets[0], trainer.loss, 1 / N, train=1)
         recorder.watch(rows_of(trainer.grads, trainer.grads.table, "d"))
-        model.backward(acts, batch.order[0], batch.piece_begins[0], batch.piece_tokens[0], 1 / N)
+        model.backward(acts, sorted_tokens(batch, 0), 1 / N)
         device.observer = None
         rows = {name: to_float32(getattr(acts, name)) for name in kept}
     rows["logits"] = recorder.logits[..., : config.V]

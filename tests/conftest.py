@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 
 import train_gpt2
+import train_gpt2_cuda
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint
@@ -465,7 +466,7 @@ class FakeCublasLt:
 
 def install(fake, change):
     """Let the modules of the GPU use this FakeGPU; change(module, name, value) sets one. Kernels are not compiled."""
-    for module in (decoder, device, fp8, matmul, memory, ranks, trainer):
+    for module in (decoder, device, fp8, matmul, memory, ranks, trainer, train_gpt2_cuda):
         change(module, "cp", fake.cp)
     change(device, "driver", fake.driver)
     change(device, "MISSING", None)

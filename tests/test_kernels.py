@@ -20,7 +20,7 @@ import train_gpt2_cuda as cuda
 import train_llama3
 import train_llama3_cuda as llama_cuda
 from conftest import ROOT, Array
-from llmc.gpu.batch import sort_tokens
+from llmc.gpu.batch import SortedTokens, sort_tokens
 from llmc.checkpoint import padded
 from llmc.gpu.compiler import KernelFile, compile_kernels, prepare_kernels
 from llmc.gpu.device import cp, open_gpu, pinned_array, pointer, to_float32
@@ -29,9 +29,10 @@ from llmc.gpu.geometry import ENCODER_PIECE, blocks, kernel_files
 from llmc.outliers import RECENT, z_score
 from llmc.gpu.precision import Precision
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32
-from llmc.gpu.trainer import STATIC_SHARED, Trainer, adamw_update, add_gradients, global_norm, open_device
+from llmc.gpu.trainer import STATIC_SHARED, Trainer, open_device
 from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS, Shares
 from train_gpt2 import Config
+from train_gpt2_cuda import adamw_update, add_gradients, global_norm
 from rounding import check_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -331,8 +332,8 @@ def test_encoder(device, B, T):
 
         got_wte, got_wpe = on_gpu(dwte, dtype=g), unwritten(maxT, C, dtype=g) if with_wpe else None
         partials = unwritten(partial_rows(device, B, T).wte, C)
-        cuda.encoder_backward(device, got_wte, got_wpe, partials, on_gpu(dout, dtype=e), *on_gpu(*order_begins_tokens),
-                              B, T, C)
+        cuda.encoder_backward(device, got_wte, got_wpe, partials, on_gpu(dout, dtype=e),
+                              SortedTokens(*on_gpu(*order_begins_tokens)), B, T, C)
         expected_wte, expected_wpe = dwte.astype(np.float64), np.empty((maxT, C)) if with_wpe else None
         train_gpt2.encoder_backward(expected_wte, expected_wpe, *wide(dout), inp, B, T, C)
         assert_close(SUMS, dwte=(got_wte, expected_wte), **({"dwpe": (got_wpe, expected_wpe)} if with_wpe else {}))

@@ -61,8 +61,8 @@ def test_matmuls(gpu, monkeypatch, N, C, OC, precision, library):
         assert_close(tolerance, dinp=(dinp, scale * exact))
 
     exact = dout.T.astype(np.float64) @ inp.astype(np.float64)
-    transposed = None if e == "bfloat16" else unwritten(min(C, OC) + 8, N)  # a trainer's may have too many rows, too
-    calls = [lambda: linear.backward_weight(dout_gpu, inp_gpu, transposed, 0.7)]
+    matmul.transposed = unwritten(min(C, OC) + 8, N).reshape(-1)  # a trainer's may have too many elements, too
+    calls = [lambda: linear.backward_weight(dout_gpu, inp_gpu, 0.7)]
     if kernels:
         room = blocks(OC, 128) * blocks(C, 128) <= kernels.done.shape[1]
         calls += [lambda splits=splits: kernels.backward_weight(dweight, dout_gpu, inp_gpu, 0.7, splits)

@@ -379,7 +379,7 @@ def test_memory_in_use_does_not_grow(gpu_workplace, gpu, dtype):
         if step % 5 == 4:
             trainer.forward(*rng.integers(0, config.V, (2, 2, 24), dtype=np.int32))
             list(trainer.decoder.draw(np.array([[5]], np.int32), 30 + step, [Random()], Choice()))
-            trainer.to_host(trainer.m)
+            trainer.to_host(trainer.optimizer.m)
         used.append((cp.cuda.runtime.memGetInfo()[0], cp.get_default_memory_pool().used_bytes()))
     assert len({pool for _, pool in used[1:]}) == 1
     assert len(set(used[1:4])) == 1 and len(set(used[5:])) == 1

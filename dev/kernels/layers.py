@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Layer, bf16_bits, blocks, cuda, launcher, np,
                  rung, size_of, torch, train_gpt2)
-from llmc.gpu.batch import sort_tokens
-from llmc.gpu.trainer import STEP_CONTROL, adamw_update, global_norm
+from llmc.gpu.batch import SortedTokens, sort_tokens
+from train_gpt2_cuda import STEP_CONTROL, adamw_update, global_norm
 from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS
 
 
@@ -68,7 +68,7 @@ class EncoderBackward(EncoderForward):
 
     atomics = Kernel(THREAD, adds_to=("dwpe",))
     live = launcher(lambda self, device, a: cuda.encoder_backward(
-        device, a.dwte, a.dwpe, a.partials, a.dout, a.order, a.begins, a.tokens, *self.sizes()))
+        device, a.dwte, a.dwpe, a.partials, a.dout, SortedTokens(a.order, a.begins, a.tokens), *self.sizes()))
 
 
 class LayernormForward(Layer):

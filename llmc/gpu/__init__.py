@@ -6,7 +6,7 @@
     precision   the dtypes of a run
     matmul      matrix multiplication by our kernels or, in cublaslt, by NVIDIA's library
     fp8         matmuls of 8-bit operands, and their scales
-    trainer     training a model: buffers, the captured step, AdamW
+    trainer     what surrounds a page's step: buffers, batches, reports, copies of the state
     batch       a micro-batch on the GPU: tokens, and their positions sorted
     memory      what the trainer allocates, and whether it fits
     saver       checkpoints of a trainer, written while training goes on

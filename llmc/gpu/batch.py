@@ -1,9 +1,24 @@
 """A micro-batch on the GPU: tokens, and their positions sorted by token."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from llmc.gpu.geometry import ENCODER_PIECE
 from llmc.tensors import Row
+
+
+class SortedTokens(NamedTuple):
+    """A micro-batch's positions, sorted by token: see sort_tokens."""
+
+    order: object
+    piece_begins: object
+    piece_tokens: object
+
+
+def sorted_tokens(batch, i):
+    """The SortedTokens of micro-batch i. batch: Tensors of batch_table."""
+    return SortedTokens(batch.order[i], batch.piece_begins[i], batch.piece_tokens[i])
 
 
 def batch_table(B, T, micro_steps):

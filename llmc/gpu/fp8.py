@@ -14,13 +14,15 @@ transposed copy of the weight. Of dout and inp in dweight = dout^T @ inp, the wi
 transposed on the way to the tensor cores; the other one has a transposed copy.
 """
 
+import dataclasses
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import blocks
-from llmc.gpu.matmul import ALIGN, WORKSPACE, rows
+from llmc.gpu.matmul import ALIGN, WORKSPACE, Quantised, rows
 from llmc.tensors import Row, allocate, table_bytes, views
 
 LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
@@ -137,6 +139,8 @@ class Fp8:
         self.reports = pinned_array(32).view(np.int64).reshape(2, 2)  # counts of updates with even and odd numbers
         self.updates = 0  # before this run
         self.trains = False  # whether this pass is part of an update: the others are in bfloat16
+        self.weights_behind = False  # whether an update has changed the weights since they were quantised
+        self.douts = {}  # matmul's name -> its dout in 8 bits, between its two uses
 
     def linear(self, name, l, bias, dweight):
         return Fp8Linear(self, name, l, bias, dweight)
@@ -250,17 +254,10 @@ class Fp8:
         return state.scales[slot:], state.largest[slot:], state.counts
 
 
-class Quantised(NamedTuple):
-    """A tensor in 8 bits, as matmuls read it, or where a kernel writes it."""
-
-    plain: object  # (N,C), or None
-    transposed: object  # (C,pitch), or None
-    noted: tuple = ()  # to write: what Fp8.noted returns
-
-
 class Fp8Linear(NamedTuple):
-    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". backward_weight reads a copy of the
-    input, fcproj's as it is, the others' transposed: kept from forward on, or made again."""
+    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". dout is quantised at its first use, and
+    remembered for the second. backward_weight reads a copy of the input, fcproj's as it is, the others' transposed:
+    kept from forward on, or made again."""
 
     fp8: Fp8
     name: str
@@ -309,21 +306,24 @@ class Fp8Linear(NamedTuple):
         return Quantised(self.tensor("_dout"), None, self.fp8.noted(self.name, self.l, "dout"))
 
     def operand(self, dout):
-        """dout (N,OC), or what `place_dout` returned, as backward_inp and backward_weight take it. dout of fc: not read
-        if fcproj's backward_inp_gelu has made it; of the classifier: its kernel has made it, in place of the logits."""
+        """dout (N,OC), or what `place_dout` returned, as a Quantised. dout of fc: not read if fcproj's
+        backward_inp_gelu has made it; of the classifier: its kernel has made it, in place of the logits."""
         if isinstance(dout, Quantised):
             return dout
         if self.name == "logits":
             N, OC = rows(dout).shape
             return Quantised(dout.view(np.uint8).reshape(N, 2 * OC)[:, :OC], None)
+        if made := self.fp8.douts.pop(self.name, None):  # the second use
+            return made
         made = Quantised(self.tensor("_dout"), self.tensor("_dout_t") if self.name == "fcproj" else None)
         if not (self.name == "fc" and self.fp8.fuses_gelu):
             self.fp8.quantise(self.name, self.l, "dout", rows(dout), made.plain, made.transposed)
+        self.fp8.douts[self.name] = made
         return made
 
     def backward_inp(self, dinp, dout, scale=1.0):
         """dinp (N,C) = scale * dout @ weight (OC,C)."""
-        operands = dout.plain, self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight")
+        operands = self.operand(dout).plain, self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight")
         if self.name == "logits":
             self.fp8.multiply_long("classifier_inp", rows(dinp), *operands, scale)
         else:
@@ -331,13 +331,13 @@ class Fp8Linear(NamedTuple):
 
     def backward_inp_gelu(self, dinp, partials, dout, inp):
         """fc's gradient = dout @ weight * GELU'(inp (N,C)), partials = its column sums; dinp (N,C): not written."""
-        self.fp8.multiply_gelu_backward(self.fp8.operands.fc_dout, partials, dout.plain, self.scale("dout"),
-                                        self.of_this_layer("w_t"), self.scale("weight"), rows(inp),
-                                        self.fp8.noted("fc", self.l, "dout"))
+        self.fp8.multiply_gelu_backward(self.fp8.operands.fc_dout, partials, self.operand(dout).plain,
+                                        self.scale("dout"), self.of_this_layer("w_t"), self.scale("weight"),
+                                        rows(inp), self.fp8.noted("fc", self.l, "dout"))
 
-    def backward_weight(self, dout, inp, transposed=None, scale=1.0):
+    def backward_weight(self, dout, inp, scale=1.0):
         """dweight (OC,C) = scale * dout^T @ inp. inp (N,C): read only if it is fcproj's and was recomputed."""
-        multiply, scales = self.fp8.multiply_long, (self.scale("dout"), self.scale("inp"))
+        dout, multiply, scales = self.operand(dout), self.fp8.multiply_long, (self.scale("dout"), self.scale("inp"))
         if self.name == "fcproj":
             inp = self.fcproj_inp(inp, made=self.name not in self.fp8.recomputed, again=True)
             multiply("weight", self.dweight, inp, scales[1], dout.transposed, scales[0], scale, across=True)
@@ -355,3 +355,63 @@ class Fp8Linear(NamedTuple):
 
     def scale(self, role):
         return self.fp8.scale(self.name, self.l, role)
+
+
+class Fp8Passes:
+    """What a page's model does otherwise in FP8: fp8_model mixes it in. `fp8` is an Fp8."""
+
+    several = None  # see zero.py
+
+    @classmethod
+    def tables(cls, config, settings, *arguments):
+        """The inputs of matmuls are kept in 8 bits: in bfloat16, there is one layer's at a time."""
+        return super().tables(config, dataclasses.replace(settings, recompute=2), *arguments)
+
+    def training_activations(self, B, T):
+        """The activations of an update: normalizations, and attention's backward pass, find where to write 8 bits."""
+        acts = self.activations(B, T)
+        acts = SimpleNamespace(**vars(acts) | {"lnf": self.fp8.linear("logits", 0, None, None).place_inp(acts.lnf)})
+        acts.layers = [SimpleNamespace(**vars(a)) for a in acts.layers]
+        acts.backward_layers = [SimpleNamespace(**vars(a)) for a in acts.backward_layers]
+        for l, (forward, backward) in enumerate(zip(acts.layers, acts.backward_layers)):
+            qkv, fc = (self.fp8.linear(name, l, None, None) for name in ("qkv", "fc"))
+            forward.ln1, forward.ln2 = qkv.place_inp(forward.ln1), fc.place_inp(forward.ln2)
+            backward.ln1, backward.ln2 = qkv.place_inp(backward.ln1, again=True), fc.place_inp(backward.ln2, again=True)
+            backward.dqkv = qkv.place_dout(backward.dqkv)
+        return acts
+
+    def linear(self, name, l=0):
+        linear = super().linear(name, l)
+        if self.fp8.trains and name in self.READS:
+            return self.fp8.linear(name, l, linear.bias, linear.dweight)
+        return linear
+
+    def trunk(self, acts, inputs):
+        self.fp8.trains = isinstance(acts.lnf, Quantised)
+        if self.fp8.trains and self.fp8.weights_behind:
+            self.fp8.quantise_weights()
+            self.fp8.weights_behind = False
+        super().trunk(acts, inputs)
+
+    def weight_gradient(self, name, l, dout, inp):
+        linear = self.linear(name, l)
+        if isinstance(linear, Fp8Linear):
+            dout = linear.operand(dout)  # on the main stream, which needs it, too
+        return super().weight_gradient(name, l, dout, inp)
+
+    def train_step(self, trainer):
+        self.fp8.weights_behind = self.several is None  # on several GPUs, each layer's are quantised when they arrive
+        super().train_step(trainer)
+
+    def update(self, trainer):
+        super().update(trainer)
+        trainer.prepare_scales()
+
+    def dlogits_scale(self, scale):
+        """What the range of E5M2 asks for."""
+        return DLOGITS_SCALE
+
+
+def fp8_model(architecture):
+    """A page's class, with matmuls in 8 bits."""
+    return type(architecture.__name__, (Fp8Passes, architecture), {})

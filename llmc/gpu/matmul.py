@@ -9,6 +9,14 @@ from llmc.gpu.geometry import blocks, hopper_matmul
 ALIGN = 256  # bytes, of tensors; cuBLASLt's fastest algorithms ask for it
 
 
+class Quantised(NamedTuple):
+    """A tensor in 8 bits (llmc/gpu/fp8.py), as matmuls read it, or where a kernel writes it."""
+
+    plain: object  # (N,C), or None
+    transposed: object  # (C,pitch), or None
+    noted: tuple = ()  # to write: what Fp8.noted returns
+
+
 class Linear(NamedTuple):
     """A linear layer, out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC,). Rows may have any shape: (B,T,C)."""
 
@@ -26,19 +34,6 @@ class Linear(NamedTuple):
     def fuses_gelu(self):
         """Whether there are kernels with GELU."""
         return bool(self.matmul.kernels)
-
-    def operand(self, dout):
-        """dout (N,OC) as backward_inp and backward_weight take it: as it is. In FP8, see llmc/gpu/fp8.py."""
-        return dout
-
-    def place_inp(self, inp, again=False):
-        """Where a normalization writes inp (N,C) for forward or, `again`, for backward_weight: there. In FP8, see
-        llmc/gpu/fp8.py."""
-        return inp
-
-    def place_dout(self, dout):
-        """Where attention_backward writes dout (B,T,OC), for `operand`: there. In FP8, likewise."""
-        return dout
 
     def forward(self, out, inp):
         """out (N,OC) = inp (N,C) @ weight^T + bias."""
@@ -82,15 +77,15 @@ class Linear(NamedTuple):
         tile = matmul.tile(out.shape[1], narrow=True)
         matmul.kernels.rope_forward(out, rows(inp), self.weight, rope, T, tile)
 
-    def backward_weight(self, dout, inp, transposed=None, scale=1.0):
-        """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C). transposed: scratch (C,N), see cublaslt_transposed."""
+    def backward_weight(self, dout, inp, scale=1.0):
+        """dweight (OC,C) = scale * dout (N,OC)^T @ inp (N,C)."""
         matmul, dout, inp = self.matmul, rows(dout), rows(inp)
         if not matmul.cublaslt:
             matmul.kernels.backward_weight(self.dweight, dout, inp, scale)
-        elif transposed is None:
+        elif matmul.precision.bf16:
             matmul.cublaslt.multiply(self.dweight, dout.T, inp, scale=scale)
         else:
-            matmul.cublaslt_transposed(self.dweight, dout, inp, transposed, scale)
+            matmul.cublaslt_transposed(self.dweight, dout, inp, scale)
 
 
 def rows(array):
@@ -105,13 +100,13 @@ class Matmul:
     def __init__(self, device, precision, library="auto"):
         self.device, self.precision = device, precision
         self.hopper = hopper_matmul(precision, device.gpu.arch)
-        self.workspace = None  # see allocate
+        self.workspace = self.transposed = None  # see allocate
         self.kernels = MatmulKernels(self) if library == "kernels" or library == "auto" and self.hopper else None
         self.cublaslt = CublasLt(device, precision, self.stream_workspace) if library != "kernels" else None
 
-    def allocate(self):
-        """Allocate the workspaces, one for the main stream, one for the side stream."""
-        self.workspace = cp.empty((2, WORKSPACE), "uint8")
+    def allocate(self, elements=0):
+        """Allocate the workspaces, one for the main stream, one for the side stream, and cublaslt_transposed's."""
+        self.workspace, self.transposed = cp.empty((2, WORKSPACE), "uint8"), cp.empty(elements, "float32")
 
     def stream_workspace(self):
         """The workspace of the current stream."""
@@ -126,11 +121,11 @@ class Matmul:
         widths = (g.MATMUL_BN, g.MATMUL_NARROW_BN) if narrow and self.hopper else (g.MATMUL_BN,)
         return next((width for width in widths if columns % width == 0), 0 if self.cublaslt else g.MATMUL_BN)
 
-    def cublaslt_transposed(self, dweight, dout, inp, transposed, scale):
-        """Linear.backward_weight in float32: the smaller operand is transposed first, to `transposed` (C,N), because
-        tensor cores want both with N as their inner dimension: see transpose.cu."""
-        (N, OC), C = dout.shape, inp.shape[1]
-        to, g = transposed[: min(C, OC)], self.device.geometry
+    def cublaslt_transposed(self, dweight, dout, inp, scale):
+        """Linear.backward_weight in float32: the smaller operand is transposed first, because tensor cores want both
+        with N as their inner dimension: see transpose.cu."""
+        (N, OC), C, g = dout.shape, inp.shape[1], self.device.geometry
+        to = self.transposed[: min(C, OC) * N].reshape(-1, N)
         source, a, b = (inp, dout.T, to.T) if C <= OC else (dout, to, inp)
         grid = blocks(source.shape[1], g.TRANSPOSE_SIDE), blocks(N, g.TRANSPOSE_SIDE)
         self.device.launch("transpose", grid, (g.TRANSPOSE_THREADS,), to, source, *source.shape)

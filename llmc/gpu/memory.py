@@ -8,7 +8,6 @@ from llmc.gpu.batch import batch_table
 from llmc.gpu.cublaslt import WORKSPACE
 from llmc.gpu.decoder import Decoder
 from llmc.gpu.device import cp
-from llmc.gpu.fp8 import operand_table
 from llmc.gpu.matmul import ALIGN
 from llmc.gpu.shares import Shares
 from llmc.tensors import Row, table_bytes
@@ -27,6 +26,11 @@ def memory_plan(architecture, config, settings, device):
     shares = Shares(architecture.parameter_table(config), ranks)
     share = 4 * shares.share_size(ranks - 1)
     tables = architecture.tables(config, settings, B, T, device.sm_count, device.geometry)
+    operands = []
+    if precision.fp8:
+        from llmc.gpu.fp8 import operand_table
+        operands = operand_table(shares.table, B * T, recomputed_inputs(architecture, settings))
+        operands = [(table_bytes(operands, ALIGN), "operands in 8 bits")]
     text = Decoder.tables(architecture, config, precision, 1, T, device.geometry) if makes_text(device) else ()
     return [
         (table_bytes(architecture.parameter_table(config, precision.dtype)), "parameters"),
@@ -36,12 +40,16 @@ def memory_plan(architecture, config, settings, device):
         *([(Row((shares.received_size(),), precision.grads).bytes(), "gradients of all ranks")] if ranks > 1 else []),
         (2 * share, "AdamW's moments"),
         *((group_bytes(group), what) for what, group in tables.items()),
-        *([(table_bytes(operand_table(shares.table, B * T, recomputed_inputs(architecture, settings)), ALIGN),
-            "operands in 8 bits")] if precision.fp8 else []),
+        *operands,
         *([(sum(table_bytes(table, ALIGN) for table in text), "text")] if text else []),
-        (2 * WORKSPACE, "matmul workspaces"),
+        (2 * WORKSPACE + 4 * transposed_elements(config, settings), "matmul workspaces"),
         (table_bytes(batch_table(B, T, settings.own_micro_steps)) + (64 << 10), "the batch"),
     ]
+
+
+def transposed_elements(config, settings):
+    """Elements of the scratch of Matmul.cublaslt_transposed, which float32 needs."""
+    return 0 if settings.precision.bf16 else settings.B * settings.T * config.C
 
 
 def recomputed_inputs(architecture, settings):

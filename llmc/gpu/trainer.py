@@ -1,11 +1,10 @@
-"""Training a model on GPUs: buffers, batches, the captured step, AdamW over this rank's share, several GPUs, state.
+"""What surrounds a training step on a GPU: buffers, batches in pinned memory, reports, copies of the state.
 
 It knows parameters, gradients and steps, but no layer: an architecture is a class like GPT2 of train_gpt2_cuda.py, with
-parameter_table and tables, which say what to allocate, and what decoder.py asks for. Its instances have activations
-(among them `losses`, (B, T)), trunk, classify, and backward, which joins the side stream.
+parameter_table and tables, which say what to allocate, Optimizer, and what decoder.py asks for. Its instances have
+activations (among them `losses`, (B, T)), trunk, classify, micro_step, train_step and capture.
 """
 
-import functools
 import time
 from types import SimpleNamespace
 
@@ -13,52 +12,20 @@ import numpy as np
 
 from llmc.alone import ALONE
 from llmc.errors import UserError
-from llmc.gpu.batch import batch_table, sort_tokens
+from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
 from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
-from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, pointer, record_event, to_float32
-from llmc.gpu.geometry import BLOCK_THREADS, blocks, check_sizes, kernel_files, launch_geometry
+from llmc.gpu.device import Device, copy_to_gpu, cp, pinned_array, record_event, to_float32
+from llmc.gpu.geometry import check_sizes, kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul
-from llmc.gpu.fp8 import Fp8
-from llmc.gpu.memory import check_memory, group_bytes, makes_text, recomputed_inputs
+from llmc.gpu.memory import check_memory, group_bytes, makes_text, recomputed_inputs, transposed_elements
 from llmc.gpu.precision import round_weights
-from llmc.gpu.shares import CHUNKS, REST, OwnedShare, Shares
-from llmc.gpu.zero import Messages, Nccl
+from llmc.gpu.shares import OwnedShare, Shares
 from llmc.loop import Update
 from llmc.outliers import RECENT, reason_to_skip
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 
-# ----------------------------------------------------------------------------------------------------------------------
-# launches of kernels/update.cu, and its structs
-
-STEP_CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"),
-                         ("learning_rate", "f4"), ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
-REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
 NOT_READY = 600  # cudaErrorNotReady
 CALIBRATIONS = 4  # passes that find FP8's first scales
-
-
-def add_gradients(device, sums, gradients, chunks, ranks, first):
-    """sums (elements of the chunks,) = (+= if not first) the gradients of one micro-batch of each rank, added in the
-    order of ranks. gradients: the receive buffer; chunks: CHUNKS of shares.py as bytes, which say what is where."""
-    device.launch("add_gradients", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), sums,
-                  gradients, chunks, ranks, int(first))
-
-
-def global_norm(device, partials, sums, gradients, chunks, ranks):
-    """partials[a chunk's index] = the sum of squares of its gradients, which are sums (None: 0) + those of each rank's
-    last micro-batch. partials: (chunks of all ranks,)."""
-    device.launch("global_norm", (chunks.size // CHUNKS.itemsize,), (device.geometry.UPDATE_THREADS,), partials, sums,
-                  gradients, chunks, ranks)
-
-
-def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, control, beta1, beta2, seed):
-    """One AdamW step for the chunks' elements of params (parameters,), and of this rank's master (may be None), m, v.
-    The gradients are sums (None: 0) + those of each rank's last micro-batch."""
-    g = device.geometry
-    grid = (chunks.size // CHUNKS.itemsize * (g.UPDATE_CHUNK // (g.UPDATE_THREADS * g.UPDATE_ADAMW_NUMBERS)),)
-    device.launch("adamw_update", grid, (g.UPDATE_THREADS,), params, master, m, v, sums, gradients, chunks, ranks,
-                  control, beta2, 1.0 - beta1, 1.0 - beta2, seed)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # opening a model on a GPU
@@ -164,11 +131,18 @@ class Trainer(ForwardPasses):
     def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks. Raises UserError if not
         everything fits into the GPU's free memory."""
+        optimizer, self.several, self.peers = architecture.Optimizer, None, None
+        if settings.precision.fp8:
+            from llmc.gpu.fp8 import Fp8, fp8_model
+            architecture = fp8_model(architecture)
+        if ranks.size > 1:
+            from llmc.gpu import zero
+            architecture = zero.on_several(architecture, zero.SharedPasses)
+            optimizer = zero.on_several(optimizer, zero.SharedUpdate)
         super().__init__(architecture, config, settings, matmul)
         self.ranks, self.precision, device = ranks, settings.precision, self.device
-        self.messages = self.peers = None
         if ranks.size > 1:  # before check_memory, as NCCL takes memory, too
-            self.peers = Nccl(ranks)
+            self.peers = zero.Nccl(ranks)
             with device.stream:
                 self.peers.connect(device.stream)
         self.plan = check_memory(architecture, config, settings, device)
@@ -176,45 +150,36 @@ class Trainer(ForwardPasses):
             self.params = self.allocate_shared(architecture.parameter_table(config, self.precision.dtype))
             self.grads = self.allocate_shared(architecture.parameter_table(config, self.precision.grads))
             self.shares = Shares(self.params.table, ranks.size, settings.weight_decay, settings.decay == "all")
-            share, (chunks, ends, count) = self.shares.share_size(ranks.rank), self.shares.chunks(ranks.rank)
-            self.m, self.v = cp.zeros(share, np.float32), cp.zeros(share, np.float32)
-            self.master = cp.zeros(share, np.float32) if settings.master else None
-            self.gradient_sums = cp.zeros(share, np.float32) if settings.own_micro_steps > 1 else None
-            self.received = flat(self.grads)  # gradients of all ranks
-            chunks = cp.asarray(chunks.view(np.uint8))
-            first, rest, _ = (CHUNKS.itemsize * end for end in ends)
-            self.groups = {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:],
-                           "all": chunks}
+            received = flat(self.grads)  # gradients of all ranks
+            if ranks.size > 1:
+                room = self.peers.allocate(self.shares.received_size() * received.itemsize)
+                messages = zero.Messages(self.peers, self.shares, ranks.rank, flat(self.params), received,
+                                         room.view(received.dtype))
+                received = room.view(received.dtype)
+                self.several = zero.Several(device, ranks, self.peers, self.shares, messages, settings.own_micro_steps)
+            self.optimizer = optimizer(device, settings, flat(self.params), received, self.shares, ranks.rank)
             self.set_params(params)
             self.model = self.make_model(settings.B, settings.T)
             if self.precision.fp8:
                 recomputed = recomputed_inputs(architecture, settings)
                 N, fuses_gelu = settings.B * settings.T, "gelu" in architecture.KERNELS
                 self.fp8 = self.model.fp8 = Fp8(matmul, self.params, N, recomputed, fuses_gelu)
-            matmul.allocate()
+            if self.several:
+                self.model.several, self.several.optimizer, self.several.fp8 = self.several, self.optimizer, self.fp8
+                self.optimizer.share(self.several)
+            self.acts = self.model.training_activations(settings.B, settings.T)
+            matmul.allocate(transposed_elements(config, settings))
             self.batch = allocate(batch_table(settings.B, settings.T, settings.own_micro_steps), cp)
-            self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
-            self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
             self.loss = cp.zeros(1, np.float32)  # of an evaluation
-            # both: losses of micro-batches, then sums of squares of chunks. own: this rank's, 0 for the other ranks'
-            self.own_parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
-            self.all_parts = self.own_parts
-            if ranks.size > 1:
-                self.all_parts = cp.zeros(self.own_parts.size, np.float32)
-                received = self.peers.allocate(self.shares.received_size() * self.received.itemsize)
-                self.received = received.view(self.received.dtype)
-                self.messages = Messages(self.peers, self.shares, ranks.rank, flat(self.params), flat(self.grads),
-                                         self.received)
         if makes_text(device):
             self.decoder = Decoder(architecture, device, config, self.params, self.precision, 1, settings.T)
 
         # Pinned memory has two halves: the host fills one while the GPU runs the step of the other.
         self.pinned = pinned_array(2 * self.batch.buffer.nbytes)
         self.staged = [views(self.batch.table, half) for half in self.pinned.reshape(2, -1)]
-        self.reports = pinned_array(2 * REPORT.itemsize).view(REPORT)
+        self.reports = pinned_array(2 * self.optimizer.REPORT.itemsize).view(self.optimizer.REPORT)
         self.started, self.finished = [cp.cuda.Event() for _ in range(2)], [cp.cuda.Event() for _ in range(2)]
         self.steps_begun, self.graph = 0, None
-        self.gradients_arrived, self.weights_arrived = {}, {}  # events
         self.weights_behind = False  # other ranks have updated weights that have not arrived here
 
     def allocate_shared(self, table):
@@ -227,13 +192,14 @@ class Trainer(ForwardPasses):
         if not self.precision.bf16:
             copy_to_gpu(self.params.buffer, params.buffer)
             return
-        exact, rounded, size = flat(params), flat(self.params), self.m.size // 8 * 8  # whole packs of round_weights
+        m, master = self.optimizer.m, self.optimizer.master
+        exact, rounded, size = flat(params), flat(self.params), m.size // 8 * 8  # whole packs of round_weights
         for begin in range(0, exact.size, size):
             part = slice(begin, begin + size)
-            round_weights(self.device, rounded[part], copy_to_gpu(self.m[: exact[part].size], exact[part]))
-        self.m.fill(0)
-        if self.master is not None:
-            copy_to_gpu(self.master, self.shares.take(exact, self.ranks.rank))
+            round_weights(self.device, rounded[part], copy_to_gpu(m[: exact[part].size], exact[part]))
+        m.fill(0)
+        if master is not None:
+            copy_to_gpu(master, self.shares.take(exact, self.ranks.rank))
 
     # -- an update: prepare, once; then begin_step and end_step
 
@@ -249,20 +215,17 @@ class Trainer(ForwardPasses):
             if self.fp8:
                 self.calibrate()
                 self.fp8.quantise_weights()
-            self.compute(0)
+            self.model.micro_step(self, 0)
             if self.fp8:
                 self.fp8.forget()
-            if self.messages:  # before the capture, because two ranks connect at their first message
-                for key in self.messages.gradient_sends:
-                    self.send_gradients(key)
-                self.send_all_weights()
-                self.add_up_parts()
+            if several := self.several:  # before the capture, because two ranks connect at their first message
+                for key in several.messages.gradient_sends:
+                    several.send_gradients(key)
+                several.send_all_weights()
+                several.add_up((self.optimizer.parts, self.optimizer.own_parts))
             self.device.synchronize()
             if settings.graph:
-                self.device.stream.begin_capture()
-                self.launch_step()
-                self.graph = self.device.stream.end_capture()
-                self.graph.upload(self.device.stream)
+                self.graph = self.model.capture(self)
 
     def calibrate(self):
         """Find FP8's first scales, unless a checkpoint had them: with the batch that is on the GPU, again and again,
@@ -271,7 +234,7 @@ class Trainer(ForwardPasses):
             for _ in range(CALIBRATIONS):
                 self.fp8.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
                 self.fp8.quantise_weights()
-                self.compute(0)
+                self.model.micro_step(self, 0)
                 if not self.ranks.is_first:  # the same scales on any number of GPUs
                     self.fp8.forget()
                 self.prepare_scales()
@@ -288,9 +251,9 @@ class Trainer(ForwardPasses):
             if self.graph:
                 self.graph.launch(stream)
             else:
-                self.launch_step()
+                self.model.train_step(self)
             self.finished[half].record(stream)
-        self.steps_begun, self.weights_behind = number + 1, self.messages is not None
+        self.steps_begun, self.weights_behind = number + 1, self.several is not None
         return number
 
     def end_step(self, number):
@@ -310,20 +273,18 @@ class Trainer(ForwardPasses):
         self.stage(0, [(inputs, targets)], 0.0)
         with self.device.stream:
             copy_to_gpu(batch.buffer, half.buffer)
-            acts, scale = self.model.activations(B, T), 1.0 / (B * T)
+            acts, scale = self.acts, 1.0 / (B * T)
             if self.fp8:
                 self.calibrate()
-                self.fp8.trains = True
-                self.model.trunk(acts, batch.inputs[0], self.layer_begins)  # again, in 8 bits
-            self.model.classify(acts, batch.targets[0], self.own_parts[:1], scale, train=True)
-            self.model.backward(acts, batch.order[0], batch.piece_begins[0], batch.piece_tokens[0], scale)
-            if self.fp8:
-                self.fp8.trains = False
+                self.fp8.weights_behind = True
+                self.model.trunk(acts, batch.inputs[0])  # again, in 8 bits
+            self.model.classify(acts, batch.targets[0], self.optimizer.loss(0), scale, train=True)
+            self.model.backward(acts, sorted_tokens(batch, 0), scale)
 
     def update_now(self, learning_rate):
         with self.device.stream:
             copy_to_gpu(self.batch.learning_rate, np.array([learning_rate], np.float32))
-            self.update()
+            self.model.update(self)
 
     def wait(self, event):
         """Wait for an event of the GPU. Of several GPUs: raises UserError if another rank, or NCCL, fails meanwhile,
@@ -342,118 +303,20 @@ class Trainer(ForwardPasses):
             staged.inputs[i], staged.targets[i] = inputs, targets
             sort_tokens(staged.order[i], staged.piece_begins[i], staged.piece_tokens[i], inputs)
 
-    def launch_step(self):
-        """Launch all that the GPU does for one update."""
-        words = 1 + self.batch.inputs.size
-        self.copy_batch(0, words)  # learning rate and inputs
-        with self.device.beside(self.device.side) as batch_copied:  # the rest, beside the forward pass
-            self.copy_batch(words, self.batch.buffer.nbytes // 4)
-        for i in range(self.settings.own_micro_steps):
-            self.compute(i, batch_copied, functools.partial(self.weight_done, i) if self.messages else None,
-                         self.layer_begins if i == 0 else None)
-            if self.messages:
-                self.send_gradients(REST)
-        self.update()
-
-    def copy_batch(self, begin, end):
-        """Copy words begin .. end - 1 from the current half of the pinned memory to self.batch, by a kernel, because a
-        memcpy in a graph always has the same source."""
-        self.device.launch("copy_batch", (blocks(end - begin, BLOCK_THREADS),), (BLOCK_THREADS,), self.batch.buffer,
-                           pointer(self.pinned), self.control, self.batch.buffer.nbytes // 4, begin, end)
-
-    def compute(self, i, batch_copied=None, weight_done=None, layer_begins=None):
-        """Run forward and backward on batch i of self.batch. In between, add up the previous batch's gradients, which
-        the backward pass overwrites. batch_copied: an event, after which targets and sorted positions are on the GPU;
-        weight_done, layer_begins: see GPT2.backward, GPT2.trunk."""
-        batch, B, T = self.batch, self.settings.B, self.settings.T
-        number = i * self.ranks.size + self.ranks.rank  # among the update's micro-batches
-        acts, scale = self.model.activations(B, T), 1.0 / (B * T * self.settings.micro_steps)
-        if self.fp8:
-            self.fp8.trains = True
-        with self.device.span(f"forward {i}"):
-            self.model.trunk(acts, batch.inputs[i], layer_begins)
-            self.device.wait(batch_copied)
-            self.model.classify(acts, batch.targets[i], self.own_parts[number : number + 1], scale, train=True)
-        if i > 0:
-            self.add_gradients(i - 1)
-        with self.device.span(f"backward {i}"):
-            self.model.backward(acts, batch.order[i], batch.piece_begins[i], batch.piece_tokens[i], scale, weight_done)
-        if self.fp8:
-            self.fp8.trains = False
-
-    def weight_done(self, i, name, l, computed):
-        """Send the gradient of layer l's matrix `name` in micro-batch i, after the event `computed`. The last one is of
-        the first layer's first matrix. While it travels, the norm of the other layers' gradients is computed."""
-        self.send_gradients((name, l), computed)
-        is_last = i == self.settings.own_micro_steps - 1 and l == 0 and name == self.shares.first_matrix
-        if is_last and self.shares.layers > 1:
-            self.device.wait(self.gradients_arrived[name, 1])
-            self.global_norm("other layers")
-
-    def send_gradients(self, key, computed=None):
-        """Send and receive a matrix's gradients. key: (name, layer), (name, None) or REST; computed: an event to wait
-        for first."""
-        name = " ".join(["gradients", *(str(part) for part in reversed(key) if part is not None)])
-        self.gradients_arrived[key] = self.send(self.messages.gradient_sends[key], name, computed)
-
-    def send_weights(self, l):
-        """Send and receive the weights that each rank has updated. l: whose matrices; None: the rest."""
-        name = "weights" if l is None else f"weights {l}"
-        self.weights_arrived[l] = self.send(self.messages.weight_sends[l], name)
-
-    def send(self, sends, name, computed=None):
-        """Returns an event. All messages are on one stream, because NCCL needs one order."""
-        with self.device.beside(self.device.comm) as done:
-            self.device.wait(computed)
-            with self.device.span(name):
-                for send in sends:
-                    send(self.device.stream)
-        return done
-
-    def layer_begins(self, l):
-        """Before layer l of an update's first forward pass: wait for its matrices, and have those of the next two
-        layers on their way; the first layer's have arrived in the previous step."""
-        if self.messages:
-            if l > 0:
-                self.device.wait(self.weights_arrived[l])
-            for ahead in range(1 if l == 0 else l + 2, min(l + 3, self.shares.layers)):
-                self.send_weights(ahead)
-        if self.fp8 and (self.messages or l == 0):
-            self.fp8.quantise_weights(slice(l, l + 1 if self.messages else None), again=not self.ranks.is_first)
-
-    def add_gradients(self, i):
-        """Add the gradients of micro-batch i to self.gradient_sums."""
-        self.device.wait(self.gradients_arrived.get(REST))
-        with self.device.span(f"add {i}"):
-            add_gradients(self.device, self.gradient_sums, self.received, self.groups["all"], self.ranks.size, i == 0)
-
     def complete_weights(self):
         """Between two updates, complete self.params on every rank. All ranks must call this."""
         if self.weights_behind:
             with self.device.stream as stream:
-                self.send_all_weights()
+                self.several.send_all_weights()
             self.wait(record_event(stream))
         self.weights_behind = False
 
-    def send_all_weights(self):
-        for l in (*range(self.shares.layers), None):
-            self.send_weights(l)
-        self.device.wait(self.weights_arrived[None])
-
-    def add_up_parts(self):
-        """self.all_parts = the sum over the ranks of self.own_parts; returns an event."""
-        with self.device.beside(self.device.comm) as done:
-            self.peers.add_up(self.all_parts, self.own_parts, self.device.stream)
-        return done
-
     def prepare_scales(self):
         """At the end of an update: FP8's scales of the next one, from the largest numbers on all ranks."""
-        if self.messages:
-            with self.device.beside(self.device.comm) as done:
-                largest, counts = self.fp8.state.largest, self.fp8.state.counts
-                self.peers.add_up(largest, largest, self.device.stream, largest=True)
-                self.peers.add_up(counts, counts, self.device.stream)
-            self.device.wait(done)
+        if self.several:
+            largest, counts = self.fp8.state.largest, self.fp8.state.counts
+            self.several.add_up((largest, largest), largest=True)
+            self.several.add_up((counts, counts))
         self.fp8.prepare_scales()
 
     def close(self):
@@ -463,49 +326,6 @@ class Trainer(ForwardPasses):
         self.ranks.gather(None)  # from here on, no rank reads another's memory
         if self.peers:
             self.peers.close()
-
-    def update(self):
-        """Run AdamW over this rank's share, and write the report to the host. On several GPUs, the first layer and the
-        rest are updated first: the next forward pass begins with them, and they travel during the other updates."""
-        device, settings, micro_steps = self.device, self.settings, self.settings.micro_steps
-        threads, parts = device.geometry.UPDATE_THREADS, self.all_parts
-        if self.messages:
-            device.wait(self.gradients_arrived[REST])
-            self.global_norm("first layer")
-            self.global_norm("rest")
-            device.wait(self.add_up_parts())
-        else:
-            self.global_norm()
-        if self.fp8:
-            self.prepare_scales()
-        device.launch("prepare_update", (1,), (threads,), self.control, pointer(self.reports), parts,
-                      parts[micro_steps:], self.batch.learning_rate, np.float64(settings.beta1),
-                      np.float64(settings.beta2), np.float64(settings.eps), settings.grad_clip, micro_steps,
-                      parts.size - micro_steps, self.recent, settings.skip_loss_zscore, settings.skip_norm_zscore)
-        if self.messages:
-            self.adamw("first layer")
-            self.send_weights(0)
-            self.adamw("rest")
-            self.send_weights(None)
-            self.adamw("other layers")
-            device.wait(self.weights_arrived[None])
-        else:
-            self.adamw()
-
-    def global_norm(self, group="all"):
-        chunks = self.groups[group]
-        if self.settings.needs_norm and chunks.size:
-            with self.device.span(f"norm {group}"):
-                global_norm(self.device, self.own_parts[self.settings.micro_steps :], self.gradient_sums, self.received,
-                            chunks, self.ranks.size)
-
-    def adamw(self, group="all"):
-        settings, chunks = self.settings, self.groups[group]
-        if chunks.size:
-            with self.device.span(f"adamw {group}"):
-                adamw_update(self.device, flat(self.params), self.master, self.m, self.v, self.gradient_sums,
-                             self.received, chunks, self.ranks.size, self.control, settings.beta1, settings.beta2,
-                             settings.stochastic_rounding)
 
     # -- state: between the GPU and the host's checkpoints
 
@@ -523,13 +343,14 @@ class Trainer(ForwardPasses):
 
     def state_room(self, with_exact):
         """Allocate room on the host for this rank's share of the optimizer state."""
-        arrays = [np.empty(self.m.size, np.float32) for _ in range(3 if with_exact else 2)]
+        arrays = [np.empty(self.optimizer.m.size, np.float32) for _ in range(3 if with_exact else 2)]
         return self.owned(*arrays)
 
     def state_now(self):
         """Copy this rank's share of the optimizer state to the host."""
         with self.device.stream:
-            return self.owned(self.m.get(), self.v.get(), None if self.master is None else self.master.get())
+            m, v, master = self.optimizer.m, self.optimizer.v, self.optimizer.master
+            return self.owned(m.get(), v.get(), None if master is None else master.get())
 
     def owned(self, m, v, exact=None):
         return OwnedShare(self.params.table, m, v, exact, self.shares, self.ranks.rank)
@@ -538,21 +359,20 @@ class Trainer(ForwardPasses):
         """Continue from a checkpoint. owned: this rank's share; has_exact: whether it has float32 weights; recent: (2,)
         RECENT. A bfloat16 model keeps its weights: they may be owned.exact rounded stochastically."""
         with self.device.stream:
-            copy_to_gpu(self.m, owned.m)
-            copy_to_gpu(self.v, owned.v)
-            if has_exact and self.master is not None:
-                copy_to_gpu(self.master, owned.exact)
+            copy_to_gpu(self.optimizer.m, owned.m)
+            copy_to_gpu(self.optimizer.v, owned.v)
+            if has_exact and self.optimizer.master is not None:
+                copy_to_gpu(self.optimizer.master, owned.exact)
             elif has_exact and not self.precision.bf16:
                 for piece in self.shares.pieces(self.ranks.rank):
                     copy_to_gpu(flat(self.params)[piece.begin : piece.begin + piece.size],
                                 owned.exact[piece.local : piece.local + piece.size])
-                if self.messages:
-                    self.send_all_weights()
-            copy_to_gpu(self.control[:8], np.array([step], np.int64).view(np.uint8))  # its first field
-            if self.recent is not None:
-                copy_to_gpu(self.recent, recent)
+                if self.several:
+                    self.several.send_all_weights()
+            self.optimizer.set_step(step, recent)
 
     def recent_values(self):
         """(2,) RECENT: losses and norms of the last updates, or zeros if outliers are not skipped."""
+        recent = self.optimizer.recent
         with self.device.stream:
-            return np.zeros(2, RECENT) if self.recent is None else self.recent.get().view(RECENT)
+            return np.zeros(2, RECENT) if recent is None else recent.get().view(RECENT)

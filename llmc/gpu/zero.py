@@ -16,6 +16,7 @@ import os
 import warnings
 
 from llmc.errors import UserError
+from llmc.gpu.shares import CHUNKS, REST
 
 
 class Nccl:
@@ -160,3 +161,141 @@ class Messages:
             self.gradient_sends[key].insert(0, functools.partial(peers.exchange, *gradients))
             # last, because it is a kernel, which would wait behind AdamW's blocks
             self.weight_sends[key[1]].append(functools.partial(peers.exchange, sent, arriving))
+
+
+class Several:
+    """What of a step is on the communication stream: what has been sent, and the events at which it has arrived."""
+
+    def __init__(self, device, ranks, peers, shares, messages, own_micro_steps):
+        self.device, self.ranks, self.peers, self.shares, self.messages = device, ranks, peers, shares, messages
+        self.own_micro_steps, self.optimizer, self.fp8 = own_micro_steps, None, None
+        self.gradients_arrived, self.weights_arrived = {}, {}  # events
+        self.micro_batch = self.next_layer = None  # in a step: of the backward pass; whose weights are read next
+
+    def send_gradients(self, key, computed=None):
+        """Send and receive a matrix's gradients. key: (name, layer), (name, None) or REST; computed: an event to wait
+        for first."""
+        name = " ".join(["gradients", *(str(part) for part in reversed(key) if part is not None)])
+        self.gradients_arrived[key] = self.send(self.messages.gradient_sends[key], name, computed)
+
+    def send_weights(self, l):
+        """Send and receive the weights that each rank has updated. l: whose matrices; None: the rest."""
+        name = "weights" if l is None else f"weights {l}"
+        self.weights_arrived[l] = self.send(self.messages.weight_sends[l], name)
+
+    def send(self, sends, name, computed=None):
+        """Returns an event. All messages are on one stream, because NCCL needs one order."""
+        with self.device.beside(self.device.comm) as done:
+            self.device.wait(computed)
+            with self.device.span(name):
+                for send in sends:
+                    send(self.device.stream)
+        return done
+
+    def send_all_weights(self):
+        for l in (*range(self.shares.layers), None):
+            self.send_weights(l)
+        self.device.wait(self.weights_arrived[None])
+
+    def add_up(self, *pairs, largest=False):
+        """total = the sum over the ranks of addend, or the largest, for pairs (total, addend)."""
+        with self.device.beside(self.device.comm) as done:
+            for total, addend in pairs:
+                self.peers.add_up(total, addend, self.device.stream, largest=largest)
+        self.device.wait(done)
+
+    def layer_begins(self, l):
+        """Before layer l of an update's first forward pass: wait for its matrices, and have those of the next two
+        layers on their way; the first layer's have arrived in the previous step."""
+        if l > 0:
+            self.device.wait(self.weights_arrived[l])
+        for ahead in range(1 if l == 0 else l + 2, min(l + 3, self.shares.layers)):
+            self.send_weights(ahead)
+        if self.fp8:
+            self.fp8.quantise_weights(slice(l, l + 1), again=not self.ranks.is_first)
+
+    def weight_done(self, name, l, computed):
+        """Send the gradient of layer l's matrix `name`, after the event `computed`. The last one is of the first
+        layer's first matrix. While it travels, the norm of the other layers' gradients is computed."""
+        if self.micro_batch is None:
+            return
+        self.send_gradients((name, l), computed)
+        is_last = self.micro_batch == self.own_micro_steps - 1 and l == 0 and name == self.shares.first_matrix
+        if is_last and self.shares.layers > 1:
+            self.device.wait(self.gradients_arrived[name, 1])
+            self.optimizer.norm_of("other layers")
+
+
+class SharedPasses:
+    """What a page's model does otherwise on several GPUs: it sends each gradient when it is computed, and waits for
+    each layer's weights. `several` is a Several."""
+
+    def train_step(self, trainer):
+        self.several.micro_batch, self.several.next_layer = 0, 0
+        super().train_step(trainer)
+        self.several.micro_batch = self.several.next_layer = None
+
+    def linear(self, name, l=0):
+        if name == "qkv" and l == self.several.next_layer:
+            self.several.next_layer = l + 1 if l + 1 < self.config.L else None
+            self.several.layer_begins(l)
+        return super().linear(name, l)
+
+    def backward_head(self, acts, scale):
+        super().backward_head(acts, scale)
+        if "lm_head" in self.params.table:
+            self.several.weight_done("lm_head", None, None)
+
+    def weight_gradient(self, name, l, dout, inp):
+        done = super().weight_gradient(name, l, dout, inp)
+        self.several.weight_done(f"{name}w", l, done)
+        return done
+
+    def backward(self, acts, inputs, scale):
+        super().backward(acts, inputs, scale)
+        if self.several.micro_batch is not None:
+            self.several.send_gradients(REST)
+            self.several.micro_batch += 1
+
+
+class SharedUpdate:
+    """What a page's optimizer does otherwise on several GPUs. The first layer and the rest are updated first: the next
+    forward pass begins with them, and they travel during the other updates."""
+
+    def share(self, several):
+        self.several, chunks = several, self.groups["all"]
+        first, rest, _ = (CHUNKS.itemsize * end for end in self.ends)
+        self.groups |= {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:]}
+        self.own_parts, self.parts = self.parts, self.parts.copy()
+
+    def loss(self, i):
+        number = i * self.ranks + self.several.ranks.rank  # among the update's micro-batches
+        return self.own_parts[number : number + 1]
+
+    def accumulate(self, i):
+        self.device.wait(self.several.gradients_arrived.get(REST))
+        super().accumulate(i)
+
+    def norm_of(self, group):
+        """As global_norm; other ranks' chunks are 0."""
+        total, self.parts = self.parts, self.own_parts
+        super().global_norm(group)
+        self.parts = total
+
+    def global_norm(self):
+        self.device.wait(self.several.gradients_arrived[REST])
+        self.norm_of("first layer")
+        self.norm_of("rest")
+        self.several.add_up((self.parts, self.own_parts))
+
+    def update(self):
+        for group, layer in (("first layer", 0), ("rest", None)):
+            super().update(group)
+            self.several.send_weights(layer)
+        super().update("other layers")
+        self.device.wait(self.several.weights_arrived[None])
+
+
+def on_several(kind, mixin):
+    """A page's class for several GPUs: its model with SharedPasses, its optimizer with SharedUpdate."""
+    return type(kind.__name__, (mixin, kind), {})
