@@ -16,11 +16,11 @@ no CUDA toolkit.
 A step never waits for the host: it is one CUDA graph, from the copy of the batch out of pinned memory to AdamW, and the
 host prints a step's loss while the next one runs. Results are bit-identical from run to run and across a resume: every
 sum has a fixed order, and there are no atomic additions of floats. The same holds on 1, 2, 4, 8 and 16 GPUs:
-llmc/gpu/zero.py says how.
+llmc/gpu/several/zero.py says how.
 
 The whole step is on this page: tables, launches, forward, backward, norm, AdamW, their order, the capture as a graph.
 llmc/gpu/trainer.py has what surrounds it: buffers, batches, reports, copies of the state; llmc/loop.py what happens
-between steps. 8-bit matmuls (llmc/gpu/fp8.py) and several GPUs (llmc/gpu/zero.py) are classes that derive from these.
+between steps. 8-bit matmuls (llmc/gpu/fp8.py) and several GPUs (llmc/gpu/several/) are classes that derive from these.
 """
 
 import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
@@ -41,10 +41,10 @@ from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, BLOCK_THREADS, WARP, blocks, pack
+from llmc.gpu.launcher import on_ranks
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear, Quantised
 from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, resolve_dtype
-from llmc.gpu.ranks import check_alike, on_ranks
 from llmc.gpu.saver import TrainerSaver
 from llmc.gpu.shares import CHUNKS
 from llmc.gpu.trainer import open_trainer
@@ -826,7 +826,7 @@ def run(architecture, settings, ranks):
     with (locked(settings.output_dir if ranks.is_first else None),
           Loop(settings, architecture, ranks, resolve, LlmcCudaLines) as loop):
         settings = loop.settings
-        check_alike(ranks, gpu, settings, loop.config, loop.params, loop.train_loader, loop.val_loader)
+        ranks.check_alike(gpu, settings, loop.config, loop.params, loop.train_loader, loop.val_loader)
         peak = peak_rate(gpu, ranks.size, settings, loop.config, loop.parameters)
         loop.console.header(f"{describe_gpu(gpu, ranks.size)}, {describe_precision(settings)}", peak)
         trainer = open_trainer(architecture, gpu, loop.config, loop.params, settings, ranks)

@@ -23,7 +23,7 @@ from llmc.gpu.device import cp, describe_gpu, open_gpu
 from llmc.errors import run_main
 from llmc.gpu.trainer import open_trainer
 from llmc.resume import read_start
-from llmc.gpu.ranks import check_alike, on_ranks
+from llmc.gpu.launcher import on_ranks
 from plot_log import head, label_parts, light_and_dark
 
 PICTURE, STEPS = "timeline.png", 20
@@ -96,7 +96,7 @@ def work(settings, ranks):
     settings = cuda.resolve_auto(settings, gpu.arch)
     settings.sample_every = 0
     config, params, _ = read_start(settings, None, None, cuda.GPT2)
-    check_alike(ranks, gpu, settings, config, params)
+    ranks.check_alike(gpu, settings, config, params)
     trainer = open_trainer(cuda.GPT2, gpu, config, params, settings, ranks)
     trainer.device.spans = []
     trainer.prepare()

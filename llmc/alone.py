@@ -1,4 +1,4 @@
-"""A run of a single process: what it has in common with the ranks of a run on several GPUs (llmc/gpu/ranks.py)."""
+"""A run of a single process, as llmc/gpu/several/ranks.py has the ranks of a run on several GPUs."""
 
 
 class Alone:
@@ -13,6 +13,9 @@ class Alone:
     def attempt(self, function):
         """Call function() on each rank, and return all results, in order. A UserError on one rank is raised on all."""
         return self.gather(function())
+
+    def check_alike(self, *what):
+        """Raise UserError if ranks have different flags, models, data or kinds of GPU, or share a GPU."""
 
     def largest(self, number):
         """Return the largest of all ranks' numbers, with None as 0; None if all are None."""

@@ -33,7 +33,8 @@ from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.debugstate import DebugState, fingerprint
 from llmc.errors import UserError, run_main
-from llmc.gpu import cublaslt, decoder, device, fp8, matmul, memory, ranks, trainer
+from llmc.gpu import cublaslt, decoder, device, fp8, matmul, memory, trainer
+from llmc.gpu.several import ranks
 from llmc.sampler import Choice, Random
 from llmc.tensors import allocate, flat
 from llmc.tokenizer import write_tokenizer

@@ -19,11 +19,11 @@ import numpy as np
 
 import llmc.gpu.device
 import llmc.gpu.trainer
-import llmc.gpu.zero
+import llmc.gpu.several.zero
 import train_gpt2_cuda as cuda
 from conftest import FakeGPU, install
 from llmc.errors import run_main
-from llmc.gpu.ranks import LAUNCHERS
+from llmc.gpu.launcher import LAUNCHERS
 from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.gpu.shares import CHUNKS
 from train_gpt2_cuda import STEP_CONTROL
@@ -227,7 +227,7 @@ def main():
     fake.cp.cuda.runtime.getDeviceCount = lambda: 4
     fake.cp.cuda.runtime.getDevice = lambda: chosen[-1]
     install(fake, setattr)
-    llmc.gpu.zero.Nccl = Messages
+    llmc.gpu.several.zero.Nccl = Messages
     make, llmc.gpu.trainer.Trainer.__init__ = llmc.gpu.trainer.Trainer.__init__, init
     run_main(cuda.main)
 

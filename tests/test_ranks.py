@@ -15,7 +15,8 @@ import pytest
 from conftest import ROOT, SMALL_HEADS, random_params
 from fake_gpus import cuda, end_ranks, fork_ranks, wait_for
 from llmc.errors import Interrupted, Interruption, UserError
-from llmc.gpu.ranks import LAUNCHERS, LOST, Ranks, check_alike, translate_launcher
+from llmc.gpu.launcher import LAUNCHERS, translate_launcher
+from llmc.gpu.several.ranks import LOST, Ranks, check_alike
 
 NUMBERS = [0.1, 1e-320, -0.0, 1 / 3, float("inf")]
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "17"}
@@ -107,7 +108,7 @@ def test_ranks_are_alike(fake_gpu, monkeypatch, bus, changes, may_share, words):
         check_alike(ranks, fake_gpu.gpu._replace(arch=kind), cuda.CudaSettings(**changes), SMALL_HEADS,
                     random_params(SMALL_HEADS, weights))
 
-    monkeypatch.setattr("llmc.gpu.ranks.cp", fake_gpu.cp)
+    monkeypatch.setattr("llmc.gpu.several.ranks.cp", fake_gpu.cp)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)
     found = []
     check(0, 1)
@@ -139,5 +140,5 @@ def test_a_signal_stops_all_at_one_step(fork, number, to, statuses, expected):
 
 def test_one_gpu_needs_no_torch():
     run = "on_ranks(CudaSettings, '', lambda settings, ranks: ranks.gather(0)); assert 'torch' not in sys.modules"
-    code = f"import sys; from llmc.gpu.ranks import on_ranks; from train_gpt2_cuda import CudaSettings; {run}"
+    code = f"import sys; from llmc.gpu.launcher import on_ranks; from train_gpt2_cuda import CudaSettings; {run}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

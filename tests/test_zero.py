@@ -27,7 +27,7 @@ from llmc.gpu.trainer import NOT_READY, Trainer
 from llmc.resume import checkpoint_paths, find_checkpoint, newest_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import Row, allocate, flat
-from llmc.gpu.zero import Nccl
+from llmc.gpu.several.zero import Nccl
 from llmc.gpu.shares import UPDATE_CHUNK, OwnedShare, PARTS, Shares
 from train_gpt2 import Config
 

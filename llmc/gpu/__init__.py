@@ -11,8 +11,8 @@
     memory      what the trainer allocates, and whether it fits
     saver       checkpoints of a trainer, written while training goes on
     decoder     text: passes with a KV cache, sampling
-    ranks       the processes of a run on several GPUs: torchrun and torch.distributed
+    launcher    on how many GPUs a program runs
     shares      which rank owns which parameters
-    zero        ZeRO: sending gradients and weights by NCCL
+    several/    what only a run on more than one GPU uses
     lines       what a run prints: MFU, --lines llmc
 """

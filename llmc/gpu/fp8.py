@@ -360,7 +360,7 @@ class Fp8Linear(NamedTuple):
 class Fp8Passes:
     """What a page's model does otherwise in FP8: fp8_model mixes it in. `fp8` is an Fp8."""
 
-    several = None  # see zero.py
+    several = None  # see several/zero.py
 
     @classmethod
     def tables(cls, config, settings, *arguments):

@@ -136,7 +136,7 @@ class Trainer(ForwardPasses):
             from llmc.gpu.fp8 import Fp8, fp8_model
             architecture = fp8_model(architecture)
         if ranks.size > 1:
-            from llmc.gpu import zero
+            from llmc.gpu.several import zero
             architecture = zero.on_several(architecture, zero.SharedPasses)
             optimizer = zero.on_several(optimizer, zero.SharedUpdate)
         super().__init__(architecture, config, settings, matmul)

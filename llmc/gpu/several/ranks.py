@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -18,34 +17,15 @@ import zlib
 
 import numpy as np
 
-from llmc.alone import ALONE, Alone
+from llmc.alone import Alone
 from llmc.errors import UserError, describe
-from llmc.gpu.device import cp, gpu_errors_as_lines
-from llmc.settings import flag_of, parse_settings
+from llmc.gpu.device import cp
+from llmc.gpu.launcher import LAUNCHERS
+from llmc.settings import flag_of
 from llmc.tensors import flat
 
 LOST = "a rank ended unexpectedly, or does not answer; the last checkpoint, if any, is whole: resume with -y 1"
 PATIENCE = datetime.timedelta(minutes=10)  # for the ranks to meet, and for an answer of a rank that lives
-LAUNCHERS = (  # variables of rank, size, local rank
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
-
-
-def translate_launcher(environ):
-    """Set torchrun's variables if mpirun or srun started this process; return whether a launcher started several."""
-    is_srun = 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 0xFFFFFFF0  # or a batch script, an interactive shell
-    names = next((names for names in LAUNCHERS if all(name in environ for name in names)
-                  and (is_srun or names[0] != "SLURM_PROCID")), None)
-    if names is None or environ[names[1]] == "1":
-        return False
-    environ.update({ours: environ[theirs] for ours, theirs in zip(LAUNCHERS[0], names)})
-    nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1") if is_srun else "127.0.0.1"
-    environ.setdefault("MASTER_ADDR", re.sub(r"\[([^],-]*)[^]]*\]|,.*", r"\1", nodes))  # node01 of node[01-04,7],other
-    environ.setdefault("MASTER_PORT", str(29500 + int(environ.get("SLURM_JOB_ID", 0)) % 1000))  # jobs share machines
-    return True
 
 
 class Ranks(Alone, contextlib.AbstractContextManager):
@@ -139,22 +119,6 @@ class Ranks(Alone, contextlib.AbstractContextManager):
         os._exit(status)  # at a normal exit, destructors would wait for the GPU, and it for a rank that is gone
 
 
-def on_ranks(settings_class, description, work):
-    """Run work(settings, ranks) on each rank, and return the exit status. --gpus starts them if no launcher did."""
-    if not translate_launcher(os.environ):
-        settings = parse_settings(settings_class, description)
-        with gpu_errors_as_lines():
-            return work(settings, ALONE) if settings.gpus == 1 else start_ranks(settings.gpus)
-    with Ranks(os.environ) as ranks, gpu_errors_as_lines():
-        settings = parse_settings(settings_class, description)
-        ranks.has_launcher = settings.gpus == 1
-        if settings.gpus not in (1, ranks.size):
-            raise UserError(f"--gpus {settings.gpus}: a launcher has started {ranks.size} ranks: leave --gpus out")
-        settings = dataclasses.replace(settings, gpus=ranks.size)
-        settings.check()
-        return work(settings, ranks)
-
-
 def start_ranks(count):
     """Run this program as `count` ranks under torchrun; return the exit status of the first that failed, or 0."""
     logging.disable()  # torchrun's; the ranks say what is wrong
@@ -180,8 +144,6 @@ def start_ranks(count):
 def check_alike(ranks, gpu, settings, config, params, train_loader=None, val_loader=None):
     """Raise UserError if ranks have different flags, models, data or kinds of GPU, or share a GPU, which NCCL 2.30 can
     with NCCL_MULTI_RANK_GPU_ENABLE=1. File names may differ between machines."""
-    if ranks.size == 1:
-        return
     fields = [field for field in dataclasses.fields(settings) if field.metadata["group"] != "files"]
     found = {flag_of(settings, field.name): getattr(settings, field.name) for field in fields}
     sample = flat(params)[:: 1 + (flat(params).size >> 20)]  # all of them would take seconds
@@ -198,3 +160,6 @@ def check_alike(ranks, gpu, settings, config, params, train_loader=None, val_loa
         if found[what] != first:
             raise UserError(f"{what}: rank {ranks.rank} has {found[what]}, rank 0 {first}: expected the same flags,"
                             " files and kind of GPU on all ranks")
+
+
+Ranks.check_alike = check_alike

@@ -1,0 +1,51 @@
+"""Which launcher has started this process, if any, and on how many GPUs the program runs."""
+
+import dataclasses
+import os
+import re
+
+from llmc.alone import ALONE
+from llmc.errors import UserError
+from llmc.gpu.device import gpu_errors_as_lines
+from llmc.settings import parse_settings
+
+LAUNCHERS = (  # variables of rank, size, local rank
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def translate_launcher(environ):
+    """Set torchrun's variables if mpirun or srun started this process; return whether a launcher started several."""
+    is_srun = 0 <= int(environ.get("SLURM_STEP_ID", -1)) < 0xFFFFFFF0  # or a batch script, an interactive shell
+    names = next((names for names in LAUNCHERS if all(name in environ for name in names)
+                  and (is_srun or names[0] != "SLURM_PROCID")), None)
+    if names is None or environ[names[1]] == "1":
+        return False
+    environ.update({ours: environ[theirs] for ours, theirs in zip(LAUNCHERS[0], names)})
+    nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1") if is_srun else "127.0.0.1"
+    environ.setdefault("MASTER_ADDR", re.sub(r"\[([^],-]*)[^]]*\]|,.*", r"\1", nodes))  # node01 of node[01-04,7],other
+    environ.setdefault("MASTER_PORT", str(29500 + int(environ.get("SLURM_JOB_ID", 0)) % 1000))  # jobs share machines
+    return True
+
+
+def on_ranks(settings_class, description, work):
+    """Run work(settings, ranks) on each rank, and return the exit status. --gpus starts them if no launcher did."""
+    if not translate_launcher(os.environ):
+        settings = parse_settings(settings_class, description)
+        with gpu_errors_as_lines():
+            if settings.gpus == 1:
+                return work(settings, ALONE)
+            from llmc.gpu.several.ranks import start_ranks
+            return start_ranks(settings.gpus)
+    from llmc.gpu.several.ranks import Ranks
+    with Ranks(os.environ) as ranks, gpu_errors_as_lines():
+        settings = parse_settings(settings_class, description)
+        ranks.has_launcher = settings.gpus == 1
+        if settings.gpus not in (1, ranks.size):
+            raise UserError(f"--gpus {settings.gpus}: a launcher has started {ranks.size} ranks: leave --gpus out")
+        settings = dataclasses.replace(settings, gpus=ranks.size)
+        settings.check()
+        return work(settings, ranks)
