@@ -32,7 +32,7 @@ from llmc.tensors import allocate, bf16_bits, bf16_to_float32
 from llmc.gpu.trainer import STATIC_SHARED, Trainer, adamw_update, add_gradients, global_norm, open_device
 from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS, Shares
 from train_gpt2 import Config
-from rounding import check_tensor
+from llmc.debugstate import check_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU

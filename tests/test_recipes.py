@@ -11,16 +11,16 @@ import pytest
 
 import evaluate
 import generate
-import prepro_fineweb
+from prepro import fineweb
 from conftest import ROOT
 from llmc.settings import parse_settings
-from model import PAGES, architecture_of, on_gpu
+from llmc.api import architecture_of, on_gpu, pages
 
 RECIPES = sorted(path.name for path in (ROOT / "scripts").glob("run_*.sh"))
 NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
 PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.parse_arguments,
-           "prepro_fineweb.py": prepro_fineweb.parse_arguments}
-TRAINERS = {f"{architecture.__module__}.py": architecture for page in PAGES for architecture in (page, on_gpu(page))}
+           "prepro/fineweb.py": fineweb.parse_arguments}
+TRAINERS = {f"{architecture.__module__}.py": architecture for page in pages() for architecture in (page, on_gpu(page))}
 
 
 @pytest.fixture
