@@ -49,8 +49,8 @@ except ImportError as error:
 
 import train_gpt2
 import train_gpt2_cuda as cuda
-from export_weights import (ADAMW, VOCABULARIES, adamw, collect_gradients, make_debug_state, overfit, rotations, swapped,
-                            to_reference, torch_errors_as_lines)
+from export_weights import (ADAMW, VOCABULARIES, adamw, collect_gradients, make_debug_state, overfit, rotations,
+                            swapped, to_reference, torch_errors_as_lines)
 from llmc.api import architecture_of, load_model, on_gpu
 from llmc.checkpoint import read_model, write_model
 from llmc.debugstate import check_tensor, read_debug_state, write_debug_state

@@ -36,7 +36,7 @@ try:
     from huggingface_hub.hf_api import RepoFile
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"prepro/fineweb.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
+    sys.exit(f"fineweb.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc.dataloader import find_files, open_tokens, write_tokens
 from llmc.errors import UserError, run_main

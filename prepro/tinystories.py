@@ -27,7 +27,7 @@ try:
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 except ImportError as error:
-    sys.exit(f"prepro/tinystories.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
+    sys.exit(f"tinystories.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, open_input, replacing

@@ -53,7 +53,7 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
     run(recipe, "-x", 7)
     programs = set()
     for program, *flags in map(json.loads, open("commands")):
-        programs.add(program.split("_")[0])
+        programs.add(re.split("[_/]", program)[0])
         assert program == "-m" or (ROOT / program).is_file()
         monkeypatch.setattr(sys, "argv", [program, *flags])
         if program in PARSERS:
@@ -76,7 +76,7 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
 
 def test_from_text_to_text(project, tmp_path):
     project(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    for path in (ROOT / "llmc", *ROOT.glob("*.py")):
+    for path in (ROOT / "llmc", ROOT / "prepro", *ROOT.glob("*.py")):
         os.symlink(path, path.name)
     (tmp_path / "data" / "tiny_shakespeare.txt").write_bytes(b"def main(ROMEO):\n    return ROMEO\n" * 100)
     short = ("-e", "d2", "-b", 2, "-t", 16, "-v", 2, "-s", 0, "-n", 2)
