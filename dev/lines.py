@@ -17,7 +17,7 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "llmc/": (("llmc/*.py", ":!llmc/gpu"), 3195),  # today's; the goal is 3,100
     "llmc/gpu/": (("llmc/gpu/*.py", ":!llmc/gpu/several"), 3113),  # today's; the goal is 2,600
     "kernels/": (("kernels",), 6393),  # today's; the goal is 6,000
-    "tests/": (("tests/*.py",), 8576),  # today's; the goal is 8,000
+    "tests/": (("tests/*.py",), 8587),  # today's; the goal is 8,000
     "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5817),  # today's; the goal is 5,500
     "doc/": (("doc/*.md",), 2357),  # today's; the goal is 2,300
 }

@@ -16,16 +16,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from prepro import common
-from prepro import pystdlib
 import prepro_text
 import prepro_tinyshakespeare
-from prepro import tinystories
 from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError
 from llmc.tokenizer import read_tokenizer
 from llmc.vocabulary import EOT, encode, load_encoding
+from prepro import common, pystdlib, tinystories
 
 TEXT = b"Some words.\n" * 1000
 

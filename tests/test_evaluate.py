@@ -12,17 +12,17 @@ import pytest
 
 import evaluate
 import export_weights
-from prepro import hellaswag
 import train_gpt2
 from conftest import SMALL, SMALL_HEADS, Server, random_params, write_diverged
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.hellaswag import Example, count_correct, read_examples
-from prepro.hellaswag import write_examples
 from llmc.settings import Settings
 from llmc.tensors import flat
 from llmc.tokenizer import Tokenizer, write_tokenizer
+from prepro import hellaswag
+from prepro.hellaswag import write_examples
 
 HELLASWAG = "data/hellaswag_val.bin"
 TOKENIZER = "--tokenizer", "gpt2_tokenizer.bin"

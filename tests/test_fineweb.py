@@ -7,14 +7,13 @@ import huggingface_hub.file_download as download
 import numpy as np
 import pytest
 
-from prepro import common
-from prepro import fineweb
 from conftest import Server, hub_pages
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
-from prepro.fineweb import READY_MADE
 from llmc.vocabulary import load_encoding
+from prepro import common, fineweb
+from prepro.fineweb import READY_MADE
 
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
 TEXTS = [f"Document {i}. " + "To be, or not to be: that is the question. " * (i * 7919 % 50) for i in range(900)]

@@ -11,10 +11,10 @@ import pytest
 
 import evaluate
 import generate
-from prepro import fineweb
 from conftest import ROOT
-from llmc.settings import parse_settings
 from llmc.api import architecture_of, on_gpu, pages
+from llmc.settings import parse_settings
+from prepro import fineweb
 
 RECIPES = sorted(path.name for path in (ROOT / "scripts").glob("run_*.sh"))
 NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
