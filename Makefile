@@ -83,8 +83,8 @@ sanitize: $(ENVIRONMENT)
 clean:
 	rm -f data/pyprose_train.bin data/pyprose_val.bin data/pyprose_tokenizer.bin
 
-data/pyprose_train.bin: prepro_pystdlib.py prepro.py | $(ENVIRONMENT)
-	$(PYTHON) prepro_pystdlib.py --prose
+data/pyprose_train.bin: prepro/pystdlib.py prepro/common.py | $(ENVIRONMENT)
+	$(PYTHON) prepro/pystdlib.py --prose
 
 # Linux without a GPU first gets PyTorch's CPU build, which then satisfies the requirements, unless NumPy is enough.
 .venv/requirements-%: $(wildcard requirements*.txt)

@@ -37,9 +37,9 @@ from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
 from llmc.resume import model_file, newest_checkpoint, notes_of
-from model import load_model, on_gpu
-from prepro import progress_bar
-from vocabulary import load_vocabulary
+from llmc.api import load_model, on_gpu
+from llmc.vocabulary import load_vocabulary
+from prepro.common import progress_bar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns losses of their shape
@@ -194,7 +194,7 @@ def parse_arguments():
     parser.add_argument("--stride", type=int, metavar="N", default=0, help="tokens from one window to the next, at most"
                         " the context (0: half of it)")
     parser.add_argument("--hellaswag", metavar="FILE", default=argparse.SUPPRESS,
-                        help=f"examples written by prepro_hellaswag.py: {HELLASWAG}")
+                        help=f"examples written by prepro/hellaswag.py: {HELLASWAG}")
     parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of HellaSwag (0: all)")
     parser.add_argument("--batch_size", type=int, metavar="B", default=0,
                         help="windows at a time (0: 1 on a CPU, 4 on a GPU)")

@@ -23,7 +23,6 @@ import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -46,21 +45,22 @@ try:
 except ImportError as error:
     sys.exit(f"export_weights.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
-from llmc.checkpoint import padded, write_model
+from llmc import huggingface
+from llmc.api import load_model as load_any
+from llmc.checkpoint import write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import UserError, run_main
-from llmc.files import make_directory, open_input, replacing
+from llmc.files import make_directory, replacing
+from llmc.huggingface import TRANSPOSED, gpt2_slices, halves, llama_hf_config, llama_slices, neighbours
 from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
-from llmc.tensors import allocate, check_finite
+from llmc.tensors import allocate
 from llmc.tokenizer import FOLDER_FILES, read_tokenizer
-import llama_hf
-from prepro import read_input
-from model import load_model as load_any
-from train_gpt2 import GPT2, Config, parameter_table
-from train_llama3 import Llama3
-from vocabulary import (EOT, HFEncoding, as_vocabulary, bytes_to_letters, load_encoding, reason, save_vocabulary)
+from llmc.vocabulary import EOT, HFEncoding, as_vocabulary, bytes_to_letters, load_encoding, reason, save_vocabulary
+from prepro.common import read_input
+from train_gpt2 import GPT2, Config
+from train_llama3 import Llama3, rope_table
 
 PRETRAINED = {"gpt2": "124M", "gpt2-medium": "355M", "gpt2-large": "774M", "gpt2-xl": "1558M"}  # name -> file label
 INPUT = os.path.join("data", "tiny_shakespeare_val.bin")
@@ -145,6 +145,93 @@ class ReferenceGPT2(nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
+class RMSNorm(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(config.C)), config.eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class LlamaAttention(nn.Module):
+    """Causal attention of grouped queries, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.q_proj, self.o_proj = nn.Linear(config.C, config.Q, bias=False), nn.Linear(config.Q, config.C, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(config.C, config.K, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        (B, T, _), NH, NKV, HS = x.shape, self.config.NH, self.config.NKV, self.config.HS
+        cos, sin = rotations(self.config, T, x.dtype)
+        query, key, value = (project(x).view(B, T, -1, HS).transpose(1, 2)
+                             for project in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = (part * cos + swapped(part) * sin for part in (query, key))
+        heads = F.scaled_dot_product_attention(query, *(part.repeat_interleave(NH // NKV, 1) for part in (
+            key, value)), is_causal=True)
+        return self.o_proj(heads.transpose(1, 2).reshape(B, T, NH * HS))
+
+
+def rotations(config, T, dtype):
+    """cos and sin (T, HS) of RoPE, for Hugging Face's halves."""
+    return (torch.from_numpy(np.concatenate((part, part), 1)).to(dtype) for part in rope_table(config, T))
+
+
+def swapped(x):
+    """(first, second half) of each head -> (-second, first)."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up_proj, self.gate_proj = (nn.Linear(config.C, config.F, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(config.F, config.C, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x)))
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm, self.self_attn = RMSNorm(config), LlamaAttention(config)
+        self.post_attention_layernorm, self.mlp = RMSNorm(config), LlamaMLP(config)
+
+    def forward(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ReferenceLlama(nn.Module):
+    """Token ids (B, T), and targets or None -> logits (B, T, V), mean loss or None."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.V, config.C)
+        self.model.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.L))
+        self.model.norm = RMSNorm(config)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.C, config.V, bias=False)
+
+    def head(self):
+        return self.model.embed_tokens.weight if self.config.tied else self.lm_head.weight
+
+    def forward(self, tokens, targets=None):
+        x = self.model.embed_tokens(tokens)
+        for block in self.model.layers:
+            x = block(x)
+        logits = F.linear(self.model.norm(x), self.head())
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 @torch.no_grad()
 def generate(model, tokens, length, generator, top_k=40):
     """Append `length` sampled tokens to tokens (1, T)."""
@@ -159,46 +246,32 @@ def generate(model, tokens, length, generator, top_k=40):
 # ----------------------------------------------------------------------------------------------------------------------
 # weights: conversions between our 16 stacked tensors, the reference's modules and Hugging Face's files
 
-LAYER_TENSORS = {  # our name -> the module's name within a layer
-    "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
-    "attprojw": "attn.c_proj.weight", "attprojb": "attn.c_proj.bias", "ln2w": "ln_2.weight", "ln2b": "ln_2.bias",
-    "fcw": "mlp.c_fc.weight", "fcb": "mlp.c_fc.bias", "fcprojw": "mlp.c_proj.weight", "fcprojb": "mlp.c_proj.bias",
-}  # fmt: skip
-GLOBAL_TENSORS = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
-TRANSPOSED = ("qkvw", "attprojw", "fcw", "fcprojw")  # Hugging Face's GPT-2 keeps these as (in, out)
+read_hf_folder = functools.partial(huggingface.read_hf_folder, gpt2=GPT2, llama=Llama3)
 
 
-def named_slices(config, tensors):
-    """Yield (our name, module's name, NumPy view) for every parameter of the reference, without the padding of wte."""
-    for name in tensors.table:
-        tensor = getattr(tensors, name)
-        if name in GLOBAL_TENSORS:
-            yield name, GLOBAL_TENSORS[name], tensor[: config.V] if name == "wte" else tensor
-        else:
-            for l in range(config.L):
-                yield name, f"h.{l}.{LAYER_TENSORS[name]}", tensor[l]
+def module_slices(config, tensors):
+    """Yield (module's name, NumPy view, heads) for every parameter of the reference, as llama_slices does."""
+    if not isinstance(config, Config):
+        return llama_slices(config, tensors)
+    return ((module_name, view, 0) for _, module_name, view in gpt2_slices(config, tensors))
 
 
 def to_reference(config, params, flash=False, dtype=torch.float32):
     """Return a ReferenceGPT2, or a ReferenceLlama, on the CPU with our parameters."""
-    if not isinstance(config, Config):
-        return llama_hf.to_reference(config, params, dtype)
     with torch.device("meta"):
-        model = ReferenceGPT2(config, flash)
-    state = {module_name: torch.from_numpy(np.array(view)).to(dtype)
-             for _, module_name, view in named_slices(config, params)}
+        model = ReferenceGPT2(config, flash) if isinstance(config, Config) else ReferenceLlama(config)
+    state = {name: torch.from_numpy(np.array(halves(view, heads))).to(dtype)
+             for name, view, heads in module_slices(config, params)}
     model.load_state_dict(state, assign=True)
     return model
 
 
 def collect_gradients(config, model, dtype="float32"):
-    """Return the reference's gradients in our layout; wte's padding is 0."""
-    if not isinstance(config, Config):
-        return llama_hf.collect_gradients(config, model, dtype)
-    tensors = allocate(parameter_table(config, dtype))
-    parameters = dict(model.named_parameters())
-    for _, module_name, view in named_slices(config, tensors):
-        torch.from_numpy(view).copy_(parameters[module_name].grad)
+    """Return the reference's gradients in our layout; padding is 0."""
+    table = (GPT2 if isinstance(config, Config) else Llama3).parameter_table(config, dtype)
+    tensors, parameters = allocate(table), dict(model.named_parameters())
+    for name, view, heads in module_slices(config, tensors):
+        view[...] = neighbours(parameters[name].grad.numpy(), heads)
     return tensors
 
 
@@ -214,106 +287,6 @@ def fetch_pretrained(repository):
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise UserError(f"{repository}: the download from Hugging Face failed ({reason(error)}); random weights"
                         " need none: python export_weights.py --model d12") from None
-
-
-HF_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise belongs to another architecture
-    "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-}  # fmt: skip
-
-
-HF_HINT = "expected a Hugging Face folder with config.json and model.safetensors"
-
-
-def find_weights(folder):
-    """Return (path, [path]) of a folder's model.safetensors or, if there is none, the index and the shards it names."""
-    whole, index = (os.path.join(folder, f"model.safetensors{end}") for end in ("", ".index.json"))
-    if os.path.lexists(whole) or not os.path.lexists(index):
-        return whole, [whole]
-    try:
-        with open_input(index, HF_HINT) as f:
-            return index, [os.path.join(folder, name) for name in sorted(set(json.load(f)["weight_map"].values()))]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index}: not the index of a model's shards ({error!r})") from None
-
-
-def gpt2_config_of(hf, config_path):
-    """The Config of GPT-2's config.json, a dict."""
-    for key, allowed in HF_EXPECTED.items():
-        if hf.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}:"
-                            " not a GPT-2 that this project trains")
-    if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
-        raise UserError(f"{config_path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
-    for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
-        if type(hf[key]) is not int:
-            raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected a whole number")
-    V = hf["vocab_size"]
-    config = Config(maxT=hf["n_positions"], V=V, L=hf["n_layer"], NH=hf["n_head"], C=hf["n_embd"], Vp=padded(V))
-    if min(dataclasses.astuple(config)) < 1 or config.C % config.NH:
-        raise UserError(f"{config_path}: impossible sizes: {config.describe()}")
-    return config
-
-
-def read_hf_folder(folder):
-    """Read (architecture, config, params) from a Hugging Face folder: config.json and model.safetensors, no pickle."""
-    path = config_path = os.path.join(folder, "config.json")
-    try:
-        with open_input(config_path, HF_HINT) as f:
-            hf = json.load(f)
-        if hf.get("model_type") in ("llama", "mistral"):
-            architecture, config = Llama3, llama_hf.config_of(hf, config_path)
-        else:
-            architecture, config = GPT2, gpt2_config_of(hf, config_path)
-        weights_path, shards = find_weights(folder)
-        state = {}
-        for path in shards:
-            open_input(path, HF_HINT).close()
-            state |= safetensors.torch.load_file(path)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config_path}: not the configuration of a GPT-2 or Llama ({error!r})") from None
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{path}: not a safetensors file ({error})") from None
-
-    state = {key.removeprefix("transformer."): value for key, value in state.items()}
-    def fetch(module_name, shape, transposed=False):
-        if module_name not in state:
-            raise UserError(f"{weights_path}: tensor {module_name} is missing")
-        tensor = state[module_name]
-        if not tensor.is_floating_point():
-            raise UserError(f"{weights_path}: {module_name} is of {str(tensor.dtype).removeprefix('torch.')}, expected"
-                            " floating-point weights")
-        tensor = tensor.float().numpy()
-        tensor = tensor.T if transposed else tensor
-        if tensor.shape != shape:
-            raise UserError(f"{weights_path}: {module_name} has shape {tensor.shape}, expected {shape} from"
-                            " config.json")
-        return tensor
-
-    if architecture is not GPT2:
-        params = read_llama(config, fetch)
-    else:
-        fetch("wte.weight", (config.V, config.C))  # these three check all sizes before anything is allocated
-        fetch("wpe.weight", (config.maxT, config.C))
-        fetch(f"h.{config.L - 1}.ln_1.weight", (config.C,))
-        params = allocate(parameter_table(config))
-        for name, module_name, view in named_slices(config, params):
-            view[:] = fetch(module_name, view.shape, name in TRANSPOSED)
-        if "lm_head.weight" in state and not np.array_equal(fetch("lm_head.weight", (config.V, config.C)),
-                                                            params.wte[: config.V]):
-            raise UserError(f"{weights_path}: lm_head.weight differs from wte.weight: this project ties the two")
-    check_finite(weights_path, params, "download or save it again")
-    return architecture, config, params
-
-
-def read_llama(config, fetch):
-    fetch("model.embed_tokens.weight", (config.V, config.C))  # these two check sizes before anything is allocated
-    fetch(f"model.layers.{config.L - 1}.mlp.down_proj.weight", (config.C, config.F))
-    params = allocate(Llama3.parameter_table(config))
-    for module_name, view, heads in llama_hf.named_slices(config, params):
-        view[:] = llama_hf.neighbours(fetch(module_name, view.shape), heads)
-    return params
 
 
 GPT2_VOCABULARY = "vocab.json", "merges.txt", "tokenizer_config.json"  # transformers' files for it
@@ -356,7 +329,7 @@ def write_hf_folder(model, folder):
     make_directory(folder)
     eot = end_of_text(tokenizer, config.V)
     ends = json.loads(tokenizer_files.get("generation_config.json", "{}")).get("eos_token_id", eot)
-    hf = llama_hf.hf_config(config, eot, ends) if architecture is Llama3 else {
+    hf = llama_hf_config(config, eot, ends) if architecture is Llama3 else {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
         "n_positions": config.maxT, "n_ctx": config.maxT, "vocab_size": config.V, "n_layer": config.L,
         "n_head": config.NH, "n_embd": config.C, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
@@ -364,10 +337,10 @@ def write_hf_folder(model, folder):
         "tie_word_embeddings": True,
     }  # fmt: skip
     if architecture is Llama3:
-        state = {name: llama_hf.halves(view, heads) for name, view, heads in llama_hf.named_slices(config, params)}
+        state = {name: halves(view, heads) for name, view, heads in llama_slices(config, params)}
     else:
         state = {f"transformer.{module_name}": view.T if name in TRANSPOSED else view
-                 for name, module_name, view in named_slices(config, params)}
+                 for name, module_name, view in gpt2_slices(config, params)}
     state = {name: torch.from_numpy(np.ascontiguousarray(view)) for name, view in state.items()}
     files = {"model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files,
              "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes the folder one

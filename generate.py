@@ -30,8 +30,8 @@ import numpy as np
 from llmc.errors import UserError, describe, import_package, run_main
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.sampler import Choice, Random, Writer, end_of_text
-from model import load_model, on_gpu
-from vocabulary import load_vocabulary
+from llmc.api import load_model, on_gpu
+from llmc.vocabulary import load_vocabulary
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model and prompt

@@ -35,9 +35,9 @@ import numpy as np
 from llmc.dataloader import find_files
 from llmc.errors import UserError, run_main
 from llmc.files import chunks, errors_of_writing, make_directory, open_input
-from prepro import (add_processes, add_val_fraction, check_not_written_over, check_processes, in_processes, make_parser,
-                    output_paths, progress_bar, save_files, save_tokens, val_tokens)
-from vocabulary import encode, load_encoding
+from llmc.vocabulary import encode, load_encoding
+from prepro.common import (add_processes, add_val_fraction, check_not_written_over, check_processes, in_processes,
+                           make_parser, output_paths, progress_bar, save_files, save_tokens, val_tokens)
 
 HINT = "pass files of text, or folders with them"
 VAL_TOKENS = 32768

@@ -14,8 +14,9 @@ Each speech starts with an end-of-text token. The first 32768 tokens are for val
 import os
 
 from llmc.errors import UserError, run_main
-from prepro import add_val_fraction, check_not_written_over, download, make_parser, output_paths, read_input, save_split
-from vocabulary import EOT, encode, load_encoding
+from llmc.vocabulary import EOT, encode, load_encoding
+from prepro.common import (add_val_fraction, check_not_written_over, download, make_parser, output_paths, read_input,
+                           save_split)
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"

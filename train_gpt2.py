@@ -516,12 +516,6 @@ class GPT2:
     activation_table, scratch_table = staticmethod(activation_table), staticmethod(scratch_table)
     forward_layers = staticmethod(forward_layers)
 
-    @classmethod
-    def load(cls, path, **options):
-        """Load a model to use from Python, with loss, generate, forward, backward, update: a Model of model.py."""
-        from model import Model
-        return Model(path, **options)
-
     def __init__(self, config, params):
         self.config, self.params = config, params
         self.grads = self.m = self.v = None

@@ -593,12 +593,6 @@ class GPT2:
     decode_constants = staticmethod(lambda config, T: {})
 
     @classmethod
-    def load(cls, path, **options):
-        """Load a model to use from Python, with loss, generate, forward, backward, update: a GpuModel of model.py."""
-        from model import GpuModel
-        return GpuModel(path, **options)
-
-    @classmethod
     def tables(cls, config, settings, B, T, sm_count, geometry):
         """What a pass over (B, T) tokens needs beside the parameters: {what for: {phase: table}}; the tables of one
         entry share their memory."""

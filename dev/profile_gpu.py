@@ -31,7 +31,7 @@ from llmc.gpu.trainer import open_device, open_trainer  # noqa: F401  (for the k
 from llmc.resume import read_start
 from llmc.settings import parse_settings
 from llmc.tensors import Row, bf16_bits
-from model import architecture_of, on_gpu
+from llmc.api import architecture_of, on_gpu
 from train_gpt2_cuda import JOB, CudaSettings
 
 STEPS = 10

@@ -32,6 +32,7 @@ import numpy as np
 
 import train_gpt2
 import train_llama3
+from llmc.debugstate import check_tensor as compare
 from llmc.errors import UserError, run_main
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import open_gpu
@@ -41,8 +42,7 @@ from llmc.gpu.precision import Precision
 try:
     import pytest
 
-    import dev.rounding  # noqa: F401  (as test_gpt2.py imports it)
-    from rounding import check_tensor as compare  # as the tests do
+    import torch  # noqa: F401  (for the tests)
     MISSING = None
 except ImportError as error:
     MISSING = error.name
@@ -212,7 +212,7 @@ def train(arguments, directory):
     print("on your layers:", *map(os.path.basename, passing) if passing else ["none yet"])
     os.chdir(ROOT)
     if not os.path.exists("data/pyprose_train.bin"):
-        subprocess.run([sys.executable, "prepro_pystdlib.py", "--prose"], check=True)
+        subprocess.run([sys.executable, "prepro/pystdlib.py", "--prose"], check=True)
     sys.argv[1:] = ["-e", "d4", "-i", "data/pyprose", "-b", "16", "-t", "64", "-x", "600", "-s", "600",
                     "--print_every", "20", *arguments]
     with contextlib.ExitStack() as stack:

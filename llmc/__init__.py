@@ -5,6 +5,8 @@
     tensors     tables: name -> shape; one buffer for each table, and views of it
     files       headers, size checks, writes to a temporary file that is then renamed
     checkpoint, debugstate   the files of models and optimizer states; the file that test_gpt2.py checks parity with
+    api         a model from Python, and which page a file is of
+    huggingface, vocabulary   Hugging Face's folders; text to ids and back
     resume      a run's checkpoints: saving one, resuming from one
     dataloader, shuffle   token files, and the order in which they are read
     logger, progress   main.log and main.csv; what a run prints: header, step lines, a progress bar on a terminal

@@ -1,6 +1,7 @@
 """A debug state: one batch, and what PyTorch computed from it, for the parity test. In llm.c's format, with a trailer
 of this project's (doc/formats.md). The gradients have V rows in version 1, Vp in version 2."""
 
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -83,3 +84,21 @@ def fingerprint(config, params):
         for piece in chunks(tensor):
             crc = zlib.crc32(bf16_bits(piece), crc)
     return crc
+
+
+def check_tensor(name, got, expected, tolerance, norm_tolerance=math.inf, print_row=True):
+    """Return whether shapes agree, every |got - expected| <= tolerance, and their 2-norm <= norm_tolerance. NaN fails.
+    Prints one row, without print_row only if shapes differ. tolerance: a number, or an array of the same shape."""
+    if np.shape(got) != np.shape(expected):
+        print(f"{name:<12} shape {np.shape(got)}, expected {np.shape(expected)}  FAIL")
+        return False
+    difference = np.abs(np.subtract(got, expected, dtype=np.float64)).reshape(-1)
+    tolerance = np.broadcast_to(tolerance, np.shape(got)).reshape(-1)
+    worst = int(np.argmax(difference - tolerance))  # argmax finds a NaN first
+    largest, allowed, norm = difference[worst], tolerance[worst], np.linalg.norm(difference)
+    okay = bool(largest <= allowed and norm <= norm_tolerance)
+    if print_row:
+        at, verdict = ",".join(map(str, np.unravel_index(worst, np.shape(got)))), "ok" if okay else "FAIL"
+        norms = "" if norm_tolerance == math.inf else f"  2-norm {norm:.3e} of {norm_tolerance:.3e}"
+        print(f"{name:<12} max diff {largest:.3e} at [{at}]  tolerance {allowed:.3e}{norms}  {verdict}")
+    return okay

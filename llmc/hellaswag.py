@@ -10,7 +10,7 @@ from llmc.dataloader import check_ids
 from llmc.errors import UserError
 from llmc.files import EXAMPLES_MAGIC, HELLASWAG, open_input, read_header
 
-HELLASWAG_HINT = "make it with: python prepro_hellaswag.py"
+HELLASWAG_HINT = "make it with: python prepro/hellaswag.py"
 ENDINGS = 4
 BEGIN = 65535  # of a record
 NUMBERS = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # version -> what a file consists of; 2 is this project's

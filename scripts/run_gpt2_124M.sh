@@ -13,8 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
-[ -e data/fineweb10B/fineweb_train_000103.bin ] || python prepro_fineweb.py
-[ -e data/hellaswag_val.bin ] || python prepro_hellaswag.py
+[ -e data/fineweb10B/fineweb_train_000103.bin ] || python prepro/fineweb.py
+[ -e data/hellaswag_val.bin ] || python prepro/hellaswag.py
 
 python train_gpt2_cuda.py -e d12 -i "data/fineweb10B/fineweb_train_*.bin" --shuffle 1 --spread 0 -o runs/gpt2_124M \
     -b 64 -t 1024 -d 524288 -x 19560 -l 6e-4 -u 700 -k cosine -q 0 -c 0.1 --beta2 0.95 --grad_clip 1 \

@@ -13,8 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
-[ -e data/edu_fineweb100B/edu_fineweb_train_000336.bin ] || python prepro_fineweb.py --edu --size 100B --shards 336
-[ -e data/hellaswag_val.bin ] || python prepro_hellaswag.py
+[ -e data/edu_fineweb100B/edu_fineweb_train_000336.bin ] || python prepro/fineweb.py --edu --size 100B --shards 336
+[ -e data/hellaswag_val.bin ] || python prepro/hellaswag.py
 
 python train_gpt2_cuda.py -e d48 -i "data/edu_fineweb100B/edu_fineweb_train_*.bin" --shuffle 1 --spread 0 \
     -o runs/gpt2_1558M -b 16 -t 1024 -d 1048576 -x 32000 -l 6e-4 -u 700 -k cosine -q 0.1 -c 0.1 --beta2 0.95 \

@@ -12,9 +12,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
-[ -e data/fineweb_350M/fineweb_train_000315.bin ] || python prepro_fineweb.py --size 100B --shards 315 \
+[ -e data/fineweb_350M/fineweb_train_000315.bin ] || python prepro/fineweb.py --size 100B --shards 315 \
     --output data/fineweb_350M
-[ -e data/hellaswag_val.bin ] || python prepro_hellaswag.py
+[ -e data/hellaswag_val.bin ] || python prepro/hellaswag.py
 
 python train_gpt2_cuda.py -e d24 -i "data/fineweb_350M/fineweb_train_*.bin" --shuffle 1 --spread 0 -o runs/gpt2_350M \
     -b 64 -t 1024 -d 524288 -x 60000 -l 3e-4 -u 700 -k cosine -q 0 -c 0.1 --beta2 0.95 --grad_clip 1 \

@@ -13,9 +13,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
-[ -e data/fineweb_774M/fineweb_train_001000.bin ] || python prepro_fineweb.py --size 100B --shards 1000 \
+[ -e data/fineweb_774M/fineweb_train_001000.bin ] || python prepro/fineweb.py --size 100B --shards 1000 \
     --output data/fineweb_774M
-[ -e data/hellaswag_val.bin ] || python prepro_hellaswag.py
+[ -e data/hellaswag_val.bin ] || python prepro/hellaswag.py
 
 python train_gpt2_cuda.py -e d36 -i "data/fineweb_774M/fineweb_train_*.bin" --shuffle 1 --spread 0 -o runs/gpt2_774M \
     -b 32 -t 1024 -d 524288 -x 286102 -l 2.5e-4 -u 700 -k cosine -q 0 -c 0.1 --beta2 0.95 --grad_clip 1 \

@@ -12,8 +12,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 
-[ -e data/fineweb10B/fineweb_train_000103.bin ] || python prepro_fineweb.py
-[ -e data/hellaswag_val.bin ] || python prepro_hellaswag.py
+[ -e data/fineweb10B/fineweb_train_000103.bin ] || python prepro/fineweb.py
+[ -e data/hellaswag_val.bin ] || python prepro/hellaswag.py
 
 python train_llama3_cuda.py -e l12 -i "data/fineweb10B/fineweb_train_*.bin" --shuffle 1 --spread 0 \
     -o runs/llama3_114M -b 64 -t 1024 -d 524288 -x 19560 -l 6e-4 -u 700 -k cosine -q 0 -c 0.1 --beta2 0.95 \

@@ -14,7 +14,7 @@ PATH="$PWD/.venv/bin:$PATH"
 trainer=train_gpt2.py
 [[ $(nvidia-smi -L 2> /dev/null) == GPU* ]] && python -m llmc.gpu.device && trainer=train_gpt2_cuda.py
 
-[ -e data/pystdlib_train.bin ] || python prepro_pystdlib.py
+[ -e data/pystdlib_train.bin ] || python prepro/pystdlib.py
 
 python $trainer -e d6 -i data/pystdlib --shuffle 1 --spread 1 -o runs/pystdlib \
     -b 64 -t 256 -x 1250 -l 1e-3 -u 100 -k cosine -q 0.1 -c 0.1 --beta2 0.95 --grad_clip 1 \

@@ -20,7 +20,7 @@ from llmc.checkpoint import write_model
 from llmc.errors import UserError
 from llmc.gpu.fp8 import Fp8
 from llmc.gpu.geometry import KERNELS
-from model import PAGES, on_gpu
+from llmc.api import on_gpu, pages
 from test_gpt2 import need, untied_llama
 
 B, T = 2, 32
@@ -43,7 +43,7 @@ def model(page, tmp_path):
     return path
 
 
-each_page = pytest.mark.parametrize("page", PAGES)
+each_page = pytest.mark.parametrize("page", pages())
 
 
 @pytest.mark.gpu

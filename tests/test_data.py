@@ -16,16 +16,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import prepro
-import prepro_pystdlib
 import prepro_text
 import prepro_tinyshakespeare
-import prepro_tinystories
 from conftest import ROOT, Server, assert_one_line_error, hub_pages, run_program
 from llmc.dataloader import open_tokens
 from llmc.errors import UserError
 from llmc.tokenizer import read_tokenizer
-from vocabulary import EOT, encode, load_encoding
+from llmc.vocabulary import EOT, encode, load_encoding
+from prepro import common, pystdlib, tinystories
 
 TEXT = b"Some words.\n" * 1000
 
@@ -60,7 +58,7 @@ def test_tiny_shakespeare(tmp_path, tiny_shakespeare, vocabulary_here, run_here,
 def test_a_terminal_shows_a_progress_bar_that_reaches_its_end(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with prepro.progress_bar(100, "reading", "B") as advance:
+    with common.progress_bar(100, "reading", "B") as advance:
         advance(70)
     assert sys.stderr.getvalue().split("\r")[-1].startswith("reading: 100%")
 
@@ -104,7 +102,7 @@ def test_a_small_text_is_split(tmp_path, tiny_shakespeare, vocabulary_here, run_
     val, train = (int(line.split()[1]) for line in split().stdout.splitlines()[:2])
     assert val == (val + train) // 10
     assert split("--val_fraction", 0.5).stdout.startswith(f"Saved {(val + train) // 2} tokens")
-    assert prepro.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
+    assert common.val_tokens(100, 10, SimpleNamespace(val_fraction=0.29)) == 29  # in floating point, 28.999
     split("--val_fraction", 1, fails=["--val_fraction 1.0"])
     split("--val_fraction", 1e-9, fails=("of which 0 for validation", "--val_fraction"))
 
@@ -241,11 +239,11 @@ def test_numpy_alone_is_enough_for_own_text(tmp_path, vocabulary, V):
 
 
 def test_pystdlib(prepare):
-    tokens, _, printed = prepare("--format", "uint16", program=prepro_pystdlib)
+    tokens, _, printed = prepare("--format", "uint16", program=pystdlib)
     assert printed.startswith("Saved 65536 tokens to out/x_val.bin\nSaved 4128768 tokens to out/x_train.bin\n")
     assert len(tokens) == 65536 + 4128768 and tokens[4128768] == 256
     assert b"def __init__(self" in bytes(token for token in tokens if token != 256)
-    text = text_of(*prepare("--prose", program=prepro_pystdlib)[:2])
+    text = text_of(*prepare("--prose", program=pystdlib)[:2])
     assert len(text) > 500_000 and text.isascii() and "return value" in text and "    def " not in text
 
 
@@ -265,7 +263,7 @@ def stories(tmp_path, vocabulary_here, monkeypatch):
 
 
 def test_tinystories(tmp_path, stories, run_here):
-    command = prepro_tinystories, "--input", "shards", "--format", "uint16", "--output"
+    command = tinystories, "--input", "shards", "--format", "uint16", "--output"
     for processes in (1, 2):
         run_here(*command, f"ts{processes}", "--processes", processes)
         val, train = (open_tokens(f"ts{processes}_{split}.bin", 50257).tolist() for split in ("val", "train"))
@@ -288,11 +286,11 @@ def test_tinystories_download(tmp_path, stories, run_here, use_hub):
             ("other", None, "home3", ("TinyStories_all_data.tar.gz", "--input DIR"))):
         with Server(pages) as server:
             use_hub(server.url if pages else None, tmp_path / home)
-            run_here(prepro_tinystories, "--processes", 1, "--output", output, fails=fails)
+            run_here(tinystories, "--processes", 1, "--output", output, fails=fails)
         assert fails or open_tokens(f"{output}_val.bin", 50257).tolist() == stories[0]
     assert not list(tmp_path.glob("other*"))
 
 
 def test_a_killed_worker_is_noticed():
     with pytest.raises(UserError, match="--processes 2: .* killed"):
-        list(prepro.in_processes(os._exit, [1], 2))
+        list(common.in_processes(os._exit, [1], 2))

@@ -12,17 +12,17 @@ import pytest
 
 import evaluate
 import export_weights
-import prepro_hellaswag
 import train_gpt2
 from conftest import SMALL, SMALL_HEADS, Server, random_params, write_diverged
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.hellaswag import Example, count_correct, read_examples
-from prepro_hellaswag import write_examples
 from llmc.settings import Settings
 from llmc.tensors import flat
 from llmc.tokenizer import Tokenizer, write_tokenizer
+from prepro import hellaswag
+from prepro.hellaswag import write_examples
 
 HELLASWAG = "data/hellaswag_val.bin"
 TOKENIZER = "--tokenizer", "gpt2_tokenizer.bin"
@@ -55,10 +55,10 @@ def examples(workplace):
 def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Server({"/x": (200, {}, LINES.encode())}) as server:
-        command = prepro_hellaswag, "--url", f"{server.url}/x"
+        command = hellaswag, "--url", f"{server.url}/x"
         run_here(*command, fails=("/x: SHA-256", "expected 0aa3b88843990f3f", "--input FILE"))
         assert not list((tmp_path / "data").iterdir())
-        monkeypatch.setattr(prepro_hellaswag, "SHA256", hashlib.sha256(LINES.encode()).hexdigest())
+        monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(LINES.encode()).hexdigest())
         for _ in range(2):
             assert run_here(*command).stdout == f"Saved 2 examples to {HELLASWAG}\n"
         assert len(server.seen) == 2
@@ -81,9 +81,9 @@ def test_prepro_hellaswag(tmp_path, vocabulary_here, run_here, monkeypatch):
 def test_prepro_hellaswag_refuses_other_lines(tmp_path, vocabulary_here, run_here, line, word):
     path = tmp_path / "x.jsonl"
     path.write_text(f"{LINES}{line}\n")
-    run_here(prepro_hellaswag, "--input", path, "--output", tmp_path / "o", fails=(word, "x.jsonl:4", "'ctx'"))
+    run_here(hellaswag, "--input", path, "--output", tmp_path / "o", fails=(word, "x.jsonl:4", "'ctx'"))
     assert not (tmp_path / "o").exists()
-    run_here(prepro_hellaswag, "--input", path, "--output", path, fails=["the text itself"])
+    run_here(hellaswag, "--input", path, "--output", path, fails=["the text itself"])
     assert path.read_text() == f"{LINES}{line}\n"
 
 
@@ -233,7 +233,7 @@ def test_several_files_and_their_first_tokens(examples, results):
     (("--data", "data/one.bin"), ("one.bin: 1 tokens", "at least 2")), (("--data", "x", "--tokens", 1), ["--tokens 1"]),
     (("--data", "data/large.bin"), ("token id 500", "0 to 256")), (["nowhere.bin"], ["nowhere.bin: no such file"]),
     (["data"], ["data: holds no checkpoint"]),
-    (("--hellaswag", "none.bin"), ("none.bin", "python prepro_hellaswag.py")),
+    (("--hellaswag", "none.bin"), ("none.bin", "python prepro/hellaswag.py")),
     (("--hellaswag", "data/one.bin"), ("one.bin", "file of evaluation examples")),
     (("--hellaswag", HELLASWAG, "--context", 20), (HELLASWAG, "sequence of 20", "--context 28 or more")),
     (("--data", "x", "--stride", -1), ["--stride -1"]), (("--data", "x", "--context", 1), ["--context 1"]),

@@ -21,7 +21,7 @@ from llmc.tensors import bf16_bits, bf16_to_float32, flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
 from llmc.debugstate import read_debug_state
 from train_gpt2 import Config, GPT2, random_model
-from vocabulary import EOT, load_encoding, save_vocabulary
+from llmc.vocabulary import EOT, load_encoding, save_vocabulary
 
 transformers = pytest.importorskip("transformers")
 

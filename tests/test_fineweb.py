@@ -1,4 +1,4 @@
-"""prepro_fineweb.py: shards from a hub on this machine that fails half-way, and from parquet that the tests make."""
+"""prepro/fineweb.py: shards from a hub on this machine that fails half-way, and from parquet that the tests make."""
 
 import functools
 from types import SimpleNamespace
@@ -7,14 +7,13 @@ import huggingface_hub.file_download as download
 import numpy as np
 import pytest
 
-import prepro
-import prepro_fineweb
 from conftest import Server, hub_pages
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import locked
 from llmc.tokenizer import read_tokenizer
-from prepro_fineweb import READY_MADE
-from vocabulary import load_encoding
+from llmc.vocabulary import load_encoding
+from prepro import common, fineweb
+from prepro.fineweb import READY_MADE
 
 NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, 60))]
 TEXTS = [f"Document {i}. " + "To be, or not to be: that is the question. " * (i * 7919 % 50) for i in range(900)]
@@ -45,12 +44,12 @@ def fetch(tmp_path, vocabulary_here, monkeypatch, run_here, use_hub):
     """fetch(hub, flag, ..., fails=words of its error): the program; huggingface_hub tries again without waiting."""
     def run(server, *flags, fails=()):
         use_hub(server if isinstance(server, str) else server.url, tmp_path / "home")
-        return run_here(prepro_fineweb, *flags, fails=fails)
+        return run_here(fineweb, *flags, fails=fails)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(download.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
-    monkeypatch.setattr(prepro_fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
     return run
 
 
@@ -87,7 +86,7 @@ def test_a_connection_that_breaks_goes_on_where_it_was(tmp_path, fetch, monkeypa
         assert "3 shards, 1 to download" in fetch(server).stdout
         assert [first for _, first in files_seen(server)] == [0, 4 << 16, 8 << 16], "not from the start again"
         assert (folder / NAMES[2]).read_bytes() == files[NAMES[2]] and not (folder / ".download").exists()
-        monkeypatch.setattr(prepro_fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         fetch(server, "--output", "other", fails=("other", "0.0 GB free", "--shards N", "--output"))
     fetch("http://127.0.0.1:9", fails=("kjj0/fineweb10B-gpt2: cannot be listed", "refused"))
 
@@ -129,14 +128,14 @@ def shards_of(directory, name="fineweb"):
 @pytest.fixture
 def tokenize(expected, run_here):
     """tokenize(flag, ...): of all three files, in this process."""
-    return functools.partial(run_here, prepro_fineweb, "--input", "*.parquet", "--output", "out", "--processes", 1,
+    return functools.partial(run_here, fineweb, "--input", "*.parquet", "--output", "out", "--processes", 1,
                              "--shard_tokens", 50000)
 
 
 @pytest.mark.parametrize("processes", (1, 2))
 def test_parquet(tmp_path, tokenize, expected, monkeypatch, processes):
-    monkeypatch.setattr(prepro_fineweb, "DOCUMENTS", 7)
-    monkeypatch.setattr(prepro_fineweb, "in_processes", lambda function, jobs, _: prepro.in_processes(
+    monkeypatch.setattr(fineweb, "DOCUMENTS", 7)
+    monkeypatch.setattr(fineweb, "in_processes", lambda function, jobs, _: common.in_processes(
         function, jobs, processes))
     done = tokenize("--edu")
     shards = shards_of(tmp_path / "out", "edu_fineweb")
@@ -148,9 +147,9 @@ def test_parquet(tmp_path, tokenize, expected, monkeypatch, processes):
 
 def test_it_goes_on_after_an_interruption(tmp_path, tokenize, expected, monkeypatch):
     """At each shard in turn: whole shards are neither made again nor lost, and their text is not read again."""
-    tokenized, real, size = [], prepro_fineweb.tokenize, 30001
-    monkeypatch.setattr(prepro_fineweb, "DOCUMENTS", 16)
-    monkeypatch.setattr(prepro_fineweb, "tokenize", lambda job: tokenized.append(len(job[2])) or real(job))
+    tokenized, real, size = [], fineweb.tokenize, 30001
+    monkeypatch.setattr(fineweb, "DOCUMENTS", 16)
+    monkeypatch.setattr(fineweb, "tokenize", lambda job: tokenized.append(len(job[2])) or real(job))
     out = tmp_path / "out"
     for shards in range(1, 30):
         before = {path.name: path.stat().st_mtime_ns for path in out.glob("*_0*")}
@@ -201,12 +200,12 @@ def test_what_is_refused(tokenize, tmp_path, run_here, monkeypatch):
             (("--input", "damaged.parquet", "--output", "o"), ("damaged.parquet", "row group 0 cannot be read")),
             (("--input", "short.parquet", "--output", "o", "--shard_tokens", 40),
              ("40 tokens of text, expected more than the 40 ", "--shard_tokens"))):
-        run_here(prepro_fineweb, "--processes", 1, *flags, fails=words)
+        run_here(fineweb, "--processes", 1, *flags, fails=words)
     (tmp_path / "out" / "parquet.json").write_text('{"shards": 1}')
     tokenize("--input", "0.parquet", fails=("parquet.json", "cannot be read", "remove it"))
     (tmp_path / "out" / "parquet.json").unlink()
     tokenize("--input", "0.parquet", fails=(NAMES[0], "not made from parquet", "another --output"))
     with locked("out", True):
         tokenize("--input", "0.parquet", fails=("another run writes there", "another --output"))
-    monkeypatch.setattr(prepro_fineweb, "parquet", None)
+    monkeypatch.setattr(fineweb, "parquet", None)
     tokenize("--input", "0.parquet", fails=("pyarrow", "pip install pyarrow"))

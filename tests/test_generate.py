@@ -17,7 +17,7 @@ from conftest import ROOT, SMALL, SMALL_HEADS, draw_slowly, make_model, random_p
 from llmc.checkpoint import write_model
 from llmc.sampler import Choice, sample_multinomial
 from llmc.tokenizer import write_tokenizer
-from vocabulary import load_encoding, load_vocabulary
+from llmc.vocabulary import load_encoding, load_vocabulary
 
 MODEL = "gpt2_124M.bin"
 

@@ -18,7 +18,7 @@ from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, open_gpu
 from llmc.gpu.geometry import hopper_attention, kernel_files, launch_geometry
 from llmc.gpu.precision import has_bfloat16
-from rounding import check_tensor
+from llmc.debugstate import check_tensor
 from test_kernels import BF16_TWICE, EXACT, PRECISIONS, SUMS, TF32, assert_close, on_gpu, random, unwritten, wide
 from test_matmul_swiglu import frame_sizes
 from train_llama3 import Config

@@ -32,8 +32,8 @@ from llmc.tensors import allocate, bf16_bits, bf16_to_float32
 from llmc.gpu.trainer import STATIC_SHARED, Trainer, open_device
 from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS, Shares
 from train_gpt2 import Config
+from llmc.debugstate import check_tensor
 from train_gpt2_cuda import adamw_update, add_gradients, global_norm
-from rounding import check_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # with no GPU

@@ -11,7 +11,7 @@ import train_gpt2 as t
 from conftest import SMALL, make_model, random_params
 from llmc.settings import Settings
 from llmc.tensors import decay_spans, flat, table_elements, views
-from rounding import check_tensor
+from llmc.debugstate import check_tensor
 
 SHAPES = [(1, 1, 6, 3), (1, 5, 6, 2), (3, 7, 10, 5), (2, 33, 12, 1)]  # B, T, C, NH
 FLOAT32 = 2.0**-24  # the layers' constants (1/C, GELU's) are float32, so float64 arrays agree to about that

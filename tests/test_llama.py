@@ -13,12 +13,13 @@ import export_weights
 import generate
 import test_gpt2
 import train_llama3 as t
-import vocabulary
 from conftest import assert_one_line_error, random_params, remove_after, run_program
+from llmc import vocabulary
+from llmc.api import load
 from llmc.checkpoint import read_model, write_model
 from llmc.dataloader import open_tokens
+from llmc.debugstate import check_tensor
 from llmc.errors import UserError
-from rounding import check_tensor
 from test_gpt2 import ADAMW_CHECK, SMOOTH, NumpyRun, Yardstick, judge_adamw, replay
 from test_layers import assert_gradients, forward_of, nan, normal
 from test_verdict import after, before, first_wrong, random_case, scaled
@@ -243,8 +244,8 @@ def test_transformers_computes_the_same(folder, tmp_path, changes):
     mean = torch.nn.functional.cross_entropy(expected.flatten(0, 1), torch.from_numpy(y).flatten())
     mean.backward()
     assert abs(loss - mean.item()) < 2e-6 and np.abs(logits - expected.detach().numpy()).max() < 1e-5
-    for name, view, heads in export_weights.llama_hf.named_slices(config, model.grads):
-        right, got = reference.get_parameter(name).grad.numpy(), export_weights.llama_hf.halves(view, heads)
+    for name, view, heads in export_weights.llama_slices(config, model.grads):
+        right, got = reference.get_parameter(name).grad.numpy(), export_weights.halves(view, heads)
         assert np.abs(got - right).max() < 1e-5 * np.abs(right).max(), name
     write_model(tmp_path / "model.bin", config, params)
     assert read_model(tmp_path / "model.bin", t.Llama3)[0] == config
@@ -315,6 +316,19 @@ def test_a_vocabulary_of_hugging_face(folder, workplace, run_here, monkeypatch):
         assert prompt_ids(model, "--chat", "--prompt", "the cat") == list(asked["input_ids"])
         assert vocabulary.load_vocabulary(model, V).stops == {0}
     assert json.loads((workplace / "again" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_model_from_python(tmp_path):
+    """load finds the page by the file's magic number."""
+    write_model(tmp_path / "model.bin", CONFIG, random_params(CONFIG))
+    model, ids = load(str(tmp_path / "model.bin")), np.arange(6).reshape(2, 3)
+    losses = []
+    for _ in range(3):
+        losses.append(model.forward(ids, ids[::-1]))
+        model.backward()
+        model.update(1e-2)
+    assert isinstance(model.model, t.Llama3) and losses == sorted(losses)[::-1]
+    assert model.generate([1, 2], 3)[:2] == [1, 2]
 
 
 def test_damaged_headers(tmp_path):

@@ -12,7 +12,7 @@ from llmc.gpu.geometry import blocks, hopper_matmul
 from llmc.gpu.matmul import Linear
 from llmc.gpu.precision import Precision
 from llmc.gpu.trainer import open_device
-from rounding import check_tensor
+from llmc.debugstate import check_tensor
 from test_kernels import (BF16, MODELS, PRECISIONS, SUMS, TF32, assert_close, get_matmul, on_gpu, random, unwritten,
                           wide)
 

@@ -1,16 +1,15 @@
-"""GPT2.load of both trainers: a loss, a text, training steps with the trainer's bits, what is refused."""
+"""llmc.api.load, on both devices: a loss, a text, training steps with the trainer's bits, what is refused."""
 
-import importlib
 import re
 
 import numpy as np
 import pytest
 
 from conftest import BYTES, ROOT, SMALL_HEADS, make_model, random_params, run_program
+from llmc import api
 from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from train_gpt2 import GPT2
 
 DEVICES = pytest.mark.parametrize("page, options", (
     ("train_gpt2", {}), pytest.param("train_gpt2_cuda", {"B": 3, "dtype": "float32"}, marks=pytest.mark.gpu),
@@ -20,7 +19,7 @@ DEVICES = pytest.mark.parametrize("page, options", (
 def load(page, path="gpt2_124M.bin", **options):
     if page == "train_gpt2_cuda":
         write_model("gpt2_124M.bin", SMALL_HEADS, random_params(SMALL_HEADS))
-    return importlib.import_module(page).GPT2.load(path, **options)
+    return api.load(path, page == "train_gpt2_cuda", **options)
 
 
 @DEVICES
@@ -98,4 +97,4 @@ def test_the_page_of_the_documentation(workplace, capsys):
     lines = capsys.readouterr().out.splitlines()
     losses = [float(line.split()[1]) for line in lines if re.fullmatch(r"\d+ \d\.\d+", line)]
     assert len(losses) == 20 and losses[-1] < losses[0] and len(lines) > 24
-    assert GPT2.load("runs/tuned/model.bin").loss(page) < GPT2.load("gpt2_124M.bin").loss(page)
+    assert api.load("runs/tuned/model.bin").loss(page) < api.load("gpt2_124M.bin").loss(page)

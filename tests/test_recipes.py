@@ -11,16 +11,16 @@ import pytest
 
 import evaluate
 import generate
-import prepro_fineweb
 from conftest import ROOT
+from llmc.api import architecture_of, on_gpu, pages
 from llmc.settings import parse_settings
-from model import PAGES, architecture_of, on_gpu
+from prepro import fineweb
 
 RECIPES = sorted(path.name for path in (ROOT / "scripts").glob("run_*.sh"))
 NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
 PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.parse_arguments,
-           "prepro_fineweb.py": prepro_fineweb.parse_arguments}
-TRAINERS = {f"{architecture.__module__}.py": architecture for page in PAGES for architecture in (page, on_gpu(page))}
+           "prepro/fineweb.py": fineweb.parse_arguments}
+TRAINERS = {f"{architecture.__module__}.py": architecture for page in pages() for architecture in (page, on_gpu(page))}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
     run(recipe, "-x", 7)
     programs = set()
     for program, *flags in map(json.loads, open("commands")):
-        programs.add(program.split("_")[0])
+        programs.add(re.split("[_/]", program)[0])
         assert program == "-m" or (ROOT / program).is_file()
         monkeypatch.setattr(sys, "argv", [program, *flags])
         if program in PARSERS:
@@ -76,7 +76,7 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
 
 def test_from_text_to_text(project, tmp_path):
     project(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    for path in (ROOT / "llmc", *ROOT.glob("*.py")):
+    for path in (ROOT / "llmc", ROOT / "prepro", *ROOT.glob("*.py")):
         os.symlink(path, path.name)
     (tmp_path / "data" / "tiny_shakespeare.txt").write_bytes(b"def main(ROMEO):\n    return ROMEO\n" * 100)
     short = ("-e", "d2", "-b", 2, "-t", 16, "-v", 2, "-s", 0, "-n", 2)

@@ -14,7 +14,6 @@ import torch
 import llmc.gpu.compiler
 import train_gpt2 as t
 from conftest import ROOT
-from dev.rounding import E4M3, E5M2, GRADIENT, ROUNDOFFS, WEIGHT, NoisyGPT2
 from llmc.gpu.device import Device
 from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes, decode_e4m3, next_scales, round_e4m3, round_e5m2
 from llmc.gpu.geometry import kernel_files, launch_geometry
@@ -22,8 +21,8 @@ from llmc.gpu.matmul import Matmul, Quantised
 from llmc.gpu.trainer import Trainer
 from llmc.tensors import allocate
 from train_gpt2 import Config
-from test_gpt2 import (ADAMW_CHECK, BACKENDS, SMOOTH, NumpyRun, Yardstick, judge_adamw, need, precision_of, replay,
-                       starting_weights)
+from test_gpt2 import (ADAMW_CHECK, BACKENDS, E4M3, E5M2, GRADIENT, ROUNDOFFS, SMOOTH, WEIGHT, NoisyGPT2, NumpyRun,
+                       Yardstick, judge_adamw, need, precision_of, replay, starting_weights)
 from test_fp8 import FP8, LAYERS, bytes_on_gpu, make_fp8
 from test_kernels import on_gpu
 

@@ -31,7 +31,7 @@ from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32, Row
 from profile_gpu import open_device, size_of
 from train_gpt2 import Config
-from rounding import check_tensor
+from llmc.debugstate import check_tensor
 
 FILES = sorted(glob.glob(os.path.join(HERE, "*.cu")))
 SWEEP = (32, 64, 128, 256, 512, 1024)  # block sizes

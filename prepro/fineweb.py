@@ -1,15 +1,15 @@
 """
 FineWeb (https://arxiv.org/abs/2406.17557), 10 or 100 billion tokens of web text -> GPT-2 tokens, in llm.c's shards.
 
-    python prepro_fineweb.py --shards 10      # downloads the first 1.1 billion tokens, ready-made, 2.2 GB; prints:
+    python prepro/fineweb.py --shards 10      # downloads the first 1.1 billion tokens, ready-made, 2.2 GB; prints:
         kjj0/fineweb10B-gpt2: 11 shards, 11 to download, about 2.2 GB to write; data/fineweb10B has 60.3 GB free
         Saved 100000000 tokens to data/fineweb10B/fineweb_val_000000.bin
         ...
     python train_gpt2_cuda.py -e d12 -i "data/fineweb10B/fineweb_train_*.bin"
 
-    python prepro_fineweb.py --edu --size 100B           # FineWeb-Edu: educational pages
-    python prepro_fineweb.py --parquet                   # the text itself, 28 GB, tokenized here on all cores
-    python prepro_fineweb.py --input "my_text/*.parquet" --output data/mine
+    python prepro/fineweb.py --edu --size 100B           # FineWeb-Edu: educational pages
+    python prepro/fineweb.py --parquet                   # the text itself, 28 GB, tokenized here on all cores
+    python prepro/fineweb.py --input "my_text/*.parquet" --output data/mine
 
 A shard holds 100 million tokens, uint16; the first is for validation, the others for training. Each document starts
 with an end-of-text token and continues in the next shard when one is full. The ready-made shards on Hugging Face were
@@ -17,7 +17,7 @@ made by others from the same text; each is verified against the hub's SHA-256. A
 after an interruption the same command resumes. --parquet needs the Python package pyarrow.
 """
 
-import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+import root  # noqa: F401  (first: it finds the project)
 
 import argparse
 import json
@@ -36,13 +36,13 @@ try:
     from huggingface_hub.hf_api import RepoFile
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"prepro_fineweb.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
+    sys.exit(f"fineweb.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc.dataloader import find_files, open_tokens, write_tokens
 from llmc.errors import UserError, run_main
 from llmc.files import (HEADER_BYTES, errors_of_writing, locked, make_directory, open_input, replacing)
-from prepro import add_processes, check_processes, file_hash, in_processes
-from vocabulary import encode, load_encoding, reason, save_vocabulary
+from llmc.vocabulary import encode, load_encoding, reason, save_vocabulary
+from prepro.common import add_processes, check_processes, file_hash, in_processes
 
 try:
     import pyarrow

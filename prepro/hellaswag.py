@@ -1,7 +1,7 @@
 """
 HellaSwag -> tokens: 10,042 contexts with four endings each, for --hellaswag of the trainers and evaluate.py.
 
-    python prepro_hellaswag.py                # downloads 12 MB, prints:
+    python prepro/hellaswag.py                # downloads 12 MB, prints:
         Saved 10042 examples to data/hellaswag_val.bin
 
 The validation set of https://github.com/rowanz/hellaswag in llm.c's layout: each ending is encoded with a leading
@@ -9,7 +9,7 @@ space. --input FILE reads a hellaswag_val.jsonl that you already have, or any fi
 Hugging Face folder's tokens for GPT-2's.
 """
 
-import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+import root  # noqa: F401  (first: it finds the project)
 
 import argparse
 import json
@@ -20,8 +20,8 @@ import numpy as np
 from llmc.errors import UserError, run_main
 from llmc.hellaswag import BEGIN, ENDINGS, HELLASWAG, NUMBERS, Example
 from llmc.files import EXAMPLES_MAGIC, make_directory, make_header, replacing
-from prepro import check_not_written_over, download, read_input
-from vocabulary import HFEncoding, encode, load_encoding
+from llmc.vocabulary import HFEncoding, encode, load_encoding
+from prepro.common import check_not_written_over, download, read_input
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"

@@ -1,18 +1,18 @@
 """
 Python's own standard library -> tokens: text to train on that is on every machine, with no download.
 
-    python prepro_pystdlib.py --prose         # its English, character by character; prints:
+    python prepro/pystdlib.py --prose         # its English, character by character; prints:
         Saved 65536 tokens to data/pyprose_val.bin
         Saved 1241020 tokens to data/pyprose_train.bin
         Saved the vocabulary of 97 tokens to data/pyprose_tokenizer.bin
-    python prepro_pystdlib.py                 # its source code, byte by byte: data/pystdlib_{val,train,tokenizer}.bin
+    python prepro/pystdlib.py                 # its source code, byte by byte: data/pystdlib_{val,train,tokenizer}.bin
 
 Files are read in sorted order, up to a fixed total size, and each starts with an end-of-text token. The first 65536
 tokens are for validation, the rest for training. The vocabulary of source code is the 256 byte values and end of text
 (id 256).
 """
 
-import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+import root  # noqa: F401  (first: it finds the project)
 
 import argparse
 import ast
@@ -21,23 +21,23 @@ import re
 import sysconfig
 
 from llmc.errors import run_main
-from prepro import add_val_fraction, make_parser, read_input, save_split
-from vocabulary import load_encoding
+from llmc.vocabulary import load_encoding
+from prepro.common import add_val_fraction, make_parser, read_input, save_split
 
 LIMIT = 4 * 1024 * 1024  # tokens in all
 VAL_TOKENS = 65536
 SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
 
 
-def source_files(root, prose):
-    """Return the sorted paths of the .py files below root, without tests and data tables; of source code, also without
-    private modules (_*.py) and pydoc_data, Python's reference manual as strings."""
+def source_files(folder, prose):
+    """Return the sorted paths of the .py files below a folder, without tests and data tables; of source code, also
+    without private modules (_*.py) and pydoc_data, Python's reference manual as strings."""
     paths = []
-    for directory, names, files in os.walk(root):
+    for directory, names, files in os.walk(folder):
         names[:] = [name for name in names if name not in SKIPPED and (prose or name != "pydoc_data")]
         chosen = (file for file in files if prose or file[0] != "_" or file == "__init__.py")
         paths += [os.path.join(directory, file) for file in chosen if file.endswith(".py")]
-    return sorted(paths, key=lambda path: os.path.relpath(path, root).replace(os.sep, "/"))
+    return sorted(paths, key=lambda path: os.path.relpath(path, folder).replace(os.sep, "/"))
 
 
 def prose_of(source):

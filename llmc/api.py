@@ -1,8 +1,8 @@
 """
 A model from Python, on the CPU or a GPU: its loss, text from it, a training step. doc/python.md shows how.
 
-    from train_gpt2 import GPT2  # or, on a GPU, from train_gpt2_cuda
-    model = GPT2.load("runs/mine")
+    from llmc.api import load
+    model = load("runs/mine")  # on a GPU: load("runs/mine", gpu=True)
     print(model.loss("A sentence."), model.generate("The ", tokens=40))
 """
 
@@ -15,20 +15,25 @@ import numpy as np
 from llmc.checkpoint import read_model, write_model
 from llmc.errors import UserError
 from llmc.files import export_hint, make_directory, open_input
+from llmc.huggingface import read_hf_folder
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, draw, end_of_text
 from llmc.tokenizer import keep_tokenizer
-from train_gpt2 import GPT2
-from train_llama3 import Llama3
-from vocabulary import load_vocabulary
+from llmc.vocabulary import load_vocabulary
 
-PAGES = GPT2, Llama3
+PAGES = ("train_gpt2", "GPT2"), ("train_llama3", "Llama3")
+
+
+def pages():
+    """The classes of the pages, which are imported here: llmc/ does not depend on them."""
+    return [getattr(importlib.import_module(module), name) for module, name in PAGES]
 
 
 def architecture_of(model):
     """The class of the page for -e's or --model's value, by a name of random weights, a Hugging Face folder's
     configuration or the magic number of a .bin file, the newest of a run's directory."""
-    for page in PAGES:
+    GPT2, Llama3 = pages()
+    for page in (GPT2, Llama3):
         if model in page.SIZES:
             return page
     config = os.path.join(model, "config.json")
@@ -38,7 +43,7 @@ def architecture_of(model):
     path = model_file(model)
     with open_input(path, export_hint(path)) as f:
         magic = int.from_bytes(f.read(4), "little")
-    return next((page for page in PAGES if page.MAGIC == magic), GPT2)  # which refuses a file of another kind
+    return next((page for page in (GPT2, Llama3) if page.MAGIC == magic), GPT2)  # which refuses a file of another kind
 
 
 def on_gpu(architecture):
@@ -49,16 +54,19 @@ def on_gpu(architecture):
 def load_model(path):
     """Load (architecture, config, params) from a run's directory, a .bin file or a Hugging Face folder."""
     if os.path.exists(os.path.join(path, "config.json")):
-        from export_weights import read_hf_folder  # here: it needs PyTorch
-
-        return read_hf_folder(path)
+        return read_hf_folder(path, *pages())
     path = model_file(path)
     architecture = architecture_of(path)
     return architecture, *read_model(path, architecture)
 
 
+def load(path, gpu=False, **options):
+    """The Model, or GpuModel, of a run's directory, a .bin file or a Hugging Face folder, of any architecture."""
+    return (GpuModel if gpu else Model)(path, **options)
+
+
 class Model:
-    """What GPT2.load of train_gpt2.py returns: a model on the CPU."""
+    """A model on the CPU."""
 
     OPTIONS = "beta1", "beta2", "eps", "weight_decay", "grad_clip"
 
@@ -187,8 +195,8 @@ class Model:
 
 
 class GpuModel(Model):
-    """What GPT2.load of train_gpt2_cuda.py returns: a model on the GPU. Memory for batches of B sequences of T tokens
-    is allocated at the start; a training step takes a full batch. dtype: "bfloat16", "fp8" or "float32"."""
+    """A model on the GPU. Memory for batches of B sequences of T tokens is allocated at the start; a training step
+    takes a full batch. dtype: "bfloat16", "fp8" or "float32"."""
 
     OPTIONS = *Model.OPTIONS, "B", "T", "dtype"
 

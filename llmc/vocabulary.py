@@ -1,7 +1,7 @@
 """
 Vocabularies: text to ids and back, in bytes, characters, GPT-2's tokens or those of a Hugging Face folder.
 
-Not a program: the prepro_*.py scripts tokenize with an encoding, programs that use a model load its Vocabulary.
+Not a program: the prepro programs tokenize with an encoding, programs that use a model load its Vocabulary.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """
-What the prepro_*.py scripts share: verified downloads, worker processes, and the files that most of them write,
+What the prepro programs share: verified downloads, worker processes, and the files that most of them write,
 PREFIX_train.bin, PREFIX_val.bin and PREFIX_tokenizer.bin, the vocabulary.
 
-Not a program: run prepro_text.py, prepro_fineweb.py, prepro_hellaswag.py or one of the others.
+Not a program: run prepro_text.py, prepro/fineweb.py, prepro/hellaswag.py or one of the others.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from llmc.dataloader import write_tokens
 from llmc.errors import UserError, import_package
 from llmc.files import chunks, make_directory, open_input, replacing
 from llmc.threads import THREADS
-from vocabulary import reason, save_vocabulary
+from llmc.vocabulary import reason, save_vocabulary
 
 TIMEOUT_SECONDS = 30  # of silence from the server
 

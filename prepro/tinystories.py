@@ -1,7 +1,7 @@
 """
 TinyStories (https://arxiv.org/abs/2305.07759) -> GPT-2 tokens: 2.7 million short stories in simple words, 0.9 G tokens.
 
-    python prepro_tinystories.py              # downloads a 1.5 GB archive of 50 JSON shards, then prints three lines
+    python prepro/tinystories.py              # downloads a 1.5 GB archive of 50 JSON shards, then prints three lines
         Saved ... tokens to data/TinyStories_val.bin
 
 Shard 0 is for validation, the others for training. Each story starts with an end-of-text token; the stories of a shard
@@ -9,7 +9,7 @@ are shuffled with seed 1337 + shard, so the same archive always gives the same f
 shards. --input DIR reads a directory of data*.json shards that you already have.
 """
 
-import llmc  # noqa: F401  (before NumPy: it sets what OpenBLAS reads when NumPy loads it)
+import root  # noqa: F401  (first: it finds the project)
 
 import array
 import glob
@@ -27,12 +27,13 @@ try:
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 except ImportError as error:
-    sys.exit(f"prepro_tinystories.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
+    sys.exit(f"tinystories.py: error: {error.name} cannot be imported: pip install -r requirements.txt")
 
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, open_input, replacing
-from prepro import add_processes, check_processes, file_hash, in_processes, make_parser, progress_bar, save_tokens
-from vocabulary import encode, load_encoding, reason
+from llmc.vocabulary import encode, load_encoding, reason
+from prepro.common import (add_processes, check_processes, file_hash, in_processes, make_parser, progress_bar,
+                           save_tokens)
 
 REPOSITORY, ARCHIVE = "roneneldan/TinyStories", "TinyStories_all_data.tar.gz"
 
