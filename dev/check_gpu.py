@@ -23,7 +23,6 @@ import numpy as np
 from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.device import copy_to_gpu, cp, gpu_errors_as_lines, to_float32
 from llmc.errors import run_main
-from llmc.gpu.fp8 import dlogits_of
 from llmc.settings import parse_settings, with_default
 from llmc.tensors import bf16_bits, bf16_to_float32, flat, views
 from llmc.api import architecture_of
@@ -41,6 +40,30 @@ TOLERANCES = {"fp8": 4e-1, "bf16": 5e-2, "tf32": 1e-2, "float32": 1e-4}
 @dataclass
 class CheckSettings(CudaSettings):
     recompute: int = with_default(CudaSettings, "recompute", 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# gradients of logits in 8 bits
+
+# Where the numbers of each 16 along the inner dimension of a matmul are stored; kernels/fp8.cuh tells why.
+COLUMN_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])  # (N,C), and weights in both copies
+ROW_ORDER = np.arange(16).reshape(2, 8).T.ravel()  # transposed copies of all else: 0, 8, 1, 9 ...
+
+
+def decode_e5m2(bits):
+    """(...) uint8 -> (...) float32: the first half of a float16."""
+    return (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+
+
+def natural(stored, order):
+    """(...,n), n a multiple of 16, as stored in COLUMN_ORDER or ROW_ORDER -> the same in natural order."""
+    return stored.reshape(*stored.shape[:-1], -1, 16)[..., np.argsort(order)].reshape(stored.shape)
+
+
+def dlogits_of(logits):
+    """What the classifier has left in place of logits (...,Vp) on the GPU -> (...,Vp) float32."""
+    halves = logits.view(np.uint8).get().reshape(*logits.shape[:-1], 2, -1)
+    return decode_e5m2(natural(halves[..., 0, :], COLUMN_ORDER))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """A run of a single process, as llmc/gpu/several/ranks.py has the ranks of a run on several GPUs."""
 
+TORCHRUN = "RANK", "WORLD_SIZE", "LOCAL_RANK"  # the variables that it sets
+
 
 class Alone:
     """Rank 0 of 1."""

@@ -3,9 +3,9 @@
 #
 # Needs:   one GPU with 28 GiB of memory (-b 32: 16). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
 #          21 GB of disk for the data, 7 GB for checkpoints of 1.7 GB (the newest three, and one being written)
-# Takes:   4.4 hours on an H200, at 646,000 tokens/s; plus validation, HellaSwag and checkpoints
-# Reaches: validation loss 6.17 at step 250, 4.32 at 1000, 3.55 at 5000, 3.39 at 10000, 3.27 at 19560
-#          (OpenAI's GPT-2 124M: 3.4250, and HellaSwag 0.2945)
+# Takes:   4.4 hours on an H200, computed from 646,000 tokens/s; plus validation, HellaSwag and checkpoints
+# Reaches: not run to its end yet; llm.c's curve: validation loss 6.17 at step 250, 4.32 at 1000, 3.55 at 5000, 3.39 at
+#          10000, 3.27 at 19560 (OpenAI's GPT-2 124M: 3.4250, and HellaSwag 0.2945)
 #
 # When run again, it resumes from the newest checkpoint. Extra flags, but not -o, go to the trainer, like this:
 # scripts/run_gpt2_124M.sh -b 32

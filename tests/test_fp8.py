@@ -15,10 +15,11 @@ import train_llama3_cuda as llama_cuda
 from llmc.errors import UserError
 from llmc.gpu.compiler import compile_kernels
 from llmc.gpu.device import Device, copy_to_gpu, to_float32
-from llmc.gpu.fp8 import (COLUMN_ORDER, DLOGITS_SCALE, HISTORY, LARGEST, LINEARS, ROW_ORDER, Fp8, Quantised,
-                          decode_e4m3, decode_e5m2, dlogits_of, natural, next_scales, round_e4m3)
-from llmc.gpu.geometry import blocks, check_sizes, kernel_files, launch_geometry
-from llmc.gpu.matmul import Matmul
+from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
+from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
+from llmc.gpu.fp8 import DLOGITS_SCALE, LINEARS, Fp8
+from llmc.gpu.geometry import FP8_HISTORY, blocks, check_sizes, kernel_files, launch_geometry
+from llmc.gpu.matmul import Matmul, Quantised
 from llmc.gpu.precision import Precision, resolve_dtype
 from llmc.gpu.trainer import Trainer, open_device
 from llmc.logger import Log
@@ -58,7 +59,7 @@ def test_what_e4m3_has_no_numbers_for():
 
 
 def test_scales_leave_room():
-    history = np.zeros((HISTORY, 6), np.float32)
+    history = np.zeros((FP8_HISTORY, 6), np.float32)
     history[3] = [1.0, 224.0, 224.1, 1e-30, 0.0, 1e-45]
     history[5, 0] = 0.5  # the largest of all updates counts
     assert next_scales(history, np.full(6, 3.0)).tolist() == [128.0, 1.0, 0.125, 2.0**100, 3.0, 2.0**100]
@@ -175,14 +176,14 @@ def test_prepare_scales(matmul):
     fp8 = make_fp8(matmul, 16)
     rng = np.random.default_rng(1)
     history, scales = np.zeros(fp8.state.history.shape, np.float32), np.ones(fp8.state.scales.size, np.float32)
-    for update in range(HISTORY + 3):
+    for update in range(FP8_HISTORY + 3):
         largest = (10.0 ** rng.uniform(-12, 4, scales.size)).astype(np.float32) * (rng.random(scales.size) < 0.2)
         largest[:3] = np.nan, np.inf, 224.0
         copy_to_gpu(fp8.state.largest, largest.astype(np.float32).view(np.int32))
         copy_to_gpu(fp8.state.counts, np.array([update << 40, 7]))
         fp8.prepare_scales()
         matmul.device.synchronize()
-        history[update % HISTORY] = np.where(np.isfinite(largest), largest, 0)
+        history[update % FP8_HISTORY] = np.where(np.isfinite(largest), largest, 0)
         scales = next_scales(history, scales)
         assert np.array_equal(fp8.state.history.get(), history) and np.array_equal(fp8.state.scales.get(), scales)
         assert fp8.counts(update) == (update << 40, 7)

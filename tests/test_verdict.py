@@ -15,7 +15,8 @@ import llmc.gpu.compiler
 import train_gpt2 as t
 from conftest import ROOT
 from llmc.gpu.device import Device
-from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes, decode_e4m3, next_scales, round_e4m3, round_e5m2
+from fp8_reference import decode_e4m3, next_scales, round_e4m3, round_e5m2
+from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes
 from llmc.gpu.geometry import kernel_files, launch_geometry
 from llmc.gpu.matmul import Matmul, Quantised
 from llmc.gpu.trainer import Trainer

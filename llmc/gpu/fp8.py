@@ -1,5 +1,4 @@
-"""FP8: matmuls of 8-bit operands, their scales, and the rounding in NumPy. Micikevicius et al. 2022,
-https://arxiv.org/abs/2209.05433.
+"""FP8: matmuls of 8-bit operands, and their scales. Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433.
 
 In a run of --dtype fp8, three of a layer's four matmuls and the classifier's, forward and backward, read operands of 8
 bits: x is stored as E4M3(x * scale). Each layer's input, weight and gradient of its output has a scale of its own, a
@@ -21,79 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer
-from llmc.gpu.geometry import blocks
+from llmc.gpu.geometry import FP8_HISTORY, blocks
 from llmc.gpu.matmul import ALIGN, WORKSPACE, Quantised, rows
 from llmc.tensors import Row, allocate, table_bytes, views
 
 LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
 ROLES = ("inp", "weight", "dout")  # their operands, with a scale each
-ROOM = np.float32([2.0, 2.0, 8.0])  # times what each needs at most; gradients grow suddenly
-HISTORY = 16  # updates whose largest numbers a scale follows from
-LARGEST, SMALLEST = 448.0, 2.0**-9  # numbers of E4M3
 DLOGITS_SCALE = 2.0**15  # times gradients of logits, which are from -1 to 1; E5M2 has numbers from 2^-16 to 57344
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the specification of kernels/fp8.cu
-
-
-def round_e4m3(x, rng=None):
-    """x as float32, rounded to the numbers of E4M3, saturating; NaN stays NaN. See rounded."""
-    return rounded(x, 3, -6, LARGEST, rng)
-
-
-def round_e5m2(x, rng):
-    return rounded(x, 2, -14, 57344.0, rng)
-
-
-def rounded(x, mantissa, least_exponent, largest, rng):
-    """To nearest, ties to even; or, given a generator, to one of the two nearest, at random, so that the expected value
-    is x: Gupta et al. 2015, https://arxiv.org/abs/1502.02551."""
-    x = np.clip(np.asarray(x, np.float32), -largest, largest)
-    exponent = np.maximum(np.frexp(x)[1] - 1, least_exponent)  # of the leading bit
-    step = np.ldexp(np.float32(1.0), exponent - mantissa)
-    return (np.floor(x / step + rng.random(x.shape, np.float32)) if rng else np.rint(x / step)) * step
-
-
-def decode_e4m3(bits):
-    """(...) uint8 -> (...) float32: 1 bit of sign, 4 of exponent, 3 of mantissa."""
-    exponent, mantissa = (bits >> 3 & 15).astype(np.int32), (bits & 7).astype(np.float32)
-    size = np.where(exponent == 0, mantissa * SMALLEST, np.ldexp(8.0 + mantissa, exponent - 10))
-    return np.where(bits & 127 == 127, np.nan, np.where(bits & 128, -size, size)).astype(np.float32)
-
-
-def decode_e5m2(bits):
-    """(...) uint8 -> (...) float32: the first half of a float16."""
-    return (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-
-
-# Where the numbers of each 16 along the inner dimension of a matmul are stored; kernels/fp8.cuh tells why.
-COLUMN_ORDER = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])  # (N,C), and weights in both copies
-ROW_ORDER = np.arange(16).reshape(2, 8).T.ravel()  # transposed copies of all else: 0, 8, 1, 9 ...
-
-
-def natural(stored, order):
-    """(...,n), n a multiple of 16, as stored in COLUMN_ORDER or ROW_ORDER -> the same in natural order."""
-    return stored.reshape(*stored.shape[:-1], -1, 16)[..., np.argsort(order)].reshape(stored.shape)
-
-
-def dlogits_of(logits):
-    """What the classifier has left in place of logits (...,Vp) on the GPU -> (...,Vp) float32."""
-    halves = logits.view(np.uint8).get().reshape(*logits.shape[:-1], 2, -1)
-    return decode_e5m2(natural(halves[..., 0, :], COLUMN_ORDER))
-
-
-def next_scales(history, scales):
-    """history (HISTORY,n): the largest numbers of updates -> the scales (n,) of the next one, with ROOM to grow.
-    Without a history, a scale stays as it is."""
-    most = history.max(axis=0)
-    with np.errstate(divide="ignore", over="ignore"):
-        highest = np.minimum(LARGEST / np.resize(ROOM, most.shape) / most, np.float32(2.0**100))
-    powers = (highest.view(np.int32) & 0x7F800000).view(np.float32)  # without the mantissa
-    return np.where(most > 0, powers, scales)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# on a GPU
 
 
 def operand_table(parameters, N, recomputed):
@@ -118,7 +51,7 @@ def scale_table(L):
     """name -> Row of the scales and what they follow from; column (i * L + l) * 3 + r is for LINEARS[i] of layer l and
     ROLES[r]; the last three are the classifier's, "logits"."""
     count = (len(LINEARS) * L + 1) * len(ROLES)
-    return {"counts": Row((2,), "int64"), "scales": Row((count,)), "history": Row((HISTORY, count)),
+    return {"counts": Row((2,), "int64"), "scales": Row((count,)), "history": Row((FP8_HISTORY, count)),
             "largest": Row((count,), "int32"), "updates": Row((1,), "int32")}
 
 

@@ -24,6 +24,7 @@ BLOCK_THREADS = 256  # per block, for kernels that take any number
 MATMUL_ROWS = 128  # of an output tile of a matmul, which writes one row of column sums
 ENCODER_PIECE = 32  # positions of one token that a warp adds up; if a token has more, each piece writes a row of sums
 CLASSIFIER_ROW = 8 * 1024 * 32  # bytes of a row of logits that a multiprocessor can hold, on Hopper
+FP8_HISTORY = 16  # updates whose amax a scale follows from
 ATTENTION_ROWS = 64  # of the attention's gradient, for which one row of column sums is written
 
 KERNELS = {  # layer -> its kernels
@@ -138,7 +139,7 @@ def layer_geometry(config, precision, arch):
         "matmul": matmul_geometry(precision, arch),
         "matmul_swiglu": matmul_geometry(precision, arch),
         "matmul_fp8": matmul_geometry(precision, arch) | matmul_fp8_geometry(config),
-        "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": 16},
+        "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": FP8_HISTORY},
         "classifier": classifier_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
         "column_sums": {"COLUMN_SUMS_THREADS": 512, "COLUMN_SUMS_COLUMNS": WARP},

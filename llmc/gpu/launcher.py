@@ -4,13 +4,13 @@ import dataclasses
 import os
 import re
 
-from llmc.alone import ALONE
+from llmc.alone import ALONE, TORCHRUN
 from llmc.errors import UserError
 from llmc.gpu.device import gpu_errors_as_lines
 from llmc.settings import parse_settings
 
 LAUNCHERS = (  # variables of rank, size, local rank
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
+    TORCHRUN,
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -24,7 +24,7 @@ def translate_launcher(environ):
                   and (is_srun or names[0] != "SLURM_PROCID")), None)
     if names is None or environ[names[1]] == "1":
         return False
-    environ.update({ours: environ[theirs] for ours, theirs in zip(LAUNCHERS[0], names)})
+    environ.update({ours: environ[theirs] for ours, theirs in zip(TORCHRUN, names)})
     nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1") if is_srun else "127.0.0.1"
     environ.setdefault("MASTER_ADDR", re.sub(r"\[([^],-]*)[^]]*\]|,.*", r"\1", nodes))  # node01 of node[01-04,7],other
     environ.setdefault("MASTER_PORT", str(29500 + int(environ.get("SLURM_JOB_ID", 0)) % 1000))  # jobs share machines

@@ -17,10 +17,9 @@ import zlib
 
 import numpy as np
 
-from llmc.alone import Alone
+from llmc.alone import TORCHRUN, Alone
 from llmc.errors import UserError, describe
 from llmc.gpu.device import cp
-from llmc.gpu.launcher import LAUNCHERS
 from llmc.settings import flag_of
 from llmc.tensors import flat
 
@@ -39,7 +38,7 @@ class Ranks(Alone, contextlib.AbstractContextManager):
         from torch import distributed, tensor
         self.distributed, self.tensor = distributed, tensor
         try:
-            self.rank, self.size, self.local_rank = (int(environ[name]) for name in LAUNCHERS[0])
+            self.rank, self.size, self.local_rank = (int(environ[name]) for name in TORCHRUN)
             self.store = next(distributed.rendezvous("env://", timeout=PATIENCE))[0]
             distributed.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size,
                                            timeout=PATIENCE)
