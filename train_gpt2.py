@@ -311,7 +311,7 @@ def attention_block(B, T, HS):
 
 def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
     """Causal attention of T new positions, from `position` on: out (B,T,C) =; att (B,NH,T,position+T) =, as above.
-    keys, values (B,NH,maxT,HS) are the cache, where those in inp (B,T,3C) are stored first."""
+    keys, values (B,NH,maxT,HS) are the cache; inp's (B,T,3C) are appended to it first."""
     HS, context = C // NH, position + T
     query, key, value = np.moveaxis(inp.reshape(B, T, 3, NH, HS), (2, 3), (0, 2))
     keys[:, :, position:context], values[:, :, position:context] = key, value
@@ -666,7 +666,7 @@ class Decoder:
         return logits
 
     def forward(self, tokens, position):
-        """The same in one pass."""
+        """One forward pass over tokens (B, T)."""
         (B, T), config, params = tokens.shape, self.config, self.params
         acts = views(self.decode_table(config, B, T, position + T), self.buffer)
         attend = functools.partial(self.attend, position, B, T)

@@ -43,7 +43,7 @@ from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
 from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, BLOCK_THREADS, WARP, blocks, pack
 from llmc.gpu.launcher import on_ranks
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
-from llmc.gpu.matmul import ALIGN, Linear, Quantised
+from llmc.gpu.matmul import ALIGN, Linear, Quantized
 from llmc.gpu.precision import Precision, describe_precision, has_bfloat16, resolve_dtype
 from llmc.gpu.saver import TrainerSaver
 from llmc.gpu.shares import CHUNKS
@@ -245,14 +245,14 @@ def layernorm_forward(device, out, mean, rstd, inp, weight, bias, B, T, C):
 
 def residual_layernorm_forward(device, residual, out, mean, rstd, inp1, inp2, weight, bias, B, T, C):
     """residual (B,T,C) = inp1 + inp2, out (B,T,C) = its layernorm, mean, rstd (B,T) =. residual and inp1 have the
-    residual stream's dtype. In FP8, out may be a Quantised."""
+    residual stream's dtype. In FP8, out may be a Quantized."""
     launch_norm(device, "residual_layernorm_forward", residual, out, mean, rstd, inp1, inp2, weight, bias, B * T)
 
 
 def launch_norm(device, name, residual, out, *arguments):
-    """A normalization's forward pass, in 8 bits if out is a Quantised. The last argument is N."""
+    """A normalization's forward pass, in 8 bits if out is a Quantized. The last argument is N."""
     g = device.geometry
-    if isinstance(out, Quantised):
+    if isinstance(out, Quantized):
         name, rows, outs = f"{name}_fp8", g.NORM_TILE_ROWS, (out.plain, out.transposed, *out.noted)
     else:
         rows, outs = g.LAYERNORM_ROWS, (out,)
@@ -295,7 +295,7 @@ def attention_forward(device, out, lse, inp, B, T, NH, NKV, HS):
 
 
 def attention_backward(device, dinp, D, partials, dout, inp, out, lse, rope, B, T, NH, NKV, HS):
-    """dinp (B,T,Q+2K) =, or a Quantised; partials (B * tiles, Q+2K) =, for column_sums: of dinp; D (B,NH,T): scratch;
+    """dinp (B,T,Q+2K) =, or a Quantized; partials (B * tiles, Q+2K) =, for column_sums: of dinp; D (B,NH,T): scratch;
     dout, out (B,T,Q). rope (T,HS/2,2): the angles by which queries and keys were rotated, and their gradients are
     rotated back. partials, rope: or None."""
     launch_attention(device, "attention_backward_dquery", (dinp, D, partials, dout, inp, out, lse, rope),
@@ -315,7 +315,7 @@ def launch_attention(device, name, arguments, reads, write, B, T, heads):
         grid = (device.sm_count if tiles >= least else tiles,)
         rows, columns = g.ATTENTION_WRITE_ROWS, g.ATTENTION_BOX_COLUMNS
         boxes = [(array, g.ATTENTION_READ_ROWS, columns) for array in reads]
-        if isinstance(write, Quantised):
+        if isinstance(write, Quantized):
             name, arguments = f"{name}_fp8", (write.plain, *arguments[1:], *write.noted)
             write = write.plain.reshape(B, T, -1)
         boxes.append((write, rows, columns))
@@ -483,7 +483,7 @@ def decode_table(config, N, dtype):
     """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
     C = config.C
     return {
-        "residual": Row((2, N, C)),  # one is made from the other and `branches`
+        "residual": Row((2, N, C)),  # ping-pong buffers: one is made from the other and `branches`
         "branches": Row((4, N, C)),  # of attproj, fcproj: the part of its sum for each C of the inner dimension
         "zeros": Row((C,), dtype),  # in place of a bias
         "normed": Row((N, C), dtype),

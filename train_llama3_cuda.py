@@ -105,7 +105,7 @@ def rmsnorm_forward(device, out, rstd, inp, weight, eps, B, T, C):
 
 def residual_rmsnorm_forward(device, residual, out, rstd, inp1, inp2, weight, eps, B, T, C):
     """residual (B,T,C) = inp1 + inp2, out (B,T,C) = its RMSNorm, rstd (B,T) =. residual and inp1 have the residual
-    stream's dtype. In FP8, out may be a Quantised."""
+    stream's dtype. In FP8, out may be a Quantized."""
     launch_norm(device, "residual_rmsnorm_forward", residual, out, rstd, inp1, inp2, weight, float(eps), B * T)
 
 
@@ -173,7 +173,7 @@ def decode_table(config, N, dtype):
     """name -> Row of what a pass over N rows, B*T, needs beside the cache."""
     C, Q, F = config.C, config.Q, config.F
     return {
-        "residual": Row((2, N, C)),  # one is made from the other and `branches`
+        "residual": Row((2, N, C)),  # ping-pong buffers: one is made from the other and `branches`
         "branches": Row((blocks(max(Q, F), C), N, C)),  # of attproj, fcproj: the parts of their sums
         "normed": Row((N, C), dtype),
         "query": Row((N, Q), dtype),  # rotated

@@ -1,5 +1,5 @@
 """
-What this project's programs take, beside PyTorch and others on this machine. Nothing else should run at the same time.
+Benchmarks against PyTorch and others on this machine. Nothing else should run at the same time.
 
     python dev/bench.py cpu         # a training step of GPT-2 124M on the CPU
     python dev/bench.py gpu         # the same on a GPU, and of larger models: about ten minutes

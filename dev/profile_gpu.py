@@ -112,7 +112,7 @@ BYTES = {
     "transpose": lambda out, inp, rows, columns: size_of(inp, inp),
     "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (  # in FP8, it writes half as many
         size_of(logits) + write_gradient * size_of(logits) // (1 + (dloss == DLOGITS_SCALE))),
-    "quantise": lambda plain, transposed, inp, *_: size_of(plain, transposed, inp),
+    "quantize": lambda plain, transposed, inp, *_: size_of(plain, transposed, inp),
     "prepare_scales": lambda *_: 0,
     "loss_mean": lambda loss, losses, *_: size_of(losses),
     "column_sums": lambda jobs: sum(4 * int(job["rows"]) * int(job["columns"]) for job in jobs.get().view(JOB)),

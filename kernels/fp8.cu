@@ -1,6 +1,6 @@
 // FP8: bfloat16 tensors rounded to E4M3, as they are and transposed, and their scales.
 //
-//     quantise         plain (rows,columns) = E4M3(inp * scale)                                  plain =
+//     quantize         plain (rows,columns) = E4M3(inp * scale)                                  plain =
 //                      transposed (columns,pitch) = the same, transposed                         transposed =
 //                      largest = max(largest, |inp|)                                             in place
 //                      counts += how many are 448 or NaN, how many are 0                         counts +=
@@ -22,7 +22,7 @@ static_assert(THREADS == FP8_THREADS && BFLOAT16, "as launched");
 // null; it and slot, the scale's number, decide how a weight is rounded. Weights have an order of their own in
 // transposed, see fp8.cuh. stride: from one layer's scale to the next's; all else is adjacent.
 extern "C" __global__ void __launch_bounds__(THREADS)
-quantise(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale, int* largest,
+quantize(unsigned char* plain, unsigned char* transposed, const element* inp, const float* scale, int* largest,
          int64* counts, int rows, int columns, int pitch, const int* update, int slot, int stride) {
     const int64 l = blockIdx.z;
     inp += l * rows * columns, scale += l * stride;
@@ -34,7 +34,7 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
     const int column = blockIdx.x * SIDE + within;
     const float factor = *scale;
     Floats x[4] = {};
-    Noted noted(factor);
+    AmaxStats noted(factor);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
         if (row + r < rows && column < columns) x[r] = load(inp + int64(row + r) * columns + column);
@@ -81,7 +81,7 @@ quantise(unsigned char* plain, unsigned char* transposed, const element* inp, co
 // One block. largest (count): each tensor's in this update, as bits of a float; history (HISTORY,count): those of the
 // last updates, a row an update in turn; updates: how many there were. A scale is the power of 2 that takes the
 // history's largest to 112 .. 224, half of what E4M3 has, because the next update's may be larger; of a gradient, every
-// third tensor, to 28 .. 56. What is not finite leaves no trace. reports (2,2): pinned memory of the host, the counts
+// third tensor, to 28 .. 56. Non-finite values are ignored. reports (2,2): pinned memory of the host, the counts
 // of updates with even and odd numbers. largest and counts are 0 afterwards.
 extern "C" __global__ void prepare_scales(float* scales, float* history, int* largest, int* updates, int64* counts,
                                           int64* reports, int count) {

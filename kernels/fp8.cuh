@@ -1,5 +1,5 @@
 // E4M3: numbers rounded to 8 bits, the order in which they are stored, and what is noted of them for the next update's
-// scale. fp8.cu has the words.
+// scale. Terms: see fp8.cu.
 //
 // The order of numbers along the inner dimension of a matmul is free, as long as both operands have the same. Ours is
 // that of tensor cores' results: of 16 x 16, a thread has rows g and g + 8, columns 2t, 2t + 1, 2t + 8 and 2t + 9. So
@@ -58,7 +58,7 @@ __device__ inline void round_squares(uint32 (&rows)[4], const float (&x)[16], fl
 // 1 / scale. A scale is a power of 2.
 __device__ inline float inverse_of_scale(float scale) { return __int_as_float(0x7f000000 - __float_as_int(scale)); }
 
-// What a product of operands is to be multiplied by.
+// The dequantization factor of a product of operands.
 __device__ inline float factor_of(const float* a_scale, const float* b_scale) {
     return inverse_of_scale(*a_scale) * inverse_of_scale(*b_scale);
 }
@@ -95,12 +95,12 @@ __device__ inline float largest_of(const uint32 (&pairs)[N]) {  // of bfloat16
 
 // A thread's part of a tensor: the largest number before it is scaled, NaN apart; how many of its E4M3 numbers are
 // +-448 or NaN, and 128 for each that is 0.
-struct Noted {
+struct AmaxStats {
     const float limit;  // larger numbers may become 448
     float largest = 0.0f;
-    int saturated = 0, vanished = 0;
+    int saturated = 0, underflowed = 0;
 
-    __device__ explicit Noted(float scale) : limit(416.0f * inverse_of_scale(scale)) {}  // the number before 448
+    __device__ explicit AmaxStats(float scale) : limit(416.0f * inverse_of_scale(scale)) {}  // the number before 448
 
     // x: floats, or pairs of bfloat16; bytes: what they became.
     template <class Numbers, int WORDS>
@@ -108,7 +108,7 @@ struct Noted {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             const uint32 zeros = ~((bytes[i] & 0x7f7f7f7f) + 0x7f7f7f7f) & 0x80808080;
-            vanished = __dp4a(zeros, 0x01010101u, uint32(vanished));  // adds up the bytes, faster than __popc
+            underflowed = __dp4a(zeros, 0x01010101u, uint32(underflowed));  // adds up the bytes, faster than __popc
         }
         const float most = largest_of<true>(x);
         if (most < limit) {
@@ -121,16 +121,16 @@ struct Noted {
     }
 
     // By all threads of a warp. all_largest: as bits, which are in the order of the numbers, or null: nothing is noted;
-    // counts: saturated, vanished.
+    // counts: saturated, underflowed.
     __device__ void publish(int* all_largest, int64* counts) {
         if (!all_largest) return;
         const int most = __reduce_max_sync(0xffffffff, __float_as_int(largest));
         saturated = __reduce_add_sync(0xffffffff, saturated);
-        vanished = __reduce_add_sync(0xffffffff, vanished) / 128;
+        underflowed = __reduce_add_sync(0xffffffff, underflowed) / 128;
         if (threadIdx.x % 32 > 0) return;
         if (most > *all_largest) atomicMax(all_largest, most);  // most warps do not raise it
         unsigned long long* const sums = reinterpret_cast<unsigned long long*>(counts);
         if (saturated) atomicAdd(sums, saturated);
-        if (vanished) atomicAdd(sums + 1, vanished);
+        if (underflowed) atomicAdd(sums + 1, underflowed);
     }
 };

@@ -1,5 +1,5 @@
 // FP8: the forward pass of layernorm.cu or rmsnorm.cu with its result, the input of a matmul, rounded to E4M3 as by
-// quantise (fp8.cu), but from float32: plain (N,C) and transposed (C,pitch) = E4M3(out * scale), largest and counts are
+// quantize (fp8.cu), but from float32: plain (N,C) and transposed (C,pitch) = E4M3(out * scale), largest and counts are
 // noted. pitch: N rounded up to 16; what is beyond N becomes 0.
 //
 // A block makes the rows of a tile, a row in the registers of its warps, and collects their bytes in shared memory: the
@@ -20,7 +20,7 @@ struct Tile {
     unsigned char *const plain, *const transposed;
     const float scale;
     const int N, first = (gridDim.x - 1 - blockIdx.x) * TILE_ROWS;  // its first row
-    Noted noted{scale};
+    AmaxStats noted{scale};
 
     __device__ static unsigned char* shared_at(int own, int c) {  // of the tile's row `own`
         extern __shared__ uint4 shared[];

@@ -50,7 +50,7 @@ def describe(error):
 
 
 def discard_stdout():
-    """Nobody reads it any more, nor what is still buffered."""
+    """Redirect stdout to /dev/null: nobody reads it any more, nor what is still buffered."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -220,7 +220,7 @@ class Saver:
         delete_old_checkpoints(self.settings, progress.step)
 
     def nothing(self, *_):
-        """Here nothing is left to do; llmc/gpu/saver.py saves in the background."""
+        """No-op on the CPU; llmc/gpu/saver.py saves in the background."""
 
     complete = nothing  # before a validation or a sample: wait for the weights that other GPUs still send
     wait = nothing  # until the last checkpoint is on the disk

@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 
 class Writer:
     """Prints each id at once, as text or, without a tokenizer, as a number. A character that spans several tokens is
-    printed when it is complete. What a terminal would obey is left out: control characters, and the marks that turn the
+    printed when it is complete. Stripped: control characters, which a terminal would obey, and the marks that turn the
     direction of text. (llm.c prints only ASCII of single bytes, and loses GPT-2's typographic quotes.)"""
 
     OBEYED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

@@ -1,4 +1,4 @@
-"""FP8: the rounding, its scales, quantised copies and matmuls against NumPy; and runs."""
+"""FP8: the rounding, its scales, quantized copies and matmuls against NumPy; and runs."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from check_gpu import COLUMN_ORDER, ROW_ORDER, decode_e5m2, dlogits_of, natural
 from fp8_reference import LARGEST, decode_e4m3, next_scales, round_e4m3
 from llmc.gpu.fp8 import DLOGITS_SCALE, LINEARS, Fp8
 from llmc.gpu.geometry import FP8_HISTORY, blocks, check_sizes, kernel_files, launch_geometry
-from llmc.gpu.matmul import Matmul, Quantised
+from llmc.gpu.matmul import Matmul, Quantized
 from llmc.gpu.precision import Precision, resolve_dtype
 from llmc.gpu.trainer import Trainer, open_device
 from llmc.logger import Log
@@ -108,7 +108,7 @@ def test_every_launch_passes_what_its_kernel_takes(fake_gpu, architecture, confi
     assert multiplied == 6 * (len(LINEARS) * config.L + 1), "all are in 8 bits"
     fake_gpu.launches.clear()
     trainer.forward(*batch)
-    assert not any(re.search("fp8|quantise", launch.name) for launch in fake_gpu.launches)  # validation is in bfloat16
+    assert not any(re.search("fp8|quantize", launch.name) for launch in fake_gpu.launches)  # validation is in bfloat16
 
 
 def test_a_run_s_table_keeps_its_columns(tmp_path):
@@ -193,7 +193,7 @@ def test_prepare_scales(matmul):
 @pytest.mark.parametrize("N, C", ((1, 16), (3, 48), (64, 64), (97, 208), (256, 3072), (130, 1600)))
 @pytest.mark.parametrize("spread, scale", ((1.0, 64.0), (300.0, 2.0), (1e-6, 2.0**14)))
 @pytest.mark.parametrize("role", ("dout", "weight"))
-def test_quantise(matmul, N, C, spread, scale, role):
+def test_quantize(matmul, N, C, spread, scale, role):
     """Every byte, what is not finite and the padding included; the largest number and the counts. Weights are rounded
     at random, once for both copies, by the numbers of the update and of the layer."""
     fp8, of_weight = make_fp8(matmul, 16), role == "weight"
@@ -203,15 +203,15 @@ def test_quantise(matmul, N, C, spread, scale, role):
     pitch, slot, scaled = blocks(N, 16) * 16, fp8.slot("fc", 1, role), x * np.float32(scale)
     fp8.state.scales[slot] = fp8.state.scales[fp8.slot("fc", 0, role)] = scale
 
-    def quantise(plain=True, transposed=True, l=1):
+    def quantize(plain=True, transposed=True, l=1):
         fp8.forget()
-        to = Quantised(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None)
-        fp8.quantise("fc", l, role, on_gpu(x, dtype="bfloat16"), to.plain, to.transposed, again=not plain)
+        to = Quantized(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None)
+        fp8.quantize("fc", l, role, on_gpu(x, dtype="bfloat16"), to.plain, to.transposed, again=not plain)
         return [y if y is None else decode_e4m3(y) for y in in_natural_order(to, of_weight)]
 
-    expected = quantise()[0] if of_weight else round_e4m3(scaled)
+    expected = quantize()[0] if of_weight else round_e4m3(scaled)
     for plain, transposed in itertools.product((True, False), repeat=2):
-        out, out_t = quantise(plain, transposed)
+        out, out_t = quantize(plain, transposed)
         if plain:
             assert np.array_equal(out, expected, equal_nan=True)
             assert_noted(fp8, slot, np.fmax.reduce(np.abs(x), axis=None, where=~np.isnan(x), initial=0), expected)
@@ -222,7 +222,7 @@ def test_quantise(matmul, N, C, spread, scale, role):
     if of_weight:
         assert_rounded_at_random(expected, scaled)
         fp8.state.updates += 1
-        for other in (quantise()[0], quantise(l=0)[0]) if N * C > 100 else ():
+        for other in (quantize()[0], quantize(l=0)[0]) if N * C > 100 else ():
             assert_rounded_at_random(other, scaled)
             assert not np.array_equal(other, expected, equal_nan=True)
 
@@ -243,9 +243,9 @@ def assert_rounded_at_random(numbers, x):
         assert abs(error.sum()) <= 5 * np.sqrt((chance * (1 - chance))[part].sum()) + 0.01 * error.size
 
 
-def in_natural_order(quantised, weight=False):
-    """A Quantised on the GPU -> its bytes (N,C) and (C,pitch)."""
-    plain, transposed = (x if x is None else x.get() for x in quantised[:2])
+def in_natural_order(quantized, weight=False):
+    """A Quantized on the GPU -> its bytes (N,C) and (C,pitch)."""
+    plain, transposed = (x if x is None else x.get() for x in quantized[:2])
     return (None if plain is None else natural(plain, COLUMN_ORDER),
             None if transposed is None else natural(transposed, COLUMN_ORDER if weight else ROW_ORDER))
 
@@ -299,7 +299,7 @@ def test_norm(gpu, N, C, norm, both):
 
     def run(residual, inp1, inp2, plain=True, transposed=True, notes=True):
         """[plain, transposed, statistics], the first two or None."""
-        to = Quantised(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None,
+        to = Quantized(bytes_on_gpu((N, C)) if plain else None, bytes_on_gpu((C, pitch)) if transposed else None,
                        (scale_gpu, largest if notes else None, counts))
         found = unwritten(statistics, 1, N)
         forward(device, residual, to, *found, inp1, inp2, weight, last, 1, N, C)
@@ -361,7 +361,7 @@ def test_matmul(matmul, monkeypatch, M, N, K, sm_count):
 @pytest.mark.parametrize("sm_count", (None, 2))
 @pytest.mark.parametrize("M, N, K", SIZES[1:])
 def test_matmul_gelu(matmul, monkeypatch, M, N, K, sm_count):
-    """out as without GELU; GELU as by gelu.cu and quantise, to the byte."""
+    """out as without GELU; GELU as by gelu.cu and quantize, to the byte."""
     if sm_count:
         monkeypatch.setattr(matmul.device, "sm_count", sm_count)
     fp8, (a, _), (b, _) = make_fp8(matmul, 16), e4m3(M, K, seed=1), e4m3(N, K, seed=2)
@@ -377,7 +377,7 @@ def test_matmul_gelu(matmul, monkeypatch, M, N, K, sm_count):
     wanted_out[...] = 0
     fp8.multiply(wanted_out[: M * N].reshape(M, N), *operands)
     cuda.gelu_forward(matmul.device, gelu, wanted_out, whole, GPT2.F)
-    fp8.quantise("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), wanted)
+    fp8.quantize("fcproj", 1, "inp", gelu[: M * N].reshape(M, N), wanted)
     assert np.array_equal(out.get().ravel(), wanted_out.get()[: M * N])
     assert np.array_equal(got.get(), wanted.get())
     assert np.array_equal(noted[0], fp8.state.largest.get()) and np.array_equal(noted[1], fp8.state.counts.get())
@@ -437,7 +437,7 @@ def test_attention_backward(matmul, monkeypatch, B, T, NH, NKV, HS, sm_count):
         scale = 2.0 ** np.floor(np.log2(highest / np.abs(exact).max()))
         fp8.forget()
         fp8.state.scales[slot] = scale
-        got = Quantised(bytes_on_gpu((B * T, QKV)), None, fp8.noted("qkv", 1, "dout"))
+        got = Quantized(bytes_on_gpu((B * T, QKV)), None, fp8.noted("qkv", 1, "dout"))
         assert backward(got, rope).tobytes() == partials.tobytes()
         numbers, expected = decode_e4m3(in_natural_order(got)[0]), np.clip(exact * scale, -LARGEST, LARGEST)
         step = np.ldexp(1.0, np.maximum(np.frexp(expected * (1 + 2.0**-8))[1], -5) - 4)

@@ -18,7 +18,7 @@ from llmc.gpu.device import Device
 from fp8_reference import decode_e4m3, next_scales, round_e4m3, round_e5m2
 from llmc.gpu.fp8 import Fp8, Fp8Linear, Fp8Passes
 from llmc.gpu.geometry import kernel_files, launch_geometry
-from llmc.gpu.matmul import Matmul, Quantised
+from llmc.gpu.matmul import Matmul, Quantized
 from llmc.gpu.trainer import Trainer
 from llmc.tensors import allocate
 from train_gpt2 import Config
@@ -291,7 +291,7 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "FP8: rows 48 .. 63 of each 64 are not among the largest": (
         "cuda-fp8", "fp8.cuh", "if (threadIdx.x % 32 > 0) return;",
         "if (threadIdx.x % 32 > 0 || threadIdx.x % 128 == 96) return;", "dfcw"),
-    "FP8: NaN instead of 448": ("cuda-fp8", "fp8.cuh", "__NV_SATFINITE", "__NV_NOSAT", "test_quantise"),
+    "FP8: NaN instead of 448": ("cuda-fp8", "fp8.cuh", "__NV_SATFINITE", "__NV_NOSAT", "test_quantize"),
 }
 
 
@@ -323,13 +323,13 @@ def test_a_fault_in_a_kernel_is_red(fault, gpu, tmp_path, monkeypatch, capsys):
     path = tmp_path / "kernels" / file
     path.write_text(path.read_text().replace(right, wrong))
     monkeypatch.setattr(llmc.gpu.compiler, "KERNEL_DIRECTORY", str(tmp_path / "kernels"))
-    if row == "test_quantise":  # it has numbers that are too large; for those of a run, scales leave room
+    if row == "test_quantize":  # it has numbers that are too large; for those of a run, scales leave room
         file = kernel_files(LAYERS, GPU_CONFIG, FP8, gpu.arch, "auto")["fp8"]
         device = Device(gpu, [file], launch_geometry(GPU_CONFIG, FP8, gpu.arch))
         matmul = Matmul(device, FP8)
         device.stream.use()  # Matmul, when made, has left it
         out, large = bytes_on_gpu((16, 16), 0), on_gpu(np.full((16, 16), 1000, np.float32), dtype="bfloat16")
-        make_fp8(matmul, 16).quantise("fc", 1, "dout", large, out)
+        make_fp8(matmul, 16).quantize("fc", 1, "dout", large, out)
         assert np.isnan(decode_e4m3(out.get())).all()
         return
     params, x, y, yardstick = gpu_case(precision_of(backend), outlier=backend == "cuda-fp8")
@@ -437,7 +437,7 @@ def stale_scale(right):
 
 
 def copies_of(role, change):
-    """A fault in where Fp8.quantise writes: change(fp8, plain, transposed) -> the two."""
+    """A fault in where Fp8.quantize writes: change(fp8, plain, transposed) -> the two."""
     def plant(right):
         def wrong(fp8, name, l, of, x, plain=None, transposed=None, *rest):
             if of == role and transposed is not None:
@@ -459,7 +459,7 @@ def inputs_of_the_first_batch(right):
             return SimpleNamespace(**vars(tensors) | {name: to._replace(transposed=of_the_first_batch(
                 model.fp8, to.transposed)) for name, to in changed.items()})
 
-        if isinstance(acts.lnf, Quantised):
+        if isinstance(acts.lnf, Quantized):
             acts = without(acts, "lnf")
             acts.layers = [without(a, "ln1", "ln2") for a in acts.layers]
         right(model, acts, inputs)
@@ -480,12 +480,12 @@ FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
     "dlogits twice as large in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: (
         right(linear, dinp, dout, scale * (1 + (linear.name == "logits")))), "dlnfb"),
     "an earlier batch's transposed input": (Fp8Passes, "trunk", inputs_of_the_first_batch, "dfcw"),
-    "an earlier batch's transposed dout": (Fp8, "quantise", copies_of(
+    "an earlier batch's transposed dout": (Fp8, "quantize", copies_of(
         "dout", lambda fp8, plain, transposed: (plain, of_the_first_batch(fp8, transposed))), "dfcprojw"),
-    "a weight's two copies exchanged": (Fp8, "quantise", copies_of(
+    "a weight's two copies exchanged": (Fp8, "quantize", copies_of(
         "weight", lambda fp8, plain, transposed: (transposed.reshape(plain.shape), plain.reshape(transposed.shape))),
         "losses"),
-    "a weight's transposed copy not written": (Fp8, "quantise", copies_of(
+    "a weight's transposed copy not written": (Fp8, "quantize", copies_of(
         "weight", lambda fp8, plain, transposed: (plain, cleared(transposed))), "dlnfb"),
     "a stale scale of the classifier's weight": (Fp8, "scale", lambda right: lambda fp8, name, l, role: (
         right(fp8, name, l, role) * (2 if (name, role) == ("logits", "weight") else 1)), "dlnfb"),

@@ -263,7 +263,7 @@ enum NamedBarrier { SUMS = 1 };
 
 #if ATTENTION_FP8
 // A tensor that results in 8 bits.
-struct Quantised {
+struct Quantized {
     const TensorMap& numbers;
     const float* scale;
     int* largest;
@@ -273,13 +273,13 @@ struct Quantised {
 // The same epilogue for a gradient in 8 bits. A warp's room begins with (HALVES,16,64) bytes, whose 16-byte units are
 // swizzled as TMA expects of rows of 64 bytes. If T is no multiple of 16, the rows from T on are 0 in d.
 template <int PARTS>
-__device__ inline void store_rows(const Quantised& result, element* staging, const float (&d)[HS / 2], float upper,
+__device__ inline void store_rows(const Quantized& result, element* staging, const float (&d)[HS / 2], float upper,
                                   float lower, int column, int row, int b, int T) {
     constexpr int BOX = 16 * 64;  // bytes
     const int lane = threadIdx.x % 32, square = lane / 16, swizzle = lane % 8 / 2;
     unsigned char* const boxes = reinterpret_cast<unsigned char*>(staging);
     const float scale = *result.scale;
-    Noted noted(scale);
+    AmaxStats noted(scale);
     if (lane == 0) stores_wait<PARTS - 1>();
     __syncwarp();
 #pragma unroll
@@ -295,7 +295,7 @@ __device__ inline void store_rows(const Quantised& result, element* staging, con
     }
     fence_for_async();
     if (row < T) {
-        if (lane == 0) noted.vanished -= 128 * max(0, row + 16 - T) * HS;
+        if (lane == 0) noted.underflowed -= 128 * max(0, row + 16 - T) * HS;
         noted.publish(result.largest, result.counts);
     }
     __syncwarp();
@@ -429,7 +429,7 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
 
 // dquery, and D for attention_backward_dkv. Resident: query, dout, out and lse of the item's queries; keys and values
 // stream by. Block (384); grid as above. Shared memory: 4 ROWS + DQUERY_STAGES * 2 * PASSING rows of a head and 1024
-// bytes. dinp: a TensorMap, or Quantised.
+// bytes. dinp: a TensorMap, or Quantized.
 template <class Result>
 __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, float* partials, const float* lse,
                                                 const float2* rope, int T, int B, const TensorMap& inp_map,
@@ -817,7 +817,7 @@ attention_backward_dquery_fp8(unsigned char* dinp, float* D, float* partials, co
                               int* largest, int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
                               const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap out_map,
                               const __grid_constant__ TensorMap dinp_map) {
-    backward_dquery(Quantised{dinp_map, scale, largest, counts}, D, partials, lse, rope, T, B, inp_map, dout_map,
+    backward_dquery(Quantized{dinp_map, scale, largest, counts}, D, partials, lse, rope, T, B, inp_map, dout_map,
                     out_map);
 }
 
@@ -826,6 +826,6 @@ attention_backward_dkv_fp8(unsigned char* dinp, float* partials, const element* 
                            const float* lse, const float* D, const float2* rope, const float* scale, int* largest,
                            int64* counts, int T, int B, const __grid_constant__ TensorMap inp_map,
                            const __grid_constant__ TensorMap dout_map, const __grid_constant__ TensorMap dinp_map) {
-    backward_dkv(Quantised{dinp_map, scale, largest, counts}, partials, lse, D, rope, T, B, inp_map, dout_map);
+    backward_dkv(Quantized{dinp_map, scale, largest, counts}, partials, lse, D, rope, T, B, inp_map, dout_map);
 }
 #endif

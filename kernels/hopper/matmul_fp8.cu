@@ -114,11 +114,11 @@ __device__ __forceinline__ void round_tile(Pairs& pairs, const Accumulators<GELU
     }
 }
 
-// What is noted of a tile: nothing of the zeros beyond M and N.
-__device__ inline Noted noted_of_tile(float scale, const Item& item, const Sizes& z) {
-    Noted noted(scale);
+// The amax and counts of a tile, padding beyond M and N excluded.
+__device__ inline AmaxStats noted_of_tile(float scale, const Item& item, const Sizes& z) {
+    AmaxStats noted(scale);
     if (leads_warpgroup()) {
-        noted.vanished = 128 * (min(BM, z.M - item.row) * min(GELU_BN, z.N - item.column) - BM * GELU_BN);
+        noted.underflowed = 128 * (min(BM, z.M - item.row) * min(GELU_BN, z.N - item.column) - BM * GELU_BN);
     }
     return noted;
 }
@@ -151,7 +151,7 @@ matmul_fp8_gelu(const __grid_constant__ TensorMap out, const __grid_constant__ T
     matmul<GELU_BN, 0, 0, false, 1, GELU_CONSUMERS>(a, b, z, [&](Tile& acc, const Item& item, element* strips) {
         const float factor = factor_of(a_scale, b_scale);
         const uint32 scales = as_pair(*gelu_scale, *gelu_scale);
-        Noted noted = noted_of_tile(*gelu_scale, item, z);
+        AmaxStats noted = noted_of_tile(*gelu_scale, item, z);
         Pairs pairs_of_tile;
         round_tile<true>(pairs_of_tile, acc, factor, bias, item, z);
         wait_strip_empty<0>();
@@ -226,7 +226,7 @@ matmul_fp8_gelu_backward(const __grid_constant__ TensorMap dinp, float* partials
             element *const dgelu = strips + STRIP, *const result = dgelu + HALF_STRIP;
             const Squares<HALF_COLUMNS> dgelus(dgelu);
             const ByteSquares dinps(result);
-            Noted noted = noted_of_tile(1.0f, item, z);
+            AmaxStats noted = noted_of_tile(1.0f, item, z);
             Pairs pairs_of_tile;
             round_tile<false>(pairs_of_tile, acc, factor, nullptr, item, z);
 #pragma unroll 1

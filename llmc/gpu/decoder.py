@@ -164,7 +164,7 @@ class Decoder:
         }
 
     def draw(self, prompt, count, randoms, choice, want_logprobs=True):
-        """llmc/sampler.py's draw, on the GPU; the log-probabilities come in any case."""
+        """llmc/sampler.py's draw, on the GPU; the log-probabilities are always computed."""
         first, end = prompt.shape[1], prompt.shape[1] + count
         tokens = np.empty((self.B, end), np.int32)
         tokens[:, :first] = prompt

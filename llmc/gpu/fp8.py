@@ -21,7 +21,7 @@ import numpy as np
 
 from llmc.gpu.device import copy_to_gpu, cp, pinned_array, pointer
 from llmc.gpu.geometry import FP8_HISTORY, blocks
-from llmc.gpu.matmul import ALIGN, WORKSPACE, Quantised, rows
+from llmc.gpu.matmul import ALIGN, WORKSPACE, Quantized, rows
 from llmc.tensors import Row, allocate, table_bytes, views
 
 LINEARS = ("qkv", "fc", "fcproj")  # layers with FP8 operands; attproj is a twelfth of the work of GPT-2's
@@ -72,7 +72,7 @@ class Fp8:
         self.reports = pinned_array(32).view(np.int64).reshape(2, 2)  # counts of updates with even and odd numbers
         self.updates = 0  # before this run
         self.trains = False  # whether this pass is part of an update: the others are in bfloat16
-        self.weights_behind = False  # whether an update has changed the weights since they were quantised
+        self.weights_behind = False  # whether an update has changed the weights since they were quantized
         self.douts = {}  # matmul's name -> its dout in 8 bits, between its two uses
 
     def linear(self, name, l, bias, dweight):
@@ -86,25 +86,26 @@ class Fp8:
         slot = self.slot(name, l, role)
         return self.state.scales[slot : slot + 1]
 
-    def quantise(self, name, l, role, x, plain=None, transposed=None, again=False):
+    def quantize(self, name, l, role, x, plain=None, transposed=None, again=False):
         """plain (N,C), transposed (C,pitch) = E4M3(x * scale), each if not None; x (N,C), or all of several layers from
         l on, each with its scale. Weights are rounded at random. again: for the second time in an update, so that
-        nothing is noted."""
+        amax is not updated."""
         g, (*_, N, C), (scale, largest, counts) = self.device.geometry, x.shape, self.noted(name, l, role)
         grid = blocks(C, g.FP8_SIDE), blocks(N, g.FP8_SIDE), x.size // (N * C)
-        self.device.launch("quantise", grid, (g.FP8_THREADS,), plain, transposed, x, scale, None if again else largest,
+        self.device.launch("quantize", grid, (g.FP8_THREADS,), plain, transposed, x, scale, None if again else largest,
                            counts, N, C, N if transposed is None else transposed.shape[-1],
                            self.state.updates if role == "weight" else None, self.slot(name, l, role), len(ROLES))
 
-    def quantise_weights(self, layers=slice(0, None), again=False):
-        """The matrices of some layers, after an update has changed them. again: another rank notes the same."""
+    def quantize_weights(self, layers=slice(0, None), again=False):
+        """The matrices of some layers, after an update has changed them. again: rank 0 records
+        their amax."""
         weights = {name: getattr(self.params, f"{name}w")[layers] for name in LINEARS}
         if layers.start == 0:
             head = self.params.lm_head if "lm_head" in self.params.table else self.params.wte
             weights["logits"] = head[np.newaxis]
         for name, weight in weights.items():
             plain, transposed = (getattr(self.operands, f"{name}w{t}")[layers] for t in ("", "_t"))
-            self.quantise(name, layers.start, "weight", weight, plain, transposed, again)
+            self.quantize(name, layers.start, "weight", weight, plain, transposed, again)
 
     def prepare_scales(self):
         """At the end of an update: the scales of the next one."""
@@ -117,7 +118,7 @@ class Fp8:
         return tuple(self.reports[(self.updates + number) % 2].tolist())
 
     def forget(self):
-        """Of a pass that was no update: the largest numbers and counts."""
+        """Discard amax and counts after a calibration pass."""
         self.state.largest.fill(0)
         self.state.counts.fill(0)
 
@@ -188,7 +189,7 @@ class Fp8:
 
 
 class Fp8Linear(NamedTuple):
-    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". dout is quantised at its first use, and
+    """Linear of matmul.py in 8 bits: of LINEARS, or the classifier, "logits". dout is quantized at its first use, and
     remembered for the second. backward_weight reads a copy of the input, fcproj's as it is, the others' transposed:
     kept from forward on, or made again."""
 
@@ -205,24 +206,24 @@ class Fp8Linear(NamedTuple):
         return self.fp8.fuses_gelu
 
     def place_inp(self, inp, again=False):
-        """Where a normalization writes inp (N,C): a Quantised. again: for the backward pass, which recomputes it."""
+        """Where a normalization writes inp (N,C): a Quantized. again: for the backward pass, which recomputes it."""
         fp8, (scale, largest, counts) = self.fp8, self.fp8.noted(self.name, self.l, "inp")
         kept = self.of_this_layer("_inp_t")
         if again:
-            return Quantised(None, kept, (scale, None, counts))
-        return Quantised(fp8.operands.inp, None if self.name in fp8.recomputed else kept, (scale, largest, counts))
+            return Quantized(None, kept, (scale, None, counts))
+        return Quantized(fp8.operands.inp, None if self.name in fp8.recomputed else kept, (scale, largest, counts))
 
     def forward(self, out, inp):
-        """out (N,OC) = inp @ weight^T + bias. inp: a Quantised; fcproj's: (N,C), not read if fc's forward_gelu has made
+        """out (N,OC) = inp @ weight^T + bias. inp: a Quantized; fcproj's: (N,C), not read if fc's forward_gelu has made
         it."""
         plain = self.fcproj_inp(inp, made=self.fuses_gelu) if self.name == "fcproj" else inp.plain
         self.fp8.multiply(rows(out), plain, self.scale("inp"), self.of_this_layer("w"), self.scale("weight"), self.bias)
 
     def fcproj_inp(self, inp, made=False, again=False):
-        """fcproj's input (N,C) in 8 bits, `made` already or not. again: see quantise."""
+        """fcproj's input (N,C) in 8 bits, `made` already or not. again: see quantize."""
         plain = self.of_this_layer("_inp")
         if not made:
-            self.fp8.quantise(self.name, self.l, "inp", rows(inp), plain, again=again)
+            self.fp8.quantize(self.name, self.l, "inp", rows(inp), plain, again=again)
         return plain
 
     def forward_gelu(self, out, gelu, inp):
@@ -233,24 +234,24 @@ class Fp8Linear(NamedTuple):
                                self.fp8.noted("fcproj", self.l, "inp"))
 
     def place_dout(self, dout):
-        """Where attention_backward writes dout (B,T,OC): a Quantised, or dout, if its kernels do not write 8 bits."""
+        """Where attention_backward writes dout (B,T,OC): a Quantized, or dout, if its kernels do not write 8 bits."""
         if not hasattr(self.fp8.device.geometry, "ATTENTION_FP8"):
             return dout
-        return Quantised(self.tensor("_dout"), None, self.fp8.noted(self.name, self.l, "dout"))
+        return Quantized(self.tensor("_dout"), None, self.fp8.noted(self.name, self.l, "dout"))
 
     def operand(self, dout):
-        """dout (N,OC), or what `place_dout` returned, as a Quantised. dout of fc: not read if fcproj's
+        """dout (N,OC), or what `place_dout` returned, as a Quantized. dout of fc: not read if fcproj's
         backward_inp_gelu has made it; of the classifier: its kernel has made it, in place of the logits."""
-        if isinstance(dout, Quantised):
+        if isinstance(dout, Quantized):
             return dout
         if self.name == "logits":
             N, OC = rows(dout).shape
-            return Quantised(dout.view(np.uint8).reshape(N, 2 * OC)[:, :OC], None)
+            return Quantized(dout.view(np.uint8).reshape(N, 2 * OC)[:, :OC], None)
         if made := self.fp8.douts.pop(self.name, None):  # the second use
             return made
-        made = Quantised(self.tensor("_dout"), self.tensor("_dout_t") if self.name == "fcproj" else None)
+        made = Quantized(self.tensor("_dout"), self.tensor("_dout_t") if self.name == "fcproj" else None)
         if not (self.name == "fc" and self.fp8.fuses_gelu):
-            self.fp8.quantise(self.name, self.l, "dout", rows(dout), made.plain, made.transposed)
+            self.fp8.quantize(self.name, self.l, "dout", rows(dout), made.plain, made.transposed)
         self.fp8.douts[self.name] = made
         return made
 
@@ -320,9 +321,9 @@ class Fp8Passes:
         return linear
 
     def trunk(self, acts, inputs):
-        self.fp8.trains = isinstance(acts.lnf, Quantised)
+        self.fp8.trains = isinstance(acts.lnf, Quantized)
         if self.fp8.trains and self.fp8.weights_behind:
-            self.fp8.quantise_weights()
+            self.fp8.quantize_weights()
             self.fp8.weights_behind = False
         super().trunk(acts, inputs)
 
@@ -333,7 +334,7 @@ class Fp8Passes:
         return super().weight_gradient(name, l, dout, inp)
 
     def train_step(self, trainer):
-        self.fp8.weights_behind = self.several is None  # on several GPUs, each layer's are quantised when they arrive
+        self.fp8.weights_behind = self.several is None  # on several GPUs, each layer's are quantized when they arrive
         super().train_step(trainer)
 
     def update(self, trainer):

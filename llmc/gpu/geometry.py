@@ -41,7 +41,7 @@ KERNELS = {  # layer -> its kernels
                       "matmul_forward_rope_narrow"),  # Hopper only
     "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
                    "matmul_fp8_weight", "matmul_fp8_classifier_weight", "matmul_fp8_classifier_inp"),  # likewise
-    "fp8": ("quantise", "prepare_scales"),
+    "fp8": ("quantize", "prepare_scales"),
     "norm_fp8": ("residual_layernorm_forward_fp8", "residual_rmsnorm_forward_fp8"),
     "classifier": ("classifier",),
     "transpose": ("transpose",),

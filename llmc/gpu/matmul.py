@@ -9,7 +9,7 @@ from llmc.gpu.geometry import blocks, hopper_matmul
 ALIGN = 256  # bytes, of tensors; cuBLASLt's fastest algorithms ask for it
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """A tensor in 8 bits (llmc/gpu/fp8.py), as matmuls read it, or where a kernel writes it."""
 
     plain: object  # (N,C), or None
@@ -93,9 +93,10 @@ def rows(array):
 
 
 class Matmul:
-    """Chooses. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients of inputs whose
-    width is a multiple of a tile's, and whatever is fused with GELU or SwiGLU; all else is cuBLASLt's first proposal:
-    gradients of weights, other widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt": none."""
+    """Selects the kernel for a matmul. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients
+    of inputs whose width is a multiple of a tile's, and whatever is fused with GELU or SwiGLU; all else is cuBLASLt's
+    first proposal: gradients of weights, other widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt":
+    none."""
 
     def __init__(self, device, precision, library="auto"):
         self.device, self.precision = device, precision

@@ -11,7 +11,7 @@ from llmc.threads import leave_signals_alone
 
 
 class TrainerSaver(Saver):
-    """Writes checkpoints: on one GPU while the next steps run; on several before, because ranks wait for each other."""
+    """Writes checkpoints: on one GPU while the next steps run; on several, training waits."""
 
     def __init__(self, trainer):
         super().__init__(trainer, trainer.settings)

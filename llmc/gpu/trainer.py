@@ -214,7 +214,7 @@ class Trainer(ForwardPasses):
             copy_to_gpu(self.batch.buffer, self.staged[0].buffer)
             if self.fp8:
                 self.calibrate()
-                self.fp8.quantise_weights()
+                self.fp8.quantize_weights()
             self.model.micro_step(self, 0)
             if self.fp8:
                 self.fp8.forget()
@@ -229,11 +229,11 @@ class Trainer(ForwardPasses):
 
     def calibrate(self):
         """Find FP8's first scales, unless a checkpoint had them: with the batch that is on the GPU, again and again,
-        because what has too small a scale is 0, and so is what is computed from it."""
+        because too small a scale underflows, and so does everything downstream."""
         if not self.fp8.updates:
             for _ in range(CALIBRATIONS):
                 self.fp8.state.updates.fill(0)  # the last one's numbers replace the earlier ones'
-                self.fp8.quantise_weights()
+                self.fp8.quantize_weights()
                 self.model.micro_step(self, 0)
                 if not self.ranks.is_first:  # the same scales on any number of GPUs
                     self.fp8.forget()

@@ -212,7 +212,7 @@ class Several:
         for ahead in range(1 if l == 0 else l + 2, min(l + 3, self.shares.layers)):
             self.send_weights(ahead)
         if self.fp8:
-            self.fp8.quantise_weights(slice(l, l + 1), again=not self.ranks.is_first)
+            self.fp8.quantize_weights(slice(l, l + 1), again=not self.ranks.is_first)
 
     def weight_done(self, name, l, computed):
         """Send the gradient of layer l's matrix `name`, after the event `computed`. The last one is of the first
