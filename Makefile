@@ -24,7 +24,7 @@ RUN ?= runs/first
 MODEL ?= d4
 ARGS ?= -b 16 -t 64
 SANITIZE ?= (3-97 and (C64x or C240x or C1600x)) or (grouped and 3-97 and (2-2 or 3-3-80 or 1-1-64)) or update \
-    or stochastic or few_parts or (long_chains and 12808) \
+    or stochastic or few_parts \
     or (matmuls and (97-240 or 168-504 or C240-1000 or C64-391) and not grads and not cublaslt) \
     or (a_pass_is and (C240 or C576 or C256) and bfloat16 and not 40) \
     or (drawing and 300-0 and (choice0 or choice4 or choice9)) \

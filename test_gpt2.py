@@ -451,10 +451,7 @@ BACKENDS = {
     "cuda-bf16": functools.partial(CudaRun, dtype="bfloat16"),
     "cuda-fp8": functools.partial(CudaRun, dtype="fp8"),  # on Hopper
     "cuda-bf16-sm_80": functools.partial(CudaRun, dtype="bfloat16", arch="sm_80"),
-    "cuda-kernels": functools.partial(CudaRun, tf32=0, matmul="kernels"),  # without cuBLASLt
-    "cuda-tf32-kernels": functools.partial(CudaRun, matmul="kernels"),
-    "cuda-bf16-kernels": functools.partial(CudaRun, dtype="bfloat16", matmul="kernels"),
-    "cuda-bf16-sm_80-kernels": functools.partial(CudaRun, dtype="bfloat16", arch="sm_80", matmul="kernels"),
+    "cuda-bf16-kernels": functools.partial(CudaRun, dtype="bfloat16", matmul="kernels"),  # on Hopper, without cuBLASLt
 }
 
 
@@ -757,7 +754,7 @@ def test_gpt2_124M_agrees_with_pytorch(tmp_path, backend):
 
 @pytest.mark.gpu
 @pytest.mark.large
-@pytest.mark.parametrize("dtype, matmul", (("float32", "auto"), ("float32", "kernels"), ("bfloat16", "auto")))
+@pytest.mark.parametrize("dtype, matmul", (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "kernels")))
 @pytest.mark.parametrize("B", (64, 96))
 def test_indices_beyond_32_bits(B, dtype, matmul):
     """One forward and backward pass with B*T*Vp beyond 2^31 (B=64) and 2^32 (B=96), on B equal rows: their losses are

@@ -40,7 +40,8 @@ from llmc.files import locked
 from llmc.gpu.batch import sorted_tokens
 from llmc.gpu.decoder import decode_matmul, launch_decode
 from llmc.gpu.device import copy_to_gpu, cp, describe_gpu, open_gpu, pointer
-from llmc.gpu.geometry import ATTENTION_ROWS, ENCODER_PIECE, MATMUL_ROWS, BLOCK_THREADS, WARP, blocks, pack
+from llmc.gpu.geometry import (ATTENTION_ROWS, BLOCK_THREADS, ENCODER_PIECE, MATMUL_ROWS, WARP, blocks, hopper_matmul,
+                               pack)
 from llmc.gpu.launcher import on_ranks
 from llmc.gpu.lines import LlmcCudaLines, peak_rate
 from llmc.gpu.matmul import ALIGN, Linear, Quantized
@@ -86,8 +87,8 @@ class CudaSettings(Settings):
                             help="what the backward pass recomputes to save memory (0: nothing, 1: GELU, 2: layernorms"
                             " too, -1: nothing in bfloat16, GELU in float32)")
     matmul: str = option("auto", group="gpu", choices=("auto", "cublaslt", "kernels"),
-                         help="matmuls by cuBLASLt or by our kernels (auto: in bfloat16 on sm_90 by shape, elsewhere"
-                         " cublaslt)")
+                         help="matmuls by cuBLASLt or, in bfloat16 on sm_90, by our kernels (auto: there by shape,"
+                         " elsewhere cublaslt)")
     arch: str = option("native", group="gpu", choices=("native", "sm_80"),
                        help="sm_80: kernels without the instructions of newer GPUs")
     graph: int = option(1, group="gpu", choices=(0, 1),
@@ -123,6 +124,9 @@ def resolve_auto(settings, arch):
     settings.dtype = resolve_dtype(settings.dtype, arch)
     if settings.precision.fp8 and settings.matmul == "cublaslt":
         raise UserError("--matmul cublaslt: the matmuls of --dtype fp8 are our kernels: leave the flag out")
+    if settings.matmul == "kernels" and not hopper_matmul(settings.precision, arch):
+        raise UserError(f"--matmul kernels: our kernels multiply in bfloat16 on sm_90, this run is {settings.dtype} on"
+                        f" {arch}: leave the flag out")
     if not has_bfloat16(arch):
         settings.tf32 = 0
     if settings.recompute == -1:

@@ -498,10 +498,12 @@ def matmul_ways(matmul, kind, N, C, OC):
         "dinp": ((N, C), OC, (dout, weight), (1.0,), (dout, weight)),
         "dweight": ((OC, C), N, (dout, inp), (1.0,), (dout.T, inp))}[kind]
     out = cp.empty(shape, Row((), matmul.precision.grads).stored_as if kind == "dweight" else inp.dtype)
-    few = kind == "dweight" and -(-OC // g.MATMUL_BM) * -(-C // g.MATMUL_BN) <= 2 * device.sm_count
-    options = {"forward": [{"columns": width} for width in (g.MATMUL_BN, g.MATMUL_NARROW_BN)], "dinp": [{}],
-               "dweight": [{"splits": splits} for splits in (1, 2, 3, 4, 5, 7, 9, 11)
-                           if splits == 1 or few and N >= 256 * splits]}[kind] if matmul.kernels else []
+    options = []
+    if matmul.kernels:
+        few = -(-OC // g.MATMUL_BM) * -(-C // g.MATMUL_BN) <= 2 * device.sm_count
+        options = {"forward": [{"columns": width} for width in (g.MATMUL_BN, g.MATMUL_NARROW_BN)], "dinp": [{}],
+                   "dweight": [{"splits": splits} for splits in (1, 2, 3, 4, 5, 7, 9, 11)
+                               if splits == 1 or few and N >= 256 * splits]}[kind]
     ways = {" ".join(f"{value} {name}" for name, value in option.items()) or "ours": functools.partial(
         getattr(matmul.kernels, METHODS[kind]), out, *given, *scale, **option) for option in options}
     ways["cuBLASLt"] = functools.partial(matmul.cublaslt.multiply, out, *library)

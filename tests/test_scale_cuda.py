@@ -65,7 +65,7 @@ OF_LLAMA = (("--dtype", "bfloat16", "--grad_clip", 1), ("--dtype", "float32", "-
 def test_the_same_bits(heads, model, flags):
     """Losses, norms, samples and weights of 20 updates, some of them beyond a checkpoint of another number. An untied
     classifier's weight travels apart; 257 rows are cut unequally, 384 in memory are not."""
-    if "fp8" in flags and open_gpu().arch != "sm_90a":
+    if {"fp8", "kernels"} & {*flags} and open_gpu().arch != "sm_90a":
         pytest.skip("not Hopper")
     page, of_model = page_and_flags(model)
     steps = 140 if "-sl" in flags else 20  # outliers are told from 128 updates on

@@ -231,11 +231,14 @@ def test_what_is_left_to_the_gpu():
     for arch, kind in (("sm_75", "float32"), ("sm_80", "tf32")):
         assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32"), arch).precision.matmul == kind
     assert cuda.resolve_auto(cuda.CudaSettings(dtype="float32", tf32=0, recompute=2), "sm_90a").recompute == 2
+    for arch, dtype in (("sm_75", "float32"), ("sm_80", "bfloat16"), ("sm_90a", "float32")):
+        with pytest.raises(UserError, match=f"--matmul kernels: .* this run is {dtype} on {arch}: leave the flag out"):
+            cuda.resolve_auto(cuda.CudaSettings(dtype=dtype, matmul="kernels"), arch)
 
 
 @pytest.mark.parametrize("arch, dtype, given, kernels, cublaslt", (
     ("sm_90a", "bfloat16", "auto", True, True), ("sm_90a", "float32", "auto", False, True),
-    ("sm_80", "bfloat16", "auto", False, True), ("sm_80", "bfloat16", "kernels", True, False)))
+    ("sm_80", "bfloat16", "auto", False, True), ("sm_90a", "bfloat16", "kernels", True, False)))
 def test_who_multiplies(fake_gpu, arch, dtype, given, kernels, cublaslt):
     _, matmul = open_device(cuda.GPT2, fake_gpu.gpu._replace(arch=arch), SMALL_HEADS, Precision(dtype), given)
     assert (bool(matmul.kernels), bool(matmul.cublaslt)) == (kernels, cublaslt)
@@ -301,8 +304,6 @@ DTYPES = {
     "bfloat16": ("--dtype", "bfloat16"),
     "sm_80": ("--dtype", "bfloat16", "--arch", "sm_80"),
     "kernels": ("--dtype", "bfloat16", "--matmul", "kernels"),
-    "sm_80-kernels": ("--dtype", "bfloat16", "--arch", "sm_80", "--matmul", "kernels"),
-    "float32-kernels": ("--dtype", "float32", "--tf32", 0, "--matmul", "kernels"),
     "float32-grads": ("--dtype", "bfloat16", "--float32_grads", 1),
     "no-master": ("--dtype", "bfloat16", "-w", 0),
     "stochastic": ("--dtype", "bfloat16", "-w", 0, "--stochastic_rounding", 5),

@@ -272,12 +272,12 @@ KERNEL_FAULTS = {  # what is wrong: (backend, file, its text, what stands there 
     "softmax with a padded column": ("cuda", "classifier.cu", "v + k >= V) from_float", "v + k > V) from_float",
                                      "losses"),
     "the one-hot off by 1e-4": ("cuda", "classifier.cu", "-= dloss;", "-= 1.0001f * dloss;", "dlnfb"),
-    "a matmul without its last products": (
-        "cuda-kernels", "matmul.cu", "line < lines && k < K;", "line < lines && k < K - PACK;", "logits"),
-    "a tile's last columns lost": (
-        "cuda-kernels", "matmul.cu", "row < z.M && column < z.N) f", "row < z.M && column < z.N - 2) f", "logits"),
-    "a weight gradient added to the last step's": (
-        "cuda-kernels", "matmul.cu", "x[1] * scale);", "x[1] * scale, 1);", "dfcprojw"),
+    "bfloat16: a matmul without the last 16 products of 64": (
+        "cuda-bf16-kernels", "hopper/matmul.cuh", "slice < BK / 16;", "slice < BK / 16 - 1;", "logits"),
+    "bfloat16: a tile's last columns lost": (
+        "cuda-bf16-kernels", "hopper/matmul.cuh", "s < BN / STRIP_COLUMNS;", "s < BN / STRIP_COLUMNS - 1;", "logits"),
+    "bfloat16: every second column of a weight gradient that of its neighbour": (
+        "cuda-bf16-kernels", "hopper/matmul.cu", "x[1] * scale);", "x[0] * scale);", "dfcprojw"),
     "bfloat16: attention's scale off by 5 percent": (
         "cuda-bf16", "hopper/attention.cu", "TO_LOG2 = LOG2E * SCALE", "TO_LOG2 = 1.05f * LOG2E * SCALE", "logits"),
     "bfloat16: a matmul's bias lost in every second column": (

@@ -26,7 +26,6 @@ from llmc.errors import UserError
 from llmc.gpu.compiler import KernelFile
 from llmc.gpu.device import Device
 from llmc.gpu.geometry import blocks, kernel_files, launch_geometry, model_constants
-from llmc.gpu.matmul import Matmul
 from llmc.gpu.precision import Precision
 from llmc.tensors import bf16_bits, bf16_to_float32, Row
 from profile_gpu import open_device, size_of
@@ -223,9 +222,9 @@ def with_mine(layer, path):
 
 
 def portable_files(config, precision, arch):
-    """KernelFiles: of the live matmuls and attention for arch (sm_75, sm_80) and later, and all of this library."""
+    """KernelFiles: of the live attention for arch (sm_75, sm_80) and later, and all of this library."""
     live, constants = kernel_files(cuda.GPT2, config, precision, arch), model_constants(config, precision)
-    return [live["matmul"], live["attention"], *(kernel_file(path, constants) for path in FILES)]
+    return [live["attention"], *(kernel_file(path, constants) for path in FILES)]
 
 
 class Lab:
@@ -245,8 +244,6 @@ class Lab:
         self.stream = self.portable.stream = self.device.stream
         with self.stream:
             self.matmul.allocate()
-            self.portable_matmul = Matmul(self.portable, precision, "kernels")
-            self.portable_matmul.allocate()
 
     def launch(self, name, grid, block, *arguments, shared=0):
         """Launch as a Device does, with `shared` bytes of dynamic shared memory."""

@@ -12,7 +12,6 @@
 // Bound by operations: each of the M * N * K multiply-adds needs two numbers, so everything depends on how far away
 // these are, and on how many multiply-adds each of them serves once it is close.
 
-#include "matmul.cuh"
 #include "mma.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -231,6 +230,74 @@ matmul_forward_tensor_cores(element* out, const element* inp, const element* wei
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mma_sync: kernels/matmul.cu, the live kernels of all GPUs except Hopper in bfloat16. ldmatrix reads four registers of
-// a fragment at once, tiles are larger, and the next steps are being copied to shared memory (cp.async) while this one
-// is multiplied.
+// mma_sync. ldmatrix reads four registers of a bfloat16 fragment at once, a block computes 128 x 128, a warp 64 x 32 of
+// it, in steps of 64 bytes, and the next two steps are being copied to shared memory (cp.async) while this one is
+// multiplied. The instructions are those of every GPU from sm_80 on, and the ideas those of its libraries.
+// Block (256), grid (N / 128, M / 128). Shared memory: STAGES * 2 * LINES * PITCH elements.
+
+constexpr int LINES = 128, STAGES = 3, DEEP = 64 / sizeof(element), PITCH = DEEP + PACK;
+
+// Start copying a step of an operand (rows,K); zeros beyond its end.
+__device__ inline void begin_copy(element* tile, const element* from, int rows, int K, int first, int k0) {
+#pragma unroll
+    for (int i = threadIdx.x; i < LINES * DEEP / PACK; i += 256) {
+        const int row = i / (DEEP / PACK), k = i % (DEEP / PACK) * PACK;
+        const bool exists = first + row < rows && k0 + k < K;
+        copy_async(tile + row * PITCH + k, from + (exists ? int64(first + row) * K + k0 + k : 0), exists);
+    }
+}
+
+// 16 rows of an operand, from `tile` on, as a fragment of A, or as two of B, which ldmatrix has in the order `as_b`.
+__device__ inline void read_16_rows(FragmentA& x, const element* tile, bool as_b) {
+    const int lane = threadIdx.x % 32;
+#if BFLOAT16
+    const int row = as_b ? lane / 16 * 8 + lane % 8 : lane % 16, right = as_b ? lane / 8 % 2 : lane / 16;
+    load_tiles<0>(x, tile + row * PITCH + right * 8);
+#else
+    for (int i = 0; i < 4; i++) {
+        const int lower = as_b ? i / 2 : i % 2, right = as_b ? i % 2 : i / 2;
+        x[i] = tile[(lower * 8 + lane / 4) * PITCH + right * 4 + lane % 4];
+    }
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+matmul_forward_mma_sync(element* out, const element* inp, const element* weight, const element* bias, int M, int N,
+                        int K) {
+    extern __shared__ float4 shared[];
+    element* const stages = reinterpret_cast<element*>(shared);
+    const int row = blockIdx.y * LINES, column = blockIdx.x * LINES, warp = threadIdx.x / 32;
+    const int down = warp / 4 * 64, right = warp % 4 * 32, steps = (K + DEEP - 1) / DEEP;
+    const auto tile_of = [&](int step) { return stages + step % STAGES * 2 * LINES * PITCH; };
+    const auto begin_step = [&](int step) {
+        if (step < steps) {
+            begin_copy(tile_of(step), inp, M, K, row, step * DEEP);
+            begin_copy(tile_of(step) + LINES * PITCH, weight, N, K, column, step * DEEP);
+        }
+        copies_commit();
+    };
+    FragmentD sums[4][4] = {};
+    for (int step = 0; step < STAGES - 1; step++) begin_step(step);
+    for (int step = 0; step < steps; step++) {
+        copies_wait<STAGES - 2>();
+        __syncthreads();  // the step has arrived, and all are done with the previous one, which begin_step overwrites
+        begin_step(step + STAGES - 1);
+        const element *const a = tile_of(step) + down * PITCH, *const b = tile_of(step) + (LINES + right) * PITCH;
+#pragma unroll
+        for (int k = 0; k < DEEP; k += DEPTH) {
+            FragmentA x[4], y[2];
+            for (int i = 0; i < 4; i++) read_16_rows(x[i], a + 16 * i * PITCH + k, false);
+            for (int i = 0; i < 2; i++) read_16_rows(y[i], b + 16 * i * PITCH + k, true);
+            for (int i = 0; i < 16; i++) {
+                mma(sums[i / 4][i % 4], x[i / 4], {y[i % 4 / 2][i % 2 * 2], y[i % 4 / 2][i % 2 * 2 + 1]});
+            }
+        }
+    }
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 32; i++) {  // of 4 x 4 tiles, rows g and g + 8
+        const float* const d = sums[i / 8][i / 2 % 4] + i % 2 * 2;
+        const int r = row + down + i / 8 * 16 + i % 2 * 8 + g, c = column + right + i / 2 % 4 * 8 + 2 * t;
+        if (r < M && c < N) put_pair(out + int64(r) * N + c, d[0] + to_float(bias[c]), d[1] + to_float(bias[c + 1]));
+    }
+}

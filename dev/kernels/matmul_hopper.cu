@@ -15,7 +15,7 @@
 // Bound by the tensor cores: 2048 multiply-adds per cycle and multiprocessor.
 
 #include "hopper/hopper.cuh"
-#include "matmul.cuh"
+#include "hopper/items.cuh"
 
 #if BFLOAT16 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define ON_HOPPER(call) call

@@ -1,9 +1,9 @@
 """
 Matmuls in the kernel library: the three that training needs, at the shape of fc (C -> 4C). lab.py says what a layer is.
 
-The kernels are in matmul.cu, and the forward kernels for Hopper alone in matmul_hopper.cu. The last rungs are live:
-`live` on Hopper in bfloat16, mma_sync otherwise; dev/matmul.md has those with GELU in the epilogue. cublaslt is
-cuBLASLt's first proposal, PyTorch's row cuBLAS's own choice. In float32, all rungs with tensor cores round operands to
+The kernels are in matmul.cu, and the forward kernels for Hopper alone in matmul_hopper.cu. What trains the model is
+`live` on Hopper in bfloat16, cublaslt otherwise: cuBLASLt's first proposal; PyTorch's row is cuBLAS's own choice.
+dev/matmul.md has the live kernels with GELU in the epilogue. In float32, all rungs with tensor cores round operands to
 TF32.
 """
 
@@ -63,11 +63,6 @@ class Matmul(Layer):
         grid = blocks(M, tile), blocks(N, tile)
         lab.launch(f"{self.name}_thread_an_element", grid, (tile, tile), *self.arguments(a))
 
-    @rung(256)
-    def mma_sync(self, lab, a, block):
-        method, *last = self.ours
-        getattr(lab.portable_matmul.kernels, method)(*self.given(a), *last)
-
     @rung(384, fits=on_hopper)
     def live(self, lab, a, block):
         method, *last = self.ours
@@ -107,7 +102,8 @@ class MatmulForward(Matmul):
 
     register_tiles = Kernel(grid=lambda self, lab, block: self.tiles(128), sweep=(256,))
     tensor_cores = Kernel(grid=lambda self, lab, block: self.tiles(64), sweep=(128,))
-    mma_sync = Matmul.mma_sync
+    mma_sync = Kernel(grid=lambda self, lab, block: self.tiles(128), sweep=(256,),
+                      shared=lambda self, block: 3 * 2 * 128 * (64 + 16))
     wgmma_tma = hopper_rung("wgmma_tma", 128, 128, 128, 3)
     larger_tiles = hopper_rung("larger_tiles", 256, 192, 256, 4)
     producer_consumer = hopper_rung("producer_consumer", 256, 192, 384, 4, band=1)
@@ -134,8 +130,7 @@ class MatmulBackwardInp(Matmul):
     def by_cublaslt(self, multiply, *operands):
         multiply(*operands)
 
-    cublaslt, thread_an_element = Matmul.cublaslt, Matmul.thread_an_element
-    mma_sync, live = Matmul.mma_sync, Matmul.live
+    cublaslt, thread_an_element, live = Matmul.cublaslt, Matmul.thread_an_element, Matmul.live
 
 
 class MatmulBackwardWeight(Matmul):
@@ -158,5 +153,4 @@ class MatmulBackwardWeight(Matmul):
     def by_cublaslt(self, multiply, dweight, dout, inp):
         multiply(dweight, dout.T, inp)
 
-    cublaslt, thread_an_element = Matmul.cublaslt, Matmul.thread_an_element
-    mma_sync, live = Matmul.mma_sync, Matmul.live
+    cublaslt, thread_an_element, live = Matmul.cublaslt, Matmul.thread_an_element, Matmul.live

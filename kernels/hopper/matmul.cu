@@ -1,5 +1,14 @@
-// The matmuls of matmul.cuh for Hopper (sm_90a), bfloat16, with the bias, GELU, its derivative and column sums in the
-// epilogue. Their pipeline is in hopper/matmul.cuh.
+// Matmuls for Hopper (sm_90a), bfloat16, with the bias, GELU, its derivative and column sums in the epilogue. Their
+// pipeline is in hopper/matmul.cuh.
+//
+//     matmul_forward             out = inp @ weight^T + bias                               out =
+//     matmul_forward_gelu        the same, and gelu = GELU(out), of the rounded out        out =, gelu =
+//     matmul_backward_inp        dinp = scale * dout @ weight                              dinp =
+//     matmul_backward_inp_gelu   dinp = dout @ weight * GELU'(inp)                         dinp =
+//                                partials[tile] = column sums of dinp                      partials =
+//     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight =
+//
+// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC); in matmul_backward_inp_gelu, inp is GELU's.
 //
 // Two kernels have a side job. In matmul_forward_gelu, the epilogue only writes out's strips to shared memory; a fourth
 // warpgroup applies GELU and stores both by TMA. In matmul_backward_inp_gelu, the epilogue has time to multiply by
@@ -7,9 +16,10 @@
 // dinp's.
 //
 // dweight has few tiles and a long inner dimension. If the tiles are too few for the multiprocessors, the inner
-// dimension is split among blocks (split-K, matmul.cuh): each adds the sums of the previous splits to its accumulators,
+// dimension is split among blocks (split-K, items.cuh): each adds the sums of the previous splits to its accumulators,
 // with several loads in flight.
 
+#include "gelu.cuh"
 #include "hopper/matmul.cuh"
 
 // out = GELU(strip). The exponentials of the next square are issued between the reciprocals of this one, so that the
@@ -234,7 +244,7 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
         });
 }
 
-// partials, done: see matmul.cuh. Boxes of dweight: 128 x 32.
+// partials, done: see items.cuh. Boxes of dweight: 128 x 32.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_backward_weight(const __grid_constant__ TensorMap dweight, float4* partials, int* done,
                        const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap inp, float scale,

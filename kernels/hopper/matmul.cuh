@@ -24,11 +24,11 @@
 
 #pragma once
 
-#include "../matmul.cuh"
 #include "hopper/hopper.cuh"
+#include "hopper/items.cuh"
 #include "mma.cuh"
 
-static_assert(sizeof(element) == 2, "TF32 and float32 are in matmul.cu");
+static_assert(sizeof(element) == 2, "TF32 and float32 are cuBLASLt's");
 
 #ifndef MATMUL_FP8
 #define MATMUL_FP8 0

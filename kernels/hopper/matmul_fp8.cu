@@ -20,6 +20,7 @@
 
 #define MATMUL_FP8 1
 #include "fp8.cuh"
+#include "gelu.cuh"
 #include "hopper/matmul.cuh"
 
 // Block (384, with GELU 512); grid (at most as many blocks as items); shared memory: as in matmul.cu. Boxes of the
@@ -306,7 +307,7 @@ __device__ inline void load_transposed(uint32 (&a)[4][4], const element* stage, 
 }
 
 // out = factor * a @ b^T, with sums in float32. A_IS_TRANSPOSED: a is (K,M), else (M,K). `across`: out is (N,M).
-// partials, done: see ../matmul.cuh; a half of a tile, 64 rows, stands for a tile there.
+// partials, done: see items.cuh; a half of a tile, 64 rows, stands for a tile there.
 template <bool A_IS_TRANSPOSED, bool A_E5M2, class Number>
 __device__ __forceinline__ void multiply_long(Number* out, float4* partials, int* done, const TensorMap& a,
                                               const TensorMap& b, float factor, bool across, const Sizes& z) {

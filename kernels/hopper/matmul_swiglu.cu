@@ -1,5 +1,10 @@
-// The matmuls of matmul.cuh that Llama has beside GPT-2's, for Hopper (sm_90a), bfloat16: with SwiGLU, its gradient, or
-// RoPE in the epilogue. Their pipeline is in hopper/matmul.cuh, the formulas in swiglu.cuh and rope.cuh.
+// The matmuls that Llama has beside GPT-2's, for Hopper (sm_90a), bfloat16: with SwiGLU, its gradient, or RoPE in the
+// epilogue. Their pipeline is in hopper/matmul.cuh, the formulas in swiglu.cuh and rope.cuh.
+//
+//     matmul_forward_swiglu        out = inp @ weight^T: up, then gate                            out =
+//                                  swiglu = up * gate * sigmoid(gate), of the rounded out         swiglu =
+//     matmul_backward_inp_swiglu   dinp = SwiGLU's gradient at inp, its input, for dout @ weight  dinp =
+//     matmul_forward_rope          out = inp @ weight^T, queries and keys rotated                 out =
 //
 // A tile of matmul_forward_swiglu is 96 columns of up and the 96 columns of gate that belong to them, so that a thread
 // has both of a pair in its accumulators. matmul_backward_inp_swiglu has a side job, as matmul_backward_inp_gelu has:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 from llmc.gpu.compiler import KernelFile, capability
 from llmc.errors import UserError
-from llmc.gpu.cublaslt import LONGEST_CHAIN
 from llmc.gpu.shares import UPDATE_CHUNK
 
 
@@ -35,10 +34,10 @@ KERNELS = {  # layer -> its kernels
     "attention": ("attention_forward", "attention_backward_dquery", "attention_backward_dkv"),
     "gelu": ("gelu_forward", "gelu_backward"),
     "swiglu": ("swiglu_forward", "swiglu_backward"),
-    "matmul": ("matmul_forward", "matmul_forward_gelu", "matmul_backward_inp", "matmul_backward_inp_gelu",
-               "matmul_backward_weight"),
+    "matmul": ("matmul_forward", "matmul_forward_narrow", "matmul_forward_gelu", "matmul_backward_inp",
+               "matmul_backward_inp_gelu", "matmul_backward_weight"),  # Hopper only
     "matmul_swiglu": ("matmul_forward_swiglu", "matmul_backward_inp_swiglu", "matmul_forward_rope",
-                      "matmul_forward_rope_narrow"),  # Hopper only
+                      "matmul_forward_rope_narrow"),  # likewise
     "matmul_fp8": ("matmul_fp8", "matmul_fp8_narrow", "matmul_fp8_gelu", "matmul_fp8_gelu_backward",
                    "matmul_fp8_weight", "matmul_fp8_classifier_weight", "matmul_fp8_classifier_inp"),  # likewise
     "fp8": ("quantize", "prepare_scales"),
@@ -49,8 +48,7 @@ KERNELS = {  # layer -> its kernels
     "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
                "round_weights", "hold"),
 }
-MATMUL_NARROW = ("matmul_forward_narrow",)  # Hopper only
-ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8")  # likewise
+ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8")  # Hopper only
 
 
 def check_sizes(config, fp8=False):
@@ -73,23 +71,21 @@ def hopper_attention(config, precision, arch):
 
 
 def hopper_matmul(precision, arch):
-    """Whether our matmuls use Hopper's own tensor core instructions."""
+    """Whether we have kernels for matmuls: they use Hopper's own tensor core instructions."""
     return arch == "sm_90a" and precision.bf16
 
 
-def kernel_files(architecture, config, precision, arch, matmul="kernels"):
-    """{layer: KernelFile} of a run. matmul: as Matmul's library; "auto" has our matmuls on Hopper in bfloat16 alone."""
-    ours = matmul == "kernels" or matmul == "auto" and hopper_matmul(precision, arch)
-    hopper = ours and hopper_matmul(precision, arch)
-    has = {"matmul": ours, "matmul_swiglu": hopper}
-    names = {layer: layer for layer in architecture.KERNELS if has.get(layer, True)}
+def kernel_files(architecture, config, precision, arch, matmul="auto"):
+    """{layer: KernelFile} of a run. matmul: as Matmul's library."""
+    ours = hopper_matmul(precision, arch) and matmul != "cublaslt"
+    names = {layer: layer for layer in architecture.KERNELS if ours or not layer.startswith("matmul")}
     if precision.fp8:
         names |= {layer: layer for layer in ("fp8", "norm_fp8", "matmul_fp8")}
     if hopper_attention(config, precision, arch):
         names["attention"] = "hopper/attention"
-    if hopper:
+    if ours:
         names |= {layer: f"hopper/{layer}" for layer in names if layer.startswith("matmul")}
-    more = {"hopper/matmul": MATMUL_NARROW, "hopper/attention": ATTENTION_FP8 if precision.fp8 else ()}
+    more = {"hopper/attention": ATTENTION_FP8} if precision.fp8 else {}
     files, constants, geometry = {}, model_constants(config, precision), layer_geometry(config, precision, arch)
     for layer, name in names.items():
         kernels = KERNELS[layer] + more.get(name, ())
@@ -127,6 +123,7 @@ def launch_geometry(config, precision, arch):
 
 def layer_geometry(config, precision, arch):
     """{layer: {constant: int}}."""
+    matmul = matmul_geometry() if hopper_matmul(precision, arch) else {}
     return {
         "encoder": {"ENCODER_THREADS": 256, "ENCODER_SPANS": blocks(config.C, 4 * WARP * precision.pack)},
         "layernorm": layernorm_geometry(config, precision, arch),
@@ -136,9 +133,9 @@ def layer_geometry(config, precision, arch):
         "attention": attention_geometry(config, precision, arch),
         "gelu": {"GELU_COLUMN_THREADS": WARP, "GELU_ROW_GROUPS": 8},
         "swiglu": {},
-        "matmul": matmul_geometry(precision, arch),
-        "matmul_swiglu": matmul_geometry(precision, arch),
-        "matmul_fp8": matmul_geometry(precision, arch) | matmul_fp8_geometry(config),
+        "matmul": matmul,
+        "matmul_swiglu": matmul,
+        "matmul_fp8": matmul | matmul_fp8_geometry(config),
         "fp8": {"FP8_SIDE": 64, "FP8_THREADS": 128, "FP8_HISTORY": FP8_HISTORY},
         "classifier": classifier_geometry(config, precision, arch),
         "transpose": {"TRANSPOSE_SIDE": 64, "TRANSPOSE_THREADS": 256},
@@ -206,25 +203,17 @@ def attention_hopper_geometry(HS):
     }
 
 
-def matmul_geometry(precision, arch):
-    """BM, BN: rows and columns of an output tile. BK: a step along the inner dimension, 64 bytes, or 128 on Hopper.
-    There, tiles of the forward pass may also be NARROW_BN columns wide. STRIP: columns that TMA writes at once."""
-    if hopper_matmul(precision, arch):
-        stages, BM, BN, BK, strip = 4, MATMUL_ROWS, 192, 64, 64
-        return {
-            "MATMUL_BM": BM, "MATMUL_BN": BN, "MATMUL_NARROW_BN": 160, "MATMUL_BK": BK, "MATMUL_STAGES": stages,
-            "MATMUL_STRIP": strip, "MATMUL_NARROW_STRIP": 32,
-            "MATMUL_THREADS": 3 * WARPGROUP,  # one group loads, two compute
-            "MATMUL_GELU_THREADS": 4 * WARPGROUP,  # and one does GELU; in FP8, three compute
-            "MATMUL_FP8_GELU_BN": 128, "MATMUL_FP8_GELU_SHARED": 2 * (stages * (BM + 128) * BK + 6 * BM * strip),
-            "MATMUL_SHARED": 2 * (stages * (BM + BN) * BK + 4 * BM * strip),
-        }
-    stages, BM, BN, size = 3, MATMUL_ROWS, 128, 2 if precision.bf16 else 4
+def matmul_geometry():
+    """BM, BN: rows and columns of an output tile; those of the forward pass may also be NARROW_BN columns wide. BK: a
+    step along the inner dimension, 128 bytes. STRIP: columns that TMA writes at once."""
+    stages, BM, BN, BK, strip = 4, MATMUL_ROWS, 192, 64, 64
     return {
-        "MATMUL_BM": BM, "MATMUL_BN": BN, "MATMUL_BK": 64 // size, "MATMUL_STAGES": stages,
-        "MATMUL_CHAIN": LONGEST_CHAIN * size // 64 if precision.matmul == "tf32" else 0,  # steps; 0: no limit
-        "MATMUL_THREADS": 256, "MATMUL_GELU_THREADS": 256,
-        "MATMUL_SHARED": stages * (BM + BN) * (64 + 16),  # rows are padded by 16 bytes
+        "MATMUL_BM": BM, "MATMUL_BN": BN, "MATMUL_NARROW_BN": 160, "MATMUL_BK": BK, "MATMUL_STAGES": stages,
+        "MATMUL_STRIP": strip, "MATMUL_NARROW_STRIP": 32,
+        "MATMUL_THREADS": 3 * WARPGROUP,  # one group loads, two compute
+        "MATMUL_GELU_THREADS": 4 * WARPGROUP,  # and one does GELU; in FP8, three compute
+        "MATMUL_FP8_GELU_BN": 128, "MATMUL_FP8_GELU_SHARED": 2 * (stages * (BM + 128) * BK + 6 * BM * strip),
+        "MATMUL_SHARED": 2 * (stages * (BM + BN) * BK + 4 * BM * strip),
     }
 
 

@@ -28,7 +28,7 @@ class Linear(NamedTuple):
     @property
     def fuses(self):
         """Whether there are kernels with SwiGLU and RoPE: hopper/matmul_swiglu.cu."""
-        return bool(self.matmul.kernels and self.matmul.hopper)
+        return bool(self.matmul.kernels)
 
     @property
     def fuses_gelu(self):
@@ -95,14 +95,14 @@ def rows(array):
 class Matmul:
     """Selects the kernel for a matmul. library "auto": in bfloat16 on Hopper, our kernels compute outputs and gradients
     of inputs whose width is a multiple of a tile's, and whatever is fused with GELU or SwiGLU; all else is cuBLASLt's
-    first proposal: gradients of weights, other widths, other GPUs, float32. "kernels": all by our kernels. "cublaslt":
-    none."""
+    first proposal: gradients of weights, other widths, other GPUs, float32. "kernels", on Hopper in bfloat16 alone: all
+    by our kernels. "cublaslt": none."""
 
     def __init__(self, device, precision, library="auto"):
         self.device, self.precision = device, precision
-        self.hopper = hopper_matmul(precision, device.gpu.arch)
         self.workspace = self.transposed = None  # see allocate
-        self.kernels = MatmulKernels(self) if library == "kernels" or library == "auto" and self.hopper else None
+        ours = hopper_matmul(precision, device.gpu.arch) and library != "cublaslt"
+        self.kernels = MatmulKernels(self) if ours else None
         self.cublaslt = CublasLt(device, precision, self.stream_workspace) if library != "kernels" else None
 
     def allocate(self, elements=0):
@@ -119,7 +119,7 @@ class Matmul:
         if not self.kernels:
             return 0
         g = self.device.geometry
-        widths = (g.MATMUL_BN, g.MATMUL_NARROW_BN) if narrow and self.hopper else (g.MATMUL_BN,)
+        widths = (g.MATMUL_BN, g.MATMUL_NARROW_BN) if narrow else (g.MATMUL_BN,)
         return next((width for width in widths if columns % width == 0), 0 if self.cublaslt else g.MATMUL_BN)
 
     def cublaslt_transposed(self, dweight, dout, inp, scale):
@@ -134,12 +134,11 @@ class Matmul:
 
 
 class MatmulKernels:
-    """The kernels of hopper/matmul.cu and hopper/matmul_swiglu.cu, or of matmul.cu, as Linear's methods of these names.
-    Operands and results are row-major, two-dimensional."""
+    """The kernels of hopper/matmul.cu and hopper/matmul_swiglu.cu, as Linear's methods of these names. Operands and
+    results are row-major, two-dimensional."""
 
     def __init__(self, matmul):
         self.matmul, self.device, self.geometry = matmul, matmul.device, matmul.device.geometry
-        self.hopper = matmul.hopper
         tiles = WORKSPACE // (4 * self.geometry.MATMUL_BM * self.geometry.MATMUL_BN)  # whose sums the workspace holds
         with self.device.stream:
             self.done = cp.zeros((2, tiles), "int32")  # for each stream: parts of a tile added so far; 0 after the last
@@ -200,13 +199,12 @@ class MatmulKernels:
 
     def operand(self, array, rows, columns=None):
         """An operand as the kernels take it. rows, columns (None: BK): of the box that TMA copies at once."""
-        return self.device.tensor_map(array, rows, columns or self.geometry.MATMUL_BK) if self.hopper else array
+        return self.device.tensor_map(array, rows, columns or self.geometry.MATMUL_BK)
 
     def result(self, array, narrow=False):
         """A result, or an operand of its shape, as the kernels take it: TMA copies a strip of a tile at once."""
         g = self.geometry
-        columns = (g.MATMUL_NARROW_STRIP if narrow else g.MATMUL_STRIP) if self.hopper else None
-        return self.operand(array, g.MATMUL_BM, columns)
+        return self.operand(array, g.MATMUL_BM, g.MATMUL_NARROW_STRIP if narrow else g.MATMUL_STRIP)
 
     def halves(self, array):
         """A tensor of up, then gate, as the kernels take it: TMA copies a strip of one of them at once."""
@@ -217,7 +215,6 @@ class MatmulKernels:
         g = self.geometry
         across = blocks(N, columns or g.MATMUL_BN)
         band = 32 if across > 64 else 8  # rows of tiles done together, to share operands in L2
-        grid = blocks(M, g.MATMUL_BM) * across * (splits or 1)
-        grid = min(grid, self.device.sm_count) if self.hopper else grid
+        grid = min(blocks(M, g.MATMUL_BM) * across * (splits or 1), self.device.sm_count)
         threads = g.MATMUL_GELU_THREADS if "gelu" in name and name != "matmul_backward_inp_gelu" else g.MATMUL_THREADS
         self.device.launch(name, (grid,), (threads,), *arguments, M, N, K, band, *([splits] if splits else []))

@@ -1,19 +1,5 @@
-// Shared by the two files of matmuls: how a matmul is cut into work items, and how blocks pass on the sums of a tile.
+// How a matmul is cut into work items, and how blocks pass on the sums of a tile.
 //
-//     matmul_forward             out = inp @ weight^T + bias                               out =
-//     matmul_forward_gelu        the same, and gelu = GELU(out), of the rounded out        out =, gelu =
-//     matmul_backward_inp        dinp = scale * dout @ weight                              dinp =
-//     matmul_backward_inp_gelu   dinp = dout @ weight * GELU'(inp)                         dinp =
-//                                partials[tile] = column sums of dinp                      partials =
-//     matmul_backward_weight     dweight = scale * dout^T @ inp                            dweight =
-// and, on Hopper:
-//     matmul_forward_swiglu      out = inp @ weight^T: up, then gate                       out =
-//                                swiglu = up * gate * sigmoid(gate), of the rounded out    swiglu =
-//     matmul_backward_inp_swiglu dinp = SwiGLU's gradient at inp for dout @ weight         dinp =
-//     matmul_forward_rope        out = inp @ weight^T, queries and keys rotated            out =
-//
-// inp (rows,C), weight (OC,C), out, dout (rows,OC), bias (OC). In matmul_backward_inp_gelu and _swiglu, inp is the
-// input of GELU or SwiGLU.
 // In the code, each matmul is out (M,N) = A (M,K) @ B (K,N), with inner dimension K. No operand is transposed
 // beforehand: an operand whose contiguous dimension is not K is called "across".
 //
@@ -21,13 +7,13 @@
 // and a tile's splits are added up in order, so that the result does not depend on which block was first. partials: BM
 // * BN float32 per tile, the sums of its splits so far; done: the number of these splits, 0 before and after. Neither
 // is used if splits is 1. An item waits until the previous split of its tile, an item with a lower number, is in
-// partials. This cannot deadlock as long as blocks start in the order of their numbers. CUDA does not promise that
-// order, though GPUs keep to it: in another order, waiting blocks could fill the GPU before the blocks that they wait
-// for have started.
+// partials. This cannot deadlock, in whatever order a grid's blocks start: they are no more than the multiprocessors, so
+// that all run at once, and each takes its items in the order of their numbers. (Two such grids at once, on two streams,
+// count on the GPU to start all blocks of the one before those of the other.)
 
 #pragma once
 
-#include "gelu.cuh"
+#include "common.cuh"
 
 struct Sizes {
     int M, N, K;
