@@ -13,7 +13,9 @@ are measured right before. Under Nsight Systems, the same names are NVTX ranges.
 """
 
 import contextlib
+import functools
 import math
+import os
 import re
 import time
 from types import SimpleNamespace
@@ -22,7 +24,8 @@ import root  # noqa: F401  (it finds the modules)
 import numpy as np
 
 from llmc.errors import UserError, run_main
-from llmc.gpu.device import TensorMap, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu
+from llmc.gpu.compiler import KernelFile
+from llmc.gpu.device import Device, TensorMap, copy_to_gpu, cp, gpu_errors_as_lines, open_gpu
 from llmc.gpu.fp8 import DLOGITS_SCALE
 from llmc.gpu.cublaslt import is_transposed
 from llmc.gpu.matmul import Linear
@@ -155,6 +158,12 @@ def work(name, arguments, config):
 
 
 HOLD = 100  # microseconds for which the kernel `hold` keeps the GPU busy, while Python launches what is timed
+HOLD_FILE = KernelFile(os.path.join(os.path.dirname(os.path.abspath(__file__)), "hold"), ("hold",), {})
+load_hold = functools.cache(lambda gpu: Device(gpu, [HOLD_FILE], None).functions["hold"])
+
+
+def hold(device, microseconds):
+    load_hold(device.gpu)((1,), (1,), (np.int32(microseconds),), stream=device.stream)
 
 
 def measure(device, call, repeats=5):
@@ -162,7 +171,7 @@ def measure(device, call, repeats=5):
     times = []
     for _ in range(repeats + 1):
         start, end = cp.cuda.Event(), cp.cuda.Event()
-        device.functions["hold"]((1,), (1,), (np.int32(HOLD),), stream=device.stream)
+        hold(device, HOLD)
         start.record(device.stream)
         call()
         end.record(device.stream)
@@ -218,7 +227,7 @@ def time_launches(trainer, steps):
         if step in (3, 4):  # three steps warm up, one measures how long launching takes
             device.observer = Profile(trainer)
         batch = rng.integers(0, trainer.config.V, (2, settings.B, settings.T), dtype=np.int32)
-        device.functions["hold"]((1,), (1,), (np.int32(1e6 * launching),), stream=device.stream)
+        hold(device, 1e6 * launching)
         begin = time.perf_counter()
         number = trainer.begin_step([batch] * trainer.settings.own_micro_steps, 0.0)
         if step == 3:

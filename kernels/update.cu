@@ -264,13 +264,3 @@ extern "C" __global__ void __launch_bounds__(THREADS) round_weights(element* par
     const int64 i = (int64(blockIdx.x) * THREADS + threadIdx.x) * PACK;
     if (i < N) store(params + i, load(exact + i));
 }
-
-// Keep a CUDA stream busy while the host launches the kernels that it is going to time, so that their time does not
-// include the launches. One thread.
-extern "C" __global__ void hold(int microseconds) {
-    int64 begin, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    do {
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    } while (now - begin < 1000ll * microseconds);
-}

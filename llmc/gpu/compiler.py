@@ -55,7 +55,7 @@ def compile_kernels(name, arch, constants):
         with IMPORTING:  # here: slow to import, and not needed if the cache has all
             from cuda.core import Program, ProgramOptions
         options = ProgramOptions(name=path, arch=arch, std="c++17", include_path=[KERNEL_DIRECTORY, *cuda_include()],
-                                 define_macro=[(key, str(value)) for key, value in constants.items()],
+                                 define_macro=[(key, str(value)) for key, value in constants.items()] or None,
                                  split_compile=0)  # a file's kernels on all cores
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except ImportError as error:

@@ -46,7 +46,7 @@ KERNELS = {  # layer -> its kernels
     "transpose": ("transpose",),
     "column_sums": ("column_sums",),
     "update": ("copy_batch", "loss_mean", "add_gradients", "global_norm", "prepare_update", "adamw_update",
-               "round_weights", "hold"),
+               "round_weights"),
 }
 ATTENTION_FP8 = ("attention_backward_dquery_fp8", "attention_backward_dkv_fp8")  # Hopper only
 
