@@ -237,17 +237,13 @@ __device__ inline uint32 random_bits(uint32 i, uint32 step, uint32 seed) {
 // The bits of x rounded to TF32 (to nearest, ties away from 0); tensor cores ignore the low 13 bits.
 __device__ inline uint32 tf32(float x) { return __float_as_uint(x) + 0x1000; }
 
-// out[0], out[1] = left, right, or += if `accumulate`. out must be at an even index of its tensor.
-__device__ inline void put_pair(float* out, float left, float right, int accumulate = 0) {
-    float2* pair = reinterpret_cast<float2*>(out);
-    const float2 before = accumulate ? *pair : float2{0.0f, 0.0f};
-    *pair = {before.x + left, before.y + right};
+// out[0], out[1] = left, right. out must be at an even index of its tensor.
+__device__ inline void put_pair(float* out, float left, float right) {
+    *reinterpret_cast<float2*>(out) = float2{left, right};
 }
 #if BFLOAT16
-__device__ inline void put_pair(__nv_bfloat16* out, float left, float right, int accumulate = 0) {
-    uint32* pair = reinterpret_cast<uint32*>(out);
-    const float2 before = accumulate ? as_floats(*pair) : float2{-0.0f, -0.0f};  // x + -0 is x, even for x = -0
-    *pair = as_pair(before.x + left, before.y + right);
+__device__ inline void put_pair(__nv_bfloat16* out, float left, float right) {
+    *reinterpret_cast<uint32*>(out) = as_pair(left, right);
 }
 #endif
 

@@ -74,21 +74,26 @@ static_assert(ATTENTION_FORWARD_SHARED == (2 * ROWS + FORWARD_STAGES * 2 * FORWA
                   ATTENTION_DKV_SHARED == (4 * ROWS + DKV_STAGES * 2 * PASSING) * ROW_BYTES + 1024,
               "shared memory: an item's rows and results, and the stages, from the next multiple of 1024 bytes on");
 
-// A work item: a chunk of 128 rows of one head. Each kernel counts chunks from the end where they cost most.
+// A work item: 128 rows of one head, from `first` on.
 struct Item {
-    int chunk, h, b;
+    int first, h, b;
 };
 
-// Find the block's item number `round`; false if there are no more. Items are numbered in order of decreasing cost:
-// chunk 0 of all heads, then chunk 1 ... In every other round, the blocks take them in reverse order, which balances
-// their totals.
-template <int HEADS>
+// Find the block's item number `round`; false if there are no more. Items are numbered in order of decreasing cost: the
+// last queries of all heads, which see the most keys, then the ones before ... or the first keys, which are seen by the
+// most queries. In every other round, the blocks take them in reverse order, which balances their totals.
+template <bool OF_QUERIES>
 __device__ inline bool pick(Item& item, int round, int T, const Divisor& heads) {
+    constexpr int HEADS = OF_QUERIES ? NH : NKV;
     const int blocks = gridDim.x, w = round * blocks + (round % 2 ? blocks - 1 - int(blockIdx.x) : int(blockIdx.x));
     const int chunk = heads.quotient(w), head = w - chunk * heads.divisor;
-    item = {chunk, head % HEADS, head / HEADS};
+    item = {(OF_QUERIES ? (T - 1) / ROWS - chunk : chunk) * ROWS, head % HEADS, head / HEADS};
     return chunk < (T + ROWS - 1) / ROWS;
 }
+
+// How many tiles of KEYS keys the queries before row `end` see, as the producer loads them and consumers count them.
+template <int KEYS>
+__device__ inline int tiles_of_keys(int end, int T) { return (min(T, end) + KEYS - 1) / KEYS; }
 
 // Called by all threads of the block, before they use the rings. The arrivals are those on `full`.
 template <int STAGES, int LANES, int STREAMED_LANES>
@@ -112,17 +117,44 @@ __device__ inline void load_rows(element* tile, const TensorMap& map, Mbarrier* 
     }
 }
 
-// Called by the producer thread: wait for the stage of tile n to be empty, and start loading it: KEYS rows of the keys
-// at `column`, and as many of their values.
-template <int KEYS, int STAGES>
-__device__ inline void load_keys_and_values(Ring<STAGES>& kv_ring, int n, element* tiles, const TensorMap& map,
-                                            int column, int start, int b) {
-    const int stage = n % STAGES;
-    element* const tile = tiles + stage * 2 * KEYS * HS;
-    kv_ring.wait_empty(n);
-    mbarrier_arrive_expect_tx(&kv_ring.full[stage], 2 * KEYS * ROW_BYTES);
-    load_rows<KEYS>(tile, map, &kv_ring.full[stage], column, start, b);
-    load_rows<KEYS>(tile + KEYS * HS, map, &kv_ring.full[stage], KV + column, start, b);
+struct Source {  // one head of a tensor
+    const TensorMap& map;
+    int column;
+};
+
+// Called by the producer thread: wait for stage n to be empty, and start loading it: of each source, PARTS tiles of N
+// rows, from `row` on.
+template <int N, int PARTS, int STAGES, int LANES, class... Sources>
+__device__ inline void load_stage(Ring<STAGES, LANES>& ring, int n, element* stages, int row, int b,
+                                  const Sources&... sources) {
+    constexpr int TILES = sizeof...(Sources) * PARTS;
+    Mbarrier* const full = &ring.full[n % STAGES];
+    element* tile = stages + n % STAGES * TILES * N * HS;
+    ring.wait_empty(n);
+    mbarrier_arrive_expect_tx(full, TILES * N * ROW_BYTES);
+    const auto load = [&](const Source& from) {
+        for (int part = 0; part < PARTS; part++, tile += N * HS) {
+            load_rows<N>(tile, from.map, full, from.column, row + N * part, b);
+        }
+    };
+    (load(sources), ...);
+}
+
+// What the producer thread does where items are of queries: load these rows of the tensors that `maps` are of, inp's
+// first, and tiles of keys and values. n counts on across items, as the rings do.
+template <int KEYS, int STAGES, int LANES, class... Maps>
+__device__ inline void load_queries_and_keys(Ring<1, LANES>& query_ring, element* queries, Ring<STAGES>& kv_ring,
+                                             element* tiles, int T, const Divisor& heads, const TensorMap& inp_map,
+                                             const Maps&... maps) {
+    Item item;
+    for (int round = 0, n = 0; pick<true>(item, round, T, heads); round++) {
+        const int column = item.h * HS, key = Q + item.h / GROUP * HS;
+        load_stage<64, CONSUMERS>(query_ring, round, queries, item.first, item.b, Source{inp_map, column},
+                                  Source{maps, column}...);
+        for (int i = 0; i < tiles_of_keys<KEYS>(item.first + ROWS, T); i++, n++) {
+            load_stage<KEYS, 1>(kv_ring, n, tiles, KEYS * i, item.b, Source{inp_map, key}, Source{inp_map, KV + key});
+        }
+    }
 }
 
 // Load the warp's 16 rows of a consumer's tile (HALVES,64,64) by ldmatrix, as the A operands of wgmmas.
@@ -318,30 +350,14 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
     element* const queries = tiles_of(shared);
     element* const staging_of_warps = queries + CONSUMERS * RESIDENT;  // out, staged for TMA
     element* const tiles = staging_of_warps + CONSUMERS * RESIDENT;    // per stage: keys, values
-    const int last_chunk = (T - 1) / ROWS;
     init_rings(query_ring, 1, kv_ring, 1);
     const Divisor heads(NH * B);
-    Item item;  // counted from the last queries, which see the most keys
+    Item item;
 
     // ---- producer warpgroup ----------------------------------------------------------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
-        if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick<NH>(item, round, T, heads); round++) {
-                const int first = (last_chunk - item.chunk) * ROWS, column = item.h * HS;
-                // Load the item's queries once the consumers have the previous item's in registers.
-                query_ring.wait_empty(round);
-                mbarrier_arrive_expect_tx(&query_ring.full[0], CONSUMERS * RESIDENT_BYTES);
-                for (int j = 0; j < CONSUMERS; j++) {
-                    const int row = first + 64 * j;
-                    load_rows<64>(queries + j * RESIDENT, inp_map, &query_ring.full[0], column, row, item.b);
-                }
-                // Load the tiles of keys and values up to the diagonal. n counts on across items, as the ring does.
-                for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
-                    load_keys_and_values<KEYS>(kv_ring, n, tiles, inp_map, Q + item.h / GROUP * HS, start, item.b);
-                }
-            }
-        }
+        if (threadIdx.x == 0) load_queries_and_keys<KEYS>(query_ring, queries, kv_ring, tiles, T, heads, inp_map);
     // ---- consumer warpgroups, 64 queries each ----------------------------------------------------------------------
     } else {
         take_registers<COMPUTE_REGISTERS>();
@@ -350,12 +366,11 @@ attention_forward(element* out, float* lse, const element* inp, int T, int B, co
         element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 4);
         const auto key_tile = [&](int n) { return tiles + n % FORWARD_STAGES * 2 * KEY_TILE; };
         const auto value_tile = [&](int n) { return key_tile(n) + KEY_TILE; };
-        for (int round = 0, n = 0; pick<NH>(item, round, T, heads); round++) {
-            const int first = (last_chunk - item.chunk) * ROWS;
-            const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+        for (int round = 0, n = 0; pick<true>(item, round, T, heads); round++) {
+            const int consumer_row = item.first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
-            const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys up to the block's diagonal
-            const int consumer_count = KEYS == ROWS ? count : min(count, consumer_row / KEYS + 64 / KEYS);
+            const int count = tiles_of_keys<KEYS>(item.first + ROWS, T);  // the block's, and this consumer's
+            const int consumer_count = KEYS == ROWS ? count : tiles_of_keys<KEYS>(consumer_row + 64, T);
             Rows q;
             uint32 p[KEYS / 16][4];
             float s[KEYS / 2], o[HS / 2] = {};
@@ -444,32 +459,18 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
     element* const outs = douts + CONSUMERS * RESIDENT;
     element* const staging_of_warps = outs + CONSUMERS * RESIDENT;   // dquery, staged for TMA
     element* const tiles = staging_of_warps + CONSUMERS * RESIDENT;  // per stage: keys, values
-    const int last_chunk = (T - 1) / ROWS;
     init_rings(query_ring, 1 + 64, kv_ring, 1);
     const Divisor heads(NH * B);
-    Item item;  // counted from the last queries, which see the most keys
+    Item item;
 
     // ---- producer warpgroup: thread 0 issues TMA loads, two warps load lse -----------------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick<NH>(item, round, T, heads); round++) {
-                const int first = (last_chunk - item.chunk) * ROWS, column = item.h * HS;
-                query_ring.wait_empty(round);
-                mbarrier_arrive_expect_tx(&query_ring.full[0], 3 * CONSUMERS * RESIDENT_BYTES);
-                for (int j = 0; j < CONSUMERS; j++) {
-                    const int row = first + 64 * j;
-                    load_rows<64>(douts + j * RESIDENT, dout_map, &query_ring.full[0], column, row, item.b);
-                    load_rows<64>(outs + j * RESIDENT, out_map, &query_ring.full[0], column, row, item.b);
-                    load_rows<64>(queries + j * RESIDENT, inp_map, &query_ring.full[0], column, row, item.b);
-                }
-                for (int start = 0; start < min(T, first + ROWS); start += KEYS, n++) {
-                    load_keys_and_values<KEYS>(kv_ring, n, tiles, inp_map, Q + item.h / GROUP * HS, start, item.b);
-                }
-            }
+            load_queries_and_keys<KEYS>(query_ring, queries, kv_ring, tiles, T, heads, inp_map, dout_map, out_map);
         } else if (threadIdx.x >= 64) {
-            for (int round = 0; pick<NH>(item, round, T, heads); round++) {
-                const int r = threadIdx.x - 64, first = (last_chunk - item.chunk) * ROWS;
+            for (int round = 0; pick<true>(item, round, T, heads); round++) {
+                const int r = threadIdx.x - 64, first = item.first;
                 const float* from = lse + (int64(item.b) * NH + item.h) * T;
                 const float upper = first + r < T ? from[first + r] : 0.0f;
                 const float lower = first + 64 + r < T ? from[first + 64 + r] : 0.0f;
@@ -485,9 +486,8 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
         const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 4);
-        for (int round = 0, n = 0; pick<NH>(item, round, T, heads); round++) {
-            const int first = (last_chunk - item.chunk) * ROWS;
-            const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+        for (int round = 0, n = 0; pick<true>(item, round, T, heads); round++) {
+            const int consumer_row = item.first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
             Rows q, d;
             uint32 ds[KEYS / 16][4];
@@ -498,7 +498,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             query_ring.wait_full(round);
             read_rows(d, douts + consumer * RESIDENT);
             read_rows(q, outs + consumer * RESIDENT);  // out, for now
-            const float lse_of_rows[2] = {lses[row - first], lses[row - first + 8]};
+            const float lse_of_rows[2] = {lses[row - item.first], lses[row - item.first + 8]};
             add_dot_products(D_of_rows, q, d);
             read_rows(q, queries + consumer * RESIDENT);
             query_ring.release(round);
@@ -508,8 +508,8 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
                 if (t == 0 && row + 8 * k < T) D[(int64(item.b) * NH + item.h) * T + row + 8 * k] = D_of_rows[k];
             }
 
-            const int count = (min(T, first + ROWS) + KEYS - 1) / KEYS;  // tiles of keys up to the block's diagonal
-            const int consumer_count = min(count, consumer_row / KEYS + 64 / KEYS);  // up to this consumer's
+            const int count = tiles_of_keys<KEYS>(item.first + ROWS, T);  // the block's, and this consumer's
+            const int consumer_count = tiles_of_keys<KEYS>(consumer_row + 64, T);
             const auto S_to_P = [&](int start) {  // s = P = exp(S - lse)
 #pragma unroll
                 for (int j = 0; j < KEYS / 2; j++) s[j] = exp2_approx(s[j] * TO_LOG2 - lse_of_rows[j % 4 / 2]);
@@ -617,39 +617,29 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
     element* const tiles = staging_of_warps + 2 * CONSUMERS * RESIDENT;  // per stage: query, dout
     init_rings(kv_ring, 1, query_ring, 1 + QUERIES);
     const Divisor heads(NKV * B);
-    Item item;  // counted from the first keys, which are seen by the most queries
+    Item item;
 
     // ---- producer warpgroup: thread 0 issues TMA loads, other warps load lse and D ---------------------------------
     if (warpgroup() == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            for (int round = 0, n = 0; pick<NKV>(item, round, T, heads); round++) {
-                const int first = item.chunk * ROWS, key = Q + item.h * HS;
-                kv_ring.wait_empty(round);
-                mbarrier_arrive_expect_tx(&kv_ring.full[0], 2 * CONSUMERS * RESIDENT_BYTES);
-                for (int j = 0; j < CONSUMERS; j++) {
-                    const int row = first + 64 * j;
-                    load_rows<64>(keys + j * RESIDENT, inp_map, &kv_ring.full[0], key, row, item.b);
-                    load_rows<64>(values + j * RESIDENT, inp_map, &kv_ring.full[0], KV + key, row, item.b);
-                }
+            for (int round = 0, n = 0; pick<false>(item, round, T, heads); round++) {
+                const int key = Q + item.h * HS;
+                load_stage<64, CONSUMERS>(kv_ring, round, keys, item.first, item.b, Source{inp_map, key},
+                                          Source{inp_map, KV + key});
                 for (int h = item.h * GROUP; h < (item.h + 1) * GROUP; h++) {
-                    for (int start = first; start < T; start += QUERIES, n++) {
-                        const int stage = n % DKV_STAGES;
-                        element* tile = tiles + stage * 2 * QUERY_TILE;
-                        Mbarrier* const full = &query_ring.full[stage];
-                        query_ring.wait_empty(n);
-                        mbarrier_arrive_expect_tx(full, 2 * QUERIES * ROW_BYTES);
-                        load_rows<QUERIES>(tile, inp_map, full, h * HS, start, item.b);
-                        load_rows<QUERIES>(tile + QUERY_TILE, dout_map, full, h * HS, start, item.b);
+                    for (int start = item.first; start < T; start += QUERIES, n++) {
+                        load_stage<QUERIES, 1>(query_ring, n, tiles, start, item.b,
+                                               Source{inp_map, h * HS}, Source{dout_map, h * HS});
                     }
                 }
             }
         } else if (threadIdx.x >= WARPGROUP - QUERIES) {
             const int q = threadIdx.x - (WARPGROUP - QUERIES);
-            for (int round = 0, n = 0; pick<NKV>(item, round, T, heads); round++) {
+            for (int round = 0, n = 0; pick<false>(item, round, T, heads); round++) {
                 for (int h = item.h * GROUP; h < (item.h + 1) * GROUP; h++) {
                     const int64 head = (int64(item.b) * NH + h) * T;
-                    for (int start = item.chunk * ROWS; start < T; start += QUERIES, n++) {
+                    for (int start = item.first; start < T; start += QUERIES, n++) {
                         const int stage = n % DKV_STAGES, r = start + q;
                         const float lse_of_row = r < T ? lse[head + r] * LOG2E : 0.0f;
                         const float D_of_row = r < T ? D[head + r] : 0.0f;
@@ -667,11 +657,10 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
         const int consumer = warpgroup() - 1, warp = threadIdx.x % WARPGROUP / 32;
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         element* const staging = staging_of_warps + (consumer * 4 + warp) * (RESIDENT / 2);
-        for (int round = 0, n = 0; pick<NKV>(item, round, T, heads); round++) {
-            const int first = item.chunk * ROWS;
-            const int consumer_row = first + 64 * consumer, warp_row = consumer_row + 16 * warp;
+        for (int round = 0, n = 0; pick<false>(item, round, T, heads); round++) {
+            const int consumer_row = item.first + 64 * consumer, warp_row = consumer_row + 16 * warp;
             const int row = warp_row + g;  // the thread's rows: row, row + 8
-            const int count = (T - first + QUERIES - 1) / QUERIES;  // tiles of queries of a head from the diagonal on
+            const int count = (T - item.first + QUERIES - 1) / QUERIES;  // tiles of queries of a head, from `first` on
             const int before = consumer * (64 / QUERIES);  // of them, those with queries before this consumer's keys
             Resident k, v;
             uint32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
@@ -758,7 +747,7 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
                     wgmma_commit();
                     wgmma_wait<2>();  // S is done
                     fence_operand(s);
-                    const int start = first + QUERIES * i;
+                    const int start = item.first + QUERIES * i;
                     S_to_P(n % DKV_STAGES, (GROUP > 1 || QUERIES < 64) && start < consumer_row + 64, start);
                     wgmma_wait<1>();  // dP is done
                     fence_operand(dp);

@@ -7,9 +7,9 @@
 // and a tile's splits are added up in order, so that the result does not depend on which block was first. partials: BM
 // * BN float32 per tile, the sums of its splits so far; done: the number of these splits, 0 before and after. Neither
 // is used if splits is 1. An item waits until the previous split of its tile, an item with a lower number, is in
-// partials. This cannot deadlock, in whatever order a grid's blocks start: they are no more than the multiprocessors, so
-// that all run at once, and each takes its items in the order of their numbers. (Two such grids at once, on two streams,
-// count on the GPU to start all blocks of the one before those of the other.)
+// partials. This cannot deadlock, in whatever order a grid's blocks start: there are no more than multiprocessors, all
+// run at once, and each takes its items in the order of their numbers. (Two such grids at once, on two streams, count
+// on the GPU to start all blocks of one before those of the other.)
 
 #pragma once
 

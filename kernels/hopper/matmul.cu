@@ -203,44 +203,22 @@ matmul_backward_inp_gelu(const __grid_constant__ TensorMap dinp, float* partials
             }
             current += (CONSUMERS - 1) * STRIPS;
         },
-        [&] {  // side job, of one warp: load the strips of inp, store those of dinp and the column sums
+        [&] {  // side job, of one warp: also the column sums
             const int lane = threadIdx.x % 32;
             if (threadIdx.x / 32 != 1) return;
-            const auto find_strip = [&](Item& item, int n) {  // false: there is no such strip
-                const bool found = pick<BM, BN, BK>(item, blockIdx.x + n / STRIPS * gridDim.x, z);
-                item.column += n % STRIPS * 64;
-                return found;
-            };
-            const auto load = [&](int n) {
-                Item item;
-                if (lane > 0 || !find_strip(item, n)) return;
-                mbarrier_arrive_expect_tx(&inp_full[n % SLOTS], STRIP * sizeof(element));
-                load_box(slots + n % SLOTS * STRIP, &inp, &inp_full[n % SLOTS], item.column, item.row, 0);
-            };
-            for (int n = 0; n < SLOTS; n++) {
-                load(n);
-                // Consumer 1 begins with strip 3, and next waits for phase 1 of slot 0, which parity can tell only if
-                // phase 0 is over by then.
-                mbarrier_wait(&inp_full[0], 0);
-            }
-            Item item;
-            for (int n = 0; find_strip(item, n); n++) {
-                const float(&of_warps)[4][64] = sums[n % 2];
-                mbarrier_wait(&dinp_full[n % SLOTS], n / SLOTS & 1);
-                if (lane == 0) {
-                    store_box(&dinp, slots + n % SLOTS * STRIP, item.column, item.row, 0);
-                    stores_commit();
-                }
-                for (int c = lane; c < 64 && item.column + c < N; c += 32) {
-                    partials[int64(item.row / BM) * N + item.column + c] =
-                        of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
-                }
-                mbarrier_arrive(&sums_empty[n % 2]);
-                __syncwarp();  // all lanes are here before lane 0's next load lets a consumer go on
-                if (lane == 0) stores_wait<1>();  // TMA has read all strips but this one
-                if (n > 0) load(n - 1 + SLOTS);
-            }
-            if (lane == 0) stores_wait<0>();
+            exchange_strips<64>(
+                slots, inp_full, dinp_full, z,
+                [&](const Item& at, element* to, Mbarrier* full) { load_box(to, &inp, full, at.column, at.row, 0); },
+                [&](const Item& at, const element* from) { store_box(&dinp, from, at.column, at.row, 0); },
+                [&](const Item& item, int n) {
+                    const float(&of_warps)[4][64] = sums[n % 2];
+                    for (int c = lane; c < 64 && item.column + c < N; c += 32) {
+                        partials[int64(item.row / BM) * N + item.column + c] =
+                            of_warps[0][c] + of_warps[1][c] + of_warps[2][c] + of_warps[3][c];
+                    }
+                    mbarrier_arrive(&sums_empty[n % 2]);
+                    __syncwarp();  // all lanes are here before lane 0's next load lets a consumer go on
+                });
         });
 }
 

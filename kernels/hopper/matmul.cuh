@@ -307,3 +307,43 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const Accumulat
         store_strip(map, strip, item, STRIP_COLUMNS * s);
     }
 }
+
+// A side job beside an epilogue that turns the strips of inp, of COLUMNS columns, into those of dinp, in `slots`: load
+// and store them. Called by a warp or its lane 0, which calls load(item, slot, full) and store(item, slot); all call
+// use(item, n) when strip n is done.
+template <int COLUMNS, int SLOTS, class Load, class Store, class Use = Nothing>
+__device__ __forceinline__ void exchange_strips(element* slots, Mbarrier (&inp_full)[SLOTS],
+                                                Mbarrier (&dinp_full)[SLOTS], const Sizes& z, Load load, Store store,
+                                                Use use = {}) {
+    constexpr int STRIPS = WIDE_BN / COLUMNS;  // of a tile
+    const bool leads = threadIdx.x % 32 == 0;
+    const auto find_strip = [&](Item& item, int n) {  // false: there is no such strip
+        const bool found = pick<BM, WIDE_BN, BK>(item, blockIdx.x + n / STRIPS * gridDim.x, z);
+        item.column += n % STRIPS * COLUMNS;
+        return found;
+    };
+    const auto begin_load = [&](int n) {
+        Item item;
+        if (!leads || !find_strip(item, n)) return;
+        mbarrier_arrive_expect_tx(&inp_full[n % SLOTS], STRIP * sizeof(element));
+        load(item, slots + n % SLOTS * STRIP, &inp_full[n % SLOTS]);
+    };
+    for (int n = 0; n < SLOTS; n++) {
+        begin_load(n);
+        // A consumer that begins with a later strip next waits for phase 1 of slot 0, which parity can tell only if
+        // phase 0 is over by then.
+        mbarrier_wait(&inp_full[0], 0);
+    }
+    Item item;
+    for (int n = 0; find_strip(item, n); n++) {
+        mbarrier_wait(&dinp_full[n % SLOTS], n / SLOTS & 1);
+        if (leads) {
+            store(item, slots + n % SLOTS * STRIP);
+            stores_commit();
+        }
+        use(item, n);
+        if (leads) stores_wait<1>();  // TMA has read all strips but this one
+        if (n > 0) begin_load(n - 1 + SLOTS);
+    }
+    if (leads) stores_wait<0>();
+}

@@ -137,33 +137,18 @@ matmul_backward_inp_swiglu(const __grid_constant__ TensorMap dinp, const __grid_
             mbarrier_arrive(&epilogue_turn);
             tile += CONSUMERS;
         },
-        [&] {  // side job, of one warp's first thread: load the strips of inp, store those of dinp
+        [&] {  // side job, of one warp's first thread
             if (threadIdx.x != 32) return;
-            const auto find_strips = [&](Item& item, int n) {  // false: there are no such strips
-                const bool found = pick<BM, BN, BK>(item, blockIdx.x + n / STRIPS * gridDim.x, z);
-                item.column += n % STRIPS * 32;
-                return found;
-            };
-            const auto load = [&](int n) {
-                Item item;
-                if (!find_strips(item, n)) return;
-                element* const slot = slots + n % SLOTS * STRIP;
-                mbarrier_arrive_expect_tx(&inp_full[n % SLOTS], STRIP * sizeof(element));
-                load_box(slot, &inp, &inp_full[n % SLOTS], item.column, 0, item.row);
-                load_box(slot + HALF_STRIP, &inp, &inp_full[n % SLOTS], item.column, 1, item.row);
-            };
-            for (int n = 0; n < SLOTS; n++) load(n);
-            Item item;
-            for (int n = 0; find_strips(item, n); n++) {
-                const element* const slot = slots + n % SLOTS * STRIP;
-                mbarrier_wait(&dinp_full[n % SLOTS], n / SLOTS & 1);
-                store_box(&dinp, slot, item.column, 0, item.row);
-                store_box(&dinp, slot + HALF_STRIP, item.column, 1, item.row);
-                stores_commit();
-                stores_wait<1>();  // TMA has read all strips but these
-                if (n > 0) load(n - 1 + SLOTS);
-            }
-            stores_wait<0>();
+            exchange_strips<32>(
+                slots, inp_full, dinp_full, z,
+                [&](const Item& at, element* to, Mbarrier* full) {
+                    load_box(to, &inp, full, at.column, 0, at.row);
+                    load_box(to + HALF_STRIP, &inp, full, at.column, 1, at.row);
+                },
+                [&](const Item& at, const element* from) {
+                    store_box(&dinp, from, at.column, 0, at.row);
+                    store_box(&dinp, from + HALF_STRIP, at.column, 1, at.row);
+                });
         });
 }
 
