@@ -245,6 +245,17 @@ __device__ inline void begin_matmul_transposed(float (&d)[N], const element* row
     for (int k = 0; k < HS / 16; k++) wgmma<0, 0>(d, a + k_step(k, 64), b + k_step(k, 2 * N), k > 0);
 }
 
+// Begin S and dP, of a tile of each streamed tensor: two groups.
+template <int N, class OfRows>
+__device__ inline void begin_scores(float (&s)[N], float (&dp)[N], const OfRows& a, const OfRows& b,
+                                    const element* tile, const element* second) {
+    wgmma_fence();
+    begin_matmul_transposed(s, a, tile);
+    wgmma_commit();
+    begin_matmul_transposed(dp, b, second);
+    wgmma_commit();
+}
+
 // The keys and values of attention_backward_dkv: in registers, or where they are in shared memory.
 #if MODEL_HS == 64
 typedef Rows Resident;
@@ -524,11 +535,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
             // Prologue: S = Q K^T and dP = dO V^T of tile 0; dS = P * (dP - D).
             const element* tile = tiles + n % DQUERY_STAGES * 2 * KEY_TILE;
             kv_ring.wait_full(n);
-            wgmma_fence();
-            begin_matmul_transposed(s, q, tile);
-            wgmma_commit();
-            begin_matmul_transposed(dp, d, tile + KEY_TILE);
-            wgmma_commit();
+            begin_scores(s, dp, q, d, tile, tile + KEY_TILE);
             wgmma_wait<1>();
             fence_operand(s);
             S_to_P(0);
@@ -547,11 +554,7 @@ __device__ __forceinline__ void backward_dquery(const Result& dinp, float* D, fl
                 fence_operand(s);
                 fence_operand(dp);
                 fence_operand(dq);
-                wgmma_fence();
-                begin_matmul_transposed(s, q, tile);
-                wgmma_commit();
-                begin_matmul_transposed(dp, d, tile + KEY_TILE);
-                wgmma_commit();
+                begin_scores(s, dp, q, d, tile, tile + KEY_TILE);
                 begin_matmul(dq, ds, previous);
                 wgmma_commit();
                 wgmma_wait<2>();  // S is done
@@ -708,11 +711,7 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
                 // Prologue: S^T = K Q^T and dP^T = V dO^T of the first tile, on the diagonal; P and dS.
                 const element* tile = tiles + n % DKV_STAGES * 2 * QUERY_TILE;
                 query_ring.wait_full(n);
-                wgmma_fence();
-                begin_matmul_transposed(s, k, tile);
-                wgmma_commit();
-                begin_matmul_transposed(dp, v, tile + QUERY_TILE);
-                wgmma_commit();
+                begin_scores(s, dp, k, v, tile, tile + QUERY_TILE);
                 wgmma_wait<1>();
                 fence_operand(s);
                 S_to_P(n % DKV_STAGES, true, consumer_row);
@@ -737,11 +736,7 @@ __device__ __forceinline__ void backward_dkv(const Result& dinp, float* partials
                     fence_operand(dp);
                     fence_operand(dk);
                     fence_operand(dv);
-                    wgmma_fence();
-                    begin_matmul_transposed(s, k, tile);
-                    wgmma_commit();
-                    begin_matmul_transposed(dp, v, tile + QUERY_TILE);
-                    wgmma_commit();
+                    begin_scores(s, dp, k, v, tile, tile + QUERY_TILE);
                     begin_matmul(dv, p, previous + QUERY_TILE);
                     begin_matmul(dk, ds, previous);
                     wgmma_commit();
