@@ -376,7 +376,6 @@ def loss_mean(device, loss, losses, scale, N):
 
 STEP_CONTROL = np.dtype([("step", "i8"), ("steps_begun", "i8"), ("rate", "f4"), ("eps", "f4"),
                          ("learning_rate", "f4"), ("grad_scale", "f4"), ("halted", "i4"), ("skipped", "i4")])
-REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
 
 
 def copy_batch(device, batch, pinned, control, begin, end):
@@ -421,7 +420,7 @@ def adamw_update(device, params, master, m, v, sums, gradients, chunks, ranks, c
 class AdamW:
     """The optimizer: its state, as a table, and its part of the step. One GPU updates all parameters."""
 
-    REPORT = REPORT
+    REPORT = np.dtype([("loss", "f4"), ("norm", "f4"), ("loss_z", "f4"), ("norm_z", "f4")])
 
     @staticmethod
     def table(settings, size):
@@ -441,7 +440,8 @@ class AdamW:
         self.m, self.v = state.m, state.v
         self.master, self.sums = getattr(state, "master", None), getattr(state, "sums", None)
         self.groups, self.ranks = {"all": cp.asarray(chunks.view(np.uint8))}, shares.ranks
-        self.parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)  # see prepare_update
+        # see prepare_update; own: of this rank, 0 for the others'
+        self.own_parts = self.parts = cp.zeros(settings.micro_steps + count * settings.needs_norm, np.float32)
         self.control = cp.zeros(STEP_CONTROL.itemsize, np.uint8)
         self.recent = cp.zeros(2 * RECENT.itemsize, np.uint8) if settings.skips_outliers else None
 
@@ -453,24 +453,29 @@ class AdamW:
 
     def loss(self, i):
         """Where the loss of micro-batch i goes."""
-        return self.parts[i : i + 1]
+        return self.own_parts[i : i + 1]
 
     def accumulate(self, i):
         """Add the gradients of micro-batch i to the sums, before the next backward pass overwrites them."""
         with self.device.span(f"add {i}"):
             add_gradients(self.device, self.sums, self.grads, self.groups["all"], self.ranks, i == 0)
 
-    def global_norm(self, group="all"):
-        chunks = self.groups[group]
-        if self.settings.needs_norm and chunks.size:
-            with self.device.span(f"norm {group}"):
-                global_norm(self.device, self.parts[self.settings.micro_steps :], self.sums, self.grads, chunks,
-                            self.ranks)
+    def global_norm(self):
+        self.norm_of("all")
 
     def prepare(self, learning_rate, reports):
         prepare_update(self.device, self.control, reports, self.parts, learning_rate, self.recent, self.settings)
 
-    def update(self, group="all"):
+    def update(self):
+        self.update_of("all")
+
+    def norm_of(self, group):
+        chunks, losses = self.groups[group], self.settings.micro_steps
+        if self.settings.needs_norm and chunks.size:
+            with self.device.span(f"norm {group}"):
+                global_norm(self.device, self.own_parts[losses:], self.sums, self.grads, chunks, self.ranks)
+
+    def update_of(self, group):
         settings, chunks = self.settings, self.groups[group]
         if chunks.size:
             with self.device.span(f"adamw {group}"):
@@ -793,6 +798,7 @@ class GPT2:
         self.update(trainer)
 
     def update(self, trainer):
+        """From the gradients to new weights, and the report."""
         trainer.optimizer.global_norm()
         trainer.optimizer.prepare(trainer.batch.learning_rate, trainer.reports)
         trainer.optimizer.update()

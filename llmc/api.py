@@ -32,8 +32,8 @@ def pages():
 def architecture_of(model):
     """The class of the page for -e's or --model's value, by a name of random weights, a Hugging Face folder's
     configuration or the magic number of a .bin file, the newest of a run's directory."""
-    GPT2, Llama3 = pages()
-    for page in (GPT2, Llama3):
+    both = GPT2, Llama3 = pages()
+    for page in both:
         if model in page.SIZES:
             return page
     config = os.path.join(model, "config.json")
@@ -43,7 +43,7 @@ def architecture_of(model):
     path = model_file(model)
     with open_input(path, export_hint(path)) as f:
         magic = int.from_bytes(f.read(4), "little")
-    return next((page for page in (GPT2, Llama3) if page.MAGIC == magic), GPT2)  # which refuses a file of another kind
+    return next((page for page in both if page.MAGIC == magic), GPT2)  # which refuses a file of another kind
 
 
 def on_gpu(architecture):

@@ -34,10 +34,6 @@ LLAMA_LAYER = {  # module within a layer: our tensor
 
 def llama_config_of(hf, path, Config):
     """The Config of a config.json, a dict; raises UserError for what this project does not compute."""
-    for key, allowed in LLAMA_EXPECTED.items():
-        if hf.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{path}: {key} is {hf[key]!r}, expected {allowed[0]!r}: not a Llama that this project"
-                            " trains")
     rope = {"rope_theta": hf.get("rope_theta", 10_000.0)}
     rope |= (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -138,10 +134,6 @@ GPT2_EXPECTED = {  # what this GPT-2 computes; a config.json that says otherwise
 
 def gpt2_config_of(hf, config_path, Config):
     """The Config of GPT-2's config.json, a dict."""
-    for key, allowed in GPT2_EXPECTED.items():
-        if hf.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}:"
-                            " not a GPT-2 that this project trains")
     if hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
         raise UserError(f"{config_path}: n_inner is {hf['n_inner']}, expected 4 * n_embd = {4 * hf['n_embd']}")
     for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"):
@@ -181,10 +173,14 @@ def read_hf_folder(folder, gpt2, llama):
     try:
         with open_input(config_path, HINT) as f:
             hf = json.load(f)
+        architecture, config_of, expected = gpt2, gpt2_config_of, GPT2_EXPECTED
         if hf.get("model_type") in ("llama", "mistral"):
-            architecture, config = llama, llama_config_of(hf, config_path, llama.Config)
-        else:
-            architecture, config = gpt2, gpt2_config_of(hf, config_path, gpt2.Config)
+            architecture, config_of, expected = llama, llama_config_of, LLAMA_EXPECTED
+        for key, allowed in expected.items():
+            if hf.get(key, allowed[0]) not in allowed:
+                raise UserError(f"{config_path}: {key} is {hf[key]!r}, expected {allowed[0]!r}: not a"
+                                f" {architecture.TITLE} that this project trains")
+        config = config_of(hf, config_path, architecture.Config)
         weights_path, shards = find_weights(folder)
         state = {}
         for path in shards:
@@ -196,6 +192,7 @@ def read_hf_folder(folder, gpt2, llama):
         raise UserError(f"{path}: not a safetensors file ({error})") from None
 
     state = {key.removeprefix("transformer."): value for key, value in state.items()}
+
     def fetch(module_name, shape, transposed=False):
         if module_name not in state:
             raise UserError(f"{weights_path}: tensor {module_name} is missing")

@@ -25,7 +25,7 @@ from llmc.checkpoint import padded
 from llmc.gpu.compiler import KernelFile, compile_kernels, prepare_kernels
 from llmc.gpu.device import cp, open_gpu, pinned_array, pointer, to_float32
 from llmc.errors import UserError
-from llmc.gpu.geometry import ENCODER_PIECE, blocks, kernel_files
+from llmc.gpu.geometry import ENCODER_PIECE, blocks, hopper_matmul, kernel_files
 from llmc.outliers import RECENT, z_score
 from llmc.gpu.precision import Precision
 from llmc.tensors import allocate, bf16_bits, bf16_to_float32
@@ -65,7 +65,8 @@ OTHERS = [case for case in itertools.product(("sm_75", "sm_80", "sm_90a", "sm_10
 def cases_to_compile(arch, precision):
     """(architecture, layer, config) of each file that a test compiles."""
     with_gradients = "encoder", "matmul", "column_sums", "update"  # whose code depends on the gradients' dtype
-    cases = [(layer, MODELS[0]) for layer in (with_gradients if precision.float32_grads else cuda.GPT2.KERNELS)]
+    layers = with_gradients if precision.float32_grads else cuda.GPT2.KERNELS
+    cases = [(layer, MODELS[0]) for layer in layers if layer != "matmul" or hopper_matmul(precision, arch)]
     if arch == "sm_90a":  # of matmuls and attention, only the size of a head matters, the same here
         cases += [(layer, MODELS[2]) for layer, _ in cases if layer not in ("matmul", "attention")]
     if arch == "sm_80":
@@ -84,8 +85,8 @@ def cases_to_compile(arch, precision):
 def test_kernels_compile_with_no_gpu(arch, precision):
     pytest.importorskip("cuda.core")
     precision = PRECISIONS[precision]
-    files = [file for architecture, layer, config in cases_to_compile(arch, precision)
-             for name, file in kernel_files(architecture, config, precision, arch).items() if name == layer]
+    files = [kernel_files(architecture, config, precision, arch)[layer]
+             for architecture, layer, config in cases_to_compile(arch, precision)]
     with ThreadPoolExecutor() as pool:
         cubins = list(pool.map(lambda file: compile_kernels(file.name, arch, file.constants), files))
     for file, cubin in zip(files, cubins):

@@ -322,11 +322,7 @@ def test_a_model_from_python(tmp_path):
     """load finds the page by the file's magic number."""
     write_model(tmp_path / "model.bin", CONFIG, random_params(CONFIG))
     model, ids = load(str(tmp_path / "model.bin")), np.arange(6).reshape(2, 3)
-    losses = []
-    for _ in range(3):
-        losses.append(model.forward(ids, ids[::-1]))
-        model.backward()
-        model.update(1e-2)
+    losses = [(model.forward(ids, ids[::-1]), model.backward(), model.update(1e-2))[0] for _ in range(3)]
     assert isinstance(model.model, t.Llama3) and losses == sorted(losses)[::-1]
     assert model.generate([1, 2], 3)[:2] == [1, 2]
 

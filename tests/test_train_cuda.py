@@ -99,6 +99,9 @@ def test_with_a_package_missing_it_names_it(tmp_path):
         (tmp_path / "cupy.py").write_text(f"raise {error}\n")
         done = run_program("train_gpt2_cuda.py", check=False, PYTHONPATH=str(tmp_path))
         assert_one_line_error(done, what, "pip install -r requirements-gpu.txt", "python train_gpt2.py")
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    done = run_program("train_gpt2_cuda.py", "--gpus", 2, check=False, PYTHONPATH=str(tmp_path))
+    assert_one_line_error(done, "a run on several GPUs needs the Python package torch")
 
 
 @pytest.mark.parametrize("error, words", (

@@ -475,8 +475,7 @@ FP8_FAULTS = {  # what is wrong: (class, method, the fault, the first red row)
     "a stale scale in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: right(
         linear, dinp, dout, scale * (1 + linear.l)), "dln2b"),
     "a stale scale in dweight": (Fp8Linear, "backward_weight", lambda right: (
-        lambda linear, dout, inp, scale=1.0: right(linear, dout, inp, scale * (1 + linear.l))),
-        "dfcprojw"),
+        lambda linear, dout, inp, scale=1.0: right(linear, dout, inp, scale * (1 + linear.l))), "dfcprojw"),
     "dlogits twice as large in dinp": (Fp8Linear, "backward_inp", lambda right: lambda linear, dinp, dout, scale=1.0: (
         right(linear, dinp, dout, scale * (1 + (linear.name == "logits")))), "dlnfb"),
     "an earlier batch's transposed input": (Fp8Passes, "trunk", inputs_of_the_first_batch, "dfcw"),

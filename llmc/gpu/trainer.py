@@ -150,12 +150,10 @@ class Trainer(ForwardPasses):
             self.params = self.allocate_shared(architecture.parameter_table(config, self.precision.dtype))
             self.grads = self.allocate_shared(architecture.parameter_table(config, self.precision.grads))
             self.shares = Shares(self.params.table, ranks.size, settings.weight_decay, settings.decay == "all")
-            received = flat(self.grads)  # gradients of all ranks
+            grads = received = flat(self.grads)  # received: of all ranks
             if ranks.size > 1:
-                room = self.peers.allocate(self.shares.received_size() * received.itemsize)
-                messages = zero.Messages(self.peers, self.shares, ranks.rank, flat(self.params), received,
-                                         room.view(received.dtype))
-                received = room.view(received.dtype)
+                received = self.peers.allocate(self.shares.received_size() * grads.itemsize).view(grads.dtype)
+                messages = zero.Messages(self.peers, self.shares, ranks.rank, flat(self.params), grads, received)
                 self.several = zero.Several(device, ranks, self.peers, self.shares, messages, settings.own_micro_steps)
             self.optimizer = optimizer(device, settings, flat(self.params), received, self.shares, ranks.rank)
             self.set_params(params)

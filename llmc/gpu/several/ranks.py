@@ -18,11 +18,12 @@ import zlib
 import numpy as np
 
 from llmc.alone import TORCHRUN, Alone
-from llmc.errors import UserError, describe
+from llmc.errors import UserError, describe, import_package
 from llmc.gpu.device import cp
 from llmc.settings import flag_of
 from llmc.tensors import flat
 
+USER = "a run on several GPUs"
 LOST = "a rank ended unexpectedly, or does not answer; the last checkpoint, if any, is whole: resume with -y 1"
 PATIENCE = datetime.timedelta(minutes=10)  # for the ranks to meet, and for an answer of a rank that lives
 
@@ -35,8 +36,8 @@ class Ranks(Alone, contextlib.AbstractContextManager):
         """Meet the others, as torchrun's variables in environ say; raises UserError if that fails."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a closed connection is a UserError here, and no warning
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no Python handler runs during the meeting
-        from torch import distributed, tensor
-        self.distributed, self.tensor = distributed, tensor
+        self.distributed = distributed = import_package("torch.distributed", USER)
+        self.tensor = import_package("torch", USER).tensor
         try:
             self.rank, self.size, self.local_rank = (int(environ[name]) for name in TORCHRUN)
             self.store = next(distributed.rendezvous("env://", timeout=PATIENCE))[0]
@@ -123,6 +124,7 @@ def start_ranks(count):
     logging.disable()  # torchrun's; the ranks say what is wrong
     os.environ.setdefault("OMP_NUM_THREADS", str((os.cpu_count() or 1) // count or 1))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # seconds to save after Ctrl-C
+    import_package("torch", USER)
     from torch.distributed import run
     from torch.distributed.launcher.api import ChildFailedError, SignalException
     signals = ",".join(name for name in ("SIGINT", "SIGTERM", "SIGHUP")

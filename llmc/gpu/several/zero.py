@@ -266,7 +266,7 @@ class SharedUpdate:
         self.several, chunks = several, self.groups["all"]
         first, rest, _ = (CHUNKS.itemsize * end for end in self.ends)
         self.groups |= {"first layer": chunks[:first], "rest": chunks[first:rest], "other layers": chunks[rest:]}
-        self.own_parts, self.parts = self.parts, self.parts.copy()
+        self.parts = self.own_parts.copy()  # of all ranks
 
     def loss(self, i):
         number = i * self.ranks + self.several.ranks.rank  # among the update's micro-batches
@@ -276,12 +276,6 @@ class SharedUpdate:
         self.device.wait(self.several.gradients_arrived.get(REST))
         super().accumulate(i)
 
-    def norm_of(self, group):
-        """As global_norm; other ranks' chunks are 0."""
-        total, self.parts = self.parts, self.own_parts
-        super().global_norm(group)
-        self.parts = total
-
     def global_norm(self):
         self.device.wait(self.several.gradients_arrived[REST])
         self.norm_of("first layer")
@@ -290,9 +284,9 @@ class SharedUpdate:
 
     def update(self):
         for group, layer in (("first layer", 0), ("rest", None)):
-            super().update(group)
+            self.update_of(group)
             self.several.send_weights(layer)
-        super().update("other layers")
+        self.update_of("other layers")
         self.device.wait(self.several.weights_arrived[None])
 
 
