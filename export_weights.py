@@ -603,23 +603,24 @@ def parse_arguments():
     group.add_argument("--compile", type=int, choices=(0, 1), default=0, help="torch.compile")
     group.add_argument("--tensorcores", type=int, choices=(0, 1), default=0, help="TF32 matmuls on a GPU")
     group.add_argument("--flash", type=int, choices=(0, 1), default=0,
-                       help="F.scaled_dot_product_attention")
+                       help="F.scaled_dot_product_attention, which Llama 3 always uses")
     group.add_argument("--device", default="auto", help="cpu, cuda, mps; auto: a GPU when there is one")
     args = parser.parse_args()
     for name, least in (("num_iterations", 0), ("batch_size", 1), ("sequence_length", 1)):
         if getattr(args, name, least) < least:
             raise UserError(f"--{name} {getattr(args, name)}: expected at least {least}")
-    unused = {}
-    if args.to_hf:
-        others = (action for action in parser._actions if action.dest not in ("help", "to_hf"))
-        unused = dict.fromkeys(others, "has no effect with --to_hf MODEL DIR: leave it out")
-    elif args.write_tensors:
-        unused = dict.fromkeys(benchmark._group_actions,
-                               "is for benchmarks, which write no files: add --write_tensors 0")
-    for action, hint in unused.items():
-        value = getattr(args, action.dest, action.default)
-        if value != action.default and (action.dest, value) != ("device", "cpu"):
-            raise UserError(f"{action.option_strings[0]} {value}: {hint}")
+    if args.to_hf or args.write_tensors:
+        others = parser._actions if args.to_hf else benchmark._group_actions
+        unlike = ("model", "vocabulary", "output_dir", "llmc", "write_tensors", "dtype")  # would make other files
+        why = "with --to_hf MODEL DIR" if args.to_hf else "on files: it is for benchmarks, --write_tensors 0"
+        for action in others:
+            value = getattr(args, action.dest, action.default)
+            if value == action.default or action.dest == "to_hf":
+                continue
+            message = f"{action.option_strings[0]} {value}: has no effect {why}"
+            if action.dest in unlike:
+                raise UserError(message)
+            print(f"note: {message}", file=sys.stderr)
     return args
 
 
@@ -638,12 +639,14 @@ def main():
     if args.to_hf:
         return write_hf_folder(*args.to_hf)
     architecture, config, params, label = load_model(args.model, args.vocabulary)
+    if args.vocabulary != "gpt2" and config.V != VOCABULARIES[args.vocabulary]:
+        raise UserError(f"--vocabulary {args.vocabulary}: {args.model} has another one, of V={config.V}: leave it out")
     B, T = args.batch_size, getattr(args, "sequence_length", min(64, config.maxT))
     if T > config.maxT:
         raise UserError(f"--sequence_length {T}: the model's longest sequence is {config.maxT}")
     batch, given = None, getattr(args, "debug_state", None)
-    if architecture is Llama3 and args.flash + (args.llmc != "today"):
-        raise UserError(f"--model {args.model}: --flash and --llmc are for GPT-2: leave them out")
+    if architecture is Llama3 and args.llmc != "today":
+        raise UserError(f"--llmc {args.llmc}: it reads no Llama 3: leave --llmc out")
     if given != 0 or not args.write_tensors:
         try:
             batch = first_batch(args.input, config.V, B, T)

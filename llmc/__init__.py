@@ -14,7 +14,7 @@
     outliers    which updates to skip
     threads     OpenBLAS's settings, and threads for what NumPy does on one core
     errors      one line and an exit status for every error that a user can cause; Ctrl-C and SIGTERM
-    alone       a run of a single process, where a run on several GPUs has ranks
+    single_process   the ranks of a run of one process; llmc/gpu/several/ranks.py has those of several GPUs
     gpu/        what only a run on GPUs uses
 
 No file here knows a forward or backward pass: those are on the pages, train_gpt2.py and train_gpt2_cuda.py. An

@@ -9,6 +9,7 @@ A model from Python, on the CPU or a GPU: its loss, text from it, a training ste
 import importlib
 import os
 import re
+import sys
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from llmc.files import export_hint, make_directory, open_input
 from llmc.huggingface import read_hf_folder
 from llmc.resume import model_file
 from llmc.sampler import Choice, Random, draw, end_of_text
+from llmc.threads import NUMPY_WAS_FIRST
 from llmc.tokenizer import keep_tokenizer
 from llmc.vocabulary import load_vocabulary
 
@@ -163,6 +165,8 @@ class Model:
     # -- on the CPU
 
     def open(self, architecture, params, options):
+        if NUMPY_WAS_FIRST:
+            print("note: OpenBLAS may be slower than it could be: import llmc before numpy", file=sys.stderr)
         self.settings, self.T = checked(architecture.Settings(**options)), self.config.maxT
         self.model, self.room, self.room_to_train = architecture(self.config, params), (0, 0), (0, 0)
 

@@ -62,7 +62,7 @@ class Interruption:
     """Remembers Ctrl-C, SIGTERM and SIGHUP, so that a run can save first. A second Ctrl-C stops at once."""
 
     def __init__(self, ranks):
-        """ranks: see alone.py; all of them stop on the signal that one has received."""
+        """ranks: see single_process.py; all of them stop on the signal that one has received."""
         self.ranks, self.received, self.signal = ranks, None, None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup ignores

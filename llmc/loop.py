@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmc.alone import ALONE
 from llmc.checkpoint import Progress, count_parameters, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
@@ -25,6 +24,7 @@ from llmc.resume import (delete_old_checkpoints, find_checkpoint, notes_of, read
 from llmc.sampler import Choice, Random, end_of_text, print_sample
 from llmc.schedulers import learning_rate_at
 from llmc.settings import print_changed_settings
+from llmc.single_process import SINGLE_PROCESS
 from llmc.tokenizer import keep_tokenizer, load_tokenizer
 
 
@@ -42,9 +42,9 @@ class Loop:
     """A run, as a page's main() uses it. Entered, it has read tokenizer, model (config, params) and data; `start` takes
     the model and resumes; iterated, it yields the steps of the updates, whose results go to `report`."""
 
-    def __init__(self, settings, architecture, ranks=ALONE, resolve=None, lines=LlmcLines):
-        """architecture: a page's class; ranks: see alone.py; resolve: fills in the settings that depend on the device;
-        lines: the printer of --lines llmc. Raises UserError for files that do not fit each other or the settings."""
+    def __init__(self, settings, architecture, ranks=SINGLE_PROCESS, resolve=None, lines=LlmcLines):
+        """architecture: a page's class; ranks: see single_process.py; resolve: fills in the settings that depend on the
+        device; lines: the printer of --lines llmc. Raises UserError if files do not fit each other or the settings."""
         self.ranks, self.architecture, self.status = ranks, architecture, 0
         self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
         self.tokenizer = load_tokenizer(settings)

@@ -8,10 +8,10 @@ import re
 import shlex
 import sys
 
-from llmc.alone import ALONE
 from llmc.checkpoint import rank_path, read_model, read_optimizer_state, write_model, write_optimizer_state
 from llmc.errors import DIVERGED, UserError
 from llmc.files import file_crc, open_input, replacing
+from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import check_finite
 from llmc.tokenizer import read_tokenizer
 
@@ -44,7 +44,7 @@ def model_file(path):
                     " a Hugging Face folder, with its config.json")
 
 
-def save_checkpoint(directory, config, params, owned, progress, notes=None, version=3, ranks=ALONE):
+def save_checkpoint(directory, config, params, owned, progress, notes=None, version=3, ranks=SINGLE_PROCESS):
     """Write a checkpoint. Every rank writes its state; rank 0 also the model (only it needs `params`) and, when all
     ranks have written, the marker. Raises UserError on all ranks, and leaves no file of this step, when weights or
     moments are not finite or a rank's disk is full.

@@ -5,7 +5,11 @@ import os
 import platform
 import re
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
+
+
+NUMPY_WAS_FIRST = "numpy" in sys.modules and "OPENBLAS_THREAD_TIMEOUT" not in os.environ  # too late to configure it
 
 
 def configure_openblas():

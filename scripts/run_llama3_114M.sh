@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A Llama 3 of 114 million parameters from random weights, on the data and with the settings of run_gpt2_124M.sh.
+# A Llama 3 of 114 million parameters from random weights, on the data and with the settings of run_gpt2.sh 124M.
 #
 # Needs:   one GPU with 26 GiB of memory (-b 32: 14). An update is 8 batches of 64 x 1024 tokens, accumulated (-d).
 #          21 GB of disk for the data, 7 GB for checkpoints of 1.6 GB (the newest three, and one being written)
-# Takes:   4.4 hours on an H100, at the 654,000 tokens/s of doc/llama3.md
-# Reaches: not yet measured
+# Takes:   4.4 hours on an H100, computed from the 654,000 tokens/s of doc/llama3.md
+# Reaches: not run to its end yet
 #
 # When run again, it resumes from the newest checkpoint. Extra flags, but not -o, go to the trainer, like this:
 # scripts/run_llama3_114M.sh -b 32

@@ -16,7 +16,8 @@ from llmc.api import architecture_of, on_gpu, pages
 from llmc.settings import parse_settings
 from prepro import fineweb
 
-RECIPES = sorted(path.name for path in (ROOT / "scripts").glob("run_*.sh"))
+RECIPES = [f"{path.name} {size}" for path in sorted((ROOT / "scripts").glob("run_*.sh"))
+           for size in re.findall(r"^(\d+M)\)$", path.read_text(encoding="utf-8"), re.MULTILINE) or [""]]
 NOTES = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open('commands', 'a'))\n"
 PARSERS = {"evaluate.py": evaluate.parse_arguments, "generate.py": generate.parse_arguments,
            "prepro/fineweb.py": fineweb.parse_arguments}
@@ -50,7 +51,7 @@ def run(recipe, *flags, cwd=None, **variables):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
     project(NOTES)
-    run(recipe, "-x", 7)
+    run(*recipe.split(), "-x", 7)
     programs = set()
     for program, *flags in map(json.loads, open("commands")):
         programs.add(re.split("[_/]", program)[0])
@@ -59,8 +60,8 @@ def test_each_flag_is_one_of_the_program_s(project, recipe, monkeypatch):
         if program in PARSERS:
             PARSERS[program]()
         if program in TRAINERS:
-            alone, here = re.match("run_(gpt2|llama3)_", recipe), TRAINERS[program]
-            either = [here] if alone else [here, architecture_of(flags[flags.index("-e") + 1])]
+            here = TRAINERS[program]
+            either = here, architecture_of(flags[flags.index("-e") + 1])  # the same flags on both pages
             for settings in (parse_settings(cls.Settings, "", flags) for cls in either):
                 assert on_gpu(architecture_of(settings.model)) is here
                 assert settings.steps == 7 and settings.shuffle == 1

@@ -4,10 +4,10 @@ import dataclasses
 import os
 import re
 
-from llmc.alone import ALONE, TORCHRUN
 from llmc.errors import UserError
 from llmc.gpu.device import gpu_errors_as_lines
 from llmc.settings import parse_settings
+from llmc.single_process import SINGLE_PROCESS, TORCHRUN
 
 LAUNCHERS = (  # variables of rank, size, local rank
     TORCHRUN,
@@ -37,7 +37,7 @@ def on_ranks(settings_class, description, work):
         settings = parse_settings(settings_class, description)
         with gpu_errors_as_lines():
             if settings.gpus == 1:
-                return work(settings, ALONE)
+                return work(settings, SINGLE_PROCESS)
             from llmc.gpu.several.ranks import start_ranks
             return start_ranks(settings.gpus)
     from llmc.gpu.several.ranks import Ranks

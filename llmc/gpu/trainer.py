@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmc.alone import ALONE
 from llmc.errors import UserError
 from llmc.gpu.batch import batch_table, sort_tokens, sorted_tokens
 from llmc.gpu.decoder import Decoder, decode_files, decode_geometry
@@ -22,6 +21,7 @@ from llmc.gpu.precision import round_weights
 from llmc.gpu.shares import OwnedShare, Shares
 from llmc.loop import Update
 from llmc.outliers import RECENT, reason_to_skip
+from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import Tensors, allocate, flat, table_bytes, views
 
 NOT_READY = 600  # cudaErrorNotReady
@@ -50,7 +50,7 @@ def open_device(architecture, gpu, config, precision, matmul="auto", text=False)
     return device, Matmul(device, precision, matmul)
 
 
-def open_trainer(architecture, gpu, config, params, settings, ranks=ALONE):
+def open_trainer(architecture, gpu, config, params, settings, ranks=SINGLE_PROCESS):
     """A Trainer of this model on this GPU; `settings` are resolved. The first rank draws the samples."""
     text = settings.sample_every > 0 and ranks.is_first
     device, matmul = open_device(architecture, gpu, config, settings.precision, settings.matmul, text)
@@ -128,7 +128,7 @@ class Trainer(ForwardPasses):
 
     fp8 = None  # in a run of --dtype fp8, an Fp8
 
-    def __init__(self, architecture, config, settings, matmul, params, ranks=ALONE, text=False):
+    def __init__(self, architecture, config, settings, matmul, params, ranks=SINGLE_PROCESS, text=False):
         """architecture: a class like GPT2; params: float32 Tensors on the host; ranks: a Ranks; text: with a Decoder.
         Raises UserError if not everything fits into the GPU's free memory."""
         optimizer, self.several, self.peers = architecture.Optimizer, None, None

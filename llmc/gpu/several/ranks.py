@@ -17,10 +17,10 @@ import zlib
 
 import numpy as np
 
-from llmc.alone import TORCHRUN, Alone
 from llmc.errors import UserError, describe, import_package
 from llmc.gpu.device import cp
 from llmc.settings import flag_of
+from llmc.single_process import TORCHRUN, SingleProcess
 from llmc.tensors import flat
 
 USER = "a run on several GPUs"
@@ -28,9 +28,9 @@ LOST = "a rank ended unexpectedly, or does not answer; the last checkpoint, if a
 PATIENCE = datetime.timedelta(minutes=10)  # for the ranks to meet, and for an answer of a rank that lives
 
 
-class Ranks(Alone, contextlib.AbstractContextManager):
-    """The processes of a run, seen from one; Alone says what the methods do. A program's outermost `with` block: an
-    error on one rank ends all, with one line on stderr. Only rank 0 prints; what others print is discarded."""
+class Ranks(SingleProcess, contextlib.AbstractContextManager):
+    """The processes of a run, seen from one; SingleProcess documents the methods. A program's outermost `with` block:
+    an error on one rank ends all, with one line on stderr. Only rank 0 prints; what others print is discarded."""
 
     def __init__(self, environ):
         """Meet the others, as torchrun's variables in environ say; raises UserError if that fails."""

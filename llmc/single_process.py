@@ -1,9 +1,9 @@
-"""A run of a single process, as llmc/gpu/several/ranks.py has the ranks of a run on several GPUs."""
+"""The ranks of a run of one process. llmc/gpu/several/ranks.py has those of a run on several GPUs."""
 
-TORCHRUN = "RANK", "WORLD_SIZE", "LOCAL_RANK"  # the variables that it sets
+TORCHRUN = "RANK", "WORLD_SIZE", "LOCAL_RANK"  # the variables that torchrun sets
 
 
-class Alone:
+class SingleProcess:
     """Rank 0 of 1."""
 
     rank, size, local_rank, is_first, has_launcher = 0, 1, 0, True, False
@@ -24,10 +24,10 @@ class Alone:
         return number
 
     def starmap(self, function, items, check):
-        """Yield function(*item) for each item, of which each rank computes its part; all call `check` every `size`."""
+        """Yield function(*item) for each item, computed by one of the ranks. All call `check` once for `size` items."""
         for item in items:
             check()
             yield function(*item)
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
