@@ -199,6 +199,18 @@ def test_a_checkpoint_that_cannot_be_written(workplace, train):
     assert {path: path.read_bytes() for path in Path("run").glob("*_0*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_gradients_that_are_not_finite_change_no_weight(workplace, train, monkeypatch, value):
+    """The run stops; its last checkpoint stands, also if the update would be its last one."""
+    flags, backward = ("-n", 1, "-o", "run", "--grad_clip", 1), GPT2.backward_into
+    train("-x", 2, *flags, check=True)
+    before = {path: path.read_bytes() for path in Path("run").glob("*_0*")}
+    monkeypatch.setattr(GPT2, "backward_into", lambda model, grads, *more: (
+        backward(model, grads, *more), np.copyto(grads.fcb[0, :1], value)))
+    assert_one_line_error(train("-x", 3, *flags, "-y", 1), f"step 3: the gradient norm is {value}", "--grad_clip 1")
+    assert {path: path.read_bytes() for path in Path("run").glob("*_0*")} == before
+
+
 @pytest.mark.parametrize("which, words", ((0, "tensor qkvb"), (2, "the optimizer's v: tensor qkvb")))
 def test_weights_or_moments_that_became_nan_are_not_saved(tmp_path, which, words):
     params, m, v = tensors = [random_params(SMALL) for _ in range(3)]

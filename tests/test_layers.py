@@ -125,9 +125,12 @@ def test_what_is_huge_or_impossible_stays_finite():
     probs, losses = np.empty_like(logits), np.empty((1, 2), np.float32)
     t.softmax_forward(probs, logits, 1, 2, 3)
     assert check_tensor("probs", probs, [[[0.7310586, 0.0, 0.2689414]] * 2], 1e-6)
-    t.crossentropy_forward(losses, np.array([[[1.0, 0.0], [np.nan, 0.0]]], np.float32), np.array([[1, 0]]), 1, 2, 2)
-    assert check_tensor("losses", losses[:, :1], [[87.3365]], 1e-3)  # of a probability of 0
-    assert np.isnan(losses[0, 1]), "the loss of a probability that is NaN must be NaN"
+    logits = np.array([[[200, 0, 0], [0, -95, 0], [1e38, -1e38, 0], [1, 2, -5], [np.nan, 0, 0]]], np.float32)
+    probs, losses, targets = np.empty_like(logits), np.empty((1, 5), np.float32), np.array([[1, 1, 2, 2, 0]])
+    t.softmax_forward(probs, logits, 1, 5, 3)
+    t.crossentropy_forward(losses, logits, probs, targets, 1, 5, 3)
+    assert check_tensor("losses", losses[:, :4] / [[1, 1, 1e38, 1]], [[200, 95 + math.log(2), 1, 7.3139308]], 1e-5)
+    assert np.isnan(losses[0, 4]), "the loss of a logit that is NaN must be NaN"
     out, (preatt, att) = np.empty((1, 2, 1), np.float32), np.empty((2, 1, 1, 2, 2), np.float32)
     t.attention_forward(out, preatt, att, np.array([[[-1, 1e4, 1], [1, 9999, 0]]], np.float32), 1, 2, 1, 1)
     assert check_tensor("out", out, [[[1.0], [0.7310586]]], 1e-6)
@@ -140,7 +143,7 @@ def test_softmax_and_cross_entropy(B, T, V):
 
     def forward():
         t.softmax_forward(probs, logits, B, T, V)
-        t.crossentropy_forward(losses, probs, targets, B, T, V)
+        t.crossentropy_forward(losses, logits, probs, targets, B, T, V)
         return losses
 
     probs, losses, dlogits = nan(B, T, V), nan(B, T), nan(B, T, V)
