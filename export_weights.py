@@ -344,10 +344,16 @@ def write_hf_folder(model, folder):
     state = {name: torch.from_numpy(np.ascontiguousarray(view)) for name, view in state.items()}
     files = {"model.safetensors": safetensors.torch.save(state, metadata={"format": "pt"}), **tokenizer_files,
              "config.json": json.dumps(hf, indent=2).encode()}  # last: it makes the folder one
+    there = [name for name in sorted(os.listdir(folder)) if name not in files and  # and these would hide our weights
+             re.match(r"(pytorch_)?model.*\.(bin|json|safetensors)$", name)
+             or name == "config.json" and read_input(os.path.join(folder, name)) != files[name]]
+    if there:
+        raise UserError(f"{folder}: has another model's {', '.join(there)}: remove that, or name another folder")
+    replaced = [name for name in files if os.path.lexists(os.path.join(folder, name))]
     for name, data in files.items():
         with replacing(os.path.join(folder, name)) as f:
             f.write(data)
-    print(f"wrote {', '.join(files)} to {folder}")
+    print(f"wrote {', '.join(files)} to {folder}{'; replaced ' * bool(replaced)}{', '.join(replaced)}")
 
 
 def our_tokenizer_files(config, tokenizer):

@@ -25,6 +25,8 @@ def import_package(module, user):
 
 def run_main(main):
     """Run `main()` and exit with the status that it returns, 1 for an error that a user can cause, 130 for Ctrl-C."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # None if it is closed, by `>&-` say
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a file name may not be printable
     try:
         status = main()

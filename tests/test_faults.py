@@ -1,5 +1,6 @@
 """What bad input gets: one line that names the file or flag, exit status 1, nothing half-written and nothing lost."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from llmc.checkpoint import owned_by_one, Progress, read_model, write_model
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import HEADER_BYTES, MODEL_MAGIC, OPTIMIZER_MAGIC
-from llmc.resume import checkpoint_paths, save_checkpoint
+from llmc.resume import checkpoint_paths, complete_checkpoints, save_checkpoint
 from llmc.shuffle import Position
 from llmc.tensors import flat
 from llmc.tokenizer import read_tokenizer, write_tokenizer
@@ -265,6 +266,24 @@ def test_old_checkpoints_are_deleted(workplace, train, flags, kept):
     assert set(os.listdir("run")) == {"main.csv", "main.log", "tokenizer.bin", "model_mine.bin", *names}
 
 
+@pytest.mark.parametrize("call", range(3))
+def test_a_run_killed_while_it_deletes_a_checkpoint(workplace, train, monkeypatch, call):
+    """leaves no marker without a model; the next one deletes the rest."""
+    flags, unlink, calls = ("-n", 1, "-nk", 1, "-o", "run"), os.unlink, itertools.count()
+
+    def killed(path):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", killed)
+    assert train("-x", 2, *flags).returncode == 130
+    assert all(Path(path).exists() for step in complete_checkpoints("run") for path in checkpoint_paths("run", step))
+    monkeypatch.setattr(os, "unlink", unlink)
+    train("-x", 3, *flags, "-y", 1, check=True)
+    assert {path.name for path in Path("run").glob("*_0*")} == set(checkpoint_paths("", 3))
+
+
 def test_damaged_checkpoints_and_logs(workplace, train):
     """A state that does not say its model's CRC-32 is taken; a log that is none is not written over."""
     train("-x", 2, "-n", 1, "-o", "run", check=True)
@@ -305,6 +324,15 @@ def test_damaged_checkpoints_and_logs(workplace, train):
     os.unlink("run/DONE_00000003")
     os.mkfifo("run/DONE_00000003")
     assert_one_line_error(train(*again), "a pipe", "remove run/DONE_00000003")
+
+
+@pytest.mark.parametrize("closed", (">&-", "2>&-", "<&- >&- 2>&-"))
+def test_closed_streams_are_dev_null(workplace, closed):
+    """Also for what the system opens next: no file may become the standard output."""
+    command = f"{sys.executable} {ROOT / 'train_gpt2.py'} -b 2 -t 8 -v 1 -s 1 -x 2 -o run {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and complete_checkpoints("run") == [2]
+    assert b"memory" not in b"".join(path.read_bytes() for path in Path("run").iterdir())
 
 
 def test_a_closed_pipe_is_quiet(workplace):
