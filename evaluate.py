@@ -37,6 +37,7 @@ from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
 from llmc.resume import model_file, newest_checkpoint, notes_of
+from llmc.tensors import table_bytes
 from llmc.api import load_model, on_gpu
 from llmc.vocabulary import load_vocabulary
 from prepro.common import progress_bar
@@ -45,14 +46,15 @@ from prepro.common import progress_bar
 # the model: after allocate_activations(B, T), losses(inputs, targets), both up to (B, T), returns losses of their shape
 
 
-def open_model(architecture, config, params, device):
-    """Return (model, name of its device, a batch size that suits it)."""
+def open_model(architecture, config, params, device, T):
+    """Return (model, name of its device, a batch size that suits it for windows of T tokens)."""
     def open_on(gpu):
         from llmc.gpu.trainer import open_evaluator
 
         return open_evaluator(on_gpu(architecture), gpu, config, params), gpu.name, 4
 
-    return try_gpu(device, open_on) or (architecture(config, params), "CPU", 1)
+    fits = (B for B in (16, 8, 4, 2) if table_bytes(architecture.activation_table(config, B, T)) <= 1 << 28)
+    return try_gpu(device, open_on) or (architecture(config, params), "CPU", next(fits, 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ def parse_arguments():
                         help=f"examples written by prepro/hellaswag.py: {HELLASWAG}")
     parser.add_argument("--examples", type=int, metavar="N", default=0, help="the first N of HellaSwag (0: all)")
     parser.add_argument("--batch_size", type=int, metavar="B", default=0,
-                        help="windows at a time (0: 1 on a CPU, 4 on a GPU)")
+                        help="windows at a time (0: on a CPU up to 16, of 256 MiB in all; 4 on a GPU)")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--tokenizer", metavar="FILE", default=argparse.SUPPRESS,
                         help="tokenizer file, for bits per byte (default: the one beside the model)")
@@ -243,7 +245,7 @@ def evaluate(args):
         examples = read_examples(args.hellaswag, config.V)[: args.examples or None]
         hint = "pass --context" if T < config.maxT else "this is the model's longest sequence: train one with -t"
         check_fits(args.hellaswag, examples, T, hint)
-    model, device, B = open_model(architecture, config, params, args.device)
+    model, device, B = open_model(architecture, config, params, args.device, T)
     B = args.batch_size or B
     model.allocate_activations(B, T)
     results = {"model": args.model, "device": device, "context": T}

@@ -37,7 +37,7 @@ from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, unpadded, views
-from llmc.threads import BLOCK, THREADS, parallel_blocks
+from llmc.threads import BLOCK, THREADS, parallel_blocks, parallel_matmul, use_openblas_threads
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: GPT-2's tensors as tables, from which sizes, offsets, views, files and tests derive
@@ -259,7 +259,7 @@ def layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, B, T
 def matmul_forward(out, inp, weight, bias, B, T, C, OC):
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC,) (None: no bias)."""
     out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
-    np.matmul(inp, weight.T, out=out)
+    parallel_matmul(inp, weight.T, out)
     if bias is not None:
         out += bias
 
@@ -267,8 +267,8 @@ def matmul_forward(out, inp, weight, bias, B, T, C, OC):
 def matmul_backward(dinp, dweight, dbias, dout, inp, weight, B, T, C, OC):
     """dinp (B,T,C) =, dweight (OC,C) =, dbias (OC,) = (None: no bias); dout (B,T,OC)."""
     dout = dout.reshape(B * T, OC)
-    np.matmul(dout, weight, out=dinp.reshape(B * T, C))  # out = inp @ weight^T
-    np.matmul(dout.T, inp.reshape(B * T, C), out=dweight)
+    parallel_matmul(dout, weight, dinp.reshape(B * T, C))  # out = inp @ weight^T
+    parallel_matmul(dout.T, inp.reshape(B * T, C), dweight)
     if dbias is not None:  # out += bias: sums of columns, several times faster than by np.add.reduce
         np.matmul(np.ones(B * T, dout.dtype), dout, out=dbias)
 
@@ -305,8 +305,8 @@ def attention_forward(out, preatt, att, inp, B, T, C, NH):
 
 
 def attention_block(B, T, HS):
-    """Sequences that a thread takes at a time; all B where OpenBLAS runs a matmul on all threads, as above 64^3."""
-    return 1 if T * T * HS <= 64**3 else B
+    """Sequences that a thread takes at a time; all B if OpenBLAS runs each matmul on all threads, as above 64^3."""
+    return 1 if use_openblas_threads(1 if B > 1 else THREADS) and B > 1 or T * T * HS <= 64**3 else B
 
 
 def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
@@ -626,7 +626,7 @@ def matmul_few_rows(out, inp, weight, bias, B, T, C, OC):
     """As matmul_forward, which OpenBLAS does slowly for few rows."""
     out, inp = out.reshape(B * T, OC), inp.reshape(B * T, C)
     if B * T > 16:
-        np.matmul(inp, weight.T, out=out)
+        parallel_matmul(inp, weight.T, out)
     elif B * T > 8 or OC <= C:
         out[...] = np.matmul(weight, inp.T).T
     else:  # for fewer still, NumPy's own loop reads a tall weight faster

@@ -1,6 +1,9 @@
-"""CPU threads. Matmuls run on OpenBLAS's; large element-wise loops are split into blocks of rows or elements. The
-blocks do not depend on the number of threads, so neither do the results."""
+"""CPU threads. Large matmuls run on OpenBLAS's; the others, and large element-wise loops, are split into blocks of rows
+or elements. The blocks do not depend on the number of threads, so neither do the results."""
 
+import contextlib
+import ctypes
+import functools
 import os
 import platform
 import re
@@ -59,3 +62,39 @@ def parallel_blocks(work, n, block=BLOCK):
     for helper in helpers:
         helper.result()
     return results
+
+
+SMALL, LARGE = 1 << 22, 1 << 31  # multiplications: one thread for fewer than SMALL, OpenBLAS's threads for LARGE
+
+
+@functools.cache
+def openblas():
+    """OpenBLAS's function that sets how many threads it uses; None if NumPy has another library."""
+    with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/self/maps") as f:
+        lines = [line for line in f if "openblas" in line]  # PyTorch and SciPy may have one, too
+        library = ctypes.CDLL(max(lines, key=lambda line: "numpy" in line).split(maxsplit=5)[5].strip())
+        return getattr(library, "scipy_openblas_set_num_threads64_", None) or library.openblas_set_num_threads
+
+
+def use_openblas_threads(count):
+    """Returns whether OpenBLAS now uses `count` threads."""
+    if openblas():
+        openblas()(count)
+    return openblas() or THREADS == 1
+
+
+def parallel_matmul(a, b, out):
+    """out (M,N) = a (M,K) @ b (K,N). OpenBLAS's threads wait for each other, on a busy machine longer than the matmul
+    takes. One that is not large is cut in four: if one of our threads has to wait, the others do its work."""
+    import numpy as np  # here: NumPy loads OpenBLAS, which then reads its settings
+
+    (M, K), N = a.shape, b.shape[1]
+    if M * N * K >= LARGE or not use_openblas_threads(1):
+        use_openblas_threads(THREADS)
+        np.matmul(a, b, out=out)
+        return
+    block = 16 * -(-max(M, N) // 64) if M * N * K >= SMALL else max(M, N)
+    if M > N:
+        parallel_blocks(lambda i, j: np.matmul(a[i:j], b, out=out[i:j]), M, block)
+    else:
+        parallel_blocks(lambda i, j: np.matmul(a, b[:, i:j], out=out[:, i:j]), N, block)

@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -30,13 +31,26 @@ TIMEOUT_SECONDS = 30  # of silence from the server
 
 @contextlib.contextmanager
 def progress_bar(total, what, unit):
-    """Yield advance(count), which moves a progress bar on stderr, if that is a terminal and tqdm is installed."""
+    """Yield advance(count), which moves a progress bar on stderr. Without tqdm, that is a line a second or, if stderr
+    is no terminal, a line in half a minute."""
     try:
         from tqdm import tqdm
     except ImportError:
         tqdm = None
     if not tqdm or not sys.stderr.isatty():
-        yield lambda count: None
+        begin, end, every = ("\r", "", 1) if sys.stderr.isatty() else ("", "\n", 30)
+        shown, done = time.monotonic(), 0
+
+        def advance(count):
+            nonlocal shown, done
+            done += count
+            if time.monotonic() >= shown + every:
+                shown = time.monotonic()
+                print(f"{begin}{what}: {done} of {total or '?'} {unit}", end=end, file=sys.stderr, flush=True)
+
+        yield advance
+        if begin:
+            print("\r\x1b[K", end="", file=sys.stderr)  # erases the line
         return
     with tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B") as bar:
         yield bar.update

@@ -76,16 +76,16 @@ def test_samples_do_not_depend_on_how_many_there_are(samples_of):
 def test_choice():
     logits = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
     coins = (np.arange(1000) + 0.5) / 1000
-    for arguments, shares in (
-            ((), [0.1, 0.4, 0.05, 0.25, 0.2]), ((1.0, 99), [0.1, 0.4, 0.05, 0.25, 0.2]),
-            ((0.0,), [0, 1, 0, 0, 0]), ((1.0, 1), [0, 1, 0, 0, 0]), ((1.0, 0, 0.3), [0, 1, 0, 0, 0]),
-            ((1.0, 2), [0, 0.615, 0, 0.385, 0]), ((1.0, 0, 0.6), [0, 0.615, 0, 0.385, 0]),
-            ((1.0, 3, 0.7), [0, 0.615, 0, 0.385, 0]),  # top_p of what top_k leaves
-            ((0.5,), [0.036, 0.582, 0.009, 0.227, 0.145])):
+    for arguments, last, shares in (  # last: the last id that is drawn if all four are equally likely
+            ((), 3, [0.1, 0.4, 0.05, 0.25, 0.2]), ((1.0, 99), 3, [0.1, 0.4, 0.05, 0.25, 0.2]),
+            ((0.0,), 0, [0, 1, 0, 0, 0]), ((1.0, 1), 0, [0, 1, 0, 0, 0]), ((1.0, 0, 0.3), 1, [0, 1, 0, 0, 0]),
+            ((1.0, 2), 1, [0, 0.615, 0, 0.385, 0]), ((1.0, 0, 0.6), 2, [0, 0.615, 0, 0.385, 0]),
+            ((1.0, 3, 0.7), 2, [0, 0.615, 0, 0.385, 0]),  # top_p of what top_k leaves
+            ((0.5,), 3, [0.036, 0.582, 0.009, 0.227, 0.145])):
         ids = [Choice(*arguments).draw(logits, coin) for coin in coins]
         assert (np.bincount(ids, minlength=5) / 1000).tolist() == pytest.approx(shares, abs=0.006), arguments
         extremes = [Choice(*arguments).draw(np.zeros(4, np.float32), coin) for coin in (0.0, 1 - 2.0**-24)]
-        assert extremes[0] == 0 and extremes[1] in range(4)
+        assert extremes == [0, last], arguments
         for coin in (0.0, 0.999):  # where the first id's probability, 0, is on the coin, too
             assert Choice(*arguments).draw(np.array([-np.inf, 0, -np.inf], np.float32), coin) == 1
     assert sample_multinomial(np.array([0.5, 0.4], np.float32), 0.95) == 1, "rounding can leave the sum below the coin"

@@ -182,6 +182,65 @@ def test_adamw_and_norm_follow_the_formulas():
     assert t.global_norm(g.astype(np.float32), N) == pytest.approx(np.linalg.norm(g), rel=1e-6)
 
 
+def assert_blocks(layer, N=300, C=1000):
+    """A layer of so many rows that it works in several blocks, the last one smaller, is that of a few rows, and more.
+    layer(x, dout, ids) -> (tensors of a row for each of x's, sums over the rows)."""
+    inputs = normal(N, C), normal(N, C, seed=1), np.random.default_rng(2).integers(0, C, N)
+    whole, parts = layer(*inputs), [layer(*(x[i : i + 50].copy() for x in inputs)) for i in range(0, N, 50)]
+    for kind, join in enumerate((np.concatenate, sum)):
+        for got, *few in zip(whole[kind], *(part[kind] for part in parts), strict=True):
+            np.testing.assert_allclose(got, join(few), rtol=1e-9, atol=1e-11)
+
+
+def gelu_rows(x, dout, ids):
+    out, dinp = nan(2, *x.shape)
+    t.gelu_forward(out, x, x.size)
+    t.gelu_backward(dinp, x, dout, x.size)
+    return (out, dinp), ()
+
+
+def softmax_rows(x, dout, ids):
+    (N, V), (probs, dlogits), losses = x.shape, nan(2, *x.shape), nan(1, len(x))
+    t.softmax_forward(probs, x, 1, N, V)
+    t.crossentropy_forward(losses, x[None], probs[None], ids[None], 1, N, V)
+    t.crossentropy_softmax_backward(dlogits, dout[:, 0].copy(), probs, ids, 1, N, V)
+    return (probs, losses[0], dlogits), ()
+
+
+def layernorm_rows(x, dout, ids):
+    (N, C), (mean, rstd), (dweight, dbias), dinp = x.shape, nan(2, 1, len(x)), nan(2, x.shape[1]), dout**2
+    out, (weight, bias) = nan(1, N, C), normal(2, C)
+    t.layernorm_forward(out, mean, rstd, x[None], weight, bias, 1, N, C)
+    t.layernorm_backward(dinp, dweight, dbias, dout, x, weight, mean, rstd, 1, N, C)
+    return (out[0], dinp), (dweight, dbias)
+
+
+def adamw_rows(x, dout, ids):
+    p, m, v = x.reshape(-1).copy(), x.reshape(-1) ** 3, dout.reshape(-1) ** 2
+    t.adamw_update(p, m, v, dout.reshape(-1), 1e-2, 0.9, 0.95, 1e-8, 0.1, 0.5, 3, x.size)
+    return (p.reshape(x.shape), m.reshape(x.shape), v.reshape(x.shape)), (t.global_norm(dout.reshape(-1), x.size) ** 2,)
+
+
+@pytest.mark.parametrize("layer", (gelu_rows, softmax_rows, layernorm_rows, adamw_rows))
+def test_several_blocks(layer):
+    assert_blocks(layer)
+
+
+@pytest.mark.parametrize("M, K, N", ((1000, 130, 97), (97, 130, 1000), (50, 700, 300), (3, 5, 7), (2100, 1000, 1025)))
+def test_a_matmul_in_blocks(M, K, N):
+    a, b, out = normal(K, M).T, normal(N, K, seed=1).T, nan(M, N)
+    llmc.threads.parallel_matmul(a, b, out)
+    assert check_tensor("out", out, a @ b, 1e-9)
+
+
+@pytest.mark.parametrize("B, T", ((1, 1), (2, 4), (3, 5), (1, 17)))
+def test_a_matmul_of_few_rows(B, T, C=24, OC=70000):
+    inp, weight, bias, got, expected = normal(B, T, C), normal(OC, C), normal(OC), nan(B, T, OC), nan(B, T, OC)
+    for matmul, out in ((t.matmul_few_rows, got), (t.matmul_forward, expected)):
+        matmul(out, inp, weight, bias, B, T, C, OC)
+    assert check_tensor("out", got, expected, 1e-9)
+
+
 @pytest.mark.parametrize("decay", ("matrices", "all"))
 def test_weight_decay_is_of_matrices_or_of_all(decay):
     params, C = allocate(t.parameter_table(SMALL)), SMALL.C
@@ -261,11 +320,12 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
         results.append([start, norm, *(flat(tensors).copy() for tensors in (
             model.acts, model.grads, model.params, model.optimizer.m, model.optimizer.v))])
     assert all(map(np.array_equal, *results))
+    assert len(np.unique(start[: 5000 * 128])) > 500_000, "each block of random weights has its own"
 
 
 def test_gradients_of_accumulated_batches_are_their_mean():
     batches = np.random.default_rng(0).integers(0, SMALL.V, (3, 2, 2, 8), dtype=np.int32)
-    whole, parts = make_model(6, 8, 1), make_model(2, 8, 3)
+    whole, parts = (make_model(B, 8, 6 // B, *t.random_model("d2", SMALL.V)) for B in (6, 2))  # of several blocks
     whole.forward(*batches.swapaxes(0, 1).reshape(2, 6, 8))
     whole.backward()
     for micro_step, (x, y) in enumerate(batches):
