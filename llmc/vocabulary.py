@@ -52,6 +52,7 @@ class HFEncoding:
         self.prefix = os.fspath(path).removesuffix("tokenizer.json")  # of the folder's other files
         self.special = {id for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
         self.byte_level = "ByteLevel" in str(self.backend.decoder)
+        self.unknown = self.backend.token_to_id(getattr(self.backend.model, "unk_token", None) or "")
         begin, ends = self.backend.encode("").ids, end_ids(self.prefix) or [eot]
         if not begin and ends == [None]:
             raise UserError(f"{path}: no config.json beside it says which token ends a text")
@@ -103,7 +104,8 @@ LETTERS = {letter: byte for byte, letter in bytes_to_letters().items()}
 
 
 def load_encoding(vocabulary, characters=""):
-    """Return the tiktoken.Encoding of 'gpt2', the PlainEncoding of 'bytes' or 'chars', or a folder's HFEncoding.
+    """Return the tiktoken.Encoding of 'gpt2', the PlainEncoding of 'bytes' or 'chars', the HFEncoding of a folder, the
+    Vocabulary of a run.
 
     gpt2: 50257 tokens, which tiktoken downloads once; raises UserError if that fails. bytes: the 256 byte values and
     end of text. chars: the given characters, sorted, and end of text.
@@ -114,7 +116,10 @@ def load_encoding(vocabulary, characters=""):
         ids = {letter: id for id, letter in enumerate(sorted(set(characters)))}
         return PlainEncoding(vocabulary, map(str.encode, ids), lambda text: [ids[letter] for letter in text])
     if vocabulary != "gpt2":
-        return HFEncoding(os.path.join(vocabulary, "tokenizer.json"))
+        of_run, path = (os.path.join(vocabulary, f"tokenizer.{kind}") for kind in ("bin", "json"))
+        if os.path.exists(of_run) and not os.path.exists(path):
+            return Vocabulary(*vars(read_tokenizer(of_run)).values())
+        return HFEncoding(path)
     tiktoken = import_package("tiktoken", "GPT-2's vocabulary")
     try:
         return tiktoken.get_encoding("gpt2")
@@ -138,7 +143,7 @@ def encode(encoding, text, **options):
     """Return the token ids of a text. Very long whitespace is encoded in pieces; `options` are tiktoken's."""
     if isinstance(encoding, HFEncoding):
         return encoding.encode(text, begin=False)
-    if isinstance(encoding, PlainEncoding):
+    if isinstance(encoding, PlainEncoding | Vocabulary):
         return encoding.encode(text)
     ends = [end for run in LONG_SPACE.finditer(text) for end in range(run.start() + LONGEST, run.end(), LONGEST)]
     pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, len(text)]))
@@ -174,6 +179,12 @@ class Vocabulary(Tokenizer):
     """A tokenizer that can encode: one of tokenizer.bin's kinds, told by its tokens, or that of a folder."""
 
     folder: HFEncoding | None = field(default=None, compare=False)
+
+    name = "run"  # this and what follows are named as tiktoken.Encoding's
+    eot_token, n_vocab = property(lambda self: self.eot), property(lambda self: len(self.tokens))
+
+    def decode_single_token_bytes(self, id):
+        return self.tokens[id]
 
     @property
     def stops(self):
