@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from signal import SIGTERM
 from typing import NamedTuple
 
 import numpy as np
 
-from llmc.checkpoint import Progress, count_parameters, owned_by_one
+from llmc.checkpoint import Progress, count_parameters, owned_by_one, write_model
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
 from llmc.logger import Log
@@ -63,6 +64,7 @@ class Loop:
         if self.settings.steps == 0:  # one epoch
             self.settings.steps = max(1, self.train_loader.batches_per_epoch // self.settings.micro_steps)
         self.random, self.running, self.saver = Random(), None, None
+        self.best = 0, math.inf, 0  # the step of the lowest validation loss, that loss, validations since then
         self.begin = self.saved = self.first_step or 0
         if self.begin > self.settings.steps:
             raise UserError(f"{settings.output}: its checkpoint is of step {self.begin}, beyond -x"
@@ -82,6 +84,9 @@ class Loop:
         self.model, self.saver, self.params = model, saver, None
         if self.first_step is not None:
             saver.restore(self.first_step, self.train_loader, self.random)
+            with notes_of(self.settings.output_dir, self.first_step) as notes:
+                step, loss, since = notes.get("best", self.best)
+                self.best = int(step), float(loss), int(since)
         settings = self.settings if self.ranks.is_first else dataclasses.replace(self.settings, output="")
         self.log = Log(settings, self.begin)
 
@@ -107,6 +112,10 @@ class Loop:
                 if directory and step != self.saved:
                     self.save(step)
                 return self.stop(step, self.interruption.signal)
+            if not last and 0 < settings.patience <= self.best[2]:
+                last = True
+                if directory and step != self.saved:
+                    self.save(step)
             if last:
                 break
             yield step
@@ -160,11 +169,22 @@ class Loop:
             raise UserError(f"step {step}: the validation loss is {loss}; {DIVERGED}")
         self.console.validation(step, loss)
         self.log.validation(step, loss)
+        self.keep_best(step, loss)
         if self.examples:
             self.console.wait_for("HellaSwag")
             correct = self.count_correct(self.model.losses, self.examples, settings.B, settings.T, starmap)
             self.console.hellaswag(step, correct, len(self.examples))
             self.log.evaluation(step, correct / len(self.examples))
+
+    def keep_best(self, step, loss):
+        """Write the model with the lowest validation loss; say so when others have followed it."""
+        (best, lowest, since), path = self.best, os.path.join(self.settings.output_dir or "", "best.bin")
+        self.best = (step, loss, 0) if loss < lowest else (best, lowest, since + 1)
+        if self.best[0] == step > 0 and self.settings.output_dir:
+            write = functools.partial(write_model, path, self.config)
+            self.ranks.attempt(lambda: write(*self.saver.weights()) if self.ranks.is_first else None)
+        if self.best[2] == (self.settings.patience or 3):
+            self.console.no_better(step, best, lowest, path if self.settings.output_dir and best else "")
 
     def sample(self):
         """Print a sample that the first rank draws; the others advance `random` as it does."""
@@ -185,8 +205,8 @@ class Loop:
         self.console.wait_for("saving")
         batch = (self.settings.B, self.settings.T, self.settings.spread)
         progress = Progress(done, self.random.state, self.train_loader.position, batch)
-        names = "update_tokens", "data", "val_data"
-        self.saver.save(progress, {name: getattr(self.settings, name) for name in names})
+        notes = {name: getattr(self.settings, name) for name in ("update_tokens", "data", "val_data")}
+        self.saver.save(progress, notes | ({"best": self.best} if self.best[1] < math.inf else {}))
         self.saved = done
 
     def stop(self, done, signal):
@@ -211,6 +231,10 @@ class Saver:
         restore(self.settings, owned_by_one(model.optimizer, model.params), step, loader, random)
         with notes_of(self.settings.output_dir, step) as notes:
             model.recent = read_recent(notes)
+
+    def weights(self):
+        """The weights, and the version of a model file that holds them."""
+        return self.model.params, 3
 
     def save(self, progress, notes):
         """Write a checkpoint, and delete those that -nk does not keep. progress: a Progress; notes: for JSON."""

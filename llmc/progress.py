@@ -88,6 +88,12 @@ class Console:
     def validation(self, step, loss):
         self.print(f"{self.step_of(step)} | val loss {loss:.4f}")
 
+    def no_better(self, step, best, lowest, path):
+        """Print that the validation loss has not fallen since step `best`, whose model is in `path`, or not saved."""
+        where = f": {path} is of that step" if path else ""
+        end = f"; --patience {self.settings.patience} ends the run" if self.settings.patience else ""
+        self.print(f"{self.step_of(step)} | no lower val loss since step {best}, {lowest:.4f}{where}{end}")
+
     def hellaswag(self, step, correct, count):
         self.print(f"{self.step_of(step)} | HellaSwag {correct}/{count} = {correct / count:.4f}")
 
@@ -180,6 +186,9 @@ class LlmcLines(Console):
 
     def training_line(self, step, loss, seconds, left):
         return f"step {step}: train loss {loss:f} (took {seconds * 1000:f} ms)"
+
+    def no_better(self, *_):
+        """llm.c does not say that."""
 
     def print_end(self, steps):
         pass

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -94,6 +95,7 @@ def test_lines(workplace, run_here):
     expected = []
     for step in range(41):
         expected += [f"step {step:>2}/41 | val loss X"] * (step % 10 == 0)
+        expected += ["step 40/41 | no lower val loss since step 10, X: run/best.bin is of that step"] * (step == 40)
         expected += ["generating:", "---", "IDS", "---"] * (step == 40)
         expected += [f"step {step + 1:>2}/41 | train loss X | TIME | TIME" + " | TIME left" * (step < 40)]
     expected += ["41 steps in TIME, TIME while training; the model is in run"]
@@ -103,7 +105,7 @@ def test_lines(workplace, run_here):
         seconds = float(number) / (1000 if unit == "ms" else 1)
         assert int(rate) == pytest.approx(256 / seconds, rel=0.06)  # which is rounded
     theirs = run_here(train_gpt2, "-s", 0, "--lines", "llmc").stdout
-    ours, theirs = ([float(x) for x in re.findall(r"loss (\S+)", output)] for output in (text, theirs))
+    ours, theirs = ([float(x) for x in re.findall(r"loss (\d\S+)", output)] for output in (text, theirs))
     assert len(ours) == 46 and np.allclose(ours, theirs, rtol=0, atol=0.51e-4)
 
 
@@ -274,6 +276,21 @@ def test_resumed_run_is_bit_equal(workplace, order, train):
     assert_goes_on(whole, rest, "step 4:", 9)
     assert read_table("whole/main.csv") == read_table("parts/main.csv")
     assert set(os.listdir("whole")) == set(os.listdir("parts"))
+
+
+@pytest.mark.parametrize("patience, last", ((0, 8), (4, 7)))
+def test_the_best_model_is_kept(workplace, train, patience, last):
+    """With a line when three validations, or --patience, have brought no lower loss; a resumed run counts on."""
+    flags = ("-v", 1, "-s", 0, "-n", 1, "-u", 2, "-l", 0.003, "--lines", "short", "--patience", patience)
+    shutil.copy("data/tiny_shakespeare_val.bin", "data/tiny_shakespeare_train.bin")  # falls ...
+    train(*flags, "-x", 3, "-o", "parts")
+    lines = train(*flags, "-x", 8, "-l", 10, "-o", "parts", "-y", 1)  # ... and rises
+    losses = [float(row["val_loss"]) for row in read_table("parts/main.csv") if row["val_loss"]]
+    assert np.argmin(losses) == 3 and newest_checkpoint("parts") == last
+    assert Path("parts/best.bin").read_bytes() == Path("parts/model_00000003.bin").read_bytes()
+    end = "; --patience 4 ends the run" if patience else ""
+    said = f"step {7 if patience else 6}/8 | no lower val loss since step 3, {losses[3]:.4f}: parts/best.bin is of that"
+    assert [line for line in lines.splitlines() if "no lower" in line] == [f"{said} step{end}"]
 
 
 def test_a_run_s_newest_model_and_vocabulary_are_for_others(workplace, train, run_here):

@@ -32,6 +32,9 @@ class TrainerSaver(Saver):
             print(f"note: the checkpoint is of a run in {before}, this one is in {now}: pass the flags of the first run"
                   " to repeat it", file=sys.stderr)
 
+    def weights(self):
+        return self.model.params_now(), 5 if self.settings.precision.bf16 else 3
+
     def save(self, progress, notes):
         """Copy weights and state to the host, and start to write them."""
         self.wait()
