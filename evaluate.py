@@ -3,7 +3,7 @@ Evaluate a model: validation loss, perplexity, bits per byte, HellaSwag.
 
     python evaluate.py runs/mine                          # on its own data; prints its settings, then:
         | validation loss       | 2.280989, of windows 64 tokens apart               |
-        | perplexity            | 9.7095, of windows 32 tokens apart                 |
+        | perplexity            | 9.7095 = exp(2.2731), of windows 32 tokens apart   |
         | bits per byte         | 3.2787, of windows 32 tokens apart                 |
     python evaluate.py gpt2_124M.bin --hellaswag data/hellaswag_val.bin --examples 100
     python evaluate.py my_gpt2/ --data "data/fineweb10B/fineweb_val_*.bin" --tokens 1000000 --json
@@ -32,7 +32,7 @@ import warnings
 import numpy as np
 
 from llmc.dataloader import find_files, names_shards, open_tokens, validation_name
-from llmc.errors import UserError, run_main
+from llmc.errors import Parser, UserError, run_main
 from llmc.hellaswag import HELLASWAG, check_fits, count_correct, read_examples
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.progress import print_table
@@ -184,7 +184,7 @@ def evaluate_hellaswag(model, examples, B, T):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
+    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     parser.add_argument("--data", metavar="FILES", default=argparse.SUPPRESS,
@@ -263,7 +263,8 @@ def print_results(results):
         table[0] += [("data", results["data"]), ("tokens scored", results["tokens"])]
         measures = [("validation loss", "validation_loss", ".6f", "validation_stride"),
                     ("perplexity", "perplexity", ".4f", "stride"), ("bits per byte", "bits_per_byte", ".4f", "stride")]
-        table.append([(name, f"{results[key]:{spec}}, of windows {results[stride]} tokens apart")
+        whence = {"perplexity": f" = exp({math.log(results['perplexity']):.4f})"}
+        table.append([(name, f"{results[key]:{spec}}{whence.get(key, '')}, of windows {results[stride]} tokens apart")
                       for name, key, spec, stride in measures if results[key] is not None])
     if "hellaswag" in results:
         found = results["hellaswag"]

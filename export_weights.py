@@ -50,7 +50,7 @@ from llmc.api import load_model as load_any
 from llmc.checkpoint import write_model
 from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
-from llmc.errors import UserError, run_main
+from llmc.errors import Parser, UserError, run_main
 from llmc.files import make_directory, replacing
 from llmc.huggingface import TRANSPOSED, gpt2_slices, halves, llama_hf_config, llama_slices, neighbours
 from llmc.resume import model_file, newest_checkpoint
@@ -575,7 +575,7 @@ def choose_device(name):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
+    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     group = parser.add_argument_group("what")
     group.add_argument("--model", default="gpt2", metavar="NAME",
@@ -656,10 +656,11 @@ def main():
     if given != 0 or not args.write_tensors:
         try:
             batch = first_batch(args.input, config.V, B, T)
-        except UserError as error:
+        except UserError:
             if given or not args.write_tensors or args.input != INPUT:
                 raise
-            print(f"note: no debug state: {error}", file=sys.stderr)
+            print("note: no debug state: it is for test_gpt2.py, and needs --input TOKENS_val.bin of the model's"
+                  " vocabulary", file=sys.stderr)
     on = f", PyTorch {torch.__version__}, {torch.get_num_threads()} threads" if batch else ""
     print(f"model {args.model}: {config.describe()}{on}")
     encoding = vocabulary_of(args.model, config)

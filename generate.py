@@ -27,7 +27,7 @@ import warnings
 
 import numpy as np
 
-from llmc.errors import UserError, describe, import_package, run_main
+from llmc.errors import Parser, UserError, describe, import_package, run_main
 from llmc.gpu.device import gpu_errors_as_lines, try_gpu
 from llmc.sampler import Choice, Random, Writer, end_of_text
 from llmc.api import load_model, on_gpu
@@ -211,7 +211,7 @@ def print_json(steps, shown, tokenizer, stops):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n")[0],
+    parser = Parser(description=(__doc__ or "").strip().split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", help="the directory of a run, a .bin file or a Hugging Face folder")
     group = parser.add_mutually_exclusive_group()

@@ -27,6 +27,8 @@ def tokens_hint(path):
     prefix = re.fullmatch(r"(.*)_(train|val)\.bin", path)
     if prefix and os.path.isfile(prefix[1]):
         return f"to train on {prefix[1]}: python prepro_text.py {prefix[1]} --output data/mine, then -i data/mine"
+    if prefix and glob.glob(shards := f"{glob.escape(prefix[1])}_{prefix[2]}_*.bin"):
+        return f"there are shards: pass -i {shards!r}".replace(f"_{prefix[2]}_*", "_train_*")
     return f"make it of your text with: python prepro_text.py FILE --output {prefix[1] if prefix else 'PREFIX'}"
 
 

@@ -1,5 +1,6 @@
 """Errors and interruptions: an error that a user can cause is one line on stderr and an exit status, no traceback."""
 
+import argparse
 import contextlib
 import errno
 import importlib
@@ -8,6 +9,22 @@ import signal
 import sys
 
 DIVERGED = "the last checkpoint, if any, is kept: try a lower -l, a warm-up (-u) or --grad_clip 1"  # after NaN or inf
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line."""
+
+    OTHERS = {  # flags of other programs
+        "--lr": "-l", "--learning-rate": "-l", "--batch-size": "-b", "--block_size": "-t", "--max_iters": "-x",
+        "--epochs": "-x, which counts updates", "--max_new_tokens": "--tokens",
+        "--dropout": "--patience N, weight decay (-c) or more text: as in llm.c, there is no dropout"}
+
+    def error(self, message):
+        if message.startswith("unrecognized arguments: "):
+            flag = message.split()[2].partition("=")[0]
+            hint = f"; use {self.OTHERS[flag]}" if flag in self.OTHERS else ""
+            message = f"{flag}: no such flag{hint}" if flag[:1] == "-" else f"{flag}: one name too many: quote a glob"
+        self.exit(2, f"{self.prog}: error: {message}; --help lists all flags\n")
 
 
 class UserError(Exception):

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from llmc.checkpoint import Progress, count_parameters, owned_by_one, write_model
-from llmc.dataloader import open_data
+from llmc.dataloader import data_paths, open_data, tokens_hint
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
+from llmc.files import open_input
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console, LlmcLines
@@ -48,6 +49,7 @@ class Loop:
         device; lines: the printer of --lines llmc. Raises UserError if files do not fit each other or the settings."""
         self.ranks, self.architecture, self.status = ranks, architecture, 0
         self.first_step = ranks.gather(find_checkpoint(settings) if ranks.is_first else None)[0]
+        open_input(first := data_paths(settings)[0][0], tokens_hint(first)).close()  # before warnings of other files
         self.tokenizer = load_tokenizer(settings)
         self.config, self.params, self.model_path = read_start(settings, self.first_step, self.tokenizer, architecture)
         self.parameters = count_parameters(self.config, self.params)

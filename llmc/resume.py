@@ -8,9 +8,11 @@ import re
 import shlex
 import sys
 
+import numpy as np
+
 from llmc.checkpoint import rank_path, read_model, read_optimizer_state, write_model, write_optimizer_state
 from llmc.errors import DIVERGED, UserError
-from llmc.files import file_crc, open_input, replacing
+from llmc.files import LLAMA_MAGIC, MODEL_MAGIC, file_crc, open_input, replacing
 from llmc.single_process import SINGLE_PROCESS
 from llmc.tensors import check_finite
 from llmc.tokenizer import read_tokenizer
@@ -39,6 +41,9 @@ def model_file(path):
         return path
     if is_directory and (step := newest_checkpoint(path)) is not None:
         return checkpoint_paths(path, step)[0]
+    for name in sorted(glob.glob(os.path.join(glob.escape(path), "*.bin"))) if is_directory else ():  # of llmc/api.py
+        if os.path.isfile(name) and np.fromfile(name, "<i4", 1).tolist() in ([MODEL_MAGIC], [LLAMA_MAGIC]):
+            raise UserError(f"{path}: holds no checkpoint of a run, but a model: pass {name}")
     raise UserError(f"{path or repr(path)}: {'holds no checkpoint' if is_directory else 'no such file'}: expected the"
                     " directory of a run (train with -o DIR), a .bin file (make one with: python export_weights.py) or"
                     " a Hugging Face folder, with its config.json")

@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError, import_package
+from llmc.errors import Parser, UserError, import_package
 from llmc.files import chunks, make_directory, open_input, replacing
 from llmc.threads import THREADS
 from llmc.vocabulary import reason, save_vocabulary
@@ -212,7 +212,7 @@ def save_split(tokens, most, encoding, args):
 
 def make_parser(description, output, format="int32"):
     """Return a parser with --format and --output, for the scripts that write PREFIX_train.bin and so on."""
-    parser = argparse.ArgumentParser(description=(description or "").strip().split("\n")[0],  # -OO leaves no docstring
+    parser = Parser(description=(description or "").strip().split("\n")[0],  # -OO leaves no docstring
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--format", choices=("int32", "uint16"), default=format,
                         help="int32: llm.c of April 2024; uint16: with a header, llm.c of today (uint32, as its Llama"

@@ -184,11 +184,25 @@ def test_token_file_faults(workplace, train):
     (("-o", "gpt2_tokenizer.bin/run"), ("gpt2_tokenizer.bin/run: cannot make this directory",)),
     (("-o", "gpt2_tokenizer.bin"), ("gpt2_tokenizer.bin: cannot make this directory",)),
     (("-o", "d/" * 2000), ("cannot make this directory",)),
+    (("-i", "data/x"), ("data/x_train.bin: no such file", "shards: pass -i 'data/x_train_*.bin'")),
+    (("-i", "none", "--tokenizer", "none.bin"), ("none_train.bin: no such file",)),
+    (("--patience", 2), ("--patience 2: expected -v",)),
     (("-o", "/proc/run.log"), ("/proc/run.log: cannot be written",))))
 def test_flags(workplace, flags, words, train):
     """Nothing is written, nor written over."""
+    Path("data/x_train_0.bin").touch()
     assert_one_line_error(train(*flags), *words)
     assert not list(workplace.glob("run/*")) and read_tokenizer("gpt2_tokenizer.bin")
+
+
+@pytest.mark.parametrize("flags, says", (
+    (("--lr", 1e-3), "--lr: no such flag; use -l;"), (("--epochs=3",), "--epochs: no such flag; use -x, which counts"),
+    (("--dropout", 0.1), "--dropout: no such flag; use --patience N"),
+    (("-x", "y"), "-x/--steps: invalid int value: 'y';"),
+    (("-i", "a_train_0.bin", "a_train_1.bin"), "a_train_1.bin: one name too many: quote a glob;")))
+def test_flags_that_are_none(workplace, train, flags, says):
+    done = train(*flags)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
 
 
 def test_a_checkpoint_that_cannot_be_written(workplace, train):

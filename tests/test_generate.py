@@ -187,7 +187,8 @@ def test_ctrl_c_leaves_the_samples_so_far(workplace, run_here, monkeypatch):
     (("--temperature", "nan"), ("--temperature nan",)), (("--top_k", -3), ("--top_k -3",)),
     (("--top_p", 0), ("--top_p 0",)), (("--seed", 0), ("--seed 0",)),
     (("--tokenizer", "gpt2_124M.bin"), ("gpt2_124M.bin", "tokenizer")),
-    (("data",), ("data: holds no checkpoint", "-o DIR")), (("nowhere.bin",), ("nowhere.bin: no such file",))))
+    (("data",), ("data: holds no checkpoint", "-o DIR")), ((".",), ["a model: pass ./gpt2"]),
+    (("nowhere.bin",), ("nowhere.bin: no such file",))))
 def test_wrong_flags_and_models(workplace, run_here, flags, words):
     model = () if not flags[0].startswith("-") else (MODEL,)
     run_here(generate, *model, *flags, fails=words)
