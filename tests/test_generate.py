@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import export_weights
 import generate
 from conftest import ROOT, SMALL, SMALL_HEADS, draw_slowly, make_model, random_params, write_diverged
 from llmc.checkpoint import write_model
+from llmc.errors import UserError
 from llmc.sampler import Choice, sample_multinomial
 from llmc.tokenizer import write_tokenizer
 from llmc.vocabulary import load_encoding, load_vocabulary
@@ -90,6 +92,27 @@ def test_choice():
             assert Choice(*arguments).draw(np.array([-np.inf, 0, -np.inf], np.float32), coin) == 1
     assert sample_multinomial(np.array([0.5, 0.4], np.float32), 0.95) == 1, "rounding can leave the sum below the coin"
     assert Choice(1e-46).draw(logits, 0.5) == 1, "a temperature that is 0 in float32"
+
+
+@pytest.mark.parametrize("text, expected", (
+    (None, (0.2, 0, 0.9)), ('{"eos_token_id": 2}', (0.2, 0, 0.9)), ("[]", (0.2, 0, 0.9)), ("{", (0.2, 0, 0.9)),
+    ('{"temperature": 0.6, "top_k": 20, "top_p": null}', (0.6, 20, 1.0)), ('{"top_p": 2}', "top_p 2: expected more"),
+    ('{"temperature": "warm"}', "generation_config.json: temperature warm: expected 0 or more")))
+def test_what_a_chat_draws_with(tmp_path, text, expected):
+    """generation_config.json says it; the command line comes first."""
+    if text:
+        (tmp_path / "generation_config.json").write_text(text)
+    tokenizer = SimpleNamespace(folder=SimpleNamespace(prefix=f"{tmp_path}/"))
+    for given in ({}, {"top_k": 3}):
+        args = SimpleNamespace(chat=True, **given)
+        if isinstance(expected, str):
+            with pytest.raises(UserError, match=expected):
+                generate.complete(args, tokenizer)
+            continue
+        generate.complete(args, tokenizer)
+        assert (args.temperature, args.top_k, args.top_p) == (expected[0], given.get("top_k", expected[1]), expected[2])
+    generate.complete(args := SimpleNamespace(chat=False), None)
+    assert (args.temperature, args.top_k, args.top_p) == (1.0, 0, 1.0)
 
 
 @pytest.fixture

@@ -251,6 +251,7 @@ def test_table(workplace, run_here):
     assert {row["learning_rate"] for row in rows if float(row["tokens_per_second"] or 0)} == {"0.001"}
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
+    assert plot_log.read_log("run/main.csv") == plot_log.read_log("run")
     assert run_here(train_gpt2, *flags, "-x", 5, "-v", 0, "-d", 32, "-y", 1).stderr == ""
     more = list(csv.DictReader(open("run/main.csv", newline="")))
     assert more[:6] == rows[:6] and len(more) == 7 and more[6]["step"] == "5"
