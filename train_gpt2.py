@@ -37,7 +37,7 @@ from llmc.sampler import draw
 from llmc.schedulers import learning_rate_at
 from llmc.settings import Settings, parse_settings
 from llmc.tensors import Row, allocate, flat, layer, table_bytes, unpadded, views
-from llmc.threads import BLOCK, THREADS, parallel_blocks, parallel_matmul, use_openblas_threads
+from llmc.threads import BLOCK, THREADS, parallel_blocks, parallel_matmul, parallel_matmuls
 
 # ----------------------------------------------------------------------------------------------------------------------
 # layout: GPT-2's tensors as tables, from which sizes, offsets, views, files and tests derive
@@ -301,12 +301,7 @@ def attention_forward(out, preatt, att, inp, B, T, C, NH):
             a *= np.float32(1.0) / np.add.reduce(a, axis=-1, keepdims=True)
             np.matmul(a, value[b], out=heads[b])
 
-    parallel_blocks(batch, B, attention_block(B, T, HS))
-
-
-def attention_block(B, T, HS):
-    """Sequences that a thread takes at a time; all B if OpenBLAS runs each matmul on all threads, as above 64^3."""
-    return 1 if use_openblas_threads(1 if B > 1 else THREADS) and B > 1 or T * T * HS <= 64**3 else B
+    parallel_matmuls(batch, B)
 
 
 def attention_decode(out, att, keys, values, inp, position, B, T, C, NH):
@@ -343,7 +338,7 @@ def attention_backward(dinp, dpreatt, datt, dout, inp, att, B, T, C, NH):
             np.matmul(dp, key[b], out=dquery[b])
             np.matmul(np.swapaxes(dp, 1, 2), query[b], out=dkey[b])
 
-    parallel_blocks(batch, B, attention_block(B, T, HS))
+    parallel_matmuls(batch, B)
 
 
 GELU_SCALE = np.float32(math.sqrt(2.0 / math.pi))

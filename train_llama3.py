@@ -28,8 +28,8 @@ from llmc.errors import run_main
 from llmc.files import LLAMA_MAGIC, make_header
 from llmc.settings import Settings, with_default
 from llmc.tensors import Row, layer, views
-from llmc.threads import BLOCK, parallel_blocks
-from train_gpt2 import (GPT2, Decoder, attention_block, causal_mask, crossentropy_softmax_backward, encoder_backward,
+from llmc.threads import BLOCK, parallel_blocks, parallel_matmuls
+from train_gpt2 import (GPT2, Decoder, causal_mask, crossentropy_softmax_backward, encoder_backward,
                         encoder_forward, main, matmul_backward, random_params, residual_forward)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def attention_forward(out, att, inp, B, T, NH, NKV, HS, keys=None, values=None, 
             a *= np.float32(1.0) / np.add.reduce(a, axis=-1, keepdims=True)
             np.matmul(a, value[b], out=heads[b])
 
-    parallel_blocks(batch, B, attention_block(B, T, HS))
+    parallel_matmuls(batch, B)
 
 
 def attention_backward(dinp, datt, dout, inp, att, B, T, NH, NKV, HS):
@@ -312,7 +312,7 @@ def attention_backward(dinp, datt, dout, inp, att, B, T, NH, NKV, HS):
             np.matmul(d, key[b], out=dquery[b])
             np.add.reduce(np.matmul(np.swapaxes(d, 2, 3), query[b]), axis=1, keepdims=True, out=dkey[b])
 
-    parallel_blocks(batch, B, attention_block(B, T, HS))
+    parallel_matmuls(batch, B)
 
 
 def swiglu_forward(out, inp, N, F):

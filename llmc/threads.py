@@ -64,37 +64,40 @@ def parallel_blocks(work, n, block=BLOCK):
     return results
 
 
-SMALL, LARGE = 1 << 22, 1 << 31  # multiplications: one thread for fewer than SMALL, OpenBLAS's threads for LARGE
+SMALL, LARGE = 1 << 22, 1 << 31  # multiplications of a matmul: fewer than SMALL are not shared, LARGE ones by OpenBLAS
 
 
 @functools.cache
 def openblas():
-    """OpenBLAS's function that sets how many threads it uses; None if NumPy has another library."""
+    """The function that sets OpenBLAS's number of threads; of another library, one that does nothing."""
     with contextlib.suppress(OSError, ValueError, AttributeError), open("/proc/self/maps") as f:
         lines = [line for line in f if "openblas" in line]  # PyTorch and SciPy may have one, too
         library = ctypes.CDLL(max(lines, key=lambda line: "numpy" in line).split(maxsplit=5)[5].strip())
         return getattr(library, "scipy_openblas_set_num_threads64_", None) or library.openblas_set_num_threads
+    return lambda count: None
 
 
-def use_openblas_threads(count):
-    """Returns whether OpenBLAS now uses `count` threads."""
-    if openblas():
-        openblas()(count)
-    return openblas() or THREADS == 1
+def parallel_matmuls(work, n, block=1):
+    """As parallel_blocks, for matmuls, each on one thread. OpenBLAS's threads wait for each other, on a busy machine
+    longer than a matmul takes; if one of ours has to wait, the others do its work. A single block is OpenBLAS's."""
+    if n == 1:
+        return work(0, 1)
+    openblas()(1)
+    try:
+        parallel_blocks(work, n, block)
+    finally:
+        openblas()(THREADS)
 
 
 def parallel_matmul(a, b, out):
-    """out (M,N) = a (M,K) @ b (K,N). OpenBLAS's threads wait for each other, on a busy machine longer than the matmul
-    takes. One that is not large is cut in four: if one of our threads has to wait, the others do its work."""
+    """out (M,N) = a (M,K) @ b (K,N), in four blocks unless it is small, or so large that waiting matters little."""
     import numpy as np  # here: NumPy loads OpenBLAS, which then reads its settings
 
     (M, K), N = a.shape, b.shape[1]
-    if M * N * K >= LARGE or not use_openblas_threads(1):
-        use_openblas_threads(THREADS)
-        np.matmul(a, b, out=out)
-        return
     block = 16 * -(-max(M, N) // 64) if M * N * K >= SMALL else max(M, N)
-    if M > N:
-        parallel_blocks(lambda i, j: np.matmul(a[i:j], b, out=out[i:j]), M, block)
+    if M * N * K >= LARGE:
+        np.matmul(a, b, out=out)
+    elif M > N:
+        parallel_matmuls(lambda i, j: np.matmul(a[i:j], b, out=out[i:j]), M, block)
     else:
-        parallel_blocks(lambda i, j: np.matmul(a, b[:, i:j], out=out[:, i:j]), N, block)
+        parallel_matmuls(lambda i, j: np.matmul(a, b[:, i:j], out=out[:, i:j]), N, block)

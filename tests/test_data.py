@@ -64,6 +64,19 @@ def test_a_terminal_shows_a_progress_bar_that_reaches_its_end(monkeypatch):
     assert sys.stderr.getvalue().split("\r")[-1].startswith("reading: 100%")
 
 
+@pytest.mark.parametrize("terminal, expected", (
+    (True, "\rreading: 70 of 100 B\r\x1b[K"), (False, "reading: 70 of 100 B\n")))
+def test_progress_without_tqdm(monkeypatch, capsys, terminal, expected):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    times = iter((0, 0.5, 40, 40, 40.5))
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(times))
+    with common.progress_bar(100, "reading", "B") as advance:
+        for count in (30, 40, 30):
+            advance(count)
+    assert capsys.readouterr().err == expected
+
+
 @pytest.mark.parametrize("pages, words", (
     ({"/x": (200, {}, b"another text")}, ("MD5", "expected 6fb458f1232090904fb40fe944165e91")), ({}, ["404"]),
     ({"/x": (200, {"Content-Length": 500}, b"cut short")}, ("failed",)),
