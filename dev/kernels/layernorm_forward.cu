@@ -37,7 +37,9 @@ layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const res
 }
 
 // warp_a_row. The 32 threads of a warp share a row: accesses are coalesced, and shuffles add up its parts of the sums,
-// without barriers or shared memory. The second and third read of the row hit the L1 cache.
+// without barriers or shared memory. The second and third read of the row hit the L1 cache. So one read for both sums,
+// with the variance as E[x^2] - E[x]^2, takes as long; and where a row's mean is a thousand times its spread, float32
+// has nothing left of that difference.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
                              const element* weight, const element* bias, int N) {
@@ -49,30 +51,6 @@ layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const resid
     const float m = warp_sum(sum) / C;
     for (int c = lane; c < C; c += 32) squares += (to_float(inp[start + c]) - m) * (to_float(inp[start + c]) - m);
     const float r = rstd_of(warp_sum(squares) / C);
-    for (int c = lane; c < C; c += 32) normalize(out, inp, weight, bias, start, c, m, r);
-    if (lane == 0) {
-        mean[row] = m;
-        rstd[row] = r;
-    }
-}
-
-// one_pass. The variance is E[x^2] - E[x]^2, so that one read gives both sums. It is the difference of two numbers that
-// may be large and nearly equal: where a row's mean is a thousand times its spread, float32 has nothing left of it. And
-// it is hardly faster, in float32 slower: the read that it saves was a hit in the L1 cache.
-extern "C" __global__ void __launch_bounds__(1024)
-layernorm_forward_one_pass(element* out, float* mean, float* rstd, const residual_element* inp, const element* weight,
-                           const element* bias, int N) {
-    const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= N) return;
-    const int64 start = int64(row) * C;
-    float sum = 0.0f, squares = 0.0f;
-    for (int c = lane; c < C; c += 32) {
-        const float x = to_float(inp[start + c]);
-        sum += x;
-        squares += x * x;
-    }
-    const float m = warp_sum(sum) / C;
-    const float r = rstd_of(fmaxf(warp_sum(squares) / C - m * m, 0.0f));  // rounding can make it negative
     for (int c = lane; c < C; c += 32) normalize(out, inp, weight, bias, start, c, m, r);
     if (lane == 0) {
         mean[row] = m;
@@ -120,4 +98,17 @@ layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const re
         mean[row] = m;
         rstd[row] = r;
     }
+}
+
+// apart, of residual_layernorm_forward. Two kernels, the addition to the residual stream (N elements, 16 bytes per
+// thread) and the live layernorm of the stored sum. Each is near a copy's speed, but the sum is read from memory once
+// more than in the live rung, which adds while it normalizes.
+extern "C" __global__ void __launch_bounds__(1024)
+residual_forward(residual_element* out, const residual_element* inp1, const element* inp2, int64 N) {
+    const int64 i = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * PACK;
+    if (i >= N) return;
+    Floats sum = load(inp1 + i);
+    const Floats more = load(inp2 + i);
+    for (int k = 0; k < PACK; k++) sum.x[k] += more.x[k];
+    store(out + i, sum);
 }

@@ -87,7 +87,7 @@ class LayernormForward(Layer):
         inp = t.inp.to(t.weight.dtype)  # PyTorch's takes only one dtype
         return lambda: dict(zip(self.checked, torch.native_layer_norm(inp, (self.C,), t.weight, t.bias, 1e-5)))
 
-    thread_a_row, warp_a_row, one_pass = Kernel(THREAD), Kernel(WARP), Kernel(WARP)
+    thread_a_row, warp_a_row = Kernel(THREAD), Kernel(WARP)
     shared_memory = Kernel(WARP, shared=lambda self, block: (2 + block // 32) * self.C * 16 // self.pack)
     live = launcher(lambda self, device, a: cuda.residual_layernorm_forward(
         device, None, a.out, a.mean, a.rstd, a.inp, None, a.weight, a.bias, *self.sizes()))
@@ -213,7 +213,7 @@ class GeluBackward(Gelu):
     def library(self, t):
         return lambda: {"dinp": torch.ops.aten.gelu_backward(t.dout, t.inp, approximate="tanh")}
 
-    thread_an_element, pack_a_thread = Kernel(THREAD), Kernel(PACK)
+    pack_a_thread = Kernel(PACK)
     live = launcher(lambda self, device, a: cuda.gelu_backward(device, a.dinp, a.sums, None, a.inp, a.dout, self.N,
                                                                4 * self.C))
 
