@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lab import (BLOCK, EXACT, PACK, SUMS, SWEEP, THREAD, WARP, Kernel, Layer, bf16_bits, blocks, cuda, launcher, np,
                  rung, size_of, torch, train_gpt2)
 from llmc.gpu.batch import SortedTokens, sort_tokens
-from train_gpt2_cuda import STEP_CONTROL, adamw_update, global_norm
+from train_gpt2_cuda import STEP_CONTROL, adamw_update
 from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS
 
 
@@ -396,38 +396,3 @@ class AdamWUpdate(Layer):
 
     live = launcher(lambda self, device, a: adamw_update(
         device, *self.updated(a), None, a.grads, a.chunks, 1, a.control, self.beta1, self.beta2, 0))
-
-
-class GlobalNorm(Layer):
-    """squares = the sum of the squares of all gradients"""
-
-    name, moved = "global_norm", ("grads",)
-    checked = {"squares": 20 * SUMS}  # atomics_a_thread adds to one number from every thread of the GPU
-
-    def tensors(self):
-        count = self.N * 4 * self.C
-        partials = max(32 * self.gpu.sm_count, blocks(count, UPDATE_CHUNK))
-        return {"squares": self.float32(1), "grads": self.random(count),
-                "partials": self.float32(partials), "chunks": chunks_of(count)}
-
-    def oracle(self, t):
-        t.squares[0] = train_gpt2.global_norm(t.grads, t.grads.size) ** 2
-
-    def library(self, t):
-        return lambda: {"squares": torch.linalg.vector_norm(t.grads, dtype=torch.float32) ** 2}
-
-    def arguments(self, a):
-        return a.squares, a.grads, np.int64(a.grads.size)
-
-    atomics_a_thread = Kernel(grid=lambda self, lab, block: (waves(lab, block),), adds_to=("squares",))
-    atomics_a_block = Kernel(grid=lambda self, lab, block: (waves(lab, block),), adds_to=("squares",))
-
-    @rung(*SWEEP)
-    def two_stages(self, lab, a, block):
-        lab.launch("global_norm_partials", (waves(lab, block),), (block,), a.partials, *self.arguments(a)[1:])
-        lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, waves(lab, block))
-
-    @rung(256)
-    def live(self, lab, a, block):
-        global_norm(lab.device, a.partials, None, a.grads, a.chunks, 1)
-        lab.launch("global_norm_total", (1,), (1024,), a.squares, a.partials, blocks(a.grads.size, UPDATE_CHUNK))
