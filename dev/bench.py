@@ -485,23 +485,22 @@ def matmul_ways(matmul, kind, N, C, OC):
         return cp.asarray(np.resize(bf16_bits(numbers) if matmul.precision.bf16 else numbers, shape))
 
     inp, weight, dout = random(N, C), random(OC, C), random(N, OC)
-    shape, inner, given, scale, library = {
-        "forward": ((N, OC), C, (inp, weight, None), (), (inp, weight.T)),
-        "dinp": ((N, C), OC, (dout, weight), (1.0,), (dout, weight)),
-        "dweight": ((OC, C), N, (dout, inp), (1.0,), (dout.T, inp))}[kind]
-    out = cp.empty(shape, Row((), matmul.precision.grads).stored_as if kind == "dweight" else inp.dtype)
-    options = []
+    grads = Row((), matmul.precision.grads).stored_as
+    out = cp.empty({"forward": (N, OC), "dinp": (N, C), "dweight": (OC, C)}[kind],
+                   grads if kind == "dweight" else inp.dtype)
+    linear, options = Linear(matmul, weight, None, out), []
+    inner, given, library, rule = {
+        "forward": (C, (inp, weight, None), (inp, weight.T), lambda: linear.forward(out, inp)),
+        "dinp": (OC, (dout, weight, 1.0), (dout, weight), lambda: linear.backward_inp(out, dout)),
+        "dweight": (N, (dout, inp, 1.0), (dout.T, inp), lambda: linear.backward_weight(dout, inp))}[kind]
     if matmul.kernels:
         few = -(-OC // g.MATMUL_BM) * -(-C // g.MATMUL_BN) <= 2 * device.sm_count
         options = {"forward": [{"columns": width} for width in (g.MATMUL_BN, g.MATMUL_NARROW_BN)], "dinp": [{}],
                    "dweight": [{"splits": splits} for splits in (1, 2, 3, 4, 5, 7, 9, 11)
                                if splits == 1 or few and N >= 256 * splits]}[kind]
     ways = {" ".join(f"{value} {name}" for name, value in option.items()) or "ours": functools.partial(
-        getattr(matmul.kernels, METHODS[kind]), out, *given, *scale, **option) for option in options}
+        getattr(matmul.kernels, METHODS[kind]), out, *given, **option) for option in options}
     ways["cuBLASLt"] = functools.partial(matmul.cublaslt.multiply, out, *library)
-    linear = Linear(matmul, weight, None, out)
-    rule = {"forward": lambda: linear.forward(out, inp), "dinp": lambda: linear.backward_inp(out, dout),
-            "dweight": lambda: linear.backward_weight(dout, inp)}[kind]
     return ways, out, inner, rule
 
 

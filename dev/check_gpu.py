@@ -152,8 +152,8 @@ def rows_of(tensors, table, prefix=""):
     rows = {}
     for name, row in table.items():
         tensor = getattr(tensors, name)
-        rows |= {(prefix + name, l): tensor[l] for l in (range(row.shape[0]) if row.stacked else ())}
-        rows |= {(prefix + name, None): tensor} if not row.stacked else {}
+        rows |= ({(prefix + name, l): tensor[l] for l in range(row.shape[0])} if row.stacked else
+                 {(prefix + name, None): tensor})
     return rows
 
 

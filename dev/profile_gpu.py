@@ -101,10 +101,8 @@ BYTES = {  # kernel -> the same, as bytes, where it depends on more
         size_of(dout, order) + 2 * size_of(dwte[0]) * np.count_nonzero(begins.get() < N)),
     "encoder_backward_wte_cut": lambda dwte, partials, tokens, N: (
         size_of(partials[0]) * np.count_nonzero(tokens.get() < 0)),
-    "layernorm_backward": lambda dinp, sums, dout, inp, weight, mean, rstd, add_residual, N: (
-        size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
-    "rmsnorm_backward": lambda dinp, sums, dout, inp, weight, rstd, add_residual, N: (
-        size_of(dinp, dout, inp) + add_residual * size_of(dinp)),
+    **dict.fromkeys(("layernorm_backward", "rmsnorm_backward"), lambda dinp, sums, dout, inp, *rest: (
+        size_of(dinp, dout, inp) + rest[-2] * size_of(dinp))),  # rest[-2]: add_residual
     "classifier": lambda losses, logits, targets, dloss, write_gradient, N: (  # in FP8, it writes half as many
         size_of(logits) + write_gradient * size_of(logits) // (1 + (dloss == DLOGITS_SCALE))),
     "column_sums": lambda jobs: sum(4 * int(job["rows"]) * int(job["columns"]) for job in jobs.get().view(JOB)),

@@ -14,11 +14,6 @@ from train_gpt2_cuda import STEP_CONTROL, adamw_update
 from llmc.gpu.shares import UPDATE_CHUNK, CHUNKS
 
 
-def waves(lab, block):
-    """How many blocks of this size fill the GPU once: a multiprocessor holds 2048 threads and 32 blocks."""
-    return lab.sm_count * min(32, 2048 // block)
-
-
 class EncoderForward(Layer):
     """out = wte[inp] + wpe"""
 
@@ -123,52 +118,15 @@ class LayernormBackward(Layer):
 
     thread_a_row = Kernel(THREAD, adds_to=("dweight", "dbias"))
     atomics = Kernel(WARP, adds_to=("dweight", "dbias"))
-    shared_memory = Kernel(grid=lambda self, lab, block: (min(waves(lab, block), blocks(self.N, block // 32)),),
-                           shared=lambda self, block: 8 * self.C, adds_to=("dweight", "dbias"))
+    shared_memory = Kernel(  # as many blocks as the GPU holds: 2048 threads and 32 blocks a multiprocessor
+        grid=lambda self, lab, block: (min(lab.sm_count * min(32, 2048 // block), blocks(self.N, block // 32)),),
+        shared=lambda self, block: 8 * self.C, adds_to=("dweight", "dbias"))
 
     @rung(256)
     def live(self, lab, a, block):
         cuda.layernorm_backward(lab.device, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, 1,
                                 self.B, self.T, self.C)
         cuda.column_sums(lab.device, [(a.partials, (a.dweight, a.dbias, None))])
-
-
-class ResidualLayernormForward(LayernormForward):
-    """residual = inp + inp2; out = its layernorm"""
-
-    name, moved = "residual_layernorm_forward", ("residual", "out", "inp", "inp2")
-    checked = {"residual": EXACT, **LayernormForward.checked}
-
-    def tensors(self):
-        return {**super().tensors(), "inp2": self.random(*self.sizes()),
-                "residual": self.unwritten(*self.sizes(), dtype=self.precision.residual)}
-
-    def oracle(self, t):
-        np.add(t.inp, t.inp2, out=t.residual)
-        # the layernorm reads the sum as it is stored
-        stored = t.residual.astype(np.float16).astype(np.float64) if self.precision.bf16 else t.residual
-        train_gpt2.layernorm_forward(t.out, t.mean, t.rstd, stored, t.weight, t.bias, self.B, self.T, self.C)
-
-    def library(self, t):
-        inp = t.inp.to(t.inp2.dtype)  # a sum of two dtypes would have a third
-
-        def call():
-            residual = inp + t.inp2
-            normed = torch.native_layer_norm(residual, (self.C,), t.weight, t.bias, 1e-5)
-            return dict(zip(self.checked, (residual, *normed)))
-
-        return call
-
-    @rung(*SWEEP)
-    def apart(self, lab, a, block):
-        """The best addition, then the live layernorm of the stored sum."""
-        grid = (blocks(a.out.size, self.pack * block),)
-        lab.launch("residual_forward", grid, (block,), a.residual, a.inp, a.inp2, np.int64(a.out.size))
-        cuda.residual_layernorm_forward(lab.device, None, a.out, a.mean, a.rstd, a.residual, None, a.weight, a.bias,
-                                        *self.sizes())
-
-    live = launcher(lambda self, device, a: cuda.residual_layernorm_forward(
-        device, a.residual, a.out, a.mean, a.rstd, a.inp, a.inp2, a.weight, a.bias, *self.sizes()))
 
 
 class Gelu(Layer):
