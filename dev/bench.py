@@ -8,8 +8,8 @@ Benchmarks against PyTorch and others on this machine. Nothing else should run a
     python dev/bench.py generate    # text, beside transformers
     python dev/bench.py scale       # training on 1, 2, 4, ... GPUs of this machine
 
-`make bench` runs the first two that it can; with --readme they put their tables into doc/speed.md and README.md. What
-follows a command's name is said by `python dev/bench.py COMMAND --help`.
+`make bench` runs one of the first two, which put their tables into doc/speed.md and README.md with --readme. The flags
+of each: `python dev/bench.py COMMAND --help`.
 """
 
 import argparse

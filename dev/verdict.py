@@ -1,7 +1,5 @@
 """
-Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and batches.
-
-A correct trainer must never fail.
+Is the verdict of test_gpt2.py ever wrong? Runs it on drawn models, weights and batches: none may fail.
 
     python dev/verdict.py                          # 200 draws on train_gpt2.py, twenty minutes on two cores
     python dev/verdict.py --backend cuda-bf16 -n 30 --seed 1000

@@ -188,7 +188,7 @@ attention_backward_row_sums(float* D, const element* dout, const element* out, i
 // thread_a_row. The formulas, in two loops: one thread per query goes over the keys that it sees and sums dquery, then
 // one thread per key goes over the queries that see it and sums dkey and dvalue. P and dS of a pair are computed in
 // both, so there are seven matmuls instead of five, but none of the masked half, and no (T,T) matrix. Nothing is in
-// shared memory: every product reads both its numbers from memory or the cache, and neighbouring threads read rows 3C
+// shared memory: every product reads both its numbers from memory or the cache, and neighboring threads read rows 3C
 // apart.
 // Both: block (any size up to 256), grid (T / block, NH, B).
 __device__ inline float row_product(const element* a, const element* b) {
@@ -246,7 +246,7 @@ attention_backward_dkv_thread_a_row(element* dinp, const element* dout, const el
 }
 
 // recompute. The same two loops, but a thread keeps its own rows in registers, and the other operand passes through
-// shared memory, in tiles that all rows of the block share. Four neighbouring threads share a row, since four rows of
+// shared memory, in tiles that all rows of the block share. Four neighboring threads share a row, since four rows of
 // HS do not fit into the registers of one.
 // Both: block (any multiple of 32 up to 256), grid (T / (block / 4), NH, B).
 

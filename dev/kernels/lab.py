@@ -111,12 +111,12 @@ class Layer:
 
     - its docstring: the formula; the first line is printed;
     - tensors(): {name: data, or the Row of an output}, as the GPU stores them;
-    - checked: {tensor: the error allowed, as a fraction of its largest value} for what the layer writes;
+    - checked: {tensor: the error allowed, as a fraction of its largest value} for the layer's outputs;
     - oracle(t): does to float64 NumPy arrays what the kernels do; by default the function of train_gpt2.py of the same
       name, on the tensors of `signature` (if not given: all) and sizes();
     - moved: the tensors that a perfect kernel would read or write; or flops(), its operations;
     - library(t): given PyTorch tensors, a function that returns {tensor: result}, for a row called library_name;
-    - arguments(a) and work: what a Kernel is launched on, by default the same tensors and N rows;
+    - arguments(a) and work: a Kernel's arguments and number of rows, by default the same tensors and N;
     - Rungs, the simplest first.
     """
 
@@ -331,7 +331,7 @@ def widen(array):
 
 
 def expected_results(layer, tensors):
-    """Run the oracle; {name: float64 array} of what the layer writes."""
+    """Run the oracle; {name: float64 array} of the layer's outputs."""
     t = SimpleNamespace(**{name: np.full(x.shape, np.nan) if isinstance(x, Row) else widen(x)
                            for name, x in tensors.items()})
     layer.oracle(t)
@@ -386,7 +386,7 @@ SAMPLE = 2 << 20  # elements at either end of a result in which rungs are compar
 
 
 def milliseconds(lab, flush, call):
-    """The median time of several calls, the L2 cache flushed before each; what is slow is called less often."""
+    """The median time of several calls, the L2 cache flushed before each; slow ones are repeated less often."""
     times = functools.partial(measure, lab.device, call, before=lambda device: lab.clear(flush))
     return 1000 * times(max(3, min(20, int(0.5 / max(times(1), 1e-6)))))
 

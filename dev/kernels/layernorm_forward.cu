@@ -18,7 +18,7 @@ __device__ inline void normalize(element* out, const residual_element* inp, cons
     from_float(out[start + c], (to_float(inp[start + c]) - m) * r * to_float(weight[c]) + to_float(bias[c]));
 }
 
-// thread_a_row. The three loops of the formula, one thread per row. Neighbouring threads are a row apart, so that each
+// thread_a_row. The three loops of the formula, one thread per row. Neighboring threads are a row apart, so that each
 // access of a warp touches 32 cache lines for 32 elements; and there are only N threads.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_thread_a_row(element* out, float* mean, float* rstd, const residual_element* inp,
@@ -60,7 +60,7 @@ layernorm_forward_warp_a_row(element* out, float* mean, float* rstd, const resid
 
 // shared_memory. One warp per row with 16-byte accesses: an eighth (bfloat16) or a quarter of the load instructions.
 // The row stays in shared memory between the passes, so that nothing depends on the L1 cache keeping it; weight and
-// bias are there for all rows of the block. Dynamic shared memory: (2 + warps of the block) * C elements.
+// bias are stored there once for all rows of the block. Dynamic shared memory: (2 + warps of the block) * C elements.
 extern "C" __global__ void __launch_bounds__(1024)
 layernorm_forward_shared_memory(element* out, float* mean, float* rstd, const residual_element* inp,
                                 const element* weight, const element* bias, int N) {

@@ -15,7 +15,7 @@
 #include "mma.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// thread_an_element. The formula. Neighbouring threads take neighbouring rows, the obvious choice. So in the
+// thread_an_element. The formula. Neighboring threads take neighboring rows, the obvious choice. So in the
 // forward pass, the 32 numbers of inp that a warp reads at once are in 32 rows, each fetched for one number, and the
 // warp's results are written to 32 rows, too. Each multiply-add reads both its numbers from the cache.
 // Block (tile, tile), grid (M / tile, N / tile).
@@ -54,7 +54,7 @@ matmul_backward_weight_thread_an_element(gradient* dweight, const element* dout,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // coalesced. In the forward pass both operands are contiguous along the inner dimension, so a warp computes one
-// element: its lanes read neighbouring numbers, 16 bytes each, and reduce at the end. Whole cache lines are fetched,
+// element: its lanes read neighboring numbers, 16 bytes each, and reduce at the end. Whole cache lines are fetched,
 // and used at once. But each number still serves only one multiply-add.
 // Block (any size), grid (M * N / warps of a block).
 
@@ -134,7 +134,7 @@ __device__ inline void load_columns(Columns& tile, const element* from, int rows
     }
 }
 
-// Rows 4 * thread .. + 3, and the rows 64 further on: neighbouring threads read neighbouring addresses.
+// Rows 4 * thread .. + 3, and the rows 64 further on: neighboring threads read neighboring addresses.
 __device__ inline void read_rows(float (&x)[8], const float (&column)[SIDE + 4], int thread) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {

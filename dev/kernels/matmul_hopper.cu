@@ -5,7 +5,7 @@
 //
 // With wgmma, the four warps of a warpgroup multiply together: 64 rows by 128 to 256 columns and 16 of the inner
 // dimension in one instruction, both operands in shared memory. TMA loads these, in steps of 64 of the inner dimension,
-// issued by one thread; what lies outside the tensor arrives as zeros. Everything else is about keeping the tensor
+// issued by one thread; elements outside the tensor arrive as zeros. Everything else is about keeping the tensor
 // cores busy.
 //
 // Not every idea makes it faster: the inner dimension of fc is short, 12 steps, and then comes the epilogue, during

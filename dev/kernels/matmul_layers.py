@@ -57,7 +57,7 @@ class Matmul(Layer):
 
     @rung(64, 256, 1024)
     def thread_an_element(self, lab, a, block):
-        """Neighbouring threads take neighbouring rows."""
+        """Neighboring threads take neighboring rows."""
         tile, (M, N, _) = math.isqrt(block), self.arguments(a)[-3:]
         grid = blocks(M, tile), blocks(N, tile)
         lab.launch(f"{self.name}_thread_an_element", grid, (tile, tile), *self.arguments(a))

@@ -61,7 +61,7 @@ __device__ inline void store_row(element* to, const element* row, float largest,
 // ---------------------------------------------------------------------------------------------------------------------
 // probabilities
 
-// thread_a_row. One thread loops over a row three times: for the maximum, the sum, the result. Neighbouring threads are
+// thread_a_row. One thread loops over a row three times: for the maximum, the sum, the result. Neighboring threads are
 // a row apart, 100 KB, so that each element costs a 32-byte sector, and the row is read three times. The sum is made of
 // partial sums: added one by one, small numbers would be lost in the rounding of a large sum, 2e-5 of it for a row of
 // 50257.
