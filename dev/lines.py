@@ -18,8 +18,8 @@ BUDGETS = {  # what: (files, as git's patterns), lines at most; tests/test_house
     "llmc/gpu/": (("llmc/gpu/*.py",), 3086),  # today's; the goal is 2,600
     "kernels/": (("kernels",), 6065),  # today's; the goal is 6,000
     "tests/": (("tests/*.py",), 8648),  # today's; the goal is 8,000
-    "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5918),  # today's; the goal is 5,500
-    "doc/": (("doc/*.md",), 2354),  # today's; the goal is 2,300
+    "dev/": (("dev/*.py", "dev/*.cu", "dev/*.cuh", "dev/*.md"), 5500),
+    "doc/": (("doc/*.md",), 2300),
 }
 
 
