@@ -52,7 +52,7 @@ from llmc.dataloader import open_tokens
 from llmc.debugstate import DebugState, fingerprint, write_debug_state
 from llmc.errors import UserError, run_main
 from llmc.files import make_directory, replacing
-from llmc.huggingface import TRANSPOSED, gpt2_slices, halves, llama_hf_config, llama_slices, neighbours
+from llmc.huggingface import LLAMA_SIZES, TRANSPOSED, gpt2_slices, llama_slices, neighbours
 from llmc.resume import model_file, newest_checkpoint
 from llmc.sampler import end_of_text
 from llmc.tensors import allocate
@@ -275,6 +275,11 @@ def collect_gradients(config, model, dtype="float32"):
     return tensors
 
 
+def halves(weight, heads):
+    """The inverse of `neighbours`: our order of rows -> Hugging Face's."""
+    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape) if heads else weight
+
+
 def fetch_pretrained(repository):
     """Download OWNER/NAME to Hugging Face's cache (HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN work); return the folder."""
     files = ["model.safetensors"] if repository.startswith("openai-community/") else ["model*.safetensors*", "*.jinja",
@@ -348,6 +353,21 @@ def write_hf_folder(model, folder):
         with replacing(os.path.join(folder, name)) as f:
             f.write(data)
     print(f"wrote {', '.join(files)} to {folder}")
+
+
+def llama_hf_config(config, bos, eos):
+    """The config.json of a Llama, a dict."""
+    rope = {"rope_type": "default", "rope_theta": config.theta}
+    if config.factor:
+        rope |= {"rope_type": "llama3", "factor": float(config.factor), "low_freq_factor": float(config.low),
+                 "high_freq_factor": float(config.high), "original_max_position_embeddings": config.original}
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+        "mlp_bias": False, **{theirs: getattr(config, ours) for ours, theirs in LLAMA_SIZES.items()},
+        "num_key_value_heads": config.NKV, "head_dim": config.HS, "rms_norm_eps": config.eps,
+        "rope_parameters": rope, "rope_theta": config.theta, "rope_scaling": rope if config.factor else None,
+        "tie_word_embeddings": bool(config.tied), "initializer_range": 0.02, "bos_token_id": bos, "eos_token_id": eos,
+    }  # fmt: skip
 
 
 def our_tokenizer_files(config, tokenizer):
