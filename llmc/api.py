@@ -167,7 +167,8 @@ class Model:
     def open(self, architecture, params, options):
         if NUMPY_WAS_FIRST:
             print("note: OpenBLAS may be slower than it could be: import llmc before numpy", file=sys.stderr)
-        self.settings, self.T = checked(architecture.Settings(**options)), self.config.maxT
+        self.settings, self.T = architecture.Settings(**options), self.config.maxT
+        self.settings.check()
         self.model, self.room, self.room_to_train = architecture(self.config, params), (0, 0), (0, 0)
 
     def draw(self, *arguments):
@@ -209,7 +210,8 @@ class GpuModel(Model):
         from llmc.gpu.trainer import open_trainer
 
         architecture, gpu = on_gpu(architecture), open_gpu()
-        settings = checked(architecture.Settings(**{"T": min(1024, self.config.maxT), "graph": 0, **options}))
+        settings = architecture.Settings(**{"T": min(1024, self.config.maxT), "graph": 0, **options})
+        settings.check()
         if settings.T > self.config.maxT:
             raise UserError(f"T={settings.T}: the model sees at most {self.config.maxT} tokens")
         self.settings, self.T = architecture.resolve_auto(settings, gpu.arch), settings.T
@@ -235,8 +237,3 @@ class GpuModel(Model):
 
     def write(self, path):
         write_model(path, self.config, self.model.params_now(), version=5 if self.settings.precision.bf16 else 3)
-
-
-def checked(settings):
-    settings.check()
-    return settings

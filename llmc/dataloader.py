@@ -16,7 +16,6 @@ from llmc.files import (FILE_CHUNK, HEADER_BYTES, KINDS, TOKENS32_MAGIC, TOKENS_
                         open_input, read_header, read_into, replacing)
 from llmc.shuffle import SEED, first_position, samples_from
 
-
 HEADERS = {"uint16": (TOKENS_MAGIC, 1, np.dtype("<u2")), "uint32": (TOKENS32_MAGIC, 7, np.dtype("<u4"))}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from llmc.checkpoint import Progress, count_parameters, owned_by_one
 from llmc.dataloader import open_data
 from llmc.errors import DIVERGED, Interrupted, Interruption, UserError
+from llmc.files import HELLASWAG
 from llmc.logger import Log
 from llmc.outliers import notes_on, read_recent
 from llmc.progress import Console, LlmcLines
@@ -54,7 +55,8 @@ class Loop:
         self.examples = []
         if settings.hellaswag:
             from llmc import hellaswag  # here: few runs need it
-            self.examples, self.count_correct = hellaswag.load_hellaswag(settings, self.config), hellaswag.count_correct
+            self.count_correct, count = hellaswag.count_correct, 0 if settings.hellaswag == 1 else settings.hellaswag
+            self.examples = hellaswag.load_examples(HELLASWAG, self.config.V, settings.T, count)
         if ranks.is_first and self.tokenizer and settings.output_dir:  # for programs that use the run's models
             keep_tokenizer(settings.output_dir, self.tokenizer)
         settings.fit_to_text(self.train_loader.batches_per_epoch // settings.micro_steps)

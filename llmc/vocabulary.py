@@ -30,16 +30,16 @@ class PlainEncoding:
         self.decode_single_token_bytes = self.tokens.__getitem__
 
     def decode(self, ids):
-        return b"".join(self.tokens[id] for id in ids).decode(errors="replace")
+        return b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace")
 
 
-class HFEncoding:
-    """The vocabulary of a Hugging Face folder with a tokenizer.json. Named as tiktoken.Encoding, too."""
+class HFEncoding(PlainEncoding):
+    """The vocabulary of a Hugging Face folder with a tokenizer.json."""
 
     def __init__(self, path, eot=None):
         """path: of a folder's tokenizer.json. eot_token, which separates documents, is the token that begins a text or,
-        in vocabularies without one, that ends it (`eot`, if no config.json says which). Raises UserError for a file
-        that cannot be read, or if nothing says how a text ends."""
+        in vocabularies without one, the token that ends it (`eot`, if no config.json names one). Raises UserError for
+        a file that cannot be read, or if nothing says which token ends a text."""
         with open_input(path, "expected gpt2, bytes, chars or a Hugging Face folder with a tokenizer.json") as f:
             text = f.read().decode(errors="replace")
         tokenizers = import_package("tokenizers", "a vocabulary of Hugging Face")
@@ -72,9 +72,6 @@ class HFEncoding:
         byte = re.fullmatch(r"<0x([0-9A-F]{2})>", token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
-    def decode(self, ids):
-        return b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace")
-
 
 def end_ids(prefix):
     """The ids that end a text of a Hugging Face folder's model. prefix: of its files' paths."""
@@ -90,10 +87,7 @@ def end_ids(prefix):
 
 
 def bytes_to_letters():
-    """Return {byte: the character that stands for it in a byte-level tokenizer}.
-
-    Bytes that are printable in Latin-1 stand for themselves; the others map to U+0100 and on, in order.
-    """
+    """Return {byte: its character in a byte-level tokenizer}: printable Latin-1, or U+0100 and up for other bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
@@ -104,10 +98,8 @@ LETTERS = {letter: byte for byte, letter in bytes_to_letters().items()}
 
 def load_encoding(vocabulary, characters=""):
     """Return the tiktoken.Encoding of 'gpt2', the PlainEncoding of 'bytes' or 'chars', or a folder's HFEncoding.
-
     gpt2: 50257 tokens, which tiktoken downloads once; raises UserError if that fails. bytes: the 256 byte values and
-    end of text. chars: the given characters, sorted, and end of text.
-    """
+    end of text. chars: the given characters, sorted, and end of text."""
     if vocabulary == "bytes":
         return PlainEncoding(vocabulary, [bytes([byte]) for byte in range(256)], lambda text: list(text.encode()))
     if vocabulary == "chars":
@@ -147,22 +139,14 @@ def encode(encoding, text, **options):
 
 def save_vocabulary(path, encoding, version=2):
     """Write an encoding as llm.c's tokenizer file."""
-    write_tokenizer(path, tokens_of(encoding), encoding.eot_token, version)
-    if isinstance(encoding, HFEncoding):  # whose files can encode, too, and chat
-        for name, data in folder_files(encoding).items():
+    write_tokenizer(path, as_vocabulary(encoding).tokens, encoding.eot_token, version)
+    if isinstance(encoding, HFEncoding):  # with the folder's files, which can encode and chat
+        files = {"generation_config.json": json.dumps({"eos_token_id": end_ids(encoding.prefix)}).encode()}
+        paths = {name: Path(encoding.prefix + name) for name in FOLDER_FILES}
+        files |= {name: source.read_bytes() for name, source in paths.items() if source.exists()}
+        for name, data in files.items():
             with replacing(path.removesuffix("tokenizer.bin") + name) as f:
                 f.write(data)
-
-
-def folder_files(encoding):
-    """{name: content} of the FOLDER_FILES of an HFEncoding; the tokens that end a text may be config.json's."""
-    found = {"generation_config.json": json.dumps({"eos_token_id": end_ids(encoding.prefix)}).encode()}
-    paths = {name: Path(encoding.prefix + name) for name in FOLDER_FILES}
-    return found | {name: path.read_bytes() for name, path in paths.items() if path.exists()}
-
-
-def tokens_of(encoding):
-    return [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,16 +209,15 @@ def as_vocabulary(encoding):
     """Return the Vocabulary of an encoding."""
     folder = encoding if isinstance(encoding, HFEncoding) else None
     path = f"{folder.prefix}tokenizer.bin" if folder else ""  # which would be beside its files
-    return Vocabulary(tokens_of(encoding), encoding.eot_token, path, folder)
+    tokens = [encoding.decode_single_token_bytes(id) for id in range(encoding.n_vocab)]
+    return Vocabulary(tokens, encoding.eot_token, path, folder)
 
 
 def load_vocabulary(model, V, path=None):
-    """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none.
-
-    It comes from the file `path`; else from beside the model: the NAME_tokenizer.bin of export_weights.py, a run's
-    tokenizer.bin, a Hugging Face folder's tokenizer.json or, if V is GPT-2's, gpt2_tokenizer.bin; else V tells whether
-    it is GPT-2's or bytes. Raises UserError for a file of another size.
-    """
+    """Return the Vocabulary of a model with V tokens; None, with a warning, if there is none. It is read from the file
+    `path`; else from beside the model: the NAME_tokenizer.bin of export_weights.py, a run's tokenizer.bin, a Hugging
+    Face folder's tokenizer.json or, if V is GPT-2's, gpt2_tokenizer.bin; else V tells whether it is GPT-2's or bytes.
+    Raises UserError for a file of another size."""
     directory = model if os.path.isdir(model) else os.path.dirname(model)
     label = re.sub(r"^(gpt2|llama3)_|(_bf16)?\.bin$", "", os.path.basename(model))
     beside = [os.path.join(directory, f"{name}tokenizer.bin") for name in (f"{label}_", "", "gpt2_")]
